@@ -1,0 +1,198 @@
+"""The records of a run: Task, Turn, Trajectory, Group. Frozen, comparable, serialisable.
+
+A trajectory is one episode. What the model *reads* is the concatenation of ``context`` and ``tokens`` over its turns;
+only ``tokens`` were sampled and only they are ever trained on. When a chat template rewrites history, or a context is
+compacted, the turn says ``restart`` and its context starts a fresh sequence: the episode stays one trajectory (it is
+credited once), the model reads two sequences.
+
+These records do not know how anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from turnwise.errors import RecordError
+
+Message = dict[str, Any]
+"""An OpenAI-style chat message: ``{"role": "tool", "content": "42"}``."""
+
+
+class Status(StrEnum):
+    """How an episode ended."""
+
+    FINISHED = "finished"  # the environment said so
+    TRUNCATED = "truncated"  # a turn, token or context limit cut it
+    FAILED = "failed"  # the environment or the engine broke; never trained on
+
+
+class Origin(StrEnum):
+    """Whose tokens these are."""
+
+    POLICY = "policy"
+    REPLAY = "replay"
+    EXPERT = "expert"
+
+
+class Stop(StrEnum):
+    """Why the sampling of one turn ended."""
+
+    TOKEN = "token"  # an end-of-turn token
+    STRING = "string"  # a stop string
+    LENGTH = "length"  # the token budget of the turn or the context window
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to try. ``Task("calculator", seed=7, split="train", difficulty=2)``"""
+
+    environment: str
+    seed: int
+    split: str = "train"
+    difficulty: int = 1
+
+    @property
+    def key(self) -> str:
+        return f"{self.environment}/{self.split}/{self.difficulty}/{self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. The recorded log-probability is that of exactly this distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise RecordError(f"temperature is {self.temperature}; write 0 for greedy, or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise RecordError(f"top_p is {self.top_p}; write a number in (0, 1]")
+        if self.top_k < 0:
+            raise RecordError(f"top_k is {self.top_k}; write 0 for off, or a positive count")
+        if not 0 <= self.min_p < 1:
+            raise RecordError(f"min_p is {self.min_p}; write a number in [0, 1)")
+        if self.max_tokens < 1:
+            raise RecordError(f"max_tokens is {self.max_tokens}; write at least 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def whole(self) -> bool:
+        """Nothing was cut from the distribution."""
+        return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a generator returns for one turn: equally long lists."""
+
+    tokens: Sequence[int]
+    logp: Sequence[float]  # under the distribution really sampled from
+    mass: Sequence[float]  # log of the probability kept by top-p/k, min-p: 0 when nothing was cut
+    version: Sequence[int]  # of the policy that sampled each token
+    stop: Stop
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One act of one agent: what it read since its last act, and what it sampled.
+
+    Example: ``Turn(context=(1, 17, 2), tokens=(40, 41, 3), logp=(-.2, -.7, -.01), version=(5, 5, 5), reward=1.0)``
+    """
+
+    context: Sequence[int]
+    tokens: Sequence[int]
+    logp: Sequence[float] = ()  # empty for expert turns: nobody knows their behaviour policy
+    mass: Sequence[float] = ()  # empty = 0 everywhere
+    version: Sequence[int] = ()
+    reward: float = 0.0
+    agent: str = "agent"
+    state: str | None = None  # key of the state this turn was taken in, if the environment has one
+    restart: bool = False  # context starts a fresh sequence (history rewritten, compacted, another agent)
+    stop: Stop = Stop.TOKEN
+    temperature: float = 1.0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    seconds_generating: float = 0.0
+    seconds_acting: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("logp", "mass", "version"):
+            size = len(getattr(self, name))
+            if size not in (0, len(self.tokens)):
+                raise RecordError(f"a turn has {len(self.tokens)} tokens but {size} values of {name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Where a trajectory left another: after ``token`` sampled tokens of turn ``turn`` of ``parent``."""
+
+    parent: str
+    turn: int
+    token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One episode. ``turns`` are its own; a forked one reads its parent's up to the fork without owning them."""
+
+    id: str
+    task: Task
+    turns: tuple[Turn, ...]
+    rewards: Mapping[str, float] = field(default_factory=dict)  # named components, for logs and multi-reward credit
+    status: Status = Status.FINISHED
+    reason: str = ""
+    origin: Origin = Origin.POLICY
+    fork: Fork | None = None
+    guidance: str = ""
+    success: bool | None = None  # the environment's own verdict, if it has one
+    messages: tuple[Message, ...] = ()  # the dialogue as text, for people; never re-encoded
+
+    @property
+    def reward(self) -> float:
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def sampled(self) -> int:
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    def ids(self) -> list[int]:
+        """All ids of the last sequence of this trajectory (its own part)."""
+        out: list[int] = []
+        for turn in self.turns:
+            if turn.restart:
+                out = []
+            out += [*turn.context, *turn.tokens]
+        return out
+
+    def failed(self, reason: str) -> Trajectory:
+        return replace(self, status=Status.FAILED, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The trajectories of one task, the peers among which they are compared."""
+
+    id: str
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        ids = {t.id for t in self.trajectories}
+        if len(ids) != len(self.trajectories):
+            raise RecordError(f"group {self.id} holds two trajectories with the same id")
+        for t in self.trajectories:
+            if t.fork is not None and t.fork.parent not in ids:
+                raise RecordError(f"trajectory {t.id} forks from {t.fork.parent}, which is not in group {self.id}")

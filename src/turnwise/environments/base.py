@@ -1,0 +1,103 @@
+"""What every environment class is built on, and what the loop may ask it.
+
+An environment object is one single-use episode: ``reset(seed)`` once, ``step(action)`` until it says it is over. The
+class itself answers for the whole family of tasks: which difficulties exist, how a task is drawn, how a good and a
+mediocre player would act. Tasks of the two splits are disjoint *by content*, not only by seed.
+
+An environment knows nothing of tokens, log-probabilities or losses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from turnwise.data import Message
+from turnwise.ports import Action, Step, ToolCall
+
+HELD_OUT_SHARE = 10  # one problem in ten belongs to the held-out split
+
+
+class Environment(ABC):
+    """Base class of built-in environments, and the shortest way to write your own."""
+
+    difficulties: ClassVar[tuple[int, ...]] = (1,)
+    max_turns: ClassVar[int] = 8
+    tools: Sequence[dict[str, Any]] = ()  # OpenAI tool schemas, shown to the model by the chat template
+
+    def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
+        self.difficulty = difficulty
+        self.split = split
+
+    @abstractmethod
+    def reset(self, seed: int) -> Sequence[Message]:
+        """Begin the episode of this seed; the first messages the agent reads."""
+
+    @abstractmethod
+    def step(self, action: Action) -> Step | Awaitable[Step]:
+        """Answer one action. May be ``async``."""
+
+    # ---- optional powers: None means "this environment cannot"
+    def state_key(self) -> str | None:
+        """A key that is equal exactly when two moments of two episodes of one task are the same state."""
+        return None
+
+    def snapshot(self) -> Any | None:
+        """JSON-able state from which ``restore`` goes on."""
+        return None
+
+    def restore(self, snapshot: Any) -> None:
+        raise NotImplementedError(f"{type(self).__name__} cannot be restored")
+
+    def answer(self) -> str | None:
+        """The reference answer, for credit that measures how likely it has become."""
+        return None
+
+    def close(self) -> None:
+        """Release what the episode holds."""
+
+    # ---- players and demonstrations
+    def oracle(self) -> Action:
+        """The next action of a perfect player, from the current state."""
+        raise NotImplementedError(f"{type(self).__name__} has no oracle player")
+
+    def random_action(self, rng: random.Random) -> Action:
+        """The next action of a player that knows the format but nothing else."""
+        raise NotImplementedError(f"{type(self).__name__} has no random player")
+
+    def demonstrate(self, rng: random.Random) -> Action:
+        """The next action of a *mediocre* demonstrator, for an honest cold start. Default: the oracle half of the time."""
+        return self.oracle() if rng.random() < 0.5 else self.random_action(rng)
+
+
+Problem = TypeVar("Problem")
+
+
+def held_out(content: str) -> bool:
+    """Whether a problem belongs to the held-out split: a fixed tenth, by content."""
+    return hashlib.sha256(content.encode()).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def draw(make: Callable[[random.Random], Problem], seed: int, split: str, key: Callable[[Problem], str] = str) -> Problem:
+    """The problem of ``seed`` in ``split``: drawn again until its content falls into that split."""
+    rng = random.Random(f"{split}/{seed}")
+    for _ in range(10_000):
+        problem = make(rng)
+        if held_out(key(problem)) == (split != "train"):
+            return problem
+    raise RuntimeError(f"no {split} problem found for seed {seed}: too few different problems")
+
+
+def call(tool: str, **arguments: Any) -> Action:
+    """An action that calls one tool, in the format the renderer parses."""
+    import json
+
+    text = f'<tool_call>{json.dumps({"name": tool, "arguments": arguments})}</tool_call>'
+    return Action(text=text, calls=(ToolCall(tool, arguments),))
+
+
+def say(text: str) -> Action:
+    return Action(text=text)

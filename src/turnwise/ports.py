@@ -1,0 +1,150 @@
+"""The ports: what the loop asks of a generator, a learner, an environment and a tracker. Protocols only.
+
+The loop drives these and nothing else; one process, Ray actors or a remote server may stand behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from turnwise.data import Completion, Message, Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from turnwise.batch import Batch
+    from turnwise.levels import Field
+    from turnwise.signals import Signal
+
+
+# ---------------------------------------------------------------- environment
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What an agent said in one turn, read for the environment.
+
+    ``faults`` holds in words every tool call that could not be read (not JSON, no name ...)."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    faults: tuple[str, ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """The assistant message as the chat template will see it: the text exactly as sampled."""
+        return {"role": "assistant", "content": self.text}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the environment answers to an action."""
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+    # known keys of info: success (bool), rewards (named floats), tool_calls, tool_errors (ints)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One single-use episode. ``step`` may also be ``async``.
+
+    Optional, found by ``getattr``-free checks in ``environments.base``: ``tools``, ``state_key``, ``snapshot``/``restore``,
+    ``answer``, ``close``."""
+
+    def reset(self, seed: int) -> Sequence[Message]: ...
+
+    def step(self, action: Action) -> Step | Awaitable[Step]: ...
+
+
+# ------------------------------------------------------------------ generator
+
+
+class Session(Protocol):
+    """One dialogue with a generator. Ids in, ids out; whatever prefix it has already read costs nothing again."""
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion: ...
+
+    def fork(self, seed: int) -> Session: ...
+
+    def cancel(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Generator(Protocol):
+    """Samples from a policy. ``open`` is synchronous so that a whole wave is known before the first token."""
+
+    version: int
+
+    def open(self, seed: int) -> Session: ...
+
+    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take new weights between two tokens; requests in flight go on under them."""
+        ...
+
+    def stats(self) -> dict[str, float]: ...
+
+
+# -------------------------------------------------------------------- learner
+
+
+class Objective(Protocol):
+    """A differentiable number of a micro-batch. Micro-batches and ranks *sum*: every normaliser is already in it."""
+
+    @property
+    def needs(self) -> frozenset[Signal]: ...
+
+    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+class Learner(Protocol):
+    """Measures signals and takes optimiser steps. Knows no method's name."""
+
+    version: int
+
+    def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]: ...
+
+    def update(self, batch: Batch, objective: Objective) -> dict[str, float]: ...
+
+    def weights(self) -> Mapping[str, Tensor]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+# ------------------------------------------------------------- state, metrics
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that must survive a crash. The state is JSON-able."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Tracker(Protocol):
+    """Where numbers go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Listener = Callable[[str, Mapping[str, Any]], None]
+"""Called with an event name and its facts: the progress display, the plain log, a test."""
