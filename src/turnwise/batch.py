@@ -1,0 +1,326 @@
+"""Groups packed into one batch: what the model reads, and the tree of what it sampled.
+
+Legend: L packed positions (context and sampled), S sequences, N sampled tokens, U turns, K trajectories, G groups.
+
+A sequence is what the model reads in one go. A trajectory is usually one sequence; a restart opens another, and a forked
+trajectory repeats its parent's prefix as context. The tree has no place for context, so nothing can leak from it.
+
+Everything that depends on the whole step (advantages, averaging weights) is a Field put on the batch *before* it is cut
+into micro-batches; the cuts then just sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from turnwise.data import Group, Origin, Status, Trajectory, Turn
+from turnwise.errors import RecordError, SignalError
+from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree
+from turnwise.signals import Signal
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """What the model reads, packed end to end."""
+
+    ids: Tensor  # [L]
+    start: Tensor  # [S + 1] where each sequence begins; the last entry is L
+    trajectory: Tensor  # [S] whose it is
+    at: Tensor  # [N] packed position of each sampled token (its log-probability is read one position earlier)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.start[1:] - self.start[:-1]
+
+    def positions(self) -> Tensor:
+        """Position of each id inside its own sequence, [L]."""
+        here = torch.arange(self.ids.numel(), device=self.ids.device)
+        return here - torch.repeat_interleave(self.start[:-1], self.lengths)
+
+    def select(self, position_of: Tensor, tokens: Tensor) -> Sequences:
+        """The sequences of kept trajectories. ``position_of`` [K] is the new index or −1; ``tokens`` the kept tokens."""
+        new = position_of[self.trajectory]
+        order = torch.argsort(new, stable=True)
+        kept = order[new[order] >= 0]
+        lengths = self.lengths[kept]
+        start = torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0)])
+        moved = torch.full_like(self.start[:-1], -1).index_copy(0, kept, start[:-1])
+        inside = torch.arange(int(start[-1]), device=start.device) - torch.repeat_interleave(start[:-1], lengths)
+        source = torch.repeat_interleave(self.start[:-1][kept], lengths) + inside
+        at = self.at[tokens]
+        owner = torch.searchsorted(self.start, at, right=True) - 1
+        return Sequences(self.ids[source], start, new[kept], at - self.start[owner] + moved[owner])
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A packed batch. ``columns`` holds what the step computed: advantage, weight and the measured signals."""
+
+    tree: Tree
+    sequences: Sequences
+    token: Field  # TOKEN: the sampled id
+    behaviour: Field  # TOKEN: log-probability under the distribution really sampled from
+    mass: Field  # TOKEN: log of the probability that top-p/k and min-p kept (0 = everything)
+    version: Field  # TOKEN: of the policy that sampled it
+    temperature: Field  # TURN
+    reward: Field  # TURN: what the environment paid for this turn
+    state: Field  # TURN: number of the state it was taken in, −1 where unknown
+    agent: Field  # TURN: number of the acting agent
+    truncated: Field  # TRAJECTORY: a limit ended it
+    expert: Field  # TRAJECTORY: not sampled by our policy
+    group: Field  # GROUP: its number in the whole step (stays when the batch is cut)
+    named: Mapping[str, Field] = field(default_factory=dict)  # TRAJECTORY: reward components by name
+    columns: Mapping[str, Field] = field(default_factory=dict)
+    keys: tuple[str, ...] = ()  # trajectory ids, in order
+
+    def __len__(self) -> int:
+        return self.tree.count(TRAJECTORY)
+
+    def __getitem__(self, name: str) -> Field:
+        if name not in self.columns:
+            raise SignalError(f"{name!r} is not on this batch; a piece that uses it must declare it in `needs` (has: {sorted(self.columns)})")
+        return self.columns[name]
+
+    def put(self, **columns: Field) -> Batch:
+        """The same batch with more columns."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def same(self, *names: str) -> Partition:
+        """Turns of one group that agree in the named things: ``state``, ``agent``, ``index`` (of the turn)."""
+        keys = {"state": self.state, "agent": self.agent, "index": self.tree.index(TURN, TRAJECTORY)}
+        return Partition.by(self.tree, TURN, self.group, *(keys[name] for name in names))
+
+    # ------------------------------------------------------------ cutting
+    def select(self, trajectories: Sequence[int] | Tensor) -> Batch:
+        """Some whole trajectories, in the given order."""
+        chosen = torch.as_tensor(trajectories, dtype=torch.int64, device=self.tree.device)
+        tree, kept = self.tree.select(chosen)
+        position = torch.full((len(self),), -1, dtype=torch.int64, device=self.tree.device)
+        position[chosen] = torch.arange(chosen.numel(), device=self.tree.device)
+
+        def cut(f: Field) -> Field:
+            return Field(tree, f.level, f.x[kept[f.level]])
+
+        fields = {name: cut(value) for name, value in vars(self).items() if isinstance(value, Field)}
+        return Batch(
+            tree=tree,
+            sequences=self.sequences.select(position, kept[0]),
+            named={name: cut(f) for name, f in self.named.items()},
+            columns={name: cut(f) for name, f in self.columns.items()},
+            keys=tuple(self.keys[i] for i in chosen.tolist()) if self.keys else (),
+            **fields,
+        )
+
+    def reading(self) -> Tensor:
+        """How many positions each trajectory costs the model, [K]."""
+        cost = torch.zeros(len(self), dtype=torch.int64, device=self.tree.device)
+        return cost.index_add(0, self.sequences.trajectory, self.sequences.lengths)
+
+    def split(self, positions: int) -> Iterator[Batch]:
+        """Micro-batches of whole trajectories, each of at most ``positions`` packed ids (or one trajectory)."""
+        cost = self.reading().tolist()
+        part: list[int] = []
+        filled = 0
+        for k in sorted(range(len(cost)), key=lambda k: cost[k]):  # alike lengths together: attention pads less
+            if part and filled + cost[k] > positions:
+                yield self.select(part)
+                part, filled = [], 0
+            part.append(k)
+            filled += cost[k]
+        if part:
+            yield self.select(part)
+
+    def to(self, device: torch.device | str) -> Batch:
+        if torch.device(device) == self.tree.device:
+            return self
+        tree = self.tree.to(device)
+        move = lambda f: Field(tree, f.level, f.x.to(device))  # noqa: E731
+        fields = {name: move(value) for name, value in vars(self).items() if isinstance(value, Field)}
+        s = self.sequences
+        return replace(
+            self,
+            tree=tree,
+            sequences=Sequences(s.ids.to(device), s.start.to(device), s.trajectory.to(device), s.at.to(device)),
+            named={k: move(f) for k, f in self.named.items()},
+            columns={k: move(f) for k, f in self.columns.items()},
+            **fields,
+        )
+
+
+# -------------------------------------------------------------------- packing
+
+
+def prefix(trajectory: Trajectory, by_id: Mapping[str, Trajectory]) -> list[int]:
+    """The ids a forked trajectory shares with its parent."""
+    if trajectory.fork is None:
+        return []
+    fork, parent = trajectory.fork, by_id[trajectory.fork.parent]
+    if not 0 <= fork.turn < len(parent.turns) or not 0 <= fork.token <= len(parent.turns[fork.turn].tokens):
+        raise RecordError(f"trajectory {trajectory.id} forks at turn {fork.turn}, token {fork.token} of {parent.id}, which has no such place")
+    ids = prefix(parent, by_id)
+    for turn in parent.turns[: fork.turn + 1]:
+        ids = [] if turn.restart else ids
+        last = turn is parent.turns[fork.turn]
+        ids = ids + [*turn.context, *(turn.tokens[: fork.token] if last else turn.tokens)]
+    return ids
+
+
+def pack(groups: Sequence[Group]) -> Batch:
+    """Pack groups as they are; trajectories that failed must have been dropped before."""
+    packer = _Packer()
+    for group in groups:
+        by_id = {t.id: t for t in group.trajectories}
+        for trajectory in group.trajectories:
+            packer.add(trajectory, prefix(trajectory, by_id))
+        packer.trajectories.append(len(group.trajectories))
+    return packer.batch()
+
+
+class _Packer:
+    """Flat lists that become one batch."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.start: list[int] = [0]
+        self.owner: list[int] = []
+        self.at: list[int] = []
+        self.flat: dict[str, list] = {name: [] for name in ("token", "behaviour", "mass", "version")}
+        self.turn_rows: list[tuple[float, float, int, int, int]] = []
+        self.turns: list[int] = []
+        self.trajectories: list[int] = []
+        self.members: list[Trajectory] = []
+        self.states: dict[str, int] = {}
+        self.agents: dict[str, int] = {}
+
+    def add(self, trajectory: Trajectory, shared: list[int]) -> None:
+        if trajectory.status == Status.FAILED:
+            raise RecordError(f"trajectory {trajectory.id} failed ({trajectory.reason}) and cannot be trained on")
+        me = len(self.members)
+        self.ids += shared
+        for turn in trajectory.turns:
+            if turn.restart and len(self.ids) > self.start[-1]:
+                self._close(me)
+            self.ids += turn.context
+            if turn.tokens and len(self.ids) == self.start[-1]:
+                raise RecordError(f"trajectory {trajectory.id} samples its first token from nothing; its first turn needs a context")
+            self.at += range(len(self.ids), len(self.ids) + len(turn.tokens))
+            self.ids += turn.tokens
+            self._row(turn, trajectory)
+        if len(self.ids) > self.start[-1]:
+            self._close(me)
+        self.turns.append(len(trajectory.turns))
+        self.members.append(trajectory)
+
+    def _close(self, owner: int) -> None:
+        self.start.append(len(self.ids))
+        self.owner.append(owner)
+
+    def _row(self, turn: Turn, trajectory: Trajectory) -> None:
+        n = len(turn.tokens)
+        if n and not turn.logp and trajectory.origin == Origin.POLICY:
+            raise RecordError(f"trajectory {trajectory.id} has sampled tokens without log-probabilities")
+        self.flat["token"] += turn.tokens
+        self.flat["behaviour"] += turn.logp or [0.0] * n
+        self.flat["mass"] += turn.mass or [0.0] * n
+        self.flat["version"] += turn.version or [0] * n
+        state = -1 if turn.state is None else self.states.setdefault(turn.state, len(self.states))
+        agent = self.agents.setdefault(turn.agent, len(self.agents))
+        self.turn_rows.append((turn.temperature, turn.reward, state, agent, n))
+
+    def batch(self) -> Batch:
+        i64, f32 = torch.int64, torch.float32
+        temperature, reward, state, agent, tokens = zip(*self.turn_rows) if self.turn_rows else ((),) * 5
+        repeat = lambda counts: torch.repeat_interleave(torch.tensor(counts, dtype=i64))  # noqa: E731
+        tree = Tree(repeat(tokens), repeat(self.turns), repeat(self.trajectories), len(self.trajectories))
+        tensor = lambda values: torch.tensor(values, dtype=i64)  # noqa: E731
+        names = sorted({name for t in self.members for name in t.rewards})
+        return Batch(
+            tree=tree,
+            sequences=Sequences(tensor(self.ids), tensor(self.start), tensor(self.owner), tensor(self.at)),
+            token=tree.field(TOKEN, self.flat["token"], i64),
+            behaviour=tree.field(TOKEN, self.flat["behaviour"], f32),
+            mass=tree.field(TOKEN, self.flat["mass"], f32),
+            version=tree.field(TOKEN, self.flat["version"], i64),
+            temperature=tree.field(TURN, temperature, f32),
+            reward=tree.field(TURN, reward, f32),
+            state=tree.field(TURN, state, i64),
+            agent=tree.field(TURN, agent, i64),
+            truncated=tree.field(TRAJECTORY, [t.status == Status.TRUNCATED for t in self.members], torch.bool),
+            expert=tree.field(TRAJECTORY, [t.origin == Origin.EXPERT for t in self.members], torch.bool),
+            group=tree.field(GROUP, range(len(self.trajectories)), i64),
+            named={n: tree.field(TRAJECTORY, [t.rewards.get(n, float("nan")) for t in self.members], f32) for n in names},
+            keys=tuple(t.id for t in self.members),
+        )
+
+
+# --------------------------------------------------------------------- padded
+
+
+def from_padded(
+    ids: Tensor,
+    mask: Tensor,
+    *,
+    logp: Tensor,
+    reward: Tensor,
+    group: Tensor,
+    turn: Tensor | None = None,
+    **columns: Tensor,
+) -> Batch:
+    """A batch from padded (B, L) tensors, as other trainers hold them.
+
+    ``mask`` marks the sampled tokens; ``turn`` numbers the turns of each row (default: maximal runs of the mask);
+    ``logp`` and ``columns`` are (B, L) too; ``reward`` (B,) is paid at the last turn; ``group`` (B,) labels the peers.
+    Only real rows are read, so padding may hold anything."""
+    b, length = ids.shape
+    mask = mask.bool()
+    if turn is None:
+        turn = torch.cumsum((mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).long(), 1) - 1
+    rows = torch.arange(b, device=ids.device)[:, None].expand(b, length)[mask]
+    if bool(mask[:, 0].any()):
+        raise RecordError("a row begins with a sampled token; the first position must be context")
+    _, turn_of = torch.unique(rows * (length + 1) + turn[mask], return_inverse=True)
+    owner = torch.zeros(int(turn_of.max()) + 1 if turn_of.numel() else 0, dtype=torch.int64, device=ids.device)
+    owner[turn_of] = rows
+    labels, group_of = torch.unique(group, return_inverse=True)
+    tree = Tree(turn_of, owner, group_of, labels.numel())
+    turns = owner.numel()
+    paid = torch.zeros(turns, device=ids.device)
+    last = tree.size(TURN, TRAJECTORY).x.cumsum(0) - 1
+    has = tree.size(TURN, TRAJECTORY).x > 0
+    paid[last[has]] = reward.float()[has]
+    zeros = lambda level, dtype: Field(tree, level, torch.zeros(tree.count(level), dtype=dtype, device=ids.device))  # noqa: E731
+    return Batch(
+        tree=tree,
+        sequences=Sequences(
+            ids.reshape(-1),
+            torch.arange(b + 1, device=ids.device) * length,
+            torch.arange(b, device=ids.device),
+            mask.reshape(-1).nonzero().squeeze(1),
+        ),
+        token=Field(tree, TOKEN, ids[mask]),
+        behaviour=Field(tree, TOKEN, logp[mask]),
+        mass=zeros(TOKEN, torch.float32),
+        version=zeros(TOKEN, torch.int64),
+        temperature=tree.full(TURN, 1.0),
+        reward=Field(tree, TURN, paid),
+        state=tree.full(TURN, -1, torch.int64),
+        agent=zeros(TURN, torch.int64),
+        truncated=zeros(TRAJECTORY, torch.bool),
+        expert=zeros(TRAJECTORY, torch.bool),
+        group=Field(tree, GROUP, torch.arange(labels.numel(), device=ids.device)),
+        columns={name: Field(tree, TOKEN, value[mask]) for name, value in columns.items()},
+    )
+
+
+def to_padded(value: Field, mask: Tensor, fill: float = 0.0) -> Tensor:
+    """A field as a padded (B, L) tensor: sampled positions hold it, all others ``fill``. Inverse of ``from_padded``."""
+    out = torch.full(mask.shape, fill, dtype=value.x.dtype, device=value.x.device)
+    out[mask.bool()] = value.at(TOKEN).x
+    return out
+
+
+__all__ = ["Batch", "Level", "Sequences", "Signal", "from_padded", "pack", "prefix", "to_padded"]

@@ -1,0 +1,103 @@
+"""Reductions of a packed vector over labelled segments. Pure tensor functions, linear in the length.
+
+Legend: ``x`` [n] values, ``label`` [n] the segment of each (int64, any order), ``count`` the number of segments.
+
+The corner cases of the house are decided here and nowhere else:
+
+    an empty segment      sum, mean, min, max, median 0; std 0; count 0
+    a lone item           std 0; leave-one-out mean 0
+    zero spread           std 0 (whoever divides adds the epsilon)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def size(label: Tensor, count: int) -> Tensor:
+    """How many items each segment holds, [count] int64."""
+    return torch.bincount(label, minlength=count)
+
+
+def total(x: Tensor, label: Tensor, count: int) -> Tensor:
+    """Σ x over each segment. Differentiable."""
+    return x.new_zeros(count).index_add(0, label, x)
+
+
+def mean(x: Tensor, label: Tensor, count: int) -> Tensor:
+    """Mean over each segment; 0 where it is empty. Differentiable."""
+    return total(x, label, count) / size(label, count).clamp(min=1)
+
+
+def extreme(x: Tensor, label: Tensor, count: int, *, largest: bool) -> Tensor:
+    """Largest or smallest value of each segment; 0 where it is empty. Differentiable (ties share)."""
+    return x.new_zeros(count).scatter_reduce(0, label, x, "amax" if largest else "amin", include_self=False)
+
+
+def std(x: Tensor, label: Tensor, count: int, *, correction: int = 1) -> Tensor:
+    """Standard deviation with n − correction in the denominator; 0 for a lone item.
+
+    Two passes: the naive E[x²] − E[x]² loses all digits when the mean is large."""
+    deviation = x - mean(x, label, count)[label]
+    degrees = (size(label, count) - correction).clamp(min=1)
+    return (total(deviation * deviation, label, count) / degrees).sqrt()
+
+
+def median(x: Tensor, label: Tensor, count: int) -> Tensor:
+    """Median of each segment; the mean of the middle two when even; 0 where empty."""
+    n = size(label, count)
+    widest = int(n.max()) if count else 0
+    if x.numel() == 0:
+        return x.new_zeros(count)
+    if widest * count <= 4 * x.numel():  # nearly equal sizes: sort short rows, several times faster than one long sort
+        rows = x.new_full((count, widest), torch.inf)
+        rows[label, rank_within(label, count)] = x
+        ordered, start = rows.sort(1).values.view(-1), torch.arange(count, device=x.device) * widest
+    else:
+        by_value = torch.argsort(x, stable=True)
+        ordered, start = x[by_value[torch.argsort(label[by_value], stable=True)]], torch.cumsum(n, 0) - n
+    last = ordered.numel() - 1
+    low = ordered[(start + (n - 1).clamp(min=0) // 2).clamp(max=last)]
+    high = ordered[(start + n // 2).clamp(max=last)]
+    return torch.where(n > 0, (low + high) / 2, 0)
+
+
+def leave_one_out(x: Tensor, label: Tensor, count: int) -> Tensor:
+    """For each item the mean of the *others* of its segment, [n]; 0 for a lone item."""
+    others = (size(label, count)[label] - 1).clamp(min=1)
+    rest = total(x, label, count)[label] - x
+    return torch.where(size(label, count)[label] > 1, rest / others, 0)
+
+
+def _in_segment_order(label: Tensor) -> Tensor | None:
+    """A stable order that puts segments together; None where they already are (the usual packing: nothing to sort)."""
+    if bool((label[1:] >= label[:-1]).all()):
+        return None
+    return torch.argsort(label, stable=True)
+
+
+def rank_within(label: Tensor, count: int) -> Tensor:
+    """0-based position of each item among the items of its segment, in packed order, [n]."""
+    n = size(label, count)
+    start = torch.cumsum(n, 0) - n
+    here = torch.arange(label.numel(), device=label.device)
+    order = _in_segment_order(label)
+    if order is None:
+        return here - start[label]
+    return torch.empty_like(label).index_copy(0, order, here - start[label[order]])
+
+
+def running_sum(x: Tensor, label: Tensor, count: int, *, reverse: bool = False) -> Tensor:
+    """Inclusive cumulative sum inside each segment, in packed order, [n]. In float64: the carry spans the whole batch."""
+    order = _in_segment_order(label)
+    values, owner = (x.double(), label) if order is None else (x[order].double(), label[order])
+    sums = torch.cumsum(values, 0)
+    n = size(label, count)
+    before = torch.cat([sums.new_zeros(1), sums])[torch.cumsum(n, 0) - n]
+    inside = sums - before[owner]
+    if reverse:
+        inside = total(values, owner, count)[owner] - inside + values
+    if order is not None:
+        inside = torch.empty_like(inside).index_copy(0, order, inside)
+    return inside.to(x.dtype)

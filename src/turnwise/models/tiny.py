@@ -1,0 +1,78 @@
+"""A small model and a small tokenizer, made here: no download, no account.
+
+The tokenizer is a lossless byte-level BPE whose digits stay single (a model that copies numbers must see their digits),
+trained on the dialogues of the built-in environments so that a tool call costs a handful of tokens. The model is a stock
+Hugging Face Llama of about a million parameters with random weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+
+# ChatML with Hermes-style tool calls; tools are named once, in a line a small model can afford to read.
+CHAT_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def tiny_tokenizer(corpus: Iterable[str], vocabulary: int = 768) -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on ``corpus``. Digits are never merged; merges may cross words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\n"), behavior="isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=24,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_model(vocabulary: int, seed: int, *, hidden: int = 128, layers: int = 4, context: int = 1024) -> LlamaForCausalLM:
+    """A Llama of about a million parameters with random weights that depend only on ``seed``."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
