@@ -1,0 +1,26 @@
+"""Single-sample estimators of KL(π‖π₀), from x = log π₀(a) − log π(a) of a token a sampled from π.
+
+    k1 = −x                E[k1] = KL; can be negative; its gradient as a loss has mean zero (∇ log π averages out)
+    k2 = x²/2              biased, low variance; its gradient as a loss is −x ∇ log π, whose mean is the gradient of KL
+    k3 = eˣ − x − 1        E[k3] = KL, never negative; its gradient as a loss is (1 − eˣ) ∇ log π, that of KL(π₀‖π)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def k1(x: Tensor) -> Tensor:
+    return -x
+
+
+def k2(x: Tensor) -> Tensor:
+    return x * x / 2
+
+
+def k3(x: Tensor) -> Tensor:
+    return torch.expm1(x) - x
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
