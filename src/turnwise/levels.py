@@ -304,8 +304,8 @@ class Field:
     def detach(self) -> Field:
         return self.map(torch.detach)
 
-    def float(self) -> Field:
-        return self.map(lambda x: x.float() if not x.is_floating_point() else x)
+    def to(self, dtype: torch.dtype) -> Field:
+        return self.map(lambda x: x.to(dtype))
 
     @cached_property
     def item(self) -> Any:

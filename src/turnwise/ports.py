@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from turnwise.data import Completion, Message, Sampling
+from turnwise.data import Completion, Group, Message, Sampling, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ class Step:
 class Environment(Protocol):
     """One single-use episode. ``step`` may also be ``async``.
 
-    Optional, found by ``getattr``-free checks in ``environments.base``: ``tools``, ``state_key``, ``snapshot``/``restore``,
+    Optional powers, with their defaults in ``environments.base``: ``tools``, ``state_key``, ``snapshot`` and ``restore``,
     ``answer``, ``close``."""
 
     def reset(self, seed: int) -> Sequence[Message]: ...
@@ -144,6 +144,20 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Ledger(Protocol):
+    """Accounts for every group issued: in flight, finished, trained, or dropped and why."""
+
+    def issue(self, group_id: str, task: Task, step: int, version: int) -> None: ...
+
+    def finish(self, group: Group, step: int) -> None: ...
+
+    def train(self, group_ids: Sequence[str], step: int) -> None: ...
+
+    def drop(self, group_id: str, reason: str, step: int) -> None: ...
+
+    def seal(self, step: int) -> None: ...
 
 
 Listener = Callable[[str, Mapping[str, Any]], None]

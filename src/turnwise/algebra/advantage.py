@@ -8,7 +8,7 @@ import torch
 
 from turnwise.algebra.term import Term, check
 from turnwise.batch import Batch
-from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, where
+from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition
 from turnwise.maths import returns
 from turnwise.signals import Signal
 
@@ -39,6 +39,16 @@ class Outcome(Term):
 
     def __call__(self, batch: Batch) -> Field:
         return batch.reward.sum(TRAJECTORY)
+
+
+@dataclass(frozen=True)
+class Constant(Term):
+    """The same number for every trajectory."""
+
+    value: float
+
+    def __call__(self, batch: Batch) -> Field:
+        return batch.tree.full(TRAJECTORY, self.value)
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ class LeaveOneOut(Term):
 
 @dataclass(frozen=True)
 class Whiten(Term):
-    """A ← (A − mean) / (std + ε) over all sampled tokens of the batch; fewer than two tokens stay as they are."""
+    """A ← (A − mean) / √(var + ε) over all sampled tokens of the batch; fewer than two tokens stay as they are."""
 
     term: Term
     eps: float = 1e-8
@@ -119,7 +129,7 @@ class Whiten(Term):
         a = self.term(batch).at(TOKEN)
         if a.x.numel() < 2:
             return a
-        return (a - a.mean(BATCH)) / (a.std(BATCH) + self.eps)
+        return (a - a.mean(BATCH)) / (a.std(BATCH) ** 2 + self.eps) ** 0.5
 
 
 # --------------------------------------------------------------------- critic
@@ -185,6 +195,6 @@ def token_reward(batch: Batch) -> Field:
 
 
 __all__ = [
-    "GAE", "LambdaReturn", "LeaveOneOut", "Outcome", "Peers", "ReturnToGo", "Same", "Standardise", "Whiten",
-    "among", "token_reward", "where",
+    "GAE", "Constant", "LambdaReturn", "LeaveOneOut", "Outcome", "Peers", "ReturnToGo", "Same", "Standardise", "Whiten",
+    "among", "token_reward",
 ]  # fmt: skip

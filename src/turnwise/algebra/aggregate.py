@@ -1,4 +1,5 @@
-"""Aggregates: what is averaged over what. One weight for each token, computed once over the whole step.
+"""Aggregates: what is averaged over what. One weight for each token, computed once over the whole step,
+in float64 (an objective casts it to the precision it works in).
 
 Micro-batches and ranks then just sum. An item without tokens does not count as an item.
 """
@@ -7,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
 
 from turnwise.algebra.term import check
 from turnwise.levels import TOKEN, TRAJECTORY, Field, Level, Tree
@@ -30,7 +33,7 @@ class Mean:
     over: Level
 
     def __call__(self, tree: Tree) -> Field:
-        inside = tree.size(TOKEN, self.over).float().clamp(low=1)
+        inside = tree.size(TOKEN, self.over).to(torch.float64).clamp(low=1)
         return (1 / (items(tree, self.over) * inside)).at(TOKEN)
 
 
@@ -47,4 +50,4 @@ class Sum:
         check(self.length > 0, f"length is {self.length}; write a positive number of tokens")
 
     def __call__(self, tree: Tree) -> Field:
-        return tree.full(TOKEN, 1 / (items(tree, self.over) * self.length))
+        return tree.full(TOKEN, 1 / (items(tree, self.over) * self.length), torch.float64)

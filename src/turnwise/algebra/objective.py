@@ -62,14 +62,15 @@ class Objective:
 
     def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one micro-batch and its additive statistics."""
-        adv, weight = batch["advantage"], batch["weight"]
+        precision = policy[Signal.LOGP].x.dtype
+        adv, weight = batch["advantage"].to(precision), batch["weight"].to(precision)
         rho = self.ratio(batch, policy)
         gated = self.gate(rho, adv)
         objective = _total(weight * (gated * adv))
         stats = _statistics(batch, policy, rho, gated, adv)
         for i, w in enumerate(self.penalties):
             cost = w.penalty(batch, policy, batch.columns.get(f"planned{i}"))
-            cost_total = _total(batch.columns.get(f"weight{i}", weight) * cost)
+            cost_total = _total(batch.columns.get(f"weight{i}", weight).to(precision) * cost)
             stats[f"penalty/{type(w.penalty).__name__}"] = cost_total.detach()
             objective = objective - w.weight * cost_total
         stats["objective"] = objective.detach()
@@ -83,13 +84,13 @@ def _total(value: Field) -> Tensor:
 @torch.no_grad()
 def _statistics(batch: Batch, policy: Mapping[Signal, Field], rho: Field, gated: Field, adv: Field) -> dict[str, Tensor]:
     """What every run logs, as shares of all tokens of the step."""
-    share = batch["share"]
+    share = batch["share"].to(policy[Signal.LOGP].x.dtype)
     clipped = (gated.detach().at(TOKEN) - rho.detach().at(TOKEN)).abs() > 0
     moved = (behaviour(batch) - policy[Signal.LOGP].detach()).clamp(-20.0, 20.0)
     stats = {
-        "clip_share": _total(share * clipped.map(lambda x: x.to(share.x.dtype))),
-        "clip_share/up": _total(share * (clipped & (adv > 0)).map(lambda x: x.to(share.x.dtype))),
-        "clip_share/down": _total(share * (clipped & (adv < 0)).map(lambda x: x.to(share.x.dtype))),
+        "clip_share": _total(share * clipped.to(share.x.dtype)),
+        "clip_share/up": _total(share * (clipped & (adv > 0)).to(share.x.dtype)),
+        "clip_share/down": _total(share * (clipped & (adv < 0)).to(share.x.dtype)),
         "kl/behaviour": _total(share * moved.map(k3)),
         "ratio": _total(share * rho.detach()),
         "advantage/size": _total(share * adv.abs()),

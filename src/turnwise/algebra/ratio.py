@@ -31,10 +31,12 @@ def behaviour(batch: Batch) -> Field:
 class Importance:
     """ρ = exp( mean over the level of log π − log μ ): TOKEN is PPO's, TURN the turn ratio, TRAJECTORY is GSPO's.
 
-    ``proximal``: measure from the policy at the start of this batch instead of the one that sampled it."""
+    ``proximal``: measure from the policy at the start of this batch instead of the one that sampled it. ``cap``: largest
+    log ρ (each token's own is held within ±20 besides)."""
 
     level: Level = TOKEN
     proximal: bool = False
+    cap: float = LOG_RATIO_LIMIT
 
     @property
     def needs(self) -> frozenset[Signal]:
@@ -43,7 +45,7 @@ class Importance:
     def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Field:
         anchor = batch[Signal.PROXIMAL] if self.proximal else behaviour(batch)
         log_ratio = (policy[Signal.LOGP] - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return log_ratio.mean(self.level).exp()
+        return log_ratio.mean(self.level).clamp(high=self.cap).exp()
 
 
 @dataclass(frozen=True)

@@ -53,5 +53,5 @@ class Overlong(Term):
         check(0 < self.cache <= self.limit, f"overlong needs 0 < cache <= limit, got cache {self.cache}, limit {self.limit}")
 
     def __call__(self, batch: Batch) -> Field:
-        n = batch.tree.size(TOKEN, TRAJECTORY).float()
+        n = batch.tree.size(TOKEN, TRAJECTORY).to(batch.reward.x.dtype)
         return paid_at_end(((self.limit - self.cache - n) / self.cache).clamp(-1.0, 0.0))

@@ -16,8 +16,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from turnwise.data import Message
+from turnwise.errors import SettingError, nearest
 from turnwise.ports import Action, Step, ToolCall
 
+SPLITS = ("train", "held_out")
 HELD_OUT_SHARE = 10  # one problem in ten belongs to the held-out split
 
 
@@ -25,10 +27,15 @@ class Environment(ABC):
     """Base class of built-in environments, and the shortest way to write your own."""
 
     difficulties: ClassVar[tuple[int, ...]] = (1,)
-    max_turns: ClassVar[int] = 8
+    max_turns: int = 8  # an instance may set its own, by difficulty
     tools: Sequence[dict[str, Any]] = ()  # OpenAI tool schemas, shown to the model by the chat template
 
     def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
+        if difficulty not in self.difficulties:
+            known = ", ".join(map(str, self.difficulties))
+            raise SettingError(f"{type(self).__name__} has no difficulty {difficulty!r}; write one of {known}")
+        if split not in SPLITS:
+            raise SettingError(f"split is {split!r}; {nearest(split, SPLITS)}")
         self.difficulty = difficulty
         self.split = split
 
@@ -56,7 +63,7 @@ class Environment(ABC):
         """The reference answer, for credit that measures how likely it has become."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most episodes hold nothing
         """Release what the episode holds."""
 
     # ---- players and demonstrations
@@ -69,7 +76,7 @@ class Environment(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no random player")
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """The next action of a *mediocre* demonstrator, for an honest cold start. Default: the oracle half of the time."""
+        """The next action of a *mediocre* demonstrator, for an honest cold start. Default: half the oracle."""
         return self.oracle() if rng.random() < 0.5 else self.random_action(rng)
 
 
@@ -81,7 +88,9 @@ def held_out(content: str) -> bool:
     return hashlib.sha256(content.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
-def draw(make: Callable[[random.Random], Problem], seed: int, split: str, key: Callable[[Problem], str] = str) -> Problem:
+def draw(
+    make: Callable[[random.Random], Problem], seed: int, split: str, key: Callable[[Problem], str] = str
+) -> Problem:
     """The problem of ``seed`` in ``split``: drawn again until its content falls into that split."""
     rng = random.Random(f"{split}/{seed}")
     for _ in range(10_000):
@@ -101,3 +110,8 @@ def call(tool: str, **arguments: Any) -> Action:
 
 def say(text: str) -> Action:
     return Action(text=text)
+
+
+def user(text: str) -> Message:
+    """The answer of an environment that has no tools."""
+    return {"role": "user", "content": text}

@@ -3,6 +3,8 @@
     k1 = −x                E[k1] = KL; can be negative; its gradient as a loss has mean zero (∇ log π averages out)
     k2 = x²/2              biased, low variance; its gradient as a loss is −x ∇ log π, whose mean is the gradient of KL
     k3 = eˣ − x − 1        E[k3] = KL, never negative; its gradient as a loss is (1 − eˣ) ∇ log π, that of KL(π₀‖π)
+
+k3 is capped: one token that the reference finds e²⁰ times likelier must not carry the whole step.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ def k2(x: Tensor) -> Tensor:
     return x * x / 2
 
 
+K3_CAP = 10.0
+
+
 def k3(x: Tensor) -> Tensor:
-    return torch.expm1(x) - x
+    return (torch.expm1(x) - x).clamp(max=K3_CAP)
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

@@ -26,11 +26,11 @@ def backward_recurrence(b: Tensor, a: Tensor) -> Tensor:
 
 def discounted(r: Tensor, gamma: float, last: Tensor) -> Tensor:
     """Gₜ = rₜ + γ Gₜ₊₁."""
-    return backward_recurrence(r, torch.where(last, 0.0, gamma))
+    return backward_recurrence(r, gamma * (~last).double())
 
 
 def gae(r: Tensor, v: Tensor, gamma: float, lam: float, last: Tensor) -> Tensor:
     """Generalised advantage estimation: δₜ = rₜ + γ vₜ₊₁ − vₜ and Aₜ = δₜ + γλ Aₜ₊₁; the value after an end is 0."""
     following = torch.where(last, 0.0, torch.nn.functional.pad(v[1:], (0, 1)))
     delta = r + gamma * following - v
-    return backward_recurrence(delta, torch.where(last, 0.0, gamma * lam))
+    return backward_recurrence(delta, gamma * lam * (~last).double())

@@ -94,4 +94,4 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> Recipe:
     Settings: low 3e-4, high 4e-4, four mini-batches per rollout batch, no KL.
     Sure of: the formula (official team, code in two public trainers).
     """
-    return Recipe(advantage=Standardise(), ratio=Importance(TRAJECTORY), gate=Clip(low, high))
+    return Recipe(advantage=Standardise(), ratio=Importance(TRAJECTORY, cap=10.0), gate=Clip(low, high))

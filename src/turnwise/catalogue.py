@@ -1,0 +1,65 @@
+"""The catalogue of methods, read from the recipes themselves: nothing is written down twice."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from turnwise import recipes
+from turnwise.recipe import Recipe
+
+
+def entry(name: str) -> dict[str, Any]:
+    """One method, from its docstring and its recipe."""
+    doc = inspect.getdoc(recipes.method(name)) or ""
+    recipe = recipes.build(name)
+    return {
+        "name": name,
+        "family": recipes.method(name).__module__.rsplit(".", 1)[-1],
+        "idea": doc.splitlines()[0].split(": ", 1)[-1],
+        "paper": section(doc, "Paper"),
+        "settings": section(doc, "Settings"),
+        "deviation": section(doc, "Deviation"),
+        "sure_of": section(doc, "Sure of"),
+        "parameters": {n: p.default for n, p in recipes.parameters(name).items()},
+        "needs": sorted(map(str, recipe.objective.needs)),
+        "slots": recipe.slots(),
+    }
+
+
+def section(doc: str, title: str) -> str:
+    found = re.search(rf"^{title}: (.*?)(?=^\w[\w ]*: |\Z)", doc, re.MULTILINE | re.DOTALL)
+    return " ".join(found.group(1).split()) if found else ""
+
+
+def rows() -> list[dict[str, Any]]:
+    """What ``turnwise list`` shows: a line for each method."""
+    base = recipes.build("grpo")
+    out = []
+    for name in recipes.METHODS:
+        e = entry(name)
+        changed = changes(base, recipes.build(name))
+        out.append(
+            {
+                "method": name,
+                "family": e["family"],
+                "idea": e["idea"],
+                "paper": e["paper"],
+                "changes vs grpo": ", ".join(changed) or "–",
+                "needs": ", ".join(n for n in e["needs"] if n not in ("logp", "entropy")) or "–",
+                "sure of": e["sure_of"],
+            }
+        )
+    return out
+
+
+def changes(left: Recipe, right: Recipe) -> list[str]:
+    a, b = left.slots(), right.slots()
+    return [slot for slot in a if a[slot] != b[slot]]
+
+
+def difference(left: str, right: str) -> list[dict[str, str]]:
+    """The slots in which two methods differ."""
+    a, b = recipes.build(left).slots(), recipes.build(right).slots()
+    return [{"slot": slot, left: a[slot], right: b[slot]} for slot in a if a[slot] != b[slot]]

@@ -1,0 +1,257 @@
+"""The command line. Every setting of a run is a flag; a wrong one is refused with the nearest right one.
+
+Nothing is computed here: commands read their arguments, call one function, and print.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from turnwise import __version__
+from turnwise.errors import SettingError, TurnwiseError, nearest
+from turnwise.settings import Settings, convert, default_of, kind_of
+
+COMMANDS = {
+    "train": "train an agent (all settings: turnwise train --help)",
+    "resume": "go on with a stopped run",
+    "eval": "evaluate a run, a model or a scripted player on held-out tasks",
+    "list": "all methods",
+    "explain": "one method: equation, paper, slots, settings",
+    "diff": "the slots in which two methods differ",
+    "check-env": "play an environment and say what is wrong with it",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in our words: what was seen, and the nearest thing that exists."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(message)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        known = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
+        space, rest = self.parse_known_args(list(argv))
+        for word in rest:
+            name = word.split("=")[0]
+            raise SettingError(f"unknown setting {name!r}; {nearest(name, known)}" if word.startswith("-") else f"unexpected {word!r}")
+        return space
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_settings(parser: argparse.ArgumentParser, method: str, leave_out: tuple[str, ...] = ()) -> None:
+    """Every field of Settings, then the method's own hyper-parameters."""
+    from turnwise import recipes
+
+    group = parser.add_argument_group("settings")
+    for f in fields(Settings):
+        if f.name not in ("method", "method_options", *leave_out):
+            shown = default_of(f)
+            shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
+            group.add_argument(flag(f.name), metavar="X", default=None, help=f"{f.metadata['help']} [{shown}]")
+    own = parser.add_argument_group(f"hyper-parameters of {method}")
+    for name, parameter in recipes.parameters(method).items():
+        own.add_argument(flag(name), dest=f"method.{name}", metavar="X", default=None, help=f"[{parameter.default}]")
+
+
+def settings_from(space: argparse.Namespace, method: str) -> dict[str, Any]:
+    """The given flags as typed settings; what was not given is left to the defaults."""
+    from turnwise import recipes
+
+    kinds = {f.name: kind_of(f) for f in fields(Settings)}
+    given = {k: v for k, v in vars(space).items() if v is not None}
+    values = {k: convert(k, v, kinds[k]) for k, v in given.items() if k in kinds and k != "method"}
+    known = recipes.parameters(method)
+    options = {
+        k.removeprefix("method."): convert(k.removeprefix("method."), v, known[k.removeprefix("method.")].annotation)
+        for k, v in given.items()
+        if k.startswith("method.")
+    }
+    return {**values, "method": method, "method_options": options}
+
+
+# -------------------------------------------------------------------- commands
+
+
+def train(argv: Sequence[str]) -> int:
+    from turnwise import recipes
+
+    method = argv[0] if argv and not argv[0].startswith("-") else default_of(next(f for f in fields(Settings) if f.name == "method"))
+    recipes.method(method)
+    parser = Parser(prog=f"turnwise train {method}", description="Train an agent.", allow_abbrev=False)
+    parser.add_argument("method", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--dry-run", action="store_true", help="validate, build one real batch, take one step, keep nothing")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_settings(parser, method)
+    space = parser.parse(argv)
+    chosen = settings_from(space, method)
+    from turnwise import launch
+    from turnwise.observe import report
+
+    with shown(space.json) as listen:
+        summary = (launch.dry_run if space.dry_run else launch.train)(listen, **chosen)
+    if space.json:
+        print(json.dumps(summary, indent=1))
+    elif space.dry_run:
+        print("dry run: settings, environment, model, one batch and one update are all right; nothing was kept")
+    else:
+        report.show_summary(summary)
+    return 0
+
+
+def resume(argv: Sequence[str]) -> int:
+    parser = Parser(prog="turnwise resume", description="Go on with a stopped run.", allow_abbrev=False)
+    parser.add_argument("run", help="its directory")
+    parser.add_argument("--json", action="store_true")
+    space = parser.parse(argv)
+    from turnwise import launch
+    from turnwise.observe import report
+
+    with shown(space.json) as listen:
+        summary = launch.resume(space.run, listen)
+    print(json.dumps(summary, indent=1)) if space.json else report.show_summary(summary)
+    return 0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    parser = Parser(prog="turnwise eval", description="Evaluate on held-out tasks.", allow_abbrev=False)
+    parser.add_argument("run", nargs="?", default="", help="a run directory; or give --model, or --player")
+    parser.add_argument("--player", default="", help="oracle, random or demonstrator instead of a model")
+    parser.add_argument("--split", default="held_out", help="held_out or train")
+    parser.add_argument("--json", action="store_true")
+    method = default_of(next(f for f in fields(Settings) if f.name == "method"))
+    add_settings(parser, method)
+    space = parser.parse(argv)
+    from turnwise import judge
+    from turnwise.observe import report
+
+    found = judge.judge(space.run, space.player, space.split, settings_from(space, method))
+    print(json.dumps(found, indent=1)) if space.json else report.show_evaluation(found)
+    return 0
+
+
+def list_methods(argv: Sequence[str]) -> int:
+    parser = Parser(prog="turnwise list", description="All methods.", allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    space = parser.parse(argv)
+    from turnwise import catalogue
+    from turnwise.observe import report
+
+    rows = catalogue.rows()
+    print(json.dumps(rows, indent=1)) if space.json else report.show_table("Methods", rows)
+    return 0
+
+
+def explain(argv: Sequence[str]) -> int:
+    parser = Parser(prog="turnwise explain", description="One method.", allow_abbrev=False)
+    parser.add_argument("method")
+    parser.add_argument("--json", action="store_true")
+    space = parser.parse(argv)
+    from turnwise import catalogue, recipes
+
+    if space.json:
+        print(json.dumps(catalogue.entry(space.method), indent=1))
+        return 0
+    recipe = recipes.build(space.method)
+    signature = ", ".join(f"{n}={p.default}" for n, p in recipes.parameters(space.method).items())
+    print(f"{space.method}({signature})\n\n{inspect.getdoc(recipes.method(space.method))}\n\nSlots")
+    width = max(map(len, recipe.slots()))
+    for slot, piece in recipe.slots().items():
+        print(textwrap.fill(piece, 118, initial_indent=f"  {slot:<{width}}  ", subsequent_indent=" " * (width + 4)))
+    print(f"\nNeeds: {', '.join(sorted(recipe.objective.needs))}")
+    return 0
+
+
+def diff(argv: Sequence[str]) -> int:
+    parser = Parser(prog="turnwise diff", description="The slots in which two methods differ.", allow_abbrev=False)
+    parser.add_argument("left")
+    parser.add_argument("right")
+    parser.add_argument("--json", action="store_true")
+    space = parser.parse(argv)
+    from turnwise import catalogue
+
+    rows = catalogue.difference(space.left, space.right)
+    if space.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    if not rows:
+        print(f"{space.left} and {space.right} do not differ in any slot")
+    width = max((len(r["slot"]) for r in rows), default=0)
+    for r in rows:
+        print(f"{r['slot']:<{width}}  {r[space.left]}  →  {r[space.right]}")
+    return 0
+
+
+def check_env(argv: Sequence[str]) -> int:
+    parser = Parser(prog="turnwise check-env", description="Play an environment and say what is wrong.", allow_abbrev=False)
+    parser.add_argument("environment", help="module:Class or a built-in name")
+    parser.add_argument("--episodes", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    space = parser.parse(argv)
+    from turnwise import environments
+    from turnwise.environments.check import check_env as check
+
+    found = check(environments.load(space.environment), space.episodes)
+    if space.json:
+        print(json.dumps({"ok": found.ok, "problems": list(found.problems), "warnings": list(found.warnings)}, indent=1))
+    else:
+        print(found.text())
+    return 0 if found.ok else 1
+
+
+def shown(quiet: bool) -> Any:
+    """The progress display; nothing on standard output when JSON is wanted there."""
+    from turnwise.observe.progress import Progress
+
+    return Progress(sys.stderr if quiet else sys.stdout)
+
+
+RUN = {
+    "train": train,
+    "resume": resume,
+    "eval": evaluate,
+    "list": list_methods,
+    "explain": explain,
+    "diff": diff,
+    "check-env": check_env,
+}
+
+
+def usage() -> str:
+    lines = [f"  turnwise {name:<10} {text}" for name, text in COMMANDS.items()]
+    return "Turnwise trains language-model agents by reinforcement learning over multi-turn rollouts.\n\n" + "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"turnwise {__version__}")
+        return 0
+    try:
+        if words[0] not in RUN:
+            raise SettingError(f"no command {words[0]!r}; {nearest(words[0], RUN)}")
+        return RUN[words[0]](words[1:])
+    except TurnwiseError as fault:
+        print(f"turnwise: {fault}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nturnwise: stopped; `turnwise resume RUN` goes on", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

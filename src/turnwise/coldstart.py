@@ -1,0 +1,72 @@
+"""The supervised cold start: demonstrations of mixed quality, imitated for a short while.
+
+Imitation is the same algebra: no gain, and the negative log-likelihood as the only cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+from turnwise.algebra.advantage import Constant
+from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.gate import Open
+from turnwise.algebra.objective import Objective
+from turnwise.algebra.penalty import NegativeLogLikelihood, Weighted
+from turnwise.algebra.ratio import OnPolicy
+from turnwise.batch import pack
+from turnwise.data import Group, Status, Task, Trajectory
+from turnwise.errors import EnvironmentFault
+from turnwise.levels import TOKEN
+from turnwise.ports import Learner
+from turnwise.rollout.episode import Limits
+from turnwise.rollout.players import play_script
+from turnwise.rollout.render import Renderer
+
+IMITATION = Objective(Constant(0.0), OnPolicy(), Open(), Mean(TOKEN), (Weighted(1.0, NegativeLogLikelihood()),))
+
+
+def demonstrations(
+    tasks: Sequence[Task], open_environment: Callable[[Task], object], renderer: Renderer, limits: Limits, player: str = "demonstrator"
+) -> list[Trajectory]:
+    """One scripted episode of each task."""
+
+    async def play() -> list[Trajectory]:
+        played: list[Trajectory] = []
+        for i in range(0, len(tasks), 64):  # enough at once to hide the tools' latency, few enough to hold
+            some = enumerate(tasks[i : i + 64], start=i)
+            played += await asyncio.gather(
+                *(play_script(player, open_environment(task), f"demo.{n}", task, renderer, limits) for n, task in some)
+            )
+        return played
+
+    played = asyncio.run(play())
+    good = [t for t in played if t.status != Status.FAILED]
+    if not good:
+        raise EnvironmentFault(f"no demonstration could be played: {played[0].reason if played else 'no tasks'}")
+    return good
+
+
+def imitate(
+    learner: Learner,
+    demos: Sequence[Trajectory],
+    steps: int,
+    size: int,
+    seed: int,
+    report: Callable[[int, dict[str, float]], None],
+) -> None:
+    """``steps`` supervised steps of ``size`` demonstrations each, every pass in a new seeded order."""
+    order: list[int] = []
+    epoch = 0
+    for step in range(steps):
+        while len(order) < size:
+            fresh = list(range(len(demos)))
+            random.Random(f"{seed}/{epoch}").shuffle(fresh)
+            order, epoch = order + fresh, epoch + 1
+        chosen, order = [demos[i] for i in order[:size]], order[size:]
+        batch = pack([Group(str(i), t.task, (t,)) for i, t in enumerate(chosen)])
+        batch = IMITATION.plan(IMITATION.credit(batch))
+        metrics = learner.update(batch, IMITATION)
+        sampled = float(sum(t.sampled for t in chosen))
+        report(step + 1, {"loss": metrics["penalty/NegativeLogLikelihood"], "tokens": sampled, **metrics})

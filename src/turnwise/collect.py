@@ -1,0 +1,115 @@
+"""The rollout side of the loop: issues groups, watches them finish, admits them.
+
+Staleness k: at most (k + 1)·B groups are out (running, ready or being trained on), so a group is never trained on more
+than k steps after it was issued. k = 0 is synchronous, and then groups are issued in waves: the next wave begins when the
+last has ended, which makes a run independent of how long tools take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from turnwise.data import Group, Status, Task
+from turnwise.errors import EnvironmentFault
+from turnwise.ports import Generator, Ledger
+from turnwise.recipe import Recipe
+from turnwise.rollout.strategy import Play
+from turnwise.tasks.sampler import LiveSampler, stable_seed
+
+FAILED_IN_A_ROW = 16  # groups without a single usable trajectory before the run stops and says why
+
+
+@dataclass
+class Collector:
+    recipe: Recipe
+    generator: Generator
+    sampler: LiveSampler
+    ledger: Ledger
+    play: Play
+    seed: int
+    staleness: int = 0
+    max_draws: int = 8
+    again: deque[tuple[str, Task]] = field(default_factory=deque)  # owed after a resume
+    ready: deque[Group] = field(default_factory=deque)
+    running: dict[asyncio.Task[Group], str] = field(default_factory=dict)
+    training: int = 0  # groups the learner holds at this moment
+    dropped: Counter[str] = field(default_factory=Counter)
+    barren: int = 0
+    wake: Callable[[], Awaitable[None]] | None = None
+
+    def pump(self, step: int) -> None:
+        """Issue as many groups as staleness allows."""
+        if self.staleness == 0 and self.running:
+            return
+        out = len(self.running) + len(self.ready) + self.training
+        for _ in range((self.staleness + 1) * self.recipe.budget.groups - out):
+            key, task = self.again.popleft() if self.again else self._draw()
+            self.ledger.issue(key, task, step, self.generator.version)
+            number = key.split("~")[0]
+            open_session = lambda i, n=number: self.generator.open(stable_seed(self.seed, "sample", n, i))  # noqa: E731
+            grow = self.recipe.strategy.begin(key, task, self.recipe.budget.size, open_session, self.play)
+            self.running[asyncio.ensure_future(grow)] = key
+
+    def _draw(self) -> tuple[str, Task]:
+        number, task = self.sampler.next()
+        return str(number), task
+
+    async def gather(self, step: int) -> list[Group]:
+        """The groups of one step, oldest first. Fewer than asked for when too many had to be dropped."""
+        wanted, drawn = self.recipe.budget.groups, 0
+        while len(self.ready) < wanted and drawn < wanted * self.max_draws:
+            self.pump(step)
+            done, _ = await asyncio.wait(self.running, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=lambda t: _order(self.running[t])):
+                key = self.running.pop(task)
+                drawn += self._settle(key, task.result(), step)
+        chosen = sorted((self.ready.popleft() for _ in range(min(wanted, len(self.ready)))), key=lambda g: _order(g.id))
+        self.training = len(chosen)
+        return chosen
+
+    def _settle(self, key: str, group: Group, step: int) -> int:
+        """Store a finished group, then admit or drop it."""
+        self.ledger.finish(group, step)
+        usable = tuple(t for t in group.trajectories if t.status != Status.FAILED and t.sampled)
+        reasons = [t.reason or "nothing sampled" for t in group.trajectories if t not in usable]
+        for reason in reasons:
+            self.dropped[f"trajectory: {reason}"] += 1
+        if not usable:
+            self.barren += 1
+            self._drop(key, f"every trajectory failed: {reasons[0]}", step)
+            if self.barren >= FAILED_IN_A_ROW:
+                raise EnvironmentFault(f"{self.barren} groups in a row had no usable trajectory; the last: {reasons[0]}")
+            return 1
+        self.barren = 0
+        whole = replace(group, trajectories=_orphans_removed(usable))
+        self.sampler.observe(whole)
+        refusal = self.recipe.admission(whole)
+        if refusal:
+            self._drop(key, refusal, step)
+        else:
+            self.ready.append(whole)
+        return 1
+
+    def _drop(self, key: str, reason: str, step: int) -> None:
+        self.dropped[reason] += 1
+        self.ledger.drop(key, reason, step)
+
+    async def stop(self) -> None:
+        """Cancel what is in flight; the ledger keeps it as in flight, to be issued again on resume."""
+        for task in self.running:
+            task.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
+
+
+def _order(key: str) -> tuple[int, str]:
+    """Draw order: what finishes first must not be trained on first, or timing would leak into results."""
+    return int(key.split("~")[0]), key
+
+
+def _orphans_removed(trajectories: tuple) -> tuple:
+    """A fork whose parent failed has lost its prefix."""
+    ids = {t.id for t in trajectories}
+    return tuple(t for t in trajectories if t.fork is None or t.fork.parent in ids)

@@ -1,0 +1,255 @@
+"""The local generator: continuous batching over KV slots, one asyncio task, one worker thread.
+
+The task decides (who is admitted, when weights change), the thread computes; the event loop stays free for environments.
+With ``deterministic=True`` requests are admitted only every ``tick`` steps and only once every open session is running,
+waiting or closed, so batches, and with them every float, do not depend on how long tools take. Sessions that will not
+ask again for a while must be closed or parked, or the others wait for them.
+
+Knows token ids; not text (but for stop strings), rewards or turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from turnwise.data import Sampling, Stop
+from turnwise.engines.lanes import Lanes, Request
+from turnwise.engines.network import Network
+from turnwise.engines.sessions import LocalSession
+from turnwise.errors import SettingError
+
+log = logging.getLogger(__name__)
+
+Decode = Callable[[list[int]], str]
+SETTLE = 8  # rounds of the event loop in which woken callers may come back before anything is decided
+
+
+class LocalGenerator:
+    """Implements ``ports.Generator`` for any Hugging Face causal LM. Owns a copy of ``model``.
+
+    ``tokenizer`` (or its decode function) is needed for stop strings only. ``patience``: seconds a deterministic
+    generator waits for sessions that neither ask nor close before it goes on without them, with a warning."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        slots: int,
+        context: int,
+        stop_ids: tuple[int, ...],
+        tick: int = 8,
+        deterministic: bool = True,
+        device: torch.device | str | None = None,
+        patience: float = 60.0,
+        fast: bool = True,
+    ) -> None:
+        if min(slots, context - 1, tick) < 1:
+            raise SettingError(f"slots={slots}, context={context}, tick={tick}; write at least 1, 2 and 1")
+        where = torch.device(device) if device is not None else next(model.parameters()).device
+        decode: Decode | None = getattr(tokenizer, "decode", tokenizer)
+        self.context, self.tick, self.deterministic, self.patience = context, tick, deterministic, patience
+        self.network = Network(model, slots, context, where, fast)
+        self.lanes = Lanes(self.network, stop_ids, decode)
+        self.sessions: dict[int, LocalSession] = {}  # open ones, by order
+        self._opened = 0
+        self._closed: list[LocalSession] = []  # to be released between two runs
+        self._updates: list[tuple[Mapping[str, Tensor], int, asyncio.Future[None]]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._urgent = False
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="turnwise-generator")
+
+    # ------------------------------------------------------------------ the port
+
+    @property
+    def version(self) -> int:
+        return self.lanes.version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self.lanes.version = value
+
+    def open(self, seed: int) -> LocalSession:
+        session = LocalSession(self, seed, self._opened)
+        self.sessions[self._opened] = session
+        self._opened += 1
+        return session
+
+    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take new weights between two steps (between two ticks when deterministic). Running requests are read again
+        under them at once, idle sessions when they next ask: no later token mixes two policies."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._updates.append((weights, version, future))
+        self.poke()
+        await future
+
+    def stats(self) -> dict[str, float]:
+        names = ("tokens", "steps", "lane_steps", "prefill_tokens", "prefix_hits", "shared_tokens", "reread_tokens")
+        count, seconds = self.lanes.count, self.lanes.seconds
+        out = {name: float(count[name]) for name in (*names, "admissions", "publishes", "impatience")}
+        out["seconds"] = seconds
+        out["tokens_per_second"] = count["tokens"] / seconds if seconds else 0.0
+        out["decoder"] = float(self.network.decoder is not None)
+        out["open"] = float(len(self.sessions))
+        return out
+
+    # ------------------------------------------------------------------ called by sessions
+
+    def request(self, session: LocalSession, ids: Sequence[int], sampling: Sampling) -> Request:
+        """Check a turn and put it in line."""
+        if not ids:
+            raise SettingError("generate was given no ids; a model needs at least one token to continue")
+        if sampling.stop and self.lanes.decode is None:
+            raise SettingError("stop strings need a tokenizer; give one to the generator")
+        budget = min(sampling.max_tokens, self.context - len(ids))
+        future = asyncio.get_running_loop().create_future()
+        return Request(session.seat, session.seed, list(ids), len(ids), sampling, budget, future)
+
+    def leave(self, session: LocalSession) -> None:
+        self.sessions.pop(session.seat.order, None)
+        self._closed.append(session)
+        self.poke()
+
+    def poke(self) -> None:
+        """Something changed: wake the task, or start one."""
+        self._urgent = True
+        self._wake.set()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # outside any event loop nothing can be waiting
+            return
+        if self._task is None or self._task.done() or self._task.get_loop() is not loop:
+            self._strays(loop)
+            self._wake = asyncio.Event()
+            self._task = loop.create_task(self._serve())
+
+    def _strays(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Forget requests of an event loop that is gone."""
+        self._worker.submit(lambda: None).result()
+        with torch.inference_mode():
+            self.lanes.drop(lambda r: r.future.get_loop() is not loop)
+        for session in self.sessions.values():
+            if session.request is not None and session.request.future.get_loop() is not loop:
+                session.request = None
+
+    # ------------------------------------------------------------------ the task
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while await self._ready():
+                self._urgent = False
+                await loop.run_in_executor(self._worker, self._compute, self._waiting(), loop)
+        except BaseException as fault:
+            self._fail(fault)
+            if not isinstance(fault, Exception):
+                raise
+
+    async def _ready(self) -> bool:
+        """Wait until the next batch is decided. False: nothing is left to do."""
+        while True:
+            for _ in range(SETTLE):
+                await asyncio.sleep(0)
+            self._wake.clear()
+            self._housekeeping()
+            await self._update()
+            if self._updates or self._closed:
+                continue
+            if not (self.lanes.running or self._waiting()):
+                return False
+            missing = [s for s in self.sessions.values() if not (s.asking or s.parked)]
+            if not (self.deterministic and missing):
+                return True
+            try:
+                await asyncio.wait_for(self._wake.wait(), self.patience)
+            except TimeoutError:
+                self._without(missing)
+
+    def _without(self, missing: Sequence[LocalSession]) -> None:
+        """Park sessions that kept everyone waiting too long, rather than hang."""
+        self.lanes.count["impatience"] += 1
+        log.warning(
+            "%d open sessions neither asked nor closed for %.0f s; going on without them, so this run may not be "
+            "repeatable. park() or close() sessions that rest",
+            len(missing),
+            self.patience,
+        )
+        for session in missing:
+            session.parked = True
+
+    def _waiting(self) -> list[Request]:
+        """Requests in session order, as many as there are rows left."""
+        room = self.network.slots.rows - len(self.lanes.running)
+        running = {id(r) for r in self.lanes.running}
+        line = [s.request for s in self.sessions.values() if s.asking and id(s.request) not in running]
+        return [request for request in line[:room] if request is not None]
+
+    def _housekeeping(self) -> None:
+        """Answer cancelled requests with what they have; release the rows of closed sessions."""
+        closed, self._closed = self._closed, []
+        with torch.inference_mode():
+            self.lanes.drop(lambda r: r.cancelled)
+        for session in (*self.sessions.values(), *closed):
+            if session.asking and session.request is not None and session.request.cancelled:
+                session.request.stop = Stop.CANCELLED
+                _resolve(session.request)
+        for session in closed:
+            self.network.slots.release(session.seat)
+
+    async def _update(self) -> None:
+        """Load published weights, and read running requests again under them."""
+        while self._updates:
+            weights, version, future = self._updates.pop(0)
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._worker, self._load, weights, version)
+            except SettingError as fault:  # refused before anything was copied: the old weights still hold
+                if not future.done():
+                    future.set_exception(fault)
+            if not future.done():
+                future.set_result(None)
+
+    def _fail(self, fault: BaseException) -> None:
+        """The engine broke: every caller learns why, and nothing of the broken state is kept."""
+        futures = [s.request.future for s in (*self.sessions.values(), *self._closed) if s.request is not None]
+        futures += [future for _, _, future in self._updates]
+        for future in futures:
+            if not future.done():
+                future.set_exception(fault) if isinstance(fault, Exception) else future.cancel()
+        self._updates, self.lanes.running = [], []
+        for seat in self.network.slots.owner:
+            if seat is not None:
+                self.network.slots.release(seat)
+        self.network.slots.forget()
+
+    # ------------------------------------------------------------------ in the worker thread
+
+    @torch.inference_mode()
+    def _compute(self, waiting: Sequence[Request], loop: asyncio.AbstractEventLoop) -> None:
+        if waiting:
+            self.lanes.admit(waiting)
+
+        def report(request: Request) -> None:
+            loop.call_soon_threadsafe(_resolve, request)
+
+        self.lanes.run(self.tick, report, lambda: self._urgent and not self.deterministic)
+
+    @torch.inference_mode()
+    def _load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self.network.load(weights)
+        self.lanes.version = version
+        self.lanes.count["publishes"] += 1
+        self.lanes.reread()
+
+
+def _resolve(request: Request) -> None:
+    if not request.future.done():
+        request.future.set_result(None)

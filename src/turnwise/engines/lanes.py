@@ -1,0 +1,227 @@
+"""The running requests, one lane per row: step them all, notice who is done, hand out what was sampled.
+
+Runs in a worker thread; talks to the world only through ``report``. Knows requests and slots, not the event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.data import Sampling, Stop
+from turnwise.engines.layouts import Job, Stepping
+from turnwise.engines.network import Network
+from turnwise.engines.sampling import Sampler, uniforms
+from turnwise.engines.slots import Move, Seat
+
+TAIL = 8  # extra tokens decoded before the stop string's own length, so that no word boundary hides it
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One turn being sampled. ``sequence`` is everything so far, the first ``given`` of it not ours."""
+
+    seat: Seat
+    seed: int
+    sequence: list[int]
+    given: int
+    sampling: Sampling
+    budget: int  # tokens it may sample: its own limit or what the context leaves
+    future: Any
+    logp: list[float] = field(default_factory=list)
+    mass: list[float] = field(default_factory=list)
+    version: list[int] = field(default_factory=list)
+    stop: Stop | None = None
+    cancelled: bool = False
+    since: float = field(default_factory=time.perf_counter)
+
+    @property
+    def sampled(self) -> int:
+        return len(self.sequence) - self.given
+
+
+class Lanes:
+    def __init__(self, network: Network, stop_ids: Sequence[int], decode: Callable[[list[int]], str] | None) -> None:
+        self.network, self.slots = network, network.slots
+        self.stop_ids = frozenset(stop_ids)
+        self.decode = decode
+        self.version = 0
+        self.running: list[Request] = []
+        self.count: Counter[str] = Counter()
+        self.seconds = 0.0
+        self._history: list[tuple[list[int], Tensor, Tensor | None]] = []
+
+    # ------------------------------------------------------------------ composition
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Seat newcomers beside the running ones and read what their rows do not hold yet."""
+        self.count["admissions"] += 1
+        donors = self._donors([r for r in requests if r.seat.row is None])
+        for request in requests:
+            request.seat.used = self.count["admissions"]
+        self.slots.arrange([r.seat for r in [*self.running, *requests]], donors)
+        leaders: dict[tuple[int, ...], Request] = {}
+        jobs, copies = [], []
+        for request in requests:
+            row, ids = _row(request), request.sequence[:-1]
+            known = common(self.slots.held[row], ids)
+            self.slots.held[row] = ids
+            self.count["prefix_hits"] += known
+            if known == len(ids):
+                continue
+            leader = leaders.setdefault(tuple(ids), request)
+            if leader is request:
+                jobs.append(Job(row, known, ids[known:]))
+            else:
+                copies.append(Move(_row(leader), row, len(ids)))
+                self.count["shared_tokens"] += len(ids) - known
+        if jobs:
+            self.count["prefill_tokens"] += self.network.read(jobs)
+        self.slots.move(copies)
+        self.running = sorted([*self.running, *requests], key=_row)
+
+    def _donors(self, requests: Sequence[Request]) -> dict[Seat, tuple[int, int]]:
+        """For each newcomer the row that holds most of its ids, other dialogues' and free rows included."""
+        heads: dict[tuple[int, ...], list[int]] = {}
+        for row, held in enumerate(self.slots.held):
+            if len(held) >= TAIL:
+                heads.setdefault(tuple(held[:TAIL]), []).append(row)
+        donors: dict[Seat, tuple[int, int]] = {}
+        for request in requests:
+            rows = heads.get(tuple(request.sequence[:TAIL]), ())
+            best = max(((common(self.slots.held[row], request.sequence[:-1]), -row) for row in rows), default=(0, 0))
+            if best[0]:
+                donors[request.seat] = (-best[1], best[0])
+        return donors
+
+    def reread(self) -> None:
+        """The weights changed: give every running row the KV of the new policy."""
+        jobs = [Job(_row(r), 0, r.sequence[:-1]) for r in self.running if len(r.sequence) > 1]
+        if jobs:
+            self.count["reread_tokens"] += self.network.read(jobs)
+        for request in self.running:
+            self.slots.held[_row(request)] = request.sequence[:-1]
+
+    # ------------------------------------------------------------------ stepping
+
+    def run(self, steps: int, report: Callable[[Request], None], interrupted: Callable[[], bool]) -> None:
+        """Up to ``steps`` tokens for every lane; newcomers can only be admitted between two runs."""
+        began = time.perf_counter()
+        done = 0
+        while self.running and done < steps and not interrupted():
+            done += self._stretch(steps - done, report, interrupted)
+        self.seconds += time.perf_counter() - began
+
+    def _stretch(self, steps: int, report: Callable[[Request], None], interrupted: Callable[[], bool]) -> int:
+        """Step an unchanging set of rows until enough lanes are dead to be worth closing ranks."""
+        lanes, device = self.running, self.slots.device
+        layout = Stepping(self.slots, [len(r.sequence) - 1 for r in lanes], steps)
+        sampler = Sampler([r.sampling for r in lanes], device)
+        seed, position = (torch.tensor(x, device=device) for x in ([r.seed for r in lanes], [len(r.sequence) for r in lanes]))
+        u = uniforms(seed, position + torch.arange(steps, device=device)[:, None])  # [steps, n]
+        tokens = torch.tensor([r.sequence[-1] for r in lanes], device=device)
+        watch = [i for i, r in enumerate(lanes) if r.sampling.stop]
+        due: dict[int, list[int]] = {}
+        for i, request in enumerate(lanes):
+            due.setdefault(request.budget - request.sampled - 1, []).append(i)
+        self._history, alive, step = [], len(lanes), 0
+        while step < steps:
+            tokens, logp, mass = sampler(self.network.step(tokens, layout), u[step])
+            drawn = tokens.tolist()
+            self._history.append((drawn, logp, mass))
+            ended = self._ended(drawn, due.get(step, ()), watch)
+            step += 1
+            if ended:
+                self._finish(ended, report)
+                alive = sum(r.stop is None for r in lanes)
+                if alive * 8 <= len(lanes) * 7:
+                    break
+            if interrupted():
+                break
+            layout.advance()
+        self._close_ranks()
+        self.count["steps"] += step
+        self.count["lane_steps"] += step * len(lanes)
+        return step
+
+    def _ended(self, drawn: list[int], due: Sequence[int], watch: Sequence[int]) -> dict[int, Stop]:
+        """Lanes that are done after this token, and why. A stop id wins over a string, a string over a limit."""
+        ended = {i: Stop.LENGTH for i in due if self.running[i].stop is None}
+        for i in watch:
+            if self.running[i].stop is None and self._says_stop(i):
+                ended[i] = Stop.STRING
+        if not self.stop_ids.isdisjoint(drawn):
+            for i, token in enumerate(drawn):
+                if token in self.stop_ids and self.running[i].stop is None:
+                    ended[i] = Stop.TOKEN
+        return ended
+
+    def _says_stop(self, lane: int) -> bool:
+        """Does the decoded tail hold a stop string that the last token completed?"""
+        assert self.decode is not None
+        request = self.running[lane]
+        tail = [*request.sequence[request.given :], *(drawn[lane] for drawn, _, _ in self._history)]
+        for string in request.sampling.stop:
+            # every token carries at least a byte, so these tokens cover the string and some context before it
+            if string in self.decode(tail[-(len(string.encode()) + TAIL) :]):
+                return True
+        return False
+
+    # ------------------------------------------------------------------ handing out
+
+    def _collect(self, lanes: Sequence[int]) -> None:
+        """Move what these lanes sampled in this stretch from the history into their requests."""
+        logp = torch.stack([h[1] for h in self._history])[:, lanes].T.tolist()
+        cut = self._history[0][2] is not None
+        mass = torch.stack([h[2] for h in self._history if h[2] is not None])[:, lanes].T.tolist() if cut else None
+        size = len(self._history)
+        for at, lane in enumerate(lanes):
+            request = self.running[lane]
+            request.sequence.extend([drawn[lane] for drawn, _, _ in self._history])
+            request.logp.extend(logp[at])
+            request.mass.extend(mass[at] if mass else [0.0] * size)
+            request.version.extend([self.version] * size)
+            self.slots.held[_row(request)] = request.sequence[:-1]
+        self.count["tokens"] += size * len(lanes)
+
+    def _finish(self, ended: dict[int, Stop], report: Callable[[Request], None]) -> None:
+        self._collect(list(ended))
+        for lane, stop in ended.items():
+            self.running[lane].stop = stop
+            report(self.running[lane])
+
+    def _close_ranks(self) -> None:
+        """Collect from the living, drop the dead and move the living together."""
+        living = [i for i, r in enumerate(self.running) if r.stop is None]
+        if living:
+            self._collect(living)
+        self._history = []
+        self.drop(lambda r: r.stop is not None)
+
+    def drop(self, gone: Callable[[Request], bool]) -> list[Request]:
+        """Take requests out of their lanes between two runs; their rows keep the KV."""
+        out = [r for r in self.running if gone(r)]
+        if out:
+            self.running = [r for r in self.running if not gone(r)]
+            self.slots.arrange([r.seat for r in self.running])
+            self.running.sort(key=_row)
+        return out
+
+
+def _row(request: Request) -> int:
+    assert request.seat.row is not None
+    return request.seat.row
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    size = min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size
+    return next(i for i in range(size) if a[i] != b[i])

@@ -1,0 +1,72 @@
+"""Low-rank adapters inside a stock model, through PEFT: put in, switched off, merged out.
+
+This module does not know how adapters are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from turnwise.errors import SettingError
+
+ADAPTER = "default"
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as fault:
+        raise SettingError("lora_rank > 0 needs PEFT: install `turnwise[peft]`, or write lora_rank=0") from fault
+    return peft
+
+
+def inject(model: PreTrainedModel, rank: int, alpha: float | None) -> None:
+    """Adapters on every linear layer but the head; everything else is frozen. Starts as the identity."""
+    peft = _peft()
+    settings = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank if alpha is None else alpha, lora_dropout=0.0, target_modules="all-linear"
+    )
+    with torch.random.fork_rng(devices=[]):  # the same adapters on every machine and at every start
+        torch.manual_seed(0)
+        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+
+
+@contextmanager
+def disabled(model: PreTrainedModel) -> Iterator[None]:
+    """The model as it was before training."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    flags = {p: p.requires_grad for p in model.parameters()}
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for p, flag in flags.items():  # PEFT switches gradients along with its adapters
+            p.requires_grad_(flag)
+
+
+@torch.no_grad()
+def merged(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Plain weights under the names the model had before ``inject``. The model itself stays as it is."""
+    from peft.tuners.lora import LoraLayer
+
+    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    out: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        if ".base_layer." in name:
+            owner, leaf = name.split(".base_layer.")
+            delta = layers[owner].get_delta_weight(ADAPTER) if leaf == "weight" else 0
+            out[f"{owner}.{leaf}"] = p.detach() + delta
+        elif ".lora_" not in name:
+            out[name] = p.detach()
+    return out

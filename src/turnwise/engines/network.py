@@ -1,0 +1,148 @@
+"""The generator's own copy of a model: read tokens into slots, step running rows, take new weights.
+
+``Network`` runs any causal LM through its stock forward; where a hand-written decoder reproduces it, that one steps.
+Knows nothing of requests, sampling or text.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from turnwise.engines.attention import adopt
+from turnwise.engines.decoder import Decoder
+from turnwise.engines.layouts import Job, Reading, Stepping
+from turnwise.engines.slots import Shape, Slots
+from turnwise.errors import SettingError
+
+log = logging.getLogger(__name__)
+
+READ_BUDGET = 4096  # tokens of one packed reading: bounds its memory
+
+
+class _Probe:
+    """A layout that only looks at shapes."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[Shape, Shape]] = {}
+        self.windows: set[int | None] = set()
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        self.shapes[layer] = ((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))
+        self.windows.add(window)
+        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+class Network:
+    def __init__(self, model: PreTrainedModel, rows: int, context: int, device: torch.device, fast: bool = True) -> None:
+        self.model = copy.deepcopy(model).to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        self.device = device
+        ids = torch.randint(0, model.config.get_text_config().vocab_size, (12,), generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            reference = self.model(input_ids=ids[None].to(device), use_cache=False).logits[0]
+            adopt(self.model)
+            probe = _Probe()
+            self._forward(ids[None].to(device), torch.arange(12, device=device)[None], probe)
+            shapes = [probe.shapes[layer] for layer in sorted(probe.shapes)]
+            if list(probe.shapes) != list(range(len(shapes))):
+                raise SettingError(f"{type(model).__name__} does not route every layer through its attention interface")
+            self.slots = Slots(shapes, rows, context, next(self.model.parameters()).dtype, device)
+            self.decoder: Decoder | None = None
+            self._verify(ids, reference, "its stock forward")
+            if fast:
+                self._accelerate(ids, reference, probe.windows)
+
+    def _forward(self, tokens: Tensor, position: Tensor, layout: object) -> Tensor:
+        return self.model(input_ids=tokens, position_ids=position, layout=layout, use_cache=False).logits
+
+    # ------------------------------------------------------------------ checks
+
+    def _deviation(self, ids: Tensor, reference: Tensor) -> float:
+        """Largest error of reading all ids but the last two and stepping those, relative to the logits' scale."""
+        self.slots.move([])
+        self.read([Job(0, 0, ids[:-2].tolist())])
+        layout = Stepping(self.slots, [len(ids) - 2], 2)
+        rows = []
+        for token in ids[-2:].to(self.device):
+            rows.append(self.step(token[None], layout)[0])
+            layout.advance()
+        return float((torch.stack(rows) - reference[-2:]).abs().max() / (1e-6 + reference.abs().max()))
+
+    def _tolerance(self) -> float:
+        return 1e-3 if self.slots.dtype in (torch.float32, torch.float64) else 0.05
+
+    def _verify(self, ids: Tensor, reference: Tensor, what: str) -> None:
+        error = self._deviation(ids, reference)
+        if not error <= self._tolerance():
+            raise SettingError(
+                f"{type(self.model).__name__} reads differently through KV slots than by {what} (off by {error:.2g}): "
+                "its attention uses something beyond the Transformers attention interface (soft-capping, sinks ...)"
+            )
+
+    def _accelerate(self, ids: Tensor, reference: Tensor, windows: set[int | None]) -> None:
+        """Step through the hand-written decoder if it fits this model and gives the same logits."""
+        why = Decoder.misfit(self.model, windows)
+        if not why:
+            self.decoder = Decoder(self.model, self.slots)
+            error = self._deviation(ids, reference)
+            why = "" if error <= self._tolerance() else f"its logits were off by {error:.2g}"
+        if why:
+            self.decoder = None
+        log.info("generator steps %s by %s", type(self.model).__name__, f"its stock forward ({why})" if why else "decoder")
+
+    # ------------------------------------------------------------------ use
+
+    def read(self, jobs: Sequence[Job]) -> int:
+        """Compute the KV of these ids. Returns how many tokens were read."""
+        for part in _parts(jobs):
+            layout = Reading(self.slots, part)
+            if self.decoder is not None:
+                self.decoder.read(layout)
+            else:
+                base = self.model.base_model  # no logits are needed: a request's last id is read by its first step
+                base(input_ids=layout.tokens[None], position_ids=layout.position[None], layout=layout, use_cache=False)
+        return sum(len(job.ids) for job in jobs)
+
+    def step(self, tokens: Tensor, layout: Stepping) -> Tensor:
+        """Feed one token per row [n]; logits [n, V] of the next."""
+        if self.decoder is not None:
+            return self.decoder.step(tokens, layout)
+        return self._forward(tokens[:, None], layout.position[:, None], layout)[:, 0]
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy weights by name. Names may be missing (a tied head), never unknown."""
+        own = self.model.state_dict()
+        unknown = [name for name in weights if name not in own]
+        if unknown:
+            raise SettingError(f"published weights name {unknown[0]!r}, which {type(self.model).__name__} does not have")
+        for name, value in weights.items():
+            if own[name].shape != value.shape:
+                raise SettingError(f"weight {name!r} has shape {tuple(value.shape)}; the model's is {tuple(own[name].shape)}")
+        for name, value in weights.items():
+            own[name].copy_(value)
+        if self.decoder is not None:
+            self.decoder.refresh()
+        self.slots.forget()
+
+
+def _parts(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Cut into packed passes of a bounded number of tokens; the pieces of a long job follow one another."""
+    pieces = [
+        Job(job.row, job.start + at, job.ids[at : at + READ_BUDGET])
+        for job in jobs
+        for at in range(0, len(job.ids), READ_BUDGET)
+    ]
+    parts: list[list[Job]] = []
+    room = 0
+    for piece in pieces:
+        if not parts or len(piece.ids) > room or parts[-1][-1].row == piece.row:
+            parts.append([])
+            room = READ_BUDGET
+        parts[-1].append(piece)
+        room -= len(piece.ids)
+    return parts

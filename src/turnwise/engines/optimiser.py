@@ -1,0 +1,122 @@
+"""How weights move: the learner's settings, AdamW groups, the learning-rate schedule, the guarded step.
+
+This module does not know where gradients come from: no batches, no objectives, no models beyond their parameter names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.errors import SettingError, nearest
+
+SCHEDULES = ("constant", "linear", "cosine")
+DTYPES = ("auto", "float32", "bfloat16", "float64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """Everything that can be chosen about a learner. ``LearnerSettings(lr=3e-4, clip=1.0, positions=8192)``"""
+
+    lr: float = 1e-5
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip: float = 1.0  # largest norm of the whole gradient; infinity for never
+    warmup: int = 0  # steps until the full learning rate
+    schedule: str = "constant"  # after the warm-up: constant, or to zero at total_steps: linear, cosine
+    total_steps: int | None = None
+    positions: int = 16384  # packed ids in one micro-batch: memory, never the result
+    dtype: str = "auto"  # of the arithmetic: float32 on CPU, bfloat16 (weights stay float32) on CUDA
+    lora_rank: int = 0  # 0 trains every weight
+    lora_alpha: float | None = None  # None: twice the rank
+    value_lr: float | None = None  # of the value head; None: lr
+
+    def __post_init__(self) -> None:
+        self._at_least(0, "lr", "weight_decay", "warmup", "lora_rank", "value_lr")
+        self._at_least(1, "positions", "total_steps")
+        for name in ("eps", "clip", "lora_alpha"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingError(f"{name} is {value}; write a positive number")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise SettingError(f"betas is {self.betas}; write two numbers in [0, 1)")
+        for name, known in (("schedule", SCHEDULES), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise SettingError(f"{name} is {getattr(self, name)!r}; {nearest(str(getattr(self, name)), known)}")
+        if self.schedule != "constant" and self.total_steps is None:
+            raise SettingError(f"schedule {self.schedule!r} needs total_steps")
+        if self.total_steps is not None and self.warmup > self.total_steps:
+            raise SettingError(f"warmup ({self.warmup}) is longer than total_steps ({self.total_steps})")
+
+    def _at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (value >= least and math.isfinite(value)):
+                raise SettingError(f"{name} is {value}; write a number of at least {least}")
+
+    def factor(self, step: int) -> float:
+        """What multiplies the learning rates in the ``step``-th step, counted from 0."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return 1.0
+        left = (self.total_steps or 1) - self.warmup
+        done = min(1.0, (step - self.warmup) / left) if left else 1.0
+        return 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def adamw(parameters: Mapping[str, nn.Parameter], settings: LearnerSettings, value: Iterable[str]) -> torch.optim.AdamW:
+    """AdamW over named parameters; those named in ``value`` move at ``value_lr``. Vectors never decay."""
+    heads = set(value)
+    value_lr = settings.lr if settings.value_lr is None else settings.value_lr
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, p in parameters.items():
+        decay = settings.weight_decay if p.dim() > 1 else 0.0
+        groups.setdefault((value_lr if name in heads else settings.lr, decay), []).append(p)
+    return torch.optim.AdamW(
+        [{"params": ps, "lr": lr, "base_lr": lr, "weight_decay": decay} for (lr, decay), ps in groups.items()],
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters.values()),
+    )
+
+
+def guarded_step(optimiser: torch.optim.Optimizer, clip: float, factor: float) -> tuple[float, bool]:
+    """Clip and step, or leave everything as it was if a gradient is not finite. Returns the norm before clipping and
+    whether the step was taken. Gradients are gone afterwards."""
+    parameters = [p for group in optimiser.param_groups for p in group["params"]]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    taken = bool(torch.isfinite(norm))
+    if taken:
+        if math.isfinite(clip):
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+        for group in optimiser.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+    return float(norm), taken
+
+
+def moments(optimiser: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The optimiser's memory by parameter name: ``exp_avg/<name>`` and so on. A snapshot."""
+    return {
+        f"{key}/{name}": value.detach().clone()
+        for name, p in parameters.items()
+        for key, value in optimiser.state.get(p, {}).items()
+    }
+
+
+def restore(
+    optimiser: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]
+) -> None:
+    """The inverse of ``moments``."""
+    optimiser.state.clear()
+    for full, value in saved.items():
+        key, name = full.split("/", 1)
+        p = parameters[name]
+        optimiser.state[p][key] = value.detach().clone().to(p.device)

@@ -1,0 +1,162 @@
+"""Packed sequences through a stock causal LM: attention that follows sequence boundaries, and the hidden states.
+
+Legend: L packed positions, S sequences, P padded positions, H heads, D width.
+
+Attention pads sequences of like length on the right into buckets. Under a causal mask no real position ever sees the
+padding, so plain causal attention is exact and no mask is built.
+
+This module does not know what the hidden states are for: no log-probabilities, no sampled tokens, no losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from turnwise.batch import Sequences
+from turnwise.engines import attention
+from turnwise.errors import SettingError
+
+FILL = 0.75  # a bucket takes sequences down to this part of its longest ...
+SLACK = 16  # ... or this much shorter, whichever is more: one more launch costs as much as some padding
+
+
+class PackedLayout:
+    """How packed sequences attend: each to itself, causally. One layout serves all layers of a forward pass."""
+
+    def __init__(self, start: Tensor) -> None:
+        lengths = start[1:] - start[:-1]
+        order = torch.argsort(lengths, stable=True)
+        self.buckets = _buckets(lengths[order].tolist())
+        padded = torch.tensor([t for rows, t in self.buckets for _ in range(rows)], dtype=torch.int64).to(start.device)
+        offset = torch.empty_like(lengths)
+        offset[order] = torch.cumsum(padded, 0) - padded
+        total = int(padded.sum())
+        here = torch.arange(int(start[-1]), device=start.device)
+        slot = here + torch.repeat_interleave(offset - start[:-1], lengths)
+        self.total = total
+        self.slot = None if total == here.numel() and torch.equal(slot, here) else slot
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]."""
+        q, k, v = (self._spread(x[0].transpose(0, 1)) for x in (q, k, v))  # [P, H, D]
+        parts, at = [], 0
+        for rows, length in self.buckets:
+            cut = slice(at, at + rows * length)
+            a, b, c = (x[cut].unflatten(0, (rows, length)).transpose(1, 2) for x in (q, k, v))  # [rows, H, length, D]
+            parts.append(self._bucket(a, b, c, scale, window).transpose(1, 2).flatten(0, 1))
+            at = cut.stop
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (out if self.slot is None else _Take.apply(out, self.slot))[None]
+
+    def _bucket(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        length = q.shape[2]
+        mask = None if window is None or length <= window else self._mask(length, window, q.device)
+        grouped = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+
+    def _mask(self, length: int, window: int, device: torch.device) -> Tensor:
+        if (length, window) not in self._masks:
+            here = torch.arange(length, device=device)
+            back = here[:, None] - here[None, :]
+            self._masks[length, window] = (back >= 0) & (back < window)
+        return self._masks[length, window]
+
+    def _spread(self, x: Tensor) -> Tensor:
+        return x if self.slot is None else _Put.apply(x, self.slot, self.total)
+
+
+def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
+    """Ascending lengths -> (rows, padded length) of each bucket."""
+    out: list[tuple[int, int]] = []
+    rows, longest = 0, 0
+    for length in reversed(lengths):
+        if rows and length < longest * FILL and length < longest - SLACK:
+            out.append((rows, longest))
+            rows = 0
+        longest = longest if rows else length
+        rows += 1
+    return [*([(rows, longest)] if rows else []), *reversed(out)]
+
+
+class _Put(torch.autograd.Function):
+    """[L, ...] -> [P, ...], zeros in between. The adjoint of ``_Take``: a row has one place, so neither needs sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slot: Tensor, total: int) -> Tensor:
+        ctx.save_for_backward(slot)
+        return x.new_zeros(total, *x.shape[1:]).index_copy_(0, slot, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Take(torch.autograd.Function):
+    """[P, ...] -> [L, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slot: Tensor) -> Tensor:
+        ctx.save_for_backward(slot)
+        ctx.total = x.shape[0]
+        return x.index_select(0, slot)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.total, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad), None
+
+
+# --------------------------------------------------------------------- models
+
+
+def hidden_states(model: PreTrainedModel, sequences: Sequences) -> Tensor:
+    """What the LM head would read at every packed position, [L, D]. The model must have been adopted."""
+    out = model.get_decoder()(
+        input_ids=sequences.ids[None],
+        position_ids=sequences.positions()[None],
+        use_cache=False,
+        layout=PackedLayout(sequences.start),
+    )
+    return out.last_hidden_state[0]
+
+
+def head(model: PreTrainedModel) -> nn.Linear:
+    """The linear map from hidden states to logits."""
+    found = model.get_output_embeddings()
+    if not isinstance(found, nn.Linear):
+        raise SettingError(f"{type(model).__name__} has no linear output head (found {type(found).__name__})")
+    return found
+
+
+def adopt(model: PreTrainedModel) -> PreTrainedModel:
+    """Route attention through layouts, after proving on random ids that packing does not change this model's logits."""
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):  # too weak on random weights for the proof
+        if getattr(model.config, name, None):
+            raise SettingError(f"{type(model).__name__} uses {name}, which packed training does not support")
+    stock = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if stock in (None, attention.NAME) else stock)
+    lengths = (5, 12, 9)
+    linear = head(model)
+    device, generator = linear.weight.device, torch.Generator().manual_seed(0)
+    ids = torch.randint(linear.weight.shape[0], (sum(lengths),), generator=generator).to(device)
+    with torch.no_grad():
+        expected = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)])
+        attention.adopt(model)
+        start = torch.tensor([0, *lengths], device=device).cumsum(0)
+        packed = Sequences(ids, start, torch.arange(len(lengths), device=device), start[:0])
+        try:
+            found = linear(hidden_states(model, packed))
+        except (TypeError, RuntimeError, AttributeError) as fault:
+            raise SettingError(f"{type(model).__name__} cannot read packed sequences: {fault}") from fault
+    gap, size = float((found - expected).abs().max()), float(expected.abs().max())
+    if not gap <= 1e-3 * size:
+        raise SettingError(
+            f"{type(model).__name__} gives other logits for packed sequences (difference {gap:.2g}, logits up to "
+            f"{size:.2g}): it scales its logits or its attention takes an option that packing does not know"
+        )
+    return model

@@ -1,0 +1,68 @@
+"""Are generator and learner the same policy? Asked on a few fresh trajectories, answered by numbers.
+
+Off-policy corrections forgive a learner that has moved on; they also hide one that was never the same. This module does
+not know how either side computes, only what was recorded and what the learner says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from turnwise.batch import Batch, pack
+from turnwise.data import Group, Task, Trajectory
+from turnwise.errors import PolicyMismatch
+from turnwise.levels import TOKEN
+from turnwise.ports import Learner
+from turnwise.signals import Signal
+
+TOLERANCE = 1e-3  # of the mean difference when both sides compute in float32
+TOLERANCE_BF16 = 3e-2  # when either computes in bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """|recorded − learner's| log-probability over the compared tokens."""
+
+    tokens: int
+    mean: float
+    max: float
+    tolerance: float
+
+    @property
+    def same(self) -> bool:
+        return self.mean <= self.tolerance
+
+
+def same_policy(learner: Learner, records: Batch | Sequence[Trajectory], tolerance: float = TOLERANCE) -> Report:
+    """Compare what was recorded when tokens were sampled with what the learner says of the same tokens now.
+
+    Only tokens sampled by the learner's own version count, and no expert's. Raises PolicyMismatch if the mean
+    difference exceeds ``tolerance``, or if no token can be compared."""
+    batch = records if isinstance(records, Batch) else _pack(records)
+    fresh = ((batch.version.x == learner.version) & ~batch.expert.at(TOKEN).x).nonzero().squeeze(1)
+    if not fresh.numel():
+        seen = sorted(set(batch.version.x.tolist()))
+        raise PolicyMismatch(
+            f"nothing to compare: the learner is at version {learner.version}, the {batch.version.x.numel()} recorded "
+            f"tokens are of versions {seen}; publish the learner's weights and sample again"
+        )
+    found = learner.measure(batch, frozenset({Signal.LOGP}))[Signal.LOGP].x
+    recorded = batch.behaviour.x + batch.mass.x  # what was kept by top-p/k is given back: the whole distribution
+    gap = (found - recorded.to(found.dtype)).abs()[fresh]
+    report = Report(gap.numel(), float(gap.mean()), float(gap.max()), tolerance)
+    if not report.same:
+        raise PolicyMismatch(
+            f"generator and learner disagree on {report.tokens} tokens of version {learner.version}: log-probabilities "
+            f"differ by {report.mean:.2g} on average and {report.max:.2g} at most (tolerance {tolerance:.2g}). Check "
+            "that both hold the same weights (was the last publish taken?), compute in the same dtype "
+            f"(bfloat16 needs about {TOLERANCE_BF16}), recorded the temperature really used, and read the same ids "
+            "(chat template, special tokens)"
+        )
+    return report
+
+
+def _pack(trajectories: Sequence[Trajectory]) -> Batch:
+    """One group of all: who is whose peer does not matter here."""
+    task = trajectories[0].task if trajectories else Task("probe", seed=0)
+    return pack([Group("probe", task, tuple(trajectories))])

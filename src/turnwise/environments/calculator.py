@@ -1,0 +1,196 @@
+"""Arithmetic word problems with a Python interpreter: write code, read its reply, correct it, answer.
+
+The numbers are too large to multiply in one's head (least of all a small model's), so the only way is the tool. An episode
+ends with ``answer: NUMBER``; reward 1 if it is right, else 0. The interpreter is a real, isolated one.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from turnwise.data import Message
+from turnwise.environments.base import Environment, call, draw, say
+from turnwise.ports import Action, Step
+from turnwise.tools.python import PythonTool
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Run Python and see what it prints.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    },
+}
+
+# (question, expression) with numbers a..d; each difficulty has one more operation
+QUESTIONS: dict[int, tuple[tuple[str, str], ...]] = {
+    1: (
+        ("{who} has {a} boxes of {b} {what}. How many {what}?", "{a}*{b}"),
+        ("{who} buys {a} {what} for {b} coins each. How many coins?", "{a}*{b}"),
+        ("{a} rows of {b} {what}. How many {what}?", "{a}*{b}"),
+    ),
+    2: (
+        ("{who} has {a} boxes of {b} {what} and finds {c} more. How many {what}?", "{a}*{b}+{c}"),
+        ("{who} has {a} boxes of {b} {what} and sells {c}. How many {what} are left?", "{a}*{b}-{c}"),
+        ("{who} puts {a} red and {b} blue {what} in each of {c} boxes. How many {what}?", "({a}+{b})*{c}"),
+    ),
+    3: (
+        ("{who} has {a} boxes of {b} {what} and {c} bags of {d}. How many {what}?", "{a}*{b}+{c}*{d}"),
+        ("{who} has {a} boxes of {b} {what}, finds {c} and sells {d}. How many {what} are left?", "{a}*{b}+{c}-{d}"),
+        ("{who} puts {a} red and {b} blue {what} in {c} boxes each and sells {d}. How many are left?", "({a}+{b})*{c}-{d}"),
+    ),
+}
+WHO = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn")
+WHAT = ("pens", "nuts", "eggs", "cups", "figs", "keys")
+_ANSWER = re.compile(r"answer:\s*(-?[\d,]*\.?\d+)")
+
+_tool: PythonTool | None = None
+
+
+def interpreter() -> PythonTool:
+    """The interpreter pool all episodes of this process share; each episode has a session of its own."""
+    global _tool
+    if _tool is None:
+        _tool = PythonTool()
+    return _tool
+
+
+@dataclass(frozen=True)
+class Problem:
+    question: str
+    expression: str
+    numbers: tuple[int, ...]
+
+    @property
+    def answer(self) -> int:
+        return int(eval(self.expression, {"__builtins__": {}}))  # our own template, never the model's text
+
+
+def make_problem(rng: random.Random, difficulty: int) -> Problem:
+    question, expression = rng.choice(QUESTIONS[difficulty])
+    a, b, c, d = rng.randint(12, 98), rng.randint(12, 98), rng.randint(12, 98), rng.randint(12, 98)
+    words = {"who": rng.choice(WHO), "what": rng.choice(WHAT), "a": a, "b": b, "c": c, "d": d}
+    return Problem(question.format(**words), expression.format(**words), (a, b, c, d)[: 1 + difficulty])
+
+
+class Calculator(Environment):
+    """``reset`` poses a problem; calls of ``python`` are run; ``answer: N`` ends the episode."""
+
+    difficulties: ClassVar[tuple[int, ...]] = (1, 2, 3)
+    max_turns: ClassVar[int] = 5
+    tools: Sequence[dict[str, Any]] = (TOOL,)
+
+    def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
+        super().__init__(difficulty=difficulty, split=split)
+        self.problem: Problem | None = None
+        self.replies: list[tuple[str, bool]] = []  # what the interpreter said, and whether it was no error
+        self.session: Any = None
+        self.style = ""
+
+    def reset(self, seed: int) -> list[Message]:
+        self.problem = draw(lambda rng: make_problem(rng, self.difficulty), seed, self.split, key=lambda p: p.expression)
+        return [{"role": "user", "content": self.problem.question}]
+
+    async def step(self, action: Action) -> Step:
+        if action.calls or action.faults:
+            return await self._run(action)
+        found = _ANSWER.findall(action.text)
+        if not found:
+            reply = {"role": "user", "content": "Call python or write answer: NUMBER"}
+            return Step([reply], info={"tool_errors": 1})
+        right = float(found[-1].replace(",", "")) == self._problem.answer
+        return Step([], float(right), terminated=True, info={"success": right})
+
+    async def _run(self, action: Action) -> Step:
+        messages: list[Message] = [{"role": "tool", "name": "python", "content": fault} for fault in action.faults]
+        errors = len(action.faults)
+        for request in action.calls:
+            code = request.arguments.get("code")
+            if request.name != "python" or not isinstance(code, str):
+                reply, ok = 'error: the only tool is python with {"code": text}', False
+            else:
+                self.session = self.session or interpreter().open()
+                result = await self.session.arun(code)
+                reply, ok = result.output.strip() or "(nothing printed)", result.ok
+            self.replies.append((reply, ok))
+            errors += not ok
+            messages.append({"role": "tool", "name": "python", "content": reply})
+        return Step(messages, info={"tool_calls": len(action.calls) + len(action.faults), "tool_errors": errors})
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+
+    def answer(self) -> str:
+        return str(self._problem.answer)
+
+    @property
+    def _problem(self) -> Problem:
+        assert self.problem is not None, "reset first"
+        return self.problem
+
+    # ------------------------------------------------------------ players
+    def oracle(self) -> Action:
+        if self.replies and self.replies[-1][1]:
+            return say(f"answer: {self.replies[-1][0]}")
+        return call("python", code=self._problem.expression)
+
+    def random_action(self, rng: random.Random) -> Action:
+        if rng.random() < 0.5:
+            return say(f"answer: {rng.randint(100, 9999)}")
+        a, b = rng.choice(self._problem.numbers), rng.choice(self._problem.numbers)
+        return call("python", code=f"{a}{rng.choice('+-*')}{b}")
+
+    def demonstrate(self, rng: random.Random) -> Action:
+        """A third plays well; the others guess, compute the wrong thing, or write broken code and ignore the error."""
+        self.style = self.style or rng.choices(
+            ("good", "guess", "wrong", "broken", "mended"), weights=(30, 25, 20, 15, 10)
+        )[0]
+        if not self.replies:
+            return self._first_call(rng)
+        reply, ok = self.replies[-1]
+        if ok:
+            return say(f"answer: {reply}")
+        if self.style == "mended":
+            return call("python", code=self._problem.expression)
+        return say(f"answer: {self._guess(rng)}")
+
+    def _first_call(self, rng: random.Random) -> Action:
+        right = self._problem.expression
+        if self.style == "guess":
+            return say(f"answer: {self._guess(rng)}")
+        if self.style == "wrong":
+            return call("python", code=_spoil_sense(right, rng))
+        if self.style in ("broken", "mended"):
+            return call("python", code=_spoil_syntax(right, rng))
+        return call("python", code=right)
+
+    def _guess(self, rng: random.Random) -> int:
+        """Of the right size, as people guess."""
+        return max(10, int(self._problem.answer * rng.uniform(0.5, 1.5)))
+
+
+def _spoil_sense(expression: str, rng: random.Random) -> str:
+    """Another operator or a slipped number: runs, and is wrong."""
+    if rng.random() < 0.6:
+        signs = [i for i, ch in enumerate(expression) if ch in "+-*"]
+        at = rng.choice(signs)
+        other = rng.choice([s for s in "+-*" if s != expression[at]])
+        return expression[:at] + other + expression[at + 1 :]
+    digits = [i for i, ch in enumerate(expression) if ch.isdigit()]
+    at = rng.choice(digits)
+    return expression[:at] + str((int(expression[at]) + rng.randint(1, 8)) % 9 + 1) + expression[at + 1 :]
+
+
+def _spoil_syntax(expression: str, rng: random.Random) -> str:
+    """Code that Python refuses."""
+    kind = rng.randrange(3)
+    if kind == 0:
+        return expression.replace("*", " x ", 1) if "*" in expression else expression + " x"
+    if kind == 1:
+        return "total=" + expression + "="
+    return expression + " pens"

@@ -1,0 +1,173 @@
+"""Guess: find the hidden thing by yes/no questions, in about as few turns as halving the candidates allows.
+
+A thing is its own description (size, colour, shape), so the table a player needs is the list in the prompt. Candidates
+are drawn so that greedy halving always ends in time; a player that asks badly runs out of turns. A guess ends it.
+
+It does not know what the player remembers; ``state_key`` is the set of candidates still possible.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from turnwise.data import Message
+from turnwise.environments.base import Environment, draw, say, user
+from turnwise.ports import Action, Step
+
+FEATURES = (("big", "small"), ("red", "blue", "green", "black"), ("ball", "box", "cup", "hat"))
+ATTRIBUTES = tuple(word for feature in FEATURES for word in feature)
+PARTS = {" ".join(words): frozenset(words) for words in product(*FEATURES)}
+THINGS = tuple(PARTS)
+CANDIDATES = {1: 4, 2: 7, 3: 12}
+QUESTIONS = {1: 2, 2: 3, 3: 4}  # the least with which halving can succeed; the guess is one turn more
+
+ASK = re.compile(r"(?:is it )?(?:a )?(\w+) ?\?")
+GUESS = re.compile(r"guess:? (.+?)\.?")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    candidates: tuple[str, ...]
+    hidden: str
+
+    @property
+    def key(self) -> str:
+        """The candidates alone: a held-out list is new whatever is hidden in it."""
+        return ", ".join(sorted(self.candidates))
+
+
+def has(thing: str, attribute: str) -> bool:
+    return attribute in PARTS[thing]
+
+
+def divide(things: Sequence[str], attribute: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those that have the attribute, and the others."""
+    return tuple(t for t in things if has(t, attribute)), tuple(t for t in things if not has(t, attribute))
+
+
+def best(things: Sequence[str]) -> str:
+    """The attribute that tells most: of a yes/no answer, the one nearest to halving. First of equals."""
+    return min(ATTRIBUTES, key=lambda attribute: abs(2 * sum(has(t, attribute) for t in things) - len(things)))
+
+
+def in_time(things: Sequence[str], questions: int) -> bool:
+    """Whether greedy halving is down to one thing after so many questions, whatever is hidden."""
+    if len(things) == 1 or len(things) > 2**questions:
+        return len(things) == 1
+    return all(in_time(half, questions - 1) for half in divide(things, best(things)))
+
+
+@lru_cache(maxsize=1024)
+def problem_of(difficulty: int, split: str, seed: int) -> Problem:
+    """Cached, because a whole group of episodes starts from one seed."""
+    return draw(lambda rng: _make(rng, difficulty), seed, split, lambda problem: problem.key)
+
+
+def _make(rng: random.Random, difficulty: int) -> Problem:
+    while True:
+        things = tuple(rng.sample(THINGS, CANDIDATES[difficulty]))
+        if in_time(things, QUESTIONS[difficulty]):
+            return Problem(things, rng.choice(things))
+
+
+class Guess(Environment):
+    """Reward 1 for the right guess in time, else 0."""
+
+    difficulties = (1, 2, 3)
+    max_turns = QUESTIONS[3] + 1
+    seed: int
+    turns: int
+    guessed: str  # empty until there is a guess
+    problem: Problem
+    remaining: tuple[str, ...]
+
+    def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
+        super().__init__(difficulty=difficulty, split=split)
+        self.max_turns = QUESTIONS[difficulty] + 1
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        self._begin(seed)
+        listed = ", ".join(self.problem.candidates)
+        return [user(f"one of: {listed}. ask: is it WORD? then: guess THING. you have {self.max_turns} turns.")]
+
+    def step(self, action: Action) -> Step:
+        if self._over():
+            return self._answer("it is over.")
+        self.turns += 1
+        text = action.text.strip().lower()
+        if (asked := ASK.fullmatch(text)) and asked[1] in ATTRIBUTES:
+            return self._reply(asked[1])
+        if (guess := GUESS.fullmatch(text)) and guess[1] in self.problem.candidates:
+            self.guessed = guess[1]
+            text = "right." if self._won() else f"wrong: it is {self.problem.hidden}."
+            return self._answer(text, reward=float(self._won()))
+        problem = "ask: is it WORD? or say: guess THING."
+        return self._answer(f"{problem} {self._left()}", errors=1)
+
+    def _reply(self, attribute: str) -> Step:
+        yes = has(self.problem.hidden, attribute)
+        with_it, without = divide(self.remaining, attribute)
+        self.remaining = with_it if yes else without
+        return self._answer(f"{'yes' if yes else 'no'}. {self._left()}")
+
+    def _left(self) -> str:
+        return f"{self.max_turns - self.turns} left."
+
+    def _answer(self, text: str, reward: float = 0.0, errors: int = 0) -> Step:
+        info: dict[str, Any] = {"tool_errors": errors} | ({"success": self._won()} if self._over() else {})
+        guessed = bool(self.guessed)
+        return Step([user(text)], reward, guessed, self._over() and not guessed, info)
+
+    def _won(self) -> bool:
+        return self.guessed == self.problem.hidden
+
+    def _over(self) -> bool:
+        return bool(self.guessed) or self.turns >= self.max_turns
+
+    def answer(self) -> str:
+        return self.problem.hidden
+
+    def state_key(self) -> str:
+        return ", ".join(sorted(self.remaining))
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"difficulty": self.difficulty, "split": self.split, "seed": self.seed, "turns": self.turns,
+                "remaining": list(self.remaining), "guessed": self.guessed}
+
+    def restore(self, snapshot: Any) -> None:
+        self.difficulty, self.split = snapshot["difficulty"], snapshot["split"]
+        self.max_turns = QUESTIONS[self.difficulty] + 1
+        self._begin(snapshot["seed"])
+        self.turns, self.guessed = snapshot["turns"], snapshot["guessed"]
+        self.remaining = tuple(snapshot["remaining"])
+
+    def _begin(self, seed: int) -> None:
+        self.seed, self.turns, self.guessed = seed, 0, ""
+        self.problem = problem_of(self.difficulty, self.split, seed)
+        self.remaining = self.problem.candidates
+
+    def oracle(self) -> Action:
+        """Halve until one is left; with one turn to go, take the first that is still possible."""
+        last = self.turns >= self.max_turns - 1
+        if last or len(self.remaining) == 1:
+            return say(f"guess {self.remaining[0]}")
+        return say(f"is it {best(self.remaining)}?")
+
+    def random_action(self, rng: random.Random) -> Action:
+        if rng.random() < 0.5:
+            return say(f"guess {rng.choice(self.problem.candidates)}")
+        return say(f"is it {rng.choice(ATTRIBUTES)}?")
+
+    def demonstrate(self, rng: random.Random) -> Action:
+        """Forgets what it asked on every other turn, and then asks, or at the end guesses, blindly."""
+        if rng.random() < 0.45:
+            return self.oracle()
+        if self.turns >= self.max_turns - 1:
+            return say(f"guess {rng.choice(self.problem.candidates)}")
+        return say(f"is it {rng.choice(ATTRIBUTES)}?")

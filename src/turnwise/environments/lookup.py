@@ -1,0 +1,149 @@
+"""Lookup: a question of one to three hops over an invented encyclopedia, and a real search tool to answer it with.
+
+Each hop's article names what the next search must ask for, so an agent has to read before it can go on. The difficulty
+is the number of hops. Reward 1 for the right final ``answer: NAME``, else 0.
+
+It does not know how articles are ranked (``search``) nor how the world was made (``encyclopedia``).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from turnwise.data import Message
+from turnwise.environments.base import Environment, call, draw, say, user
+from turnwise.environments.encyclopedia import WORLDS, Question, World, ask, world
+from turnwise.ports import Action, Step, ToolCall
+
+SHOWN = 2  # articles per search
+MOST_CALLS = 4  # per turn
+LONGEST = 200  # characters of a query
+ANSWER = re.compile(r"answer: *(\w+)[ .]*$")
+HELP = "call search, or say answer: NAME"
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "find articles",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+    },
+}
+
+
+class Lookup(Environment):
+    """Search, read, search again, answer."""
+
+    difficulties = (1, 2, 3)
+    max_turns = 8
+    tools: Sequence[dict[str, Any]] = (SEARCH,)
+    seed: int
+    turns: int
+    said: str  # empty until there is an answer
+    seen: set[str]  # names whose article has been read
+    world: World
+    question: Question
+
+    def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
+        super().__init__(difficulty=difficulty, split=split)
+        self.max_turns = 2 * difficulty + 2  # twice what is needed: one search per hop and the answer
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        self._begin(seed)
+        return [user(f"{self.question.text} use search, then say answer: NAME")]
+
+    def step(self, action: Action) -> Step:
+        if self._over():
+            return self._reply([user("it is over.")])
+        self.turns += 1
+        if action.calls or action.faults:
+            return self._use(action)
+        if said := ANSWER.search(action.text[-LONGEST:].strip().lower()):
+            self.said = said[1]
+            text = "right." if self._won() else f"wrong: it is {self.question.answer}."
+            return self._reply([user(text)], reward=float(self._won()))
+        return self._reply([user(f"{HELP}.")], errors=1)
+
+    def _use(self, action: Action) -> Step:
+        """One answer per call, and one per call that could not be read."""
+        answers = [self._call(each, number) for number, each in enumerate(action.calls)]
+        answers += [(_result("search", f"error: {fault[:LONGEST]}"), 1) for fault in action.faults[:MOST_CALLS]]
+        errors = sum(error for _, error in answers)
+        return self._reply([message for message, _ in answers], calls=len(action.calls), errors=errors)
+
+    def _call(self, each: ToolCall, number: int) -> tuple[Message, int]:
+        query = each.arguments.get("query")
+        if each.name != "search":
+            return _result(each.name, "error: the only tool is search", each.id), 1
+        if not isinstance(query, str) or not query.strip() or len(query) > LONGEST:
+            return _result("search", "error: query must be a few words", each.id), 1
+        if number >= MOST_CALLS:
+            return _result("search", f"error: at most {MOST_CALLS} calls at once", each.id), 1
+        found = self.world.index.top(query, SHOWN)
+        self.seen |= {self.world.names[i] for i in found}
+        text = "\n".join(self.world.articles[i] for i in found) or "nothing found"
+        return _result("search", text, each.id), 0
+
+    def _reply(self, messages: list[Message], reward: float = 0.0, calls: int = 0, errors: int = 0) -> Step:
+        over, said = self._over(), bool(self.said)
+        info: dict[str, Any] = {"tool_calls": calls, "tool_errors": errors}
+        return Step(messages, reward, said, over and not said, info | ({"success": self._won()} if over else {}))
+
+    def _won(self) -> bool:
+        return self.said == self.question.answer
+
+    def _over(self) -> bool:
+        return bool(self.said) or self.turns >= self.max_turns
+
+    def answer(self) -> str:
+        return self.question.answer
+
+    def state_key(self) -> str:
+        """Which articles have been read."""
+        return " ".join(sorted(self.seen))
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"difficulty": self.difficulty, "split": self.split, "seed": self.seed, "turns": self.turns,
+                "seen": sorted(self.seen), "said": self.said}
+
+    def restore(self, snapshot: Any) -> None:
+        self.difficulty, self.split = snapshot["difficulty"], snapshot["split"]
+        self.max_turns = 2 * self.difficulty + 2
+        self._begin(snapshot["seed"])
+        self.turns, self.said, self.seen = snapshot["turns"], snapshot["said"], set(snapshot["seen"])
+
+    def _begin(self, seed: int) -> None:
+        self.seed, self.turns, self.said = seed, 0, ""
+        self.seen = set()
+        self.world, self.question = draw(self._ask, seed, self.split, lambda drawn: drawn[1].names[0])
+
+    def _ask(self, rng: random.Random) -> tuple[World, Question]:
+        here = world(self.split, rng.randrange(WORLDS))
+        return here, ask(here, self.difficulty, rng)
+
+    def oracle(self) -> Action:
+        """Search for the first name on the way whose article has not been read; then answer."""
+        for name in self.question.names[:-1]:
+            if name not in self.seen:
+                return call("search", query=name)
+        return say(f"answer: {self.question.answer}")
+
+    def random_action(self, rng: random.Random) -> Action:
+        """Searches for, or answers with, any name met so far."""
+        met = {self.question.names[0]} | self.seen
+        met |= {other for name in self.seen for other in self.world.facts[name].values()}
+        name = rng.choice(sorted(met))
+        return call("search", query=name) if rng.random() < 0.5 else say(f"answer: {name}")
+
+    def demonstrate(self, rng: random.Random) -> Action:
+        """Each step is good so often that an episode of any number of hops is about as often good throughout.
+
+        A blind search does no harm, so more episodes end well than are good throughout: about two in five."""
+        return self.oracle() if rng.random() < 0.15 ** (1 / (self.difficulty + 1)) else self.random_action(rng)
+
+
+def _result(tool: str, text: str, id: str = "") -> Message:
+    message: Message = {"role": "tool", "name": tool, "content": text}
+    return message | ({"tool_call_id": id} if id else {})

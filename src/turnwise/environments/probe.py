@@ -1,0 +1,234 @@
+"""Driving an environment that may be wrong in any way: every call is timed, caught and looked at, and noted in words.
+
+Used by ``environments.check``. It does not know which episodes are worth playing, nor which environments exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from numbers import Integral
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from turnwise.environments import settings
+from turnwise.environments.shapes import finite, message_fault, step_fault
+from turnwise.ports import Action
+
+TURNS = 64  # for a class that does not say how long its episodes are
+
+
+class Broken(Exception):
+    """This episode cannot go on; the reason is already noted."""
+
+
+class Hang(Exception):
+    """A call did not return: nothing more can be checked safely."""
+
+
+@dataclass
+class Notes:
+    """Each thing said once, with how often it was seen and where first."""
+
+    seen: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def add(self, text: str, where: str = "") -> None:
+        count, first = self.seen.get(text, (0, where))
+        self.seen[text] = (count + 1, first)
+
+    def lines(self) -> tuple[str, ...]:
+        def line(text: str, count: int, where: str) -> str:
+            times = f"seen {count} times, first" if count > 1 else "seen"
+            return f"{text} ({times} at {where})" if where else text
+
+        return tuple(line(text, count, where) for text, (count, where) in self.seen.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Which episode: enough to play it again by hand."""
+
+    seed: int
+    difficulty: int = 1
+    split: str = "train"
+    player: str = ""
+
+    def __str__(self) -> str:
+        return f"difficulty {self.difficulty}, {self.split}, seed {self.seed}" + f", {self.player}" * bool(self.player)
+
+
+@dataclass
+class Record:
+    """One episode as it was seen: comparable lines, and what was done."""
+
+    lines: list[str] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)
+    success: bool | None = None
+    reward: float = 0.0
+    ended: bool = False
+
+
+class Worker:
+    """A thread that does one call at a time, so that a call that hangs can be left behind: Python cannot end it."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        Thread(target=self._work, daemon=True).start()
+
+    def run(self, function: Callable[[], Any], seconds: float) -> Any:
+        self._jobs.put(function)
+        try:
+            value, error = self._results.get(timeout=seconds)
+        except Empty:
+            raise Hang from None
+        if error is not None:
+            raise error
+        return value
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                value = job()
+                self._results.put((asyncio.run(_wait(value)) if inspect.isawaitable(value) else value, None))
+            except BaseException as error:  # also SystemExit: an environment must not end the check
+                self._results.put((None, error))
+
+
+async def _wait(value: Any) -> Any:
+    return await value
+
+
+class Probe:
+    """One environment class under inspection."""
+
+    def __init__(self, cls: type[Any], seconds: float) -> None:
+        self.cls, self.seconds = cls, seconds
+        self.worker = Worker()
+        self.settings = settings(cls)
+        self.problems = Notes()
+
+    def call(self, what: str, spot: Spot | None, function: Callable[[], Any]) -> Any:
+        """The value of a call into the environment; ``NotImplementedError`` passes, it means "I cannot"."""
+        where = str(spot) if spot else ""
+        try:
+            return self.worker.run(function, self.seconds)
+        except NotImplementedError:
+            raise
+        except Hang:
+            self.problems.add(f"{what} did not return within {self.seconds:g} s; the check stopped there", where)
+            raise
+        except BaseException as error:
+            # the message may quote the nonsense it was given, and must still be printable
+            text = " ".join(str(error).split())[:120].encode("ascii", "backslashreplace").decode()
+            self.problems.add(f"{what} raises {type(error).__name__}: {text}; it must answer in words", where)
+            raise Broken from None
+
+    def new(self, spot: Spot) -> Any:
+        wanted = {key: getattr(spot, key) for key in self.settings}
+        return self.call(f"{self.cls.__name__}({', '.join(f'{k}=...' for k in sorted(wanted))})", spot,
+                         lambda: self.cls(**wanted))
+
+    def optional(self, env: Any, name: str, spot: Spot, *arguments: Any) -> Any:
+        """The value of an optional method; None where there is none."""
+        method = getattr(env, name, None)
+        if not callable(method):
+            return None
+        try:
+            return self.call(f"{name}()", spot, lambda: method(*arguments))
+        except NotImplementedError:
+            return None
+
+    def turns(self, env: Any) -> int:
+        turns = getattr(env, "max_turns", TURNS)
+        if isinstance(turns, int) and turns >= 1:
+            return turns
+        self.problems.add(f"max_turns is {turns!r}; it must be a whole number of at least 1")
+        return TURNS
+
+    def reset(self, env: Any, spot: Spot) -> str:
+        messages = self._required("reset", spot, lambda: env.reset(spot.seed))
+        self._messages("reset", messages, spot)
+        if not messages:
+            self.problems.add("reset returns no messages; the agent would have nothing to read", str(spot))
+            raise Broken
+        return _text(messages) + self._key(env, spot)
+
+    def step(self, env: Any, action: Action, spot: Spot, record: Record) -> str:
+        """Act, look at the answer, and write it into the record."""
+        step = self._required("step", spot, lambda: env.step(action))
+        self._shape(step, spot)
+        self._messages("step", step.messages, spot)
+        self._info(step, spot)
+        record.actions.append(action)
+        record.reward += float(step.reward)
+        record.ended = step.terminated or step.truncated
+        if record.ended:
+            record.success = self._success(step, spot)
+        flags = f"{float(step.reward)!r} {step.terminated} {step.truncated}"
+        return f"{_text(step.messages)} {flags}{self._key(env, spot)}"
+
+    def play(self, spot: Spot, player: Callable[[Any], Action]) -> Record:
+        """A whole episode, or four times as many turns as one may have."""
+        env, record = self.new(spot), Record()
+        record.lines.append(self.reset(env, spot))
+        limit = 4 * self.turns(env)
+        while not record.ended and len(record.actions) < limit:
+            record.lines.append(self.step(env, player(env), spot, record))
+        self.optional(env, "close", spot)
+        return record
+
+    def _required(self, what: str, spot: Spot, function: Callable[[], Any]) -> Any:
+        try:
+            return self.call(what, spot, function)
+        except NotImplementedError:
+            self.problems.add(f"{what} raises NotImplementedError; it must be written", str(spot))
+            raise Broken from None
+
+    def _messages(self, what: str, messages: Any, spot: Spot) -> None:
+        wrong = message_fault(messages)
+        if wrong:
+            self.problems.add(f"{what}: {wrong}", str(spot))
+            raise Broken
+
+    def _shape(self, step: Any, spot: Spot) -> None:
+        wrong = step_fault(step)
+        if wrong:
+            self.problems.add(f"step: {wrong}", str(spot))
+            raise Broken
+
+    def _info(self, step: Any, spot: Spot) -> None:
+        for key, value in step.info.get("rewards", {}).items():
+            if not finite(value):
+                self.problems.add(f"step: info['rewards'][{key!r}] is {value!r}; it must be a finite number", str(spot))
+        for key in ("tool_calls", "tool_errors"):
+            if not isinstance(step.info.get(key, 0), Integral):
+                self.problems.add(f"step: info[{key!r}] is {step.info[key]!r}; it must be a count", str(spot))
+
+    def _success(self, step: Any, spot: Spot) -> bool | None:
+        success = step.info.get("success")
+        if isinstance(success, bool):
+            return success
+        seen = repr(success) if "success" in step.info else "missing"
+        self.problems.add(f"step: info['success'] of the last step is {seen}; it must be True or False", str(spot))
+        return None
+
+    def _key(self, env: Any, spot: Spot) -> str:
+        """The state key, looked at twice: asking must not change it."""
+        first, second = (self.optional(env, "state_key", spot) for _ in range(2))
+        if first is not None and not isinstance(first, str):
+            self.problems.add(f"state_key() is a {type(first).__name__}; it must be a str or None", str(spot))
+        elif first != second:
+            self.problems.add("state_key() changes when asked twice without a step between", str(spot))
+        return f" [{first}]"
+
+
+def _text(messages: Any) -> str:
+    return json.dumps([dict(message) for message in messages], sort_keys=True, default=repr)

@@ -1,0 +1,109 @@
+"""What a person reads at the end: before and after with intervals, and dialogues as text.
+
+Rows are plain dicts, so the same data prints as a table and as ``--json``. Does not know how anything was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from turnwise.observe.figures import MISSING, number, text
+
+ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool reply"}
+
+
+def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per measure found in either, in order. A measure is a number, or something with estimate, low and high.
+
+    ``clear`` says that the two intervals do not overlap: a cautious reading, and None where there are no intervals.
+    """
+    rows = []
+    for name in dict.fromkeys([*before, *after]):
+        old, new = _bounds(before.get(name)), _bounds(after.get(name))
+        change = _gap(old["estimate"], new["estimate"])
+        up, down = _gap(old["high"], new["low"]), _gap(new["high"], old["low"])
+        clear = None if up is None or down is None else up > 0 or down > 0
+        rows.append({"measure": name, "before": old, "after": new, "change": change, "clear": clear})
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]], title: str = "Before and after") -> Table:
+    """The rows of :func:`comparison` for a terminal."""
+    out = Table(title=title, title_justify="left", header_style="bold")
+    out.add_column("measure")
+    for name in ("before", "after", "change"):
+        out.add_column(name, justify="right")
+    for row in rows:
+        style = "" if not row["clear"] else "green" if row["change"] > 0 else "red"
+        change = Text(text(row["change"], "+.3f"), style=style)
+        out.add_row(Text(str(row["measure"])), _shown(row["before"]), _shown(row["after"]), change)
+    return out
+
+
+def _gap(low: float | None, high: float | None) -> float | None:
+    return None if low is None or high is None else high - low
+
+
+def _bounds(seen: Any) -> dict[str, float | None]:
+    if isinstance(seen, Mapping):
+        return {end: number(seen.get(end)) for end in ("estimate", "low", "high")}
+    if number(seen) is not None or seen is None:
+        return {"estimate": number(seen), "low": None, "high": None}
+    return {end: number(getattr(seen, end, None)) for end in ("estimate", "low", "high")}
+
+
+def _shown(side: Mapping[str, float | None]) -> str:
+    if side["low"] is None or side["high"] is None:
+        return text(side["estimate"])
+    return f"{text(side['estimate'])}  [{text(side['low'])}, {text(side['high'])}]"
+
+
+# ----------------------------------------------------------------- dialogues
+
+
+def transcript(messages: Sequence[Mapping[str, Any]], title: str = "") -> str:
+    """A dialogue as Markdown that also reads well as plain text.
+
+    Every line of content is quoted with ``>``, so nothing a model writes can pass for a heading or another speaker.
+    """
+    parts = [f"## {title}"] if title else []
+    for message in messages:
+        role = str(message.get("role", MISSING))
+        name = f" ({message['name']})" if message.get("name") else ""
+        parts.append(f"**{ROLES.get(role, role)}**{name}")
+        content = _content(message.get("content"))
+        if content:
+            parts.append(_quote(content))
+        parts += [_call(call) for call in message.get("tool_calls") or ()]
+        if not content and not message.get("tool_calls"):
+            parts.append("> *(empty)*")
+    return "\n\n".join(parts) + "\n"
+
+
+def _content(content: Any) -> str:
+    """Text, or OpenAI-style parts: a list of ``{"type": "text", "text": ...}`` and other things."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content.strip("\n")
+    if not isinstance(content, list | tuple):
+        return str(content)
+    parts = [part if isinstance(part, Mapping) else {"text": str(part)} for part in content]
+    return "\n".join(str(part.get("text", f"[{part.get('type', 'part')}]")) for part in parts)
+
+
+def _quote(content: str) -> str:
+    return "\n".join(f"> {line}".rstrip() for line in content.splitlines() or [""])
+
+
+def _call(call: Any) -> str:
+    facts: Mapping[str, Any] = call if isinstance(call, Mapping) else {"name": str(call)}
+    function: Mapping[str, Any] = facts.get("function", facts)
+    arguments = function.get("arguments", "")
+    shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+    return _quote(f"→ calls {function.get('name', MISSING)}({shown})")

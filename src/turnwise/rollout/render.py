@@ -1,0 +1,134 @@
+"""Messages to token ids and back, token in, token out.
+
+The ids a policy sampled are never decoded and encoded again. After each turn the chat template renders the whole dialogue;
+what it adds *behind* the text so far is encoded and appended. If it does not begin with that text, the template has
+rewritten history: the dialogue restarts on the fresh rendering and the turn is marked.
+
+This module knows nothing of environments, rewards or engines.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.data import Message
+from turnwise.errors import RenderError
+from turnwise.ports import Action, ToolCall
+
+CHATML = (
+    "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+
+
+@dataclass
+class Dialogue:
+    """One conversation as the model reads it: ``ids`` and ``text`` always describe the same thing."""
+
+    messages: list[Message]
+    tools: Sequence[dict[str, Any]]
+    text: str
+    ids: list[int] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)  # ids appended since the last sampled token
+    restarted: bool = False
+
+
+class Renderer:
+    """One tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            raise RenderError(
+                "this model's tokenizer has no chat template; give one with --template chatml or --template FILE.jinja"
+            )
+        self.stop_ids = self._find_stop_ids()
+        probe = self._text([{"role": "user", "content": "a 1\nb"}], (), True)
+        if self.decode(self.encode(probe)) != probe:
+            raise RenderError("this tokenizer does not give back the text it was given; dialogues could not be followed exactly")
+
+    # ----------------------------------------------------------- dialogue
+    def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Dialogue:
+        text = self._text(messages, tools, True)
+        ids = self.encode(text)
+        return Dialogue(list(messages), tools, text, ids, list(ids))
+
+    def hear(self, dialogue: Dialogue, tokens: Sequence[int]) -> Action:
+        """Append what the policy sampled, exactly, and read it."""
+        dialogue.ids += tokens
+        dialogue.text += self.decode(tokens)
+        body = tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
+        action = parse(self.decode(body))
+        dialogue.messages.append(action.message)
+        dialogue.fresh, dialogue.restarted = [], False
+        return action
+
+    def tell(self, dialogue: Dialogue, messages: Sequence[Message]) -> None:
+        """Append the environment's answer and the opening of the next turn."""
+        dialogue.messages += messages
+        full = self._text(dialogue.messages, dialogue.tools, True)
+        if full.startswith(dialogue.text):
+            dialogue.fresh = self.encode(full[len(dialogue.text) :])
+            dialogue.ids += dialogue.fresh
+        else:
+            dialogue.ids = self.encode(full)
+            dialogue.fresh, dialogue.restarted = list(dialogue.ids), True
+        dialogue.text = full
+
+    def encode_turn(self, text: str) -> list[int]:
+        """The ids of a turn somebody else wrote (a demonstration), closed like a sampled one."""
+        return [*self.encode(text), self.stop_ids[0]]
+
+    # ------------------------------------------------------------- pieces
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], open_turn: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn
+            )
+        except Exception as fault:  # templates raise whatever they like
+            roles = [m.get("role") for m in messages]
+            raise RenderError(f"the chat template refused a dialogue with roles {roles}: {fault}") from fault
+
+    def _find_stop_ids(self) -> tuple[int, ...]:
+        """The token the template puts behind an assistant turn, then the tokenizer's own end of sequence."""
+        marker = "x7Q"
+        text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}], (), False)
+        behind = self.encode(text[text.rindex(marker) + len(marker) :])
+        special = set(self.tokenizer.all_special_ids)
+        ends = [i for i in behind if i in special][:1]
+        eos = self.tokenizer.eos_token_id
+        if eos is not None and eos not in ends:
+            ends.append(int(eos))
+        if not ends:
+            raise RenderError("neither the chat template nor the tokenizer has a token that ends a turn")
+        return tuple(ends)
+
+
+def parse(text: str) -> Action:
+    """Read the tool calls of a turn: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+    calls: list[ToolCall] = []
+    faults: list[str] = []
+    for body in _CALL.findall(text):
+        try:
+            value = json.loads(body)
+            name, arguments = value["name"], value.get("arguments", {})
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                raise TypeError
+            calls.append(ToolCall(name, arguments, id=str(len(calls))))
+        except json.JSONDecodeError as fault:
+            faults.append(f"error: the tool call is not JSON: {fault.msg}")
+        except (KeyError, TypeError, AttributeError, RecursionError):
+            faults.append('error: a tool call needs {"name": text, "arguments": object}')
+    return Action(text, tuple(calls), tuple(faults))

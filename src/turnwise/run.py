@@ -1,0 +1,160 @@
+"""The loop. Ports in, steps out; it knows no formula, no method's name and no engine.
+
+    gather groups → pack → measure signals → credit → optimiser steps → publish → record → checkpoint
+
+Synchronous is staleness 0. With staleness k > 0 the learner works in a thread while the generator goes on; requests in
+flight survive a publication and every token carries the version that sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from turnwise.batch import Batch, pack
+from turnwise.collect import Collector
+from turnwise.data import Group, Status
+from turnwise.levels import GROUP
+from turnwise.ports import Generator, Learner, Ledger, Listener
+from turnwise.recipe import Recipe
+from turnwise.tasks.sampler import stable_seed
+
+
+@dataclass
+class Loop:
+    """One run of one recipe. ``save(step)`` writes a checkpoint; ``report(step, metrics)`` logs a step."""
+
+    recipe: Recipe
+    learner: Learner
+    generator: Generator
+    collector: Collector
+    ledger: Ledger
+    probe: Callable[[Learner, Batch], float]
+    save: Callable[[int], None]
+    report: Callable[[int, Mapping[str, float]], None]
+    listen: Listener
+    steps: int
+    seed: int = 0
+    checkpoint_every: int = 20
+    start: int = 0
+    asides: Mapping[int, Callable[[], Any]] = field(default_factory=dict)  # coroutines to run after a step (evaluation)
+
+    async def run(self) -> None:
+        try:
+            for step in range(self.start, self.steps):
+                await self._step(step)
+                done = step + 1
+                if done % self.checkpoint_every == 0 or done == self.steps:
+                    self.ledger.seal(done)
+                    self.save(done)
+                if done in self.asides:
+                    await self.asides[done]()
+        finally:
+            await self.collector.stop()
+
+    async def _step(self, step: int) -> None:
+        began = time.perf_counter()
+        groups = await self.collector.gather(step)
+        gathered = time.perf_counter()
+        self.ledger.train([g.id for g in groups], step)
+        metrics = dict(describe(groups, self.learner.version))
+        if groups:
+            self.collector.pump(step)  # with staleness, rollouts go on while the learner works
+            metrics |= await self._improve(groups, step)
+        else:
+            self.listen("message", {"level": "warning", "text": f"step {step}: no group could be trained on; see dropped/*"})
+        self.collector.training = 0
+        learned = time.perf_counter()
+        self.learner.version = step + 1
+        await self.generator.publish(self.learner.weights(), step + 1)
+        metrics |= {f"dropped/{reason[:60]}": float(n) for reason, n in self.collector.dropped.items()}
+        metrics |= self.collector.sampler.metrics()
+        now = time.perf_counter()
+        metrics |= {
+            "seconds": now - began,
+            "seconds/gather": gathered - began,
+            "seconds/learn": learned - gathered,
+            "seconds/publish": now - learned,
+            "tokens_per_second": metrics.get("tokens", 0.0) / (now - began),
+        }
+        self.report(step + 1, metrics)
+
+    async def _improve(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        work = lambda: improve(self.learner, self.recipe, groups, stable_seed(self.seed, "passes", step), self.probe)  # noqa: E731
+        return await asyncio.to_thread(work) if self.collector.staleness else work()
+
+
+def improve(
+    learner: Learner,
+    recipe: Recipe,
+    groups: Sequence[Group],
+    seed: int,
+    probe: Callable[[Learner, Batch], float] | None = None,
+) -> dict[str, float]:
+    """All optimiser steps on one batch of groups."""
+    batch, objective = pack(groups), recipe.objective
+    metrics: dict[str, float] = {}
+    if probe is not None:
+        metrics["probe"] = probe(learner, batch)
+    measured = learner.measure(batch, objective.frozen) if objective.frozen else {}
+    batch = objective.credit(batch.put(**{str(name): value for name, value in measured.items()}))
+    updates = 0
+    for part in passes(batch, recipe, seed):
+        for name, value in learner.update(objective.plan(part), objective).items():
+            metrics[name] = metrics.get(name, 0.0) + value
+        updates += 1
+    summed = {"skipped"}  # everything else is a mean over the updates of the step
+    return {name: v if name in summed or name == "probe" else v / updates for name, v in metrics.items()}
+
+
+def passes(batch: Batch, recipe: Recipe, seed: int) -> Iterator[Batch]:
+    """The batch as the control slot wants it: epochs of mini-batches of whole groups, in a seeded order."""
+    control = recipe.control
+    if control.minibatches == 1:
+        for _ in range(control.epochs):
+            yield batch
+        return
+    group_of = batch.tree.parents[2]
+    for epoch in range(control.epochs):
+        order = list(range(batch.tree.count(GROUP)))
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        for part in range(min(control.minibatches, len(order))):
+            chosen = torch.tensor(sorted(order[part :: control.minibatches]), device=group_of.device)
+            yield batch.select(torch.isin(group_of, chosen).nonzero().squeeze(1))
+
+
+def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """What a person wants to see of a batch of rollouts."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    if not trajectories:
+        return {"groups": 0.0, "trajectories": 0.0, "tokens": 0.0}
+    n = len(trajectories)
+    turns = [turn for t in trajectories for turn in t.turns]
+    judged = [t.success for t in trajectories if t.success is not None]
+    versions = [v for turn in turns for v in turn.version]
+    flat = sum(len({t.reward for t in g.trajectories}) == 1 for g in groups)
+    named = sorted({name for t in trajectories for name in t.rewards})
+    return {
+        "groups": float(len(groups)),
+        "trajectories": float(n),
+        "tokens": float(sum(t.sampled for t in trajectories)),
+        "success": sum(judged) / n if judged else float("nan"),
+        "reward": sum(t.reward for t in trajectories) / n,
+        "turns": len(turns) / n,
+        "tool_calls": sum(turn.tool_calls for turn in turns) / n,
+        "tool_errors": sum(turn.tool_errors for turn in turns) / n,
+        "truncated": sum(t.status == Status.TRUNCATED for t in trajectories) / n,
+        "restarts": sum(turn.restart for turn in turns) / n,
+        "groups_without_spread": flat / len(groups),
+        "staleness": sum(version - v for v in versions) / max(1, len(versions)),
+        **{f"reward/{name}": sum(t.rewards.get(name, 0.0) for t in trajectories) / n for name in named},
+    }
+
+
+__all__ = ["Loop", "describe", "improve", "passes"]

@@ -1,0 +1,147 @@
+"""Every setting of a run, in one flat frozen record: the command line, the Python API and run.json all speak it.
+
+A method's own hyper-parameters are the arguments of its recipe function; here they travel in ``method_options``.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from typing import Any
+
+from turnwise.errors import SettingError, nearest
+
+
+def knob(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    # what
+    method: str = knob("dr_grpo", "the method; `turnwise list` shows all")
+    env: str = knob("calculator", "environment: a built-in name or module:Class")
+    model: str = knob("tiny", "a folder in Hugging Face layout, a hub id, or `tiny` (made here)")
+    difficulty: tuple[int, ...] = knob((1, 2), "difficulties to train and evaluate on")
+    seed: int = knob(0, "every random choice of the run follows from it")
+    device: str = knob("auto", "cpu, cuda, or auto: cuda when present")
+    out: str = knob("runs", "folder that run directories are made in")
+    name: str = knob("", "name of the run directory; empty: method, environment, seed, a number")
+    template: str = knob("", "chat template if the model has none: chatml, or a .jinja file")
+    # how much
+    steps: int = knob(120, "RL steps")
+    groups: int = knob(0, "tasks per step; 0: the method's own")
+    group_size: int = knob(0, "trajectories per task; 0: the method's own")
+    epochs: int = knob(0, "passes over each batch; 0: the method's own")
+    minibatches: int = knob(0, "optimiser steps per pass; 0: the method's own")
+    staleness: int = knob(0, "how many steps rollouts may run ahead of training; 0 is synchronous")
+    max_draws: int = knob(8, "give up filling a batch after this many times the groups it needs")
+    # rollouts
+    temperature: float = knob(1.0, "sampling temperature")
+    top_p: float = knob(1.0, "nucleus sampling")
+    top_k: int = knob(0, "sample among the k likeliest; 0: off")
+    min_p: float = knob(0.0, "drop tokens below this share of the likeliest")
+    max_tokens: int = knob(48, "token budget of one turn")
+    max_turns: int = knob(0, "turn limit; 0: the environment's own")
+    context: int = knob(320, "ids a dialogue may hold")
+    slots: int = knob(256, "dialogues whose cache is kept at once")
+    env_seconds: float = knob(30.0, "wall time one call into the environment may take")
+    # learning
+    lr: float = knob(1e-3, "learning rate")
+    schedule: str = knob("linear", "constant, linear or cosine")
+    warmup: int = knob(3, "steps of warm-up")
+    weight_decay: float = knob(0.0, "AdamW weight decay")
+    clip_norm: float = knob(1.0, "largest gradient norm")
+    value_lr: float = knob(1e-3, "learning rate of the value head")
+    positions: int = knob(8192, "ids per micro-batch")
+    dtype: str = knob("float32", "float32 or bfloat16 for the forward pass")
+    lora_rank: int = knob(0, "train LoRA adapters of this rank; 0: all weights")
+    probe_tolerance: float = knob(1e-3, "largest mean log-probability difference between generator and learner")
+    # the tiny model and its cold start
+    hidden: int = knob(128, "width of the tiny model")
+    layers: int = knob(4, "layers of the tiny model")
+    vocabulary: int = knob(512, "entries of the tiny tokenizer")
+    cold_steps: int = knob(-1, "supervised steps before RL; -1: 400 for the tiny model, 0 for a given one")
+    cold_batch: int = knob(48, "demonstrations per supervised step")
+    cold_lr: float = knob(3e-3, "learning rate of the cold start")
+    # evaluation
+    eval_tasks: int = knob(200, "held-out tasks, before and after")
+    eval_samples: int = knob(1, "trajectories per held-out task (pass@k, majority@k)")
+    eval_temperature: float = knob(1.0, "sampling temperature of the evaluation")
+    eval_every: int = knob(0, "also evaluate every so many steps; 0: never")
+    # keeping
+    checkpoint_every: int = knob(20, "steps between checkpoints")
+    keep_checkpoints: int = knob(2, "checkpoints kept")
+    trackers: tuple[str, ...] = knob(("tensorboard",), "besides metrics.jsonl: tensorboard, wandb, mlflow, trackio")
+    method_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "hyper-parameters of the method"})
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            object.__setattr__(self, f.name, convert(f.name, value, kind_of(f)))
+        positive = ("steps", "max_tokens", "context", "slots", "positions", "eval_tasks", "eval_samples", "checkpoint_every")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise SettingError(f"{name} is {getattr(self, name)}; write at least 1")
+        if self.staleness < 0:
+            raise SettingError(f"staleness is {self.staleness}; write 0 for synchronous, or a positive number of steps")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Settings:
+        """From a mapping with possibly wrong names."""
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise SettingError(f"no setting {key!r}; {nearest(key, known)}")
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def kind_of(f: Field) -> Any:
+    return typing.get_type_hints(Settings)[f.name]
+
+
+def convert(name: str, value: Any, kind: Any) -> Any:
+    """``value`` as ``kind``; text is read, anything else must already fit."""
+    try:
+        return _convert(value, kind)
+    except (ValueError, TypeError):
+        wanted = getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind).replace("typing.", "")
+        raise SettingError(f"{name} is {value!r}, which is not {wanted}") from None
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
+            return None
+        return _convert(value, next(a for a in args if a is not type(None)))
+    if origin is tuple:
+        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
+        return tuple(_convert(p.strip() if isinstance(p, str) else p, args[0]) for p in parts if p != "")
+    if origin is dict or kind is dict:
+        return dict(value)
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(str(value).lower()) \
+            if str(value).lower() in ("true", "1", "yes", "false", "0", "no") else int("x")
+    if kind is int:
+        if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+            raise TypeError
+        return int(value)
+    if kind is float:
+        if isinstance(value, bool):
+            raise TypeError
+        return float(value)
+    if kind is str and not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def default_of(f: Field) -> Any:
+    return f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]

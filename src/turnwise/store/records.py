@@ -1,0 +1,142 @@
+"""A trajectory as a row: one JSON text for what people read, one compact blob for its token arrays. Never pickle.
+
+Exact: what comes back equals what went in, log-probabilities bit for bit (float32 when that loses nothing, else
+float64). Sequences come back as tuples; messages as JSON gives them (a tuple inside one comes back as a list).
+
+Does not know about SQL, groups' states or steps.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import chain
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from turnwise.data import Fork, Origin, Status, Stop, Task, Trajectory, Turn
+
+WHOLE = ("context", "tokens", "version")
+REAL = ("logp", "mass")
+SCALARS = {f.name: f.default for f in fields(Turn) if f.name not in (*WHOLE, *REAL)}
+
+
+def encode_task(task: Task) -> str:
+    return _dumps([task.environment, task.seed, task.split, task.difficulty])
+
+
+def decode_task(text: str) -> Task:
+    return Task(*json.loads(text))
+
+
+def encode(trajectory: Trajectory) -> tuple[str, bytes]:
+    """``(record, blob)``: everything but the token arrays, and the token arrays."""
+    columns: dict[str, Any] = {}
+    parts: list[bytes] = []
+    for name in (*WHOLE, *REAL):
+        values: list[Sequence[Any]] = [getattr(turn, name) for turn in trajectory.turns]
+        flat = list(chain.from_iterable(values))
+        array = _narrow_whole(flat) if name in WHOLE else _narrow_real(flat)
+        columns[name] = [array.dtype.str, [len(value) for value in values]]
+        parts.append(array.tobytes())
+    fork = trajectory.fork
+    record = {
+        "id": trajectory.id,
+        "task": json.loads(encode_task(trajectory.task)),
+        "turns": [_scalars(turn) for turn in trajectory.turns],
+        "rewards": dict(trajectory.rewards),
+        "status": trajectory.status,
+        "reason": trajectory.reason,
+        "origin": trajectory.origin,
+        "fork": None if fork is None else [fork.parent, fork.turn, fork.token],
+        "guidance": trajectory.guidance,
+        "success": trajectory.success,
+        "messages": list(trajectory.messages),
+        "columns": columns,
+    }
+    return _dumps(record), zlib.compress(b"".join(parts), 1)
+
+
+def decode(record: str, blob: bytes | None) -> Trajectory:
+    """The inverse. Without its blob (pruned) the trajectory comes back with empty token arrays, all else kept."""
+    read = json.loads(record)
+    arrays = _arrays(read["columns"], blob)
+    turns = tuple(
+        Turn(**arrays[place], **{**scalars, "stop": Stop(scalars.get("stop", Stop.TOKEN))})
+        for place, scalars in enumerate(read["turns"])
+    )
+    return Trajectory(
+        id=read["id"],
+        task=Task(*read["task"]),
+        turns=turns,
+        rewards=read["rewards"],
+        status=Status(read["status"]),
+        reason=read["reason"],
+        origin=Origin(read["origin"]),
+        fork=None if read["fork"] is None else Fork(*read["fork"]),
+        guidance=read["guidance"],
+        success=read["success"],
+        messages=tuple(read["messages"]),
+    )
+
+
+def _arrays(columns: dict[str, Any], blob: bytes | None) -> list[dict[str, Any]]:
+    """Per turn, its five arrays."""
+    sizes = columns["tokens"][1]
+    if blob is None:
+        return [{"context": (), "tokens": ()} for _ in sizes]
+    data, start = zlib.decompress(blob), 0
+    out: list[dict[str, Any]] = [{} for _ in sizes]
+    for name, (kind, lengths) in columns.items():
+        array = np.frombuffer(data, np.dtype(kind), sum(lengths), start)
+        start += array.nbytes
+        values, at = array.tolist(), 0
+        for turn, length in zip(out, lengths):
+            turn[name] = tuple(values[at : at + length])
+            at += length
+    return out
+
+
+def _scalars(turn: Turn) -> dict[str, Any]:
+    """Only what differs from the default: short records, and old ones stay readable when a field is added."""
+    return {name: value for name, default in SCALARS.items() if (value := getattr(turn, name)) != default}
+
+
+def _narrow_whole(values: list[int]) -> np.ndarray:
+    array = np.asarray(values, dtype="<i8")
+    if array.size == 0:
+        return array.astype("|u1")
+    low, high = int(array.min()), int(array.max())
+    for kind in ("|u1", "<u2", "<i4"):
+        bounds = np.iinfo(kind)
+        if bounds.min <= low and high <= bounds.max:
+            return array.astype(kind)
+    return array
+
+
+def _narrow_real(values: list[float]) -> np.ndarray:
+    array = np.asarray(values, dtype="<f8")
+    with np.errstate(over="ignore"):  # too large for float32 becomes inf, which the comparison notices
+        single = array.astype("<f4")
+    return single if np.array_equal(single.astype("<f8"), array, equal_nan=True) else array
+
+
+def clean(text: str) -> str:
+    """For columns of the database: lone surrogates of half-decoded tokens are no valid UTF-8. The record is exact."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _dumps(value: Any) -> str:
+    # ASCII only: a lone surrogate from a half-decoded token must not break the database's UTF-8
+    return json.dumps(value, separators=(",", ":"), default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy numbers become Python's; anything else in a message is for people, so its text will do."""
+    if isinstance(value, Integral | np.bool_):
+        return bool(value) if isinstance(value, np.bool_) else int(value)
+    return float(value) if isinstance(value, Real) else str(value)

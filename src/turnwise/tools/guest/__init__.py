@@ -1,0 +1,4 @@
+"""What runs *inside* the isolation. Standard library only: the host sends these sources to a bare interpreter.
+
+Nothing here knows the host, its paths or its secrets; everything it may know arrives in one small message.
+"""

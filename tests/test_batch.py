@@ -1,0 +1,107 @@
+"""Packing: what the model reads, what was sampled, forks, restarts, micro-batches, padded tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import COUNTS, records_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.batch import from_padded, pack, to_padded
+from turnwise.data import Fork, Group, Status, Task, Trajectory, Turn
+from turnwise.errors import RecordError, SignalError
+from turnwise.levels import TOKEN, TRAJECTORY, TURN
+
+TASK = Task("test", 1)
+
+
+def turn(context, tokens, **more):
+    return Turn(tuple(context), tuple(tokens), tuple(-0.1 for _ in tokens), version=tuple(0 for _ in tokens), **more)
+
+
+A = Trajectory("a", TASK, (turn([1, 2], [3, 4]), turn([5], [6], reward=1.0)))
+FORKED = Trajectory("b", TASK, (turn([7], [8, 9], reward=0.5),), fork=Fork("a", turn=0, token=1))
+RESTARTED = Trajectory("c", TASK, (turn([1, 2], [3]), turn([9, 9, 9], [6], restart=True)))
+
+
+def read(batch, k):
+    """The sequences of trajectory k."""
+    s = batch.sequences
+    return [s.ids[s.start[i] : s.start[i + 1]].tolist() for i in range(len(s.trajectory)) if s.trajectory[i] == k]
+
+
+def test_pack_by_hand():
+    batch = pack([Group("g", TASK, (A, FORKED)), Group("h", TASK, (RESTARTED,))])
+    assert read(batch, 0) == [[1, 2, 3, 4, 5, 6]]
+    assert read(batch, 1) == [[1, 2, 3, 7, 8, 9]]  # the shared prefix is read, not owned
+    assert read(batch, 2) == [[1, 2, 3], [9, 9, 9, 6]]  # one trajectory, two sequences
+    assert batch.token.x.tolist() == [3, 4, 6, 8, 9, 3, 6]
+    assert batch.reward.sum(TRAJECTORY).x.tolist() == [1.0, 0.5, 0.0]
+
+
+def test_a_fork_of_a_fork_reads_both_prefixes():
+    grandchild = Trajectory("d", TASK, (turn([20], [21]),), fork=Fork("b", turn=0, token=2))
+    batch = pack([Group("g", TASK, (A, FORKED, grandchild))])
+    assert read(batch, 2) == [[1, 2, 3, 7, 8, 9, 20, 21]]
+
+
+@settings(deadline=None, max_examples=50)
+@given(counts=COUNTS, seed=st.integers(0, 10**6), cut=st.integers(1, 30))
+def test_sampled_tokens_are_found_in_what_the_model_reads(counts, seed, cut):
+    """Law: each sampled token stands at its packed position, whole or cut, and nothing is lost or doubled."""
+    batch = pack(records_of(counts, seed))
+    assert torch.equal(batch.sequences.ids[batch.sequences.at], batch.token.x)
+    parts = list(batch.split(cut))
+    for part in parts:
+        assert torch.equal(part.sequences.ids[part.sequences.at], part.token.x)
+        for k, key in enumerate(part.keys):
+            assert read(part, k) == read(batch, batch.keys.index(key))
+        assert (part.sequences.positions()[part.sequences.start[:-1]] == 0).all()
+        assert len(part) == 1 or int(part.reading().sum()) <= cut
+    assert sorted(key for part in parts for key in part.keys) == sorted(batch.keys)
+
+
+@settings(deadline=None, max_examples=50)
+@given(rows=st.lists(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=3), min_size=1, max_size=5))
+def test_padded_round_trip(rows):
+    """Law: (B, L) tensors in, fields, (B, L) tensors out; context and padding never matter."""
+    length = max(sum(c + n for c, n in row) for row in rows) + 2
+    mask = torch.zeros(len(rows), length)
+    for b, row in enumerate(rows):
+        at = 0
+        for context, sampled in row:
+            mask[b, at + context : at + context + sampled] = 1
+            at += context + sampled
+    ids, logp = torch.randint(0, 99, mask.shape), -torch.rand(mask.shape)
+    batch = from_padded(ids, mask, logp=logp, reward=torch.arange(len(rows)).float(), group=torch.arange(len(rows)) // 2, extra=logp * 2)
+    assert torch.equal(to_padded(batch.behaviour, mask), logp * mask)
+    assert torch.equal(to_padded(batch["extra"], mask), logp * 2 * mask)
+    assert torch.equal(batch.tree.size(TOKEN, TRAJECTORY).x, mask.sum(1).long())
+    has = mask.sum(1) > 0
+    assert torch.equal(batch.reward.sum(TRAJECTORY).x, torch.arange(len(rows)).float() * has)
+    turns = ((mask[:, 1:] == 1) & (mask[:, :-1] == 0)).sum(1)
+    assert torch.equal(batch.tree.size(TURN, TRAJECTORY).x, turns)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: pack([Group("g", TASK, (A.failed("the tool broke"),))]), "the tool broke"),
+        (lambda: pack([Group("g", TASK, (Trajectory("x", TASK, (turn([], [1]),)),))]), "from nothing"),
+        (lambda: pack([Group("g", TASK, (Trajectory("x", TASK, (Turn((1,), (2,)),)),))]), "without log-probabilities"),
+        (lambda: pack([Group("g", TASK, (A, Trajectory("x", TASK, (turn([1], [2]),), fork=Fork("a", 9))))]), "no such place"),
+        (lambda: Group("g", TASK, (FORKED,)), "not in group"),
+        (lambda: Group("g", TASK, (A, A)), "same id"),
+        (lambda: Turn((1,), (2, 3), (0.1,)), "2 tokens but 1 values of logp"),
+    ],
+)
+def test_records_that_do_not_hold_together(make, words):
+    with pytest.raises(RecordError, match=words):
+        make()
+
+
+def test_a_missing_signal_is_named():
+    with pytest.raises(SignalError, match="must declare it in `needs`"):
+        pack([Group("g", TASK, (A,))])["reference"]
+    assert Status.FAILED != Status.TRUNCATED
