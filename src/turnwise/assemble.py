@@ -69,10 +69,9 @@ class World:
         return cls(settings, kind)
 
     def open(self, task: Task) -> Any:
-        try:
-            return self.kind(difficulty=task.difficulty, split=task.split)
-        except TypeError:  # a class that takes no such arguments is its own single difficulty
-            return self.kind()
+        """A fresh episode. A class without splits has other seeds for held-out tasks, and must make do with that."""
+        wanted = {"difficulty": task.difficulty, "split": task.split}
+        return self.kind(**{key: wanted[key] for key in environments.settings(self.kind)})
 
     def tasks(self, split: str, purpose: str = "run") -> Tasks:
         seed = self.settings.seed if split == "train" else 0  # held-out tasks are the same for every run
@@ -82,6 +81,11 @@ class World:
     def limits(self) -> Limits:
         s = self.settings
         return Limits(s.max_turns or int(getattr(self.kind, "max_turns", 8)), s.context, s.env_seconds)
+
+    @property
+    def unbounded(self) -> Limits:
+        """For players that are not a model: only the environment itself limits them."""
+        return replace(self.limits, context=2**31)
 
     @property
     def demonstrates(self) -> bool:
@@ -100,6 +104,11 @@ def tokenizer_of(settings: Settings, world: World, path: Path | None = None) -> 
     if settings.template:
         tokenizer.chat_template = _template(settings.template)
     return tokenizer
+
+
+def tokenizer_for_scripts() -> Any:
+    """Any lossless tokenizer does for players that speak text: plain bytes."""
+    return tiny_tokenizer([], 300)
 
 
 def _template(name: str) -> str:
@@ -125,11 +134,11 @@ def corpus(world: World) -> list[str]:
             task = tasks.draw(n)
             player = "demonstrator" if n % 2 else "oracle"
             said = await dialogue(player, world.open(task), task.seed, world.limits.turns)
-            texts += [f"{m['role']}\n" for m in said] + [m["content"] for m in said]
+            texts += [m["content"] for m in said]
         return texts
 
     tools = " ".join(tool["function"]["name"] for tool in getattr(world.kind, "tools", ()))
-    return [*asyncio.run(talk()), *[f"system\ntools: {tools}"] * CORPUS]
+    return [*asyncio.run(talk()), *[tools] * CORPUS]
 
 
 def model_of(settings: Settings, vocabulary: int, path: Path | None = None) -> PreTrainedModel:

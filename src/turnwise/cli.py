@@ -6,16 +6,18 @@ Nothing is computed here: commands read their arguments, call one function, and 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
 from turnwise import __version__
 from turnwise.errors import SettingError, TurnwiseError, nearest
+from turnwise.ports import Listener
 from turnwise.settings import Settings, convert, default_of, kind_of
 
 COMMANDS = {
@@ -94,8 +96,7 @@ def train(argv: Sequence[str]) -> int:
     add_settings(parser, method)
     space = parser.parse(argv)
     chosen = settings_from(space, method)
-    from turnwise import launch
-    from turnwise.observe import report
+    from turnwise import launch, show
 
     with shown(space.json) as listen:
         summary = (launch.dry_run if space.dry_run else launch.train)(listen, **chosen)
@@ -104,7 +105,7 @@ def train(argv: Sequence[str]) -> int:
     elif space.dry_run:
         print("dry run: settings, environment, model, one batch and one update are all right; nothing was kept")
     else:
-        report.show_summary(summary)
+        show.show_summary(summary)
     return 0
 
 
@@ -113,12 +114,11 @@ def resume(argv: Sequence[str]) -> int:
     parser.add_argument("run", help="its directory")
     parser.add_argument("--json", action="store_true")
     space = parser.parse(argv)
-    from turnwise import launch
-    from turnwise.observe import report
+    from turnwise import launch, show
 
     with shown(space.json) as listen:
         summary = launch.resume(space.run, listen)
-    print(json.dumps(summary, indent=1)) if space.json else report.show_summary(summary)
+    print(json.dumps(summary, indent=1)) if space.json else show.show_summary(summary)
     return 0
 
 
@@ -131,11 +131,10 @@ def evaluate(argv: Sequence[str]) -> int:
     method = default_of(next(f for f in fields(Settings) if f.name == "method"))
     add_settings(parser, method)
     space = parser.parse(argv)
-    from turnwise import judge
-    from turnwise.observe import report
+    from turnwise import judge, show
 
     found = judge.judge(space.run, space.player, space.split, settings_from(space, method))
-    print(json.dumps(found, indent=1)) if space.json else report.show_evaluation(found)
+    print(json.dumps(found, indent=1)) if space.json else show.show_evaluation(found)
     return 0
 
 
@@ -143,11 +142,10 @@ def list_methods(argv: Sequence[str]) -> int:
     parser = Parser(prog="turnwise list", description="All methods.", allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     space = parser.parse(argv)
-    from turnwise import catalogue
-    from turnwise.observe import report
+    from turnwise import catalogue, show
 
     rows = catalogue.rows()
-    print(json.dumps(rows, indent=1)) if space.json else report.show_table("Methods", rows)
+    print(json.dumps(rows, indent=1)) if space.json else show.show_table("Methods", rows)
     return 0
 
 
@@ -208,11 +206,18 @@ def check_env(argv: Sequence[str]) -> int:
     return 0 if found.ok else 1
 
 
-def shown(quiet: bool) -> Any:
-    """The progress display; nothing on standard output when JSON is wanted there."""
-    from turnwise.observe.progress import Progress
+@contextlib.contextmanager
+def shown(quiet: bool) -> Iterator[Listener]:
+    """The progress display; on standard error when standard output carries JSON."""
+    from rich.console import Console
 
-    return Progress(sys.stderr if quiet else sys.stdout)
+    from turnwise.observe.progress import show_progress
+
+    listen = show_progress(Console(stderr=quiet, highlight=False))
+    try:
+        yield listen
+    finally:
+        listen("end", {})
 
 
 RUN = {

@@ -74,13 +74,13 @@ def summarise(evaluation: Evaluation, seed: int) -> dict[str, Any]:
 
 
 def interval(success: np.ndarray, seed: int) -> tuple[float, float, float]:
-    """Mean success and its 95 % interval: bootstrap over tasks, or Wilson's where the bootstrap cannot see (all alike)."""
+    """Mean success and its 95 % interval: Wilson's for single trials, else bootstrap over tasks."""
     per_task = success.mean(1)
-    if np.ptp(per_task) == 0 or success.shape[1] == 1:
-        low, high = statistics.wilson(int(round(success.sum())), success.size)
-        return float(per_task.mean()), float(low), float(high)
-    low, high = statistics.bootstrap(per_task, seed=seed)
-    return float(per_task.mean()), float(low), float(high)
+    if success.shape[1] == 1 or np.ptp(per_task) == 0:  # a bootstrap of equal numbers would claim certainty
+        found = statistics.wilson(float(per_task.sum()), len(per_task))
+    else:
+        found = statistics.bootstrap(per_task, seed=seed)
+    return found.estimate, found.low, found.high
 
 
 def several(evaluation: Evaluation, seed: int) -> dict[str, Any]:
@@ -90,9 +90,14 @@ def several(evaluation: Evaluation, seed: int) -> dict[str, Any]:
     sizes = [j for j in (1, 2, 4, 8, 16, 32, 64) if j <= k]
     correct = success.sum(1).astype(int)
     passes = {str(j): float(statistics.pass_at_k(np.full(n, k), correct, j).mean()) for j in sizes}
-    answers = [[last_words(t) for t in row] for row in evaluation.trajectories]
-    majority = float(np.mean([statistics.majority(a, s) for a, s in zip(answers, success)]))
+    majority = {str(j): float(np.mean([_majority(row, j) for row in evaluation.trajectories])) for j in sizes}
     return {"pass@k": passes, "average@k": float(success.mean()), "majority@k": majority}
+
+
+def _majority(row: Sequence[Trajectory], k: int) -> float:
+    """The chance that the commonest last words of k samples are right."""
+    truth = next((last_words(t) for t in row if t.success), None)
+    return statistics.majority_at_k([last_words(t) for t in row], truth, k) if truth is not None else 0.0
 
 
 def last_words(trajectory: Trajectory) -> str:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,11 @@ from turnwise.engines.probe import same_policy
 from turnwise.errors import SettingError
 from turnwise.evaluate import Evaluation, evaluate
 from turnwise.levels import TOKEN, TRAJECTORY
-from turnwise.observe.metrics import JsonLines, Trackers, open_tracker
+from turnwise.observe.metrics import JsonLines, TensorBoard, Trackers, read_rows
 from turnwise.observe.plot import curves
 from turnwise.observe.report import transcript
-from turnwise.ports import Learner, Listener
+from turnwise.observe.services import service
+from turnwise.ports import Learner, Listener, Tracker
 from turnwise.recipe import Recipe
 from turnwise.rollout.render import Renderer
 from turnwise.run import Loop
@@ -119,7 +120,7 @@ class Launch:
         s = self.settings
         with Ledger(self.run.ledger) as ledger:
             start, collector = self._resume(learner, generator, ledger)
-            self.tracker = Trackers([JsonLines(self.run.metrics, start), *(open_tracker(t, self.run.path) for t in s.trackers)])
+            self.tracker = Trackers([JsonLines(self.run.metrics, start + 1), *(self._tracker(t, start) for t in s.trackers)])
             await generator.publish(learner.weights(), start)
             before = await self._evaluate(generator, "before")
             loop = Loop(
@@ -200,6 +201,11 @@ class Launch:
         owners = batch.tree.ancestor(TOKEN, TRAJECTORY)[fresh].unique()[:4]
         return same_policy(learner, batch.select(owners), self.settings.probe_tolerance).mean
 
+    def _tracker(self, kind: str, start: int) -> Tracker:
+        if kind == "tensorboard":
+            return TensorBoard(self.run.tensorboard, start + 1)
+        return service(kind, "turnwise", self.run.path.name, self.settings.as_dict())
+
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
         self.tracker.log(step, metrics)
         self.listen("step", {"stage": "learn", "step": step, "total": self.settings.steps, **metrics})
@@ -243,7 +249,7 @@ class Launch:
     # ------------------------------------------------------------- ending
     def _finish(self, before: dict[str, Any], after: dict[str, Any], learner: LocalLearner, balance: Any) -> dict[str, Any]:
         s = self.settings
-        rows = [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
+        rows = read_rows(self.run.metrics)
         summary = {
             "run": str(self.run.path),
             "method": s.method,
@@ -257,10 +263,11 @@ class Launch:
             "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
             "peak_memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             "parameters": sum(p.numel() for p in learner.model.parameters()),
-            "groups": balance.as_dict() if hasattr(balance, "as_dict") else str(balance),
+            "groups": asdict(balance),
             "device": str(self.device),
         }
-        curves(self.run.metrics, self.run.curves, title=f"{s.method} on {s.env}, seed {s.seed}", before=before["summary"], after=after["summary"])
+        ends = [{"step": 0, "eval/success": before["summary"]["success"]}, {"step": s.steps, "eval/success": after["summary"]["success"]}]
+        curves([ends[0], *rows, ends[1]], self.run.curves, title=f"{s.method} on {s.env}, seed {s.seed}")
         self._transcripts(before["rows"], after["rows"])
         self.run.write_summary(summary)
         return summary

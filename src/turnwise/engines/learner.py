@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from turnwise.batch import Batch
 from turnwise.engines import lora, optimiser, packed
@@ -50,7 +51,7 @@ class LocalLearner:
     ) -> None:
         self.settings = settings or LearnerSettings()
         self.device = torch.device(device)
-        self.dtype = _dtype(self.settings.dtype, self.device)
+        self.dtype = self.settings.arithmetic(self.device)
         self.master = torch.float64 if self.dtype == torch.float64 else torch.float32
         model.to(device=self.device, dtype=self.master)  # type: ignore[call-arg]
         self.model = packed.adopt(model.eval())
@@ -81,7 +82,7 @@ class LocalLearner:
     @torch.no_grad()
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
         """The asked signals of every sampled token, without gradient, in the batch's own order."""
-        live = frozenset(SAME.get(s, s) for s in signals) - {Signal.REFERENCE}
+        live = frozenset(_live(s) for s in signals) - {Signal.REFERENCE}
         found: dict[Signal, Tensor] = {}
         rows = Field(batch.tree, TOKEN, torch.arange(batch.tree.count(TOKEN), device=batch.tree.device))
         for micro in batch.put(_row=rows).split(self.settings.positions):
@@ -93,8 +94,7 @@ class LocalLearner:
                 whole = found.setdefault(signal, value.x.new_zeros(batch.tree.count(TOKEN)))
                 whole[micro["_row"].x] = value.x
         empty = torch.zeros(batch.tree.count(TOKEN), dtype=self.master)
-        get = lambda s: found.get(SAME.get(s, s), empty).to(batch.tree.device)  # noqa: E731
-        return {s: Field(batch.tree, TOKEN, get(s)) for s in signals}
+        return {s: Field(batch.tree, TOKEN, found.get(_live(s), empty).to(batch.tree.device)) for s in signals}
 
     def _forward(self, batch: Batch, wanted: frozenset[Signal], model: PreTrainedModel) -> dict[Signal, Field]:
         """One pass over one micro-batch for LOGP, ENTROPY and VALUE, whichever are wanted."""
@@ -180,13 +180,8 @@ class LocalLearner:
     def export(self, path: str | Path) -> None:
         """A directory that ``AutoModelForCausalLM.from_pretrained`` loads; the value head lies beside the model."""
         folder = Path(path)
-        plain = self.model
-        if self.settings.lora_rank:
-            with torch.device("meta"):
-                plain = type(self.model)(copy.deepcopy(self.model.config))
-            plain.load_state_dict(dict(self.weights()), strict=False, assign=True)
-            plain.tie_weights()
-        plain.save_pretrained(folder)
+        with _quiet():
+            (lora.plain(self.model) if self.settings.lora_rank else self.model).save_pretrained(folder)
         if self.critic is not None:
             save_file({n: p.detach().cpu() for n, p in self.critic.named_parameters()}, folder / VALUE_FILE)
 
@@ -223,10 +218,20 @@ class LocalLearner:
         self.version, self.steps, self.skipped = (int(scalars[k]) for k in ("version", "steps", "skipped"))
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
+def _live(signal: Signal) -> Signal:
+    return SAME.get(signal, signal)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers draws a progress bar for every file it writes, right through ours."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _match(mine: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

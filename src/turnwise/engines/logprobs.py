@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 16 << 20  # of the logits of one chunk; two or three buffers of this size live at once
+CHUNK_BYTES_CUDA = 256 << 20  # smaller chunks leave a large GPU waiting for launches
 KEEP_BYTES = 32 << 20  # up to here p (and log p, where entropy is wanted) of all rows is kept for the backward pass
 
 
@@ -36,14 +37,14 @@ def token_logprobs(
     """``hidden`` [N, D], ``weight`` [V, D], ``bias`` [V], ``targets`` [N] -> log-probabilities [N], entropies [N].
 
     ``temperature`` is a number or [N]; 0 stands for greedy decoding and is read as 1. The entropies are None unless
-    wanted. ``chunk`` rows are computed at a time (default: what fits in a few tens of MB)."""
+    wanted. ``chunk`` rows are computed at a time (default: what fits in a few tens of MB, on a GPU a few hundred)."""
     n, vocabulary = hidden.shape[0], weight.shape[0]
-    if hidden.dim() != 2 or weight.shape[1] != hidden.shape[1] or targets.shape != (n,):
-        raise ValueError(f"shapes do not match: hidden {hidden.shape}, weight {weight.shape}, targets {targets.shape}")
+    assert hidden.dim() == 2 and weight.shape[1] == hidden.shape[1], (hidden.shape, weight.shape)
+    assert targets.shape == (n,), (targets.shape, n)
     wide = _wide(hidden)
     row = vocabulary * wide.itemsize
     keep = chunk is None and n * row * (2 if want_entropy else 1) <= KEEP_BYTES
-    size = max(1, n) if keep else chunk or max(1, CHUNK_BYTES // row)
+    size = max(1, n) if keep else chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row)
     t = torch.as_tensor(temperature, dtype=wide, device=hidden.device)
     inverse = torch.where(t == 0, torch.ones_like(t), t).reciprocal().expand(n)
     return _TokenLogprobs.apply(hidden, weight, bias, targets, inverse, want_entropy, size, keep)

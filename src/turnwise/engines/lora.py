@@ -5,6 +5,8 @@ This module does not know how adapters are trained.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,8 +34,9 @@ def inject(model: PreTrainedModel, rank: int, alpha: float | None) -> None:
     settings = peft.LoraConfig(
         r=rank, lora_alpha=2 * rank if alpha is None else alpha, lora_dropout=0.0, target_modules="all-linear"
     )
-    with torch.random.fork_rng(devices=[]):  # the same adapters on every machine and at every start
-        torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(0)  # the same adapters on every machine and at every start
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # PEFT sees a GPT-2 layer and does the right thing
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
 
 
@@ -69,4 +72,13 @@ def merged(model: PreTrainedModel) -> dict[str, Tensor]:
             out[f"{owner}.{leaf}"] = p.detach() + delta
         elif ".lora_" not in name:
             out[name] = p.detach()
+    return out
+
+
+def plain(model: PreTrainedModel) -> PreTrainedModel:
+    """A model without adapters that holds the merged weights, to be saved."""
+    with torch.device("meta"):
+        out = type(model)(copy.deepcopy(model.config))
+    out.load_state_dict(merged(model), strict=False, assign=True)
+    out.tie_weights()
     return out

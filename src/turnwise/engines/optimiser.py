@@ -59,6 +59,12 @@ class LearnerSettings:
             if value is not None and not (value >= least and math.isfinite(value)):
                 raise SettingError(f"{name} is {value}; write a number of at least {least}")
 
+    def arithmetic(self, device: torch.device) -> torch.dtype:
+        """What ``dtype`` means on this device."""
+        if self.dtype == "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return getattr(torch, self.dtype)
+
     def factor(self, step: int) -> float:
         """What multiplies the learning rates in the ``step``-th step, counted from 0."""
         if step < self.warmup:

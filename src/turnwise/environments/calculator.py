@@ -1,7 +1,7 @@
 """Arithmetic word problems with a Python interpreter: write code, read its reply, correct it, answer.
 
-The numbers are too large to multiply in one's head (least of all a small model's), so the only way is the tool. An episode
-ends with ``answer: NUMBER``; reward 1 if it is right, else 0. The interpreter is a real, isolated one.
+The numbers are too large to multiply in one's head (least of all a small model's), so the only way is the tool. An
+episode ends with ``answer: NUMBER``; reward 1 if it is right, else 0. The interpreter is a real, isolated one.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from turnwise.data import Message
-from turnwise.environments.base import Environment, call, draw, say
+from turnwise.environments.base import Environment, call, draw, say, user
 from turnwise.ports import Action, Step
-from turnwise.tools.python import PythonTool
+from turnwise.tools import Session, python_tool
 
 TOOL = {
     "type": "function",
@@ -41,23 +41,12 @@ QUESTIONS: dict[int, tuple[tuple[str, str], ...]] = {
     3: (
         ("{who} has {a} boxes of {b} {what} and {c} bags of {d}. How many {what}?", "{a}*{b}+{c}*{d}"),
         ("{who} has {a} boxes of {b} {what}, finds {c} and sells {d}. How many {what} are left?", "{a}*{b}+{c}-{d}"),
-        ("{who} puts {a} red and {b} blue {what} in {c} boxes each and sells {d}. How many are left?", "({a}+{b})*{c}-{d}"),
+        ("{who} puts {a} red and {b} blue {what} in {c} boxes and sells {d}. How many are left?", "({a}+{b})*{c}-{d}"),
     ),
 }
 WHO = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn")
 WHAT = ("pens", "nuts", "eggs", "cups", "figs", "keys")
 _ANSWER = re.compile(r"answer:\s*(-?[\d,]*\.?\d+)")
-
-_tool: PythonTool | None = None
-
-
-def interpreter() -> PythonTool:
-    """The interpreter pool all episodes of this process share; each episode has a session of its own."""
-    global _tool
-    if _tool is None:
-        _tool = PythonTool()
-    return _tool
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -81,29 +70,35 @@ class Calculator(Environment):
     """``reset`` poses a problem; calls of ``python`` are run; ``answer: N`` ends the episode."""
 
     difficulties: ClassVar[tuple[int, ...]] = (1, 2, 3)
-    max_turns: ClassVar[int] = 5
+    max_turns = 5
     tools: Sequence[dict[str, Any]] = (TOOL,)
 
     def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
         super().__init__(difficulty=difficulty, split=split)
         self.problem: Problem | None = None
         self.replies: list[tuple[str, bool]] = []  # what the interpreter said, and whether it was no error
-        self.session: Any = None
+        self.session: Session | None = None
         self.style = ""
+        self.turn = 0
 
     def reset(self, seed: int) -> list[Message]:
-        self.problem = draw(lambda rng: make_problem(rng, self.difficulty), seed, self.split, key=lambda p: p.expression)
-        return [{"role": "user", "content": self.problem.question}]
+        make = lambda rng: make_problem(rng, self.difficulty)  # noqa: E731
+        self.problem = draw(make, seed, self.split, key=lambda problem: problem.expression)
+        return [user(self.problem.question)]
 
     async def step(self, action: Action) -> Step:
-        if action.calls or action.faults:
-            return await self._run(action)
+        self.turn += 1
         found = _ANSWER.findall(action.text)
-        if not found:
-            reply = {"role": "user", "content": "Call python or write answer: NUMBER"}
-            return Step([reply], info={"tool_errors": 1})
-        right = float(found[-1].replace(",", "")) == self._problem.answer
-        return Step([], float(right), terminated=True, info={"success": right})
+        if action.calls or action.faults:
+            step = await self._run(action)
+        elif found:
+            right = float(found[-1].replace(",", "")) == self._problem.answer
+            return Step([], float(right), terminated=True, info={"success": right})
+        else:
+            step = Step([user("Call python or write answer: NUMBER")], info={"tool_errors": 1})
+        if self.turn >= self.max_turns:
+            return replace(step, truncated=True, info={**step.info, "success": False})
+        return step
 
     async def _run(self, action: Action) -> Step:
         messages: list[Message] = [{"role": "tool", "name": "python", "content": fault} for fault in action.faults]
@@ -113,7 +108,7 @@ class Calculator(Environment):
             if request.name != "python" or not isinstance(code, str):
                 reply, ok = 'error: the only tool is python with {"code": text}', False
             else:
-                self.session = self.session or interpreter().open()
+                self.session = self.session or python_tool().open()
                 result = await self.session.arun(code)
                 reply, ok = result.output.strip() or "(nothing printed)", result.ok
             self.replies.append((reply, ok))

@@ -3,7 +3,7 @@
     "stage"   {name, total}                     "step"  {stage, step, total, and figures, flat or under "metrics"}
     "message" {text, level}                     "end"   {}
 
-``step`` is the step just completed, counted from 0. Never raises on an odd value; knows no figure's meaning.
+``step`` is the number of steps completed. Never raises on an odd value; knows no figure's meaning.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _State:
 
     def advance(self, facts: Mapping[str, Any]) -> None:
         self.stage = str(facts.get("stage", self.stage))
-        self.step = int(number(facts.get("step")) or 0) + 1
+        self.step = int(number(facts.get("step")) or 0)
         self.total = int(number(facts.get("total")) or self.total)
         inner = facts.get("metrics")
         self.metrics = inner if isinstance(inner, Mapping) else facts

@@ -44,10 +44,10 @@ def save_checkpoint(
     step: int,
     tensors: Mapping[str, Any],
     state: Mapping[str, Any],
-    model_export: Callable[[Path], None] | None = None,
+    model_export: Callable[[Path], object] | None = None,
     keep: int = 3,
 ) -> Path:
-    """Write the checkpoint of ``step`` and prune all but the last ``keep`` steps.
+    """Write the checkpoint of ``step``, drop any of later steps (an abandoned past), keep the last ``keep`` steps.
 
     ``tensors`` and ``state`` may be nested; tensors may stand anywhere in either. ``model_export`` gets a directory to
     fill. On any failure the earlier checkpoints are untouched and nothing half-written stays.
@@ -67,11 +67,12 @@ def save_checkpoint(
             model_export(path / "model")
         manifest = {"format": FORMAT, "step": step, "files": _digests(path)}
         (path / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    discard_after(directory, step)
     _prune(directory, keep)
     return target
 
 
-def save_model(target: str | Path, write: Callable[[Path], None]) -> None:
+def save_model(target: str | Path, write: Callable[[Path], object]) -> None:
     """The final model, whole or absent: ``save_model(run.model, lambda path: model.save_pretrained(path))``."""
     with aside(Path(target)) as path:
         path.mkdir()
@@ -169,6 +170,6 @@ def _prune(directory: Path, keep: int) -> None:
     seen: set[int] = set()
     for path in checkpoints(directory):
         step = _order(path)[0]
-        if step in seen or len(seen) == keep:
+        if step in seen or len(seen) >= keep:
             remove(path)
         seen.add(step)

@@ -21,7 +21,7 @@ CREATE TABLE groups (
     task        TEXT    NOT NULL,
     version     INTEGER NOT NULL,
     state       TEXT    NOT NULL CHECK (state IN ('in_flight', 'finished', 'trained', 'dropped')),
-    step        INTEGER NOT NULL,           -- during which it was issued; if trained, by which it was used
+    step        INTEGER NOT NULL,           -- of the last thing that happened to it
     reason      TEXT    NOT NULL DEFAULT '',
     void        INTEGER NOT NULL DEFAULT 0, -- undone by a resume: its id may be issued again
     issued_at   INTEGER NOT NULL,           -- the ledger's clock when each thing happened
@@ -48,7 +48,7 @@ CREATE TABLE trajectories (
 );
 CREATE INDEX trajectory_owner ON trajectories (owner);
 CREATE INDEX trajectory_id ON trajectories (id);
-CREATE TABLE resumes (mark INTEGER NOT NULL, clock INTEGER NOT NULL);
+CREATE TABLE seals (clock INTEGER PRIMARY KEY, step INTEGER NOT NULL, void INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT INTO facts VALUES ('issued', 0), ('clock', 0);
 """

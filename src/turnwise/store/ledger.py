@@ -4,7 +4,7 @@
         └──────────drop──────┴──────drop────> dropped(reason)
 
 Anything else than the arrows above raises. How a killed run goes on is told in :mod:`turnwise.store.resume`; for that
-the ledger numbers all events by a clock of its own. Steps are labels for people and for pruning.
+the ledger numbers all events by a clock of its own. ``step`` is the number of steps completed when a thing happens.
 
 Does not know what a reward means, how tasks are chosen, or what a checkpoint holds.
 """
@@ -24,7 +24,7 @@ from turnwise.store.database import Database
 from turnwise.store.lock import Lock
 from turnwise.store.queries import Balance, Entry
 from turnwise.store.records import clean, decode_task, encode, encode_task
-from turnwise.store.resume import Issued, Resumed, settle
+from turnwise.store.resume import Issued, Resumed, seal_moment, settle
 
 
 class Ledger:
@@ -70,15 +70,15 @@ class Ledger:
             )
             db.execute("UPDATE facts SET value = value + 1 WHERE name = 'issued'")
 
-    def finish(self, group: Group) -> None:
+    def finish(self, group: Group, step: int) -> None:
         """Store the rollouts of a group in flight."""
         rows = [_row(trajectory) for trajectory in group.trajectories]
         with self._write() as db:
             row = self._expect(group.id, "finish", "in_flight")
             if decode_task(row["task"]) != group.task:
                 raise RecordError(f"group {group.id!r} was issued for another task than {group.task.key}")
-            sql = "UPDATE groups SET state = 'finished', finished_at = ? WHERE row = ?"
-            db.execute(sql, (self._database.tick(), row["row"]))
+            sql = "UPDATE groups SET state = 'finished', step = ?, finished_at = ? WHERE row = ?"
+            db.execute(sql, (step, self._database.tick(), row["row"]))
             db.executemany(
                 "INSERT INTO trajectories (owner, id, status, reason, reward, success, turns, sampled, record, tokens)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -93,29 +93,33 @@ class Ledger:
                 sql = "UPDATE groups SET state = 'trained', step = ?, trained_at = ? WHERE row = ?"
                 db.execute(sql, (step, self._database.tick(), row["row"]))
 
-    def drop(self, group_id: str, reason: str) -> None:
+    def drop(self, group_id: str, reason: str, step: int) -> None:
         """Give up a group in flight or finished; say why."""
         if not reason:
             raise RecordError(f"group {group_id!r} cannot be dropped without a reason")
         with self._write() as db:
             row = self._expect(group_id, "drop", "in_flight", "finished")
-            sql = "UPDATE groups SET state = 'dropped', dropped_at = ?, reason = ? WHERE row = ?"
-            db.execute(sql, (self._database.tick(), clean(reason), row["row"]))
+            sql = "UPDATE groups SET state = 'dropped', step = ?, dropped_at = ?, reason = ? WHERE row = ?"
+            db.execute(sql, (step, self._database.tick(), clean(reason), row["row"]))
 
     # ---------------------------------------------------- checkpoints, resume
 
-    def seal(self) -> int:
-        """Force everything so far to the disk; return the mark that the checkpoint of this very moment must carry."""
-        with self._write(durable=True):
-            return self._database.tick()
+    def seal(self, step: int) -> None:
+        """Mark this moment as that of the checkpoint of ``step``, and force everything so far to the disk.
 
-    def resume(self, mark: int, keep_finished: bool = True) -> Resumed:
-        """Go on from the checkpoint that carries ``mark`` (0 when there is no checkpoint).
+        Call it just before the checkpoint is written. A step is sealed once (twice only if nothing happened between):
+        with two different moments for one step nobody could tell which of them a checkpoint shows.
+        """
+        with self._write(durable=True) as db:
+            seal_moment(db, step, self._database.tick())
+
+    def resume(self, step: int, keep_finished: bool = True) -> Resumed:
+        """Go on from the checkpoint of ``step`` (0 when there is no checkpoint).
 
         ``keep_finished=False`` also rolls out finished groups afresh: for a run that must stay on-policy.
         """
         with self._write(resuming=True) as db:
-            again, rolled_back = settle(db, mark, self._database.tick(), keep_finished)
+            again, rolled_back = settle(db, step, self._database.tick(), keep_finished)
         self._ready = True
         return Resumed(tuple(map(queries.issued, again)), self.pending(), tuple(map(queries.issued, rolled_back)))
 
@@ -146,7 +150,7 @@ class Ledger:
         return queries.in_flight(self._database)
 
     def groups(self, step: int | None = None) -> tuple[Entry, ...]:
-        """The groups that trained step ``step``, and the untrained ones issued during it; ``None``: all."""
+        """The groups to which something last happened during ``step`` (those it trained on, too); ``None``: all."""
         return queries.groups(self._database, step)
 
     def group(self, group_id: str) -> Group:
@@ -167,7 +171,7 @@ class Ledger:
         if self._lock is None:
             raise StoreError(f"{self.path} was opened for reading only")
         if not (self._ready or resuming):
-            raise StoreError(f"{self.path} holds an earlier run; call resume(mark of its checkpoint, or 0) first")
+            raise StoreError(f"{self.path} holds an earlier run; call resume(step of its checkpoint, or 0) first")
         with self._database.transaction(durable) as db:
             yield db
 

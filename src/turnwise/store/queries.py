@@ -34,7 +34,7 @@ class Entry:
     state: str
     reason: str
     version: int
-    step: int  # that used it; while untrained, during which it was issued
+    step: int  # of the last thing that happened to it: for a trained group, the step that used it
     trajectories: tuple[str, ...]
     reward: float | None  # mean over its trajectories
     success: float | None  # share, where the environment gives a verdict

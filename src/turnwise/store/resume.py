@@ -1,7 +1,7 @@
 """What becomes of every group when a run goes on from a checkpoint. The checkpoint is the single truth.
 
-A checkpoint holds weights, sampler state, counters, and a *mark*: the reading of the ledger's clock at which all of
-them were taken. A group is judged by where that snapshot believes it to be, not by where the dead process left it:
+A checkpoint holds weights, sampler state and counters of one moment, which ``seal(step)`` marks on the ledger's clock.
+A group is judged by where that snapshot believes it to be, not by where the dead process left it:
 
     issued after the mark             the snapshot never heard of it; the restored sampler will draw its task itself:
                                       dropped as "rolled back", not handed back (that would issue it twice)
@@ -11,12 +11,13 @@ them were taken. A group is judged by where that snapshot believes it to be, not
     anything else issued by the mark  in flight for the snapshot, but its rollouts are gone, or were sampled by weights
                                       that no longer exist: dropped as "interrupted", its task handed back
 
-It does not matter whether the kill came before or after the checkpoint's rename: each checkpoint on the disk has its
-own mark. Resuming twice from one, or next from an older one, is safe, because the clock never goes back. What lies
-between the mark and the resume is abandoned for good: a checkpoint from there is refused.
+It does not matter whether the kill came before or after the checkpoint's rename: only the step found on the disk
+counts, and a seal without a checkpoint is never asked for. Resuming twice from one checkpoint, or next from an older
+one, is safe, because the clock never goes back. Seals younger than the mark are abandoned: a checkpoint of theirs is
+refused.
 
-The order a loop must keep: ``train`` before the update; then, with nothing issued or finished in between, ``mark =
-seal()`` and the snapshot of every state; then ``save_checkpoint`` with the mark inside.
+The order a loop must keep: ``train`` before the update; then, with nothing issued or finished in between,
+``seal(step)`` and the snapshot of every state; then ``save_checkpoint``.
 
 Does not know about files, checkpoints or processes.
 """
@@ -27,7 +28,7 @@ import sqlite3
 from dataclasses import dataclass
 
 from turnwise.data import Group, Task
-from turnwise.errors import StoreError
+from turnwise.errors import RecordError, StoreError
 
 INTERRUPTED = "interrupted"
 ROLLED_BACK = "rolled back"
@@ -52,18 +53,34 @@ class Resumed:
     rolled_back: tuple[Issued, ...]  # for information: the restored sampler draws these tasks itself
 
 
+def seal_moment(db: sqlite3.Connection, step: int, now: int) -> None:
+    last = db.execute("SELECT clock FROM seals WHERE step = ? AND void = 0", (step,)).fetchone()
+    if last is not None and last["clock"] != now - 1:
+        raise RecordError(f"the checkpoint of step {step} is already sealed and things have happened since")
+    db.execute("DELETE FROM seals WHERE step = ? AND void = 0", (step,))
+    db.execute("INSERT INTO seals (clock, step) VALUES (?, ?)", (now, step))
+
+
+def _mark(db: sqlite3.Connection, step: int) -> int | None:
+    """The moment of the checkpoint of ``step``; None when the ledger does not know it."""
+    seals = db.execute("SELECT clock, void FROM seals WHERE step = ? ORDER BY void, clock DESC", (step,)).fetchall()
+    if not seals:
+        return 0 if step == 0 else None
+    if seals[0]["void"] and step > 0:
+        raise StoreError(
+            f"the checkpoint of step {step} was left behind when the run went back to an older one; remove it"
+        )
+    return 0 if seals[0]["void"] else int(seals[0]["clock"])
+
+
 def settle(
-    db: sqlite3.Connection, mark: int, now: int, keep_finished: bool
+    db: sqlite3.Connection, step: int, now: int, keep_finished: bool
 ) -> tuple[list[sqlite3.Row], list[sqlite3.Row]]:
     """Apply the rule above inside the caller's transaction; return the rows handed back and those rolled back."""
-    if db.execute("SELECT 1 FROM resumes WHERE mark < ? AND ? <= clock", (mark, mark)).fetchone():
-        raise StoreError(
-            "this checkpoint was left behind when the run went back to an older one; resume from the newest"
-        )
+    mark = _mark(db, step)
     # A ledger behind its checkpoint (power lost before the log reached the disk) cannot say which finished groups are
     # already in the weights. Rolling them out afresh trains none of them twice.
-    certain = now > mark
-    facts = {"mark": mark, "now": max(now, mark + 1), "keep": keep_finished and certain}
+    facts = {"mark": now - 1 if mark is None else mark, "now": now, "keep": keep_finished and mark is not None}
     rolled_back = db.execute("SELECT * FROM groups WHERE issued_at > :mark AND void = 0 ORDER BY row", facts).fetchall()
     unsettled = "issued_at <= :mark AND coalesce(trained_at > :mark, 1) AND coalesce(dropped_at > :mark, 1)"
     whole = (
@@ -80,8 +97,7 @@ def settle(
         db.executemany(
             "UPDATE groups SET state = 'dropped', reason = ?, void = 1, trained_at = NULL, dropped_at = ?"
             " WHERE row = ?",
-            [(reason, facts["now"], row["row"]) for row in rows],
+            [(reason, now, row["row"]) for row in rows],
         )
-    db.execute("UPDATE facts SET value = :now WHERE name = 'clock'", facts)
-    db.execute("INSERT INTO resumes VALUES (:mark, :now)", facts)
+    db.execute("UPDATE seals SET void = 1 WHERE clock > :mark", facts)
     return again, rolled_back

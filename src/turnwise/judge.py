@@ -1,0 +1,83 @@
+"""Evaluation from the command line: of a run, of any model, or of a scripted player."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from turnwise import assemble
+from turnwise.assemble import World
+from turnwise.data import Task, Trajectory
+from turnwise.engines.generator import LocalGenerator
+from turnwise.errors import SettingError
+from turnwise.evaluate import evaluate
+from turnwise.rollout.players import play_script
+from turnwise.rollout.render import Renderer
+from turnwise.settings import Settings
+from turnwise.store.rundir import RunDir
+from turnwise.tasks.sampler import stable_seed
+
+SPLITS = ("held_out", "train")
+
+
+def judge(run: str, player: str, split: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary of an evaluation, with who was judged on what."""
+    if split not in SPLITS:
+        raise SettingError(f"no split {split!r}; known: {', '.join(SPLITS)}")
+    settings, folder = chosen(run, given)
+    world = World.of(settings)
+    found = asyncio.run(_scripted(world, player, split) if player else _model(world, folder, split))
+    who = player or run or settings.model
+    return {"who": who, "environment": settings.env, "split": split, **found.summary(settings.seed)}
+
+
+def chosen(run: str, given: Mapping[str, Any]) -> tuple[Settings, Path | None]:
+    """A run's own settings with what was given on top, and where its model lies."""
+    if not run:
+        return Settings.of(given), None
+    directory = RunDir.open(run)
+    folder = next((p for p in (directory.model, directory.path / "initial") if p.is_dir()), None)
+    if folder is None:
+        raise SettingError(f"the run {run} has no model yet; `turnwise resume {run}` goes on with it")
+    extra = {k: v for k, v in given.items() if k not in ("method", "method_options")}
+    return Settings.of({**directory.facts()["settings"], **extra}), folder
+
+
+def _tasks(world: World, split: str) -> list[Task]:
+    tasks = world.tasks(split)
+    return [tasks.draw(n) for n in range(world.settings.eval_tasks)]
+
+
+async def _scripted(world: World, player: str, split: str) -> Any:
+    tokenizer = assemble.tokenizer_for_scripts()
+    renderer = Renderer(tokenizer)
+
+    def one(key: str, task: Task, sample: int) -> Coroutine[Any, Any, Trajectory]:
+        return play_script(player, world.open(task), key, task, renderer, world.unbounded)
+
+    return await evaluate(_tasks(world, split), world.settings.eval_samples, one)
+
+
+async def _model(world: World, folder: Path | None, split: str) -> Any:
+    s = world.settings
+    if folder is None and s.model == assemble.TINY:
+        raise SettingError("say what to evaluate: a run directory, --model PATH, or --player oracle")
+    tokenizer = assemble.tokenizer_of(s, world, folder)
+    renderer = Renderer(tokenizer)
+    model = assemble.model_of(s, len(tokenizer), folder)
+    generator = LocalGenerator(
+        model.to(assemble.device_of(s)),
+        renderer.decode,
+        slots=s.slots,
+        context=s.context,
+        stop_ids=renderer.stop_ids,
+        device=assemble.device_of(s),
+    )
+    play = assemble.player(world, renderer, assemble.sampling_of(s, s.eval_temperature))
+
+    def one(key: str, task: Task, sample: int) -> Coroutine[Any, Any, Trajectory]:
+        return play(key, task, generator.open(stable_seed(s.seed, "evaluate", key)))
+
+    return await evaluate(_tasks(world, split), s.eval_samples, one, wave=s.slots)

@@ -1,0 +1,72 @@
+"""What the command line prints at the end: tables, transcripts, what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from turnwise.observe.report import comparison, table
+
+
+def measures(found: Mapping[str, Any]) -> dict[str, Any]:
+    """An evaluation as the rows of a comparison."""
+    bounded = lambda e: {"estimate": e["success"], "low": e["interval"][0], "high": e["interval"][1]}  # noqa: E731
+    out: dict[str, Any] = {"success": bounded(found)}
+    if len(found["by_difficulty"]) > 1:
+        out |= {f"success, difficulty {d}": bounded(e) for d, e in found["by_difficulty"].items()}
+    return out | {name.replace("_", " "): found[name] for name in ("turns", "tool_calls", "tool_errors")}
+
+
+def show_summary(summary: Mapping[str, Any]) -> None:
+    console = Console(highlight=False)
+    before, after = summary["success_before"], summary["success_after"]
+    title = f"{summary['method']} on {summary['environment']}, {after['tasks']} held-out tasks (95 % intervals)"
+    console.print()
+    console.print(table(comparison(measures(before), measures(after)), title))
+    run = Path(summary["run"])
+    console.print((run / "transcripts.md").read_text(encoding="utf-8"), markup=False)
+    took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["seconds"].items())
+    console.print(f"{summary['steps']} steps, {summary['tokens']:,} sampled tokens; {took}; peak {summary['peak_memory_mb']:.0f} MB")
+    console.print(f"curves: {run / 'curves.png'}   model: {run / 'model'}   everything: {run}", soft_wrap=True)
+    console.print("\nNext:")
+    for command in next_commands(summary):
+        console.print(f"  {command}", soft_wrap=True)
+
+
+def next_commands(summary: Mapping[str, Any]) -> list[str]:
+    method, env = summary["method"], summary["environment"]
+    other = "gspo" if method != "gspo" else "grpo"
+    harder = "--difficulty 3" if env == "calculator" else "--split train"
+    return [
+        f"turnwise eval {summary['run']} --eval-samples 4 {harder}",
+        f"turnwise diff {method} {other}",
+        f"turnwise train {other} --env {env} --seed {summary['seed'] + 1}",
+    ]
+
+
+def show_evaluation(found: Mapping[str, Any]) -> None:
+    console = Console(highlight=False)
+    out = Table(title=f"{found['who']} on {found['environment']} ({found['split']})", title_justify="left")
+    out.add_column("measure")
+    out.add_column("value", justify="right")
+    for name, value in measures(found).items():
+        bounded = isinstance(value, Mapping)
+        out.add_row(name, f"{value['estimate']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]" if bounded else f"{value:.2f}")
+    for kind in ("pass@k", "majority@k"):
+        for k, value in found.get(kind, {}).items():
+            out.add_row(kind.replace("k", k), f"{value:.3f}")
+    console.print(out)
+
+
+def show_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows with equal keys, as a table."""
+    out = Table(title=title, title_justify="left", header_style="bold")
+    for name in rows[0] if rows else ():
+        out.add_column(name, overflow="fold")
+    for row in rows:
+        out.add_row(*map(str, row.values()))
+    Console(highlight=False).print(out)

@@ -1,0 +1,247 @@
+"""The local learner: exact sums over micro-batches, guarded steps, schedules, signals in order."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from turnwise.batch import pack
+from turnwise.data import Group, Task, Trajectory, Turn
+from turnwise.engines.learner import LearnerSettings, LocalLearner
+from turnwise.engines.logprobs import token_logprobs
+from turnwise.errors import SettingError
+from turnwise.levels import TOKEN, TRAJECTORY
+from turnwise.signals import Signal
+
+ALL = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE})
+
+
+def gradients(learner, batch, objective):
+    loss, sums = learner._backward(batch, objective)
+    grads = {n: p.grad.clone() for n, p in learner._trained.items()}
+    learner._optimiser.zero_grad()
+    return loss, {n: float(x) for n, x in sums.items()}, grads
+
+
+@pytest.fixture(scope="module")
+def exact(kit):
+    learner = LocalLearner(kit.make_model("qwen3"), LearnerSettings(dtype="float64"), critic=True)
+    torch.nn.init.normal_(learner.critic.weight, generator=torch.Generator().manual_seed(0))
+    return learner
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), positions=st.sampled_from([1, 30, 100]), shuffle=st.randoms(use_true_random=False))
+def test_micro_batches_and_packing_order_do_not_matter(kit, exact, seed, positions, shuffle):
+    batch = kit.weighted(kit.make_batch(seed), dtype=torch.float64)
+    order = list(range(batch.tree.count(TRAJECTORY)))
+    shuffle.shuffle(order)
+    whole = gradients(exact, batch, kit.Linear(ALL))
+    other = copy.copy(exact)
+    other.settings = LearnerSettings(dtype="float64", positions=positions)
+    cut = gradients(other, batch.select(order), kit.Linear(ALL))
+    assert cut[0] == pytest.approx(whole[0], abs=1e-10)
+    assert cut[1] == pytest.approx(whole[1], abs=1e-10)
+    for name, grad in whole[2].items():
+        torch.testing.assert_close(cut[2][name], grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("positions", [1, 60, 10**6])
+def test_measure_keeps_the_batch_order(kit, positions):
+    model = kit.make_model()
+    stock, batch = copy.deepcopy(model), kit.make_batch(3)
+    found = LocalLearner(model, LearnerSettings(positions=positions), critic=True).measure(batch, frozenset(Signal))
+    s = batch.sequences
+    with torch.no_grad():
+        logits = torch.cat([stock(input_ids=part[None]).logits[0] for part in s.ids.split(s.lengths.tolist())])
+    t = batch.temperature.at(TOKEN).x
+    logp = torch.log_softmax(logits[s.at - 1] / torch.where(t == 0, 1.0, t)[:, None], -1)
+    expected = logp.gather(1, batch.token.x[:, None]).squeeze(1)
+    for signal in (Signal.LOGP, Signal.PROXIMAL, Signal.REFERENCE):
+        torch.testing.assert_close(found[signal].x, expected, rtol=1e-4, atol=1e-5)
+    for signal in (Signal.ENTROPY, Signal.OLD_ENTROPY):
+        torch.testing.assert_close(found[signal].x, -(logp.exp() * logp).sum(1), rtol=1e-4, atol=1e-5)
+    assert not found[Signal.VALUE].x.any() and set(found) == set(Signal)
+    assert all(f.tree is batch.tree for f in found.values())
+
+
+def test_reference_stays_while_the_policy_moves(kit, batch):
+    learner = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2))
+    both = frozenset({Signal.LOGP, Signal.REFERENCE})
+    before = learner.measure(batch, both)
+    learner.update(batch, kit.Linear())
+    after = learner.measure(batch, both)
+    assert torch.equal(before[Signal.REFERENCE].x, after[Signal.REFERENCE].x)
+    assert not torch.allclose(before[Signal.LOGP].x, after[Signal.LOGP].x, atol=1e-3)
+
+
+def test_reference_cannot_be_asked_for_too_late(kit, batch):
+    learner = LocalLearner(kit.make_model())
+    learner.update(batch, kit.Linear())
+    with pytest.raises(SettingError, match="before the first update"):
+        learner.measure(batch, frozenset({Signal.REFERENCE}))
+
+
+def test_update_descends_and_sums_statistics(kit, batch):
+    learner = LocalLearner(kit.make_model(), LearnerSettings(lr=3e-3, positions=40), critic=True)
+    seen = [learner.update(batch, kit.Linear(ALL)) for _ in range(5)]
+    assert seen[-1]["loss"] < seen[0]["loss"]
+    assert seen[0]["tokens"] == batch.tree.count(TOKEN)
+    assert seen[0]["mean_w"] == pytest.approx(batch["w"].x.sum().item(), abs=1e-5)
+    assert seen[0]["grad_norm"] > 0 and seen[0]["skipped"] == 0 and learner.steps == 5
+    assert learner.critic.weight.abs().sum() > 0
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A loss or, behind a finite loss, a gradient that is not a number."""
+
+    where: str
+    needs = frozenset({Signal.LOGP})
+
+    def __call__(self, batch, policy):
+        x = policy[Signal.LOGP].x
+        bad = x.sum() * torch.nan if self.where == "loss" else (x - x.detach()).clamp(min=0).sqrt().sum()
+        return bad, {"seen": torch.tensor(1.0)}
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_not_taken(kit, batch, where):
+    learner = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2))
+    learner.update(batch, kit.Linear())
+    before = learner.state_dict()
+    out = learner.update(batch, Broken(where))
+    after = learner.state_dict()
+    assert out["skipped"] == 1 and learner.skipped == 1 and learner.steps == 1
+    assert all(torch.equal(t, after["tensors"][n]) for n, t in before["tensors"].items())
+    assert learner.update(batch, kit.Linear())["skipped"] == 0
+
+
+def test_an_objective_that_raises_leaves_no_gradient_behind(kit, batch):
+    class Raises:
+        needs = frozenset({Signal.LOGP})
+        calls = 0
+
+        def __call__(self, micro, policy):
+            self.calls += 1
+            if self.calls > 1:
+                raise RuntimeError("no")
+            return policy[Signal.LOGP].x.sum(), {}
+
+    learner = LocalLearner(kit.make_model(), LearnerSettings(positions=1))
+    with pytest.raises(RuntimeError):
+        learner.update(batch, Raises())
+    assert all(p.grad is None for p in learner._trained.values())
+
+
+def test_gradients_are_clipped(kit, batch):
+    plain, clipped = (LocalLearner(kit.make_model(), LearnerSettings(clip=c, dtype="float64")) for c in (1e9, 1e-3))
+    for learner in (plain, clipped):
+        learner.update(kit.weighted(batch, dtype=torch.float64), kit.Linear())
+    norm = lambda x: torch.stack([m["exp_avg"].norm() for m in x._optimiser.state.values()]).norm().item()  # noqa: E731
+    assert norm(clipped) == pytest.approx(1e-4, rel=1e-2)  # Adam's first moment is a tenth of the gradient
+    assert norm(plain) > 1e-3
+
+
+def test_only_what_is_needed_is_computed(kit, batch, monkeypatch):
+    from turnwise.engines import learner as module
+
+    asked = []
+    spy = lambda *a, want_entropy, **k: asked.append(want_entropy) or token_logprobs(*a, want_entropy=want_entropy, **k)  # noqa: E731
+    monkeypatch.setattr(module, "token_logprobs", spy)
+    learner = LocalLearner(kit.make_model(), critic=True)
+    learner.update(batch, kit.Linear(frozenset({Signal.VALUE})))
+    assert asked == []
+    learner.update(batch, kit.Linear())
+    assert asked == [False]
+
+
+def test_nothing_sampled_is_no_fault(kit):
+    task = Task("x", seed=0)
+    silent = Trajectory("a", task, (Turn(context=(1, 2), tokens=()),))
+    blank = Trajectory("b", task, ())
+    learner = LocalLearner(kit.make_model(), LearnerSettings(positions=1), critic=True)
+    before = learner.state_dict()["tensors"]
+    for members in ((silent, blank), ()):
+        batch = kit.weighted(pack([Group("g", task, members)] if members else []))
+        assert all(f.x.shape == (0,) for f in learner.measure(batch, frozenset(Signal)).values())
+        assert learner.update(batch, kit.Linear(ALL))["loss"] == 0
+    after = learner.state_dict()["tensors"]
+    assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_value_needs_a_critic(kit, batch):
+    with pytest.raises(SettingError, match="critic=True"):
+        LocalLearner(kit.make_model()).measure(batch, frozenset({Signal.OLD_VALUE}))
+
+
+def test_groups_of_parameters(kit):
+    settings_ = LearnerSettings(lr=1e-3, value_lr=1e-2, weight_decay=0.1)
+    learner = LocalLearner(kit.make_model("gpt2"), settings_, critic=True)
+    groups = {(g["base_lr"], g["weight_decay"]): g["params"] for g in learner._optimiser.param_groups}
+    assert set(groups) == {(1e-3, 0.1), (1e-3, 0.0), (1e-2, 0.1), (1e-2, 0.0)}
+    assert all(p.dim() == 1 for p in groups[1e-3, 0.0]) and all(p.dim() > 1 for p in groups[1e-3, 0.1])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-3), ("auto", 0.1)])
+@pytest.mark.parametrize("name", ["qwen3", "mistral_window"])
+def test_cuda_says_what_the_cpu_says(kit, batch, name, dtype, limit):
+    here = LocalLearner(kit.make_model(name), critic=True)
+    there = LocalLearner(kit.make_model(name), LearnerSettings(dtype=dtype), critic=True, device="cuda")
+    for _ in range(2):
+        a, b = (x.measure(batch, ALL) for x in (here, there))
+        assert all((a[s].x - b[s].x).abs().mean() < limit and b[s].x.device.type == "cpu" for s in ALL)
+        a, b = (x.update(batch, kit.Linear(ALL)) for x in (here, there))
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=limit) and b["skipped"] == 0
+    other = LocalLearner(kit.make_model(name), LearnerSettings(dtype=dtype), critic=True, device="cuda")
+    other.load_state_dict(there.state_dict())
+    assert other.update(batch, kit.Linear(ALL))["loss"] == there.update(batch, kit.Linear(ALL))["loss"]
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+def test_bfloat16_is_close_and_master_weights_stay_float32(kit, batch):
+    full = LocalLearner(kit.make_model()).measure(batch, frozenset({Signal.LOGP}))[Signal.LOGP].x
+    learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="bfloat16", lr=1e-3), critic=True)
+    half = learner.measure(batch, frozenset({Signal.LOGP}))[Signal.LOGP].x
+    assert 0 < (full - half).abs().mean() < 0.1 and half.dtype == torch.float32
+    assert learner.update(batch, kit.Linear(ALL))["skipped"] == 0
+    assert all(p.dtype == torch.float32 for p in learner._trained.values())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
+        ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447, 0.0, 0.0]),
+    ],
+)
+def test_schedules(schedule, expected):
+    s = LearnerSettings(lr=1.0, warmup=2, schedule=schedule, total_steps=6)
+    assert [s.factor(k) for k in range(8)] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"betas": (0.9, 1.0)},
+        {"clip": 0.0},
+        {"positions": 0},
+        {"schedule": "cosin"},
+        {"schedule": "linear"},
+        {"dtype": "float16"},
+        {"warmup": 5, "total_steps": 3},
+        {"lora_alpha": -1.0},
+    ],
+)
+def test_wrong_settings_are_named(wrong):
+    with pytest.raises(SettingError, match=next(iter(wrong))):
+        LearnerSettings(**wrong)

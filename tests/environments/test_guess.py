@@ -1,0 +1,69 @@
+import json
+import random
+
+import pytest
+from players import play
+
+from turnwise.environments.base import say
+from turnwise.environments.guess import ATTRIBUTES, QUESTIONS, THINGS, Guess, best, divide, in_time
+
+FOUR = ("big red ball", "big blue ball", "small red ball", "small blue ball")
+
+
+def test_halving_by_hand():
+    assert len(THINGS) == 32
+    assert best(FOUR) == "big"
+    assert divide(FOUR, "red") == (("big red ball", "small red ball"), ("big blue ball", "small blue ball"))
+    assert in_time(FOUR, 2) and not in_time(FOUR, 1)
+    colours = ("big red ball", "big blue ball", "big green ball", "big black ball")
+    assert in_time(colours, 3) and not in_time(colours, 2)  # each question removes one candidate
+
+
+@pytest.mark.parametrize("difficulty", Guess.difficulties)
+def test_asking_in_a_fixed_order_is_too_slow(difficulty):
+    """A player who remembers everything but does not choose its questions wins far less often than one who does."""
+
+    def fixed(env):
+        if env.turns < QUESTIONS[difficulty]:
+            return say(f"is it {ATTRIBUTES[-1 - env.turns]}?")
+        return say(f"guess {env.remaining[0]}")
+
+    won = [play(Guess(difficulty=difficulty), seed, fixed)[1].info["success"] for seed in range(200)]
+    assert sum(won) / len(won) < 0.7
+
+
+def test_a_wrong_guess_ends_it_and_a_wrong_word_costs_a_turn():
+    env = Guess()
+    env.reset(0)
+    slip = env.step(say("is it purple?"))
+    assert slip.info == {"tool_errors": 1} and "2 left" in slip.messages[0]["content"]
+    other = next(thing for thing in env.problem.candidates if thing != env.answer())
+    end = env.step(say(f"Guess {other}."))
+    assert end.terminated and end.info["success"] is False and env.answer() in end.messages[0]["content"]
+
+
+def test_questions_left_unused_are_truncated_not_won():
+    _, step, total = play(Guess(), 0, lambda env: say("is it red?"))
+    assert step.truncated and not step.terminated and step.info["success"] is False and total == 0
+
+
+def test_state_key_is_the_set_of_candidates():
+    one, two = Guess(difficulty=3), Guess(difficulty=3)
+    one.reset(4), two.reset(4)
+    for word in ("red", "big"):
+        one.step(say(f"is it {word}?"))
+    for word in ("big", "red"):
+        two.step(say(f"is it {word}?"))
+    assert one.state_key() == two.state_key()
+    assert one.answer() in one.state_key()
+
+
+def test_restored_episode_goes_on():
+    for seed in range(20):
+        env, fresh, rng = Guess(difficulty=2), Guess(), random.Random(seed)
+        env.reset(seed)
+        for _ in range(rng.randrange(3)):
+            env.step(env.demonstrate(rng))
+        fresh.restore(json.loads(json.dumps(env.snapshot())))
+        assert fresh.snapshot() == env.snapshot() and fresh.oracle() == env.oracle()
+        assert fresh.step(fresh.oracle()) == env.step(env.oracle())

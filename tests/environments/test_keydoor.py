@@ -1,0 +1,86 @@
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from players import SPLITS, play
+
+from turnwise.environments.base import say
+from turnwise.environments.keydoor import SIZES, WORDS, KeyDoor, Layout, State, distances, move, view
+
+# S.#.   start, key below it, the door in the lower row, the goal behind it
+# KxD G  (x: an empty cell)
+FLOOR = frozenset({(0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (3, 1)})
+SMALL = Layout(start=(0, 0), key=(0, 1), door=(2, 1), goal=(3, 1), floor=FLOOR)
+
+
+def test_shortest_way_by_hand():
+    assert distances(SMALL)[State((0, 0))] == 6  # south, take, east, open, east, east
+    state = State((0, 0))
+    for word in ("south", "take", "east", "open", "east", "east"):
+        after = move(SMALL, state, word)
+        assert after != state
+        state = after
+    assert state == State((3, 1), held=True, opened=True)
+
+
+def test_the_door_is_shut_without_the_key():
+    beside = State((1, 1))
+    assert move(SMALL, beside, "east") == move(SMALL, beside, "open") == beside
+    assert move(SMALL, beside._replace(at=(0, 0), held=True), "open") == State((0, 0), held=True)  # not next to it
+
+
+def test_view_by_hand():
+    assert view(SMALL, State((0, 0))) == (
+        "north wall, east free, south key, west wall. key 1 south. locked door 1 south 2 east. you hold nothing."
+    )
+    assert view(SMALL, State((2, 1), True, True)) == (
+        "north wall, east goal, south wall, west free. open door here. goal 1 east. you hold the key."
+    )
+
+
+def test_oracle_lengths_are_those_of_the_difficulty():
+    for difficulty, size in SIZES.items():
+        for split in SPLITS:
+            for seed in range(20):
+                env = KeyDoor(difficulty=difficulty, split=split)
+                play(env, seed, lambda env: env.oracle())
+                assert size.oracle[0] <= env.turns <= size.oracle[1] <= size.turns / 2
+
+
+def test_truncated_at_the_limit():
+    env = KeyDoor()
+    _, step, total = play(env, 0, lambda env: say("take"))
+    assert step.truncated and not step.terminated and step.info["success"] is False
+    assert env.turns == env.max_turns and total == 0
+
+
+def test_state_key_is_the_state_and_not_the_way():
+    env, other = KeyDoor(), KeyDoor()
+    env.reset(0), other.reset(0)
+    there = next(w for w in ("north", "south", "east", "west") if move(env.layout, env.state, w) != env.state)
+    back = {"north": "south", "south": "north", "east": "west", "west": "east"}[there]
+    env.step(say(there))
+    assert env.state_key() != other.state_key()
+    env.step(say(back))
+    assert env.state_key() == other.state_key()
+    assert env.snapshot() != other.snapshot()  # the turns differ
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 5), difficulty=st.sampled_from([1, 2]), cut=st.integers(0, 40),
+    words=st.lists(st.sampled_from([*WORDS, "good", "dance"]), min_size=1, max_size=60),
+)  # fmt: skip
+def test_restored_episode_goes_on_exactly(seed, difficulty, cut, words):
+    def act(env, word):
+        return env.step(env.oracle() if word == "good" else say(word)), env.state_key()
+
+    env = KeyDoor(difficulty=difficulty)
+    env.reset(seed)
+    for word in words[:cut]:
+        act(env, word)
+    fresh = KeyDoor(difficulty=1)  # even another difficulty: a snapshot holds all there is
+    fresh.restore(json.loads(json.dumps(env.snapshot())))
+    assert fresh.snapshot() == env.snapshot()
+    assert [act(fresh, word) for word in words[cut:]] == [act(env, word) for word in words[cut:]]
+    assert fresh.snapshot() == env.snapshot()

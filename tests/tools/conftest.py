@@ -1,0 +1,28 @@
+"""Every test that takes ``tool`` or ``session`` runs on each isolation this machine can offer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tool_pools import ISOLATING, NAMES, use
+
+from turnwise.tools import PythonTool, Session
+
+
+@pytest.fixture(params=NAMES)
+def tool(request: pytest.FixtureRequest) -> PythonTool:
+    return use(request.param)
+
+
+@pytest.fixture
+def session(tool: PythonTool) -> Iterator[Session]:
+    with tool.open() as opened:
+        yield opened
+
+
+@pytest.fixture(params=ISOLATING)
+def jail(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """A session on a rung that claims to isolate: everything but ``limits``."""
+    with use(request.param).open() as opened:
+        yield opened

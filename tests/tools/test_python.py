@@ -1,0 +1,260 @@
+"""What a session is for: REPL semantics, persistence, privacy between sessions, threads and event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tool_pools import LIMITS, use
+
+import turnwise.errors
+from turnwise.errors import SettingError, ToolFault
+from turnwise.tools import Limits, PythonTool, Session, python_tool
+
+SOURCE = str(Path(turnwise.errors.__file__).parents[1])
+pytestmark = pytest.mark.filterwarnings("ignore:untrusted code is NOT isolated")
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "ok"),
+    [
+        ("1 + 1", "2", True),
+        ("'a'", "'a'", True),
+        ("None", "", True),
+        ("x = 3", "", True),
+        ("print('a'); 5", "a\n5", True),
+        ("for i in range(3): print(i)", "0\n1\n2", True),
+        ("def f():\n  return 7\nf()", "7", True),
+        ("", "", True),
+        ("# nothing", "", True),
+        ("y", "NameError: name 'y' is not defined", False),
+        ("1 / 0", "ZeroDivisionError: division by zero", False),
+        ("{}['k']", "KeyError: 'k'", False),
+        ("print('before'); 1 / 0", "before\nZeroDivisionError: division by zero", False),
+        ("def f(:", "SyntaxError: invalid syntax (line 1)", False),
+        ("raise SystemExit(3)", "SystemExit: 3", False),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt", False),
+        ("input()", "EOFError: EOF when reading a line", False),
+        ("import sys; print('e', file=sys.stderr)", "e", True),
+        ("import os; os.write(1, b'raw\\n') and None", "raw", True),
+        ("'\\ud800' and print('\\ud800')", "\\ud800", True),
+        ("class E(Exception):\n  def __str__(self): raise E\nraise E", "E: <exception str() failed>", False),
+        ("from math import comb; comb(5, 2)", "10", True),
+        ("__name__", "'__main__'", True),
+    ],
+)
+def test_answers_like_a_repl(session: Session, code: str, output: str, ok: bool) -> None:
+    result = session.run(code)
+    assert (result.output.replace("__main__.E", "E"), result.ok) == (output, ok)
+    assert 0 <= result.seconds < LIMITS.wall_seconds
+
+
+def test_names_persist_within_a_session_and_not_between(tool: PythonTool) -> None:
+    with tool.open() as one, tool.open() as two:
+        one.run("x = 41\nimport math\nmath.pi = 3\nopen('note', 'w').write('mine')")
+        assert one.run("x + 1").output == "42"
+        assert one.run("_ + 1").output == "43"
+        assert two.run("x").output.startswith("NameError")
+        assert two.run("import math; math.pi").output.startswith("3.14")
+        assert two.run("import os; os.path.exists('note')").output == "False"
+
+
+def test_a_hundred_interleaved_sessions_do_not_mix(tool: PythonTool) -> None:
+    sessions = [tool.open() for _ in range(100)]
+    for i, session in enumerate(sessions):
+        assert session.run(f"x = {i}; open('f', 'w').write('{i}')").ok
+    for i, session in reversed(list(enumerate(sessions))):
+        assert session.run("x, open('f').read()").output == f"({i}, '{i}')"
+    for session in sessions:
+        session.close()
+
+
+def test_threads(tool: PythonTool) -> None:
+    def episode(i: int) -> bool:
+        with tool.open() as session:
+            session.run(f"x = {i}")
+            return all(session.run("x + 1").output == str(i + 1) for _ in range(20))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(episode, range(40)))
+
+
+def test_threads_of_one_session_take_turns(session: Session) -> None:
+    session.run("n = 0")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: session.run("n += 1"), range(40)))
+    assert session.run("n").output == "40"
+
+
+def test_async_calls_leave_the_event_loop_free(tool: PythonTool) -> None:
+    async def scene() -> tuple[list[str], int]:
+        sessions = [tool.open() for _ in range(8)]
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.005)
+                ticks += 1
+
+        ticker = asyncio.create_task(tick())
+        results = await asyncio.gather(*(s.arun(f"import time; time.sleep(0.2); {i}") for i, s in enumerate(sessions)))
+        ticker.cancel()
+        for session in sessions:
+            session.close()
+        return [r.output for r in results], ticks
+
+    outputs, ticks = asyncio.run(scene())
+    assert outputs == [str(i) for i in range(8)]
+    assert ticks >= 10
+
+
+def test_async_time_limit_and_recovery(session: Session) -> None:
+    async def scene() -> list[str]:
+        return [(await session.arun(code)).output for code in ("x = 1", "while True: pass", "x")]
+
+    first, second, third = asyncio.run(scene())
+    assert (first, third) == ("", "NameError: name 'x' is not defined")
+    assert second.startswith("error: time limit of 1 s")
+
+
+def test_a_cancelled_call_never_answers_the_next_one(session: Session) -> None:
+    async def scene() -> str:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.arun("import time; time.sleep(0.3); 'late'"), 0.05)
+        return (await session.arun("'fresh'")).output
+
+    assert asyncio.run(scene()) == "'fresh'"
+
+
+def test_sync_and_async_mix(session: Session) -> None:
+    session.run("x = 1")
+    assert asyncio.run(session.arun("x")).output == "1"
+    assert session.run("x").output == "1"
+
+
+def test_close_is_final_and_idempotent(tool: PythonTool) -> None:
+    session = tool.open()
+    session.close()
+    session.close()
+    with pytest.raises(ToolFault, match="closed"):
+        session.run("1")
+
+
+def test_close_ends_a_running_call(tool: PythonTool) -> None:
+    session = tool.open()
+    session.run("1")
+    threading.Timer(0.05, session.close).start()
+    began = time.monotonic()
+    with pytest.raises(ToolFault, match="closed"):
+        session.run("while True: pass")
+    assert time.monotonic() - began < 0.9
+
+
+def test_a_forgotten_session_is_buried_by_the_next_open(tool: PythonTool) -> None:
+    session = tool.open()
+    session.run("1")
+    number = session._worker.number
+    del session
+    gc.collect()
+    assert [worker.number for worker in tool._orphans] == [number]
+    tool.open().close()
+    assert not tool._orphans
+
+
+def test_a_dead_pool_is_replaced_and_the_model_is_told(tool: PythonTool) -> None:
+    with PythonTool(LIMITS, isolation=tool.isolation, spare=0) as own:
+        session = own.open()
+        session.run("x = 1")
+        own._zygote._process.kill()
+        own._zygote._process.wait()
+        deadline = time.monotonic() + 5
+        while (output := session.run("x").output) == "1":  # death takes a moment to reach it
+            assert time.monotonic() < deadline
+        assert "restarted" in output
+        assert session.run("2").output == "2"
+
+
+def test_a_forked_host_does_not_touch_its_parents_sessions(tool: PythonTool) -> None:
+    session = tool.open()
+    session.run("x = 5")
+    pid = os.fork()
+    if pid == 0:
+        told = session.run("x").output.startswith("error: ")
+        os._exit(0 if told and session.run("6").output == "6" else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert session.run("x").output == "5"
+    session.close()
+
+
+def test_wrong_settings_raise() -> None:
+    with pytest.raises(SettingError, match="did you mean 'bubblewrap'"):
+        PythonTool(isolation="bublewrap")
+    with pytest.raises(SettingError, match="wall_seconds"):
+        Limits(wall_seconds=0)
+    with pytest.raises(SettingError, match="memory_bytes"):
+        Limits(memory_bytes=1000)
+
+
+def test_a_forced_isolation_that_is_missing_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    for name in ("bubblewrap", "namespaces"):
+        with pytest.raises(ToolFault, match="not installed"):
+            PythonTool(isolation=name).open()
+
+
+def test_the_ladder_is_climbed_down_and_the_last_rung_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr("turnwise.tools.guest.landlock.version", lambda: 0)
+    with pytest.warns(UserWarning, match="NOT isolated.*not installed"), PythonTool(LIMITS) as tool:
+        assert tool.isolation == "limits"
+
+
+def test_describe_is_one_sentence(tool: PythonTool) -> None:
+    assert tool.describe().startswith(f"{tool.isolation}: stops ")
+    assert "does not stop" in tool.describe()
+
+
+AS_NOBODY = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from turnwise.tools import PythonTool
+from turnwise.errors import ToolFault
+try:
+    with PythonTool(isolation=sys.argv[1]) as tool, tool.open() as session:
+        print(session.run("import os; os.getuid() != 0, 6 * 7").output)
+except ToolFault as fault:
+    print("unavailable", fault)
+"""
+
+
+def test_root_is_not_needed(tool: PythonTool) -> None:
+    python = "/usr/bin/python3"
+    if os.getuid() != 0 or not os.path.exists(python):
+        pytest.skip("needs root, to become somebody else, and a Python that everybody may run")
+    user = {"user": 65534, "group": 65534, "extra_groups": [], "cwd": "/", "env": {"PYTHONPATH": SOURCE}}
+    if subprocess.run([python, "-B", "-c", "import turnwise.tools"], capture_output=True, **user).returncode:
+        pytest.skip("that Python cannot import the package")
+    out = subprocess.run([python, "-B", "-c", AS_NOBODY, tool.isolation], capture_output=True, text=True, **user)
+    if out.stdout.startswith("unavailable"):
+        pytest.skip(out.stdout)
+    assert out.stdout == "(True, 42)\n", out.stderr
+
+
+def test_environments_share_one_pool() -> None:
+    assert python_tool(LIMITS) is python_tool(LIMITS)
+
+
+def test_a_warm_call_is_fast() -> None:
+    session = use("limits").open()
+    session.run("1")
+    times = sorted(session.run("1 + 1").seconds for _ in range(200))
+    session.close()
+    assert times[100] < 0.005  # about 0.15 ms on a quiet machine; generous for a busy one

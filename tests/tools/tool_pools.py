@@ -1,0 +1,36 @@
+"""The pools the tests of tools share: one per isolation, or the reason why there is none."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+
+from turnwise.errors import ToolFault
+from turnwise.tools import Limits, PythonTool
+from turnwise.tools.isolation import LADDER
+
+LIMITS = Limits(wall_seconds=1.0, cpu_seconds=20, memory_bytes=256 << 20, processes=8, scratch_bytes=4 << 20)
+NAMES = [rung.name for rung in LADDER]
+ISOLATING = [rung.name for rung in LADDER if rung.seccomp]
+
+
+@functools.cache
+def shared(name: str) -> PythonTool | str:
+    """One pool per isolation for the whole run; or why there is none."""
+    tool = PythonTool(LIMITS, isolation=name)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tool.describe()
+    except ToolFault as fault:
+        return str(fault)
+    return tool
+
+
+def use(name: str) -> PythonTool:
+    found = shared(name)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
