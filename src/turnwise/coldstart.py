@@ -28,7 +28,11 @@ IMITATION = Objective(Constant(0.0), OnPolicy(), Open(), Mean(TOKEN), (Weighted(
 
 
 def demonstrations(
-    tasks: Sequence[Task], open_environment: Callable[[Task], object], renderer: Renderer, limits: Limits, player: str = "demonstrator"
+    tasks: Sequence[Task],
+    open_environment: Callable[[Task], object],
+    renderer: Renderer,
+    limits: Limits,
+    player: str = "demonstrator",
 ) -> list[Trajectory]:
     """One scripted episode of each task."""
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from turnwise.data import Group, Status, Task
+from turnwise.data import Group, Status, Task, Trajectory
 from turnwise.errors import EnvironmentFault
 from turnwise.ports import Generator, Ledger
 from turnwise.recipe import Recipe
@@ -38,7 +37,6 @@ class Collector:
     training: int = 0  # groups the learner holds at this moment
     dropped: Counter[str] = field(default_factory=Counter)
     barren: int = 0
-    wake: Callable[[], Awaitable[None]] | None = None
 
     def pump(self, step: int) -> None:
         """Issue as many groups as staleness allows."""
@@ -73,18 +71,18 @@ class Collector:
     def _settle(self, key: str, group: Group, step: int) -> int:
         """Store a finished group, then admit or drop it."""
         self.ledger.finish(group, step)
-        usable = tuple(t for t in group.trajectories if t.status != Status.FAILED and t.sampled)
-        reasons = [t.reason or "nothing sampled" for t in group.trajectories if t not in usable]
+        whole, reasons = usable(group)
         for reason in reasons:
             self.dropped[f"trajectory: {reason}"] += 1
-        if not usable:
+        if not whole.trajectories:
             self.barren += 1
             self._drop(key, f"every trajectory failed: {reasons[0]}", step)
             if self.barren >= FAILED_IN_A_ROW:
-                raise EnvironmentFault(f"{self.barren} groups in a row had no usable trajectory; the last: {reasons[0]}")
+                raise EnvironmentFault(
+                    f"{self.barren} groups in a row had no usable trajectory; the last: {reasons[0]}"
+                )
             return 1
         self.barren = 0
-        whole = replace(group, trajectories=_orphans_removed(usable))
         self.sampler.observe(whole)
         refusal = self.recipe.admission(whole)
         if refusal:
@@ -109,7 +107,12 @@ def _order(key: str) -> tuple[int, str]:
     return int(key.split("~")[0]), key
 
 
-def _orphans_removed(trajectories: tuple) -> tuple:
-    """A fork whose parent failed has lost its prefix."""
-    ids = {t.id for t in trajectories}
-    return tuple(t for t in trajectories if t.fork is None or t.fork.parent in ids)
+def usable(group: Group) -> tuple[Group, list[str]]:
+    """The part of a group that can be trained on, and why the rest cannot. A fork whose parent failed lost its prefix."""
+    good: list[Trajectory] = []
+    kept = [t for t in group.trajectories if t.status != Status.FAILED and t.sampled]
+    while len(kept) != len(good):  # forks of forks fall one after another
+        good, ids = kept, {t.id for t in kept}
+        kept = [t for t in good if t.fork is None or t.fork.parent in ids]
+    reasons = [t.reason or "nothing was sampled" for t in group.trajectories if t not in good]
+    return replace(group, trajectories=tuple(good)), reasons

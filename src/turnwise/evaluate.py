@@ -34,7 +34,10 @@ class Evaluation:
 
 
 async def evaluate(
-    tasks: Sequence[Task], samples: int, play: Callable[[str, Task, int], Coroutine[Any, Any, Trajectory]], wave: int = 256
+    tasks: Sequence[Task],
+    samples: int,
+    play: Callable[[str, Task, int], Coroutine[Any, Any, Trajectory]],
+    wave: int = 256,
 ) -> Evaluation:
     """``play(key, task, sample)`` for every task and sample, in waves."""
     jobs = [(f"{n}.{i}", task, i) for n, task in enumerate(tasks) for i in range(samples)]

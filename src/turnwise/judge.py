@@ -66,9 +66,8 @@ async def _model(world: World, folder: Path | None, split: str) -> Any:
         raise SettingError("say what to evaluate: a run directory, --model PATH, or --player oracle")
     tokenizer = assemble.tokenizer_of(s, world, folder)
     renderer = Renderer(tokenizer)
-    model = assemble.model_of(s, len(tokenizer), folder)
     generator = LocalGenerator(
-        model.to(assemble.device_of(s)),
+        assemble.model_of(s, len(tokenizer), folder),
         renderer.decode,
         slots=s.slots,
         context=s.context,

@@ -22,7 +22,7 @@ from turnwise import assemble
 from turnwise.assemble import World
 from turnwise.batch import Batch
 from turnwise.coldstart import demonstrations, imitate
-from turnwise.collect import Collector
+from turnwise.collect import Collector, usable
 from turnwise.data import Task, Trajectory
 from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.learner import LearnerSettings, LocalLearner
@@ -40,12 +40,12 @@ from turnwise.rollout.render import Renderer
 from turnwise.run import Loop
 from turnwise.settings import Settings
 from turnwise.store.aside import write_json
-from turnwise.store.checkpoint import latest, load_checkpoint, save_checkpoint, save_model
+from turnwise.store.checkpoint import discard_after, latest, load_checkpoint, save_checkpoint, save_model
 from turnwise.store.ledger import Ledger
 from turnwise.store.rundir import RunDir
 from turnwise.tasks.sampler import stable_seed
 
-COLD_STEPS = 400
+COLD_STEPS = 250
 DEMONSTRATIONS = 4096
 
 
@@ -60,10 +60,11 @@ class Launch:
     settings: Settings
     run: RunDir
     listen: Listener = silent
+    own: Recipe | None = None  # instead of a named method
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.recipe: Recipe = assemble.recipe_of(self.settings)
+        self.recipe: Recipe = assemble.recipe_of(self.settings, self.own)
         self.world = World.of(self.settings)
         self.device = assemble.device_of(self.settings)
 
@@ -89,7 +90,7 @@ class Launch:
             steps = (COLD_STEPS if self.settings.model == assemble.TINY else 0) if steps < 0 else steps
             if steps:
                 self._cold_start(tokenizer, model, steps)
-            save_model(folder, lambda path: (model.save_pretrained(path), tokenizer.save_pretrained(path)))  # type: ignore[func-returns-value]
+            save_model(folder, lambda path: _write(path, model.save_pretrained, tokenizer.save_pretrained))
         return assemble.tokenizer_of(self.settings, self.world, folder), assemble.model_of(self.settings, 0, folder)
 
     def _cold_start(self, tokenizer: Any, model: Any, steps: int) -> None:
@@ -99,11 +100,18 @@ class Launch:
         tasks = self.world.tasks("train", "cold start")
         count = min(DEMONSTRATIONS, steps * s.cold_batch)
         with self._stage("demonstrations", count):
-            demos = demonstrations([tasks.draw(n) for n in range(count)], self.world.open, Renderer(tokenizer), self.world.limits)
+            demos = demonstrations(
+                [tasks.draw(n) for n in range(count)], self.world.open, Renderer(tokenizer), self.world.limits
+            )
         share = sum(bool(t.success) for t in demos) / len(demos)
         self._say(f"{len(demos)} demonstrations of mixed quality: {share:.0%} of them succeed")
         chosen = LearnerSettings(
-            lr=s.cold_lr, warmup=min(20, steps), schedule="cosine", total_steps=steps, positions=s.positions, dtype=s.dtype
+            lr=s.cold_lr,
+            warmup=min(20, steps),
+            schedule="cosine",
+            total_steps=steps,
+            positions=s.positions,
+            dtype=s.dtype,
         )
         learner = LocalLearner(model, chosen, device=self.device)
         with self._stage("cold start", steps):
@@ -111,7 +119,11 @@ class Launch:
 
             def report(step: int, metrics: dict[str, float]) -> None:
                 rate = metrics["tokens"] * step / (time.perf_counter() - began)
-                shown = {"loss": metrics["loss"], "entropy": metrics.get("entropy", math.nan), "tokens_per_second": rate}
+                shown = {
+                    "loss": metrics["loss"],
+                    "entropy": metrics.get("entropy", math.nan),
+                    "tokens_per_second": rate,
+                }
                 self.listen("step", {"stage": "cold start", "step": step, "total": steps, **shown})
 
             imitate(learner, demos, steps, s.cold_batch, stable_seed(s.seed, "cold start"), report)
@@ -120,7 +132,9 @@ class Launch:
         s = self.settings
         with Ledger(self.run.ledger) as ledger:
             start, collector = self._resume(learner, generator, ledger)
-            self.tracker = Trackers([JsonLines(self.run.metrics, start + 1), *(self._tracker(t, start) for t in s.trackers)])
+            self.tracker = Trackers(
+                [JsonLines(self.run.metrics, start + 1), *(self._tracker(t, start) for t in s.trackers)]
+            )
             await generator.publish(learner.weights(), start)
             before = await self._evaluate(generator, "before")
             loop = Loop(
@@ -143,7 +157,7 @@ class Launch:
                 await loop.run()
             after = await self._evaluate(generator, "after")
             balance = ledger.balance()
-        save_model(self.run.model, lambda path: (learner.export(path), tokenizer.save_pretrained(path)))  # type: ignore[func-returns-value]
+        save_model(self.run.model, lambda path: _write(path, learner.export, tokenizer.save_pretrained))
         self.tracker.close()
         return self._finish(before, after, learner, balance)
 
@@ -183,9 +197,10 @@ class Launch:
             learner.load_state_dict({"tensors": saved.tensors, "scalars": saved.state["learner"]})
             sampler.load_state_dict(saved.state["sampler"])
             start = saved.step
+        discard_after(self.run.checkpoints, start)
         owed = ledger.resume(start, keep_finished=s.staleness > 0)
         collector.again = deque((f"{issued.group_id.split('~')[0]}~{start}", issued.task) for issued in owed.again)
-        collector.ready = deque(owed.pending)
+        collector.ready = deque(usable(group)[0] for group in owed.pending)
         return start, collector
 
     def _save(self, step: int, learner: LocalLearner, collector: Collector) -> None:
@@ -242,12 +257,17 @@ class Launch:
         if not path.is_file():
             with self._stage(f"evaluate {when}", self.settings.eval_tasks):
                 found = await self.held_out(generator)
-            rows = [{"task": t.key, "success": bool(r[0].success), "messages": list(r[0].messages)} for t, r in zip(found.tasks, found.trajectories)]
+            rows = [
+                {"task": t.key, "success": bool(r[0].success), "messages": list(r[0].messages)}
+                for t, r in zip(found.tasks, found.trajectories)
+            ]
             write_json(path, {"summary": found.summary(self.settings.seed), "rows": rows})
         return dict(json.loads(path.read_text()))
 
     # ------------------------------------------------------------- ending
-    def _finish(self, before: dict[str, Any], after: dict[str, Any], learner: LocalLearner, balance: Any) -> dict[str, Any]:
+    def _finish(
+        self, before: dict[str, Any], after: dict[str, Any], learner: LocalLearner, balance: Any
+    ) -> dict[str, Any]:
         s = self.settings
         rows = read_rows(self.run.metrics)
         summary = {
@@ -266,7 +286,10 @@ class Launch:
             "groups": asdict(balance),
             "device": str(self.device),
         }
-        ends = [{"step": 0, "eval/success": before["summary"]["success"]}, {"step": s.steps, "eval/success": after["summary"]["success"]}]
+        ends = [
+            {"step": 0, "eval/success": before["summary"]["success"]},
+            {"step": s.steps, "eval/success": after["summary"]["success"]},
+        ]
         curves([ends[0], *rows, ends[1]], self.run.curves, title=f"{s.method} on {s.env}, seed {s.seed}")
         self._transcripts(before["rows"], after["rows"])
         self.run.write_summary(summary)
@@ -306,25 +329,42 @@ class _Stage:
         self.owner.seconds[self.name] = self.owner.seconds.get(self.name, 0.0) + taken
 
 
+def _write(path: Path, *writers: Callable[[Path], Any]) -> None:
+    for writer in writers:
+        writer(path)
+
+
 def _brief(summary: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: summary[k] for k in ("success", "interval", "tasks", "samples", "turns", "tool_calls", "tool_errors", "by_difficulty")}
+    return {
+        k: summary[k]
+        for k in ("success", "interval", "tasks", "samples", "turns", "tool_calls", "tool_errors", "by_difficulty")
+    }
 
 
 # --------------------------------------------------------------- the Python API
 
 
-def train(listen: Listener = silent, **settings: Any) -> dict[str, Any]:
-    """Train an agent; the summary of the run. ``train(method="grpo", env="calculator", steps=50)``"""
-    chosen = Settings.of(settings)
-    assemble.recipe_of(chosen), World.of(chosen), assemble.device_of(chosen)  # refuse before anything is written
-    run = RunDir.create(chosen.out, chosen.name or free_name(chosen), chosen.as_dict(), repr(assemble.recipe_of(chosen)), chosen.seed)
-    return Launch(chosen, run, listen).go()
+def train(listen: Listener = silent, recipe: Recipe | None = None, **settings: Any) -> dict[str, Any]:
+    """Train an agent; the summary of the run.
+
+    ``train(method="grpo", env="calculator", steps=50)``, or with pieces of your own: ``train(recipe=Recipe(...), ...)``
+    """
+    chosen = Settings.of({**settings, "method": "own"} if recipe else settings)
+    described = repr(assemble.recipe_of(chosen, recipe))  # these three refuse before anything is written
+    World.of(chosen)
+    assemble.device_of(chosen)
+    run = RunDir.create(chosen.out, chosen.name or free_name(chosen), chosen.as_dict(), described, chosen.seed)
+    return Launch(chosen, run, listen, recipe).go()
 
 
-def resume(path: str | Path, listen: Listener = silent) -> dict[str, Any]:
-    """Go on with a run that was stopped at any moment."""
+def resume(path: str | Path, listen: Listener = silent, recipe: Recipe | None = None) -> dict[str, Any]:
+    """Go on with a run that was stopped at any moment. A run with a recipe of your own needs it again."""
     run = RunDir.open(path)
-    return Launch(Settings.of(run.facts()["settings"]), run, listen).go()
+    facts = run.facts()
+    launch = Launch(Settings.of(facts["settings"]), run, listen, recipe)
+    if repr(launch.recipe) != facts["recipe"]:
+        raise SettingError(f"this run was started with another recipe: {facts['recipe']}")
+    return launch.go()
 
 
 def free_name(settings: Settings) -> str:

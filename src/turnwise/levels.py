@@ -45,13 +45,17 @@ class Tree:
     Trajectories may come in any order. A turn may be empty; a group holds at least one trajectory.
     """
 
-    def __init__(self, turn_of_token: Tensor, trajectory_of_turn: Tensor, group_of_trajectory: Tensor, groups: int) -> None:
+    def __init__(
+        self, turn_of_token: Tensor, trajectory_of_turn: Tensor, group_of_trajectory: Tensor, groups: int
+    ) -> None:
         self.parents = (turn_of_token, trajectory_of_turn, group_of_trajectory)
         self.sizes = (turn_of_token.numel(), trajectory_of_turn.numel(), group_of_trajectory.numel(), groups, 1)
         for level, parent in enumerate(self.parents):
             if parent.dtype != torch.int64 or parent.dim() != 1:
-                raise LevelError(f"parents of {Level(level)!r} must be a flat int64 tensor, got {parent.dtype} {parent.shape}")
-            if parent.numel() and not (0 <= int(parent.min()) and int(parent.max()) < self.sizes[level + 1]):
+                raise LevelError(
+                    f"parents of {Level(level)!r} must be a flat int64 tensor, got {parent.dtype} {parent.shape}"
+                )
+            if parent.numel() and not (int(parent.min()) >= 0 and int(parent.max()) < self.sizes[level + 1]):
                 raise LevelError(f"parents of {Level(level)!r} point outside the {self.sizes[level + 1]} items above")
         self._labels: dict[tuple[Level, Level], Tensor] = {}
 
@@ -162,9 +166,8 @@ class Field:
 
     def __post_init__(self) -> None:
         if self.x.shape != (self.tree.count(self.level),):
-            raise LevelError(
-                f"a field at {self.level!r} of {self.tree} needs shape ({self.tree.count(self.level)},), got {tuple(self.x.shape)}"
-            )
+            wanted, seen = self.tree.count(self.level), tuple(self.x.shape)
+            raise LevelError(f"a field at {self.level!r} of {self.tree} needs shape ({wanted},), got {seen}")
 
     # ------------------------------------------------------------ moving
     def at(self, level: Level) -> Field:
@@ -172,7 +175,9 @@ class Field:
         if level == self.level:
             return self
         if level > self.level:
-            raise LevelError(f"a field at {self.level!r} cannot be spread up to {level!r}; gather it: .mean({level!r}), .sum ...")
+            raise LevelError(
+                f"a field at {self.level!r} cannot be spread up to {level!r}; gather it: .mean({level!r}), .sum ..."
+            )
         return Field(self.tree, level, self.x[self.tree.ancestor(level, self.level)])
 
     def _gather(self, over: Peers, reduce: Callable[[Tensor, Tensor, int], Tensor]) -> Field:

@@ -29,7 +29,9 @@ class Passes:
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.minibatches < 1:
-            raise RecipeError(f"passes of {self.epochs} epochs, {self.minibatches} mini-batches; both must be at least 1")
+            raise RecipeError(
+                f"passes of {self.epochs} epochs, {self.minibatches} mini-batches; both must be at least 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

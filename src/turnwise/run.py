@@ -68,7 +68,9 @@ class Loop:
             self.collector.pump(step)  # with staleness, rollouts go on while the learner works
             metrics |= await self._improve(groups, step)
         else:
-            self.listen("message", {"level": "warning", "text": f"step {step}: no group could be trained on; see dropped/*"})
+            self.listen(
+                "message", {"level": "warning", "text": f"step {step}: no group could be trained on; see dropped/*"}
+            )
         self.collector.training = 0
         learned = time.perf_counter()
         self.learner.version = step + 1

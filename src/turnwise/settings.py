@@ -14,6 +14,9 @@ from typing import Any
 from turnwise.errors import SettingError, nearest
 
 
+BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
 def knob(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -60,10 +63,10 @@ class Settings:
     lora_rank: int = knob(0, "train LoRA adapters of this rank; 0: all weights")
     probe_tolerance: float = knob(1e-3, "largest mean log-probability difference between generator and learner")
     # the tiny model and its cold start
-    hidden: int = knob(128, "width of the tiny model")
-    layers: int = knob(4, "layers of the tiny model")
+    hidden: int = knob(192, "width of the tiny model")
+    layers: int = knob(2, "layers of the tiny model")
     vocabulary: int = knob(512, "entries of the tiny tokenizer")
-    cold_steps: int = knob(-1, "supervised steps before RL; -1: 400 for the tiny model, 0 for a given one")
+    cold_steps: int = knob(-1, "supervised steps before RL; -1: 250 for the tiny model, 0 for a given one")
     cold_batch: int = knob(48, "demonstrations per supervised step")
     cold_lr: float = knob(3e-3, "learning rate of the cold start")
     # evaluation
@@ -81,7 +84,16 @@ class Settings:
         for f in fields(self):
             value = getattr(self, f.name)
             object.__setattr__(self, f.name, convert(f.name, value, kind_of(f)))
-        positive = ("steps", "max_tokens", "context", "slots", "positions", "eval_tasks", "eval_samples", "checkpoint_every")
+        positive = (
+            "steps",
+            "max_tokens",
+            "context",
+            "slots",
+            "positions",
+            "eval_tasks",
+            "eval_samples",
+            "checkpoint_every",
+        )
         for name in positive:
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} is {getattr(self, name)}; write at least 1")
@@ -109,7 +121,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     """``value`` as ``kind``; text is read, anything else must already fit."""
     try:
         return _convert(value, kind)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         wanted = getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind).replace("typing.", "")
         raise SettingError(f"{name} is {value!r}, which is not {wanted}") from None
 
@@ -126,10 +138,9 @@ def _convert(value: Any, kind: Any) -> Any:
     if origin is dict or kind is dict:
         return dict(value)
     if kind is bool:
-        if isinstance(value, bool):
-            return value
-        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(str(value).lower()) \
-            if str(value).lower() in ("true", "1", "yes", "false", "0", "no") else int("x")
+        if str(value).lower() not in BOOLEANS:
+            raise TypeError
+        return BOOLEANS[str(value).lower()]
     if kind is int:
         if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
             raise TypeError
@@ -144,4 +155,7 @@ def _convert(value: Any, kind: Any) -> Any:
 
 
 def default_of(f: Field) -> Any:
-    return f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
+    if f.default is not MISSING:
+        return f.default
+    assert f.default_factory is not MISSING
+    return f.default_factory()

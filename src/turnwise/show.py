@@ -11,6 +11,14 @@ from rich.table import Table
 
 from turnwise.observe.report import comparison, table
 
+WORTH_COMPARING = ("gspo", "grpo")  # the next thing to try, unless it was just tried
+
+
+def console() -> Console:
+    """As wide as the terminal; where there is none, wide enough for a table."""
+    plain = Console(highlight=False)
+    return plain if plain.is_terminal else Console(highlight=False, width=120)
+
 
 def measures(found: Mapping[str, Any]) -> dict[str, Any]:
     """An evaluation as the rows of a comparison."""
@@ -22,24 +30,26 @@ def measures(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_summary(summary: Mapping[str, Any]) -> None:
-    console = Console(highlight=False)
+    out = console()
     before, after = summary["success_before"], summary["success_after"]
     title = f"{summary['method']} on {summary['environment']}, {after['tasks']} held-out tasks (95 % intervals)"
-    console.print()
-    console.print(table(comparison(measures(before), measures(after)), title))
+    out.print()
+    out.print(table(comparison(measures(before), measures(after)), title))
     run = Path(summary["run"])
-    console.print((run / "transcripts.md").read_text(encoding="utf-8"), markup=False)
+    out.print((run / "transcripts.md").read_text(encoding="utf-8"), markup=False)
     took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["seconds"].items())
-    console.print(f"{summary['steps']} steps, {summary['tokens']:,} sampled tokens; {took}; peak {summary['peak_memory_mb']:.0f} MB")
-    console.print(f"curves: {run / 'curves.png'}   model: {run / 'model'}   everything: {run}", soft_wrap=True)
-    console.print("\nNext:")
+    out.print(
+        f"{summary['steps']} steps, {summary['tokens']:,} sampled tokens; {took}; peak {summary['peak_memory_mb']:.0f} MB"
+    )
+    out.print(f"curves: {run / 'curves.png'}   model: {run / 'model'}   everything: {run}", soft_wrap=True)
+    out.print("\nNext:")
     for command in next_commands(summary):
-        console.print(f"  {command}", soft_wrap=True)
+        out.print(f"  {command}", soft_wrap=True)
 
 
 def next_commands(summary: Mapping[str, Any]) -> list[str]:
     method, env = summary["method"], summary["environment"]
-    other = "gspo" if method != "gspo" else "grpo"
+    other = next(name for name in WORTH_COMPARING if name != method)
     harder = "--difficulty 3" if env == "calculator" else "--split train"
     return [
         f"turnwise eval {summary['run']} --eval-samples 4 {harder}",
@@ -49,17 +59,18 @@ def next_commands(summary: Mapping[str, Any]) -> list[str]:
 
 
 def show_evaluation(found: Mapping[str, Any]) -> None:
-    console = Console(highlight=False)
     out = Table(title=f"{found['who']} on {found['environment']} ({found['split']})", title_justify="left")
     out.add_column("measure")
     out.add_column("value", justify="right")
     for name, value in measures(found).items():
         bounded = isinstance(value, Mapping)
-        out.add_row(name, f"{value['estimate']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]" if bounded else f"{value:.2f}")
+        out.add_row(
+            name, f"{value['estimate']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]" if bounded else f"{value:.2f}"
+        )
     for kind in ("pass@k", "majority@k"):
         for k, value in found.get(kind, {}).items():
             out.add_row(kind.replace("k", k), f"{value:.3f}")
-    console.print(out)
+    console().print(out)
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -69,4 +80,4 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         out.add_column(name, overflow="fold")
     for row in rows:
         out.add_row(*map(str, row.values()))
-    Console(highlight=False).print(out)
+    console().print(out)

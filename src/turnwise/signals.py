@@ -12,7 +12,9 @@ class Signal(StrEnum):
     """What can be known of each sampled token besides what was recorded when it was sampled."""
 
     LOGP = "logp"  # log-probability under the weights being trained; carries the gradient
-    ENTROPY = "entropy"  # entropy of the whole next-token distribution; carries the gradient when asked for in an objective
+    ENTROPY = (
+        "entropy"  # entropy of the whole next-token distribution; carries the gradient when asked for in an objective
+    )
     VALUE = "value"  # the critic's estimate before this token; carries the gradient when asked for in an objective
     PROXIMAL = "proximal"  # LOGP before the first update on this batch, frozen
     OLD_VALUE = "old_value"  # VALUE before the first update on this batch, frozen

@@ -82,7 +82,9 @@ def _total(value: Field) -> Tensor:
 
 
 @torch.no_grad()
-def _statistics(batch: Batch, policy: Mapping[Signal, Field], rho: Field, gated: Field, adv: Field) -> dict[str, Tensor]:
+def _statistics(
+    batch: Batch, policy: Mapping[Signal, Field], rho: Field, gated: Field, adv: Field
+) -> dict[str, Tensor]:
     """What every run logs, as shares of all tokens of the step."""
     share = batch["share"].to(policy[Signal.LOGP].x.dtype)
     clipped = (gated.detach().at(TOKEN) - rho.detach().at(TOKEN)).abs() > 0

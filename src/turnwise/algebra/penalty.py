@@ -113,4 +113,4 @@ class NegativeLogLikelihood:
         return -policy[Signal.LOGP]
 
 
-__all__ = ["KL", "LowEntropy", "Penalty", "NegativeLogLikelihood", "CriticError", "Weighted"]
+__all__ = ["KL", "CriticError", "LowEntropy", "NegativeLogLikelihood", "Penalty", "Weighted"]

@@ -35,7 +35,9 @@ class Named(Term):
 
     def __call__(self, batch: Batch) -> Field:
         if self.name not in batch.named:
-            raise SignalError(f"no trajectory carries a reward named {self.name!r}; this batch has: {sorted(batch.named)}")
+            raise SignalError(
+                f"no trajectory carries a reward named {self.name!r}; this batch has: {sorted(batch.named)}"
+            )
         return paid_at_end(batch.named[self.name].map(lambda x: torch.nan_to_num(x, nan=0.0)))
 
 
@@ -43,14 +45,17 @@ class Named(Term):
 class Overlong(Term):
     """Soft length penalty on n sampled tokens: 0 up to limit − cache, then linear, −1 from limit on.
 
-        r = clip((limit − cache − n) / cache, −1, 0)
+    r = clip((limit − cache − n) / cache, −1, 0)
     """
 
     limit: int
     cache: int
 
     def __post_init__(self) -> None:
-        check(0 < self.cache <= self.limit, f"overlong needs 0 < cache <= limit, got cache {self.cache}, limit {self.limit}")
+        check(
+            0 < self.cache <= self.limit,
+            f"overlong needs 0 < cache <= limit, got cache {self.cache}, limit {self.limit}",
+        )
 
     def __call__(self, batch: Batch) -> Field:
         n = batch.tree.size(TOKEN, TRAJECTORY).to(batch.reward.x.dtype)

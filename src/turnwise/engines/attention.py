@@ -35,7 +35,9 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if layout is None:
-        raise SettingError("this model was adopted by Turnwise; call it through a generator or learner, or adopt a copy")
+        raise SettingError(
+            "this model was adopted by Turnwise; call it through a generator or learner, or adopt a copy"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layout.attend(module.layer_idx, query, key, value, scale, sliding_window), None  # type: ignore[arg-type]
 
@@ -49,5 +51,7 @@ def adopt(model: PreTrainedModel) -> PreTrainedModel:
     try:
         model.set_attn_implementation(NAME)
     except (ValueError, AttributeError, KeyError) as fault:
-        raise SettingError(f"{type(model).__name__} does not follow the Transformers attention interface: {fault}") from fault
+        raise SettingError(
+            f"{type(model).__name__} does not follow the Transformers attention interface: {fault}"
+        ) from fault
     return model

@@ -11,6 +11,7 @@ Knows weights and layouts; neither requests nor sampling.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,8 @@ class Decoder:
             return f"model type {config.model_type}"
         if config.hidden_act not in ("silu", "swish") or getattr(config, "mlp_bias", False):
             return "its MLP is not a plain SwiGLU"
+        if model.dtype == torch.float64:
+            return "float64: the stock norms round to float32, and so must we"
         if windows != {None}:
             return "sliding windows"
         if (config.rope_parameters or {}).get("rope_type", "default") not in STEADY_ROPES:
@@ -85,7 +88,7 @@ class Decoder:
         self.norm = base.norm.weight.detach()
         self.layers = [self._fuse(layer) for layer in base.layers]
 
-    def _fuse(self, layer: nn.Module) -> _Layer:
+    def _fuse(self, layer: Any) -> _Layer:
         a, m = layer.self_attn, layer.mlp
         qk_norm = None
         if hasattr(a, "q_norm"):

@@ -1,6 +1,6 @@
 """The local generator: continuous batching over KV slots, one asyncio task, one worker thread.
 
-The task decides (who is admitted, when weights change), the thread computes; the event loop stays free for environments.
+The task decides (who is admitted, when weights change), the thread computes; the event loop stays free for others.
 With ``deterministic=True`` requests are admitted only every ``tick`` steps and only once every open session is running,
 waiting or closed, so batches, and with them every float, do not depend on how long tools take. Sessions that will not
 ask again for a while must be closed or parked, or the others wait for them.
@@ -28,7 +28,6 @@ from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)
 
-Decode = Callable[[list[int]], str]
 SETTLE = 8  # rounds of the event loop in which woken callers may come back before anything is decided
 
 
@@ -36,7 +35,9 @@ class LocalGenerator:
     """Implements ``ports.Generator`` for any Hugging Face causal LM. Owns a copy of ``model``.
 
     ``tokenizer`` (or its decode function) is needed for stop strings only. ``patience``: seconds a deterministic
-    generator waits for sessions that neither ask nor close before it goes on without them, with a warning."""
+    generator waits for sessions that neither ask nor close before it goes on without them, with a warning.
+    ``fast=False`` keeps the stock forward. ``threads``: CPU threads of decoding; 1 is nearly as fast as 2 for a small
+    model, and where a learner computes at the same time two teams on the same cores stall each other tenfold."""
 
     def __init__(
         self,
@@ -51,22 +52,25 @@ class LocalGenerator:
         device: torch.device | str | None = None,
         patience: float = 60.0,
         fast: bool = True,
+        threads: int | None = None,
     ) -> None:
         if min(slots, context - 1, tick) < 1:
             raise SettingError(f"slots={slots}, context={context}, tick={tick}; write at least 1, 2 and 1")
-        where = torch.device(device) if device is not None else next(model.parameters()).device
-        decode: Decode | None = getattr(tokenizer, "decode", tokenizer)
+        decode: Callable[[list[int]], str] | None = getattr(tokenizer, "decode", tokenizer)
         self.context, self.tick, self.deterministic, self.patience = context, tick, deterministic, patience
-        self.network = Network(model, slots, context, where, fast)
+        self.network = Network(model, slots, context, torch.device(device or model.device), fast)
         self.lanes = Lanes(self.network, stop_ids, decode)
         self.sessions: dict[int, LocalSession] = {}  # open ones, by order
-        self._opened = 0
         self._closed: list[LocalSession] = []  # to be released between two runs
         self._updates: list[tuple[Mapping[str, Tensor], int, asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._urgent = False
+        self._urgent, self._opened = False, 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="turnwise-generator")
+        if threads is not None:
+            own = torch.get_num_threads()
+            self._worker.submit(torch.set_num_threads, threads).result()
+            torch.set_num_threads(own)  # the setting is per thread, but also the default of threads yet to come
 
     # ------------------------------------------------------------------ the port
 
@@ -93,14 +97,8 @@ class LocalGenerator:
         await future
 
     def stats(self) -> dict[str, float]:
-        names = ("tokens", "steps", "lane_steps", "prefill_tokens", "prefix_hits", "shared_tokens", "reread_tokens")
-        count, seconds = self.lanes.count, self.lanes.seconds
-        out = {name: float(count[name]) for name in (*names, "admissions", "publishes", "impatience")}
-        out["seconds"] = seconds
-        out["tokens_per_second"] = count["tokens"] / seconds if seconds else 0.0
-        out["decoder"] = float(self.network.decoder is not None)
-        out["open"] = float(len(self.sessions))
-        return out
+        """Counts since the start. ``decoder`` is 1 when the hand-written forward steps, 0 when the stock one does."""
+        return {**self.lanes.stats(), "open": float(len(self.sessions))}
 
     # ------------------------------------------------------------------ called by sessions
 
@@ -177,12 +175,8 @@ class LocalGenerator:
     def _without(self, missing: Sequence[LocalSession]) -> None:
         """Park sessions that kept everyone waiting too long, rather than hang."""
         self.lanes.count["impatience"] += 1
-        log.warning(
-            "%d open sessions neither asked nor closed for %.0f s; going on without them, so this run may not be "
-            "repeatable. park() or close() sessions that rest",
-            len(missing),
-            self.patience,
-        )
+        text = "%d open sessions neither asked nor closed for %.0f s; going on, but a repeated run may differ. "
+        log.warning(text + "park() or close() sessions that rest", len(missing), self.patience)
         for session in missing:
             session.parked = True
 
@@ -211,9 +205,11 @@ class LocalGenerator:
             weights, version, future = self._updates.pop(0)
             try:
                 await asyncio.get_running_loop().run_in_executor(self._worker, self._load, weights, version)
-            except SettingError as fault:  # refused before anything was copied: the old weights still hold
+            except BaseException as fault:
                 if not future.done():
                     future.set_exception(fault)
+                if not isinstance(fault, SettingError):  # that one is raised before anything is copied
+                    raise
             if not future.done():
                 future.set_result(None)
 
@@ -245,9 +241,7 @@ class LocalGenerator:
     @torch.inference_mode()
     def _load(self, weights: Mapping[str, Tensor], version: int) -> None:
         self.network.load(weights)
-        self.lanes.version = version
-        self.lanes.count["publishes"] += 1
-        self.lanes.reread()
+        self.lanes.reread(version)
 
 
 def _resolve(request: Request) -> None:

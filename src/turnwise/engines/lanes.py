@@ -20,6 +20,10 @@ from turnwise.engines.network import Network
 from turnwise.engines.sampling import Sampler, uniforms
 from turnwise.engines.slots import Move, Seat
 
+COUNTS = (
+    "tokens", "steps", "lane_steps", "prefill_tokens", "prefix_hits", "shared_tokens", "reread_tokens", "admissions",
+    "publishes", "impatience",
+)  # fmt: skip
 TAIL = 8  # extra tokens decoded before the stop string's own length, so that no word boundary hides it
 
 
@@ -56,6 +60,12 @@ class Lanes:
         self.count: Counter[str] = Counter()
         self.seconds = 0.0
         self._history: list[tuple[list[int], Tensor, Tensor | None]] = []
+
+    def stats(self) -> dict[str, float]:
+        rate = self.count["tokens"] / self.seconds if self.seconds else 0.0
+        fast = float(self.network.decoder is not None)
+        derived = {"seconds": self.seconds, "tokens_per_second": rate, "decoder": fast}
+        return {name: float(self.count[name]) for name in COUNTS} | derived
 
     # ------------------------------------------------------------------ composition
 
@@ -100,8 +110,10 @@ class Lanes:
                 donors[request.seat] = (-best[1], best[0])
         return donors
 
-    def reread(self) -> None:
+    def reread(self, version: int) -> None:
         """The weights changed: give every running row the KV of the new policy."""
+        self.version = version
+        self.count["publishes"] += 1
         jobs = [Job(_row(r), 0, r.sequence[:-1]) for r in self.running if len(r.sequence) > 1]
         if jobs:
             self.count["reread_tokens"] += self.network.read(jobs)
@@ -123,7 +135,9 @@ class Lanes:
         lanes, device = self.running, self.slots.device
         layout = Stepping(self.slots, [len(r.sequence) - 1 for r in lanes], steps)
         sampler = Sampler([r.sampling for r in lanes], device)
-        seed, position = (torch.tensor(x, device=device) for x in ([r.seed for r in lanes], [len(r.sequence) for r in lanes]))
+        seed, position = (
+            torch.tensor(x, device=device) for x in ([r.seed for r in lanes], [len(r.sequence) for r in lanes])
+        )
         u = uniforms(seed, position + torch.arange(steps, device=device)[:, None])  # [steps, n]
         tokens = torch.tensor([r.sequence[-1] for r in lanes], device=device)
         watch = [i for i, r in enumerate(lanes) if r.sampling.stop]
@@ -167,11 +181,10 @@ class Lanes:
         assert self.decode is not None
         request = self.running[lane]
         tail = [*request.sequence[request.given :], *(drawn[lane] for drawn, _, _ in self._history)]
-        for string in request.sampling.stop:
-            # every token carries at least a byte, so these tokens cover the string and some context before it
-            if string in self.decode(tail[-(len(string.encode()) + TAIL) :]):
-                return True
-        return False
+        # every token carries at least a byte, so these tokens cover the string and some context before it
+        size = TAIL + max(len(string.encode()) for string in request.sampling.stop)
+        text = self.decode(tail[-size:])
+        return any(string in text for string in request.sampling.stop)
 
     # ------------------------------------------------------------------ handing out
 

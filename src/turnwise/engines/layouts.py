@@ -1,4 +1,4 @@
-"""How tokens attend to KV slots: many tokens of few rows (``Reading``), or one token of every running row (``Stepping``).
+"""How tokens attend to KV slots: many tokens of few rows (``Reading``), or one of every running row (``Stepping``).
 
 Both write their keys and values into the slots first and attend to them from there. Know nothing of ids or requests.
 """

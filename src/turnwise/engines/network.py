@@ -39,10 +39,14 @@ class _Probe:
 
 
 class Network:
-    def __init__(self, model: PreTrainedModel, rows: int, context: int, device: torch.device, fast: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, rows: int, context: int, device: torch.device, fast: bool = True
+    ) -> None:
         self.model = copy.deepcopy(model).to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.device = device
-        ids = torch.randint(0, model.config.get_text_config().vocab_size, (12,), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            0, model.config.get_text_config().vocab_size, (12,), generator=torch.Generator().manual_seed(0)
+        )
         with torch.inference_mode():
             reference = self.model(input_ids=ids[None].to(device), use_cache=False).logits[0]
             adopt(self.model)
@@ -64,7 +68,6 @@ class Network:
 
     def _deviation(self, ids: Tensor, reference: Tensor) -> float:
         """Largest error of reading all ids but the last two and stepping those, relative to the logits' scale."""
-        self.slots.move([])
         self.read([Job(0, 0, ids[:-2].tolist())])
         layout = Stepping(self.slots, [len(ids) - 2], 2)
         rows = []
@@ -93,7 +96,9 @@ class Network:
             why = "" if error <= self._tolerance() else f"its logits were off by {error:.2g}"
         if why:
             self.decoder = None
-        log.info("generator steps %s by %s", type(self.model).__name__, f"its stock forward ({why})" if why else "decoder")
+        log.info(
+            "generator steps %s by %s", type(self.model).__name__, f"its stock forward ({why})" if why else "decoder"
+        )
 
     # ------------------------------------------------------------------ use
 
@@ -119,10 +124,14 @@ class Network:
         own = self.model.state_dict()
         unknown = [name for name in weights if name not in own]
         if unknown:
-            raise SettingError(f"published weights name {unknown[0]!r}, which {type(self.model).__name__} does not have")
+            raise SettingError(
+                f"published weights name {unknown[0]!r}, which {type(self.model).__name__} does not have"
+            )
         for name, value in weights.items():
             if own[name].shape != value.shape:
-                raise SettingError(f"weight {name!r} has shape {tuple(value.shape)}; the model's is {tuple(own[name].shape)}")
+                raise SettingError(
+                    f"weight {name!r} has shape {tuple(value.shape)}; the model's is {tuple(own[name].shape)}"
+                )
         for name, value in weights.items():
             own[name].copy_(value)
         if self.decoder is not None:

@@ -71,13 +71,14 @@ class Sampler:
         else:
             cdf = weight.cumsum(-1, dtype=torch.float64)
             token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
-            token = token if best is None else torch.where(self.greedy, best, token)
+            if best is not None and self.greedy is not None:
+                token = torch.where(self.greedy, best, token)
         chosen = full.gather(1, token)[:, 0].log()
         return token[:, 0], (chosen if mass is None else chosen - mass), mass
 
     def _truncate(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Zero what is cut; the kept log mass. Sorted to decide, unsorted to draw: a row's draw ignores its neighbours."""
-        p, order = weight.double().sort(-1, descending=True, stable=True)
+        """Zero what is cut; the kept log mass. Sorted to decide, unsorted to draw: a row must ignore its neighbours."""
+        p, order = weight.double().sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(p.shape[1], device=p.device)
         kept = torch.where(rank < self.top_k, p, 0.0)
         before = kept.cumsum(-1) - kept

@@ -29,7 +29,7 @@ class _House(Protocol):
 
 
 class LocalSession:
-    """Implements ``ports.Session``. Random numbers depend on (seed, position) only: the same ids give the same tokens."""
+    """Implements ``ports.Session``. Random numbers depend on (seed, position) alone: same ids, same tokens."""
 
     def __init__(self, house: _House, seed: int, order: int) -> None:
         self.seed = signed(seed)

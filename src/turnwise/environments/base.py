@@ -104,7 +104,7 @@ def call(tool: str, **arguments: Any) -> Action:
     """An action that calls one tool, in the format the renderer parses."""
     import json
 
-    text = f'<tool_call>{json.dumps({"name": tool, "arguments": arguments})}</tool_call>'
+    text = f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
     return Action(text=text, calls=(ToolCall(tool, arguments),))
 
 

@@ -48,6 +48,7 @@ WHO = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn")
 WHAT = ("pens", "nuts", "eggs", "cups", "figs", "keys")
 _ANSWER = re.compile(r"answer:\s*(-?[\d,]*\.?\d+)")
 
+
 @dataclass(frozen=True)
 class Problem:
     question: str
@@ -142,9 +143,9 @@ class Calculator(Environment):
 
     def demonstrate(self, rng: random.Random) -> Action:
         """A third plays well; the others guess, compute the wrong thing, or write broken code and ignore the error."""
-        self.style = self.style or rng.choices(
-            ("good", "guess", "wrong", "broken", "mended"), weights=(30, 25, 20, 15, 10)
-        )[0]
+        self.style = (
+            self.style or rng.choices(("good", "guess", "wrong", "broken", "mended"), weights=(30, 25, 20, 15, 10))[0]
+        )
         if not self.replies:
             return self._first_call(rng)
         reply, ok = self.replies[-1]

@@ -56,8 +56,12 @@ class Countdown(Environment):
     def reset(self, seed: int) -> Sequence[Message]:
         self.problem = draw(lambda rng: make_problem(rng, self.difficulty), seed, self.split, lambda p: p.key)
         numbers = " ".join(map(str, self.problem.numbers))
-        return [user(f"numbers: {numbers}. target: {self.problem.target}. "
-                     "use each number exactly once with + - * / and ( ). say only the expression.")]
+        return [
+            user(
+                f"numbers: {numbers}. target: {self.problem.target}. "
+                "use each number exactly once with + - * / and ( ). say only the expression."
+            )
+        ]
 
     def step(self, action: Action) -> Step:
         legal, right = 1.0, False

@@ -137,8 +137,14 @@ class Guess(Environment):
         return ", ".join(sorted(self.remaining))
 
     def snapshot(self) -> dict[str, Any]:
-        return {"difficulty": self.difficulty, "split": self.split, "seed": self.seed, "turns": self.turns,
-                "remaining": list(self.remaining), "guessed": self.guessed}
+        return {
+            "difficulty": self.difficulty,
+            "split": self.split,
+            "seed": self.seed,
+            "turns": self.turns,
+            "remaining": list(self.remaining),
+            "guessed": self.guessed,
+        }
 
     def restore(self, snapshot: Any) -> None:
         self.difficulty, self.split = snapshot["difficulty"], snapshot["split"]

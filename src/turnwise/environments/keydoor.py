@@ -23,8 +23,10 @@ Cell = tuple[int, int]  # column, row; row 0 is the north edge
 
 MOVES: dict[str, Cell] = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
 WORDS = (*MOVES, "take", "open")
-PROMPT = ("reach the goal behind the locked door. take the key, open the door when next to it. "
-          "say one word: north, east, south, west, take or open.")
+PROMPT = (
+    "reach the goal behind the locked door. take the key, open the door when next to it. "
+    "say one word: north, east, south, west, take or open."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +185,15 @@ class KeyDoor(Environment):
 
     def snapshot(self) -> dict[str, Any]:
         state = self.state
-        return {"difficulty": self.difficulty, "split": self.split, "seed": self.seed, "turns": self.turns,
-                "at": list(state.at), "held": state.held, "opened": state.opened}
+        return {
+            "difficulty": self.difficulty,
+            "split": self.split,
+            "seed": self.seed,
+            "turns": self.turns,
+            "at": list(state.at),
+            "held": state.held,
+            "opened": state.opened,
+        }
 
     def restore(self, snapshot: Any) -> None:
         self.difficulty, self.split = snapshot["difficulty"], snapshot["split"]

@@ -105,8 +105,14 @@ class Lookup(Environment):
         return " ".join(sorted(self.seen))
 
     def snapshot(self) -> dict[str, Any]:
-        return {"difficulty": self.difficulty, "split": self.split, "seed": self.seed, "turns": self.turns,
-                "seen": sorted(self.seen), "said": self.said}
+        return {
+            "difficulty": self.difficulty,
+            "split": self.split,
+            "seed": self.seed,
+            "turns": self.turns,
+            "seen": sorted(self.seen),
+            "said": self.said,
+        }
 
     def restore(self, snapshot: Any) -> None:
         self.difficulty, self.split = snapshot["difficulty"], snapshot["split"]

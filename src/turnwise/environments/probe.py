@@ -133,8 +133,9 @@ class Probe:
 
     def new(self, spot: Spot) -> Any:
         wanted = {key: getattr(spot, key) for key in self.settings}
-        return self.call(f"{self.cls.__name__}({', '.join(f'{k}=...' for k in sorted(wanted))})", spot,
-                         lambda: self.cls(**wanted))
+        return self.call(
+            f"{self.cls.__name__}({', '.join(f'{k}=...' for k in sorted(wanted))})", spot, lambda: self.cls(**wanted)
+        )
 
     def optional(self, env: Any, name: str, spot: Spot, *arguments: Any) -> Any:
         """The value of an optional method; None where there is none."""

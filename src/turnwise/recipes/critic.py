@@ -11,7 +11,9 @@ from turnwise.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.recipe import Recipe
 
 
-def ppo(clip: float = 0.2, gamma: float = 1.0, lam: float = 0.95, value_clip: float = 0.5, value_weight: float = 1.0) -> Recipe:
+def ppo(
+    clip: float = 0.2, gamma: float = 1.0, lam: float = 0.95, value_clip: float = 0.5, value_weight: float = 1.0
+) -> Recipe:
     """PPO: a critic, generalised advantages over the sampled tokens of all turns, a clipped ratio for each token.
 
     J = 1/N Σₜ min(ρₜAₜ, clip(ρₜ, 1±clip)Aₜ) − c ½ 1/N Σₜ max((v−G)², (clip(v, v_old±value_clip)−G)²)
@@ -28,7 +30,9 @@ def ppo(clip: float = 0.2, gamma: float = 1.0, lam: float = 0.95, value_clip: fl
     )
 
 
-def turn_ppo(clip: float = 0.2, gamma: float = 1.0, lam: float = 1.0, value_clip: float = 0.5, value_weight: float = 1.0) -> Recipe:
+def turn_ppo(
+    clip: float = 0.2, gamma: float = 1.0, lam: float = 1.0, value_clip: float = 0.5, value_weight: float = 1.0
+) -> Recipe:
     """Turn-PPO: the ratio is judged a turn at a time, as an agent acts; each token keeps its own advantage.
 
     wᵏ = exp( 1/nₖ Σ_{t∈turn k} log ρₜ );  wₜ = sg[wᵏ] · πₜ/sg[πₜ];  J = mean over trajectories of 1/|y| Σₜ clipped(wₜ, Aₜ)

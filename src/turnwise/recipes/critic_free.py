@@ -60,9 +60,7 @@ def dr_grpo(clip: float = 0.2, length: float = 64) -> Recipe:
     Settings: G 8, clip 0.2, no KL, L = the generation budget (3000 tokens there; 64 here, small models speak briefly).
     Sure of: the formula (official code).
     """
-    return Recipe(
-        advantage=Standardise(scale=False), gate=Clip(clip, clip), aggregate=Sum(TRAJECTORY, length=length)
-    )
+    return Recipe(advantage=Standardise(scale=False), gate=Clip(clip, clip), aggregate=Sum(TRAJECTORY, length=length))
 
 
 def dapo(low: float = 0.2, high: float = 0.28, limit: int = 192, cache: int = 64, dual: float | None = None) -> Recipe:

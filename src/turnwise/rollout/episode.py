@@ -12,8 +12,9 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from turnwise.data import Message, Sampling, Status, Stop, Task, Trajectory, Turn
@@ -50,8 +51,9 @@ async def guarded(function: Callable[..., Any], *args: Any, seconds: float, inli
     def work() -> None:
         try:
             value, fault = function(*args), None
-        except BaseException as caught:
-            value, fault = None, caught if not isinstance(caught, StopIteration) else RuntimeError("StopIteration")
+        except BaseException as caught:  # a future cannot carry StopIteration, and SystemExit would end the whole run
+            plain = isinstance(caught, Exception) and not isinstance(caught, StopIteration)
+            value, fault = None, caught if plain else RuntimeError(repr(caught))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, fault)
 
@@ -73,17 +75,41 @@ def checked_step(value: Any) -> Step:
     if isinstance(value, tuple) and len(value) == 5:  # (messages, reward, terminated, truncated, info), as in Gymnasium
         value = Step(*value)
     if not isinstance(value, Step):
-        raise EnvironmentFault(f"step returned {value!r:.120}; expected a Step or (messages, reward, terminated, truncated, info)")
-    if isinstance(value.reward, bool) or not isinstance(value.reward, int | float) or not math.isfinite(value.reward):
+        raise EnvironmentFault(
+            f"step returned {value!r:.120}; expected a Step or (messages, reward, terminated, truncated, info)"
+        )
+    if not finite(value.reward):
         raise EnvironmentFault(f"step returned the reward {value.reward!r}; expected a finite number")
+    if not isinstance(value.info, Mapping):
+        raise EnvironmentFault(f"step returned the info {value.info!r:.120}; expected a dict")
+    named = value.info.get("rewards", {})
+    counts = [value.info.get(name, 0) for name in ("tool_calls", "tool_errors")]
+    if not isinstance(named, Mapping) or not all(map(finite, [*named.values(), *counts])):
+        raise EnvironmentFault(
+            f"step returned the info {dict(value.info)!r:.120}; rewards and tool counts must be numbers"
+        )
     checked_messages(value.messages, "step")
     return value
+
+
+def finite(value: Any) -> bool:
+    """A number, NumPy's included; not a bool, NaN or infinity."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Episode:
     """Plays one trajectory; ``run`` never raises for what the environment does."""
 
-    def __init__(self, key: str, task: Task, environment: Any, session: Session, renderer: Renderer, sampling: Sampling, limits: Limits):
+    def __init__(
+        self,
+        key: str,
+        task: Task,
+        environment: Any,
+        session: Session,
+        renderer: Renderer,
+        sampling: Sampling,
+        limits: Limits,
+    ):
         self.key, self.task, self.environment, self.session = key, task, environment, session
         self.renderer, self.sampling, self.limits = renderer, sampling, limits
         self.inline = bool(getattr(type(environment), "inline", False))
@@ -115,8 +141,14 @@ class Episode:
         )
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        value = await guarded(function, *args, seconds=self.limits.environment_seconds, inline=self.inline)
-        return await asyncio.wait_for(value, self.limits.environment_seconds) if inspect.isawaitable(value) else value
+        seconds = self.limits.environment_seconds
+        value = await guarded(function, *args, seconds=seconds, inline=self.inline)
+        if not inspect.isawaitable(value):
+            return value
+        try:
+            return await asyncio.wait_for(value, seconds)
+        except TimeoutError:
+            raise EnvironmentFault(f"no answer within {seconds:g} s") from None
 
     async def _play(self) -> tuple[Status, str]:
         first = checked_messages(await self._call(self.environment.reset, self.task.seed), "reset")

@@ -51,7 +51,9 @@ class Renderer:
         self.stop_ids = self._find_stop_ids()
         probe = self._text([{"role": "user", "content": "a 1\nb"}], (), True)
         if self.decode(self.encode(probe)) != probe:
-            raise RenderError("this tokenizer does not give back the text it was given; dialogues could not be followed exactly")
+            raise RenderError(
+                "this tokenizer does not give back the text it was given; dialogues could not be followed exactly"
+            )
 
     # ----------------------------------------------------------- dialogue
     def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Dialogue:
@@ -105,6 +107,8 @@ class Renderer:
         """The token the template puts behind an assistant turn, then the tokenizer's own end of sequence."""
         marker = "x7Q"
         text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}], (), False)
+        if marker not in text:
+            raise RenderError("the chat template leaves out what the assistant said; dialogues could not be followed")
         behind = self.encode(text[text.rindex(marker) + len(marker) :])
         special = set(self.tokenizer.all_special_ids)
         ends = [i for i in behind if i in special][:1]
@@ -127,8 +131,8 @@ def parse(text: str) -> Action:
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 raise TypeError
             calls.append(ToolCall(name, arguments, id=str(len(calls))))
-        except json.JSONDecodeError as fault:
-            faults.append(f"error: the tool call is not JSON: {fault.msg}")
+        except ValueError as fault:  # not JSON, or a number of thousands of digits
+            faults.append(f"error: the tool call is not JSON: {getattr(fault, 'msg', 'a number is too long')}")
         except (KeyError, TypeError, AttributeError, RecursionError):
             faults.append('error: a tool call needs {"name": text, "arguments": object}')
     return Action(text, tuple(calls), tuple(faults))

@@ -1,0 +1,50 @@
+# Turnwise. One word does each thing; the first of them sets everything up.
+#   make train   train the default agent (installs what is missing first)
+#   make test    lint, types and all tests
+#   make quick   the tests of the inner loop (under a minute)
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: train test quick lint format docs bench seeds clean help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+train: $(READY)
+	$(BIN)/turnwise train $(ARGS)
+
+test: $(READY) lint
+	$(BIN)/python -m pytest $(ARGS)
+
+quick: $(READY)
+	$(BIN)/python -m pytest -m "not slow" -x $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format src
+	$(BIN)/ruff check --fix src tests bench examples
+
+docs: $(READY)
+	$(BIN)/python -m turnwise.catalogue docs/methods.md
+
+bench: $(READY)
+	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/step.py
+
+seeds: $(READY)
+	$(BIN)/python bench/seeds.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info
+
+$(READY): pyproject.toml constraints.txt setup.sh
+	@bash setup.sh $(PYTHON) $(VENV)
+	@touch $(READY)

@@ -1,0 +1,267 @@
+"""The generator against plain forwards: what it samples, what it says about it, what it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from turnwise.data import Completion, Sampling, Stop
+from turnwise.engines.generator import LocalGenerator
+from turnwise.errors import SettingError
+
+V = 64
+Decode = Callable[[list[int]], str]
+SHAPE = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, rope_parameters=LLAMA3)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"})),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+    "window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=6)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=None, eos_token_id=None)
+    ),
+}
+STEPPED = {"llama", "llama3", "qwen2", "qwen3", "mistral"}  # those the hand-written decoder fits
+
+
+def make(kind: str = "llama", seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = MAKERS[kind]().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3.0 if p.dim() > 1 else 1.0).add_(0.02 * torch.randn_like(p))  # peaked; no zero bias, no unit norm
+    return model
+
+
+def generator(model: PreTrainedModel | None = None, decode: Decode | None = None, **options: object) -> LocalGenerator:
+    options = {"slots": 4, "context": 128, "stop_ids": (), **options}
+    return LocalGenerator(model or make(), decode, **options)  # type: ignore[arg-type]
+
+
+def prompts(n: int, low: int = 1, high: int = 20, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(V) for _ in range(rng.randint(low, high))] for _ in range(n)]
+
+
+def ask(g: LocalGenerator, asked: list[list[int]], sampling: Sampling | list[Sampling], seeds: list[int] | None = None):
+    """Every prompt in a session of its own, all at once."""
+    settings = sampling if isinstance(sampling, list) else [sampling] * len(asked)
+
+    async def main() -> list[Completion]:
+        sessions = [g.open(s) for s in seeds or range(len(asked))]
+
+        async def one(i: int) -> Completion:
+            done = await sessions[i].generate(asked[i], settings[i])
+            sessions[i].close()
+            return done
+
+        return list(await asyncio.gather(*map(one, range(len(asked)))))
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def run(main: Awaitable[object]):
+    async def limited():
+        return await asyncio.wait_for(main, 60)
+
+    return asyncio.run(limited())
+
+
+def full_logp(model: PreTrainedModel, ids: list[int], done: Completion, temperature: float = 1.0) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([[*ids, *done.tokens]])).logits[0] / temperature
+    at = torch.arange(len(ids) - 1, len(ids) - 1 + len(done.tokens))
+    return logits.log_softmax(-1)[at, torch.tensor(done.tokens)]
+
+
+def check_logp(model: PreTrainedModel, ids: list[int], done: Completion, atol: float = 1e-4) -> None:
+    got = torch.tensor(done.logp, dtype=torch.float64)
+    torch.testing.assert_close(got, full_logp(model, ids, done).double(), atol=atol, rtol=0)
+
+
+# ---------------------------------------------------------------------- same as Transformers
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("fast", [True, False])
+def test_greedy_equals_transformers(kind: str, fast: bool):
+    model = make(kind)
+    asked = prompts(9)
+    g = generator(model, fast=fast)
+    assert bool(g.stats()["decoder"]) == (fast and kind in STEPPED)
+    for ids, done in zip(asked, ask(g, asked, Sampling(temperature=0, max_tokens=14))):
+        given, mask = torch.tensor([ids]), torch.ones(1, len(ids))
+        expected = model.generate(given, attention_mask=mask, max_new_tokens=14, do_sample=False, pad_token_id=0)
+        assert list(done.tokens) == expected[0, len(ids) :].tolist()
+        assert done.stop is Stop.LENGTH
+        check_logp(model, ids, done)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_logp_is_exact_in_double(kind: str):
+    model = make(kind).double()
+    asked = prompts(6)
+    for ids, done in zip(asked, ask(generator(model), asked, Sampling(max_tokens=20))):
+        check_logp(model, ids, done, atol=1e-9)
+
+
+def test_logp_and_mass_of_a_cut_distribution():
+    model = make()
+    asked = prompts(5)
+    for ids, done in zip(asked, ask(generator(model), asked, Sampling(temperature=0.8, top_k=7, max_tokens=12))):
+        whole = full_logp(model, ids, done, temperature=0.8)
+        torch.testing.assert_close(torch.tensor(done.logp) + torch.tensor(done.mass), whole, atol=1e-4, rtol=0)
+        assert max(done.mass) < 0
+
+
+def test_the_callers_model_stays_untouched():
+    model = make()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    implementation = model.config._attn_implementation
+    ask(generator(model), prompts(3), Sampling(max_tokens=4))
+    assert model.config._attn_implementation == implementation
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+# ---------------------------------------------------------------------- seeds
+
+
+def test_tokens_do_not_depend_on_batch_order_or_slots():
+    model, asked, seeds = make(), prompts(12), list(range(100, 112))
+    settings = [Sampling(max_tokens=5 + 3 * i, top_p=0.9 if i % 3 else 1.0) for i in range(12)]
+    base = [c.tokens for c in ask(generator(model, slots=12), asked, settings, seeds)]
+    for slots, tick, deterministic in ((1, 8, True), (5, 3, True), (4, 8, False)):
+        g = generator(model, slots=slots, tick=tick, deterministic=deterministic)
+        order = random.Random(slots).sample(range(12), 12)
+        again = ask(g, [asked[i] for i in order], [settings[i] for i in order], [seeds[i] for i in order])
+        assert [again[order.index(i)].tokens for i in range(12)] == base
+    assert len({tuple(c) for c in base}) == 12
+
+
+async def dialogues(g: LocalGenerator, delay: random.Random | None, n: int = 9, turns: int = 3):
+    sessions = [g.open(i) for i in range(n)]
+
+    async def one(i: int) -> list[Completion]:
+        rng, ids, out = random.Random(i), [1, 2, 3 + i], []
+        for _ in range(turns):
+            done = await sessions[i].generate(ids, Sampling(max_tokens=rng.randint(1, 25)))
+            out.append(done)
+            ids = [*ids, *done.tokens, *(rng.randrange(V) for _ in range(rng.randint(1, 6)))]
+            if delay is not None and delay.random() < 0.7:
+                await asyncio.sleep(delay.random() * 0.01)
+        sessions[i].close()
+        return out
+
+    return list(await asyncio.gather(*map(one, range(n))))
+
+
+def bits(out: list[list[Completion]]) -> list[object]:
+    return [[(c.tokens, c.logp, c.mass, c.version, c.stop) for c in turns] for turns in out]
+
+
+@pytest.mark.parametrize("slots", [4, 16])
+def test_bit_identical_under_random_delays(slots: int):
+    model = make("qwen3")
+    base = bits(run(dialogues(generator(model, slots=slots), None)))
+    for seed in range(3):
+        assert bits(run(dialogues(generator(model, slots=slots), random.Random(seed)))) == base
+
+
+def test_not_deterministic_still_samples_the_same_tokens():
+    model = make("qwen3")
+    base = run(dialogues(generator(model), None))
+    free = run(dialogues(generator(model, deterministic=False), random.Random(1)))
+    assert [[c.tokens for c in turns] for turns in free] == [[c.tokens for c in turns] for turns in base]
+
+
+# ---------------------------------------------------------------------- limits
+
+
+def test_stop_id_ends_a_turn_and_is_kept():
+    model = make()
+    free = ask(generator(model), prompts(6), Sampling(max_tokens=30))
+    stop = free[0].tokens[4]
+    for before, done in zip(free, ask(generator(model, stop_ids=(stop,)), prompts(6), Sampling(max_tokens=30))):
+        tokens = list(before.tokens)
+        if stop in tokens:
+            assert done.tokens == tokens[: tokens.index(stop) + 1] and done.stop is Stop.TOKEN
+        else:
+            assert done.tokens == tokens and done.stop is Stop.LENGTH
+
+
+def test_stop_string_may_span_tokens():
+    def decode(ids: list[int]) -> str:
+        return "".join(chr(ord("a") + i % 26) for i in ids)
+
+    model = make()
+    free = ask(generator(model, decode), prompts(5), Sampling(max_tokens=30))
+    string = decode(list(free[0].tokens))[5:8]
+    settings = [Sampling(max_tokens=30, stop=(string, "never!")) for _ in free]
+    for before, done in zip(free, ask(generator(model, decode), prompts(5), settings)):
+        at = decode(list(before.tokens)).find(string)
+        assert done.tokens == (before.tokens if at < 0 else before.tokens[: at + 3])
+        assert done.stop is (Stop.LENGTH if at < 0 else Stop.STRING)
+
+
+def test_stop_string_without_tokenizer_is_refused():
+    with pytest.raises(SettingError, match="tokenizer"):
+        ask(generator(), [[1]], Sampling(stop=("x",)))
+
+
+def test_the_context_is_a_wall():
+    model = make()
+    g = generator(model, context=16)
+    asked = [list(range(1, 11)), list(range(1, 16)), list(range(1, 17)), [5]]
+    done = ask(g, asked, Sampling(max_tokens=50))
+    assert [len(c.tokens) for c in done] == [6, 1, 0, 15]
+    assert all(c.stop is Stop.LENGTH for c in done)
+    for ids, c in zip(asked, done):
+        if c.tokens:
+            check_logp(model, ids, c)
+
+
+def test_wrong_use_is_refused():
+    with pytest.raises(SettingError, match="no ids"):
+        ask(generator(), [[]], Sampling())
+    with pytest.raises(SettingError, match="slots=0"):
+        generator(slots=0)
+
+    async def twice():
+        session = generator().open(0)
+        first = asyncio.ensure_future(session.generate([1], Sampling()))
+        await asyncio.sleep(0)
+        with pytest.raises(SettingError, match="already"):
+            await session.generate([1], Sampling())
+        await first
+        session.close()
+        with pytest.raises(SettingError, match="closed"):
+            await session.generate([1], Sampling())
+
+    run(twice())

@@ -1,0 +1,330 @@
+"""Whatever an environment does ends as a record with a reason in words, and costs nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from turnwise.data import Completion, Sampling, Status, Stop, Task
+from turnwise.models.tiny import tiny_tokenizer
+from turnwise.ports import Step
+from turnwise.rollout.episode import Episode, Limits
+from turnwise.rollout.render import Renderer
+from turnwise.rollout.strategy import Independent
+
+RENDERER = Renderer(tiny_tokenizer([], 300))
+TASK = Task("test", seed=7)
+LIMITS = Limits(turns=3, context=400, environment_seconds=9.0)
+IMPATIENT = Limits(turns=3, context=400, environment_seconds=0.4)
+
+
+class Speaker:
+    """A session that says the same thing every time."""
+
+    def __init__(self, text: str = "yes", stop: Stop = Stop.TOKEN, fault: Exception | None = None) -> None:
+        self.tokens = RENDERER.encode_turn(text) if stop == Stop.TOKEN else RENDERER.encode(text)
+        self.stop, self.fault, self.closed, self.read = stop, fault, 0, []
+
+    async def generate(self, ids, sampling):
+        await asyncio.sleep(0)
+        if self.fault:
+            raise self.fault
+        self.read.append(list(ids))
+        n = len(self.tokens)
+        return Completion(self.tokens, [-1.0] * n, [0.0] * n, [4] * n, self.stop, seconds=0.5)
+
+    def close(self):
+        self.closed += 1
+
+
+class Patient:
+    """An environment that asks for ever; what it does wrong is written into a subclass."""
+
+    closed = 0
+
+    def reset(self, seed):
+        return [{"role": "user", "content": f"seed {seed}"}]
+
+    def step(self, action):
+        return Step([{"role": "user", "content": "again"}], reward=0.5)
+
+    def close(self):
+        self.closed += 1
+
+
+def play(environment, session=None, limits=LIMITS, sampling=None):
+    session = session or Speaker()
+    episode = Episode("g.0", TASK, environment, session, RENDERER, sampling or Sampling(), limits)
+    trajectory = asyncio.run(episode.run())
+    assert session.closed == 1, "the session was not closed exactly once"
+    return trajectory
+
+
+def stepping(value):
+    """An environment whose step returns this."""
+
+    class Odd(Patient):
+        def step(self, action):
+            return value
+
+    return Odd()
+
+
+def raising(fault):
+    class Raising(Patient):
+        def step(self, action):
+            raise fault
+
+    return Raising()
+
+
+# ------------------------------------------------------------------- endings
+
+
+def test_a_whole_episode():
+    class Once(Patient):
+        def step(self, action):
+            info = {"success": True, "rewards": {"right": 1.0}, "tool_calls": 2, "tool_errors": 1}
+            return Step([{"role": "user", "content": action.text}], 1, terminated=True, info=info)
+
+    env = Once()
+    t = play(env)
+    (turn,) = t.turns
+    assert (t.id, t.task, t.status, t.reason, t.success, t.rewards) == ("g.0", TASK, Status.FINISHED, "", True, {"right": 1.0})
+    assert (turn.reward, turn.tool_calls, turn.tool_errors, turn.seconds_generating) == (1.0, 2, 1, 0.5)
+    assert turn.version == (4,) * len(turn.tokens) and turn.mass == () and env.closed == 1
+    assert [m["content"] for m in t.messages] == ["seed 7", "yes", "yes"]
+
+
+def test_the_turn_limit_cuts_and_what_was_read_is_what_was_recorded():
+    session = Speaker()
+    t = play(Patient(), session)
+    assert (t.status, t.reason, len(t.turns), t.reward) == (Status.TRUNCATED, "turn limit", 3, 1.5)
+    spoken = [i for turn in t.turns[:2] for i in (*turn.context, *turn.tokens)]
+    assert session.read[2] == [*spoken, *t.turns[2].context]
+    assert not any(turn.restart for turn in t.turns)
+
+
+def test_the_context_limit_cuts_between_turns():
+    first = len(RENDERER.open(Patient().reset(7)).ids)
+    t = play(Patient(), limits=Limits(5, first + 3))
+    assert (t.status, t.reason, len(t.turns)) == (Status.TRUNCATED, "context window", 1)
+
+
+def test_a_prompt_longer_than_the_context_samples_nothing():
+    t = play(Patient(), limits=Limits(5, 2))
+    assert (t.status, t.reason, t.sampled) == (Status.TRUNCATED, "context window", 0)
+
+
+def test_the_environment_may_cut_too():
+    t = play(stepping(Step((), truncated=True)))
+    assert (t.status, t.reason) == (Status.TRUNCATED, "environment")
+
+
+def test_an_empty_completion_is_a_turn():
+    t = play(Patient(), Speaker("", Stop.LENGTH))
+    assert (t.status, t.sampled, len(t.turns)) == (Status.TRUNCATED, 0, 3)
+
+
+@pytest.mark.parametrize("reward", [0, -2, 0.25, np.float32(0.5), np.int64(3)])
+def test_gymnasium_tuples_are_understood(reward):
+    t = play(stepping(([{"role": "user", "content": "over"}], reward, True, False, {"success": False})))
+    assert (t.status, t.reward, t.success) == (Status.FINISHED, reward, False)
+
+
+def test_an_async_step_and_an_async_reset_are_awaited():
+    class Async(Patient):
+        async def reset(self, seed):
+            await asyncio.sleep(0)
+            return super().reset(seed)
+
+        async def step(self, action):
+            await asyncio.sleep(0)
+            return Step((), 1.0, terminated=True)
+
+    class Deferred(Patient):
+        def step(self, action):
+            return Async().step(action)
+
+    assert play(Async()).reward == play(Deferred()).reward == 1.0
+
+
+def test_reset_and_step_are_all_an_environment_needs():
+    class Bare:
+        reset, step = Patient.reset, lambda self, action: Step((), terminated=True)
+
+    assert play(Bare()).status == Status.FINISHED
+
+
+def test_rewards_and_states_go_to_their_turns():
+    class Counting(Patient):
+        n = 0
+
+        def step(self, action):
+            self.n += 1
+            return Step([{"role": "user", "content": "more"}], float(self.n), info={"rewards": {"steps": 1}})
+
+        def state_key(self):
+            return f"n={self.n}"
+
+    t = play(Counting())
+    assert [(turn.reward, turn.state) for turn in t.turns] == [(1.0, "n=0"), (2.0, "n=1"), (3.0, "n=2")]
+    assert t.rewards == {"steps": 3.0} and t.success is None
+
+
+def test_greedy_sampling_is_recorded_with_the_temperature_its_log_probabilities_have():
+    assert {turn.temperature for turn in play(Patient(), sampling=Sampling(temperature=0)).turns} == {1.0}
+    assert {turn.temperature for turn in play(Patient(), sampling=Sampling(temperature=0.7)).turns} == {0.7}
+
+
+# -------------------------------------------------------------------- faults
+
+
+MESSAGE = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (stepping(None), "step returned None; expected a Step"),
+        (stepping("done"), "step returned 'done'"),
+        (stepping(([], 0.0, True)), "expected a Step or (messages, reward, terminated, truncated, info)"),
+        (stepping(Step((), float("nan"))), "reward nan; expected a finite number"),
+        (stepping(Step((), float("inf"))), "reward inf"),
+        (stepping(Step((), "1.0")), "reward '1.0'"),
+        (stepping(Step((), True)), "reward True"),
+        (stepping(Step((), None)), "reward None"),
+        (stepping(Step("hello")), "step returned 'hello'; expected a list of messages"),
+        (stepping(Step(["hello"])), "expected a list of messages with role and content"),
+        (stepping(Step([{"role": "user"}])), "expected a list of messages with role and content"),
+        (stepping(Step([{"content": "x"}])), "expected a list of messages with role and content"),
+        (stepping(Step([{"role": "user", "content": 7}])), "expected a list of messages with role and content"),
+        (stepping(Step(None)), "expected a list of messages"),
+        (stepping(Step([MESSAGE], info=None)), "info"),
+        (stepping(Step([MESSAGE], info={"tool_calls": "many"})), "many"),
+        (stepping(Step([MESSAGE], info={"rewards": {"x": "much"}})), "much"),
+        (stepping(Step([MESSAGE], info={"rewards": {"x": float("nan")}})), "must be numbers"),
+        (raising(KeyError("door")), "KeyError: 'door'"),
+        (raising(ValueError("no such move")), "ValueError: no such move"),
+        (raising(StopIteration()), "StopIteration"),
+        (raising(SystemExit(3)), "SystemExit"),
+        (raising(RecursionError("too deep")), "RecursionError: too deep"),
+    ],
+)
+def test_a_wrong_step_is_recorded_in_words(environment, words):
+    t = play(environment)
+    assert t.status == Status.FAILED and words in t.reason
+    assert len(t.turns) == 1 and t.turns[0].tokens  # what was sampled is kept, to be looked at
+    assert environment.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(None, "reset returned None"), ("hello", "reset returned 'hello'"), ([1], "reset returned [1]"), ({}, "reset returned {}")],
+)
+def test_a_wrong_reset_is_recorded_in_words(value, words):
+    class Odd(Patient):
+        def reset(self, seed):
+            return value
+
+    t = play(Odd())
+    assert t.status == Status.FAILED and words in t.reason and not t.turns
+
+
+def test_a_raising_reset_is_recorded():
+    class Odd(Patient):
+        def reset(self, seed):
+            raise OSError("no display")
+
+    t = play(Odd())
+    assert (t.status, t.reason) == (Status.FAILED, "OSError: no display")
+
+
+class HangsAwake(Patient):
+    def step(self, action):
+        time.sleep(4)
+
+
+class HangsAsleep(Patient):
+    async def step(self, action):
+        await asyncio.sleep(5)
+
+
+class HangsInReset(Patient):
+    def reset(self, seed):
+        time.sleep(4)
+
+
+class HangsDeferred(Patient):
+    def step(self, action):
+        return asyncio.sleep(5)
+
+
+@pytest.mark.parametrize("kind", [HangsAwake, HangsAsleep, HangsInReset, HangsDeferred])
+def test_a_hanging_environment_is_given_up(kind):
+    began = time.perf_counter()
+    t = play(kind(), limits=IMPATIENT)
+    assert (t.status, t.reason) == (Status.FAILED, "no answer within 0.4 s")
+    assert time.perf_counter() - began < 3
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("bad"), OSError("gone")])
+def test_a_failing_close_does_not_cost_the_episode(fault):
+    class Slam(Patient):
+        def close(self):
+            raise fault
+
+    assert play(Slam()).reason == "turn limit"
+
+
+def test_a_broken_engine_is_recorded_too():
+    t = play(Patient(), Speaker(fault=RuntimeError("out of memory")))
+    assert (t.status, t.reason, t.turns) == (Status.FAILED, "RuntimeError: out of memory", ())
+
+
+def test_a_cancelled_request_is_recorded():
+    t = play(Patient(), Speaker(stop=Stop.CANCELLED))
+    assert (t.status, t.reason) == (Status.FAILED, "cancelled")
+
+
+def test_text_that_no_tokenizer_can_carry_is_recorded():
+    t = play(stepping(Step([{"role": "user", "content": "half of a pair: \ud800"}])))
+    assert t.status == Status.FAILED and t.reason
+
+
+def test_cancelling_closes_session_and_environment():
+    async def cancel():
+        session, env = Speaker(), HangsAsleep()
+        episode = Episode("g.0", TASK, env, session, RENDERER, Sampling(), Limits(3, 400, 9.0))
+        running = asyncio.ensure_future(episode.run())
+        await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return running.cancelled(), session.closed, env.closed
+
+    assert asyncio.run(cancel()) == (True, 1, 1)
+
+
+# ------------------------------------------------------------------ siblings
+
+
+def test_siblings_of_a_broken_environment_are_unaffected():
+    """One of four raises, one hangs, one exits: the fourth plays on, and the group is whole."""
+    environments = [raising(ValueError("broken")), HangsAwake(), raising(SystemExit(1)), Patient()]
+    sessions = [Speaker() for _ in environments]
+
+    async def one(key, task, session):
+        env = environments[int(key.split(".")[1])]
+        return await Episode(key, task, env, session, RENDERER, Sampling(), IMPATIENT).run()
+
+    async def grow():
+        return await Independent().begin("5", TASK, 4, lambda i: sessions[i], one)
+
+    group = asyncio.run(grow())
+    assert [t.id for t in group.trajectories] == ["5.0", "5.1", "5.2", "5.3"]
+    assert [t.status for t in group.trajectories] == [Status.FAILED] * 3 + [Status.TRUNCATED]
+    assert len(group.trajectories[3].turns) == 3
+    assert [s.closed for s in sessions] == [1, 1, 1, 1]

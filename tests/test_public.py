@@ -1,0 +1,23 @@
+"""What `import turnwise` promises, it holds."""
+
+import subprocess
+import sys
+
+import pytest
+
+import turnwise
+
+
+@pytest.mark.parametrize("name", turnwise.__all__)
+def test_every_public_name_imports(name):
+    assert getattr(turnwise, name) is not None
+
+
+def test_a_wrong_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        turnwise.trian  # noqa: B018
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, turnwise; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

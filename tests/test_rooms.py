@@ -1,0 +1,201 @@
+"""The house rules: who may import whom, how long things may be, and that no line outside recipes knows a method's name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from turnwise import recipes
+
+ROOT = Path(__file__).parent.parent / "src" / "turnwise"
+FILES = sorted(ROOT.rglob("*.py"))
+SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in FILES}
+
+DATA = "errors data ports"
+MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
+    "__init__": "",  # public names are imported lazily, by name
+    "errors": "",
+    "maths": "",
+    "signals": "",
+    "settings": "errors",
+    "levels": "errors maths",
+    "data": "errors",
+    "batch": "errors data levels signals",
+    "ports": "errors data",
+    "algebra": "errors maths levels batch signals",
+    "tasks": "errors data",
+    "rollout": f"{DATA} tasks",
+    "engines": f"{DATA} levels batch signals",
+    "environments": f"{DATA} tools",
+    "tools": DATA,
+    "store": "errors data",
+    "observe": DATA,
+    "models": "errors",
+    "recipe": "errors levels signals algebra tasks rollout.strategy",
+    "recipes": "errors levels signals algebra tasks rollout.strategy recipe",
+    "collect": f"{DATA} recipe rollout.strategy tasks",
+    "run": f"{DATA} levels batch recipe collect tasks",
+    "coldstart": f"{DATA} levels batch algebra rollout",
+    "evaluate": "errors data maths",
+    "catalogue": "errors recipe recipes",
+    "assemble": f"{DATA} settings recipe recipes tasks rollout environments models engines",
+    "launch": f"{DATA} levels batch settings recipe tasks rollout engines store observe collect run coldstart evaluate assemble",
+    "judge": "errors data settings tasks rollout engines store evaluate assemble",
+    "show": "observe",
+    "cli": "__init__ errors ports settings recipes catalogue environments observe launch judge show",
+}
+HEAVY = {  # who may touch a heavy library
+    "torch": "maths levels batch algebra engines models store run assemble",
+    "transformers": "engines models assemble",
+    "tokenizers": "models",
+    "peft": "engines",
+    "numpy": "maths evaluate observe store engines",
+}
+LATE = {"observe/metrics.py": {"torch"}}  # TensorBoard's writer, for those who ask for it
+
+CORE = {"levels", "data", "batch", "ports", "signals", "maths", "algebra", "recipe", "collect", "run", "tasks", "rollout"}
+CORE_LINES, BODY_LINES, FILE_LINES = 5000, 60, 400
+LONG_BODIES: set[str] = set()  # "file.py:function"
+LONG_FILES: set[str] = set()
+
+
+def room_of(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+def for_types_only(tree: ast.Module) -> set[ast.AST]:
+    """Everything under ``if TYPE_CHECKING``: names for annotations, never imported."""
+    guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING"]
+    return {inner for outer in guarded for inner in ast.walk(outer)}
+
+
+def imports(source: str) -> Iterator[str]:
+    """Dotted names of everything a file imports, at any depth of its functions."""
+    tree = ast.parse(source)
+    excused = for_types_only(tree)
+    for node in ast.walk(tree):
+        if node in excused:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide which room they reach into"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def target(name: str) -> tuple[str, str]:
+    """``turnwise.rollout.strategy.Play`` → (``rollout``, ``rollout.strategy``)."""
+    parts = [*name.split(".")[1:], ""]
+    room = parts[0] if parts[0] in MAY_IMPORT else "__init__"
+    return room, ".".join(parts[:2])
+
+
+def test_every_room_is_in_the_table():
+    assert {room_of(path) for path in SOURCES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_imports_follow_the_table(path):
+    room = room_of(path)
+    allowed = {room, *MAY_IMPORT[room].split()}
+    ours = {target(name) for name in imports(SOURCES[path]) if name.split(".")[0] == "turnwise"}
+    assert not {file for to, file in ours if to not in allowed and file not in allowed}
+
+
+@pytest.mark.parametrize("library", HEAVY)
+def test_heavy_libraries_stay_where_they_belong(library):
+    users = {p for p, source in SOURCES.items() if library in {name.split(".")[0] for name in imports(source)}}
+    assert not {p for p in users if room_of(p) not in HEAVY[library].split() and library not in LATE.get(p, ())}
+
+
+def test_a_forbidden_arrow_is_seen():
+    late = "def f():\n    from turnwise.engines.learner import LocalLearner\n    import torch.nn"
+    assert set(imports(late)) == {"turnwise.engines.learner.LocalLearner", "torch.nn"}
+    assert target("turnwise.engines.learner.LocalLearner") == ("engines", "engines.learner")
+    assert list(imports("if TYPE_CHECKING:\n    import torch")) == []
+
+
+# ------------------------------------------------------------------- budgets
+
+
+def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    yield from (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without signature and docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return function.end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_the_core_stays_small():
+    lines = sum(len(source.splitlines()) for path, source in SOURCES.items() if room_of(path) in CORE)
+    assert 1000 < lines <= CORE_LINES
+
+
+def test_functions_are_short():
+    long = {f"{p}:{f.name}" for p, source in SOURCES.items() for f in functions(source) if body_lines(f) > BODY_LINES}
+    assert long == LONG_BODIES
+
+
+def test_files_are_short():
+    assert {p for p, source in SOURCES.items() if len(source.splitlines()) > FILE_LINES} == LONG_FILES
+
+
+# ------------------------------------------------------------------- recipes
+
+
+def is_piece(node: ast.AST) -> bool:
+    """A piece, or a sum of pieces, or a weighted piece; never a number."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return is_piece(node.left) and is_piece(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return isinstance(node.left, ast.Name | ast.Constant) and is_piece(node.right)
+    return isinstance(node, ast.Call)
+
+
+def arithmetic(source: str) -> list[str]:
+    """Every place where numbers are computed, compared or branched on."""
+    nodes = list(ast.walk(ast.parse(source)))
+    inner = {child for n in nodes if isinstance(n, ast.BinOp) and is_piece(n) for child in ast.walk(n)}
+    wrong = ast.BinOp | ast.UnaryOp | ast.AugAssign | ast.Compare | ast.BoolOp | ast.IfExp | ast.If | ast.For | ast.While
+    types = {part for n in nodes if isinstance(n, ast.arg) and n.annotation for part in ast.walk(n.annotation)}
+    return [ast.unparse(n) for n in nodes if isinstance(n, wrong) and n not in inner and n not in types]
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.startswith("recipes/") and not p.endswith("__init__.py")])
+def test_recipes_hold_no_arithmetic(path):
+    assert arithmetic(SOURCES[path]) == []
+
+
+def test_arithmetic_is_seen():
+    assert arithmetic("Recipe(a=A() + omega * B(gamma))") == []
+    assert arithmetic("def f(x: float | None): return A(x)") == []
+    for wrong in ("A(1 - clip)", "A(2 * clip)", "A() - B()", "A() + 1", "A(-clip)", "A() if clip > 0 else B()"):
+        assert arithmetic(wrong), wrong
+
+
+def named_methods(source: str) -> list[str]:
+    """Comparisons with a method's name: ``==``, ``in``, ``match``, ``startswith``."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        asks = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("startswith", "endswith")
+        if asks or isinstance(node, ast.Compare | ast.match_case):
+            part = node.pattern if isinstance(node, ast.match_case) else node
+            words = {n.value for n in ast.walk(part) if isinstance(n, ast.Constant)}
+            found += [ast.unparse(part)] * bool(words & set(recipes.METHODS))
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_no_branch_on_a_methods_name(path):
+    assert named_methods(SOURCES[path]) == []
+
+
+def test_a_branch_on_a_methods_name_is_seen():
+    for wrong in ('x == "grpo"', 'm in ("ppo", "gspo")', 'm.startswith("grpo")', 'match m:\n    case "dapo": pass'):
+        assert named_methods(wrong), wrong
+    assert named_methods('recipes.build("grpo")') == []
