@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from turnwise import environments, recipes
 from turnwise.data import Sampling, Task, Trajectory
@@ -38,6 +38,26 @@ def recipe_of(settings: Settings, own: Recipe | None = None) -> Recipe:
         budget=Fixed(settings.groups or budget.groups, settings.group_size or budget.size),
         control=Passes(settings.epochs or control.epochs, settings.minibatches or control.minibatches),
     )
+
+
+def examine(settings: Settings, own: Recipe | None = None) -> Recipe:
+    """Refuses every setting that can be refused before anything is written or learned; the recipe of the run."""
+    recipe, world = recipe_of(settings, own), World.of(settings)
+    device_of(settings)
+    world.tasks("train")
+    sampling_of(settings), sampling_of(settings, settings.eval_temperature)
+    learner_settings(settings, recipe)
+    if not world.demonstrates and settings.model != TINY and settings.cold_steps > 0:
+        raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
+    if settings.model == TINY:
+        _must_demonstrate(world)
+    else:
+        Renderer(tokenizer_of(settings, world))
+        try:
+            AutoConfig.from_pretrained(settings.model)
+        except (OSError, ValueError, KeyError) as fault:
+            raise SettingError(_no_model(settings.model, fault)) from fault
+    return recipe
 
 
 def device_of(settings: Settings) -> torch.device:
@@ -119,13 +139,17 @@ def _template(name: str) -> str:
     return Path(name).read_text(encoding="utf-8")
 
 
-def corpus(world: World) -> list[str]:
-    """What the tiny tokenizer is trained on."""
+def _must_demonstrate(world: World) -> None:
     if not world.demonstrates:
         raise SettingError(
             f"the tiny model knows no language, and {world.settings.env} has no `demonstrate` to start it from; "
             "write one, or give a trained model with --model"
         )
+
+
+def corpus(world: World) -> list[str]:
+    """What the tiny tokenizer is trained on."""
+    _must_demonstrate(world)
     tasks = world.tasks("train", "tokenizer")
 
     async def talk() -> list[str]:
@@ -160,9 +184,9 @@ def _no_model(source: str, fault: Exception) -> str:
     )
 
 
-def learner_of(settings: Settings, model: PreTrainedModel, recipe: Recipe) -> LocalLearner:
+def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
     updates = settings.steps * recipe.control.epochs * recipe.control.minibatches
-    chosen = LearnerSettings(
+    return LearnerSettings(
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         clip=settings.clip_norm,
@@ -174,6 +198,10 @@ def learner_of(settings: Settings, model: PreTrainedModel, recipe: Recipe) -> Lo
         lora_rank=settings.lora_rank,
         value_lr=settings.value_lr,
     )
+
+
+def learner_of(settings: Settings, model: PreTrainedModel, recipe: Recipe) -> LocalLearner:
+    chosen = learner_settings(settings, recipe)
     return LocalLearner(model, chosen, critic=recipe.critic, device=device_of(settings))
 
 

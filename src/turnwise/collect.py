@@ -58,15 +58,25 @@ class Collector:
     async def gather(self, step: int) -> list[Group]:
         """The groups of one step, oldest first. Fewer than asked for when too many had to be dropped."""
         wanted, drawn = self.recipe.budget.groups, 0
-        while len(self.ready) < wanted and drawn < wanted * self.max_draws:
+        while drawn < wanted * self.max_draws:
             self.pump(step)
-            done, _ = await asyncio.wait(self.running, return_when=asyncio.FIRST_COMPLETED)
+            if self._due(wanted):
+                break
+            whom = asyncio.FIRST_COMPLETED if self.staleness else asyncio.ALL_COMPLETED  # a wave is settled as one
+            done, _ = await asyncio.wait(self.running, return_when=whom)
             for task in sorted(done, key=lambda t: _order(self.running[t])):
                 key = self.running.pop(task)
                 drawn += self._settle(key, task.result(), step)
-        chosen = sorted((self.ready.popleft() for _ in range(min(wanted, len(self.ready)))), key=lambda g: _order(g.id))
+        oldest_first = sorted(self.ready, key=lambda g: _order(g.id))
+        chosen, self.ready = oldest_first[:wanted], deque(oldest_first[wanted:])
         self.training = len(chosen)
         return chosen
+
+    def _due(self, wanted: int) -> bool:
+        """Whether the oldest groups that are out are all ready. Were a slow one overtaken, its age would have no bound."""
+        running = set(self.running.values())
+        oldest = sorted([*running, *(g.id for g in self.ready)], key=_order)[:wanted]
+        return len(oldest) == wanted and not running & set(oldest)
 
     def _settle(self, key: str, group: Group, step: int) -> int:
         """Store a finished group, then admit or drop it."""

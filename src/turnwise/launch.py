@@ -27,13 +27,13 @@ from turnwise.data import Task, Trajectory
 from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.learner import LearnerSettings, LocalLearner
 from turnwise.engines.probe import same_policy
-from turnwise.errors import SettingError
+from turnwise.errors import SettingError, nearest
 from turnwise.evaluate import Evaluation, evaluate
 from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.observe.metrics import JsonLines, TensorBoard, Trackers, read_rows
 from turnwise.observe.plot import curves
 from turnwise.observe.report import transcript
-from turnwise.observe.services import service
+from turnwise.observe.services import SERVICES, service
 from turnwise.ports import Learner, Listener, Tracker
 from turnwise.recipe import Recipe
 from turnwise.rollout.render import Renderer
@@ -47,6 +47,9 @@ from turnwise.tasks.sampler import stable_seed
 
 COLD_STEPS = 250
 DEMONSTRATIONS = 4096
+
+
+TRACKERS = ("tensorboard", *SERVICES)
 
 
 def silent(event: str, facts: Mapping[str, Any]) -> None:
@@ -350,9 +353,10 @@ def train(listen: Listener = silent, recipe: Recipe | None = None, **settings: A
     ``train(method="grpo", env="calculator", steps=50)``, or with pieces of your own: ``train(recipe=Recipe(...), ...)``
     """
     chosen = Settings.of({**settings, "method": "own"} if recipe else settings)
-    described = repr(assemble.recipe_of(chosen, recipe))  # these three refuse before anything is written
-    World.of(chosen)
-    assemble.device_of(chosen)
+    described = repr(assemble.examine(chosen, recipe))  # refuses before anything is written
+    for kind in chosen.trackers:
+        if kind not in TRACKERS:
+            raise SettingError(f"there is no tracker {kind!r}; {nearest(kind, TRACKERS)}")
     run = RunDir.create(chosen.out, chosen.name or free_name(chosen), chosen.as_dict(), described, chosen.seed)
     return Launch(chosen, run, listen, recipe).go()
 

@@ -36,7 +36,7 @@ QUESTIONS: dict[int, tuple[tuple[str, str], ...]] = {
     2: (
         ("{who} has {a} boxes of {b} {what} and finds {c} more. How many {what}?", "{a}*{b}+{c}"),
         ("{who} has {a} boxes of {b} {what} and sells {c}. How many {what} are left?", "{a}*{b}-{c}"),
-        ("{who} puts {a} red and {b} blue {what} in each of {c} boxes. How many {what}?", "({a}+{b})*{c}"),
+        ("{who} has {a} {what} and buys {b} boxes of {c}. How many {what}?", "{a}+{b}*{c}"),
     ),
     3: (
         ("{who} has {a} boxes of {b} {what} and {c} bags of {d}. How many {what}?", "{a}*{b}+{c}*{d}"),

@@ -1,0 +1,139 @@
+"""Killed with SIGKILL at random moments and resumed: the ledger balances and the weights are bit for bit the same."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+from turnwise import launch
+from turnwise.errors import SettingError, StoreError
+from turnwise.store.ledger import Ledger
+
+SMALL = {
+    "env": "guess",
+    "difficulty": (1,),
+    "hidden": 32,
+    "layers": 1,
+    "vocabulary": 320,
+    "cold_steps": 4,
+    "cold_batch": 8,
+    "steps": 8,
+    "groups": 2,
+    "group_size": 3,
+    "max_tokens": 12,
+    "context": 160,
+    "eval_tasks": 6,
+    "checkpoint_every": 2,
+    "trackers": (),
+}
+
+
+def in_child(function, *args, **kwargs):
+    """A forked process: it has everything imported, so a kill can fall anywhere in the run itself."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=args, kwargs=kwargs)
+    process.start()
+    return process
+
+
+def finish(process, limit=120.0):
+    process.join(limit)
+    assert process.exitcode == 0, f"the run ended with {process.exitcode}"
+
+
+def weights(run):
+    return load_file(run / "model" / "model.safetensors")
+
+
+def go_on(path):
+    launch.resume(path)
+
+
+def balanced(run):
+    with Ledger(run / "ledger.sqlite", readonly=True) as ledger:
+        balance = ledger.balance()
+    assert balance.issued == balance.in_flight + balance.finished + balance.trained + balance.dropped
+    return balance
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    began = time.perf_counter()
+    finish(in_child(launch.train, method="grpo", out=str(out), name="run", **SMALL))
+    return out / "run", time.perf_counter() - began
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_nothing(uninterrupted, tmp_path):
+    whole, seconds = uninterrupted
+    rng = random.Random(7)
+    run = tmp_path / "run"
+    kills = 0
+    process = in_child(launch.train, method="grpo", out=str(tmp_path), name="run", **SMALL)
+    while kills < 20:
+        time.sleep(rng.uniform(0.02, 0.6) * seconds)
+        if not process.is_alive():
+            break  # it got to the end between two kills
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        kills += 1
+        if (run / "run.json").is_file():
+            if (run / "ledger.sqlite").is_file():
+                balanced(run)
+            process = in_child(go_on, run)
+        else:  # killed before the run directory existed: nothing was promised yet
+            process = in_child(launch.train, method="grpo", out=str(tmp_path), name="run", **SMALL)
+    finish(process)
+    assert kills >= 5
+    balance = balanced(run)
+    assert balance.in_flight == balance.finished == 0
+    assert balance.trained == SMALL["steps"] * SMALL["groups"]  # nothing lost, nothing trained twice
+    mine, theirs = weights(run), weights(whole)
+    assert mine.keys() == theirs.keys() and all((mine[k] == theirs[k]).all() for k in mine)
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, SMALL["steps"] + 1))  # every step logged once
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_seed_are_bit_identical(uninterrupted, tmp_path):
+    whole, _ = uninterrupted
+    finish(in_child(launch.train, method="grpo", out=str(tmp_path), name="run", **SMALL))
+    mine, theirs = weights(tmp_path / "run"), weights(whole)
+    assert all((mine[k] == theirs[k]).all() for k in mine)
+
+
+@pytest.mark.slow
+def test_staleness_one_survives_kills_and_accounts_for_everything(tmp_path):
+    settings = {**SMALL, "staleness": 1}
+    run = tmp_path / "run"
+    process = in_child(launch.train, method="rloo", out=str(tmp_path), name="run", **settings)
+    for pause in (1.0, 1.5, 2.0):
+        time.sleep(pause)
+        if process.is_alive() and (run / "run.json").is_file():
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            process = in_child(go_on, run)
+    finish(process)
+    balance = balanced(run)
+    assert balance.finished + balance.in_flight <= 2 * SMALL["groups"]  # what ran ahead when the last step was done
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row.get("staleness", 0.0) for row in rows) <= 1.0
+
+
+def test_a_finished_run_says_so_and_wrong_names_are_refused(uninterrupted):
+    whole, _ = uninterrupted
+    assert launch.resume(whole)["steps"] == SMALL["steps"]
+    with pytest.raises(StoreError, match="run"):
+        launch.resume(whole.parent / "rum")
+    with pytest.raises(SettingError, match="another recipe"):
+        facts = json.loads((whole / "run.json").read_text())
+        facts["recipe"] = "Recipe(something else)"
+        (whole / "run.json").write_text(json.dumps(facts))
+        launch.resume(whole)
