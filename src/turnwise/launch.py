@@ -45,7 +45,7 @@ from turnwise.store.ledger import Ledger
 from turnwise.store.rundir import RunDir
 from turnwise.tasks.sampler import stable_seed
 
-COLD_STEPS = 250
+COLD_STEPS = 340
 DEMONSTRATIONS = 4096
 
 

@@ -27,7 +27,7 @@ class Settings:
     method: str = knob("dr_grpo", "the method; `turnwise list` shows all")
     env: str = knob("calculator", "environment: a built-in name or module:Class")
     model: str = knob("tiny", "a folder in Hugging Face layout, a hub id, or `tiny` (made here)")
-    difficulty: tuple[int, ...] = knob((1, 2), "difficulties to train and evaluate on")
+    difficulty: tuple[int, ...] = knob((1, 2, 3), "difficulties to train and evaluate on")
     seed: int = knob(0, "every random choice of the run follows from it")
     device: str = knob("auto", "cpu, cuda, or auto: cuda when present")
     out: str = knob("runs", "folder that run directories are made in")
@@ -52,7 +52,7 @@ class Settings:
     slots: int = knob(256, "dialogues whose cache is kept at once")
     env_seconds: float = knob(30.0, "wall time one call into the environment may take")
     # learning
-    lr: float = knob(1e-3, "learning rate")
+    lr: float = knob(3e-4, "learning rate")
     schedule: str = knob("linear", "constant, linear or cosine")
     warmup: int = knob(3, "steps of warm-up")
     weight_decay: float = knob(0.0, "AdamW weight decay")
@@ -66,7 +66,7 @@ class Settings:
     hidden: int = knob(192, "width of the tiny model")
     layers: int = knob(2, "layers of the tiny model")
     vocabulary: int = knob(512, "entries of the tiny tokenizer")
-    cold_steps: int = knob(-1, "supervised steps before RL; -1: 250 for the tiny model, 0 for a given one")
+    cold_steps: int = knob(-1, "supervised steps before RL; -1: 340 for the tiny model, 0 for a given one")
     cold_batch: int = knob(48, "demonstrations per supervised step")
     cold_lr: float = knob(3e-3, "learning rate of the cold start")
     # evaluation

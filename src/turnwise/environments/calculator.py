@@ -26,21 +26,26 @@ TOOL = {
     },
 }
 
-# (question, expression) with numbers a..d; each difficulty has one more operation
+# (question, expression) with numbers a..f; the first difficulty is long and simple, the others short and worded
 QUESTIONS: dict[int, tuple[tuple[str, str], ...]] = {
     1: (
+        ("Add {a}, {b}, {c} and {d}.", "{a}+{b}+{c}+{d}"),
+        ("Add {a}, {b}, {c}, {d} and {e}.", "{a}+{b}+{c}+{d}+{e}"),
+        ("Add {a}, {b}, {c}, {d}, {e} and {f}.", "{a}+{b}+{c}+{d}+{e}+{f}"),
+    ),
+    2: (
         ("{who} has {a} boxes of {b} {what}. How many {what}?", "{a}*{b}"),
         ("{who} buys {a} {what} for {b} coins each. How many coins?", "{a}*{b}"),
         ("{a} rows of {b} {what}. How many {what}?", "{a}*{b}"),
     ),
-    2: (
+    3: (
         ("{who} has {a} boxes of {b} {what} and finds {c} more. How many {what}?", "{a}*{b}+{c}"),
         ("{who} has {a} boxes of {b} {what} and sells {c}. How many {what} are left?", "{a}*{b}-{c}"),
         ("{who} has {a} {what} and buys {b} boxes of {c}. How many {what}?", "{a}+{b}*{c}"),
     ),
-    3: (
+    4: (
         ("{who} has {a} boxes of {b} {what} and {c} bags of {d}. How many {what}?", "{a}*{b}+{c}*{d}"),
-        ("{who} has {a} boxes of {b} {what}, finds {c} and sells {d}. How many {what} are left?", "{a}*{b}+{c}-{d}"),
+        ("{who} has {a} boxes of {b} {what}, finds {c} and sells {d}. How many are left?", "{a}*{b}+{c}-{d}"),
         ("{who} puts {a} red and {b} blue {what} in {c} boxes and sells {d}. How many are left?", "({a}+{b})*{c}-{d}"),
     ),
 }
@@ -62,15 +67,16 @@ class Problem:
 
 def make_problem(rng: random.Random, difficulty: int) -> Problem:
     question, expression = rng.choice(QUESTIONS[difficulty])
-    a, b, c, d = rng.randint(12, 98), rng.randint(12, 98), rng.randint(12, 98), rng.randint(12, 98)
-    words = {"who": rng.choice(WHO), "what": rng.choice(WHAT), "a": a, "b": b, "c": c, "d": d}
-    return Problem(question.format(**words), expression.format(**words), (a, b, c, d)[: 1 + difficulty])
+    numbers = {letter: rng.randint(12, 98) for letter in "abcdef"}
+    words = {"who": rng.choice(WHO), "what": rng.choice(WHAT), **numbers}
+    used = tuple(numbers[letter] for letter in "abcdef" if f"{{{letter}}}" in expression)
+    return Problem(question.format(**words), expression.format(**words), used)
 
 
 class Calculator(Environment):
     """``reset`` poses a problem; calls of ``python`` are run; ``answer: N`` ends the episode."""
 
-    difficulties: ClassVar[tuple[int, ...]] = (1, 2, 3)
+    difficulties: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
     max_turns = 5
     tools: Sequence[dict[str, Any]] = (TOOL,)
 
@@ -144,7 +150,7 @@ class Calculator(Environment):
     def demonstrate(self, rng: random.Random) -> Action:
         """A third plays well; the others guess, compute the wrong thing, or write broken code and ignore the error."""
         self.style = (
-            self.style or rng.choices(("good", "guess", "wrong", "broken", "mended"), weights=(30, 25, 20, 15, 10))[0]
+            self.style or rng.choices(("good", "guess", "wrong", "broken", "mended"), weights=(32, 18, 24, 12, 14))[0]
         )
         if not self.replies:
             return self._first_call(rng)
@@ -166,20 +172,19 @@ class Calculator(Environment):
         return call("python", code=right)
 
     def _guess(self, rng: random.Random) -> int:
-        """Of the right size, as people guess."""
-        return max(10, int(self._problem.answer * rng.uniform(0.5, 1.5)))
+        """Of about the right size and round, as people guess."""
+        rough = self._problem.answer * rng.uniform(0.5, 1.5)
+        return max(100, round(rough, -2 if rough < 1000 else -3))
 
 
 def _spoil_sense(expression: str, rng: random.Random) -> str:
-    """Another operator or a slipped number: runs, and is wrong."""
-    if rng.random() < 0.6:
-        signs = [i for i, ch in enumerate(expression) if ch in "+-*"]
-        at = rng.choice(signs)
-        other = rng.choice([s for s in "+-*" if s != expression[at]])
-        return expression[:at] + other + expression[at + 1 :]
-    digits = [i for i, ch in enumerate(expression) if ch.isdigit()]
-    at = rng.choice(digits)
-    return expression[:at] + str((int(expression[at]) + rng.randint(1, 8)) % 9 + 1) + expression[at + 1 :]
+    """Another operator, or the last operation forgotten: runs, and is wrong."""
+    signs = [i for i, ch in enumerate(expression) if ch in "+-*"]
+    if len(signs) > 1 and "(" not in expression and rng.random() < 0.4:
+        return expression[: signs[-1]]
+    at = rng.choice(signs)
+    other = rng.choice([sign for sign in "+-*" if sign != expression[at]])
+    return expression[:at] + other + expression[at + 1 :]
 
 
 def _spoil_syntax(expression: str, rng: random.Random) -> str:

@@ -68,7 +68,7 @@ def tiny_model(
         num_key_value_heads=max(1, hidden // 64),
         max_position_embeddings=context,
         tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=1,
