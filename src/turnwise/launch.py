@@ -45,8 +45,8 @@ from turnwise.store.ledger import Ledger
 from turnwise.store.rundir import RunDir
 from turnwise.tasks.sampler import stable_seed
 
-COLD_STEPS = 340
-DEMONSTRATIONS = 4096
+COLD_STEPS = 100
+DEMONSTRATIONS = 2048
 
 
 TRACKERS = ("tensorboard", *SERVICES)
@@ -110,6 +110,7 @@ class Launch:
         self._say(f"{len(demos)} demonstrations of mixed quality: {share:.0%} of them succeed")
         chosen = LearnerSettings(
             lr=s.cold_lr,
+            weight_decay=0.1,
             warmup=min(20, steps),
             schedule="cosine",
             total_steps=steps,

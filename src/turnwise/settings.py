@@ -34,7 +34,7 @@ class Settings:
     name: str = knob("", "name of the run directory; empty: method, environment, seed, a number")
     template: str = knob("", "chat template if the model has none: chatml, or a .jinja file")
     # how much
-    steps: int = knob(120, "RL steps")
+    steps: int = knob(100, "RL steps")
     groups: int = knob(0, "tasks per step; 0: the method's own")
     group_size: int = knob(0, "trajectories per task; 0: the method's own")
     epochs: int = knob(0, "passes over each batch; 0: the method's own")
@@ -66,7 +66,7 @@ class Settings:
     hidden: int = knob(192, "width of the tiny model")
     layers: int = knob(2, "layers of the tiny model")
     vocabulary: int = knob(512, "entries of the tiny tokenizer")
-    cold_steps: int = knob(-1, "supervised steps before RL; -1: 340 for the tiny model, 0 for a given one")
+    cold_steps: int = knob(-1, "supervised steps before RL; -1: 100 for the tiny model, 0 for a given one")
     cold_batch: int = knob(48, "demonstrations per supervised step")
     cold_lr: float = knob(3e-3, "learning rate of the cold start")
     # evaluation

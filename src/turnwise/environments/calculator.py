@@ -1,11 +1,14 @@
 """Arithmetic word problems with a Python interpreter: write code, read its reply, correct it, answer.
 
-The numbers are too large to multiply in one's head (least of all a small model's), so the only way is the tool. An
-episode ends with ``answer: NUMBER``; reward 1 if it is right, else 0. The interpreter is a real, isolated one.
+The numbers of a problem are named, and the interpreter knows them by these names. They are too large to multiply in one's
+head (least of all a small model's), so the only way is the tool. An episode ends with ``answer: X``, where X is a number or
+the name of something the interpreter holds by then; reward 1 if that is right, else 0. The interpreter is a real, isolated
+one, and each episode has a fresh one: after an error the name does not exist, and whoever ignores the error has no answer.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -26,57 +29,58 @@ TOOL = {
     },
 }
 
-# (question, expression) with numbers a..f; the first difficulty is long and simple, the others short and worded
+# (question, expression) over the numbers a..d; each difficulty has one more operation
 QUESTIONS: dict[int, tuple[tuple[str, str], ...]] = {
     1: (
-        ("Add {a}, {b}, {c} and {d}.", "{a}+{b}+{c}+{d}"),
-        ("Add {a}, {b}, {c}, {d} and {e}.", "{a}+{b}+{c}+{d}+{e}"),
-        ("Add {a}, {b}, {c}, {d}, {e} and {f}.", "{a}+{b}+{c}+{d}+{e}+{f}"),
+        ("{who} has {a} boxes of {b} {what}. How many {what}?", "a*b"),
+        ("{who} buys {a} {what} for {b} coins each. How many coins?", "a*b"),
+        ("{who} has {a} {what} and finds {b} more. How many {what}?", "a+b"),
+        ("{who} has {a} {what} and sells {b}. How many {what} are left?", "a-b"),
     ),
     2: (
-        ("{who} has {a} boxes of {b} {what}. How many {what}?", "{a}*{b}"),
-        ("{who} buys {a} {what} for {b} coins each. How many coins?", "{a}*{b}"),
-        ("{a} rows of {b} {what}. How many {what}?", "{a}*{b}"),
+        ("{who} has {a} boxes of {b} {what} and finds {c} more. How many {what}?", "a*b+c"),
+        ("{who} has {a} boxes of {b} {what} and sells {c}. How many {what} are left?", "a*b-c"),
+        ("{who} has {a} {what} and buys {b} boxes of {c}. How many {what}?", "a+b*c"),
+        ("{who} puts {a} red and {b} blue {what} in each of {c} boxes. How many {what}?", "(a+b)*c"),
     ),
     3: (
-        ("{who} has {a} boxes of {b} {what} and finds {c} more. How many {what}?", "{a}*{b}+{c}"),
-        ("{who} has {a} boxes of {b} {what} and sells {c}. How many {what} are left?", "{a}*{b}-{c}"),
-        ("{who} has {a} {what} and buys {b} boxes of {c}. How many {what}?", "{a}+{b}*{c}"),
-    ),
-    4: (
-        ("{who} has {a} boxes of {b} {what} and {c} bags of {d}. How many {what}?", "{a}*{b}+{c}*{d}"),
-        ("{who} has {a} boxes of {b} {what}, finds {c} and sells {d}. How many are left?", "{a}*{b}+{c}-{d}"),
-        ("{who} puts {a} red and {b} blue {what} in {c} boxes and sells {d}. How many are left?", "({a}+{b})*{c}-{d}"),
+        ("{who} has {a} boxes of {b} {what} and {c} bags of {d}. How many {what}?", "a*b+c*d"),
+        ("{who} has {a} boxes of {b} {what}, finds {c} and sells {d}. How many are left?", "a*b+c-d"),
+        ("{who} puts {a} red and {b} blue {what} in {c} boxes and sells {d}. How many are left?", "(a+b)*c-d"),
+        ("{who} has {a} {what}, buys {b} boxes of {c} and sells {d}. How many are left?", "a+b*c-d"),
     ),
 }
 WHO = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn")
 WHAT = ("pens", "nuts", "eggs", "cups", "figs", "keys")
-_ANSWER = re.compile(r"answer:\s*(-?[\d,]*\.?\d+)")
+_ANSWER = re.compile(r"answer:\s*(-?\d[\d,]*\.?\d*|[A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
 class Problem:
     question: str
     expression: str
-    numbers: tuple[int, ...]
+    numbers: tuple[tuple[str, int], ...]  # what each name stands for
 
     @property
     def answer(self) -> int:
-        return int(eval(self.expression, {"__builtins__": {}}))  # our own template, never the model's text
+        return int(eval(self.expression, {"__builtins__": {}}, dict(self.numbers)))  # our own template, no model's text
+
+    @property
+    def bindings(self) -> str:
+        return ";".join(f"{name}={value}" for name, value in self.numbers)
 
 
 def make_problem(rng: random.Random, difficulty: int) -> Problem:
     question, expression = rng.choice(QUESTIONS[difficulty])
-    numbers = {letter: rng.randint(12, 98) for letter in "abcdef"}
-    words = {"who": rng.choice(WHO), "what": rng.choice(WHAT), **numbers}
-    used = tuple(numbers[letter] for letter in "abcdef" if f"{{{letter}}}" in expression)
-    return Problem(question.format(**words), expression.format(**words), used)
+    numbers = tuple((name, rng.randint(12, 98)) for name in "abcd" if name in expression)
+    words = {"who": rng.choice(WHO), "what": rng.choice(WHAT), **{name: f"{name}={value}" for name, value in numbers}}
+    return Problem(question.format(**words), expression, numbers)
 
 
 class Calculator(Environment):
     """``reset`` poses a problem; calls of ``python`` are run; ``answer: N`` ends the episode."""
 
-    difficulties: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
+    difficulties: ClassVar[tuple[int, ...]] = (1, 2, 3)
     max_turns = 5
     tools: Sequence[dict[str, Any]] = (TOOL,)
 
@@ -90,7 +94,7 @@ class Calculator(Environment):
 
     def reset(self, seed: int) -> list[Message]:
         make = lambda rng: make_problem(rng, self.difficulty)  # noqa: E731
-        self.problem = draw(make, seed, self.split, key=lambda problem: problem.expression)
+        self.problem = draw(make, seed, self.split, key=lambda problem: problem.expression + problem.bindings)
         return [user(self.problem.question)]
 
     async def step(self, action: Action) -> Step:
@@ -99,10 +103,10 @@ class Calculator(Environment):
         if action.calls or action.faults:
             step = await self._run(action)
         elif found:
-            right = float(found[-1].replace(",", "")) == self._problem.answer
+            right = await self._value(found[-1]) == self._problem.answer
             return Step([], float(right), terminated=True, info={"success": right})
         else:
-            step = Step([user("Call python or write answer: NUMBER")], info={"tool_errors": 1})
+            step = Step([user("Call python or write answer: X")], info={"tool_errors": 1})
         if self.turn >= self.max_turns:
             return replace(step, truncated=True, info={**step.info, "success": False})
         return step
@@ -115,13 +119,28 @@ class Calculator(Environment):
             if request.name != "python" or not isinstance(code, str):
                 reply, ok = 'error: the only tool is python with {"code": text}', False
             else:
-                self.session = self.session or python_tool().open()
-                result = await self.session.arun(code)
+                result = await (await self._interpreter()).arun(code)
                 reply, ok = result.output.strip() or "(nothing printed)", result.ok
             self.replies.append((reply, ok))
             errors += not ok
             messages.append({"role": "tool", "name": "python", "content": reply})
         return Step(messages, info={"tool_calls": len(action.calls) + len(action.faults), "tool_errors": errors})
+
+    async def _value(self, answer: str) -> float:
+        """What an answer stands for; not a number where the name does not exist or holds no number."""
+        if not answer[0].isalpha():
+            return float(answer.replace(",", ""))
+        result = await (await self._interpreter()).arun(answer)
+        try:
+            return float(result.output) if result.ok else math.nan
+        except ValueError:
+            return math.nan
+
+    async def _interpreter(self) -> Session:
+        if self.session is None:
+            self.session = python_tool().open()
+            await self.session.arun(self._problem.bindings)
+        return self.session
 
     def close(self) -> None:
         if self.session is not None:
@@ -138,43 +157,42 @@ class Calculator(Environment):
     # ------------------------------------------------------------ players
     def oracle(self) -> Action:
         if self.replies and self.replies[-1][1]:
-            return say(f"answer: {self.replies[-1][0]}")
-        return call("python", code=self._problem.expression)
+            return say("answer: t")
+        return call("python", code=f"t={self._problem.expression};t")
 
     def random_action(self, rng: random.Random) -> Action:
         if rng.random() < 0.5:
-            return say(f"answer: {rng.randint(100, 9999)}")
-        a, b = rng.choice(self._problem.numbers), rng.choice(self._problem.numbers)
-        return call("python", code=f"{a}{rng.choice('+-*')}{b}")
+            return say(f"answer: {rng.choice(['t', rng.randint(100, 9999)])}")
+        names = [name for name, _ in self._problem.numbers]
+        return call("python", code=f"t={rng.choice(names)}{rng.choice('+-*')}{rng.choice(names)};t")
 
     def demonstrate(self, rng: random.Random) -> Action:
         """A third plays well; the others guess, compute the wrong thing, or write broken code and ignore the error."""
         self.style = (
-            self.style or rng.choices(("good", "guess", "wrong", "broken", "mended"), weights=(32, 18, 24, 12, 14))[0]
+            self.style or rng.choices(("good", "guess", "wrong", "broken", "mended"), weights=(28, 22, 24, 16, 10))[0]
         )
-        if not self.replies:
-            return self._first_call(rng)
-        reply, ok = self.replies[-1]
-        if ok:
-            return say(f"answer: {reply}")
-        if self.style == "mended":
-            return call("python", code=self._problem.expression)
-        return say(f"answer: {self._guess(rng)}")
-
-    def _first_call(self, rng: random.Random) -> Action:
         right = self._problem.expression
+        if not self.replies:
+            return self._first_call(right, rng)
+        if self.replies[-1][1]:
+            return say("answer: t")
+        if self.style == "mended":
+            return call("python", code=f"t={right};t")
+        return say(f"answer: {rng.choice(['t', self._guess(rng)])}")
+
+    def _first_call(self, right: str, rng: random.Random) -> Action:
         if self.style == "guess":
             return say(f"answer: {self._guess(rng)}")
         if self.style == "wrong":
-            return call("python", code=_spoil_sense(right, rng))
+            right = _spoil_sense(right, rng)
         if self.style in ("broken", "mended"):
-            return call("python", code=_spoil_syntax(right, rng))
-        return call("python", code=right)
+            right = _spoil_syntax(right, rng)
+        return call("python", code=f"t={right};t")
 
     def _guess(self, rng: random.Random) -> int:
         """Of about the right size and round, as people guess."""
         rough = self._problem.answer * rng.uniform(0.5, 1.5)
-        return max(100, round(rough, -2 if rough < 1000 else -3))
+        return max(100, int(round(rough, 1 - len(str(int(rough))))))
 
 
 def _spoil_sense(expression: str, rng: random.Random) -> str:
@@ -188,10 +206,10 @@ def _spoil_sense(expression: str, rng: random.Random) -> str:
 
 
 def _spoil_syntax(expression: str, rng: random.Random) -> str:
-    """Code that Python refuses."""
+    """Code that Python refuses: a sign of its own making, a name nobody gave, a statement cut short."""
     kind = rng.randrange(3)
     if kind == 0:
         return expression.replace("*", " x ", 1) if "*" in expression else expression + " x"
     if kind == 1:
-        return "total=" + expression + "="
-    return expression + " pens"
+        return expression.replace("b", "n")
+    return expression + "="
