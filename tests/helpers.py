@@ -11,7 +11,9 @@ from turnwise.data import Group, Task, Trajectory, Turn
 from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Tree
 from turnwise.signals import Signal
 
-COUNTS = st.lists(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4), min_size=1, max_size=4)
+COUNTS = st.lists(
+    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4), min_size=1, max_size=4
+)
 """Token counts of a random ragged tree: groups of trajectories of turns, empty turns included."""
 
 
@@ -31,7 +33,15 @@ def records_of(counts: list[list[list[int]]], seed: int = 0, vocabulary: int = 1
                 logp = tuple(float(x) for x in -torch.rand(n, generator=g) * 3)
                 reward = float(number(0, 3)) / 2
                 made.append(
-                    Turn(context, tokens, logp, version=(0,) * n, reward=reward, state=str(number(0, 3)), restart=k > 0 and number(0, 4) == 0)
+                    Turn(
+                        context,
+                        tokens,
+                        logp,
+                        version=(0,) * n,
+                        reward=reward,
+                        state=str(number(0, 3)),
+                        restart=k > 0 and number(0, 4) == 0,
+                    )
                 )
             members.append(Trajectory(f"{i}.{j}", task, tuple(made)))
         groups.append(Group(str(i), task, tuple(members)))
@@ -53,7 +63,9 @@ def from_oracle(batch: records.Batch) -> tuple[Batch, dict[Signal, Field]]:
     rewards = [turn.reward for group in batch for t in group for turn in t.turns]
     made = Batch(
         tree=tree,
-        sequences=Sequences(torch.zeros(int(start[-1]), dtype=torch.int64), start, torch.arange(tree.count(TRAJECTORY)), at),
+        sequences=Sequences(
+            torch.zeros(int(start[-1]), dtype=torch.int64), start, torch.arange(tree.count(TRAJECTORY)), at
+        ),
         token=zeros(TOKEN),
         behaviour=token([t.behaviour for t in flat]),
         mass=zeros(TOKEN, torch.float64),

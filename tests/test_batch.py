@@ -63,7 +63,11 @@ def test_sampled_tokens_are_found_in_what_the_model_reads(counts, seed, cut):
 
 
 @settings(deadline=None, max_examples=50)
-@given(rows=st.lists(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=3), min_size=1, max_size=5))
+@given(
+    rows=st.lists(
+        st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=3), min_size=1, max_size=5
+    )
+)
 def test_padded_round_trip(rows):
     """Law: (B, L) tensors in, fields, (B, L) tensors out; context and padding never matter."""
     length = max(sum(c + n for c, n in row) for row in rows) + 2
@@ -74,7 +78,9 @@ def test_padded_round_trip(rows):
             mask[b, at + context : at + context + sampled] = 1
             at += context + sampled
     ids, logp = torch.randint(0, 99, mask.shape), -torch.rand(mask.shape)
-    batch = from_padded(ids, mask, logp=logp, reward=torch.arange(len(rows)).float(), group=torch.arange(len(rows)) // 2, extra=logp * 2)
+    batch = from_padded(
+        ids, mask, logp=logp, reward=torch.arange(len(rows)).float(), group=torch.arange(len(rows)) // 2, extra=logp * 2
+    )
     assert torch.equal(to_padded(batch.behaviour, mask), logp * mask)
     assert torch.equal(to_padded(batch["extra"], mask), logp * 2 * mask)
     assert torch.equal(batch.tree.size(TOKEN, TRAJECTORY).x, mask.sum(1).long())
@@ -90,7 +96,10 @@ def test_padded_round_trip(rows):
         (lambda: pack([Group("g", TASK, (A.failed("the tool broke"),))]), "the tool broke"),
         (lambda: pack([Group("g", TASK, (Trajectory("x", TASK, (turn([], [1]),)),))]), "from nothing"),
         (lambda: pack([Group("g", TASK, (Trajectory("x", TASK, (Turn((1,), (2,)),)),))]), "without log-probabilities"),
-        (lambda: pack([Group("g", TASK, (A, Trajectory("x", TASK, (turn([1], [2]),), fork=Fork("a", 9))))]), "no such place"),
+        (
+            lambda: pack([Group("g", TASK, (A, Trajectory("x", TASK, (turn([1], [2]),), fork=Fork("a", 9))))]),
+            "no such place",
+        ),
         (lambda: Group("g", TASK, (FORKED,)), "not in group"),
         (lambda: Group("g", TASK, (A, A)), "same id"),
         (lambda: Turn((1,), (2, 3), (0.1,)), "2 tokens but 1 values of logp"),

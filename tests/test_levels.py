@@ -114,7 +114,8 @@ def test_reductions_do_not_depend_on_packing_order(counts, seed, data):
             after = getattr(Field(moved, TOKEN, x[kept[0]]), name)(level).x
             torch.testing.assert_close(after, before)
     torch.testing.assert_close(
-        Field(moved, TOKEN, x[kept[0]]).running_sum(TRAJECTORY).x, Field(tree, TOKEN, x).running_sum(TRAJECTORY).x[kept[0]]
+        Field(moved, TOKEN, x[kept[0]]).running_sum(TRAJECTORY).x,
+        Field(tree, TOKEN, x).running_sum(TRAJECTORY).x[kept[0]],
     )
 
 
@@ -122,7 +123,9 @@ def test_reductions_do_not_depend_on_packing_order(counts, seed, data):
 @given(counts=COUNTS, seed=st.integers(0, 10**6))
 def test_gradients_flow_through_gathers(counts, seed):
     tree = Tree.ragged(counts)
-    x = torch.randn(tree.count(TOKEN), dtype=torch.float64, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    x = torch.randn(
+        tree.count(TOKEN), dtype=torch.float64, generator=torch.Generator().manual_seed(seed), requires_grad=True
+    )
     if not x.numel():
         return
     f = Field(tree, TOKEN, x)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from turnwise import environments, recipes
 from turnwise.data import Sampling, Task, Trajectory
@@ -26,6 +27,7 @@ from turnwise.tasks.budget import Fixed
 from turnwise.tasks.sampler import Tasks
 
 TINY = "tiny"
+transformers_logging.disable_progress_bar()  # our own progress is enough
 CORPUS = 300  # scripted dialogues the tiny tokenizer is trained on
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from turnwise.errors import SettingError, nearest
 
-
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 

@@ -49,7 +49,9 @@ def test_oracle(name, seed, overflow):
     batch, policy = from_oracle(reference)
     recipe = recipes.build(name)
     credited = recipe.objective.credit(batch)
-    torch.testing.assert_close(credited["advantage"].at(TOKEN).x, torch.tensor(advantage, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        credited["advantage"].at(TOKEN).x, torch.tensor(advantage, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
     loss, stats = loss_of(recipe, batch, policy)
     if name not in LOSS_IS_A_SCORE:
         assert loss.item() == pytest.approx(expected.item(), rel=1e-9, abs=1e-9)
@@ -65,7 +67,10 @@ def random_policy(batch, seed: int):
     g = torch.Generator().manual_seed(seed)
     n = batch.tree.count(TOKEN)
     noise = lambda scale: scale * torch.randn(n, dtype=torch.float64, generator=g)  # noqa: E731
-    columns = {str(s): Field(batch.tree, TOKEN, batch.behaviour.x.double() + noise(0.2)) for s in (Signal.REFERENCE, Signal.PROXIMAL)}
+    columns = {
+        str(s): Field(batch.tree, TOKEN, batch.behaviour.x.double() + noise(0.2))
+        for s in (Signal.REFERENCE, Signal.PROXIMAL)
+    }
     columns |= {str(s): Field(batch.tree, TOKEN, noise(0.5)) for s in (Signal.OLD_VALUE, Signal.OLD_ENTROPY)}
     leaves = {
         Signal.LOGP: (batch.behaviour.x.double() + noise(0.3)).requires_grad_(),
