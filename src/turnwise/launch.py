@@ -76,6 +76,9 @@ class Launch:
         """Run, or go on with, everything; returns the summary."""
         if self.run.summary.is_file():
             return dict(json.loads(self.run.summary.read_text()))
+        notice = getattr(self.world.kind, "notice", None)
+        if notice is not None:
+            self._say(notice())
         with self._stage("prepare"):
             tokenizer, model = self._initial()
         self.renderer = Renderer(tokenizer)
@@ -302,7 +305,8 @@ class Launch:
     def _transcripts(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
         """A failure before and the same task after, preferably solved."""
         pairs = [(b, a) for b, a in zip(before, after) if not b["success"]] or list(zip(before, after))
-        b, a = next(((b, a) for b, a in pairs if a["success"]), pairs[0])
+        solved = [pair for pair in pairs if pair[1]["success"]] or pairs
+        b, a = max(solved, key=lambda pair: len(pair[1]["messages"]))  # the longest shows most
         text = "\n".join(
             f"## {title}: {'solved' if row['success'] else 'failed'}\n\n{transcript(row['messages'])}\n"
             for title, row in (("Before RL", b), ("After RL", a))

@@ -146,7 +146,7 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
         "groups": float(len(groups)),
         "trajectories": float(n),
         "tokens": float(sum(t.sampled for t in trajectories)),
-        "success": sum(judged) / n if judged else float("nan"),
+        "success": sum(judged) / len(judged) if judged else float("nan"),
         "reward": sum(t.reward for t in trajectories) / n,
         "turns": len(turns) / n,
         "tool_calls": sum(turn.tool_calls for turn in turns) / n,

@@ -16,6 +16,12 @@ from turnwise.errors import SettingError, nearest
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
+AT_LEAST_ONE = (
+    "steps", "max_tokens", "context", "slots", "positions", "eval_tasks", "eval_samples", "checkpoint_every",
+    "keep_checkpoints", "max_draws", "layers", "vocabulary", "cold_batch",
+)  # fmt: skip
+
+
 def knob(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -83,19 +89,16 @@ class Settings:
         for f in fields(self):
             value = getattr(self, f.name)
             object.__setattr__(self, f.name, convert(f.name, value, kind_of(f)))
-        positive = (
-            "steps",
-            "max_tokens",
-            "context",
-            "slots",
-            "positions",
-            "eval_tasks",
-            "eval_samples",
-            "checkpoint_every",
-        )
-        for name in positive:
+        for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} is {getattr(self, name)}; write at least 1")
+        for name in ("groups", "group_size", "epochs", "minibatches", "max_turns", "eval_every", "warmup", "lora_rank"):
+            if getattr(self, name) < 0:
+                raise SettingError(f"{name} is {getattr(self, name)}; write 0 or more")
+        if self.hidden % 16 or self.hidden < 16:
+            raise SettingError(f"hidden is {self.hidden}; write a multiple of 16")
+        if not self.env_seconds > 0:
+            raise SettingError(f"env_seconds is {self.env_seconds}; write a positive number of seconds")
         if self.staleness < 0:
             raise SettingError(f"staleness is {self.staleness}; write 0 for synchronous, or a positive number of steps")
 

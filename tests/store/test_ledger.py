@@ -178,10 +178,17 @@ def test_prune_keeps_counts_and_texts(ledger):
 def test_a_pruned_group_that_is_needed_again_is_rolled_out_afresh(ledger):
     ledger.issue("g", task(0), 0, 0)
     ledger.finish(group("g"), 0)
-    ledger.seal(0)
-    ledger.train(["g"], 0)
-    ledger.prune(before=9)  # too eager: the checkpoint of step 0 is still kept
-    assert [i.group_id for i in ledger.resume(0).again] == ["g"]
+    ledger.seal(1)
+    ledger.train(["g"], 1)
+    ledger.prune(before=9)  # too eager: the checkpoint of step 1 is still kept
+    assert [i.group_id for i in ledger.resume(1).again] == ["g"]
+
+
+def test_step_0_cannot_be_sealed(ledger):
+    """A seal of step 0 without its checkpoint could not be told from a run that never had one."""
+    ledger.issue("g", task(0), 0, 0)
+    with pytest.raises(RecordError, match="step 0"):
+        ledger.seal(0)
 
 
 def test_queries_for_a_viewer(ledger):

@@ -154,6 +154,11 @@ class Calculator(Environment):
         assert self.problem is not None, "reset first"
         return self.problem
 
+    @staticmethod
+    def notice() -> str:
+        """What a user should know before the first episode: how the untrusted code is held."""
+        return f"python tool: {python_tool().describe()}"
+
     # ------------------------------------------------------------ players
     def oracle(self) -> Action:
         if self.replies and self.replies[-1][1]:

@@ -128,7 +128,7 @@ class Episode:
             reason = f"{type(fault).__name__}: {fault}"
         finally:
             self.session.close()
-            self._close()
+            await self._close()
         return Trajectory(
             id=self.key,
             task=self.task,
@@ -209,8 +209,8 @@ class Episode:
         for name, value in dict(step.info.get("rewards", {})).items():
             self.rewards[name] = self.rewards.get(name, 0.0) + float(value)
 
-    def _close(self) -> None:
+    async def _close(self) -> None:
         close = getattr(self.environment, "close", None)
         if close is not None:
-            with contextlib.suppress(Exception):  # a failing close must not cost the episode
-                close()
+            with contextlib.suppress(Exception):  # a close that fails or hangs must not cost the episode
+                await self._call(close)

@@ -54,6 +54,8 @@ class Resumed:
 
 
 def seal_moment(db: sqlite3.Connection, step: int, now: int) -> None:
+    if step < 1:  # resuming from step 0 means from nothing: a mark there could not be told from none
+        raise RecordError("step 0 cannot be sealed: a run without a checkpoint starts there anyway")
     last = db.execute("SELECT clock FROM seals WHERE step = ? AND void = 0", (step,)).fetchone()
     if last is not None and last["clock"] != now - 1:
         raise RecordError(f"the checkpoint of step {step} is already sealed and things have happened since")
@@ -64,13 +66,15 @@ def seal_moment(db: sqlite3.Connection, step: int, now: int) -> None:
 def _mark(db: sqlite3.Connection, step: int) -> int | None:
     """The moment of the checkpoint of ``step``; None when the ledger does not know it."""
     seals = db.execute("SELECT clock, void FROM seals WHERE step = ? ORDER BY void, clock DESC", (step,)).fetchall()
+    if step == 0:
+        return 0
     if not seals:
-        return 0 if step == 0 else None
-    if seals[0]["void"] and step > 0:
+        return None
+    if seals[0]["void"]:
         raise StoreError(
             f"the checkpoint of step {step} was left behind when the run went back to an older one; remove it"
         )
-    return 0 if seals[0]["void"] else int(seals[0]["clock"])
+    return int(seals[0]["clock"])
 
 
 def settle(
