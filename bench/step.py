@@ -42,7 +42,7 @@ GROUPS, SIZE = 8, 8
 SHAPE = {"hidden": 128, "layers": 4, "context": 320}
 LENGTH = {"single": 32, "tools": 64}  # tokens of a turn here, of a whole completion in TRL
 LR = 1e-6  # TRL's default: the policy hardly moves, so every step has the same work
-COLD = 100  # supervised steps that teach the form of a tool call
+COLD = 200  # supervised steps that teach the form of a tool call
 SIDES = {"turnwise": "turnwise", "turnwise, no KL piece": "turnwise", "TRL": "trl", "TRL, no checkpointing": "trl"}
 
 # what both sides render; `tool_calls` only comes from TRL, our messages carry the text as it was sampled
@@ -182,7 +182,7 @@ def corpus() -> list[str]:
     """Words enough for 512 entries, so that a tool call is neither one token nor one a letter."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=4)) for _ in range(200)]
-    words += ["tool_call", "name", "arguments", "add"] * 20
+    words += ["<tool_call>", "</tool_call>", '{"name":', '"add",', '"arguments":', '{"a":', '"b":'] * 10
     return [" ".join(rng.choices(words, k=8)) for _ in range(400)]
 
 
@@ -191,7 +191,7 @@ def imitate(folder: Path, out: str) -> None:
     from turnwise.launch import train
 
     made = train(
-        env="step:Tools", difficulty=(1,), model=str(folder), cold_steps=COLD, cold_batch=32, steps=1, eval_tasks=1,
+        env="step:Tools", difficulty=(1,), model=str(folder), cold_steps=COLD, cold_batch=24, steps=1, eval_tasks=1,
         context=SHAPE["context"], out=out, name="cold", trackers=(),
     )  # fmt: skip
     for file in (Path(made["run"]) / "initial").iterdir():

@@ -59,7 +59,9 @@ class Recipe:
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.advantage, self.ratio, self.gate, self.aggregate, self.penalties, self.reward)
+        """The composition to optimise. A penalty of weight 0 is left out, and with it the signals it would need."""
+        active = tuple(weighted for weighted in self.penalties if weighted.weight)
+        return Objective(self.advantage, self.ratio, self.gate, self.aggregate, active, self.reward)
 
     @property
     def critic(self) -> bool:

@@ -181,3 +181,8 @@ def test_a_group_of_one_is_refused_where_peers_are_compared():
     with pytest.raises(ValueError, match="--group-size 2"):
         replace(recipes.build("grpo"), budget=Fixed(8, 1))
     replace(recipes.build("ppo"), budget=Fixed(8, 1))
+
+
+def test_a_penalty_of_weight_zero_costs_no_signal():
+    assert Signal.REFERENCE in recipes.build("grpo").objective.needs
+    assert Signal.REFERENCE not in recipes.build("grpo", beta=0.0).objective.needs
