@@ -40,7 +40,7 @@ bench: $(READY)
 	$(BIN)/python bench/step.py
 
 seeds: $(READY)
-	$(BIN)/python bench/seeds.py
+	$(BIN)/python bench/seeds.py --write bench/seeds.md
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

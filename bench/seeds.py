@@ -73,7 +73,7 @@ def main() -> None:
     if not options.json:
         print(table(rows))
     if options.write:
-        options.write.write_text(f"# Seeds\n\n`python bench/seeds.py {' '.join(sys.argv[1:])}`\n\n{table(rows)}\n")
+        options.write.write_text(f"# Seeds\n\n`python bench/seeds.py`\n\n{table(rows)}\n")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ tools   8 prompts x 8 episodes of two turns: one call of a trivial tool, then an
 A step is everything from one optimiser step's end to the next: tasks, sampling, tools, rewards, loss, optimiser, new
 weights to the sampler, records. Ours is a plain ``turnwise.train`` (method grpo, beta 0, checked, recorded in a real
 ledger); TRL has its defaults but for batch 64, 8 generations, beta 0, the length, float32 on the CPU, and no reports.
-Beside these two rows, one variation of each: ours without the KL piece (beta 0 alone still measures it), TRL without
-gradient checkpointing (on by default; it saves memory and costs time).
+A third row is TRL without gradient checkpointing, which is on by default, saves memory and costs time.
 
 Each side is a fresh process; they wait for one another and take turns step by step, so that a slow second of the machine
 hits all of them. The first steps warm up and are dropped; medians of the rest. TRL may live in an interpreter of its own.
@@ -43,7 +42,7 @@ SHAPE = {"hidden": 128, "layers": 4, "context": 320}
 LENGTH = {"single": 32, "tools": 64}  # tokens of a turn here, of a whole completion in TRL
 LR = 1e-6  # TRL's default: the policy hardly moves, so every step has the same work
 COLD = 200  # supervised steps that teach the form of a tool call
-SIDES = {"turnwise": "turnwise", "turnwise, no KL piece": "turnwise", "TRL": "trl", "TRL, no checkpointing": "trl"}
+SIDES = {"turnwise": "turnwise", "TRL": "trl", "TRL, no checkpointing": "trl"}
 
 # what both sides render; `tool_calls` only comes from TRL, our messages carry the text as it was sampled
 TEMPLATE = (
@@ -170,6 +169,7 @@ def prepare(job: dict[str, Any]) -> None:
     assert len(tokenizer) == 512, len(tokenizer)
     if endless:
         tokenizer.add_special_tokens({"eos_token": "<|never|>"})
+        model.config.eos_token_id = model.generation_config.eos_token_id = None  # TRL would stop there as well
     tokenizer.chat_template = ENDLESS if endless else TEMPLATE
     folder = Path(job["model"])
     for made in (model, tokenizer):
@@ -218,9 +218,6 @@ class Gate:
 
 
 def ours(job: dict[str, Any]) -> None:
-    from dataclasses import replace
-
-    from turnwise import recipes
     from turnwise.launch import train
 
     gate = Gate()
@@ -231,13 +228,10 @@ def ours(job: dict[str, Any]) -> None:
         if event == "step" and facts["stage"] == "learn":
             gate.done(**{name: facts[name] for name in ("tokens", "turns", "tool_calls")})
 
-    method: dict[str, Any] = {"method": "grpo", "method_options": {"beta": 0.0}}
-    if job["side"] != "turnwise":
-        method = {"recipe": replace(recipes.build("grpo", beta=0.0), penalties=())}
     train(
-        listen, **method, env=f"step:{job['task'].capitalize()}", difficulty=(1,), model=job["model"], cold_steps=0,
-        steps=job["steps"], groups=GROUPS, group_size=SIZE, max_tokens=LENGTH[job["task"]], context=SHAPE["context"],
-        lr=LR, eval_tasks=1, out=job["out"], name=job["side"].replace(", ", "-").replace(" ", "-"), trackers=(),
+        listen, method="grpo", method_options={"beta": 0.0}, env=f"step:{job['task'].capitalize()}", difficulty=(1,),
+        model=job["model"], cold_steps=0, steps=job["steps"], groups=GROUPS, group_size=SIZE, lr=LR, eval_tasks=1,
+        max_tokens=LENGTH[job["task"]], context=SHAPE["context"], out=job["out"], name="ours", trackers=(),
     )  # fmt: skip
 
 
