@@ -3,6 +3,7 @@ through the very same episode loop as a policy."""
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 from turnwise.data import Completion, Message, Origin, Sampling, Stop, Task, Trajectory
 from turnwise.errors import SettingError
 from turnwise.ports import Action, Session
-from turnwise.rollout.episode import Episode, Limits
+from turnwise.rollout.episode import Episode, Limits, checked_step
 from turnwise.rollout.render import Renderer
 from turnwise.tasks.sampler import stable_seed
 
@@ -74,9 +75,10 @@ async def dialogue(player: str, environment: Any, seed: int, turns: int) -> list
     for _ in range(turns):
         action = act()
         step = environment.step(action)
-        step = await step if hasattr(step, "__await__") else step
+        step = checked_step(await step if inspect.isawaitable(step) else step)
         messages += [action.message, *step.messages]
         if step.terminated or step.truncated:
             break
-    environment.close()
+    if hasattr(environment, "close"):
+        environment.close()
     return messages
