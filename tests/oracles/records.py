@@ -20,17 +20,33 @@ class Token:
     value: Tensor  # leaf: the critic's present estimate
     old_value: float  # the critic's estimate when the batch was collected
     entropy: Tensor  # leaf: full-vocabulary entropy
+    proximal: float  # log-probability in the training engine before the first update on this batch (lp_old beside lp_mu)
+    previous: float  # log-probability under the policy of the training step before
+    old_entropy: float  # entropy before the first update on this batch
+    twin: Tensor  # leaf: the present estimate of a second value head
+    old_twin: float  # the second head's estimate when the batch was collected
+    hellinger: float  # squared Hellinger distance of the present policy's and the reference's whole distributions
+    curvature: tuple[float, float, float]  # with v = onehot - pi and q = lr * P h^2: sum v^2 q, sum pi v^2 q^2, sum pi v q
+    lot: float  # a number in [0, 1) drawn once for this token; "at random" means: in ascending order of the lot
 
 
 @dataclass
 class Turn:
     tokens: list[Token]
     reward: float
+    tool_calls: int = 0
+    answer: float = 0.0  # score of the gold answer given the history after this turn
 
 
 @dataclass
 class Trajectory:
     turns: list[Turn]
+    truncated: bool = False  # unfinished: a limit cut it
+    success: bool = False
+    before: float = 0.0  # score of the gold answer given the prompt alone
+    norm: float = 1.0  # || grad of the sum of its log-probabilities ||
+    domain: int = 0  # the same for all trajectories of a group
+    lot: float = 0.0
 
 
 Group = list[Trajectory]
@@ -48,8 +64,16 @@ def token(
     value: float = 0.0,
     old_value: float | None = None,
     entropy: float = 0.0,
+    proximal: float | None = None,
+    previous: float | None = None,
+    old_entropy: float | None = None,
+    twin: float = 0.0,
+    old_twin: float | None = None,
+    hellinger: float = 0.0,
+    curvature: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    lot: float = 0.5,
 ) -> Token:
-    """A token from floats; what is left out is on-policy (equal to `logp`) or equal to `value`."""
+    """A token from floats; what is left out is on-policy (equal to `logp`) or equal to its present counterpart."""
     return Token(
         logp=leaf(logp),
         behaviour=float(logp if behaviour is None else behaviour),
@@ -57,6 +81,14 @@ def token(
         value=leaf(value),
         old_value=float(value if old_value is None else old_value),
         entropy=leaf(entropy),
+        proximal=float((logp if behaviour is None else behaviour) if proximal is None else proximal),
+        previous=float(logp if previous is None else previous),
+        old_entropy=float(entropy if old_entropy is None else old_entropy),
+        twin=leaf(twin),
+        old_twin=float(twin if old_twin is None else old_twin),
+        hellinger=float(hellinger),
+        curvature=curvature,
+        lot=float(lot),
     )
 
 
@@ -128,13 +160,27 @@ def random_batch(
         lowest = 0.05 + max(0.0, -shift) + max(0.0, drift)
         logp = min(logp, -lowest)  # keeps behaviour = logp - shift and reference = logp + drift below zero
         old_value = dice.gauss(0.0, 0.7)
+        old_twin = old_value + dice.gauss(0.0, 0.3)
+        mismatch = dice.choice([0.0, 0.02, 0.3]) * dice.gauss(0.0, 1.0)
+        if dice.random() < 0.1:
+            mismatch = dice.choice([-1.0, 1.0]) * dice.uniform(0.8, 2.5)
+        entropy = dice.choice([dice.uniform(0.0, 0.1), dice.uniform(0.0, 2.0)])
+        mass, width = dice.uniform(0.0, 0.02), dice.uniform(0.0, 1.0)
         return token(
             logp=logp,
             behaviour=logp - shift,
             reference=logp + drift,
             value=old_value + dice.gauss(0.0, 0.5),
             old_value=old_value,
-            entropy=dice.uniform(0.0, 2.0),
+            entropy=entropy,
+            proximal=min(-0.01, logp - shift + mismatch),
+            previous=min(-0.01, logp + dice.gauss(0.0, 0.1)),
+            old_entropy=entropy * dice.uniform(0.8, 1.2),
+            twin=old_twin + dice.gauss(0.0, 0.5),
+            old_twin=old_twin,
+            hellinger=dice.uniform(0.0, 0.4),
+            curvature=(mass, mass * mass * width, mass * width * dice.uniform(-1.0, 1.0)),
+            lot=dice.random(),
         )
 
     def make_trajectory(counts: list[int], kind: str) -> Trajectory:
@@ -143,8 +189,17 @@ def random_batch(
         for count in counts:
             reward = dice.choice([0.0, round(dice.gauss(0.0, 0.5), 3)])
             made.append(Turn([make_token(spread, kind, at == 0) for at in range(count)], reward))
+            made[-1].tool_calls = dice.choice([0, 0, 1, 2])
+            made[-1].answer = -dice.uniform(0.1, 5.0)
         made[-1].reward += dice.choice([0.0, 1.0])
-        return Trajectory(made)
+        return Trajectory(
+            made,
+            truncated=dice.random() < 0.3,
+            success=dice.random() < 0.5,
+            before=-dice.uniform(0.1, 5.0),
+            norm=dice.uniform(0.2, 3.0),
+            lot=dice.random(),
+        )
 
     def shape() -> list[int]:
         counts = [dice.randint(0, length) for _ in range(dice.randint(1, turns))]
@@ -175,5 +230,7 @@ def random_batch(
                 for turn in trajectory.turns:
                     turn.reward = 0.0
                 dice.choice(trajectory.turns).reward = common
+        for trajectory in group:
+            trajectory.domain = index % 2
         batch.append(group)
     return batch
