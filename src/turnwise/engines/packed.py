@@ -38,7 +38,7 @@ class PackedLayout:
         total = int(padded.sum())
         here = torch.arange(int(start[-1]), device=start.device)
         slot = here + torch.repeat_interleave(offset - start[:-1], lengths)
-        whole = shared or Shared(here, here)
+        whole = shared or Shared.none(here)
         self.slot = None if total == len(whole.first) and torch.equal(slot, here) else slot
         self.copy = None if self.slot is None else Copy(whole, slot, total)
         self._masks: dict[tuple[int, int], Tensor] = {}
@@ -88,15 +88,35 @@ def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
 
 
 def hidden_states(model: PreTrainedModel, sequences: Sequences) -> Tensor:
-    """What the LM head would read at every packed position, [L, D]. The model must have been adopted."""
-    shared = Shared.of(sequences.ids, sequences.start)
+    """What the LM head would read at every packed position, [L, D]. The model must have been adopted.
+
+    If tokens were sampled, only states up to the last one needed for them are true: the rest is not computed."""
+    kept, start = _worth_reading(sequences)
+    ids, position = sequences.ids[kept], sequences.positions()[kept]
+    # stock norms pass gradients through float32 even in a float64 model, where a rounded sum is not the sum of the
+    # rounded: exactness is what float64 is asked for, so there nothing is shared
+    shared = Shared.none(ids) if model.dtype == torch.float64 else Shared.of(ids, start)
     out = model.get_decoder()(
-        input_ids=sequences.ids[shared.first][None],
-        position_ids=sequences.positions()[shared.first][None],
+        input_ids=ids[shared.first][None],
+        position_ids=position[shared.first][None],
         use_cache=False,
-        layout=PackedLayout(sequences.start, shared),
+        layout=PackedLayout(start, shared),
     )
-    return shared.spread(out.last_hidden_state[0])
+    row = torch.zeros_like(sequences.ids).index_copy(0, kept, shared.row)
+    return Shared(kept[shared.first], row).spread(out.last_hidden_state[0])
+
+
+def _worth_reading(sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Packed positions, and where each sequence begins among them: a sequence's last sampled token, and what follows it,
+    predicts nothing that anybody asks for."""
+    begin, at = sequences.start[:-1], sequences.at
+    if not at.numel():
+        return torch.arange(sequences.ids.numel(), device=begin.device), sequences.start
+    owner = torch.searchsorted(sequences.start, at, right=True) - 1
+    lengths = (begin + 1).scatter_reduce(0, owner, at, "amax") - begin
+    start = torch.cat([begin.new_zeros(1), lengths.cumsum(0)])
+    here = torch.arange(int(start[-1]), device=begin.device)
+    return here + torch.repeat_interleave(begin - start[:-1], lengths), start
 
 
 def head(model: PreTrainedModel) -> nn.Linear:

@@ -27,9 +27,15 @@ class Shared:
         first = (source == here).nonzero().squeeze(1)
         return cls(first, torch.searchsorted(first, source))
 
+    @classmethod
+    def none(cls, ids: Tensor) -> Shared:
+        """Every position is read."""
+        here = torch.arange(ids.numel(), device=ids.device)
+        return cls(here, here)
+
     def spread(self, x: Tensor) -> Tensor:
         """[U, ...] -> [L, ...]."""
-        return x if self.first.numel() == self.row.numel() else Copy(self, torch.arange(len(self.row))).spread(x)
+        return x if len(self.first) == len(self.row) else Copy(self, torch.arange(len(self.row))).spread(x)
 
 
 def _sources(ids: Tensor, start: Tensor) -> Tensor:

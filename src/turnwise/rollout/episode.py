@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from turnwise.answers import read_messages, read_state_key, read_step
 from turnwise.data import Sampling, Status, Stop, Task, Trajectory, Turn
 from turnwise.errors import EnvironmentFault, RenderError
 from turnwise.ports import Action, Session, Step
+from turnwise.rollout.hands import lend
 from turnwise.rollout.render import Dialogue, Renderer
 
 
@@ -51,10 +51,10 @@ async def guarded(function: Callable[..., Any], *args: Any, seconds: float, inli
                 value, fault = function(*args), None
         except BaseException as caught:
             value, fault = None, caught if isinstance(caught, Exception) else RuntimeError(repr(caught))
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
             loop.call_soon_threadsafe(settle, value, fault)
 
-    threading.Thread(target=work, daemon=True).start()
+    lend(work)
     return await within(done, seconds)
 
 

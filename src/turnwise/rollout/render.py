@@ -9,8 +9,10 @@ This module knows nothing of environments, rewards or engines.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,7 @@ CHATML = (
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+RECENT = 16  # openings remembered: the groups of a step begin side by side
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
@@ -48,6 +51,7 @@ class Renderer:
             raise RenderError(
                 "this model's tokenizer has no chat template; give one with --template chatml or --template FILE.jinja"
             )
+        self._openings: deque[tuple[list[Message], Sequence[dict[str, Any]], str, list[int]]] = deque(maxlen=RECENT)
         self.stop_ids = self._find_stop_ids()
         probe = self._text([{"role": "user", "content": "a 1\nb"}], (), True)
         if self.decode(self.encode(probe)) != probe:
@@ -57,16 +61,25 @@ class Renderer:
 
     # ----------------------------------------------------------- dialogue
     def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Dialogue:
+        text, ids = self._opening(list(messages), tools)
+        return Dialogue(list(messages), tools, text, list(ids), list(ids))
+
+    def _opening(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
+        """Rendered once for all the trajectories of a group, which open alike."""
+        for known, with_tools, text, ids in self._openings:
+            if known == messages and with_tools == tools:
+                return text, ids
         text = self._text(messages, tools, True)
         ids = self.encode(text)
-        return Dialogue(list(messages), tools, text, ids, list(ids))
+        self._openings.append((copy.deepcopy(messages), copy.deepcopy(tools), text, ids))
+        return text, ids
 
     def hear(self, dialogue: Dialogue, tokens: Sequence[int]) -> Action:
         """Append what the policy sampled, exactly, and read it."""
         dialogue.ids += tokens
-        dialogue.text += self.decode(tokens)
-        body = tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
-        action = parse(self.decode(body))
+        said = self.decode(tokens)
+        dialogue.text += said
+        action = parse(self.decode(tokens[:-1]) if tokens and tokens[-1] in self.stop_ids else said)
         dialogue.messages.append(action.message)
         dialogue.fresh, dialogue.restarted = [], False
         return action
