@@ -187,7 +187,7 @@ def _no_model(source: str, fault: Exception) -> str:
 
 
 def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
-    updates = settings.steps * recipe.control.epochs * recipe.control.minibatches
+    updates = settings.steps * recipe.control.updates
     return LearnerSettings(
         lr=settings.lr,
         weight_decay=settings.weight_decay,
@@ -204,7 +204,7 @@ def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
 
 def learner_of(settings: Settings, model: PreTrainedModel, recipe: Recipe) -> LocalLearner:
     chosen = learner_settings(settings, recipe)
-    return LocalLearner(model, chosen, critic=recipe.critic, device=device_of(settings))
+    return LocalLearner(model, chosen, critic=recipe.critics, noise=recipe.smoothing, device=device_of(settings))
 
 
 def sampling_of(settings: Settings, temperature: float | None = None) -> Sampling:

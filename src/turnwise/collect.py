@@ -94,11 +94,11 @@ class Collector:
             return 1
         self.barren = 0
         self.sampler.observe(whole)
-        refusal = self.recipe.admission(whole)
-        if refusal:
-            self._drop(key, refusal, step)
+        admitted = self.recipe.admission(whole)
+        if isinstance(admitted, str):
+            self._drop(key, admitted, step)
         else:
-            self.ready.append(whole)
+            self.ready.append(admitted)
         return 1
 
     def _drop(self, key: str, reason: str, step: int) -> None:

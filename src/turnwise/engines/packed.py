@@ -10,6 +10,7 @@ This module does not know what the hidden states are for: no log-probabilities, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -123,6 +124,14 @@ def hidden_states(model: PreTrainedModel, sequences: Sequences) -> Tensor:
         layout=PackedLayout(sequences.start),
     )
     return out.last_hidden_state[0]
+
+
+def layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+    """The decoder layers, in order."""
+    found = getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None)
+    if found is None:
+        raise SettingError(f"{type(model).__name__} does not show its decoder layers, so no noise can be put between them")
+    return list(found)
 
 
 def head(model: PreTrainedModel) -> nn.Linear:

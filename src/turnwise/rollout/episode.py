@@ -117,6 +117,7 @@ class Episode:
         self.rewards: dict[str, float] = {}
         self.success: bool | None = None
         self.dialogue: Dialogue | None = None
+        self.answer: tuple[int, ...] = ()
 
     async def run(self) -> Trajectory:
         status, reason = Status.FAILED, "cancelled"
@@ -137,6 +138,7 @@ class Episode:
             status=status,
             reason=reason,
             success=self.success,
+            answer=self.answer,
             messages=tuple(self.dialogue.messages) if self.dialogue else (),
         )
 
@@ -153,6 +155,7 @@ class Episode:
     async def _play(self) -> tuple[Status, str]:
         first = checked_messages(await self._call(self.environment.reset, self.task.seed), "reset")
         self.dialogue = self.renderer.open(first, tuple(getattr(self.environment, "tools", ())))
+        self.answer = await self._gold()
         for _ in range(self.limits.turns):
             room = self.limits.context - len(self.dialogue.ids)
             if room < 1:
@@ -163,6 +166,17 @@ class Episode:
             if step.truncated:
                 return Status.TRUNCATED, "environment"
         return Status.TRUNCATED, "turn limit"
+
+    async def _gold(self) -> tuple[int, ...]:
+        """The gold answer's ids, where the environment tells it."""
+        if not hasattr(self.environment, "answer"):
+            return ()
+        text = await self._call(self.environment.answer)
+        if text is None:
+            return ()
+        if not isinstance(text, str):
+            raise EnvironmentFault(f"answer returned {text!r:.120}; expected a string, or None where there is none")
+        return tuple(self.renderer.encode(text))
 
     async def _turn(self, dialogue: Dialogue) -> Step:
         state = self.environment.state_key() if hasattr(self.environment, "state_key") else None
