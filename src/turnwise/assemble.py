@@ -18,7 +18,7 @@ from turnwise.engines.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.ports import Session
-from turnwise.recipe import Passes, Recipe
+from turnwise.recipe import Recipe
 from turnwise.rollout.episode import Episode, Limits
 from turnwise.rollout.players import dialogue
 from turnwise.rollout.render import CHATML, Renderer
@@ -34,11 +34,11 @@ CORPUS = 300  # scripted dialogues the tiny tokenizer is trained on
 def recipe_of(settings: Settings, own: Recipe | None = None) -> Recipe:
     """The method's recipe, or one's own, with the run's budget and passes."""
     recipe = own or recipes.build(settings.method, **settings.method_options)
-    budget, control = recipe.budget, recipe.control
+    budget = recipe.budget
     return replace(
         recipe,
         budget=Fixed(settings.groups or budget.groups, settings.group_size or budget.size),
-        control=Passes(settings.epochs or control.epochs, settings.minibatches or control.minibatches),
+        control=recipe.control.repeated(settings.epochs, settings.minibatches),
     )
 
 

@@ -10,6 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from turnwise.algebra.gradient import Scales
+from turnwise.algebra.objective import Loss
 from turnwise.batch import pack
 from turnwise.data import Group, Task, Trajectory, Turn
 from turnwise.engines.learner import LearnerSettings, LocalLearner
@@ -55,7 +57,7 @@ def test_micro_batches_and_packing_order_do_not_matter(kit, exact, seed, positio
 def test_measure_keeps_the_batch_order(kit, positions):
     model = kit.make_model()
     stock, batch = copy.deepcopy(model), kit.make_batch(3)
-    found = LocalLearner(model, LearnerSettings(positions=positions), critic=True).measure(batch, frozenset(Signal))
+    found = LocalLearner(model, LearnerSettings(positions=positions), critic=2).measure(batch, frozenset(Signal))
     s = batch.sequences
     with torch.no_grad():
         logits = torch.cat([stock(input_ids=part[None]).logits[0] for part in s.ids.split(s.lengths.tolist())])
@@ -102,12 +104,18 @@ class Broken:
     """A loss or, behind a finite loss, a gradient that is not a number."""
 
     where: str
-    needs = frozenset({Signal.LOGP})
+    live, foresees = frozenset({Signal.LOGP}), frozenset()
+
+    def plan(self, batch):
+        return batch
+
+    def scales(self, batch, main, sides):
+        return Scales()
 
     def __call__(self, batch, policy):
         x = policy[Signal.LOGP].x
         bad = x.sum() * torch.nan if self.where == "loss" else (x - x.detach()).clamp(min=0).sqrt().sum()
-        return bad, {"seen": torch.tensor(1.0)}
+        return Loss(bad, {"seen": torch.tensor(1.0)}, {})
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -124,14 +132,16 @@ def test_a_step_that_is_not_finite_is_not_taken(kit, batch, where):
 
 def test_an_objective_that_raises_leaves_no_gradient_behind(kit, batch):
     class Raises:
-        needs = frozenset({Signal.LOGP})
-        calls = 0
+        live, foresees, calls = frozenset({Signal.LOGP}), frozenset(), 0
+
+        def plan(self, batch):
+            return batch
 
         def __call__(self, micro, policy):
             self.calls += 1
             if self.calls > 1:
                 raise RuntimeError("no")
-            return policy[Signal.LOGP].x.sum(), {}
+            return Loss(policy[Signal.LOGP].x.sum(), {}, {})
 
     learner = LocalLearner(kit.make_model(), LearnerSettings(positions=1))
     with pytest.raises(RuntimeError):
@@ -165,7 +175,7 @@ def test_nothing_sampled_is_no_fault(kit):
     task = Task("x", seed=0)
     silent = Trajectory("a", task, (Turn(context=(1, 2), tokens=()),))
     blank = Trajectory("b", task, ())
-    learner = LocalLearner(kit.make_model(), LearnerSettings(positions=1), critic=True)
+    learner = LocalLearner(kit.make_model(), LearnerSettings(positions=1), critic=2)
     before = learner.state_dict()["tensors"]
     for members in ((silent, blank), ()):
         batch = kit.weighted(pack([Group("g", task, members)] if members else []))
@@ -176,7 +186,7 @@ def test_nothing_sampled_is_no_fault(kit):
 
 
 def test_value_needs_a_critic(kit, batch):
-    with pytest.raises(SettingError, match="critic=True"):
+    with pytest.raises(SettingError, match="critic=1"):
         LocalLearner(kit.make_model()).measure(batch, frozenset({Signal.OLD_VALUE}))
 
 

@@ -25,6 +25,11 @@ class Control(Piece):
         """Optimiser steps on each batch, at most: learning-rate schedules count with it."""
         raise NotImplementedError
 
+    def repeated(self, epochs: int, minibatches: int) -> Control:
+        """The same with other passes, where the run asks for them (0: as it is)."""
+        check(not epochs and not minibatches, f"{self!r} has steps of its own; leave --epochs and --minibatches out")
+        return self
+
     def parts_of(self, batch: Batch, seed: int, measure: Measure) -> Iterator[Batch]:
         """The credited batch, part by part; each part that is yielded becomes one optimiser step."""
         raise NotImplementedError
@@ -46,6 +51,9 @@ class Passes(Control):
     @property
     def updates(self) -> int:
         return self.epochs * self.minibatches
+
+    def repeated(self, epochs: int, minibatches: int) -> Control:
+        return Passes(epochs or self.epochs, minibatches or self.minibatches)
 
     def parts_of(self, batch: Batch, seed: int, measure: Measure) -> Iterator[Batch]:
         group_of = batch.tree.parents[2]

@@ -115,7 +115,7 @@ def s_ppo(
 
 def bpo(
     eps: float = 0.3,
-    temperature: float = 1e-3,
+    softness: float = 1e-3,
     value_weight: float = 0.5,
     median_weight: float = 0.5,
     gamma: float = 1.0,
@@ -123,17 +123,17 @@ def bpo(
 ) -> Recipe:
     """BPO: the ratio is regressed onto a bounded target, 1 ± eps by the sign of (Q − median); outside it is pulled back.
 
-    ρ* = 1 − eps + 2 eps σ((Q − U)/temperature);  L = |ρ − ρ*| |Q − V| + ½(V − Q)² + ½(softplus(Q − U) − ½(Q − U))
+    ρ* = 1 − eps + 2 eps σ((Q − U)/softness);  L = |ρ − ρ*| |Q − V| + ½(V − Q)² + ½(softplus(Q − U) − ½(Q − U))
 
     Paper: Bounded Ratio Reinforcement Learning, arXiv 2604.18578.
-    Settings: temperature 1e-3, eps 0.3, gradient clip 1.
+    Settings: softness 1e-3, eps 0.3, gradient clip 1.
     Deviation: no entropy term; Q is the lambda-return.
     Sure of: the formula (official code).
     """
     q = LambdaReturn(gamma, lam)
     return Recipe(
         advantage=GAE(gamma, lam),
-        gate=Toward(q + -1.0 * SecondHead(), temperature, eps, eps),
+        gate=Toward(q + -1.0 * SecondHead(), softness, eps, eps),
         aggregate=Mean(TOKEN),
         penalties=(Weighted(value_weight, SquaredError(q)), Weighted(median_weight, MedianError(q))),
     )
@@ -188,7 +188,7 @@ def ppo_max(
 
 def safe(
     clip: float = 0.2,
-    temperature: float = 0.5,
+    softness: float = 0.5,
     penalty: float = 0.1,
     value_weight: float = 0.5,
     huber: float = 0.5,
@@ -199,13 +199,13 @@ def safe(
     A = whiten(R − softmin(V₁, V₂));  guard: c (K − θ) max(½, 2/(H+0.1)) · KL once the smoothed KL K exceeds θ
 
     Paper: SAFE: Stable Alignment Finetuning with Entropy-Aware Predictive Control for RLHF, arXiv 2602.04651.
-    Settings: temperature 0.5, Kp 0.3, Ki 0.01, Kd 0.05, threshold within 0.1 to 0.6, Huber 0.5.
+    Settings: softness 0.5, Kp 0.3, Ki 0.01, Kd 0.05, threshold within 0.1 to 0.6, Huber 0.5.
     Deviation: the released penalty carries no gradient; here one factor of its square is the differentiable KL (k2). V is
     the value before the first token. The preview of the step is left out; heads have no LayerNorm.
     Sure of: the constants (official code), the rendering of the penalty (ours).
     """
     return Recipe(
-        advantage=Whiten(Outcome() + -1.0 * SoftMin(temperature)),
+        advantage=Whiten(Outcome() + -1.0 * SoftMin(softness)),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
         penalties=(

@@ -71,16 +71,16 @@ def rec_sequence(low: float = 3e-4, high: float = 4e-4) -> Recipe:
     return Recipe(advantage=Standardise(scale=False), ratio=Importance(TRAJECTORY), gate=gate)
 
 
-def red_weight(temperature: float = 1.0) -> Recipe:
-    """RED-Weight: good trajectories weigh more, exp(A/temperature).
+def red_weight(softness: float = 1.0) -> Recipe:
+    """RED-Weight: good trajectories weigh more, exp(A/softness).
 
-    ∇J = token mean of A exp(A/temperature) ∇ log π
+    ∇J = token mean of A exp(A/softness) ∇ log π
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
-    Settings: temperature 1.
+    Settings: softness 1.
     Sure of: the formula (official code).
     """
-    gate = Score() * ExpAdvantage(temperature)
+    gate = Score() * ExpAdvantage(softness)
     return Recipe(advantage=Standardise(scale=False), ratio=OnPolicy(), gate=gate, aggregate=Mean(TOKEN))
 
 

@@ -182,16 +182,16 @@ def r2vpo(weight: float = 0.04, target: float = 0.02, rate: float = 0.01) -> Rec
     )
 
 
-def gbpo(low: float = 0.3, high: float = 0.3, temperature: float = 1e-4) -> Recipe:
+def gbpo(low: float = 0.3, high: float = 0.3, softness: float = 1e-4) -> Recipe:
     """GBPO: the ratio is regressed onto a bounded target chosen by whether the reward beats the group's median.
 
-    ρ* = 1 − low + (low + high) σ(((R − median)/(std + ε))/temperature);  L = token mean of |ρ − ρ*| |A|
+    ρ* = 1 − low + (low + high) σ(((R − median)/(std + ε))/softness);  L = token mean of |ρ − ρ*| |A|
 
     Paper: Bounded Ratio Reinforcement Learning, arXiv 2604.18578.
-    Settings: bounds 0.3, temperature 1e-4 recommended (1.0 in its config), 5 to 10 epochs per batch.
+    Settings: bounds 0.3, softness 1e-4 recommended (1.0 in its config), 5 to 10 epochs per batch.
     Sure of: the formula (official code).
     """
-    gate = Toward(FromMedian(), temperature, low, high)
+    gate = Toward(FromMedian(), softness, low, high)
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
 
@@ -231,7 +231,7 @@ def oblr_po(clip: float = 0.2, shares: int = 4) -> Recipe:
     )
 
 
-def remix(clip: float = 0.2, weight: float = 1e-3, epochs: int = 2, begin: int = 50) -> Recipe:
+def remix(clip: float = 0.2, weight: float = 1e-3, begin: int = 50) -> Recipe:
     """ReMix: older data, more passes; the window is centred where the batch began, the KL hands over from base to previous policy.
 
     clip(ρ, c ± eps), c = sg[π_k/μ];  λₜ KL(π‖base) + (1 − λₜ) KL(π‖π_{k−1}),  λₜ = max(1 − 0.1⌈(t − 50)₊/10⌉, 0.5)
@@ -250,7 +250,7 @@ def remix(clip: float = 0.2, weight: float = 1e-3, epochs: int = 2, begin: int =
             Weighted(Staircase(weight, begin), KL("k2")),
             Weighted(Staircase(weight, begin, rest=True), old),
         ),
-        control=Passes(epochs),
+        control=Passes(epochs=2),
     )
 
 
