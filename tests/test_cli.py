@@ -33,13 +33,13 @@ class Broken(Good):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """An empty folder to run in, with a module of two environments on the path; whoever begins to learn has failed."""
-    from turnwise.launch import Launch
+    from turnwise import course
 
     def learn(*_):
         raise AssertionError("this was not refused")
 
-    monkeypatch.setattr(Launch, "_cold_start", learn)
-    monkeypatch.setattr(Launch, "_learn", learn)
+    monkeypatch.setattr(course, "cold_start", learn)
+    monkeypatch.setattr(course.Course, "_learn", learn)
     (tmp_path / "their_environments.py").write_text(GOOD_AND_BROKEN)
     monkeypatch.syspath_prepend(tmp_path)
     work = tmp_path / "work"
@@ -160,7 +160,9 @@ def test_version(capsys):
         ("train grpo --difficulty 77", "no difficulty 77"),
         ("train grpo --difficulty=", "difficulty"),
         ("train grpo --device gpu9", "no device 'gpu9'"),
-        ("train grpo --model ./no/such/model", "no model could be loaded from './no/such/model'"),
+        ("train grpo --model ./no/such/model", "from './no/such/model': there is no such folder; write a folder in Hugging Face"),
+        ("train grpo --model no/such/model", "from 'no/such/model': there is no such folder"),
+        ("train grpo --model ../their_environments.py", "this is a file, not a folder"),
         ("train grpo --env their_environments:Good --difficulty 1", "demonstrate"),
         ("train grpo --temperature -1", "temperature is -1"),
         ("train grpo --top-p 2", "top_p is 2"),
@@ -173,7 +175,7 @@ def test_version(capsys):
         ("eval", "say what to evaluate"),
         ("eval --player orakel", "no player 'orakel'"),
         ("eval --player oracle --split test", "no split 'test'"),
-        ("eval --model ./no/such/model", "no model could be loaded"),
+        ("eval --model ./no/such/model", "there is no such folder"),
         ("explain grop", "did you mean 'grpo'"),
         ("explain", "required: method"),
         ("diff grpo gpso", "did you mean 'gspo'"),

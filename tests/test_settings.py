@@ -9,7 +9,8 @@ import pytest
 
 from turnwise import recipes
 from turnwise.errors import SettingError
-from turnwise.settings import Settings, convert, default_of, kind_of
+from turnwise.settings import Settings, default_of, kind_of
+from turnwise.typed import convert
 
 MOST = 100
 

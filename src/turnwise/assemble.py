@@ -1,9 +1,10 @@
-"""Puts a run together from its settings: environment, tokenizer, model, renderer, engines. No loop, no formula."""
+"""Puts a run together from its settings: tokenizer, model, renderer, engines. No loop, no formula."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from turnwise import environments, recipes
+from turnwise import recipes
 from turnwise.data import Sampling, Task, Trajectory
+from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.ports import Session
 from turnwise.recipe import Recipe
-from turnwise.rollout.episode import Episode, Limits
+from turnwise.rollout.episode import Episode
 from turnwise.rollout.players import dialogue
 from turnwise.rollout.render import CHATML, Renderer
 from turnwise.settings import Settings
 from turnwise.tasks.budget import Fixed
-from turnwise.tasks.sampler import Tasks
+from turnwise.world import World
 
 TINY = "tiny"
 transformers_logging.disable_progress_bar()  # our own progress is enough
@@ -72,46 +74,6 @@ def device_of(settings: Settings) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingError("device is cuda, but this machine has no usable GPU; write --device cpu")
     return device
-
-
-@dataclass(frozen=True)
-class World:
-    """The environment class of a run and how its tasks are opened."""
-
-    settings: Settings
-    kind: type
-
-    @classmethod
-    def of(cls, settings: Settings) -> World:
-        kind = environments.load(settings.env)
-        offered = tuple(getattr(kind, "difficulties", (1,)))
-        wrong = [d for d in settings.difficulty if d not in offered]
-        if wrong:
-            raise SettingError(f"{settings.env} has no difficulty {wrong[0]}; it offers {', '.join(map(str, offered))}")
-        return cls(settings, kind)
-
-    def open(self, task: Task) -> Any:
-        """A fresh episode. A class without splits has other seeds for held-out tasks, and must make do with that."""
-        wanted = {"difficulty": task.difficulty, "split": task.split}
-        return self.kind(**{key: wanted[key] for key in environments.settings(self.kind)})
-
-    def tasks(self, split: str, purpose: str = "run") -> Tasks:
-        seed = self.settings.seed if split == "train" else 0  # held-out tasks are the same for every run
-        return Tasks(self.settings.env, split, self.settings.difficulty, seed if purpose == "run" else seed + 1_000_003)
-
-    @property
-    def limits(self) -> Limits:
-        s = self.settings
-        return Limits(s.max_turns or int(getattr(self.kind, "max_turns", 8)), s.context, s.env_seconds)
-
-    @property
-    def unbounded(self) -> Limits:
-        """For players that are not a model: only the environment itself limits them."""
-        return replace(self.limits, context=2**31)
-
-    @property
-    def demonstrates(self) -> bool:
-        return hasattr(self.kind, "demonstrate") and hasattr(self.kind, "oracle")
 
 
 def tokenizer_of(settings: Settings, world: World, path: Path | None = None) -> Any:
@@ -180,10 +142,18 @@ def model_of(settings: Settings, vocabulary: int, path: Path | None = None) -> P
 
 
 def _no_model(source: str, fault: Exception) -> str:
-    first = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
+    why = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
+    if _is_path(source) and not os.path.isdir(source):  # the hub would complain of the name of a repository
+        why = "this is a file, not a folder" if os.path.exists(source) else "there is no such folder"
     return (
-        f"no model could be loaded from {source!r} ({first}); write a folder in Hugging Face layout, a hub id, or tiny"
+        f"no model could be loaded from {source!r}: {why}; "
+        "write a folder in Hugging Face layout, a hub id such as Qwen/Qwen3-0.6B, or tiny"
     )
+
+
+def _is_path(source: str) -> bool:
+    """Whether this can only be a path: a hub id is a name, or an owner and a name."""
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or os.path.exists(source)
 
 
 def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
@@ -205,6 +175,35 @@ def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
 def learner_of(settings: Settings, model: PreTrainedModel, recipe: Recipe) -> LocalLearner:
     chosen = learner_settings(settings, recipe)
     return LocalLearner(model, chosen, critic=recipe.critics, noise=recipe.smoothing, device=device_of(settings))
+
+
+def cold_learner_of(settings: Settings, model: PreTrainedModel, steps: int) -> LocalLearner:
+    """A learner for ``steps`` supervised steps; RL begins with a fresh one."""
+    chosen = LearnerSettings(
+        lr=settings.cold_lr,
+        weight_decay=0.1,
+        warmup=min(20, steps),
+        schedule="cosine",
+        total_steps=steps,
+        positions=settings.positions,
+        dtype=settings.dtype,
+    )
+    return LocalLearner(model, chosen, device=device_of(settings))
+
+
+def generator_of(
+    settings: Settings, model: PreTrainedModel, renderer: Renderer, deterministic: bool = True
+) -> LocalGenerator:
+    """A generator with its own copy of the model."""
+    return LocalGenerator(
+        model,
+        renderer.decode,
+        slots=settings.slots,
+        context=settings.context,
+        stop_ids=renderer.stop_ids,
+        deterministic=deterministic,
+        device=device_of(settings),
+    )
 
 
 def sampling_of(settings: Settings, temperature: float | None = None) -> Sampling:

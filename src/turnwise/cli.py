@@ -1,7 +1,4 @@
-"""The command line. Every setting of a run is a flag; a wrong one is refused with the nearest right one.
-
-Nothing is computed here: commands read their arguments, call one function, and print.
-"""
+"""The command line. Nothing is computed here: commands read their flags, call one function, and print."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any, NoReturn
 
 from turnwise import __version__
 from turnwise.errors import SettingError, TurnwiseError, nearest
+from turnwise.flags import Parser, add_settings, settings_from
 from turnwise.ports import Listener
-from turnwise.settings import Settings, convert, default_of, kind_of
+from turnwise.settings import Settings, default_of
 
 COMMANDS = {
     "train": "train an agent (all settings: turnwise train --help)",
@@ -29,61 +26,6 @@ COMMANDS = {
     "diff": "the slots in which two methods differ",
     "check-env": "play an environment and say what is wrong with it",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """Refuses in our words: what was seen, and the nearest thing that exists."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SettingError(message)
-
-    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        known = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
-        space, rest = self.parse_known_args(list(argv))
-        for word in rest:
-            name = word.split("=")[0]
-            raise SettingError(
-                f"unknown setting {name!r}; {nearest(name, known)}" if word.startswith("-") else f"unexpected {word!r}"
-            )
-        return space
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def add_settings(parser: argparse.ArgumentParser, method: str, leave_out: tuple[str, ...] = ()) -> None:
-    """Every field of Settings, then the method's own hyper-parameters."""
-    from turnwise import recipes
-
-    group = parser.add_argument_group("settings")
-    for f in fields(Settings):
-        if f.name not in ("method", "method_options", *leave_out):
-            shown = default_of(f)
-            shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
-            group.add_argument(flag(f.name), metavar="X", default=None, help=f"{f.metadata['help']} [{shown}]")
-    own = parser.add_argument_group(f"hyper-parameters of {method}")
-    for name, parameter in recipes.parameters(method).items():
-        own.add_argument(flag(name), dest=f"method.{name}", metavar="X", default=None, help=f"[{parameter.default}]")
-
-
-def settings_from(space: argparse.Namespace, method: str) -> dict[str, Any]:
-    """The given flags as typed settings; what was not given is left to the defaults."""
-    from turnwise import recipes
-
-    kinds = {f.name: kind_of(f) for f in fields(Settings)}
-    given = {k: v for k, v in vars(space).items() if v is not None}
-    values = {k: convert(k, v, kinds[k]) for k, v in given.items() if k in kinds and k != "method"}
-    known = recipes.parameters(method)
-    options = {
-        k.removeprefix("method."): convert(k.removeprefix("method."), v, known[k.removeprefix("method.")].annotation)
-        for k, v in given.items()
-        if k.startswith("method.")
-    }
-    return {**values, "method": method, "method_options": options}
-
-
-# -------------------------------------------------------------------- commands
 
 
 def train(argv: Sequence[str]) -> int:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from turnwise import assemble
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.diagnostics import finish
 from turnwise.algebra.gate import Open
@@ -18,14 +21,46 @@ from turnwise.algebra.ratio import OnPolicy
 from turnwise.algebra.value import Constant
 from turnwise.batch import pack
 from turnwise.data import Group, Status, Task, Trajectory
-from turnwise.errors import EnvironmentFault
+from turnwise.errors import EnvironmentFault, SettingError
 from turnwise.levels import TOKEN
 from turnwise.ports import Learner
 from turnwise.rollout.episode import Limits
 from turnwise.rollout.players import play_script
 from turnwise.rollout.render import Renderer
+from turnwise.seeds import stable_seed
+from turnwise.settings import Settings
+from turnwise.stages import Stages
+from turnwise.world import World
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEMONSTRATIONS = 2048  # at most: enough that none is seen often in a short cold start
 IMITATION = Objective(Constant(0.0), OnPolicy(), Open(), Mean(TOKEN), (Weighted(1.0, NegativeLogLikelihood()),))
+
+
+def cold_start(
+    settings: Settings, world: World, tokenizer: Any, model: PreTrainedModel, steps: int, stages: Stages
+) -> None:
+    """Teach ``model``, in place, to imitate the environment's own demonstrator. A killed one begins again, alike."""
+    if not world.demonstrates:
+        raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
+    tasks = world.tasks("train", "cold start")
+    count = min(DEMONSTRATIONS, steps * settings.cold_batch)
+    with stages.stage("demonstrations", count):
+        drawn = [tasks.draw(n) for n in range(count)]
+        demos = demonstrations(drawn, world.open, Renderer(tokenizer), world.limits)
+    share = sum(bool(t.success) for t in demos) / len(demos)
+    stages.say(f"{len(demos)} demonstrations of mixed quality: {share:.0%} of them succeed")
+    learner = assemble.cold_learner_of(settings, model, steps)
+    with stages.stage("cold start", steps):
+        began = time.perf_counter()
+
+        def report(step: int, metrics: dict[str, float]) -> None:
+            rate = metrics["tokens"] * step / (time.perf_counter() - began)
+            stages.step("cold start", step, steps, {**metrics, "tokens_per_second": rate})
+
+        imitate(learner, demos, steps, settings.cold_batch, stable_seed(settings.seed, "cold start"), report)
 
 
 def demonstrations(
@@ -74,4 +109,4 @@ def imitate(
         metrics = learner.update(IMITATION.credit(batch), IMITATION)
         sampled = float(sum(t.sampled for t in chosen))
         metrics = finish(metrics)
-        report(step + 1, {"loss": metrics["penalty/NegativeLogLikelihood"], "tokens": sampled, **metrics})
+        report(step + 1, {**metrics, "loss": metrics["penalty/NegativeLogLikelihood"], "tokens": sampled})

@@ -16,7 +16,8 @@ from turnwise.errors import EnvironmentFault
 from turnwise.ports import Generator, Ledger
 from turnwise.recipe import Recipe
 from turnwise.rollout.strategy import Play
-from turnwise.tasks.sampler import LiveSampler, stable_seed
+from turnwise.seeds import stable_seed
+from turnwise.tasks.sampler import LiveSampler
 
 FAILED_IN_A_ROW = 16  # groups without a single usable trajectory before the run stops and says why
 

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from turnwise import assemble
-from turnwise.assemble import World
 from turnwise.data import Task, Trajectory
-from turnwise.engines.generator import LocalGenerator
 from turnwise.errors import SettingError
-from turnwise.evaluate import evaluate
+from turnwise.evaluate import Evaluation, evaluate
+from turnwise.exam import Exam
 from turnwise.rollout.players import play_script
 from turnwise.rollout.render import Renderer
 from turnwise.settings import Settings
 from turnwise.store.rundir import RunDir
-from turnwise.tasks.sampler import stable_seed
+from turnwise.world import World
 
 SPLITS = ("held_out", "train")
 
@@ -45,38 +44,20 @@ def chosen(run: str, given: Mapping[str, Any]) -> tuple[Settings, Path | None]:
     return Settings.of({**directory.facts()["settings"], **extra}), folder
 
 
-def _tasks(world: World, split: str) -> list[Task]:
-    tasks = world.tasks(split)
-    return [tasks.draw(n) for n in range(world.settings.eval_tasks)]
-
-
-async def _scripted(world: World, player: str, split: str) -> Any:
-    tokenizer = assemble.tokenizer_for_scripts()
-    renderer = Renderer(tokenizer)
+async def _scripted(world: World, player: str, split: str) -> Evaluation:
+    s, renderer = world.settings, Renderer(assemble.tokenizer_for_scripts())
 
     def one(key: str, task: Task, sample: int) -> Coroutine[Any, Any, Trajectory]:
         return play_script(player, world.open(task), key, task, renderer, world.unbounded)
 
-    return await evaluate(_tasks(world, split), world.settings.eval_samples, one)
+    return await evaluate(world.first(split, s.eval_tasks), s.eval_samples, one)
 
 
-async def _model(world: World, folder: Path | None, split: str) -> Any:
+async def _model(world: World, folder: Path | None, split: str) -> Evaluation:
     s = world.settings
     if folder is None and s.model == assemble.TINY:
         raise SettingError("say what to evaluate: a run directory, --model PATH, or --player oracle")
     tokenizer = assemble.tokenizer_of(s, world, folder)
     renderer = Renderer(tokenizer)
-    generator = LocalGenerator(
-        assemble.model_of(s, len(tokenizer), folder),
-        renderer.decode,
-        slots=s.slots,
-        context=s.context,
-        stop_ids=renderer.stop_ids,
-        device=assemble.device_of(s),
-    )
-    play = assemble.player(world, renderer, assemble.sampling_of(s, s.eval_temperature))
-
-    def one(key: str, task: Task, sample: int) -> Coroutine[Any, Any, Trajectory]:
-        return play(key, task, generator.open(stable_seed(s.seed, "evaluate", key)))
-
-    return await evaluate(_tasks(world, split), s.eval_samples, one, wave=s.slots)
+    generator = assemble.generator_of(s, assemble.model_of(s, len(tokenizer), folder), renderer)
+    return await Exam(world, renderer, generator).sit(split)

@@ -21,7 +21,7 @@ from turnwise.collect import Collector
 from turnwise.data import Group, Status
 from turnwise.ports import Generator, Learner, Ledger, Listener
 from turnwise.recipe import Recipe
-from turnwise.tasks.sampler import stable_seed
+from turnwise.seeds import stable_seed
 
 
 @dataclass

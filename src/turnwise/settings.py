@@ -5,16 +5,13 @@ A method's own hyper-parameters are the arguments of its recipe function; here t
 
 from __future__ import annotations
 
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any
 
 from turnwise.errors import SettingError, nearest
-
-BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-
+from turnwise.typed import convert
 
 AT_LEAST_ONE = (
     "steps", "max_tokens", "context", "slots", "positions", "eval_tasks", "eval_samples", "checkpoint_every",
@@ -117,43 +114,6 @@ class Settings:
 
 def kind_of(f: Field) -> Any:
     return typing.get_type_hints(Settings)[f.name]
-
-
-def convert(name: str, value: Any, kind: Any) -> Any:
-    """``value`` as ``kind``; text is read, anything else must already fit."""
-    try:
-        return _convert(value, kind)
-    except (ValueError, TypeError, OverflowError):
-        wanted = getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind).replace("typing.", "")
-        raise SettingError(f"{name} is {value!r}, which is not {wanted}") from None
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        if value is None or (isinstance(value, str) and value.lower() == "none"):
-            return None
-        return _convert(value, next(a for a in args if a is not type(None)))
-    if origin is tuple:
-        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
-        return tuple(_convert(p.strip() if isinstance(p, str) else p, args[0]) for p in parts if p != "")
-    if origin is dict or kind is dict:
-        return dict(value)
-    if kind is bool:
-        if str(value).lower() not in BOOLEANS:
-            raise TypeError
-        return BOOLEANS[str(value).lower()]
-    if kind is int:
-        if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
-            raise TypeError
-        return int(value)
-    if kind is float:
-        if isinstance(value, bool):
-            raise TypeError
-        return float(value)
-    if kind is str and not isinstance(value, str):
-        raise TypeError
-    return value
 
 
 def default_of(f: Field) -> Any:

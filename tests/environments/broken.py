@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
+from types import SimpleNamespace
+
+import numpy as np
 
 from turnwise.environments.base import draw, say
 from turnwise.ports import Action, Step
@@ -117,13 +120,13 @@ class SaysNothing(Sound):
         return []
 
 
-@broken("messages are a str")
+@broken("expected a list of messages with role and content")
 class ResetText(Sound):
     def reset(self, seed):
         return super().reset(seed)[0]["content"]
 
 
-@broken("a message is a str")
+@broken("reset returned ['say")
 class MessageText(Sound):
     def reset(self, seed):
         return [super().reset(seed)[0]["content"]]
@@ -135,66 +138,81 @@ class OddRole(Sound):
         return answer(super().step(action), messages=[{"role": "bot", "content": "x"}])
 
 
-@broken("a message has content 7")
+@broken("step returned [{'role': 'user', 'content': 7}]")
 class NumberContent(Sound):
     def step(self, action):
         return answer(super().step(action), messages=[{"role": "user", "content": 7}])
 
 
-@broken("returned a tuple without messages")
-class GymTuple(Sound):
+@broken("step returned 'x'; expected a list of messages")
+class TextInTuple(Sound):
     def step(self, action):
         return ("x", 0.0, True, False, {})
 
 
-@broken("reward is nan")
+@broken("expected a Step or (messages, reward, terminated, truncated, info)")
+class OldGymTuple(Sound):
+    def step(self, action):
+        step = super().step(action)
+        return step.messages, step.reward, step.terminated, step.info
+
+
+@broken("expected a Step or (messages, reward, terminated, truncated, info)")
+class LooksLikeAStep(Sound):
+    def step(self, action):
+        step = super().step(action)
+        return SimpleNamespace(**{name: getattr(step, name) for name in Step.__slots__})
+
+
+@broken("the reward nan; expected a finite number")
 class NanReward(Sound):
     def step(self, action):
         return answer(super().step(action), reward=float("nan"))
 
 
-@broken("reward is inf")
+@broken("the reward inf")
 class InfReward(Sound):
     def step(self, action):
         return answer(super().step(action), reward=float("inf"))
 
 
-@broken("reward is '1'")
+@broken("the reward '1'")
 class TextReward(Sound):
     def step(self, action):
         return answer(super().step(action), reward="1")
 
 
-@broken("terminated is 1")
-class NumberTerminated(Sound):
+@broken("terminated array([ True, False]); expected True or False")
+class Vector(Sound):
     def step(self, action):
-        return answer(super().step(action), terminated=1)
+        return answer(super().step(action), terminated=np.array([True, False]))
 
 
-@broken("truncated is None")
-class NoneTruncated(Sound):
-    def step(self, action):
-        return answer(super().step(action), truncated=None)
-
-
-@broken("info, and info['rewards'] if there, must be a dict")
+@broken("the info []; expected a dict")
 class ListInfo(Sound):
     def step(self, action):
         return answer(super().step(action), info=[])
 
 
-@broken("info['rewards']['style'] is nan")
+@broken("info['rewards']['style'] nan; expected a finite number")
 class NanNamedReward(Sound):
     def step(self, action):
         step = super().step(action)
         return answer(step, info={**step.info, "rewards": {"style": float("nan")}})
 
 
-@broken("info['tool_errors'] is 'two'")
+@broken("info['tool_errors'] 'two'; expected a finite number")
 class WordCount(Sound):
     def step(self, action):
         step = super().step(action)
         return answer(step, info={**step.info, "tool_errors": "two"})
+
+
+@broken("info['tool_calls'] True; expected a finite number")
+class FlagCount(Sound):
+    def step(self, action):
+        step = super().step(action)
+        return answer(step, info={**step.info, "tool_calls": True})
 
 
 @broken("does not end within max_turns * 4")
@@ -287,10 +305,16 @@ class BrokenPlayer(Sound):
         return [][0]
 
 
-@broken("state_key() is a list")
+@broken("state_key returned [")
 class ListKey(Sound):
     def state_key(self):
         return [self.number]
+
+
+@broken("state_key() raises NotImplementedError")
+class UnwrittenKey(Sound):
+    def state_key(self):
+        raise NotImplementedError
 
 
 @broken("state_key() changes when asked twice")

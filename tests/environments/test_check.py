@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 from broken import BROKEN, Minimal, Sound, answer
 
@@ -28,6 +29,52 @@ def test_reset_and_an_async_step_are_enough():
     report = check_env(Minimal, episodes=4)
     assert report.ok, report.text()
     assert "takes no split" in report.warnings[0]
+
+
+def test_what_an_episode_accepts_the_check_accepts():
+    class Tuples(Sound):
+        def step(self, action):
+            step = super().step(action)
+            return step.messages, step.reward, step.terminated, step.truncated, step.info
+
+    class NumPy(Sound):
+        def step(self, action):
+            step = super().step(action)
+            info = {name: np.bool_(value) for name, value in step.info.items()} | {"tool_calls": np.int64(1)}
+            return list(step.messages), np.float32(step.reward), np.bool_(step.terminated), np.bool_(step.truncated), info
+
+    for cls in (Tuples, NumPy):
+        report = check_env(cls, episodes=4)
+        assert report.ok and not report.warnings, report.text()
+        assert report.played["oracle"].won == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"truncated": None}, "truncated is None, taken as False; write True or False"),
+        ({"terminated": 1}, "terminated is 1, taken as True; write True or False"),
+        ({"info": {"success": False, "tool_calls": 1.5}}, "info['tool_calls'] is 1.5, taken as 1; write a whole number"),
+    ],
+)
+def test_warns_of_what_an_episode_reads_but_perhaps_not_as_meant(changes, words):
+    class Odd(Sound):
+        oracle = None
+
+        def step(self, action):
+            step = super().step(action)
+            return answer(step, **{"info": {"success": False}, "terminated": step.truncated, **changes})
+
+    report = check_env(Odd, episodes=2)
+    assert any(words in warning for warning in report.warnings), report.text()
+
+
+def test_one_mistake_is_one_line_whatever_it_quotes():
+    class Text(Sound):
+        def reset(self, seed):
+            return f"say {seed}"
+
+    assert len(check_env(Text, episodes=6).problems) == 1
 
 
 def test_warns_of_what_cannot_teach():

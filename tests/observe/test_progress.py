@@ -65,6 +65,19 @@ def test_the_live_panel_shows_what_matters():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
+def test_a_supervised_stage_shows_its_loss_and_no_empty_columns(terminal):
+    out = console(terminal)
+    listener = show_progress(out, every_seconds=0.0)
+    listener("stage", {"name": "cold start", "total": 2})
+    for step, loss in ((1, 2.5), (2, 0.125)):
+        listener("step", {"stage": "cold start", "step": step, "total": 2, "loss": loss, "tokens_per_second": 2000.0})
+    listener("end", {})
+    shown = out.file.getvalue().rpartition("1/2")[2]  # a panel is drawn before anything is known of its stage
+    assert "0.125" in shown and "2,000" in shown and "loss" in out.file.getvalue()
+    assert "success" not in shown and "reward" not in shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
 def test_odd_values_never_crash(terminal):
     listener = show_progress(console(terminal), every_seconds=0.0)
     listener("step", {})  # before any stage

@@ -206,7 +206,10 @@ MESSAGE = {"role": "user", "content": "x"}
         (stepping(Step([MESSAGE], info=None)), "info"),
         (stepping(Step([MESSAGE], info={"tool_calls": "many"})), "many"),
         (stepping(Step([MESSAGE], info={"rewards": {"x": "much"}})), "much"),
-        (stepping(Step([MESSAGE], info={"rewards": {"x": float("nan")}})), "must be numbers"),
+        (stepping(Step([MESSAGE], info={"rewards": {"x": float("nan")}})), "info['rewards']['x'] nan; expected a finite number"),
+        (stepping(Step([MESSAGE], info={"rewards": [1.0]})), "info['rewards'] [1.0]; expected a dict"),
+        (stepping(Step([MESSAGE], info={"tool_errors": True})), "info['tool_errors'] True; expected a finite number"),
+        (stepping(Step([MESSAGE], terminated=np.array([True, False]))), "terminated array([ True, False]); expected"),
         (raising(KeyError("door")), "KeyError: 'door'"),
         (raising(ValueError("no such move")), "ValueError: no such move"),
         (raising(StopIteration()), "StopIteration"),
@@ -241,6 +244,60 @@ def test_a_raising_reset_is_recorded():
 
     t = play(Odd())
     assert (t.status, t.reason) == (Status.FAILED, "OSError: no display")
+
+
+def keyed(key):
+    """An environment whose state_key does this."""
+
+    class Keyed(Patient):
+        state_key = key
+
+    return Keyed()
+
+
+def quits(self):
+    raise SystemExit(3)
+
+
+async def quits_later(self):
+    quits(self)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (lambda self: {}["door"], "KeyError: 'door'"),
+        (lambda self: [1], "state_key returned [1]; expected a str or None"),
+        (lambda self: 7, "state_key returned 7; expected a str or None"),
+        (lambda self: next(iter(())), "StopIteration"),
+        (quits, "SystemExit"),
+        (quits_later, "SystemExit"),
+        (lambda self: asyncio.sleep(5), "no answer within 0.4 s"),
+    ],
+)
+def test_a_wrong_state_key_is_recorded_in_words(key, words):
+    environment = keyed(key)
+    t = play(environment, limits=IMPATIENT)
+    assert t.status == Status.FAILED and words in t.reason
+    assert not t.turns and environment.closed == 1  # nothing was sampled for a state that nobody can name
+
+
+def test_a_state_key_may_be_none_or_async_or_absent():
+    async def later(self):
+        return "here"
+
+    assert [play(keyed(key)).turns[0].state for key in (lambda self: None, later, None)] == [None, "here", None]
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("power", ["reset", "step", "state_key", "close"])
+def test_an_environment_that_exits_does_not_take_the_run_with_it(power, inline):
+    def leave(self, *_):
+        raise SystemExit(3)
+
+    environment = type("Leaving", (Patient,), {power: leave, "inline": inline})()
+    t = play(environment)
+    assert (t.status, "SystemExit" in t.reason) == ((Status.TRUNCATED, False) if power == "close" else (Status.FAILED, True))
 
 
 class HangsAwake(Patient):

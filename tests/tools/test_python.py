@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -258,3 +259,21 @@ def test_a_warm_call_is_fast() -> None:
     times = sorted(session.run("1 + 1").seconds for _ in range(200))
     session.close()
     assert times[100] < 0.005  # about 0.15 ms on a quiet machine; generous for a busy one
+
+
+LEAVING = {
+    "with an open session": "session = python_tool().open(); session.run('1')",
+    "after a close": "session = python_tool().open(); session.run('1'); session.close()",
+    "after sessions were forgotten": "for _ in range(3): python_tool().open().run('1')",
+    "after their parent died": "session = python_tool().open(); python_tool()._zygote._process.kill(); session.run('1')",
+    "from a forked copy too": "python_tool().open().run('1'); import os; pid = os.fork(); pid and os.waitpid(pid, 0)",
+}
+
+
+@pytest.mark.parametrize("how", LEAVING)
+def test_a_process_that_ends_leaves_no_socket_and_no_worker_behind(how: str) -> None:
+    code = f"from turnwise.tools import python_tool\n{LEAVING[how]}\nprint(python_tool()._zygote._process.pid)"
+    command = [sys.executable, "-X", "dev", "-W", "ignore::UserWarning", "-c", code]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (out.returncode, out.stderr) == (0, "")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in out.stdout.split())

@@ -1,7 +1,9 @@
-"""The local generator: continuous batching over KV slots, one asyncio task, one worker thread.
+"""The local generator: continuous batching over KV slots, driven by one asyncio task.
 
-The task decides (who is admitted, when weights change), the thread computes; the event loop stays free for others.
-With ``deterministic=True`` requests are admitted only every ``tick`` steps and only once every open session is running,
+The task decides (who is admitted, when weights change). A deterministic generator also computes there and lets the event
+loop turn whenever a request is done: a thread of its own would bring a second team of OpenMP threads, and two teams on
+the same cores wake each other up at every product (a tenth of a whole training step). Otherwise a worker thread
+computes, and the event loop stays free. With ``deterministic=True`` requests are admitted only every ``tick`` steps and only once every open session is running,
 waiting or closed, so batches, and with them every float, do not depend on how long tools take. Sessions that will not
 ask again for a while must be closed or parked, or the others wait for them.
 
@@ -12,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -66,8 +69,10 @@ class LocalGenerator:
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._urgent, self._opened = False, 0
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="turnwise-generator")
-        if threads is not None:
+        self._worker: ThreadPoolExecutor | None = None
+        if threads is not None or not deterministic:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="turnwise-generator")
+        if self._worker is not None and threads is not None:
             own = torch.get_num_threads()
             self._worker.submit(torch.set_num_threads, threads).result()
             torch.set_num_threads(own)  # the setting is per thread, but also the default of threads yet to come
@@ -132,7 +137,8 @@ class LocalGenerator:
 
     def _strays(self, loop: asyncio.AbstractEventLoop) -> None:
         """Forget requests of an event loop that is gone."""
-        self._worker.submit(lambda: None).result()
+        if self._worker is not None:
+            self._worker.submit(lambda: None).result()
         with torch.inference_mode():
             self.lanes.drop(lambda r: r.future.get_loop() is not loop)
         for session in self.sessions.values():
@@ -142,21 +148,33 @@ class LocalGenerator:
     # ------------------------------------------------------------------ the task
 
     async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
             while await self._ready():
                 self._urgent = False
-                await loop.run_in_executor(self._worker, self._compute, self._waiting(), loop)
+                await self._tick(self._waiting())
         except BaseException as fault:
             self._fail(fault)
             if not isinstance(fault, Exception):
                 raise
 
+    async def _tick(self, waiting: Sequence[Request]) -> None:
+        """Admit, and sample up to ``tick`` tokens of every request."""
+        loop = asyncio.get_running_loop()
+        if self._worker is not None:
+            report = lambda request: loop.call_soon_threadsafe(_resolve, request)  # noqa: E731
+            await loop.run_in_executor(self._worker, lambda: deque(self._compute(waiting, report), 0))
+            return
+        for _ in self._compute(waiting, _resolve):  # callers whose turn is done go on at once, their tools beside us
+            await self._turn()
+
+    async def _turn(self) -> None:
+        for _ in range(SETTLE):
+            await asyncio.sleep(0)
+
     async def _ready(self) -> bool:
         """Wait until the next batch is decided. False: nothing is left to do."""
         while True:
-            for _ in range(SETTLE):
-                await asyncio.sleep(0)
+            await self._turn()
             self._wake.clear()
             self._housekeeping()
             await self._update()
@@ -204,7 +222,10 @@ class LocalGenerator:
         while self._updates:
             weights, version, future = self._updates.pop(0)
             try:
-                await asyncio.get_running_loop().run_in_executor(self._worker, self._load, weights, version)
+                if self._worker is None:
+                    self._load(weights, version)
+                else:
+                    await asyncio.get_running_loop().run_in_executor(self._worker, self._load, weights, version)
             except BaseException as fault:
                 if not future.done():
                     future.set_exception(fault)
@@ -226,17 +247,13 @@ class LocalGenerator:
                 self.network.slots.release(seat)
         self.network.slots.forget()
 
-    # ------------------------------------------------------------------ in the worker thread
+    # ------------------------------------------------------------------ computing
 
     @torch.inference_mode()
-    def _compute(self, waiting: Sequence[Request], loop: asyncio.AbstractEventLoop) -> None:
+    def _compute(self, waiting: Sequence[Request], report: Callable[[Request], None]) -> Iterator[None]:
         if waiting:
             self.lanes.admit(waiting)
-
-        def report(request: Request) -> None:
-            loop.call_soon_threadsafe(_resolve, request)
-
-        self.lanes.run(self.tick, report, lambda: self._urgent and not self.deterministic)
+        yield from self.lanes.run(self.tick, report, lambda: self._urgent and not self.deterministic)
 
     @torch.inference_mode()
     def _load(self, weights: Mapping[str, Tensor], version: int) -> None:

@@ -1,13 +1,13 @@
 """The running requests, one lane per row: step them all, notice who is done, hand out what was sampled.
 
-Runs in a worker thread; talks to the world only through ``report``. Knows requests and slots, not the event loop.
+Talks to the world only through ``report``. Knows requests and slots, neither threads nor the event loop.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,17 +122,20 @@ class Lanes:
 
     # ------------------------------------------------------------------ stepping
 
-    def run(self, steps: int, report: Callable[[Request], None], interrupted: Callable[[], bool]) -> None:
-        """Up to ``steps`` tokens for every lane; newcomers can only be admitted between two runs."""
-        began = time.perf_counter()
+    def run(
+        self, steps: int, report: Callable[[Request], None], interrupted: Callable[[], bool]
+    ) -> Generator[None, None, None]:
+        """Up to ``steps`` tokens for every lane; newcomers can only be admitted between two runs. Pauses (yields) where
+        requests were done, so that whoever drives it can serve them first."""
         done = 0
         while self.running and done < steps and not interrupted():
-            done += self._stretch(steps - done, report, interrupted)
-        self.seconds += time.perf_counter() - began
+            done += yield from self._stretch(steps - done, report, interrupted)
 
-    def _stretch(self, steps: int, report: Callable[[Request], None], interrupted: Callable[[], bool]) -> int:
+    def _stretch(
+        self, steps: int, report: Callable[[Request], None], interrupted: Callable[[], bool]
+    ) -> Generator[None, None, int]:
         """Step an unchanging set of rows until enough lanes are dead to be worth closing ranks."""
-        lanes, device = self.running, self.slots.device
+        began, lanes, device = time.perf_counter(), self.running, self.slots.device
         layout = Stepping(self.slots, [len(r.sequence) - 1 for r in lanes], steps)
         sampler = Sampler([r.sampling for r in lanes], device)
         seed, position = (
@@ -156,12 +159,17 @@ class Lanes:
                 alive = sum(r.stop is None for r in lanes)
                 if alive * 8 <= len(lanes) * 7:
                     break
+                self.seconds += time.perf_counter() - began
+                yield
+                began = time.perf_counter()
             if interrupted():
                 break
             layout.advance()
         self._close_ranks()
         self.count["steps"] += step
         self.count["lane_steps"] += step * len(lanes)
+        self.seconds += time.perf_counter() - began
+        yield
         return step
 
     def _ended(self, drawn: list[int], due: Sequence[int], watch: Sequence[int]) -> dict[int, Stop]:

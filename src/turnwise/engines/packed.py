@@ -3,7 +3,7 @@
 Legend: L packed positions, S sequences, P padded positions, H heads, D width.
 
 Attention pads sequences of like length on the right into buckets. Under a causal mask no real position ever sees the
-padding, so plain causal attention is exact and no mask is built.
+padding, so plain causal attention is exact and no mask is built. A beginning that several sequences share is read once.
 
 This module does not know what the hidden states are for: no log-probabilities, no sampled tokens, no losses.
 """
@@ -11,7 +11,6 @@ This module does not know what the hidden states are for: no log-probabilities, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 
 from turnwise.batch import Sequences
 from turnwise.engines import attention
+from turnwise.engines.prefixes import Copy, Shared
 from turnwise.errors import SettingError
 
 FILL = 0.75  # a bucket takes sequences down to this part of its longest ...
@@ -29,7 +29,8 @@ SLACK = 16  # ... or this much shorter, whichever is more: one more launch costs
 class PackedLayout:
     """How packed sequences attend: each to itself, causally. One layout serves all layers of a forward pass."""
 
-    def __init__(self, start: Tensor) -> None:
+    def __init__(self, start: Tensor, shared: Shared | None = None) -> None:
+        """``shared``: q, k and v come for the positions that are read, not for their copies."""
         lengths = start[1:] - start[:-1]
         order = torch.argsort(lengths, stable=True)
         self.buckets = _buckets(lengths[order].tolist())
@@ -39,13 +40,16 @@ class PackedLayout:
         total = int(padded.sum())
         here = torch.arange(int(start[-1]), device=start.device)
         slot = here + torch.repeat_interleave(offset - start[:-1], lengths)
-        self.total = total
-        self.slot = None if total == here.numel() and torch.equal(slot, here) else slot
+        whole = shared or Shared(here, here)
+        self.slot = None if total == len(whole.first) and torch.equal(slot, here) else slot
+        self.copy = None if self.slot is None else Copy(whole, slot, total)
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]."""
-        q, k, v = (self._spread(x[0].transpose(0, 1)) for x in (q, k, v))  # [P, H, D]
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        if self.copy is not None:
+            q, k, v = (self.copy.spread(x) for x in (q, k, v))  # [P, H, D]
         parts, at = [], 0
         for rows, length in self.buckets:
             cut = slice(at, at + rows * length)
@@ -53,7 +57,7 @@ class PackedLayout:
             parts.append(self._bucket(a, b, c, scale, window).transpose(1, 2).flatten(0, 1))
             at = cut.stop
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (out if self.slot is None else _Take.apply(out, self.slot))[None]
+        return (out if self.copy is None else self.copy.take(out))[None]
 
     def _bucket(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         length = q.shape[2]
@@ -67,9 +71,6 @@ class PackedLayout:
             back = here[:, None] - here[None, :]
             self._masks[length, window] = (back >= 0) & (back < window)
         return self._masks[length, window]
-
-    def _spread(self, x: Tensor) -> Tensor:
-        return x if self.slot is None else _Put.apply(x, self.slot, self.total)
 
 
 def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
@@ -85,45 +86,19 @@ def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
     return [*([(rows, longest)] if rows else []), *reversed(out)]
 
 
-class _Put(torch.autograd.Function):
-    """[L, ...] -> [P, ...], zeros in between. The adjoint of ``_Take``: a row has one place, so neither needs sums."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: Tensor, total: int) -> Tensor:
-        ctx.save_for_backward(slot)
-        return x.new_zeros(total, *x.shape[1:]).index_copy_(0, slot, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class _Take(torch.autograd.Function):
-    """[P, ...] -> [L, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: Tensor) -> Tensor:
-        ctx.save_for_backward(slot)
-        ctx.total = x.shape[0]
-        return x.index_select(0, slot)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.new_zeros(ctx.total, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad), None
-
-
 # --------------------------------------------------------------------- models
 
 
 def hidden_states(model: PreTrainedModel, sequences: Sequences) -> Tensor:
     """What the LM head would read at every packed position, [L, D]. The model must have been adopted."""
+    shared = Shared.of(sequences.ids, sequences.start)
     out = model.get_decoder()(
-        input_ids=sequences.ids[None],
-        position_ids=sequences.positions()[None],
+        input_ids=sequences.ids[shared.first][None],
+        position_ids=sequences.positions()[shared.first][None],
         use_cache=False,
-        layout=PackedLayout(sequences.start),
+        layout=PackedLayout(sequences.start, shared),
     )
-    return out.last_hidden_state[0]
+    return shared.spread(out.last_hidden_state[0])
 
 
 def layers(model: PreTrainedModel) -> Sequence[nn.Module]:

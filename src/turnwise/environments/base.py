@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from turnwise.data import Message
@@ -78,6 +78,45 @@ class Environment(ABC):
     def demonstrate(self, rng: random.Random) -> Action:
         """The next action of a *mediocre* demonstrator, for an honest cold start. Default: half the oracle."""
         return self.oracle() if rng.random() < 0.5 else self.random_action(rng)
+
+
+class Quiz(Environment):
+    """An episode that ends with one final answer, right or wrong, or when its turns are used up."""
+
+    limits: ClassVar[Mapping[int, int]]  # turns, by difficulty
+    seed: int
+    turns: int  # taken so far
+    said: str  # the final answer; empty until there is one
+
+    def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
+        super().__init__(difficulty=difficulty, split=split)
+        self.max_turns = self.limits[difficulty]
+
+    def begin(self, seed: int) -> None:
+        """Back to the first turn. A subclass also draws the problem of this seed."""
+        self.seed, self.turns, self.said = seed, 0, ""
+
+    @property
+    def won(self) -> bool:
+        return self.said == self.answer()
+
+    @property
+    def over(self) -> bool:
+        return bool(self.said) or self.turns >= self.max_turns
+
+    def reply(self, messages: Sequence[Message], reward: float = 0.0, **counts: int) -> Step:
+        """A step; the last one tells whether the answer was right."""
+        info = counts | ({"success": self.won} if self.over else {})
+        return Step(messages, reward, bool(self.said), self.over and not self.said, info)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("difficulty", "split", "seed", "turns", "said")}
+
+    def restore(self, snapshot: Any) -> None:
+        self.difficulty, self.split = snapshot["difficulty"], snapshot["split"]
+        self.max_turns = self.limits[self.difficulty]
+        self.begin(snapshot["seed"])
+        self.turns, self.said = snapshot["turns"], snapshot["said"]
 
 
 Problem = TypeVar("Problem")

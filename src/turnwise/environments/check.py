@@ -21,7 +21,7 @@ from typing import Any
 from turnwise.environments import load
 from turnwise.environments.base import SPLITS, say
 from turnwise.environments.nonsense import nonsense
-from turnwise.environments.probe import Broken, Hang, Notes, Probe, Record, Spot
+from turnwise.environments.probe import Broken, Hang, Probe, Record, Spot
 from turnwise.environments.report import Report, Tally
 from turnwise.environments.shapes import tool_fault
 from turnwise.ports import Action
@@ -53,7 +53,7 @@ class Check:
 
     def __init__(self, probe: Probe, episodes: int) -> None:
         self.probe, self.episodes = probe, episodes
-        self.problems, self.warnings = probe.problems, Notes()
+        self.problems, self.warnings = probe.problems, probe.warnings
         self.played: dict[str, Tally] = {}
         self.difficulties: tuple[int, ...] = getattr(probe.cls, "difficulties", (1,))
         if "difficulty" not in probe.settings:

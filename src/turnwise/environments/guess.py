@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 from turnwise.data import Message
-from turnwise.environments.base import Environment, draw, say, user
+from turnwise.environments.base import Quiz, draw, say, user
 from turnwise.ports import Action, Step
 
 FEATURES = (("big", "small"), ("red", "blue", "green", "black"), ("ball", "box", "cup", "hat"))
@@ -76,41 +76,40 @@ def _make(rng: random.Random, difficulty: int) -> Problem:
             return Problem(things, rng.choice(things))
 
 
-class Guess(Environment):
+class Guess(Quiz):
     """Reward 1 for the right guess in time, else 0."""
 
     difficulties = (1, 2, 3)
-    max_turns = QUESTIONS[3] + 1
-    seed: int
-    turns: int
-    guessed: str  # empty until there is a guess
+    limits: ClassVar[Mapping[int, int]] = {difficulty: questions + 1 for difficulty, questions in QUESTIONS.items()}
+    max_turns = limits[3]
     problem: Problem
     remaining: tuple[str, ...]
 
-    def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
-        super().__init__(difficulty=difficulty, split=split)
-        self.max_turns = QUESTIONS[difficulty] + 1
-
     def reset(self, seed: int) -> Sequence[Message]:
-        self._begin(seed)
+        self.begin(seed)
         listed = ", ".join(self.problem.candidates)
         return [user(f"one of: {listed}. ask: is it WORD? then: guess THING. you have {self.max_turns} turns.")]
 
+    def begin(self, seed: int) -> None:
+        super().begin(seed)
+        self.problem = problem_of(self.difficulty, self.split, seed)
+        self.remaining = self.problem.candidates
+
     def step(self, action: Action) -> Step:
-        if self._over():
+        if self.over:
             return self._answer("it is over.")
         self.turns += 1
         text = action.text.strip().lower()
         if (asked := ASK.fullmatch(text)) and asked[1] in ATTRIBUTES:
-            return self._reply(asked[1])
+            return self._tell(asked[1])
         if (guess := GUESS.fullmatch(text)) and guess[1] in self.problem.candidates:
-            self.guessed = guess[1]
-            text = "right." if self._won() else f"wrong: it is {self.problem.hidden}."
-            return self._answer(text, reward=float(self._won()))
+            self.said = guess[1]
+            text = "right." if self.won else f"wrong: it is {self.problem.hidden}."
+            return self._answer(text, reward=float(self.won))
         problem = "ask: is it WORD? or say: guess THING."
         return self._answer(f"{problem} {self._left()}", errors=1)
 
-    def _reply(self, attribute: str) -> Step:
+    def _tell(self, attribute: str) -> Step:
         yes = has(self.problem.hidden, attribute)
         with_it, without = divide(self.remaining, attribute)
         self.remaining = with_it if yes else without
@@ -120,15 +119,7 @@ class Guess(Environment):
         return f"{self.max_turns - self.turns} left."
 
     def _answer(self, text: str, reward: float = 0.0, errors: int = 0) -> Step:
-        info: dict[str, Any] = {"tool_errors": errors} | ({"success": self._won()} if self._over() else {})
-        guessed = bool(self.guessed)
-        return Step([user(text)], reward, guessed, self._over() and not guessed, info)
-
-    def _won(self) -> bool:
-        return self.guessed == self.problem.hidden
-
-    def _over(self) -> bool:
-        return bool(self.guessed) or self.turns >= self.max_turns
+        return self.reply([user(text)], reward, tool_errors=errors)
 
     def answer(self) -> str:
         return self.problem.hidden
@@ -137,26 +128,11 @@ class Guess(Environment):
         return ", ".join(sorted(self.remaining))
 
     def snapshot(self) -> dict[str, Any]:
-        return {
-            "difficulty": self.difficulty,
-            "split": self.split,
-            "seed": self.seed,
-            "turns": self.turns,
-            "remaining": list(self.remaining),
-            "guessed": self.guessed,
-        }
+        return super().snapshot() | {"remaining": list(self.remaining)}
 
     def restore(self, snapshot: Any) -> None:
-        self.difficulty, self.split = snapshot["difficulty"], snapshot["split"]
-        self.max_turns = QUESTIONS[self.difficulty] + 1
-        self._begin(snapshot["seed"])
-        self.turns, self.guessed = snapshot["turns"], snapshot["guessed"]
+        super().restore(snapshot)
         self.remaining = tuple(snapshot["remaining"])
-
-    def _begin(self, seed: int) -> None:
-        self.seed, self.turns, self.guessed = seed, 0, ""
-        self.problem = problem_of(self.difficulty, self.split, seed)
-        self.remaining = self.problem.candidates
 
     def oracle(self) -> Action:
         """Halve until one is left; with one turn to go, take the first that is still possible."""

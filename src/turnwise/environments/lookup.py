@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from turnwise.data import Message
-from turnwise.environments.base import Environment, call, draw, say, user
+from turnwise.environments.base import Quiz, call, draw, say, user
 from turnwise.environments.encyclopedia import WORLDS, Question, World, ask, world
 from turnwise.ports import Action, Step, ToolCall
 
@@ -33,37 +33,38 @@ SEARCH = {
 }
 
 
-class Lookup(Environment):
+class Lookup(Quiz):
     """Search, read, search again, answer."""
 
     difficulties = (1, 2, 3)
-    max_turns = 8
+    limits: ClassVar[Mapping[int, int]] = {
+        hops: 2 * hops + 2 for hops in difficulties
+    }  # twice what is needed: one search per hop and the answer
+    max_turns = limits[3]
     tools: Sequence[dict[str, Any]] = (SEARCH,)
-    seed: int
-    turns: int
-    said: str  # empty until there is an answer
     seen: set[str]  # names whose article has been read
     world: World
     question: Question
 
-    def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
-        super().__init__(difficulty=difficulty, split=split)
-        self.max_turns = 2 * difficulty + 2  # twice what is needed: one search per hop and the answer
-
     def reset(self, seed: int) -> Sequence[Message]:
-        self._begin(seed)
+        self.begin(seed)
         return [user(f"{self.question.text} use search, then say answer: NAME")]
 
+    def begin(self, seed: int) -> None:
+        super().begin(seed)
+        self.seen = set()
+        self.world, self.question = draw(self._ask, seed, self.split, lambda drawn: drawn[1].names[0])
+
     def step(self, action: Action) -> Step:
-        if self._over():
+        if self.over:
             return self._reply([user("it is over.")])
         self.turns += 1
         if action.calls or action.faults:
             return self._use(action)
         if said := ANSWER.search(action.text[-LONGEST:].strip().lower()):
             self.said = said[1]
-            text = "right." if self._won() else f"wrong: it is {self.question.answer}."
-            return self._reply([user(text)], reward=float(self._won()))
+            text = "right." if self.won else f"wrong: it is {self.question.answer}."
+            return self._reply([user(text)], reward=float(self.won))
         return self._reply([user(f"{HELP}.")], errors=1)
 
     def _use(self, action: Action) -> Step:
@@ -87,15 +88,7 @@ class Lookup(Environment):
         return _result("search", text, each.id), 0
 
     def _reply(self, messages: list[Message], reward: float = 0.0, calls: int = 0, errors: int = 0) -> Step:
-        over, said = self._over(), bool(self.said)
-        info: dict[str, Any] = {"tool_calls": calls, "tool_errors": errors}
-        return Step(messages, reward, said, over and not said, info | ({"success": self._won()} if over else {}))
-
-    def _won(self) -> bool:
-        return self.said == self.question.answer
-
-    def _over(self) -> bool:
-        return bool(self.said) or self.turns >= self.max_turns
+        return self.reply(messages, reward, tool_calls=calls, tool_errors=errors)
 
     def answer(self) -> str:
         return self.question.answer
@@ -105,25 +98,11 @@ class Lookup(Environment):
         return " ".join(sorted(self.seen))
 
     def snapshot(self) -> dict[str, Any]:
-        return {
-            "difficulty": self.difficulty,
-            "split": self.split,
-            "seed": self.seed,
-            "turns": self.turns,
-            "seen": sorted(self.seen),
-            "said": self.said,
-        }
+        return super().snapshot() | {"seen": sorted(self.seen)}
 
     def restore(self, snapshot: Any) -> None:
-        self.difficulty, self.split = snapshot["difficulty"], snapshot["split"]
-        self.max_turns = 2 * self.difficulty + 2
-        self._begin(snapshot["seed"])
-        self.turns, self.said, self.seen = snapshot["turns"], snapshot["said"], set(snapshot["seen"])
-
-    def _begin(self, seed: int) -> None:
-        self.seed, self.turns, self.said = seed, 0, ""
-        self.seen = set()
-        self.world, self.question = draw(self._ask, seed, self.split, lambda drawn: drawn[1].names[0])
+        super().restore(snapshot)
+        self.seen = set(snapshot["seen"])
 
     def _ask(self, rng: random.Random) -> tuple[World, Question]:
         here = world(self.split, rng.randrange(WORLDS))

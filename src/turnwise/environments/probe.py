@@ -10,13 +10,14 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Integral
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
+from turnwise.answers import Wrong, read_messages, read_state_key, read_step
 from turnwise.environments import settings
-from turnwise.environments.shapes import finite, message_fault, step_fault
+from turnwise.environments.shapes import is_flag, oddities, role_fault
+from turnwise.errors import EnvironmentFault
 from turnwise.ports import Action
 
 TURNS = 64  # for a class that does not say how long its episodes are
@@ -34,18 +35,19 @@ class Hang(Exception):
 class Notes:
     """Each thing said once, with how often it was seen and where first."""
 
-    seen: dict[str, tuple[int, str]] = field(default_factory=dict)
+    seen: dict[str, tuple[int, str, str]] = field(default_factory=dict)
 
-    def add(self, text: str, where: str = "") -> None:
-        count, first = self.seen.get(text, (0, where))
-        self.seen[text] = (count + 1, first)
+    def add(self, text: str, where: str = "", same: str = "") -> None:
+        """``same`` tells what is one thing where the text does not: equal mistakes quote different values."""
+        count, first, words = self.seen.get(same or text, (0, where, text))
+        self.seen[same or text] = (count + 1, first, words)
 
     def lines(self) -> tuple[str, ...]:
         def line(text: str, count: int, where: str) -> str:
             times = f"seen {count} times, first" if count > 1 else "seen"
             return f"{text} ({times} at {where})" if where else text
 
-        return tuple(line(text, count, where) for text, (count, where) in self.seen.items())
+        return tuple(line(text, count, where) for count, where, text in self.seen.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class Probe:
         self.cls, self.seconds = cls, seconds
         self.worker = Worker()
         self.settings = settings(cls)
-        self.problems = Notes()
+        self.problems, self.warnings = Notes(), Notes()
 
     def call(self, what: str, spot: Spot | None, function: Callable[[], Any]) -> Any:
         """The value of a call into the environment; ``NotImplementedError`` passes, it means "I cannot"."""
@@ -155,8 +157,9 @@ class Probe:
         return TURNS
 
     def reset(self, env: Any, spot: Spot) -> str:
-        messages = self._required("reset", spot, lambda: env.reset(spot.seed))
-        self._messages("reset", messages, spot)
+        answer = self._required("reset", spot, lambda: env.reset(spot.seed))
+        messages = self._read(spot, read_messages, answer, "reset")
+        self._roles("reset", messages, spot)
         if not messages:
             self.problems.add("reset returns no messages; the agent would have nothing to read", str(spot))
             raise Broken
@@ -164,16 +167,16 @@ class Probe:
 
     def step(self, env: Any, action: Action, spot: Spot, record: Record) -> str:
         """Act, look at the answer, and write it into the record."""
-        step = self._required("step", spot, lambda: env.step(action))
-        self._shape(step, spot)
-        self._messages("step", step.messages, spot)
-        self._info(step, spot)
+        step = self._read(spot, read_step, self._required("step", spot, lambda: env.step(action)))
+        self._roles("step", step.messages, spot)
+        for words in oddities(step):
+            self.warnings.add(words, str(spot))
         record.actions.append(action)
         record.reward += float(step.reward)
-        record.ended = step.terminated or step.truncated
+        record.ended = bool(step.terminated or step.truncated)
         if record.ended:
             record.success = self._success(step, spot)
-        flags = f"{float(step.reward)!r} {step.terminated} {step.truncated}"
+        flags = f"{float(step.reward)!r} {bool(step.terminated)} {bool(step.truncated)}"
         return f"{_text(step.messages)} {flags}{self._key(env, spot)}"
 
     def play(self, spot: Spot, player: Callable[[Any], Action]) -> Record:
@@ -193,40 +196,38 @@ class Probe:
             self.problems.add(f"{what} raises NotImplementedError; it must be written", str(spot))
             raise Broken from None
 
-    def _messages(self, what: str, messages: Any, spot: Spot) -> None:
-        wrong = message_fault(messages)
+    def _read(self, spot: Spot, read: Callable[..., Any], *answer: Any) -> Any:
+        """The answer as an episode would read it."""
+        try:
+            return read(*answer)
+        except EnvironmentFault as fault:
+            wrong: Wrong = fault.args[0]
+            self.problems.add(str(wrong), str(spot), same=f"{wrong.what} {wrong.wanted}")
+            raise Broken from None
+
+    def _roles(self, what: str, messages: Any, spot: Spot) -> None:
+        wrong = role_fault(messages)
         if wrong:
             self.problems.add(f"{what}: {wrong}", str(spot))
             raise Broken
 
-    def _shape(self, step: Any, spot: Spot) -> None:
-        wrong = step_fault(step)
-        if wrong:
-            self.problems.add(f"step: {wrong}", str(spot))
-            raise Broken
-
-    def _info(self, step: Any, spot: Spot) -> None:
-        for key, value in step.info.get("rewards", {}).items():
-            if not finite(value):
-                self.problems.add(f"step: info['rewards'][{key!r}] is {value!r}; it must be a finite number", str(spot))
-        for key in ("tool_calls", "tool_errors"):
-            if not isinstance(step.info.get(key, 0), Integral):
-                self.problems.add(f"step: info[{key!r}] is {step.info[key]!r}; it must be a count", str(spot))
-
     def _success(self, step: Any, spot: Spot) -> bool | None:
         success = step.info.get("success")
-        if isinstance(success, bool):
-            return success
+        if is_flag(success):
+            return bool(success)
         seen = repr(success) if "success" in step.info else "missing"
         self.problems.add(f"step: info['success'] of the last step is {seen}; it must be True or False", str(spot))
         return None
 
     def _key(self, env: Any, spot: Spot) -> str:
         """The state key, looked at twice: asking must not change it."""
-        first, second = (self.optional(env, "state_key", spot) for _ in range(2))
-        if first is not None and not isinstance(first, str):
-            self.problems.add(f"state_key() is a {type(first).__name__}; it must be a str or None", str(spot))
-        elif first != second:
+        if not callable(getattr(env, "state_key", None)):
+            return ""
+        first, second = (
+            self._read(spot, read_state_key, self._required("state_key()", spot, lambda: env.state_key()))
+            for _ in range(2)
+        )
+        if first != second:
             self.problems.add("state_key() changes when asked twice without a step between", str(spot))
         return f" [{first}]"
 

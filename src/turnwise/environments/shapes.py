@@ -1,49 +1,45 @@
-"""What a well-formed message, step and tool schema look like: each function says in words what is wrong, or nothing.
+"""What the check asks of an answer beyond what an episode needs (``turnwise.answers``), and of a tool schema: each function
+says in words what is wrong, or nothing.
 
 It looks at one answer at a time and does not know which environment gave it, nor why.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from numbers import Real
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
+
+from turnwise.answers import COUNTS
+from turnwise.data import Message
+from turnwise.ports import Step
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def finite(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def message_fault(messages: Any) -> str:
-    """What is wrong with a list of messages, or nothing."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        return f"messages are a {type(messages).__name__}; return a list of dicts with role and content"
+def role_fault(messages: Sequence[Message]) -> str:
+    """A role that chat templates do not know, or nothing."""
     for message in messages:
-        if not isinstance(message, Mapping):
-            return f"a message is a {type(message).__name__}; it must be a dict with role and content"
-        if message.get("role") not in ROLES:
-            return f"a message has the role {message.get('role')!r}; write one of {', '.join(ROLES)}"
-        if not isinstance(message.get("content"), str):
-            return f"a message has content {message.get('content')!r:.40}; it must be a str"
+        if message["role"] not in ROLES:
+            return f"a message has the role {message['role']!r}; write one of {', '.join(ROLES)}"
     return ""
 
 
-def step_fault(step: Any) -> str:
-    """What is wrong with the parts of a step that are not messages, or nothing."""
-    missing = [name for name in ("messages", "reward", "terminated", "truncated", "info") if not hasattr(step, name)]
-    if missing:
-        return f"returned a {type(step).__name__} without {', '.join(missing)}; return turnwise.ports.Step(...)"
-    if not finite(step.reward):
-        return f"reward is {step.reward!r}; it must be a finite number"
+def is_flag(value: Any) -> bool:
+    """A bool, NumPy's included."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
+
+
+def oddities(step: Step) -> Iterator[str]:
+    """What an episode reads all the same, but perhaps not as it was meant."""
     for name in ("terminated", "truncated"):
-        if not isinstance(getattr(step, name), bool):
-            return f"{name} is {getattr(step, name)!r}; it must be True or False"
-    if not isinstance(step.info, Mapping) or not isinstance(step.info.get("rewards", {}), Mapping):
-        return "info, and info['rewards'] if there, must be a dict"
-    return ""
+        value = getattr(step, name)
+        if not is_flag(value):
+            yield f"step: {name} is {value!r:.40}, taken as {bool(value)}; write True or False"
+    for name in COUNTS:
+        count = step.info.get(name, 0)
+        if not isinstance(count, Integral):
+            yield f"step: info[{name!r}] is {count!r}, taken as {int(count)}; write a whole number"
 
 
 def tool_fault(tools: Any) -> str:

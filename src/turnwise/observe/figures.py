@@ -11,6 +11,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "reward": ("reward", "reward_mean", "train/reward"),
     "turns": ("turns", "turns_mean", "train/turns"),
     "tool_errors": ("tool_errors", "tool_error_share", "train/tool_errors"),
+    "loss": ("loss", "train/loss"),
     "entropy": ("entropy", "train/entropy"),
     "clip": ("clip", "clip_share", "clip_fraction", "clipped", "train/clip"),
     "kl": ("kl", "approx_kl", "train/kl"),

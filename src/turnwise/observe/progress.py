@@ -32,6 +32,11 @@ SHOWN: tuple[tuple[str, str, str], ...] = (  # figure, label, format
     ("clip", "clipped", ".1%"),
     ("tokens_per_second", "tok/s", ",.0f"),
 )
+SHOWN_OF_IMITATION: tuple[tuple[str, str, str], ...] = (  # nobody acts, so there is nothing to succeed in
+    ("loss", "loss", ".3f"),
+    ("entropy", "entropy", ".3f"),
+    ("tokens_per_second", "tok/s", ",.0f"),
+)
 BLOCKS = "▁▂▃▄▅▆▇█"
 STYLES = {"warning": "yellow", "error": "bold red"}
 
@@ -92,7 +97,10 @@ class _State:
         return None if done <= 0 or not self.total else self.elapsed / done * max(self.total - self.step, 0)
 
     def cells(self) -> list[tuple[str, str]]:
-        return [(label, text(value(self.metrics, figure), form)) for figure, label, form in SHOWN]
+        acted = any(value(self.metrics, figure) is not None for figure in ("success", "reward"))
+        imitated = not acted and value(self.metrics, "loss") is not None
+        shown = SHOWN_OF_IMITATION if imitated else SHOWN
+        return [(label, text(value(self.metrics, figure), form)) for figure, label, form in shown]
 
 
 class PlainLog:

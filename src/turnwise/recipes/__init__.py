@@ -9,6 +9,7 @@ from typing import Any
 from turnwise.errors import SettingError, nearest
 from turnwise.recipe import Recipe
 from turnwise.recipes import agents, critic, critic_free, exploration, mismatch, relative, trust
+from turnwise.typed import convert
 
 FAMILIES = (critic_free, critic, trust, mismatch, relative, exploration, agents)
 
@@ -32,9 +33,9 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
 
 
 def build(name: str, **hyper: Any) -> Recipe:
-    """The recipe of a method; an unknown hyper-parameter is refused with the nearest name."""
+    """The recipe of a method; an unknown hyper-parameter is refused with the nearest name, an ill-typed one in words."""
     known = parameters(name)
     for key in hyper:
         if key not in known:
             raise SettingError(f"{name} has no hyper-parameter {key!r}; {nearest(key, known)}")
-    return method(name)(**hyper)
+    return method(name)(**{key: convert(key, value, known[key].annotation) for key, value in hyper.items()})

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
-from turnwise.data import Message, Sampling, Status, Stop, Task, Trajectory, Turn
+from turnwise.answers import read_messages, read_state_key, read_step
+from turnwise.data import Sampling, Status, Stop, Task, Trajectory, Turn
 from turnwise.errors import EnvironmentFault, RenderError
 from turnwise.ports import Action, Session, Step
 from turnwise.rollout.render import Dialogue, Renderer
@@ -35,12 +34,10 @@ class Limits:
 async def guarded(function: Callable[..., Any], *args: Any, seconds: float, inline: bool) -> Any:
     """Call into an environment. A plain function that may block runs in a daemon thread and is given up at the limit."""
     if inspect.iscoroutinefunction(function):
-        try:
-            return await asyncio.wait_for(function(*args), seconds)
-        except TimeoutError:
-            raise EnvironmentFault(f"no answer within {seconds:g} s") from None
+        return await within(function(*args), seconds)
     if inline:
-        return function(*args)
+        with tame():
+            return function(*args)
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -50,51 +47,37 @@ async def guarded(function: Callable[..., Any], *args: Any, seconds: float, inli
 
     def work() -> None:
         try:
-            value, fault = function(*args), None
-        except BaseException as caught:  # a future cannot carry StopIteration, and SystemExit would end the whole run
-            plain = isinstance(caught, Exception) and not isinstance(caught, StopIteration)
-            value, fault = None, caught if plain else RuntimeError(repr(caught))
+            with tame():
+                value, fault = function(*args), None
+        except BaseException as caught:
+            value, fault = None, caught if isinstance(caught, Exception) else RuntimeError(repr(caught))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, fault)
 
     threading.Thread(target=work, daemon=True).start()
+    return await within(done, seconds)
+
+
+async def within(awaitable: Awaitable[Any], seconds: float) -> Any:
+    """What it answers in time."""
+
+    async def wait() -> Any:
+        with tame():
+            return await awaitable
+
     try:
-        return await asyncio.wait_for(done, seconds)
+        return await asyncio.wait_for(wait(), seconds)
     except TimeoutError:
         raise EnvironmentFault(f"no answer within {seconds:g} s") from None
 
 
-def checked_messages(value: Any, what: str) -> list[Message]:
-    good = isinstance(value, Sequence) and not isinstance(value, str)
-    if not good or not all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value):
-        raise EnvironmentFault(f"{what} returned {value!r:.120}; expected a list of messages with role and content")
-    return list(value)
-
-
-def checked_step(value: Any) -> Step:
-    if isinstance(value, tuple) and len(value) == 5:  # (messages, reward, terminated, truncated, info), as in Gymnasium
-        value = Step(*value)
-    if not isinstance(value, Step):
-        raise EnvironmentFault(
-            f"step returned {value!r:.120}; expected a Step or (messages, reward, terminated, truncated, info)"
-        )
-    if not finite(value.reward):
-        raise EnvironmentFault(f"step returned the reward {value.reward!r}; expected a finite number")
-    if not isinstance(value.info, Mapping):
-        raise EnvironmentFault(f"step returned the info {value.info!r:.120}; expected a dict")
-    named = value.info.get("rewards", {})
-    counts = [value.info.get(name, 0) for name in ("tool_calls", "tool_errors")]
-    if not isinstance(named, Mapping) or not all(map(finite, [*named.values(), *counts])):
-        raise EnvironmentFault(
-            f"step returned the info {dict(value.info)!r:.120}; rewards and tool counts must be numbers"
-        )
-    checked_messages(value.messages, "step")
-    return value
-
-
-def finite(value: Any) -> bool:
-    """A number, NumPy's included; not a bool, NaN or infinity."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+@contextlib.contextmanager
+def tame() -> Iterator[None]:
+    """A future cannot carry StopIteration, and SystemExit would end the whole run: both become an ordinary error."""
+    try:
+        yield
+    except (StopIteration, SystemExit) as fault:
+        raise RuntimeError(repr(fault)) from None  # with a StopIteration as cause, contextlib would hand that back
 
 
 class Episode:
@@ -142,18 +125,13 @@ class Episode:
             messages=tuple(self.dialogue.messages) if self.dialogue else (),
         )
 
-    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def _call(self, function: Callable[..., Any], *args: Any, inline: bool = False) -> Any:
         seconds = self.limits.environment_seconds
-        value = await guarded(function, *args, seconds=seconds, inline=self.inline)
-        if not inspect.isawaitable(value):
-            return value
-        try:
-            return await asyncio.wait_for(value, seconds)
-        except TimeoutError:
-            raise EnvironmentFault(f"no answer within {seconds:g} s") from None
+        value = await guarded(function, *args, seconds=seconds, inline=inline or self.inline)
+        return await within(value, seconds) if inspect.isawaitable(value) else value
 
     async def _play(self) -> tuple[Status, str]:
-        first = checked_messages(await self._call(self.environment.reset, self.task.seed), "reset")
+        first = read_messages(await self._call(self.environment.reset, self.task.seed), "reset")
         self.dialogue = self.renderer.open(first, tuple(getattr(self.environment, "tools", ())))
         self.answer = await self._gold()
         for _ in range(self.limits.turns):
@@ -179,7 +157,7 @@ class Episode:
         return tuple(self.renderer.encode(text))
 
     async def _turn(self, dialogue: Dialogue) -> Step:
-        state = self.environment.state_key() if hasattr(self.environment, "state_key") else None
+        state = await self._state()
         context, restart = tuple(dialogue.fresh), dialogue.restarted
         completion = await self.session.generate(dialogue.ids, self.sampling)
         if completion.stop == Stop.CANCELLED:
@@ -187,7 +165,7 @@ class Episode:
         action: Action = self.renderer.hear(dialogue, completion.tokens)
         began = time.perf_counter()
         try:
-            step = checked_step(await self._call(self.environment.step, action))
+            step = read_step(await self._call(self.environment.step, action))
         except BaseException:
             step = Step()
             raise
@@ -216,6 +194,11 @@ class Episode:
         else:
             dialogue.messages += step.messages
         return step
+
+    async def _state(self) -> str | None:
+        """Asked in place: a thread would cost as much as the step itself, and looking at a state does not take long."""
+        key = getattr(self.environment, "state_key", None)
+        return read_state_key(await self._call(key, inline=True)) if callable(key) else None
 
     def _note(self, step: Step) -> None:
         if "success" in step.info:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from turnwise.answers import read_step
 from turnwise.data import Completion, Message, Origin, Sampling, Stop, Task, Trajectory
 from turnwise.errors import SettingError
 from turnwise.ports import Action, Session
-from turnwise.rollout.episode import Episode, Limits, checked_step
+from turnwise.rollout.episode import Episode, Limits
 from turnwise.rollout.render import Renderer
-from turnwise.tasks.sampler import stable_seed
+from turnwise.seeds import stable_seed
 
 PLAYERS = ("oracle", "random", "demonstrator")
 
@@ -75,7 +76,7 @@ async def dialogue(player: str, environment: Any, seed: int, turns: int) -> list
     for _ in range(turns):
         action = act()
         step = environment.step(action)
-        step = checked_step(await step if inspect.isawaitable(step) else step)
+        step = read_step(await step if inspect.isawaitable(step) else step)
         messages += [action.message, *step.messages]
         if step.terminated or step.truncated:
             break

@@ -7,18 +7,12 @@ A sampler knows tasks and finished groups, never tokens or losses.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from turnwise.data import Group, Task
 from turnwise.errors import SettingError
-
-
-def stable_seed(*parts: object) -> int:
-    """A seed that depends on nothing but its parts: 63 bits of a hash."""
-    text = "/".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+from turnwise.seeds import stable_seed
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,12 @@ Knows nothing of models, environments or rewards.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import os
 import threading
 import warnings
+import weakref
 from collections import deque
 
 from turnwise.errors import ToolFault
@@ -49,6 +52,8 @@ class PythonTool:
         self._isolation: Isolation | None = None
         self._waiting: deque[Worker] = deque()
         self._orphans: deque[Worker] = deque()  # of sessions dropped without close; ended at the next open
+        self._owner = os.getpid()
+        _pools.add(self)
 
     def open(self) -> Session:
         """A session of its own for one episode."""
@@ -87,9 +92,8 @@ class PythonTool:
     def close(self) -> None:
         """End every session and the pool; a later ``open`` starts afresh."""
         with self._lock:
-            for worker in self._waiting:
-                worker.channel.close()
-            self._waiting.clear()
+            self._discard()
+            self._orphans.clear()
             if self._zygote is not None:
                 self._zygote.close()
             self._zygote = None
@@ -102,13 +106,32 @@ class PythonTool:
 
     def _running(self) -> Zygote:
         if self._zygote is None or not self._zygote.check():
-            self._waiting.clear()
+            self._discard()
             self._zygote, self._isolation = _start(self._rungs, self.limits)
         return self._zygote
 
+    def _discard(self) -> None:
+        """Let go of the spare workers: their parent is gone, or about to be."""
+        while self._waiting:
+            self._waiting.popleft().channel.close()
+
     def abandon(self, worker: Worker) -> None:
         """Called while garbage is collected, when no lock may be taken."""
+        worker.channel.close()
         self._orphans.append(worker)
+
+    def _leave(self) -> None:
+        """At the end of the process. A forked copy only closes its own ends: the lock may have been held while forking."""
+        self.close() if os.getpid() == self._owner else self._discard()
+
+
+_pools: weakref.WeakSet[PythonTool] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    for pool in list(_pools):
+        pool._leave()
 
 
 def _start(candidates: tuple[Isolation, ...], limits: Limits) -> tuple[Zygote, Isolation]:
@@ -143,6 +166,7 @@ def _check(zygote: Zygote, isolation: Isolation) -> None:
     try:
         answer = exchange(worker, CHECK, START_SECONDS)
     except (Hung, Gone, Garbled, ToolFault) as error:
+        worker.channel.close()
         zygote.close()
         raise ToolFault(f"a first session did not answer: {error!r}") from error
     worker.end()

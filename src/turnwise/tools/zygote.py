@@ -174,6 +174,7 @@ class Zygote:
         self._lock = threading.Lock()  # the original may have held it while forking
         self._control.close()
         self._process.returncode = 0
+        self._scratch = ""  # still in use
 
 
 _living: weakref.WeakSet[Zygote] = weakref.WeakSet()

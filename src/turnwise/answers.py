@@ -1,0 +1,86 @@
+"""What an environment may answer: one reading for the episode loop and for the check, so that neither takes what the other
+refuses. Anything else is an ``EnvironmentFault`` in words. Does not know who asked, nor what is done about a fault."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from turnwise.data import Message
+from turnwise.errors import EnvironmentFault
+from turnwise.ports import Step
+
+COUNTS = ("tool_calls", "tool_errors")
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """The words of a fault. Two of the same ``what`` and ``wanted`` are one mistake, whatever was seen each time."""
+
+    what: str
+    seen: str
+    wanted: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.seen}; expected {self.wanted}"
+
+
+def refusal(what: str, value: Any, wanted: str) -> EnvironmentFault:
+    return EnvironmentFault(Wrong(what, f"{value!r:.120}", wanted))
+
+
+def read_messages(value: Any, what: str) -> list[Message]:
+    good = isinstance(value, Sequence) and not isinstance(value, str)
+    if not good or not all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value):
+        raise refusal(f"{what} returned", value, "a list of messages with role and content")
+    return list(value)
+
+
+def read_step(value: Any) -> Step:
+    """A ``Step``, also from the tuple of five that Gymnasium's environments return."""
+    if isinstance(value, tuple) and len(value) == 5:
+        value = Step(*value)
+    if not isinstance(value, Step):
+        raise refusal("step returned", value, "a Step or (messages, reward, terminated, truncated, info)")
+    if not finite(value.reward):
+        raise refusal("step returned the reward", value.reward, "a finite number")
+    for name in ("terminated", "truncated"):
+        _read_flag(name, getattr(value, name))
+    _read_info(value.info)
+    read_messages(value.messages, "step")
+    return value
+
+
+def read_state_key(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise refusal("state_key returned", value, "a str or None")
+    return value
+
+
+def finite(value: Any) -> bool:
+    """A number, NumPy's included; not a bool, NaN or infinity."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read_flag(name: str, value: Any) -> None:
+    try:
+        bool(value)
+    except Exception:  # the array of a vector environment has no one truth
+        raise refusal(f"step returned {name}", value, "True or False") from None
+
+
+def _read_info(info: Any) -> None:
+    if not isinstance(info, Mapping):
+        raise refusal("step returned the info", info, "a dict")
+    _read_flag("info['success']", info.get("success"))
+    named = info.get("rewards", {})
+    if not isinstance(named, Mapping):
+        raise refusal("step returned info['rewards']", named, "a dict of names and numbers")
+    numbers = {f"info['rewards'][{name!r}]": value for name, value in named.items()}
+    numbers |= {f"info[{name!r}]": info.get(name, 0) for name in COUNTS}
+    for where, value in numbers.items():
+        if not finite(value):
+            raise refusal(f"step returned {where}", value, "a finite number")

@@ -1,0 +1,211 @@
+"""The course of a run on one machine: prepare, cold start, evaluate, learn, evaluate, end.
+
+Every stage leaves its result in the run directory before the next begins, so that a killed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise import assemble
+from turnwise.batch import Batch
+from turnwise.coldstart import cold_start
+from turnwise.collect import Collector, usable
+from turnwise.ending import Ending
+from turnwise.engines.learner import LocalLearner
+from turnwise.engines.probe import same_policy
+from turnwise.exam import Exam
+from turnwise.levels import TOKEN, TRAJECTORY
+from turnwise.observe.metrics import JsonLines, TensorBoard, Trackers
+from turnwise.observe.services import SERVICES, service
+from turnwise.ports import Generator, Learner, Tracker
+from turnwise.recipe import Recipe
+from turnwise.rollout.render import Renderer
+from turnwise.run import Loop
+from turnwise.settings import Settings
+from turnwise.signals import Signal
+from turnwise.stages import Stages
+from turnwise.store.aside import write_json
+from turnwise.store.checkpoint import discard_after, latest, load_checkpoint, save_checkpoint, save_model
+from turnwise.store.ledger import Ledger
+from turnwise.store.rundir import RunDir
+from turnwise.world import World
+
+COLD_STEPS = 100
+TRACKERS = ("tensorboard", *SERVICES)
+
+
+@dataclass
+class Course:
+    """One run, from its first stage to its last."""
+
+    settings: Settings
+    run: RunDir
+    stages: Stages
+    own: Recipe | None = None  # instead of a named method
+
+    def __post_init__(self) -> None:
+        self.recipe: Recipe = assemble.recipe_of(self.settings, self.own)
+        self.objective = self.recipe.objective
+        self.world = World.of(self.settings)
+
+    def go(self) -> dict[str, Any]:
+        """Run, or go on with, everything; returns the summary."""
+        if self.run.summary.is_file():
+            return dict(json.loads(self.run.summary.read_text()))
+        notice = getattr(self.world.kind, "notice", None)
+        if notice is not None:
+            self.stages.say(notice())
+        with self.stages.stage("prepare"):
+            tokenizer, model = self._initial()
+        self.renderer = Renderer(tokenizer)
+        generator = assemble.generator_of(self.settings, model, self.renderer, self.settings.staleness == 0)
+        learner = assemble.learner_of(self.settings, model, self.recipe)
+        return asyncio.run(self._learn(learner, generator, tokenizer))
+
+    def _initial(self) -> tuple[Any, Any]:
+        """The model RL starts from: given, or tiny and cold-started; kept in the run directory."""
+        s, folder = self.settings, self.run.path / "initial"
+        if not folder.is_dir():
+            tokenizer = assemble.tokenizer_of(s, self.world)
+            model = assemble.model_of(s, len(tokenizer))
+            steps = (COLD_STEPS if s.model == assemble.TINY else 0) if s.cold_steps < 0 else s.cold_steps
+            if steps:
+                cold_start(s, self.world, tokenizer, model, steps, self.stages)
+            save_model(folder, lambda path: _write(path, model.save_pretrained, tokenizer.save_pretrained))
+        return assemble.tokenizer_of(s, self.world, folder), assemble.model_of(s, 0, folder)
+
+    async def _learn(self, learner: LocalLearner, generator: Generator, tokenizer: Any) -> dict[str, Any]:
+        s, exam = self.settings, Exam(self.world, self.renderer, generator)
+        with Ledger(self.run.ledger) as ledger:
+            start, collector = self._resume(learner, generator, ledger)
+            with contextlib.closing(self._trackers(start)) as self.tracker:
+                await generator.publish(learner.weights(), start)
+                before = await self._evaluate(exam, "before")
+                loop = Loop(
+                    recipe=self.recipe,
+                    objective=self.objective,
+                    learner=learner,
+                    generator=generator,
+                    collector=collector,
+                    ledger=ledger,
+                    probe=self._probe,
+                    save=lambda step: self._save(step, learner, collector),
+                    report=self._report,
+                    listen=self.stages.listen,
+                    steps=s.steps,
+                    seed=s.seed,
+                    checkpoint_every=s.checkpoint_every,
+                    start=start,
+                    asides=self._asides(exam),
+                )
+                with self.stages.stage("learn", s.steps):
+                    await loop.run()
+                after = await self._evaluate(exam, "after")
+            balance = ledger.balance()
+        save_model(self.run.model, lambda path: _write(path, learner.export, tokenizer.save_pretrained))
+        facts = {
+            "steps_skipped": learner.skipped,
+            "parameters": sum(p.numel() for p in learner.model.parameters()),
+            "groups": asdict(balance),
+            "device": str(assemble.device_of(s)),
+        }
+        return Ending(self.run, s, before, after).write(facts, self.stages.seconds)
+
+    def _resume(self, learner: LocalLearner, generator: Generator, ledger: Ledger) -> tuple[int, Collector]:
+        """Where the last checkpoint stands, and a collector that owes what was in flight there."""
+        s = self.settings
+        sampler = self.recipe.sampler.open(self.world.tasks("train"))
+        collector = Collector(
+            self.recipe,
+            generator,
+            sampler,
+            ledger,
+            assemble.player(self.world, self.renderer, assemble.sampling_of(s)),
+            s.seed,
+            s.staleness,
+            s.max_draws,
+        )
+        path = latest(self.run.checkpoints)
+        if self.objective.needs & {Signal.REFERENCE, Signal.HELLINGER}:
+            learner.reference()  # the initial policy, before anything moves it
+        start = 0
+        if path is not None:
+            saved = load_checkpoint(path)
+            learner.load_state_dict({"tensors": saved.tensors, "scalars": saved.state["learner"]})
+            sampler.load_state_dict(saved.state["sampler"])
+            self.objective.memory.load_state_dict(saved.state["memory"])
+            start = saved.step
+        discard_after(self.run.checkpoints, start)
+        owed = ledger.resume(start, keep_finished=s.staleness > 0)
+        collector.again = deque((f"{issued.group_id.split('~')[0]}~{start}", issued.task) for issued in owed.again)
+        collector.ready = deque(usable(group)[0] for group in owed.pending)
+        return start, collector
+
+    def _save(self, step: int, learner: LocalLearner, collector: Collector) -> None:
+        state = learner.state_dict()
+        memory = self.objective.memory.state_dict()
+        facts = {"learner": state["scalars"], "sampler": collector.sampler.state_dict(), "memory": memory}
+        save_checkpoint(self.run.checkpoints, step, state["tensors"], facts, keep=self.settings.keep_checkpoints)
+
+    def _probe(self, learner: Learner, batch: Batch) -> float:
+        """Are generator and learner the same policy? Asked of a few fresh trajectories after each publication."""
+        fresh = (batch.version.x == learner.version).nonzero().squeeze(1)
+        if not fresh.numel():
+            return math.nan
+        owners = batch.tree.ancestor(TOKEN, TRAJECTORY)[fresh].unique()[:4]
+        return same_policy(learner, batch.select(owners), self.settings.probe_tolerance).mean
+
+    def _trackers(self, start: int) -> Trackers:
+        return Trackers(
+            [JsonLines(self.run.metrics, start + 1), *(self._tracker(t, start) for t in self.settings.trackers)]
+        )
+
+    def _tracker(self, kind: str, start: int) -> Tracker:
+        if kind == "tensorboard":
+            return TensorBoard(self.run.tensorboard, start + 1)
+        return service(kind, "turnwise", self.run.path.name, self.settings.as_dict())
+
+    def _report(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.tracker.log(step, metrics)
+        self.stages.step("learn", step, self.settings.steps, metrics)
+
+    def _asides(self, exam: Exam) -> dict[int, Callable[[], Coroutine[Any, Any, None]]]:
+        every = self.settings.eval_every
+        if not every:
+            return {}
+
+        def at(step: int) -> Callable[[], Coroutine[Any, Any, None]]:
+            async def run() -> None:
+                found = await exam.sit()
+                self.tracker.log(step, {"eval/success": found.summary()["success"]})
+
+            return run
+
+        return {step: at(step) for step in range(every, self.settings.steps, every)}
+
+    async def _evaluate(self, exam: Exam, when: str) -> dict[str, Any]:
+        """Evaluate once; a resumed run reads what it already knows."""
+        path = self.run.path / f"evaluation_{when}.json"
+        if not path.is_file():
+            with self.stages.stage(f"evaluate {when}", self.settings.eval_tasks):
+                found = await exam.sit()
+            rows = [
+                {"task": t.key, "success": bool(r[0].success), "messages": list(r[0].messages)}
+                for t, r in zip(found.tasks, found.trajectories)
+            ]
+            write_json(path, {"summary": found.summary(self.settings.seed), "rows": rows})
+        return dict(json.loads(path.read_text()))
+
+
+def _write(path: Path, *writers: Callable[[Path], Any]) -> None:
+    for writer in writers:
+        writer(path)

@@ -1,0 +1,65 @@
+"""The flags of the command line: every setting of a run, then a method's hyper-parameters. A wrong one is refused with the
+nearest right one. Does not know what any command does with them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from turnwise.errors import SettingError, nearest
+from turnwise.settings import Settings, default_of, kind_of
+from turnwise.typed import convert
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in our words: what was seen, and the nearest thing that exists."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(message)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        known = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
+        space, rest = self.parse_known_args(list(argv))
+        for word in rest:
+            name = word.split("=")[0]
+            raise SettingError(
+                f"unknown setting {name!r}; {nearest(name, known)}" if word.startswith("-") else f"unexpected {word!r}"
+            )
+        return space
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
+    """Every field of Settings, then the method's own hyper-parameters."""
+    from turnwise import recipes  # late: a word of help must not wait for torch
+
+    group = parser.add_argument_group("settings")
+    for f in fields(Settings):
+        if f.name not in ("method", "method_options"):
+            shown = default_of(f)
+            shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
+            group.add_argument(flag(f.name), metavar="X", default=None, help=f"{f.metadata['help']} [{shown}]")
+    own = parser.add_argument_group(f"hyper-parameters of {method}")
+    for name, parameter in recipes.parameters(method).items():
+        own.add_argument(flag(name), dest=f"method.{name}", metavar="X", default=None, help=f"[{parameter.default}]")
+
+
+def settings_from(space: argparse.Namespace, method: str) -> dict[str, Any]:
+    """The given flags as typed settings; what was not given is left to the defaults."""
+    from turnwise import recipes
+
+    kinds = {f.name: kind_of(f) for f in fields(Settings)}
+    given = {k: v for k, v in vars(space).items() if v is not None}
+    values = {k: convert(k, v, kinds[k]) for k, v in given.items() if k in kinds and k != "method"}
+    known = recipes.parameters(method)
+    options = {
+        k.removeprefix("method."): convert(k.removeprefix("method."), v, known[k.removeprefix("method.")].annotation)
+        for k, v in given.items()
+        if k.startswith("method.")
+    }
+    return {**values, "method": method, "method_options": options}
