@@ -138,7 +138,8 @@ def loss(
     outcome = torch.zeros(rows, dtype=logp.dtype, device=logp.device) if reward is None else reward
     peers = torch.arange(rows, device=logp.device) if group is None else group
     live = {name: value for name, value in signals.items() if name in LIVE}
-    batch = _batch(mask, old_logp, outcome, peers, turn, signals | {"logp": logp.detach()})
+    batch = _batch(mask, old_logp, outcome, peers, turn, signals)
+    batch = batch.put({Signal.LOGP: Field(batch.tree, TOKEN, logp[mask.bool()].detach())})
     if advantages is None:
         batch = _asking(objective.credit, batch, method)
     else:
