@@ -25,6 +25,7 @@ from turnwise.rollout.episode import Episode
 from turnwise.rollout.players import dialogue
 from turnwise.rollout.render import CHATML, Renderer
 from turnwise.settings import Settings
+from turnwise.signals import Signal
 from turnwise.tasks.budget import Fixed
 from turnwise.world import World
 
@@ -51,6 +52,7 @@ def examine(settings: Settings, own: Recipe | None = None) -> Recipe:
     world.tasks("train")
     sampling_of(settings), sampling_of(settings, settings.eval_temperature)
     learner_settings(settings, recipe)
+    _can_be_measured(recipe, world)
     if not world.demonstrates and settings.model != TINY and settings.cold_steps > 0:
         raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
     if settings.model == TINY:
@@ -62,6 +64,15 @@ def examine(settings: Settings, own: Recipe | None = None) -> Recipe:
         except (OSError, ValueError, KeyError) as fault:
             raise SettingError(_no_model(settings.model, fault)) from fault
     return recipe
+
+
+def _can_be_measured(recipe: Recipe, world: World) -> None:
+    """Refuses a method that reads what this environment cannot tell."""
+    if Signal.ANSWER in recipe.objective.needs and not world.answers:
+        raise SettingError(
+            f"this method reads the likelihood of the gold answer, and {world.settings.env} tells none; "
+            "give its class an answer(), or take another environment (lookup, guess, calculator) or method"
+        )
 
 
 def device_of(settings: Settings) -> torch.device:
@@ -219,7 +230,7 @@ def sampling_of(settings: Settings, temperature: float | None = None) -> Samplin
 def player(world: World, renderer: Renderer, sampling: Sampling) -> Any:
     """A ``Play``: one episode of one task with one session."""
 
-    async def play(key: str, task: Task, session: Session) -> Trajectory:
-        return await Episode(key, task, world.open(task), session, renderer, sampling, world.limits).run()
+    async def play(key: str, task: Task, session: Session, heat: float = 1.0) -> Trajectory:
+        return await Episode(key, task, world.open(task), session, renderer, sampling, world.limits, heat).run()
 
     return partial(play)

@@ -143,6 +143,7 @@ class Course:
             learner.load_state_dict({"tensors": saved.tensors, "scalars": saved.state["learner"]})
             sampler.load_state_dict(saved.state["sampler"])
             self.objective.memory.load_state_dict(saved.state["memory"])
+            collector.pulse = dict(saved.state["pulse"])
             start = saved.step
         discard_after(self.run.checkpoints, start)
         owed = ledger.resume(start, keep_finished=s.staleness > 0)
@@ -153,7 +154,8 @@ class Course:
     def _save(self, step: int, learner: LocalLearner, collector: Collector) -> None:
         state = learner.state_dict()
         memory = self.objective.memory.state_dict()
-        facts = {"learner": state["scalars"], "sampler": collector.sampler.state_dict(), "memory": memory}
+        own = {"sampler": collector.sampler.state_dict(), "memory": memory, "pulse": collector.pulse}
+        facts = {"learner": state["scalars"], **own}
         save_checkpoint(self.run.checkpoints, step, state["tensors"], facts, keep=self.settings.keep_checkpoints)
 
     def _probe(self, learner: Learner, batch: Batch) -> float:

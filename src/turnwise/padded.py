@@ -22,6 +22,7 @@ from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Tree
 from turnwise.recipe import Recipe
 from turnwise.signals import LIVE, Signal
 
+
 def from_padded(
     ids: Tensor,
     mask: Tensor,
@@ -36,7 +37,7 @@ def from_padded(
 
     ``mask`` marks the sampled tokens; ``turn`` numbers the turns of each row (default: maximal runs of the mask);
     ``logp`` and ``columns`` are (B, L) too; ``reward`` (B,) is paid at the last turn; ``group`` (B,) labels the peers.
-    Only real rows are read, so padding may hold anything."""
+    A row without sampled tokens still counts among its peers. Only real rows are read, so padding may hold anything."""
     b, length = ids.shape
     mask = mask.bool()
     if turn is None:
@@ -44,16 +45,18 @@ def from_padded(
     rows = torch.arange(b, device=ids.device)[:, None].expand(b, length)[mask]
     if bool(mask[:, 0].any()):
         raise RecordError("a row begins with a sampled token; the first position must be context")
-    _, turn_of = torch.unique(rows * (length + 1) + turn[mask], return_inverse=True)
-    owner = torch.zeros(int(turn_of.max()) + 1 if turn_of.numel() else 0, dtype=torch.int64, device=ids.device)
-    owner[turn_of] = rows
+    silent = (~mask.any(1)).nonzero().squeeze(1)  # an empty turn each, where their reward is paid: siblings count it
+    places, turn_of = torch.unique(
+        torch.cat([rows * (length + 1) + turn[mask], silent * (length + 1)]), return_inverse=True
+    )
+    owner = torch.zeros(places.numel(), dtype=torch.int64, device=ids.device)
+    owner[turn_of] = torch.cat([rows, silent])
+    turn_of = turn_of[: rows.numel()]
     labels, group_of = torch.unique(group, return_inverse=True)
     tree = Tree(turn_of, owner, group_of, labels.numel())
     turns = owner.numel()
     paid = torch.zeros(turns, device=ids.device)
-    last = tree.size(TURN, TRAJECTORY).x.cumsum(0) - 1
-    has = tree.size(TURN, TRAJECTORY).x > 0
-    paid[last[has]] = reward.float()[has]
+    paid[tree.size(TURN, TRAJECTORY).x.cumsum(0) - 1] = reward.float()
     zeros = lambda level, dtype: Field(tree, level, torch.zeros(tree.count(level), dtype=dtype, device=ids.device))  # noqa: E731
     return Batch(
         tree=tree,
@@ -98,12 +101,20 @@ def objective_of(method: str | Recipe | Objective, **hyper: Any) -> Objective:
     if isinstance(method, str):
         method = recipes.build(method, **hyper)
     elif hyper:
-        raise SettingError(f"hyper-parameters {sorted(hyper)} beside a finished {type(method).__name__}; set them in it")
+        raise SettingError(
+            f"hyper-parameters {sorted(hyper)} beside a finished {type(method).__name__}; set them in it"
+        )
     return method.objective if isinstance(method, Recipe) else method
 
 
 def advantages(
-    method: str | Recipe | Objective, reward: Tensor, mask: Tensor, group: Tensor, *, turn: Tensor | None = None, **signals: Tensor
+    method: str | Recipe | Objective,
+    reward: Tensor,
+    mask: Tensor,
+    group: Tensor,
+    *,
+    turn: Tensor | None = None,
+    **signals: Tensor,
 ) -> Tensor:
     """The advantage of every sampled token, (B, L), 0 elsewhere. ``reward`` (B,), ``group`` (B,) labels the peers.
 
@@ -147,7 +158,9 @@ def loss(
         clock = batch.tree.full(BATCH, float(objective.memory.clock), torch.float64)
         objective.memory.clock += 1
         batch = batch.put(advantage=Field(batch.tree, TOKEN, wide[mask.bool()].detach()), clock=clock)
-    policy = {Signal(name): Field(batch.tree, TOKEN, value[mask.bool()]) for name, value in {**live, "logp": logp}.items()}
+    policy = {
+        Signal(name): Field(batch.tree, TOKEN, value[mask.bool()]) for name, value in {**live, "logp": logp}.items()
+    }
     found = _asking(lambda b: objective(objective.plan(b), policy), batch, method)
     return found.loss, diagnostics.finish({name: float(value) for name, value in found.stats.items()})
 

@@ -9,6 +9,7 @@ flight survive a publication and every token carries the version that sampled it
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,9 @@ class Loop:
                 "message", {"level": "warning", "text": f"step {step}: no group could be trained on; see dropped/*"}
             )
         self.collector.training = 0
+        self.collector.pulse = {
+            k: metrics[k] for k in ("entropy", "success", "reward") if math.isfinite(metrics.get(k, math.nan))
+        }
         learned = time.perf_counter()
         self.learner.version = step + 1
         await self.generator.publish(self.learner.weights(), step + 1)

@@ -42,9 +42,9 @@ for module in (trust, offpolicy, reweight, agents):
             ORACLES[name] = getattr(module, name)
 
 SCORES = {  # their oracle's loss is −w A log π with w detached; ours has the same gradient and another value
-    "reinforce", "rloo", "cispo", "minpro", "dppo_tv", "dppo_kl", "topr", "vcpo", "rec_one_side", "rec_two_side",
+    "reinforce", "rloo", "rloo_kl", "cispo", "minpro", "dppo_tv", "dppo_kl", "topr", "vcpo", "rec_one_side", "rec_two_side",
     "rec_ring", "rec_sequence", "red_weight", "kimi_opmd", "asym_re", "rep_forward", "opmd", "minirl", "scale_rl",
-    "fiberpo_domain",
+    "fiberpo_domain", "aepo",
 }  # fmt: skip
 
 
@@ -101,7 +101,9 @@ def test_see_upo_turn_by_turn(seed):
     objective = recipe.objective
     credit = agents.see_upo_advantage(reference)
     turns = max(len(t.turns) for t in records.trajectories(reference))
-    parts = recipe.control.parts_of(objective.credit(batch), 0, lambda b, s: {Signal.LOGP: policy[Signal.LOGP].detach()})
+    parts = recipe.control.parts_of(
+        objective.credit(batch), 0, lambda b, s: {Signal.LOGP: policy[Signal.LOGP].detach()}
+    )
     for k, part in zip(range(turns - 1, -1, -1), parts, strict=True):
         expected = agents.see_upo_turn(reference, k, credit)
         agree(objective(objective.plan(part), policy).loss, expected.loss, policy, reference)
@@ -174,7 +176,7 @@ def test_clipping_bias(name, seed):
 
 def test_vcpo_pace_and_r2vpo_price():
     reference = records.random_batch(1)
-    batch, policy = from_oracle(reference)
+    batch, _ = from_oracle(reference)
     objective = recipes.build("vcpo").objective
     planned = objective.plan(objective.credit(batch))
     assert objective.scales(planned, [], {}).rate == pytest.approx(offpolicy.vcpo(reference).extra["pace"], rel=1e-6)
@@ -277,7 +279,9 @@ def test_on_policy_it_is_weighted_reinforce(name):
     """Where nothing has moved, the gradient of a token is a finite weight on ∇ log π, and 0 where all A are 0."""
     batch, leaves = random_policy(pack(records_of([[[2], [3, 1], [2]], [[1, 2], [2]]], 2)), 2)
     same = batch.behaviour.x.double()
-    columns = {s: Field(batch.tree, TOKEN, same) for s in (Signal.PROXIMAL, Signal.REFERENCE, Signal.PREVIOUS, Signal.LOGP)}
+    columns = {
+        s: Field(batch.tree, TOKEN, same) for s in (Signal.PROXIMAL, Signal.REFERENCE, Signal.PREVIOUS, Signal.LOGP)
+    }
     leaves[Signal.LOGP] = same.clone().requires_grad_()
     loss, grads = gradient(recipes.build(name), batch.put(columns), leaves, lambda b: [b])
     assert torch.isfinite(loss) and torch.isfinite(grads[Signal.LOGP]).all()

@@ -24,15 +24,15 @@ ALL = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE})
 
 
 def gradients(learner, batch, objective):
-    loss, sums = learner._backward(batch, objective)
+    loss, sums, _, _ = learner._backward(batch, objective)
     grads = {n: p.grad.clone() for n, p in learner._trained.items()}
     learner._optimiser.zero_grad()
     return loss, {n: float(x) for n, x in sums.items()}, grads
 
 
-@pytest.fixture(scope="module")
-def exact(kit):
-    learner = LocalLearner(kit.make_model("qwen3"), LearnerSettings(dtype="float64"), critic=True)
+@pytest.fixture(scope="module", params=["gpt2", "qwen3"])
+def exact(kit, request):
+    learner = LocalLearner(kit.make_model(request.param), LearnerSettings(dtype="float64"), critic=True)
     torch.nn.init.normal_(learner.critic.weight, generator=torch.Generator().manual_seed(0))
     return learner
 
@@ -49,8 +49,11 @@ def test_micro_batches_and_packing_order_do_not_matter(kit, exact, seed, positio
     cut = gradients(other, batch.select(order), kit.Linear(ALL))
     assert cut[0] == pytest.approx(whole[0], abs=1e-10)
     assert cut[1] == pytest.approx(whole[1], abs=1e-10)
+    # Qwen's norms work in float32 whatever the model's precision, and a prefix that is shared inside a cut is summed before
+    # it is rounded there
+    tolerance = 1e-10 if exact.model.config.model_type == "gpt2" else 1e-6
     for name, grad in whole[2].items():
-        torch.testing.assert_close(cut[2][name], grad, rtol=0, atol=1e-10)
+        torch.testing.assert_close(cut[2][name], grad, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("positions", [1, 60, 10**6])
@@ -179,7 +182,8 @@ def test_nothing_sampled_is_no_fault(kit):
     before = learner.state_dict()["tensors"]
     for members in ((silent, blank), ()):
         batch = kit.weighted(pack([Group("g", task, members)] if members else []))
-        assert all(f.x.shape == (0,) for f in learner.measure(batch, frozenset(Signal)).values())
+        tokenwise = frozenset(Signal) - {Signal.GRADIENT_NORM, Signal.ANSWER}
+        assert all(f.x.shape == (0,) for f in learner.measure(batch, tokenwise).values())
         assert learner.update(batch, kit.Linear(ALL))["loss"] == 0
     after = learner.state_dict()["tensors"]
     assert all(torch.equal(before[n], after[n]) for n in before)

@@ -88,9 +88,12 @@ class WithIdeal(Term):
 
 @dataclass(frozen=True)
 class SoftBaseline(Term):
-    """A = v − τ log mean exp(v/τ) among the group: between the mean (τ → ∞) and the best (τ → 0)."""
+    """A = v − τ log mean exp(v/τ) among the group: between the mean (τ → ∞) and the best (τ → 0).
+
+    ``shrink`` divides by 1 + τ."""
 
     tau: float = 1.0
+    shrink: bool = False
     value: Term = field(default_factory=Outcome)
 
     def __post_init__(self) -> None:
@@ -103,7 +106,8 @@ class SoftBaseline(Term):
     def __call__(self, batch: Batch) -> Field:
         v = self.value(batch)
         top = v.max(GROUP)
-        return v - (top + self.tau * ((v - top) / self.tau).exp().mean(GROUP).log())
+        a = v - (top + self.tau * ((v - top) / self.tau).exp().mean(GROUP).log())
+        return a / (1 + self.tau) if self.shrink else a
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,27 @@ class Unless(Term):
 
 
 @dataclass(frozen=True)
+class Guided(Term):
+    """Trajectories sampled as the policy would get their z-score among themselves; guided ones get ``alpha`` where they
+    beat the whole group by ``margin``, else 0."""
+
+    alpha: float = 1.0
+    margin: float = 0.05
+    eps: float = 1e-6
+
+    @property
+    def judges(self) -> bool:
+        return True
+
+    def __call__(self, batch: Batch) -> Field:
+        outcome, tree = batch.reward.sum(TRAJECTORY), batch.tree
+        peers = Partition.by(tree, TRAJECTORY, batch.group, batch.guided.to(torch.int64))
+        own = (outcome - outcome.mean(peers)) / (outcome.std(peers) + self.eps)
+        among_all = (outcome - outcome.mean(GROUP)) / (outcome.std(GROUP) + self.eps)
+        return where(batch.guided, where(among_all > self.margin, self.alpha, 0.0).to(own.x.dtype), own)
+
+
+@dataclass(frozen=True)
 class EarlyTools(Term):
     """A ← A + clip(δ (p − mean p) / mean L, ±k A) for successful trajectories that call a tool and have A > 0.
 
@@ -241,6 +266,6 @@ def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
 
 
 __all__ = [
-    "EarlyTools", "InformationGain", "LeastVariance", "LeaveOneOut", "OverSpread", "Peers", "Same", "SoftBaseline",
+    "EarlyTools", "Guided", "InformationGain", "LeastVariance", "LeaveOneOut", "OverSpread", "Peers", "Same", "SoftBaseline",
     "Standardise", "Unless", "Whiten", "WithIdeal", "among", "answer_gain",
 ]  # fmt: skip

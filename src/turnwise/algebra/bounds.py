@@ -15,7 +15,9 @@ from turnwise.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field, where
 from turnwise.signals import Signal
 
 
-def clipped(rho: Field, adv: Field, low: Field | float, high: Field | float, dual: Field | float | None = None) -> Field:
+def clipped(
+    rho: Field, adv: Field, low: Field | float, high: Field | float, dual: Field | float | None = None
+) -> Field:
     """The weight of a clip to [low, high], bounds of the ratio itself: A > 0 is held from above, the rest from below."""
     field = lambda x: x if isinstance(x, Field) else rho.detach() * 0 + x  # noqa: E731
     below = rho.maximum(field(low))

@@ -51,7 +51,11 @@ def _tails(moved: Field) -> dict[str, Tensor]:
         some = moved.tree.size(TOKEN, level).x > 0
         log = moved.sum(level).x[some].double()
         weight = log.clamp(-20.0, 20.0).exp()
-        out |= {f"_w/{name}": weight.sum(), f"_w2/{name}": (weight**2).sum(), f"_n/{name}": weight.new_tensor(log.numel())}
+        out |= {
+            f"_w/{name}": weight.sum(),
+            f"_w2/{name}": (weight**2).sum(),
+            f"_n/{name}": weight.new_tensor(log.numel()),
+        }
         out[f"_over/{name}"] = (log > 0.69315).double().sum()
         out[f"_under/{name}"] = (log < -0.69315).double().sum()
     return out

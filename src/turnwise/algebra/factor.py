@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-
-import torch
 
 from turnwise.algebra.entropy import NormalisedEntropy
 from turnwise.algebra.piece import Now, Piece, Whole, check
@@ -78,7 +77,7 @@ class EntropyChange(Factor):
         size = (whole.advantage / old * p * (1 - p) * (p.log() + whole[Signal.ENTROPY])).abs()
         most = size.max(BATCH)
         if self.form == "exponential":
-            k = -torch.log(torch.tensor(self.low, dtype=torch.float64)) / most.clamp(low=0.02)
+            k = -math.log(self.low) / most.clamp(low=0.02)
             return {self: (-k * size).exp().clamp(self.low, 1.0)}
         least, flat = size.min(BATCH), 0.5 * (self.low + self.high)
         share = (size - least) / where(most > least, most - least, 1.0)
@@ -104,7 +103,7 @@ class Divergent(Factor):
 
     def plan(self, whole: Whole) -> dict[object, Field]:
         size = self.vocabulary or float(whole.batch["vocabulary"].item)
-        unsure = whole[Signal.ENTROPY] / torch.log(torch.tensor(float(size), dtype=torch.float64))
+        unsure = whole[Signal.ENTROPY] / math.log(size)
         score = whole[Signal.HELLINGER] * unsure.clamp(low=0.0) ** self.kappa / self.tau
         score = (score - score.max(TRAJECTORY)).exp()
         return {self: score / score.mean(TRAJECTORY)}

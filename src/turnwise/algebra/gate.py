@@ -5,7 +5,7 @@ A gate times a factor is a gate; a gate behind a mask is a gate: ``Clip(0.2, 0.2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -56,6 +56,17 @@ class Behind(Gate):
 
     def __repr__(self) -> str:
         return f"{self.gate!r}.where({self.mask!r})"
+
+
+@dataclass(frozen=True)
+class Either(Gate):
+    """One gate for guided trajectories, another for those sampled as the policy would."""
+
+    guided: Gate
+    plain: Gate
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        return where(now.batch.guided, self.guided(rho, adv, now), self.plain(rho, adv, now))
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,7 @@ class Taper(Gate):
 
     good: tuple[float, float] = (1.0, 1.0)
     bad: tuple[float, float] = (0.0, 1.0)
-    by: Term = Outcome()
+    by: Term = field(default_factory=Outcome)
 
     def plan(self, whole: Whole) -> dict[object, Field]:
         return {self: self.by(whole.batch)}
@@ -183,5 +194,5 @@ class Toward(Gate):
 
 
 __all__ = [
-    "Behind", "Cap", "Clip", "Gate", "Geometric", "Open", "Scaled", "Score", "Sigmoid", "Taper", "Toward",
+    "Behind", "Cap", "Clip", "Either", "Gate", "Geometric", "Open", "Scaled", "Score", "Sigmoid", "Taper", "Toward",
 ]  # fmt: skip

@@ -74,7 +74,7 @@ class TwoSided(Mask):
 
 @dataclass(frozen=True)
 class Ring(Mask):
-    """Two-sided, and again far outside on the side from which A pulls back: A ≥ 0 and ρ ≤ 1 − far_low, or A ≤ 0 and ρ ≥ 1 + far_high."""
+    """Two-sided, and again far outside, where A pulls back: A ≥ 0 and ρ ≤ 1 − far_low, or A ≤ 0 and ρ ≥ 1 + far_high."""
 
     low: float = 0.2
     high: float = 0.2

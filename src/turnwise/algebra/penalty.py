@@ -120,11 +120,12 @@ TURNS = 32  # turn indices whose entropy is remembered by itself; later turns sh
 
 @dataclass(frozen=True)
 class EntropyBand(Penalty):
-    """[low·H̄ − H]₊ + [H − high·H̄]₊ with H̄ the mean entropy of past batches at the same turn index: neither runaway nor
+    """scale · ([low·H̄ − H]₊ + [H − high·H̄]₊) with H̄ the mean entropy of past batches at the same turn index: neither runaway nor
     collapse. The first batch has no past and no band."""
 
     low: float = 0.0
     high: float = 2.0
+    scale: float = 1.0
 
     @property
     def reads(self) -> frozenset[Signal]:
@@ -155,7 +156,7 @@ class EntropyBand(Penalty):
     def __call__(self, now: Now) -> Field:
         h, mean = now[Signal.ENTROPY], now[self].to(now[Signal.ENTROPY].x.dtype)
         outside = (self.low * mean - h).clamp(low=0.0) + (h - self.high * mean).clamp(low=0.0)
-        return where(mean >= 0, outside, 0.0)
+        return self.scale * where(mean >= 0, outside, 0.0)
 
 
 # --------------------------------------------------------------------- critics

@@ -77,14 +77,14 @@ class OnTokens(Term):
 
 @dataclass(frozen=True)
 class Drift(Term):
-    """k1 = log π_prox − log π_ref of each token, before the update: as a (negative) reward its gradient is that of the KL."""
+    """−k1 = log π_ref − log π_prox of each token, before the update: as a reward its gradient is that of the KL."""
 
     @property
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.PROXIMAL, Signal.REFERENCE})
 
     def __call__(self, batch: Batch) -> Field:
-        return batch[Signal.PROXIMAL] - batch[Signal.REFERENCE]
+        return batch[Signal.REFERENCE] - batch[Signal.PROXIMAL]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ class Term(Piece):
     def __add__(self, other: Term) -> Term:
         return Plus(self, other)
 
+    def __sub__(self, other: Term) -> Term:
+        return Plus(self, Times(-1.0, other))
+
     def __rmul__(self, weight: float) -> Term:
         return Times(float(weight), self)
 

@@ -23,6 +23,16 @@ class Outcome(Term):
 
 
 @dataclass(frozen=True)
+class Total(Term):
+    """Σ of a term over each trajectory."""
+
+    term: Term
+
+    def __call__(self, batch: Batch) -> Field:
+        return self.term(batch).sum(TRAJECTORY)
+
+
+@dataclass(frozen=True)
 class Constant(Term):
     """The same number for every trajectory."""
 
@@ -170,5 +180,6 @@ def token_reward(batch: Batch) -> Field:
 
 
 __all__ = [
-    "GAE", "Constant", "Each", "FromMedian", "LambdaReturn", "Outcome", "ReturnToGo", "SecondHead", "SoftMin", "ends", "token_reward",
+    "GAE", "Constant", "Each", "FromMedian", "LambdaReturn", "Outcome", "ReturnToGo", "SecondHead", "SoftMin", "Total", "ends",
+    "token_reward",
 ]  # fmt: skip

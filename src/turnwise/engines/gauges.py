@@ -90,7 +90,8 @@ def answers(batch: Batch, logp: Callable[[Batch], Field]) -> Field:
             "give the environment an answer(), or take a method that does not need it"
         )
     s, tree = batch.sequences, batch.tree
-    ids, starts, at, owner = [], [0], [], []
+    ids: list[Tensor] = []
+    starts, at, owner = [0], list[int](), list[int]()
     first = tree.size(TOKEN, TURN).x.cumsum(0) - tree.size(TOKEN, TURN).x
     turns = (tree.size(TOKEN, TURN).x > 0).nonzero().squeeze(1).tolist()
     trajectory = tree.parents[1].tolist()
@@ -109,7 +110,9 @@ def answers(batch: Batch, logp: Callable[[Batch], Field]) -> Field:
     return Field(tree, TURN, found)
 
 
-def _asking(batch: Batch, ids: list[Tensor], starts: list[int], at: list[int], owner: list[int], turns: list[int]) -> Batch:
+def _asking(
+    batch: Batch, ids: list[Tensor], starts: list[int], at: list[int], owner: list[int], turns: list[int]
+) -> Batch:
     """A batch whose sampled tokens are the answers: one sequence, turn and trajectory for each turn asked about."""
     tensor = lambda x: torch.tensor(x, dtype=torch.int64, device=batch.tree.device)  # noqa: E731
     n = len(ids)

@@ -137,10 +137,10 @@ class LocalLearner:
 
     def _states(self, batch: Batch, model: PreTrainedModel | None = None) -> gauges.States:
         """What the head reads before each sampled token, and the head."""
-        chosen = model or self.model
+        chosen, linear = model or self.model, packed.head(model or self.model)
         with self._autocast():
-            h = packed.hidden_states(chosen, batch.sequences)[batch.sequences.at - 1]
-        linear = packed.head(chosen)
+            h = packed.hidden_states(chosen, batch.sequences) if batch.sequences.ids.numel() else linear.weight[:0]
+            h = h[batch.sequences.at - 1]
         return gauges.States(h.to(self.master), linear.weight, linear.bias)
 
     def _reference_states(self, batch: Batch) -> gauges.States:
@@ -161,7 +161,9 @@ class LocalLearner:
             return {}
         heads = 0 if self.critic is None else self.critic.out_features
         if wanted & {Signal.VALUE, Signal.TWIN} and heads < (2 if Signal.TWIN in wanted else 1):
-            raise SettingError(f"values were asked of a learner with {heads} value heads; write critic=1, or 2 for twins")
+            raise SettingError(
+                f"values were asked of a learner with {heads} value heads; write critic=1, or 2 for twins"
+            )
         linear = packed.head(model)
         out: dict[Signal, Tensor] = {}
         with self._autocast():
@@ -227,9 +229,9 @@ class LocalLearner:
         total = 0.0
         sums: dict[str, Tensor] = {}
         sides: dict[str, list[Tensor]] = {}
-        planned = batch
+        step = batch
         for planned, micro, policy in self._micros(batch, objective):
-            found = objective(micro, policy)
+            step, found = planned, objective(micro, policy)
             total += float(found.loss.detach())
             for name, value in found.stats.items():
                 sums[name] = sums.get(name, 0) + torch.as_tensor(value).detach()
@@ -239,7 +241,7 @@ class LocalLearner:
                 self._add_side(sides.setdefault(name, []), side)
             if found.loss.requires_grad:  # a micro-batch without sampled tokens has nothing to say
                 found.loss.backward()
-        return total, sums, sides, planned
+        return total, sums, sides, step
 
     def _micros(self, batch: Batch, objective: Objective) -> Iterator[tuple[Batch, Batch, dict[Signal, Field]]]:
         """(the planned step, a micro-batch of it, its live signals). Where the step is one micro-batch, planning looks at

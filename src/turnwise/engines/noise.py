@@ -18,7 +18,9 @@ class Noise:
         self.log_sigma = nn.Parameter(torch.full((len(layers),), math.log(sigma), device=device, dtype=dtype))
         self._seed: int | None = None
         for number, layer in enumerate(layers):
-            layer.register_forward_pre_hook(lambda _, args, kwargs, n=number: self._add(n, args, kwargs), with_kwargs=True)
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs, n=number: self._add(n, args, kwargs), with_kwargs=True
+            )
 
     def _add(self, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if self._seed is None:

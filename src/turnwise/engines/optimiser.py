@@ -100,7 +100,7 @@ def scale(optimiser: torch.optim.Optimizer, factor: float) -> None:
         torch._foreach_mul_([p.grad for g in optimiser.param_groups for p in g["params"] if p.grad is not None], factor)
 
 
-def preconditioner(optimiser: torch.optim.Optimizer, p: nn.Parameter, settings: LearnerSettings) -> Tensor:
+def preconditioner(optimiser: torch.optim.Optimizer, p: Tensor, settings: LearnerSettings) -> Tensor:
     """What AdamW multiplies a gradient of ``p`` with: 1/(√v̂ + ε); ones before its first step."""
     state = optimiser.state.get(p)
     if not state:

@@ -105,7 +105,9 @@ def layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     """The decoder layers, in order."""
     found = getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None)
     if found is None:
-        raise SettingError(f"{type(model).__name__} does not show its decoder layers, so no noise can be put between them")
+        raise SettingError(
+            f"{type(model).__name__} does not show its decoder layers, so no noise can be put between them"
+        )
     return list(found)
 
 

@@ -32,9 +32,7 @@ def aspo(delta: float = -2.0, k: float = 0.7, low: float = 0.2, high: float = 0.
     )
 
 
-def a2tgpo(
-    alpha: float = 0.3, beta: float = 0.3, gamma: float = 1.0, low: float = 0.2, high: float = 0.2
-) -> Recipe:
+def a2tgpo(alpha: float = 0.3, beta: float = 0.3, gamma: float = 1.0, low: float = 0.2, high: float = 0.2) -> Recipe:
     """A2TGPO: how much a turn raises the gold answer's likelihood is credit for it, and widens its clip.
 
     Aₖ = A + α Dₖ, Dₖ = 1/√(n−k) Σ_{j≥k} γ^{j−k} zⱼ;  turn ratio, clip 1 ± eps·(1 + β(2σ(zₖ) − 1))

@@ -133,7 +133,7 @@ def bpo(
     q = LambdaReturn(gamma, lam)
     return Recipe(
         advantage=GAE(gamma, lam),
-        gate=Toward(q + -1.0 * SecondHead(), softness, eps, eps),
+        gate=Toward(LambdaReturn(gamma, lam) - SecondHead(), softness, eps, eps),
         aggregate=Mean(TOKEN),
         penalties=(Weighted(value_weight, SquaredError(q)), Weighted(median_weight, MedianError(q))),
     )
@@ -181,7 +181,7 @@ def ppo_max(
         advantage=Whiten(GAE(gamma, lam)),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
-        reward=OnTokens(RunningScale(limit, centre)) + -eta * Drift(),
+        reward=OnTokens(RunningScale(limit, centre)) + eta * Drift(),
         penalties=(Weighted(value_weight, CriticError(LambdaReturn(gamma, lam), value_clip)),),
     )
 
@@ -205,7 +205,7 @@ def safe(
     Sure of: the constants (official code), the rendering of the penalty (ours).
     """
     return Recipe(
-        advantage=Whiten(Outcome() + -1.0 * SoftMin(softness)),
+        advantage=Whiten(Outcome() - SoftMin(softness)),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
         penalties=(

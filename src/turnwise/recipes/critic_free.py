@@ -8,7 +8,7 @@ from turnwise.algebra.gate import Cap, Clip, Geometric, Open
 from turnwise.algebra.penalty import KL, Weighted
 from turnwise.algebra.ratio import Importance, OnPolicy, PerToken
 from turnwise.algebra.reward import Drift, Environment, OnTokens, Overlong
-from turnwise.algebra.value import Outcome, ReturnToGo
+from turnwise.algebra.value import Outcome, ReturnToGo, Total
 from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.recipe import Recipe
 from turnwise.tasks.admission import NotPerfect, Spread
@@ -26,18 +26,30 @@ def reinforce() -> Recipe:
     return Recipe(advantage=Outcome(), ratio=OnPolicy(), gate=Open(), aggregate=Sum(TRAJECTORY))
 
 
-def rloo(beta: float = 0.0) -> Recipe:
+def rloo() -> Recipe:
     """RLOO: the mean of the *other* trajectories of the group is an unbiased baseline.
 
-    Aᵢ = Rᵢ − 1/(G−1) Σ_{j≠i} Rⱼ;  ∇J = E[ Aᵢ Σₜ ∇ log π(yₜ) ];  R ← R − β Σₜ k1ₜ
+    Aᵢ = Rᵢ − 1/(G−1) Σ_{j≠i} Rⱼ;  ∇J = E[ Aᵢ Σₜ ∇ log π(yₜ) ]
 
     Paper: Back to Basics: Revisiting REINFORCE-Style Optimization for RLHF, arXiv 2402.14740.
     Settings: G 2-4 and a k1 KL of 0.03 inside the reward in the paper's preference runs.
-    Deviation: beta 0 unless asked for; verifiable rewards do without the KL.
+    Deviation: no KL in the reward (`rloo_kl` has it); verifiable rewards do without it.
     Sure of: the formula (official-lineage code).
     """
-    reward = OnTokens() + -beta * Drift() if beta else Environment()
-    return Recipe(advantage=LeaveOneOut(), ratio=OnPolicy(), gate=Open(), aggregate=Sum(TRAJECTORY), reward=reward)
+    return Recipe(advantage=LeaveOneOut(), ratio=OnPolicy(), gate=Open(), aggregate=Sum(TRAJECTORY))
+
+
+def rloo_kl(beta: float = 0.03) -> Recipe:
+    """RLOO with a KL: the k1 estimate to the reference is part of the reward, as in the paper's preference runs.
+
+    Rᵢ ← Rᵢ − β Σₜ (log π_old − log π_ref);  A and gradient as RLOO
+
+    Paper: Back to Basics: Revisiting REINFORCE-Style Optimization for RLHF, arXiv 2402.14740.
+    Settings: G 2-4, beta 0.03.
+    Sure of: the formula (official-lineage code).
+    """
+    outcome = Outcome() + beta * Total(Drift())
+    return Recipe(advantage=LeaveOneOut(outcome), ratio=OnPolicy(), gate=Open(), aggregate=Sum(TRAJECTORY))
 
 
 def grpo(clip: float = 0.2, beta: float = 0.04) -> Recipe:
@@ -147,7 +159,7 @@ def reinforce_pp(clip: float = 0.2, beta: float = 1e-2, gamma: float = 1.0) -> R
         advantage=Whiten(ReturnToGo(gamma, TOKEN)),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
-        reward=OnTokens() + -beta * Drift(),
+        reward=OnTokens() + beta * Drift(),
     )
 
 
@@ -189,6 +201,4 @@ def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
     Settings: best 1, low 0.16, high 0.24, G 8, no KL.
     Sure of: the formula (official code).
     """
-    return Recipe(
-        advantage=WithIdeal(best), gate=Clip(low, high), aggregate=Mean(TOKEN), admission=NotPerfect(best)
-    )
+    return Recipe(advantage=WithIdeal(best), gate=Clip(low, high), aggregate=Mean(TOKEN), admission=NotPerfect(best))

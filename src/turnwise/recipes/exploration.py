@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from turnwise.algebra.advantage import Standardise, Unless
+from turnwise.algebra.advantage import Guided, Standardise, Unless
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.bounds import EntropyClip
 from turnwise.algebra.entropy import NormalisedEntropy
 from turnwise.algebra.factor import Divergent, EntropyChange, Redistribution
-from turnwise.algebra.gate import Clip, Open
+from turnwise.algebra.gate import Clip, Either, Open, Score
 from turnwise.algebra.mask import OutsideCovariance
 from turnwise.algebra.penalty import CovarianceDrift, EntropyBand, LowEntropy, Weighted
 from turnwise.algebra.value import Each, Outcome
 from turnwise.algebra.weight import Relaxing
 from turnwise.levels import TOKEN
 from turnwise.recipe import Recipe
+from turnwise.rollout.strategy import Thermostat
 from turnwise.tasks.admission import Spread
 
 
@@ -52,7 +53,12 @@ def kl_cov(fraction: float = 2e-3, beta: float = 1.0) -> Recipe:
 
 
 def steer(
-    least: float = 0.8, most: float = 1.2, form: str = "linear", low: float = 0.2, high: float = 0.28, dual: float = 10.0
+    least: float = 0.8,
+    most: float = 1.2,
+    form: str = "linear",
+    low: float = 0.2,
+    high: float = 0.28,
+    dual: float = 10.0,
 ) -> Recipe:
     """STEER: tokens that would change the entropy most, up or down, weigh less.
 
@@ -95,6 +101,26 @@ def hapo(
     )
 
 
+def aepo(
+    target: float = 0.5, hot: float = 1.2, cold: float = 0.8, share: float = 0.25, alpha: float = 1.0, clip: float = 0.2
+) -> Recipe:
+    """AEPO (arbitrary entropy): a share of each group is sampled hotter or colder, and its successes imitated, so that the
+    entropy stays at a set point.
+
+    ∇J = ∇J_GRPO + α E_{y ~ π^T}[ 1[y beats its group] ∇ log π(y) ],  T hot where H ≤ target, else cold
+
+    Paper: Arbitrary Entropy Policy Optimization: Entropy Is Controllable in Reinforcement Fine-tuning, arXiv 2510.08141.
+    Settings: hot 1.2, cold 0.8, target 0.5 (0.75 best in its sweep), no KL.
+    Deviation: the tempered samples are part of each group instead of overwriting the first rows of the batch.
+    Sure of: the mechanics (official code), the objective (paper text), alpha (unspecified).
+    """
+    return Recipe(
+        advantage=Guided(alpha),
+        gate=Either(guided=Score(), plain=Clip(clip, clip)),
+        strategy=Thermostat(target, hot, cold, share),
+    )
+
+
 def epo(
     weight: float = 1e-3, alpha: float = 0.1, low: float = 0.0, high: float = 2.0, clip: float = 0.2, half: int = 50
 ) -> Recipe:
@@ -112,7 +138,7 @@ def epo(
         gate=Clip(clip, clip),
         penalties=(
             Weighted(weight, LowEntropy()),
-            Weighted(Relaxing(weight * alpha, half), EntropyBand(low, high)),
+            Weighted(Relaxing(weight, half), EntropyBand(low, high, alpha)),
         ),
     )
 

@@ -17,20 +17,20 @@ from turnwise.tasks.admission import Balance
 INF = float("inf")
 
 
-def rec_one_side(low: float = 0.2, high: float = 0.2, weighted: bool = True) -> Recipe:
-    """REC-OneSide: tokens are masked once the ratio has gone far enough in the direction of A; weighted by it, or not.
+def rec_one_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recipe:
+    """REC-OneSide: tokens are masked once the ratio has gone far enough in the direction of A; weighted by it.
 
-    ∇J = token mean of A w ∇ log π, kept where A ≥ 0 and ρ ≤ 1+high, or A ≤ 0 and ρ ≥ 1−low;  w = ρ or 1
+    ∇J = token mean of A w ∇ log π, kept where A ≥ 0 and ρ ≤ 1+high, or A ≤ 0 and ρ ≥ 1−low;  w = min(ρ, cap)
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
-    Settings: bounds 0.2; the wider 0.6/2.0 train faster. weighted=False is NoIS.
+    Settings: bounds 0.2; the wider 0.6/2.0 train faster. the unweighted variants (NoIS) match it in the paper.
     Sure of: the formula (official code).
     """
-    gate = (Cap(INF) if weighted else Score()).where(OneSided(low, high))
+    gate = Cap(cap).where(OneSided(low, high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
 
-def rec_two_side(low: float = 0.2, high: float = 0.2, weighted: bool = True) -> Recipe:
+def rec_two_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recipe:
     """REC-TwoSide: tokens are masked wherever the ratio has left the window.
 
     ∇J = token mean of A w ∇ log π, kept where 1−low ≤ ρ ≤ 1+high
@@ -39,12 +39,12 @@ def rec_two_side(low: float = 0.2, high: float = 0.2, weighted: bool = True) -> 
     Settings: bounds 0.2.
     Sure of: the formula (official code).
     """
-    gate = (Cap(INF) if weighted else Score()).where(TwoSided(low, high))
+    gate = Cap(cap).where(TwoSided(low, high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
 
 def rec_ring(
-    low: float = 0.2, high: float = 0.2, far_low: float = 0.6, far_high: float = 2.0, weighted: bool = True
+    low: float = 0.2, high: float = 0.2, far_low: float = 0.6, far_high: float = 2.0, cap: float = INF
 ) -> Recipe:
     """REC-Ring: two-sided, and tokens far outside take part again where A pulls them back.
 
@@ -54,7 +54,7 @@ def rec_ring(
     Settings: bounds 0.2, far bounds 0.6 and 2.0.
     Sure of: the formula (official code).
     """
-    gate = (Cap(INF) if weighted else Score()).where(Ring(low, high, far_low, far_high))
+    gate = Cap(cap).where(Ring(low, high, far_low, far_high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
 
@@ -160,5 +160,5 @@ def opmd(tau: float = 1.0) -> Recipe:
     Settings: tau 1.
     Sure of: the formula (official code).
     """
-    advantage = 1 / (1 + tau) * SoftBaseline(tau)
+    advantage = SoftBaseline(tau, shrink=True)
     return Recipe(advantage=advantage, ratio=OnPolicy(), gate=Score(), aggregate=Mean(TOKEN))

@@ -37,16 +37,16 @@ def so_grpo(clip: float = 0.2, floor: float = 1.0) -> Recipe:
     )
 
 
-def minpro(low: float = 0.2, high: float = 0.28) -> Recipe:
+def minpro(low: float = 0.8, high: float = 1.28) -> Recipe:
     """MinPRO: the prefix of a token counts as its least likely earlier token, so its ratio cannot explode.
 
-    wₜ = min_{i<t} ρᵢ · ρₜ;  ∇J = token mean of sg[clip(wₜ, 1−low, 1+high)] A ∇ log πₜ
+    wₜ = min_{i<t} ρᵢ · ρₜ;  ∇J = token mean of sg[clip(wₜ, low, high)] A ∇ log πₜ
 
     Paper: A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization, arXiv 2601.22718.
     Settings: rollouts delayed by two or more steps; bounds as CISPO or DAPO (the paper's were not found).
     Sure of: the formula (two third-party notes agree), the bounds (unknown).
     """
-    gate = Cap(1 + high, 1 - low)
+    gate = Cap(high, low)
     return Recipe(advantage=Standardise(), ratio=PrefixMinimum(), gate=gate, aggregate=Mean(TOKEN))
 
 
@@ -122,7 +122,7 @@ def topr(baseline: float = 0.0) -> Recipe:
     Sure of: the formula (paper text).
     """
     return Recipe(
-        advantage=Outcome() + Constant(-baseline),
+        advantage=Outcome() - Constant(baseline),
         ratio=Product(TRAJECTORY),
         gate=Taper(),
         aggregate=Sum(TRAJECTORY),
@@ -232,7 +232,7 @@ def oblr_po(clip: float = 0.2, shares: int = 4) -> Recipe:
 
 
 def remix(clip: float = 0.2, weight: float = 1e-3, begin: int = 50) -> Recipe:
-    """ReMix: older data, more passes; the window is centred where the batch began, the KL hands over from base to previous policy.
+    """ReMix: older data, more passes; the window is centred where the batch began, the KL moves from base to previous policy.
 
     clip(ρ, c ± eps), c = sg[π_k/μ];  λₜ KL(π‖base) + (1 − λₜ) KL(π‖π_{k−1}),  λₜ = max(1 − 0.1⌈(t − 50)₊/10⌉, 0.5)
 

@@ -12,7 +12,7 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise.answers import read_messages, read_state_key, read_step
@@ -92,9 +92,12 @@ class Episode:
         renderer: Renderer,
         sampling: Sampling,
         limits: Limits,
+        heat: float = 1.0,
     ):
         self.key, self.task, self.environment, self.session = key, task, environment, session
-        self.renderer, self.sampling, self.limits = renderer, sampling, limits
+        self.renderer, self.limits = renderer, limits
+        self.policy_temperature = sampling.temperature or 1.0  # of the policy that learns, whatever this is sampled at
+        self.heat, self.sampling = heat, replace(sampling, temperature=sampling.temperature * heat)
         self.inline = bool(getattr(type(environment), "inline", False))
         self.turns: list[Turn] = []
         self.rewards: dict[str, float] = {}
@@ -122,6 +125,7 @@ class Episode:
             reason=reason,
             success=self.success,
             answer=self.answer,
+            guidance="" if self.heat == 1 else f"heat {self.heat:g}",
             messages=tuple(self.dialogue.messages) if self.dialogue else (),
         )
 
@@ -181,7 +185,7 @@ class Episode:
                     state=state,
                     restart=restart,
                     stop=completion.stop,
-                    temperature=self.sampling.temperature or 1.0,
+                    temperature=self.policy_temperature,
                     tool_calls=int(step.info.get("tool_calls", 0)),
                     tool_errors=int(step.info.get("tool_errors", 0)),
                     seconds_generating=completion.seconds,

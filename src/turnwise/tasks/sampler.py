@@ -92,7 +92,9 @@ class Unsolved:
 
     def __post_init__(self) -> None:
         if not 0 < self.solved <= 1 or self.pool < 1:
-            raise SettingError(f"solved {self.solved}, pool {self.pool}; write 0 < solved <= 1 and a pool of at least 1")
+            raise SettingError(
+                f"solved {self.solved}, pool {self.pool}; write 0 < solved <= 1 and a pool of at least 1"
+            )
 
     def open(self, tasks: Tasks) -> LiveSampler:
         return _Pool(tasks, self)
