@@ -42,7 +42,10 @@ def run(method: str, seed: int, out: Path, steps: int, initial: Path | None) -> 
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| method | seed | before | after | 95 % interval | points | s | sampled tokens | peak MB |", "|" + "---|" * 9]
+    lines = [
+        "| method | seed | before | after | 95 % interval | points | s | sampled tokens | peak MB |",
+        "|" + "---|" * 9,
+    ]
     for r in rows:
         low, high = r["interval"]
         gain = 100 * (r["after"] - r["before"])

@@ -8,10 +8,11 @@ from helpers import COUNTS, records_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.batch import from_padded, pack, to_padded
+from turnwise.batch import pack
 from turnwise.data import Fork, Group, Status, Task, Trajectory, Turn
 from turnwise.errors import RecordError, SignalError
 from turnwise.levels import TOKEN, TRAJECTORY, TURN
+from turnwise.padded import from_padded, to_padded
 
 TASK = Task("test", 1)
 
@@ -84,10 +85,9 @@ def test_padded_round_trip(rows):
     assert torch.equal(to_padded(batch.behaviour, mask), logp * mask)
     assert torch.equal(to_padded(batch["extra"], mask), logp * 2 * mask)
     assert torch.equal(batch.tree.size(TOKEN, TRAJECTORY).x, mask.sum(1).long())
-    has = mask.sum(1) > 0
-    assert torch.equal(batch.reward.sum(TRAJECTORY).x, torch.arange(len(rows)).float() * has)
+    assert torch.equal(batch.reward.sum(TRAJECTORY).x, torch.arange(len(rows)).float())
     turns = ((mask[:, 1:] == 1) & (mask[:, :-1] == 0)).sum(1)
-    assert torch.equal(batch.tree.size(TURN, TRAJECTORY).x, turns)
+    assert torch.equal(batch.tree.size(TURN, TRAJECTORY).x, turns.clamp(min=1))  # a silent row has one empty turn
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,6 @@ def test_records_that_do_not_hold_together(make, words):
 
 
 def test_a_missing_signal_is_named():
-    with pytest.raises(SignalError, match="must declare it in `needs`"):
+    with pytest.raises(SignalError, match="must declare it"):
         pack([Group("g", TASK, (A,))])["reference"]
     assert Status.FAILED != Status.TRUNCATED

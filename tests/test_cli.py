@@ -11,7 +11,7 @@ from turnwise import recipes
 from turnwise.cli import COMMANDS, RUN, main
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 
-GOOD_AND_BROKEN = '''
+GOOD_AND_BROKEN = """
 from turnwise.ports import Step
 
 
@@ -27,7 +27,7 @@ class Good:
 class Broken(Good):
     def step(self, action):
         return None
-'''
+"""
 
 
 @pytest.fixture
@@ -160,7 +160,10 @@ def test_version(capsys):
         ("train grpo --difficulty 77", "no difficulty 77"),
         ("train grpo --difficulty=", "difficulty"),
         ("train grpo --device gpu9", "no device 'gpu9'"),
-        ("train grpo --model ./no/such/model", "from './no/such/model': there is no such folder; write a folder in Hugging Face"),
+        (
+            "train grpo --model ./no/such/model",
+            "from './no/such/model': there is no such folder; write a folder in Hugging Face",
+        ),
         ("train grpo --model no/such/model", "from 'no/such/model': there is no such folder"),
         ("train grpo --model ../their_environments.py", "this is a file, not a folder"),
         ("train grpo --env their_environments:Good --difficulty 1", "demonstrate"),

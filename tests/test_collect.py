@@ -71,7 +71,9 @@ class Player:
 def collector(play=None, *, groups=3, staleness=0, admission=None, max_draws=8) -> Collector:
     recipe = replace(recipes.build("grpo"), budget=Fixed(groups, SIZE), admission=admission or Everything())
     sampler = Uniform().open(Tasks("test"))
-    return Collector(recipe, Seeds(), sampler, Book(), play or Player(), seed=1, staleness=staleness, max_draws=max_draws)
+    return Collector(
+        recipe, Seeds(), sampler, Book(), play or Player(), seed=1, staleness=staleness, max_draws=max_draws
+    )
 
 
 def out(c: Collector) -> int:

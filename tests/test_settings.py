@@ -36,7 +36,8 @@ def test_the_default_method_exists():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"), [("temprature", "temperature"), ("group", "groups"), ("eval_task", "eval_tasks"), ("zzz", "known")]
+    ("wrong", "right"),
+    [("temprature", "temperature"), ("group", "groups"), ("eval_task", "eval_tasks"), ("zzz", "known")],
 )
 def test_an_unknown_name_gets_the_nearest(wrong, right):
     with pytest.raises(SettingError, match=rf"no setting '{wrong}'.*{right}"):

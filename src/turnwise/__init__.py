@@ -24,8 +24,8 @@ _PUBLIC = {
     "Level": "turnwise.levels",
     "Batch": "turnwise.batch",
     "pack": "turnwise.batch",
-    "from_padded": "turnwise.batch",
-    "to_padded": "turnwise.batch",
+    "from_padded": "turnwise.padded",
+    "to_padded": "turnwise.padded",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

@@ -20,11 +20,12 @@ from turnwise.engines.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.ports import Session
-from turnwise.recipe import Passes, Recipe
+from turnwise.recipe import Recipe
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.players import dialogue
 from turnwise.rollout.render import CHATML, Renderer
 from turnwise.settings import Settings
+from turnwise.signals import Signal
 from turnwise.tasks.budget import Fixed
 from turnwise.world import World
 
@@ -36,11 +37,11 @@ CORPUS = 300  # scripted dialogues the tiny tokenizer is trained on
 def recipe_of(settings: Settings, own: Recipe | None = None) -> Recipe:
     """The method's recipe, or one's own, with the run's budget and passes."""
     recipe = own or recipes.build(settings.method, **settings.method_options)
-    budget, control = recipe.budget, recipe.control
+    budget = recipe.budget
     return replace(
         recipe,
         budget=Fixed(settings.groups or budget.groups, settings.group_size or budget.size),
-        control=Passes(settings.epochs or control.epochs, settings.minibatches or control.minibatches),
+        control=recipe.control.repeated(settings.epochs, settings.minibatches),
     )
 
 
@@ -51,6 +52,7 @@ def examine(settings: Settings, own: Recipe | None = None) -> Recipe:
     world.tasks("train")
     sampling_of(settings), sampling_of(settings, settings.eval_temperature)
     learner_settings(settings, recipe)
+    _can_be_measured(recipe, world)
     if not world.demonstrates and settings.model != TINY and settings.cold_steps > 0:
         raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
     if settings.model == TINY:
@@ -62,6 +64,15 @@ def examine(settings: Settings, own: Recipe | None = None) -> Recipe:
         except (OSError, ValueError, KeyError) as fault:
             raise SettingError(_no_model(settings.model, fault)) from fault
     return recipe
+
+
+def _can_be_measured(recipe: Recipe, world: World) -> None:
+    """Refuses a method that reads what this environment cannot tell."""
+    if Signal.ANSWER in recipe.objective.needs and not world.answers:
+        raise SettingError(
+            f"this method reads the likelihood of the gold answer, and {world.settings.env} tells none; "
+            "give its class an answer(), or take another environment (lookup, guess, calculator) or method"
+        )
 
 
 def device_of(settings: Settings) -> torch.device:
@@ -157,7 +168,7 @@ def _is_path(source: str) -> bool:
 
 
 def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
-    updates = settings.steps * recipe.control.epochs * recipe.control.minibatches
+    updates = settings.steps * recipe.control.updates
     return LearnerSettings(
         lr=settings.lr,
         weight_decay=settings.weight_decay,
@@ -174,7 +185,7 @@ def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
 
 def learner_of(settings: Settings, model: PreTrainedModel, recipe: Recipe) -> LocalLearner:
     chosen = learner_settings(settings, recipe)
-    return LocalLearner(model, chosen, critic=recipe.critic, device=device_of(settings))
+    return LocalLearner(model, chosen, critic=recipe.critics, noise=recipe.smoothing, device=device_of(settings))
 
 
 def cold_learner_of(settings: Settings, model: PreTrainedModel, steps: int) -> LocalLearner:
@@ -219,7 +230,7 @@ def sampling_of(settings: Settings, temperature: float | None = None) -> Samplin
 def player(world: World, renderer: Renderer, sampling: Sampling) -> Any:
     """A ``Play``: one episode of one task with one session."""
 
-    async def play(key: str, task: Task, session: Session) -> Trajectory:
-        return await Episode(key, task, world.open(task), session, renderer, sampling, world.limits).run()
+    async def play(key: str, task: Task, session: Session, heat: float = 1.0) -> Trajectory:
+        return await Episode(key, task, world.open(task), session, renderer, sampling, world.limits, heat).run()
 
     return partial(play)

@@ -11,6 +11,7 @@ into micro-batches; the cuts then just sum.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,26 +72,37 @@ class Batch:
     reward: Field  # TURN: what the environment paid for this turn
     state: Field  # TURN: number of the state it was taken in, −1 where unknown
     agent: Field  # TURN: number of the acting agent
+    tool_calls: Field  # TURN: how many tools it called
     truncated: Field  # TRAJECTORY: a limit ended it
     expert: Field  # TRAJECTORY: not sampled by our policy
+    guided: Field  # TRAJECTORY: sampled with help, or otherwise than the policy would
+    success: Field  # TRAJECTORY: the environment's verdict, NaN where it has none
+    seed: Field  # TRAJECTORY: a number of its own, the same in any batch it is part of
     group: Field  # GROUP: its number in the whole step (stays when the batch is cut)
+    domain: Field  # GROUP: number of its kind of task
     named: Mapping[str, Field] = field(default_factory=dict)  # TRAJECTORY: reward components by name
-    columns: Mapping[str, Field] = field(default_factory=dict)
+    columns: Mapping[Any, Field] = field(default_factory=dict)  # by name, or by the piece that planned it
+    answers: tuple[tuple[int, ...], ...] = ()  # TRAJECTORY: the gold answer's ids, empty where there is none
     keys: tuple[str, ...] = ()  # trajectory ids, in order
 
     def __len__(self) -> int:
         return self.tree.count(TRAJECTORY)
 
-    def __getitem__(self, name: str) -> Field:
+    def __getitem__(self, name: Any) -> Field:
         if name not in self.columns:
             raise SignalError(
-                f"{name!r} is not on this batch; a piece that uses it must declare it in `needs` (has: {sorted(self.columns)})"
+                f"{name!r} is not on this batch; a piece that uses it must declare it (has: {sorted(map(str, self.columns))})"
             )
         return self.columns[name]
 
-    def put(self, **columns: Field) -> Batch:
+    def put(self, columns: Mapping[Any, Field] | None = None, /, **named: Field) -> Batch:
         """The same batch with more columns."""
-        return replace(self, columns={**self.columns, **columns})
+        return replace(self, columns={**self.columns, **(columns or {}), **named})
+
+    def lots(self) -> Field:
+        """A number in [0, 1) for each token, drawn by its trajectory and place: no cut or order of the batch changes it."""
+        at = self.tree.index(TOKEN, TRAJECTORY)
+        return Field(self.tree, TOKEN, _uniform(self.seed.at(TOKEN).x + 0x9E3779B9 * (at.x + 1)))
 
     def same(self, *names: str) -> Partition:
         """Turns of one group that agree in the named things: ``state``, ``agent``, ``index`` (of the turn)."""
@@ -115,6 +127,7 @@ class Batch:
             named={name: cut(f) for name, f in self.named.items()},
             columns={name: cut(f) for name, f in self.columns.items()},
             keys=tuple(self.keys[i] for i in chosen.tolist()) if self.keys else (),
+            answers=tuple(self.answers[i] for i in chosen.tolist()) if self.answers else (),
             **fields,
         )
 
@@ -149,6 +162,14 @@ class Batch:
         return replace(self, tree=tree, **changes)
 
 
+def _uniform(x: Tensor) -> Tensor:
+    """Integers to well-mixed floats in [0, 1): two rounds of multiply and shift."""
+    x = x & 0x7FFFFFFF
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0x7FFFFFFF
+    return (x ^ (x >> 16)).double() / 2**31
+
+
 # -------------------------------------------------------------------- packing
 
 
@@ -176,7 +197,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         by_id = {t.id: t for t in group.trajectories}
         for trajectory in group.trajectories:
             packer.add(trajectory, prefix(trajectory, by_id))
-        packer.trajectories.append(len(group.trajectories))
+        packer.close(group)
     return packer.batch()
 
 
@@ -189,12 +210,14 @@ class _Packer:
         self.owner: list[int] = []
         self.at: list[int] = []
         self.flat: dict[str, list] = {name: [] for name in ("token", "behaviour", "mass", "version")}
-        self.turn_rows: list[tuple[float, float, int, int, int]] = []
+        self.turn_rows: list[tuple[float, float, int, int, int, int]] = []
         self.turns: list[int] = []
         self.trajectories: list[int] = []
         self.members: list[Trajectory] = []
         self.states: dict[str, int] = {}
         self.agents: dict[str, int] = {}
+        self.domains: dict[str, int] = {}
+        self.kinds: list[int] = []
 
     def add(self, trajectory: Trajectory, shared: list[int]) -> None:
         if trajectory.status == Status.FAILED:
@@ -217,6 +240,11 @@ class _Packer:
         self.turns.append(len(trajectory.turns))
         self.members.append(trajectory)
 
+    def close(self, group: Group) -> None:
+        kind = f"{group.task.environment}/{group.task.difficulty}"
+        self.kinds.append(self.domains.setdefault(kind, len(self.domains)))
+        self.trajectories.append(len(group.trajectories))
+
     def _close(self, owner: int) -> None:
         self.start.append(len(self.ids))
         self.owner.append(owner)
@@ -231,15 +259,16 @@ class _Packer:
         self.flat["version"] += turn.version or [0] * n
         state = -1 if turn.state is None else self.states.setdefault(turn.state, len(self.states))
         agent = self.agents.setdefault(turn.agent, len(self.agents))
-        self.turn_rows.append((turn.temperature, turn.reward, state, agent, n))
+        self.turn_rows.append((turn.temperature, turn.reward, state, agent, turn.tool_calls, n))
 
     def batch(self) -> Batch:
         i64, f32 = torch.int64, torch.float32
-        temperature, reward, state, agent, tokens = zip(*self.turn_rows) if self.turn_rows else ((),) * 5
+        temperature, reward, state, agent, calls, tokens = zip(*self.turn_rows) if self.turn_rows else ((),) * 6
         repeat = lambda counts: torch.repeat_interleave(torch.tensor(counts, dtype=i64))  # noqa: E731
         tree = Tree(repeat(tokens), repeat(self.turns), repeat(self.trajectories), len(self.trajectories))
         tensor = lambda values: torch.tensor(values, dtype=i64)  # noqa: E731
         names = sorted({name for t in self.members for name in t.rewards})
+        verdicts = [float("nan") if t.success is None else float(t.success) for t in self.members]
         return Batch(
             tree=tree,
             sequences=Sequences(tensor(self.ids), tensor(self.start), tensor(self.owner), tensor(self.at)),
@@ -251,9 +280,15 @@ class _Packer:
             reward=tree.field(TURN, reward, f32),
             state=tree.field(TURN, state, i64),
             agent=tree.field(TURN, agent, i64),
+            tool_calls=tree.field(TURN, calls, i64),
             truncated=tree.field(TRAJECTORY, [t.status == Status.TRUNCATED for t in self.members], torch.bool),
             expert=tree.field(TRAJECTORY, [t.origin == Origin.EXPERT for t in self.members], torch.bool),
+            guided=tree.field(TRAJECTORY, [bool(t.guidance) for t in self.members], torch.bool),
+            success=tree.field(TRAJECTORY, verdicts, f32),
+            seed=tree.field(TRAJECTORY, [zlib.crc32(t.id.encode()) for t in self.members], i64),
             group=tree.field(GROUP, range(len(self.trajectories)), i64),
+            domain=tree.field(GROUP, self.kinds, i64),
+            answers=tuple(tuple(t.answer) for t in self.members) if any(t.answer for t in self.members) else (),
             named={
                 n: tree.field(TRAJECTORY, [t.rewards.get(n, float("nan")) for t in self.members], f32) for n in names
             },
@@ -261,70 +296,4 @@ class _Packer:
         )
 
 
-# --------------------------------------------------------------------- padded
-
-
-def from_padded(
-    ids: Tensor,
-    mask: Tensor,
-    *,
-    logp: Tensor,
-    reward: Tensor,
-    group: Tensor,
-    turn: Tensor | None = None,
-    **columns: Tensor,
-) -> Batch:
-    """A batch from padded (B, L) tensors, as other trainers hold them.
-
-    ``mask`` marks the sampled tokens; ``turn`` numbers the turns of each row (default: maximal runs of the mask);
-    ``logp`` and ``columns`` are (B, L) too; ``reward`` (B,) is paid at the last turn; ``group`` (B,) labels the peers.
-    Only real rows are read, so padding may hold anything."""
-    b, length = ids.shape
-    mask = mask.bool()
-    if turn is None:
-        turn = torch.cumsum((mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).long(), 1) - 1
-    rows = torch.arange(b, device=ids.device)[:, None].expand(b, length)[mask]
-    if bool(mask[:, 0].any()):
-        raise RecordError("a row begins with a sampled token; the first position must be context")
-    _, turn_of = torch.unique(rows * (length + 1) + turn[mask], return_inverse=True)
-    owner = torch.zeros(int(turn_of.max()) + 1 if turn_of.numel() else 0, dtype=torch.int64, device=ids.device)
-    owner[turn_of] = rows
-    labels, group_of = torch.unique(group, return_inverse=True)
-    tree = Tree(turn_of, owner, group_of, labels.numel())
-    turns = owner.numel()
-    paid = torch.zeros(turns, device=ids.device)
-    last = tree.size(TURN, TRAJECTORY).x.cumsum(0) - 1
-    has = tree.size(TURN, TRAJECTORY).x > 0
-    paid[last[has]] = reward.float()[has]
-    zeros = lambda level, dtype: Field(tree, level, torch.zeros(tree.count(level), dtype=dtype, device=ids.device))  # noqa: E731
-    return Batch(
-        tree=tree,
-        sequences=Sequences(
-            ids.reshape(-1),
-            torch.arange(b + 1, device=ids.device) * length,
-            torch.arange(b, device=ids.device),
-            mask.reshape(-1).nonzero().squeeze(1),
-        ),
-        token=Field(tree, TOKEN, ids[mask]),
-        behaviour=Field(tree, TOKEN, logp[mask]),
-        mass=zeros(TOKEN, torch.float32),
-        version=zeros(TOKEN, torch.int64),
-        temperature=tree.full(TURN, 1.0),
-        reward=Field(tree, TURN, paid),
-        state=tree.full(TURN, -1, torch.int64),
-        agent=zeros(TURN, torch.int64),
-        truncated=zeros(TRAJECTORY, torch.bool),
-        expert=zeros(TRAJECTORY, torch.bool),
-        group=Field(tree, GROUP, torch.arange(labels.numel(), device=ids.device)),
-        columns={name: Field(tree, TOKEN, value[mask]) for name, value in columns.items()},
-    )
-
-
-def to_padded(value: Field, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """A field as a padded (B, L) tensor: sampled positions hold it, all others ``fill``. Inverse of ``from_padded``."""
-    out = torch.full(mask.shape, fill, dtype=value.x.dtype, device=value.x.device)
-    out[mask.bool()] = value.at(TOKEN).x
-    return out
-
-
-__all__ = ["Batch", "Level", "Sequences", "Signal", "from_padded", "pack", "prefix", "to_padded"]
+__all__ = ["Batch", "Level", "Sequences", "Signal", "pack", "prefix"]

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from turnwise import assemble
-from turnwise.algebra.advantage import Constant
 from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.diagnostics import finish
 from turnwise.algebra.gate import Open
 from turnwise.algebra.objective import Objective
 from turnwise.algebra.penalty import NegativeLogLikelihood, Weighted
 from turnwise.algebra.ratio import OnPolicy
+from turnwise.algebra.value import Constant
 from turnwise.batch import pack
 from turnwise.data import Group, Status, Task, Trajectory
 from turnwise.errors import EnvironmentFault, SettingError
@@ -105,7 +106,7 @@ def imitate(
             order, epoch = order + fresh, epoch + 1
         chosen, order = [demos[i] for i in order[:size]], order[size:]
         batch = pack([Group(str(i), t.task, (t,)) for i, t in enumerate(chosen)])
-        batch = IMITATION.plan(IMITATION.credit(batch))
-        metrics = learner.update(batch, IMITATION)
+        metrics = learner.update(IMITATION.credit(batch), IMITATION)
         sampled = float(sum(t.sampled for t in chosen))
+        metrics = finish(metrics)
         report(step + 1, {**metrics, "loss": metrics["penalty/NegativeLogLikelihood"], "tokens": sampled})

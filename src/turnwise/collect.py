@@ -38,6 +38,7 @@ class Collector:
     training: int = 0  # groups the learner holds at this moment
     dropped: Counter[str] = field(default_factory=Counter)
     barren: int = 0
+    pulse: dict[str, float] = field(default_factory=dict)  # what the last step measured, for strategies that look
 
     def pump(self, step: int) -> None:
         """Issue as many groups as staleness allows."""
@@ -49,7 +50,7 @@ class Collector:
             self.ledger.issue(key, task, step, self.generator.version)
             number = key.split("~")[0]
             open_session = lambda i, n=number: self.generator.open(stable_seed(self.seed, "sample", n, i))  # noqa: E731
-            grow = self.recipe.strategy.begin(key, task, self.recipe.budget.size, open_session, self.play)
+            grow = self.recipe.strategy.begin(key, task, self.recipe.budget.size, open_session, self.play, self.pulse)
             self.running[asyncio.ensure_future(grow)] = key
 
     def _draw(self) -> tuple[str, Task]:
@@ -95,11 +96,11 @@ class Collector:
             return 1
         self.barren = 0
         self.sampler.observe(whole)
-        refusal = self.recipe.admission(whole)
-        if refusal:
-            self._drop(key, refusal, step)
+        admitted = self.recipe.admission(whole)
+        if isinstance(admitted, str):
+            self._drop(key, admitted, step)
         else:
-            self.ready.append(whole)
+            self.ready.append(admitted)
         return 1
 
     def _drop(self, key: str, reason: str, step: int) -> None:

@@ -31,6 +31,7 @@ from turnwise.recipe import Recipe
 from turnwise.rollout.render import Renderer
 from turnwise.run import Loop
 from turnwise.settings import Settings
+from turnwise.signals import Signal
 from turnwise.stages import Stages
 from turnwise.store.aside import write_json
 from turnwise.store.checkpoint import discard_after, latest, load_checkpoint, save_checkpoint, save_model
@@ -53,6 +54,7 @@ class Course:
 
     def __post_init__(self) -> None:
         self.recipe: Recipe = assemble.recipe_of(self.settings, self.own)
+        self.objective = self.recipe.objective
         self.world = World.of(self.settings)
 
     def go(self) -> dict[str, Any]:
@@ -90,6 +92,7 @@ class Course:
                 before = await self._evaluate(exam, "before")
                 loop = Loop(
                     recipe=self.recipe,
+                    objective=self.objective,
                     learner=learner,
                     generator=generator,
                     collector=collector,
@@ -132,13 +135,15 @@ class Course:
             s.max_draws,
         )
         path = latest(self.run.checkpoints)
-        if self.recipe.objective.frozen:
+        if self.objective.needs & {Signal.REFERENCE, Signal.HELLINGER}:
             learner.reference()  # the initial policy, before anything moves it
         start = 0
         if path is not None:
             saved = load_checkpoint(path)
             learner.load_state_dict({"tensors": saved.tensors, "scalars": saved.state["learner"]})
             sampler.load_state_dict(saved.state["sampler"])
+            self.objective.memory.load_state_dict(saved.state["memory"])
+            collector.pulse = dict(saved.state["pulse"])
             start = saved.step
         discard_after(self.run.checkpoints, start)
         owed = ledger.resume(start, keep_finished=s.staleness > 0)
@@ -148,7 +153,9 @@ class Course:
 
     def _save(self, step: int, learner: LocalLearner, collector: Collector) -> None:
         state = learner.state_dict()
-        facts = {"learner": state["scalars"], "sampler": collector.sampler.state_dict()}
+        memory = self.objective.memory.state_dict()
+        own = {"sampler": collector.sampler.state_dict(), "memory": memory, "pulse": collector.pulse}
+        facts = {"learner": state["scalars"], **own}
         save_checkpoint(self.run.checkpoints, step, state["tensors"], facts, keep=self.settings.keep_checkpoints)
 
     def _probe(self, learner: Learner, batch: Batch) -> float:

@@ -158,6 +158,7 @@ class Trajectory:
     fork: Fork | None = None
     guidance: str = ""
     success: bool | None = None  # the environment's own verdict, if it has one
+    answer: Sequence[int] = ()  # the gold answer's ids, where the environment tells it; never shown to the policy
     messages: tuple[Message, ...] = ()  # the dialogue as text, for people; never re-encoded
 
     @property

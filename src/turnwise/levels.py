@@ -330,4 +330,6 @@ def where(condition: Field, yes: Field | float, no: Field | float) -> Field:
     if any(f.tree is not condition.tree for f in fields):
         raise LevelError("fields of different trees cannot be combined")
     a, b = (f.at(level).x if isinstance(f, Field) else f for f in (yes, no))
+    if len(fields) == 1:  # two numbers: not to be rounded before they meet a field
+        a = torch.tensor(a, dtype=torch.float64, device=condition.x.device)
     return Field(condition.tree, level, torch.where(condition.at(level).x, a, b))

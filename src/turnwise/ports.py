@@ -101,13 +101,53 @@ class Generator(Protocol):
 # -------------------------------------------------------------------- learner
 
 
+class Loss(Protocol):
+    """What an objective says of one micro-batch."""
+
+    @property
+    def loss(self) -> Tensor: ...
+
+    @property
+    def stats(self) -> dict[str, Tensor]:
+        """Statistics that sum over micro-batches."""
+        ...
+
+    @property
+    def sides(self) -> Mapping[str, Tensor]:
+        """Other scalars whose gradients ``scales`` asks for."""
+        ...
+
+
+class Scales(Protocol):
+    @property
+    def gradient(self) -> float: ...
+
+    @property
+    def rate(self) -> float: ...
+
+
 class Objective(Protocol):
     """A differentiable number of a micro-batch. Micro-batches and ranks *sum*: every normaliser is already in it."""
 
     @property
-    def needs(self) -> frozenset[Signal]: ...
+    def live(self) -> frozenset[Signal]:
+        """Signals wanted with their gradient."""
+        ...
 
-    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> tuple[Tensor, dict[str, Tensor]]: ...
+    @property
+    def foresees(self) -> frozenset[Signal]:
+        """Signals of the present policy over the whole step that ``plan`` wants to find on the batch."""
+        ...
+
+    def plan(self, batch: Batch) -> Batch:
+        """Called once for each optimiser step, before it is cut."""
+        ...
+
+    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Loss: ...
+
+    def scales(self, batch: Batch, main: Sequence[Tensor], sides: Mapping[str, Sequence[Tensor]]) -> Scales:
+        """What multiplies the finished gradient and the learning rate."""
+        ...
 
 
 class Learner(Protocol):
@@ -117,7 +157,9 @@ class Learner(Protocol):
 
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]: ...
 
-    def update(self, batch: Batch, objective: Objective) -> dict[str, float]: ...
+    def update(self, batch: Batch, objective: Objective) -> dict[str, float]:
+        """Plan and take one optimiser step over the whole batch."""
+        ...
 
     def weights(self) -> Mapping[str, Tensor]: ...
 

@@ -5,33 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from turnwise.algebra.aggregate import Aggregate, Mean
+from turnwise.algebra.control import Control, Passes
 from turnwise.algebra.gate import Gate, Open
+from turnwise.algebra.gradient import Gradient, Plain
+from turnwise.algebra.mask import All, Mask
 from turnwise.algebra.objective import Objective
 from turnwise.algebra.penalty import Weighted
 from turnwise.algebra.ratio import Importance, Ratio
 from turnwise.algebra.reward import Environment
+from turnwise.algebra.smoothing import LayerNoise
 from turnwise.algebra.term import Term
 from turnwise.errors import RecipeError
 from turnwise.levels import TRAJECTORY
 from turnwise.rollout.strategy import Independent, Strategy
-from turnwise.signals import Signal
+from turnwise.signals import CRITIC, Signal
 from turnwise.tasks.admission import Admission, Everything
 from turnwise.tasks.budget import Fixed
 from turnwise.tasks.sampler import Sampler, Uniform
-
-
-@dataclass(frozen=True)
-class Passes:
-    """How a batch is used: ``epochs`` times over, in ``minibatches`` optimiser steps each."""
-
-    epochs: int = 1
-    minibatches: int = 1
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1 or self.minibatches < 1:
-            raise RecipeError(
-                f"passes of {self.epochs} epochs, {self.minibatches} mini-batches; both must be at least 1"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +38,10 @@ class Recipe:
     budget: Fixed = field(default_factory=Fixed)  # how many rollouts?
     strategy: Strategy = field(default_factory=Independent)  # how is a group grown?
     admission: Admission = field(default_factory=Everything)  # which groups are trained on?
-    control: Passes = field(default_factory=Passes)  # how does the optimiser step?
+    keep: Mask = field(default_factory=All)  # which of their tokens?
+    control: Control = field(default_factory=Passes)  # in which optimiser steps?
+    gradient: Gradient = field(default_factory=Plain)  # how does a gradient become a step?
+    smoothing: LayerNoise | None = None  # is the policy smoothed by noise while it learns?
 
     def __post_init__(self) -> None:
         if self.advantage.compares and self.budget.size < 2:
@@ -61,12 +54,15 @@ class Recipe:
     def objective(self) -> Objective:
         """The composition to optimise. A penalty of weight 0 is left out, and with it the signals it would need."""
         active = tuple(weighted for weighted in self.penalties if weighted.weight)
-        return Objective(self.advantage, self.ratio, self.gate, self.aggregate, active, self.reward)
+        return Objective(
+            self.advantage, self.ratio, self.gate, self.aggregate, active, self.reward, self.keep, self.gradient
+        )
 
     @property
-    def critic(self) -> bool:
-        """Whether some piece asks for values."""
-        return bool(self.objective.needs & {Signal.VALUE, Signal.OLD_VALUE})
+    def critics(self) -> int:
+        """How many value heads the pieces ask for."""
+        needs = self.objective.needs
+        return 2 if needs & {Signal.TWIN, Signal.OLD_TWIN} else int(bool(needs & CRITIC))
 
     def slots(self) -> dict[str, str]:
         """Each slot and its piece, as text."""

@@ -9,21 +9,20 @@ flight survive a publication and every token carries the version that sampled it
 from __future__ import annotations
 
 import asyncio
-import random
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from turnwise.algebra import diagnostics
+from turnwise.algebra.objective import Objective
 from turnwise.batch import Batch, pack
 from turnwise.collect import Collector
 from turnwise.data import Group, Status
-from turnwise.levels import GROUP
 from turnwise.ports import Generator, Learner, Ledger, Listener
 from turnwise.recipe import Recipe
-from turnwise.tasks.sampler import stable_seed
+from turnwise.seeds import stable_seed
 
 
 @dataclass
@@ -31,6 +30,7 @@ class Loop:
     """One run of one recipe. ``save(step)`` writes a checkpoint; ``report(step, metrics)`` logs a step."""
 
     recipe: Recipe
+    objective: Objective  # of the recipe; its memory outlives the steps
     learner: Learner
     generator: Generator
     collector: Collector
@@ -72,6 +72,9 @@ class Loop:
                 "message", {"level": "warning", "text": f"step {step}: no group could be trained on; see dropped/*"}
             )
         self.collector.training = 0
+        self.collector.pulse = {
+            k: metrics[k] for k in ("entropy", "success", "reward") if math.isfinite(metrics.get(k, math.nan))
+        }
         learned = time.perf_counter()
         self.learner.version = step + 1
         await self.generator.publish(self.learner.weights(), step + 1)
@@ -88,7 +91,8 @@ class Loop:
         self.report(step + 1, metrics)
 
     async def _improve(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        work = lambda: improve(self.learner, self.recipe, groups, stable_seed(self.seed, "passes", step), self.probe)  # noqa: E731
+        seed = stable_seed(self.seed, "passes", step)
+        work = lambda: improve(self.learner, self.recipe, groups, seed, self.objective, self.probe)  # noqa: E731
         return await asyncio.to_thread(work) if self.collector.staleness else work()
 
 
@@ -97,38 +101,24 @@ def improve(
     recipe: Recipe,
     groups: Sequence[Group],
     seed: int,
+    objective: Objective | None = None,
     probe: Callable[[Learner, Batch], float] | None = None,
 ) -> dict[str, float]:
-    """All optimiser steps on one batch of groups."""
-    batch, objective = pack(groups), recipe.objective
+    """All optimiser steps on one batch of groups. An objective kept from step to step keeps the memory of its pieces."""
+    objective = objective or recipe.objective
+    batch = pack(groups)
     metrics: dict[str, float] = {}
     if probe is not None:
         metrics["probe"] = probe(learner, batch)
     measured = learner.measure(batch, objective.frozen) if objective.frozen else {}
-    batch = objective.credit(batch.put(**{str(name): value for name, value in measured.items()}))
+    batch = objective.credit(batch.put(measured))
     updates = 0
-    for part in passes(batch, recipe, seed):
-        for name, value in learner.update(objective.plan(part), objective).items():
+    for part in recipe.control.parts_of(batch, seed, learner.measure):
+        for name, value in diagnostics.finish(learner.update(part, objective)).items():
             metrics[name] = metrics.get(name, 0.0) + value
         updates += 1
     summed = {"skipped"}  # everything else is a mean over the updates of the step
     return {name: v if name in summed or name == "probe" else v / updates for name, v in metrics.items()}
-
-
-def passes(batch: Batch, recipe: Recipe, seed: int) -> Iterator[Batch]:
-    """The batch as the control slot wants it: epochs of mini-batches of whole groups, in a seeded order."""
-    control = recipe.control
-    if control.minibatches == 1:
-        for _ in range(control.epochs):
-            yield batch
-        return
-    group_of = batch.tree.parents[2]
-    for epoch in range(control.epochs):
-        order = list(range(batch.tree.count(GROUP)))
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-        for part in range(min(control.minibatches, len(order))):
-            chosen = torch.tensor(sorted(order[part :: control.minibatches]), device=group_of.device)
-            yield batch.select(torch.isin(group_of, chosen).nonzero().squeeze(1))
 
 
 def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -159,4 +149,4 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
     }
 
 
-__all__ = ["Loop", "describe", "improve", "passes"]
+__all__ = ["Loop", "describe", "improve"]

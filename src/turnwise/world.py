@@ -7,6 +7,7 @@ from typing import Any
 
 from turnwise import environments
 from turnwise.data import Task
+from turnwise.environments.base import Environment
 from turnwise.errors import SettingError
 from turnwise.rollout.episode import Limits
 from turnwise.settings import Settings
@@ -52,6 +53,12 @@ class World:
     def unbounded(self) -> Limits:
         """For players that are not a model: only the environment itself limits them."""
         return replace(self.limits, context=2**31)
+
+    @property
+    def answers(self) -> bool:
+        """Whether its tasks have a gold answer."""
+        own = getattr(self.kind, "answer", None)
+        return own is not None and own is not Environment.answer
 
     @property
     def demonstrates(self) -> bool:

@@ -20,6 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from turnwise.algebra.gradient import Scales
+from turnwise.algebra.objective import Loss
 from turnwise.batch import Batch, pack
 from turnwise.data import Group, Task, Trajectory, Turn
 from turnwise.levels import TOKEN
@@ -80,7 +82,8 @@ def make_batch(seed: int = 0, groups: int = 3, *, restarts: bool = True, tempera
         )
 
     def trajectory(name: str, task: Task) -> Trajectory:
-        return Trajectory(name, task, tuple(turn(i == 0) for i in range(rng.randint(1, 4))))
+        turns = tuple(turn(i == 0) for i in range(rng.randint(1, 4)))
+        return Trajectory(name, task, turns, answer=tuple(ids(1, 3)))
 
     tasks = [Task("random", seed=g) for g in range(groups)]
     return pack(
@@ -92,12 +95,20 @@ def make_batch(seed: int = 0, groups: int = 3, *, restarts: bool = True, tempera
 class Linear:
     """A made-up objective: a fixed weighted sum of whichever signals it needs, weights taken from the column ``w``."""
 
-    needs: frozenset[Signal] = frozenset({Signal.LOGP})
+    live: frozenset[Signal] = frozenset({Signal.LOGP})
+    foresees: frozenset[Signal] = frozenset()
+
+    def plan(self, batch):
+        return batch
+
+    def scales(self, batch, main, sides):
+        return Scales()
 
     def __call__(self, batch, policy):
-        assert set(policy) == self.needs
+        assert set(policy) == self.live
         loss = torch.stack([(batch["w"] * f.map(lambda x: x + 0.1 * x**2)).x.sum() for f in policy.values()]).sum()
-        return loss, {"tokens": torch.tensor(float(batch.tree.count(TOKEN))), "mean_w": batch["w"].x.sum()}
+        stats = {"tokens": torch.tensor(float(batch.tree.count(TOKEN))), "mean_w": batch["w"].x.sum()}
+        return Loss(loss, stats, {})
 
 
 def weighted(batch: Batch, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:

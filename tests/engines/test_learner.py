@@ -10,6 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from turnwise.algebra.gradient import Scales
+from turnwise.algebra.objective import Loss
 from turnwise.batch import pack
 from turnwise.data import Group, Task, Trajectory, Turn
 from turnwise.engines.learner import LearnerSettings, LocalLearner
@@ -22,15 +24,15 @@ ALL = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE})
 
 
 def gradients(learner, batch, objective):
-    loss, sums = learner._backward(batch, objective)
+    loss, sums, _, _ = learner._backward(batch, objective)
     grads = {n: p.grad.clone() for n, p in learner._trained.items()}
     learner._optimiser.zero_grad()
     return loss, {n: float(x) for n, x in sums.items()}, grads
 
 
-@pytest.fixture(scope="module")
-def exact(kit):
-    learner = LocalLearner(kit.make_model("qwen3"), LearnerSettings(dtype="float64"), critic=True)
+@pytest.fixture(scope="module", params=["gpt2", "qwen3"])
+def exact(kit, request):
+    learner = LocalLearner(kit.make_model(request.param), LearnerSettings(dtype="float64"), critic=True)
     torch.nn.init.normal_(learner.critic.weight, generator=torch.Generator().manual_seed(0))
     return learner
 
@@ -47,15 +49,18 @@ def test_micro_batches_and_packing_order_do_not_matter(kit, exact, seed, positio
     cut = gradients(other, batch.select(order), kit.Linear(ALL))
     assert cut[0] == pytest.approx(whole[0], abs=1e-10)
     assert cut[1] == pytest.approx(whole[1], abs=1e-10)
+    # Qwen's norms work in float32 whatever the model's precision, and a prefix that is shared inside a cut is summed before
+    # it is rounded there
+    tolerance = 1e-10 if exact.model.config.model_type == "gpt2" else 1e-6
     for name, grad in whole[2].items():
-        torch.testing.assert_close(cut[2][name], grad, rtol=0, atol=1e-10)
+        torch.testing.assert_close(cut[2][name], grad, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("positions", [1, 60, 10**6])
 def test_measure_keeps_the_batch_order(kit, positions):
     model = kit.make_model()
     stock, batch = copy.deepcopy(model), kit.make_batch(3)
-    found = LocalLearner(model, LearnerSettings(positions=positions), critic=True).measure(batch, frozenset(Signal))
+    found = LocalLearner(model, LearnerSettings(positions=positions), critic=2).measure(batch, frozenset(Signal))
     s = batch.sequences
     with torch.no_grad():
         logits = torch.cat([stock(input_ids=part[None]).logits[0] for part in s.ids.split(s.lengths.tolist())])
@@ -102,12 +107,18 @@ class Broken:
     """A loss or, behind a finite loss, a gradient that is not a number."""
 
     where: str
-    needs = frozenset({Signal.LOGP})
+    live, foresees = frozenset({Signal.LOGP}), frozenset()
+
+    def plan(self, batch):
+        return batch
+
+    def scales(self, batch, main, sides):
+        return Scales()
 
     def __call__(self, batch, policy):
         x = policy[Signal.LOGP].x
         bad = x.sum() * torch.nan if self.where == "loss" else (x - x.detach()).clamp(min=0).sqrt().sum()
-        return bad, {"seen": torch.tensor(1.0)}
+        return Loss(bad, {"seen": torch.tensor(1.0)}, {})
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -124,14 +135,16 @@ def test_a_step_that_is_not_finite_is_not_taken(kit, batch, where):
 
 def test_an_objective_that_raises_leaves_no_gradient_behind(kit, batch):
     class Raises:
-        needs = frozenset({Signal.LOGP})
-        calls = 0
+        live, foresees, calls = frozenset({Signal.LOGP}), frozenset(), 0
+
+        def plan(self, batch):
+            return batch
 
         def __call__(self, micro, policy):
             self.calls += 1
             if self.calls > 1:
                 raise RuntimeError("no")
-            return policy[Signal.LOGP].x.sum(), {}
+            return Loss(policy[Signal.LOGP].x.sum(), {}, {})
 
     learner = LocalLearner(kit.make_model(), LearnerSettings(positions=1))
     with pytest.raises(RuntimeError):
@@ -165,18 +178,19 @@ def test_nothing_sampled_is_no_fault(kit):
     task = Task("x", seed=0)
     silent = Trajectory("a", task, (Turn(context=(1, 2), tokens=()),))
     blank = Trajectory("b", task, ())
-    learner = LocalLearner(kit.make_model(), LearnerSettings(positions=1), critic=True)
+    learner = LocalLearner(kit.make_model(), LearnerSettings(positions=1), critic=2)
     before = learner.state_dict()["tensors"]
     for members in ((silent, blank), ()):
         batch = kit.weighted(pack([Group("g", task, members)] if members else []))
-        assert all(f.x.shape == (0,) for f in learner.measure(batch, frozenset(Signal)).values())
+        tokenwise = frozenset(Signal) - {Signal.GRADIENT_NORM, Signal.ANSWER}
+        assert all(f.x.shape == (0,) for f in learner.measure(batch, tokenwise).values())
         assert learner.update(batch, kit.Linear(ALL))["loss"] == 0
     after = learner.state_dict()["tensors"]
     assert all(torch.equal(before[n], after[n]) for n in before)
 
 
 def test_value_needs_a_critic(kit, batch):
-    with pytest.raises(SettingError, match="critic=True"):
+    with pytest.raises(SettingError, match="critic=1"):
         LocalLearner(kit.make_model()).measure(batch, frozenset({Signal.OLD_VALUE}))
 
 

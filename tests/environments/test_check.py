@@ -41,7 +41,13 @@ def test_what_an_episode_accepts_the_check_accepts():
         def step(self, action):
             step = super().step(action)
             info = {name: np.bool_(value) for name, value in step.info.items()} | {"tool_calls": np.int64(1)}
-            return list(step.messages), np.float32(step.reward), np.bool_(step.terminated), np.bool_(step.truncated), info
+            return (
+                list(step.messages),
+                np.float32(step.reward),
+                np.bool_(step.terminated),
+                np.bool_(step.truncated),
+                info,
+            )
 
     for cls in (Tuples, NumPy):
         report = check_env(cls, episodes=4)
@@ -54,7 +60,10 @@ def test_what_an_episode_accepts_the_check_accepts():
     [
         ({"truncated": None}, "truncated is None, taken as False; write True or False"),
         ({"terminated": 1}, "terminated is 1, taken as True; write True or False"),
-        ({"info": {"success": False, "tool_calls": 1.5}}, "info['tool_calls'] is 1.5, taken as 1; write a whole number"),
+        (
+            {"info": {"success": False, "tool_calls": 1.5}},
+            "info['tool_calls'] is 1.5, taken as 1; write a whole number",
+        ),
     ],
 )
 def test_warns_of_what_an_episode_reads_but_perhaps_not_as_meant(changes, words):

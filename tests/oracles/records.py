@@ -20,13 +20,17 @@ class Token:
     value: Tensor  # leaf: the critic's present estimate
     old_value: float  # the critic's estimate when the batch was collected
     entropy: Tensor  # leaf: full-vocabulary entropy
-    proximal: float  # log-probability in the training engine before the first update on this batch (lp_old beside lp_mu)
+    proximal: (
+        float  # log-probability in the training engine before the first update on this batch (lp_old beside lp_mu)
+    )
     previous: float  # log-probability under the policy of the training step before
     old_entropy: float  # entropy before the first update on this batch
     twin: Tensor  # leaf: the present estimate of a second value head
     old_twin: float  # the second head's estimate when the batch was collected
     hellinger: float  # squared Hellinger distance of the present policy's and the reference's whole distributions
-    curvature: tuple[float, float, float]  # with v = onehot - pi and q = lr * P h^2: sum v^2 q, sum pi v^2 q^2, sum pi v q
+    curvature: tuple[
+        float, float, float
+    ]  # with v = onehot - pi and q = lr * P h^2: sum v^2 q, sum pi v^2 q^2, sum pi v q
     lot: float  # a number in [0, 1) drawn once for this token; "at random" means: in ascending order of the lot
 
 

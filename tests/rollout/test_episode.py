@@ -93,7 +93,14 @@ def test_a_whole_episode():
     env = Once()
     t = play(env)
     (turn,) = t.turns
-    assert (t.id, t.task, t.status, t.reason, t.success, t.rewards) == ("g.0", TASK, Status.FINISHED, "", True, {"right": 1.0})
+    assert (t.id, t.task, t.status, t.reason, t.success, t.rewards) == (
+        "g.0",
+        TASK,
+        Status.FINISHED,
+        "",
+        True,
+        {"right": 1.0},
+    )
     assert (turn.reward, turn.tool_calls, turn.tool_errors, turn.seconds_generating) == (1.0, 2, 1, 0.5)
     assert turn.version == (4,) * len(turn.tokens) and turn.mass == () and env.closed == 1
     assert [m["content"] for m in t.messages] == ["seed 7", "yes", "yes"]
@@ -206,7 +213,10 @@ MESSAGE = {"role": "user", "content": "x"}
         (stepping(Step([MESSAGE], info=None)), "info"),
         (stepping(Step([MESSAGE], info={"tool_calls": "many"})), "many"),
         (stepping(Step([MESSAGE], info={"rewards": {"x": "much"}})), "much"),
-        (stepping(Step([MESSAGE], info={"rewards": {"x": float("nan")}})), "info['rewards']['x'] nan; expected a finite number"),
+        (
+            stepping(Step([MESSAGE], info={"rewards": {"x": float("nan")}})),
+            "info['rewards']['x'] nan; expected a finite number",
+        ),
         (stepping(Step([MESSAGE], info={"rewards": [1.0]})), "info['rewards'] [1.0]; expected a dict"),
         (stepping(Step([MESSAGE], info={"tool_errors": True})), "info['tool_errors'] True; expected a finite number"),
         (stepping(Step([MESSAGE], terminated=np.array([True, False]))), "terminated array([ True, False]); expected"),
@@ -226,7 +236,12 @@ def test_a_wrong_step_is_recorded_in_words(environment, words):
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(None, "reset returned None"), ("hello", "reset returned 'hello'"), ([1], "reset returned [1]"), ({}, "reset returned {}")],
+    [
+        (None, "reset returned None"),
+        ("hello", "reset returned 'hello'"),
+        ([1], "reset returned [1]"),
+        ({}, "reset returned {}"),
+    ],
 )
 def test_a_wrong_reset_is_recorded_in_words(value, words):
     class Odd(Patient):
@@ -297,7 +312,9 @@ def test_an_environment_that_exits_does_not_take_the_run_with_it(power, inline):
 
     environment = type("Leaving", (Patient,), {power: leave, "inline": inline})()
     t = play(environment)
-    assert (t.status, "SystemExit" in t.reason) == ((Status.TRUNCATED, False) if power == "close" else (Status.FAILED, True))
+    assert (t.status, "SystemExit" in t.reason) == (
+        (Status.TRUNCATED, False) if power == "close" else (Status.FAILED, True)
+    )
 
 
 class HangsAwake(Patient):
@@ -378,7 +395,7 @@ def test_siblings_of_a_broken_environment_are_unaffected():
         return await Episode(key, task, env, session, RENDERER, Sampling(), IMPATIENT).run()
 
     async def grow():
-        return await Independent().begin("5", TASK, 4, lambda i: sessions[i], one)
+        return await Independent().begin("5", TASK, 4, lambda i: sessions[i], one, {})
 
     group = asyncio.run(grow())
     assert [t.id for t in group.trajectories] == ["5.0", "5.1", "5.2", "5.3"]

@@ -18,7 +18,8 @@ from turnwise.rollout.render import CHATML, Renderer, parse
 FORGETS_THOUGHTS = CHAT_TEMPLATE.replace("message.content", "message.content.split('</think>')[-1]")
 TRIMS = CHAT_TEMPLATE.replace("message.content", "message.content | trim")
 REFUSES_TOOLS = CHAT_TEMPLATE.replace(
-    "{%- for message in messages %}", "{%- for message in messages %}{% if message.role == 'tool' %}{{ 1 / 0 }}{% endif %}"
+    "{%- for message in messages %}",
+    "{%- for message in messages %}{% if message.role == 'tool' %}{{ 1 / 0 }}{% endif %}",
 )
 
 
@@ -90,7 +91,9 @@ def speak(r: Renderer, *said: str):
     return dialogue
 
 
-@pytest.mark.parametrize(("r", "said"), [(THINKING, "<think>hm</think>yes"), (TRIMMING, " yes ")], ids=["thoughts", "trim"])
+@pytest.mark.parametrize(
+    ("r", "said"), [(THINKING, "<think>hm</think>yes"), (TRIMMING, " yes ")], ids=["thoughts", "trim"]
+)
 def test_rewritten_history_restarts_on_the_fresh_rendering(r, said):
     dialogue = speak(r, said)
     assert dialogue.restarted

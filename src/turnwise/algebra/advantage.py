@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from turnwise.algebra.term import Term, check
+from turnwise.algebra.piece import check
+from turnwise.algebra.term import Term
+from turnwise.algebra.value import Outcome
 from turnwise.batch import Batch
-from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition
+from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, where
 from turnwise.maths import returns
 from turnwise.signals import Signal
 
@@ -30,64 +32,26 @@ def among(peers: Peers, batch: Batch) -> Level | Partition:
     return peers(batch) if isinstance(peers, Same) else peers
 
 
-# --------------------------------------------------------------------- values
-
-
-@dataclass(frozen=True)
-class Outcome(Term):
-    """R = Σ of the rewards of a trajectory. At TRAJECTORY."""
-
-    def __call__(self, batch: Batch) -> Field:
-        return batch.reward.sum(TRAJECTORY)
-
-
-@dataclass(frozen=True)
-class Constant(Term):
-    """The same number for every trajectory."""
-
-    value: float
-
-    def __call__(self, batch: Batch) -> Field:
-        return batch.tree.full(TRAJECTORY, self.value)
-
-
-@dataclass(frozen=True)
-class ReturnToGo(Term):
-    """Gₖ = rₖ + γ Gₖ₊₁ over the turns of a trajectory. At TURN."""
-
-    gamma: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
-
-    def __call__(self, batch: Batch) -> Field:
-        return batch.reward.map(lambda r: returns.discounted(r, self.gamma, _ends(batch, TURN)))
-
-
-# ----------------------------------------------------------------- comparison
-
-
 @dataclass(frozen=True)
 class Standardise(Term):
-    """A = (v − mean) / (std + ε) among peers, std with n − 1; a lone peer gets 0. ``scale=False`` leaves the division out."""
+    """A = (v − mean) / (std + ε) among peers; a lone peer gets 0. ``scale=False`` leaves the division out.
+
+    The std has n − ``correction`` in its denominator: 1 is the sample's, 0 the population's."""
 
     value: Term = field(default_factory=Outcome)
     peers: Peers = GROUP
     scale: bool = True
     eps: float = 1e-6
+    correction: int = 1
 
     @property
-    def needs(self) -> frozenset[Signal]:
-        return self.value.needs
-
-    @property
-    def compares(self) -> bool:
+    def judges(self) -> bool:
         return self.peers != BATCH
 
     def __call__(self, batch: Batch) -> Field:
         v, peers = self.value(batch), among(self.peers, batch)
         centred = v - v.mean(peers)
-        return centred / (v.std(peers) + self.eps) if self.scale else centred
+        return centred / (v.std(peers, self.correction) + self.eps) if self.scale else centred
 
 
 @dataclass(frozen=True)
@@ -98,16 +62,84 @@ class LeaveOneOut(Term):
     peers: Peers = GROUP
 
     @property
-    def needs(self) -> frozenset[Signal]:
-        return self.value.needs
-
-    @property
-    def compares(self) -> bool:
+    def judges(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
         v = self.value(batch)
         return v - v.leave_one_out(among(self.peers, batch))
+
+
+@dataclass(frozen=True)
+class WithIdeal(Term):
+    """The z-score of a group that has one more member, who got ``best``: a group that failed as a whole still learns."""
+
+    best: float = 1.0
+    value: Term = field(default_factory=Outcome)
+    eps: float = 1e-6
+
+    def __call__(self, batch: Batch) -> Field:
+        v = self.value(batch)
+        n = v.peers(GROUP)
+        mean = (v.sum(GROUP) + self.best) / (n + 1)
+        squares = ((v - mean) ** 2).sum(GROUP) + (self.best - mean) ** 2
+        return (v - mean) / ((squares / n) ** 0.5 + self.eps)
+
+
+@dataclass(frozen=True)
+class SoftBaseline(Term):
+    """A = v − τ log mean exp(v/τ) among the group: between the mean (τ → ∞) and the best (τ → 0).
+
+    ``shrink`` divides by 1 + τ."""
+
+    tau: float = 1.0
+    shrink: bool = False
+    value: Term = field(default_factory=Outcome)
+
+    def __post_init__(self) -> None:
+        check(self.tau > 0, f"tau is {self.tau}; write a positive number")
+
+    @property
+    def judges(self) -> bool:
+        return True
+
+    def __call__(self, batch: Batch) -> Field:
+        v = self.value(batch)
+        top = v.max(GROUP)
+        a = v - (top + self.tau * ((v - top) / self.tau).exp().mean(GROUP).log())
+        return a / (1 + self.tau) if self.shrink else a
+
+
+@dataclass(frozen=True)
+class LeastVariance(Term):
+    """A = R − b*, b* = Σ ω R / Σ ω over the group, with ω = ‖∇ log π‖² (and w² for data of another policy).
+
+    b* is the baseline that makes the gradient's variance smallest. ``offpolicy``: w = π_prox(y)/μ(y), the whole product.
+    ``scale`` divides by the population std of the group. A lone member gets 0."""
+
+    offpolicy: bool = False
+    scale: bool = False
+    eps: float = 1e-6
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({Signal.GRADIENT_NORM} | ({Signal.PROXIMAL} if self.offpolicy else set()))
+
+    @property
+    def judges(self) -> bool:
+        return True
+
+    def __call__(self, batch: Batch) -> Field:
+        outcome = batch.reward.sum(TRAJECTORY)
+        weight = batch[Signal.GRADIENT_NORM] ** 2
+        if self.offpolicy:
+            moved = batch[Signal.PROXIMAL] - batch.behaviour - batch.mass
+            weight = weight * (2 * moved.clamp(-20, 20).sum(TRAJECTORY).clamp(-20, 20)).exp()
+        total = weight.sum(GROUP)
+        weight = where(total > 0, weight, 1.0)  # nothing to weigh by: the plain mean
+        baseline = (weight * outcome).sum(GROUP) / weight.sum(GROUP)
+        adv = where(outcome.peers(GROUP) > 1, outcome - baseline, 0.0)
+        return adv / (outcome.std(GROUP, 0) + self.eps) if self.scale else adv
 
 
 @dataclass(frozen=True)
@@ -117,14 +149,6 @@ class Whiten(Term):
     term: Term
     eps: float = 1e-8
 
-    @property
-    def needs(self) -> frozenset[Signal]:
-        return self.term.needs
-
-    @property
-    def compares(self) -> bool:
-        return self.term.compares
-
     def __call__(self, batch: Batch) -> Field:
         a = self.term(batch).at(TOKEN)
         if a.x.numel() < 2:
@@ -132,69 +156,116 @@ class Whiten(Term):
         return (a - a.mean(BATCH)) / (a.std(BATCH) ** 2 + self.eps) ** 0.5
 
 
-# --------------------------------------------------------------------- critic
+@dataclass(frozen=True)
+class OverSpread(Term):
+    """A ← A / (std of A over the trajectories of the batch + ε): one scale for all groups."""
+
+    term: Term
+    eps: float = 1e-6
+
+    def __call__(self, batch: Batch) -> Field:
+        a = self.term(batch)
+        return a / (a.std(BATCH) + self.eps)
 
 
 @dataclass(frozen=True)
-class GAE(Term):
-    """δₜ = rₜ + γ vₜ₊₁ − vₜ,  Aₜ = δₜ + γλ Aₜ₊₁, over the *sampled* tokens of a trajectory: context is skipped.
+class Unless(Term):
+    """``term``, but ``otherwise`` in every group where some |term| reaches ``limit``."""
 
-    A turn's reward is paid on its last token. At TOKEN."""
-
-    gamma: float = 1.0
-    lam: float = 0.95
-
-    def __post_init__(self) -> None:
-        check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
-        check(0 <= self.lam <= 1, f"lambda is {self.lam}; write a number in [0, 1]")
-
-    @property
-    def needs(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_VALUE})
+    term: Term
+    limit: float
+    otherwise: Term
 
     def __call__(self, batch: Batch) -> Field:
-        r, v = token_reward(batch), batch[Signal.OLD_VALUE]
-        return v.map(lambda x: returns.gae(r.x.to(x.dtype), x, self.gamma, self.lam, _ends(batch, TOKEN)))
+        a, b = self.term(batch), self.otherwise(batch)
+        return where(a.abs().max(GROUP) >= self.limit, b, a)
 
 
 @dataclass(frozen=True)
-class LambdaReturn(Term):
-    """What the critic should have said: A + v, with A from GAE. At TOKEN."""
+class Guided(Term):
+    """Trajectories sampled as the policy would get their z-score among themselves; guided ones get ``alpha`` where they
+    beat the whole group by ``margin``, else 0."""
 
-    gamma: float = 1.0
-    lam: float = 0.95
+    alpha: float = 1.0
+    margin: float = 0.05
+    eps: float = 1e-6
 
     @property
-    def needs(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_VALUE})
+    def judges(self) -> bool:
+        return True
 
     def __call__(self, batch: Batch) -> Field:
-        return GAE(self.gamma, self.lam)(batch) + batch[Signal.OLD_VALUE]
+        outcome, tree = batch.reward.sum(TRAJECTORY), batch.tree
+        peers = Partition.by(tree, TRAJECTORY, batch.group, batch.guided.to(torch.int64))
+        own = (outcome - outcome.mean(peers)) / (outcome.std(peers) + self.eps)
+        among_all = (outcome - outcome.mean(GROUP)) / (outcome.std(GROUP) + self.eps)
+        return where(batch.guided, where(among_all > self.margin, self.alpha, 0.0).to(own.x.dtype), own)
 
 
-def _ends(batch: Batch, level: Level) -> torch.Tensor:
-    """Which items of a level are the last of their trajectory."""
-    tree = batch.tree
-    return (tree.size(level, TRAJECTORY) - tree.index(level, TRAJECTORY) <= 1).x
+@dataclass(frozen=True)
+class EarlyTools(Term):
+    """A ← A + clip(δ (p − mean p) / mean L, ±k A) for successful trajectories that call a tool and have A > 0.
+
+    p is the token at which the first turn with a call begins, L the length; means over those trajectories of the group.
+    δ < 0 rewards calling early."""
+
+    term: Term
+    delta: float = -2.0
+    k: float = 0.7
+
+    def __call__(self, batch: Batch) -> Field:
+        a, tree = self.term(batch), batch.tree
+        begins = (tree.size(TOKEN, TURN).x.cumsum(0) - tree.size(TOKEN, TURN).x).to(a.x.dtype)
+        inside = Field(tree, TURN, begins) - Field(tree, TURN, begins).min(TRAJECTORY)
+        first = where(batch.tool_calls > 0, inside, torch.inf).min(TRAJECTORY)
+        chosen = (batch.success > 0.5) & (batch.tool_calls.max(TRAJECTORY) > 0)
+        count = where(chosen, 1.0, 0.0).sum(GROUP).clamp(low=1.0)
+        mean = lambda x: where(chosen, x, 0.0).sum(GROUP) / count  # noqa: E731
+        length = tree.size(TOKEN, TRAJECTORY).to(a.x.dtype)
+        shift = self.delta * (first - mean(first)) / mean(length).clamp(low=1e-9)
+        bound = self.k * a
+        shaped = a + shift.maximum(-bound).minimum(bound)
+        return where(chosen & (a > 0), shaped, a)
 
 
-def token_reward(batch: Batch) -> Field:
-    """Each turn's reward on its last token. A turn without tokens pays the token before it in its trajectory, or, where
-    there is none, the last token of the first turn that has one; a trajectory without tokens earns nothing."""
-    tree = batch.tree
-    end = tree.size(TOKEN, TURN).x.cumsum(0)  # one past the last token of each turn
-    begin = (tree.size(TOKEN, TRAJECTORY).x.cumsum(0) - tree.size(TOKEN, TRAJECTORY).x)[tree.parents[1]]
-    stop = begin + tree.size(TOKEN, TRAJECTORY).x[tree.parents[1]]
-    paid = tree.full(TOKEN, 0.0, batch.reward.x.dtype).x
-    if not paid.numel():
-        return tree.field(TOKEN, paid)
-    first_turn = tree.parents[0][begin.clamp(max=paid.numel() - 1)]
-    target = torch.where(end > begin, end - 1, end[first_turn] - 1)
-    some = stop > begin
-    return tree.field(TOKEN, paid.index_add(0, target[some], batch.reward.x[some]))
+@dataclass(frozen=True)
+class InformationGain(Term):
+    """Dₖ = 1/√(n−k) Σ_{j≥k} γ^{j−k} zⱼ: what the turns from here on tell about the gold answer, discounted.
+
+    zⱼ standardises the rise of the answer's log-probability among turns of equal index; the last turn has none."""
+
+    gamma: float = 1.0
+    eps: float = 1e-6
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({Signal.ANSWER})
+
+    @property
+    def judges(self) -> bool:
+        return True
+
+    def __call__(self, batch: Batch) -> Field:
+        z, tree = answer_gain(batch, self.eps), batch.tree
+        left = tree.size(TURN, TRAJECTORY) - 1 - tree.index(TURN, TRAJECTORY)  # information turns from here on
+        last = (tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1).x
+        total = z.map(lambda x: returns.discounted(x, self.gamma, last))
+        return where(left > 0, total / left.to(z.x.dtype).clamp(low=1) ** 0.5, 0.0)
+
+
+def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
+    """z of each turn's rise of the gold answer's log-probability, among turns of equal index; 0 for last and lone turns."""
+    score, tree = batch[Signal.ANSWER], batch.tree
+    final = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
+    after = torch.cat([score.x[1:], score.x[:1]])  # turns of a trajectory lie together: the next turn's score
+    gain = Field(tree, TURN, torch.where(final.x, 0.0, after - score.x))
+    index = tree.index(TURN, TRAJECTORY)
+    peers = Partition.by(tree, TURN, batch.group, index, final.to(torch.int64))
+    z = (gain - gain.mean(peers)) / (gain.std(peers) + eps)
+    return where(final, 0.0, z)
 
 
 __all__ = [
-    "GAE", "Constant", "LambdaReturn", "LeaveOneOut", "Outcome", "Peers", "ReturnToGo", "Same", "Standardise", "Whiten",
-    "among", "token_reward",
+    "EarlyTools", "Guided", "InformationGain", "LeastVariance", "LeaveOneOut", "OverSpread", "Peers", "Same", "SoftBaseline",
+    "Standardise", "Unless", "Whiten", "WithIdeal", "among", "answer_gain",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Aggregates: what is averaged over what. One weight for each token, computed once over the whole step,
 in float64 (an objective casts it to the precision it works in).
 
-Micro-batches and ranks then just sum. An item without tokens does not count as an item.
+Micro-batches and ranks then just sum. An item without (kept) tokens does not count as an item.
 """
 
 from __future__ import annotations
@@ -9,19 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
-from turnwise.algebra.term import check
-from turnwise.levels import TOKEN, TRAJECTORY, Field, Level, Tree
+from turnwise.algebra.piece import check
+from turnwise.levels import TRAJECTORY, Field, Level
 
 
 class Aggregate(Protocol):
-    def __call__(self, tree: Tree) -> Field: ...
-
-
-def items(tree: Tree, level: Level) -> int:
-    """How many items of a level hold at least one token."""
-    return max(1, int((tree.size(TOKEN, level).x > 0).sum()))
+    def __call__(self, kept: Field) -> Field:
+        """``kept``: 1 for each token that is trained on, 0 for the others, float64 at TOKEN."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,9 +27,9 @@ class Mean:
 
     over: Level
 
-    def __call__(self, tree: Tree) -> Field:
-        inside = tree.size(TOKEN, self.over).to(torch.float64).clamp(low=1)
-        return (1 / (items(tree, self.over) * inside)).at(TOKEN)
+    def __call__(self, kept: Field) -> Field:
+        inside = kept.sum(self.over)
+        return kept / (items(kept, self.over) * inside.clamp(low=1))
 
 
 @dataclass(frozen=True)
@@ -49,5 +44,13 @@ class Sum:
     def __post_init__(self) -> None:
         check(self.length > 0, f"length is {self.length}; write a positive number of tokens")
 
-    def __call__(self, tree: Tree) -> Field:
-        return tree.full(TOKEN, 1 / (items(tree, self.over) * self.length), torch.float64)
+    def __call__(self, kept: Field) -> Field:
+        return kept / (items(kept, self.over) * self.length)
+
+
+def items(kept: Field, level: Level) -> float:
+    """How many items of a level hold at least one kept token."""
+    return max(1.0, float((kept.sum(level).x > 0).sum()))
+
+
+__all__ = ["Aggregate", "Mean", "Sum"]

@@ -1,28 +1,84 @@
-"""Gates: how a ratio limits the update. A gate turns (ρ, A) into a weight w so that the gain is always w · A."""
+"""Gates: how a ratio limits the update. A gate turns (ρ, A) into a weight w so that the gain is always w · A.
+
+A gate times a factor is a gate; a gate behind a mask is a gate: ``Clip(0.2, 0.28) * Truncated(2.0)``, ``Score().where(Ring())``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from turnwise.algebra.term import check
-from turnwise.levels import Field, where
+import torch
+
+from turnwise.algebra.factor import Factor
+from turnwise.algebra.mask import Mask
+from turnwise.algebra.piece import Now, Piece, Whole, check
+from turnwise.algebra.term import Term
+from turnwise.algebra.value import Outcome
+from turnwise.levels import TRAJECTORY, Field, where
 
 
-class Gate(Protocol):
-    def __call__(self, rho: Field, adv: Field) -> Field: ...
+class Gate(Piece):
+    """Interface: the weight of a micro-batch, differentiable."""
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        raise NotImplementedError
+
+    def __mul__(self, factor: Factor) -> Gate:
+        return Scaled(self, factor)
+
+    def where(self, mask: Mask) -> Gate:
+        return Behind(self, mask)
 
 
 @dataclass(frozen=True)
-class Open:
+class Scaled(Gate):
+    """gate · factor."""
+
+    gate: Gate
+    factor: Factor
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        return self.gate(rho, adv, now) * self.factor(rho, adv, now)
+
+    def __repr__(self) -> str:
+        return f"{self.gate!r} * {self.factor!r}"
+
+
+@dataclass(frozen=True)
+class Behind(Gate):
+    """The gate where the mask lets through, 0 elsewhere; the average still counts what is masked."""
+
+    gate: Gate
+    mask: Mask
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        return where(self.mask(rho.detach(), adv, now), self.gate(rho, adv, now), 0.0)
+
+    def __repr__(self) -> str:
+        return f"{self.gate!r}.where({self.mask!r})"
+
+
+@dataclass(frozen=True)
+class Either(Gate):
+    """One gate for guided trajectories, another for those sampled as the policy would."""
+
+    guided: Gate
+    plain: Gate
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        return where(now.batch.guided, self.guided(rho, adv, now), self.plain(rho, adv, now))
+
+
+@dataclass(frozen=True)
+class Open(Gate):
     """w = ρ: nothing is limited."""
 
-    def __call__(self, rho: Field, adv: Field) -> Field:
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
         return rho
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(Gate):
     """w·A = min(ρA, clip(ρ, 1 − low, 1 + high)·A), written as a weight: the sign of A picks the bound that binds.
 
     ``dual`` c > 1 also bounds ρ from above where A < 0 (there, PPO's minimum has no floor)."""
@@ -36,5 +92,107 @@ class Clip:
         check(self.high >= 0, f"clip high is {self.high}; write a number >= 0: ratios above 1 + high are cut")
         check(self.dual is None or self.dual > 1, f"dual clip is {self.dual}; write a number > 1, or None for off")
 
-    def __call__(self, rho: Field, adv: Field) -> Field:
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
         return where(adv > 0, rho.clamp(high=1 + self.high), rho.clamp(1 - self.low, self.dual))
+
+
+def score(now: Now) -> Field:
+    """1 with the gradient of log π, for each token: whoever multiplies it by a weight has written sg[w] ∇ log π."""
+    return (now.logp - now.logp.detach()).exp()
+
+
+@dataclass(frozen=True)
+class Score(Gate):
+    """w = 1 with the gradient of log π: the plain score function, unweighted."""
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        return score(now)
+
+
+@dataclass(frozen=True)
+class Cap(Gate):
+    """w = sg[clip(ρ, low, high)] with the gradient of log π: the *weight* is cut, no token ever loses its gradient."""
+
+    high: float
+    low: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(0 <= self.low <= self.high, f"a cap needs 0 <= low <= high, got low {self.low}, high {self.high}")
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        return rho.detach().clamp(self.low, self.high) * score(now)
+
+
+@dataclass(frozen=True)
+class Sigmoid(Gate):
+    """w = (4/τ) σ(τ(ρ − 1)), τ by the sign of A: a soft clip whose gradient fades with the distance from 1."""
+
+    pos: float = 1.0
+    neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        check(self.pos > 0 and self.neg > 0, f"temperatures {self.pos}, {self.neg}; write positive numbers")
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        tau = where(adv > 0, self.pos, self.neg).to(rho.x.dtype)
+        return 4 / tau * (tau * (rho - 1)).map(torch.sigmoid)
+
+
+@dataclass(frozen=True)
+class Geometric(Gate):
+    """w = exp( mean over the trajectory of clipped log ρ ): each token is clipped in log space, on its harmful side only."""
+
+    low: float = 0.4
+    high: float = 0.4
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        sequence = adv if adv.level >= TRAJECTORY else adv.mean(TRAJECTORY)
+        log_rho = rho.log()
+        clipped = where(sequence > 0, log_rho.clamp(high=self.high), log_rho.clamp(low=-self.low))
+        return where(sequence.map(lambda a: a != 0), clipped, log_rho).mean(TRAJECTORY).exp()
+
+
+@dataclass(frozen=True)
+class Taper(Gate):
+    """w = sg[clip(ρ, low, high)] with the gradient of log π, and one window for good outcomes, another for bad ones.
+
+    Good trajectories are imitated as they are (1, 1); bad ones lose their weight as the policy leaves them (0, 1)."""
+
+    good: tuple[float, float] = (1.0, 1.0)
+    bad: tuple[float, float] = (0.0, 1.0)
+    by: Term = field(default_factory=Outcome)
+
+    def plan(self, whole: Whole) -> dict[object, Field]:
+        return {self: self.by(whole.batch)}
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        value = rho.detach()
+        return where(now[self] >= 0, value.clamp(*self.good), value.clamp(*self.bad)) * score(now)
+
+
+@dataclass(frozen=True)
+class Toward(Gate):
+    """w·A = −|ρ − ρ*| |A|,  ρ* = 1 − low + (low + high) σ(a/temperature): regression of the ratio to a bounded target.
+
+    Inside the bounds the gradient is that of ρA; outside it pulls back, where a clip would be silent."""
+
+    by: Term
+    temperature: float
+    low: float = 0.3
+    high: float = 0.3
+
+    def __post_init__(self) -> None:
+        check(self.temperature > 0, f"the temperature is {self.temperature}; write a positive number")
+
+    def plan(self, whole: Whole) -> dict[object, Field]:
+        return {self: self.by(whole.batch)}
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        soft = (now[self] / self.temperature).map(torch.sigmoid)
+        target = 1 - self.low + (self.low + self.high) * soft
+        return -(rho - target).abs() * adv.map(torch.sign)
+
+
+__all__ = [
+    "Behind", "Cap", "Clip", "Either", "Gate", "Geometric", "Open", "Scaled", "Score", "Sigmoid", "Taper", "Toward",
+]  # fmt: skip

@@ -1,26 +1,39 @@
 """The one composition: gain = gate(ratio, A) · A − Σ weight · penalty, averaged by the aggregate.
 
-``plan`` runs once over the whole step and puts on the batch what depends on all of it: the advantage, the averaging
-weights, what penalties must know. ``__call__`` then sees one micro-batch at a time, and micro-batches just sum.
+``credit`` sees the whole batch once; ``plan`` sees the whole of one optimiser step; ``__call__`` then sees one micro-batch
+at a time, and micro-batches just sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from turnwise.algebra import diagnostics
 from turnwise.algebra.aggregate import Aggregate, Mean
 from turnwise.algebra.gate import Gate
+from turnwise.algebra.gradient import Gradient, Grads, Plain, Scales
+from turnwise.algebra.mask import All, Mask
 from turnwise.algebra.penalty import Weighted
-from turnwise.algebra.ratio import Ratio, behaviour
+from turnwise.algebra.piece import NOTHING, Memory, Now, Piece, Whole
+from turnwise.algebra.ratio import Ratio
 from turnwise.algebra.term import Term
+from turnwise.algebra.weight import Weight
 from turnwise.batch import Batch
-from turnwise.levels import TOKEN, Field
-from turnwise.maths.divergences import k3
-from turnwise.signals import FROZEN, Signal
+from turnwise.levels import BATCH, TOKEN, Field
+from turnwise.signals import FORESEEN, FROZEN, LIVE, Signal
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one micro-batch gives: a scalar to minimise, additive statistics, side scalars whose gradients are wanted."""
+
+    loss: Tensor
+    stats: dict[str, Tensor]
+    sides: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,72 +44,132 @@ class Objective:
     aggregate: Aggregate
     penalties: tuple[Weighted, ...] = ()
     reward: Term | None = None  # None: what the environment paid
+    keep: Mask = field(default_factory=All)
+    gradient: Gradient = field(default_factory=Plain)
+    memory: Memory = field(default_factory=Memory, compare=False, repr=False)
+
+    # ------------------------------------------------------------- signals
+    def _crediting(self) -> Iterator[Piece]:
+        yield from self.advantage.parts
+        if self.reward is not None:
+            yield from self.reward.parts
+
+    def _planning(self) -> Iterator[Piece]:
+        """Each piece once, though two slots may share it."""
+        roots = (self.ratio, self.gate, self.keep, self.gradient, *self.penalties)
+        yield from dict.fromkeys(piece for root in roots for piece in root.parts)
 
     @property
     def needs(self) -> frozenset[Signal]:
         """Every signal any piece reads. Entropy always rides along: every run logs it."""
-        pieces = [self.advantage.needs, self.ratio.needs, *(w.penalty.needs for w in self.penalties)]
-        return frozenset({Signal.LOGP, Signal.ENTROPY}).union(*pieces, self.reward.needs if self.reward else ())
+        pieces = [*self._crediting(), *self._planning()]
+        return frozenset({Signal.LOGP, Signal.ENTROPY}).union(*(p.reads | p.foresight for p in pieces))
 
     @property
     def frozen(self) -> frozenset[Signal]:
         """The signals to measure once, before the first update on a batch."""
         return self.needs & FROZEN
 
+    @property
+    def live(self) -> frozenset[Signal]:
+        """The signals that come with the gradient, in every forward pass of an update."""
+        return self.needs & LIVE
+
+    @property
+    def foresees(self) -> frozenset[Signal]:
+        """The signals of the present policy that ``plan`` must find on the batch."""
+        asked = NOTHING.union(*(p.foresight for p in self._planning()))
+        return asked | (self.needs & FORESEEN) | (self.keep.needs & LIVE)
+
+    # ------------------------------------------------------------ the whole
     def credit(self, batch: Batch) -> Batch:
-        """Rewards and advantages of the whole step, however it is later cut into updates."""
+        """Rewards and advantages of the whole batch, however it is later cut into updates."""
+        pieces = list(self._crediting())
+        self.memory.advance(iter(pieces), Whole(batch, {}))  # running statistics include this batch
+        batch = batch.put(self.memory.columns(iter(pieces), batch))
+        batch = batch.put(clock=batch.tree.full(BATCH, float(self.memory.clock), torch.float64))
+        self.memory.clock += 1
         if self.reward is not None:
             batch = replace(batch, reward=self.reward(batch))
         return batch.put(advantage=self.advantage(batch).detach())
 
+    @torch.no_grad()
     def plan(self, batch: Batch) -> Batch:
-        """Averaging weights and penalties' targets for one optimiser step over this batch."""
-        columns = {"weight": self.aggregate(batch.tree), "share": Mean(TOKEN)(batch.tree)}
+        """What one optimiser step over this batch must know of all of it: kept tokens, averaging weights, planned columns."""
+        pieces = list(self._planning())
+        batch = batch.put(self.memory.columns(iter(pieces), batch))
+        whole = Whole(batch, {}, adv=batch["advantage"])
+        if Signal.LOGP in self.foresees:
+            precision = batch[Signal.LOGP].x.dtype
+            whole = Whole(batch, {}, self.ratio(whole).detach(), batch["advantage"].to(precision))
+        for piece in pieces:
+            batch = batch.put({key: f.detach() for key, f in piece.plan(whole).items()})
+            whole = replace(whole, batch=batch)
+        self.memory.advance(iter(pieces), whole)
+        kept = self._kept(whole)
+        columns = {"weight": self.aggregate(kept), "share": Mean(TOKEN)(kept.map(torch.ones_like))}
         for i, weighted in enumerate(self.penalties):
-            planned = weighted.penalty.plan(batch)
-            if planned is not None:
-                columns[f"planned{i}"] = planned.detach()
             if weighted.aggregate is not None:
-                columns[f"weight{i}"] = weighted.aggregate(batch.tree)
-        return batch.put(**columns)
+                columns[f"weight{i}"] = weighted.aggregate(kept)
+        batch = batch.put(columns)
+        return batch.put(pull=self._pull(batch)) if self.ratio.couples else batch
 
-    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one micro-batch and its additive statistics."""
-        precision = policy[Signal.LOGP].x.dtype
+    def _kept(self, whole: Whole) -> Field:
+        """1 for each token that is trained on."""
+        tree = whole.batch.tree
+        ones = tree.full(TOKEN, 1.0, torch.float64)
+        blank = whole.rho if whole.rho is not None else ones
+        kept = self.keep(blank, whole.advantage, whole).to(torch.float64) * ones
+        focus = whole.batch.columns.get("focus")
+        return kept if focus is None else kept * focus.to(torch.float64)
+
+    @torch.enable_grad()
+    def _pull(self, batch: Batch) -> Field:
+        """∂ gain / ∂ log π of each token over the whole step, for ratios that reach across trajectories."""
+        logp = batch[Signal.LOGP].map(lambda x: x.detach().requires_grad_())
+        now = Now(batch, {Signal.LOGP: logp})
+        adv, weight = (batch[name].to(logp.x.dtype) for name in ("advantage", "weight"))
+        gain = _total(weight * (self.gate(self.ratio(now), adv, now) * adv))
+        return Field(batch.tree, TOKEN, torch.autograd.grad(gain, logp.x)[0])
+
+    # ------------------------------------------------------ one micro-batch
+    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Loss:
+        now = Now(batch, policy)
+        precision = now.logp.x.dtype
         adv, weight = batch["advantage"].to(precision), batch["weight"].to(precision)
-        rho = self.ratio(batch, policy)
-        gated = self.gate(rho, adv)
-        objective = _total(weight * (gated * adv))
-        stats = _statistics(batch, policy, rho, gated, adv)
+        if self.ratio.couples:
+            rho = gated = now.logp - now.logp.detach() + 1
+            objective = _total(batch["pull"].to(precision) * rho)
+        else:
+            rho = self.ratio(now)
+            gated = self.gate(rho, adv, now)
+            objective = _total(weight * (gated * adv))
+        pull = _slope(objective, now.logp)
+        sides = self.gradient.sides(weight, rho, gated, adv, now)
+        stats = diagnostics.sums(now, rho, gated, adv, pull)
         for i, w in enumerate(self.penalties):
-            cost = w.penalty(batch, policy, batch.columns.get(f"planned{i}"))
-            cost_total = _total(batch.columns.get(f"weight{i}", weight).to(precision) * cost)
-            stats[f"penalty/{type(w.penalty).__name__}"] = cost_total.detach()
-            objective = objective - w.weight * cost_total
+            cost = _total(batch.columns.get(f"weight{i}", weight).to(precision) * w.penalty(now))
+            stats[f"penalty/{type(w.penalty).__name__}"] = cost.detach()
+            size = float(batch[w.weight].item) if isinstance(w.weight, Weight) else w.weight
+            objective = objective - size * cost
         stats["objective"] = objective.detach()
-        return -objective, stats  # the only minus sign in the house
+        return Loss(-objective, stats, sides)  # the only minus sign in the house
+
+    def scales(self, batch: Batch, main: Grads, sides: Mapping[str, Grads]) -> Scales:
+        """What the finished gradient of a planned step is multiplied with."""
+        return self.gradient.scales(Now(batch, {}), main, sides)
 
 
 def _total(value: Field) -> Tensor:
     return value.at(TOKEN).x.sum()
 
 
-@torch.no_grad()
-def _statistics(
-    batch: Batch, policy: Mapping[Signal, Field], rho: Field, gated: Field, adv: Field
-) -> dict[str, Tensor]:
-    """What every run logs, as shares of all tokens of the step."""
-    share = batch["share"].to(policy[Signal.LOGP].x.dtype)
-    clipped = (gated.detach().at(TOKEN) - rho.detach().at(TOKEN)).abs() > 0
-    moved = (behaviour(batch) - policy[Signal.LOGP].detach()).clamp(-20.0, 20.0)
-    stats = {
-        "clip_share": _total(share * clipped.to(share.x.dtype)),
-        "clip_share/up": _total(share * (clipped & (adv > 0)).to(share.x.dtype)),
-        "clip_share/down": _total(share * (clipped & (adv < 0)).to(share.x.dtype)),
-        "kl/behaviour": _total(share * moved.map(k3)),
-        "ratio": _total(share * rho.detach()),
-        "advantage/size": _total(share * adv.abs()),
-    }
-    if Signal.ENTROPY in policy:
-        stats["entropy"] = _total(share * policy[Signal.ENTROPY].detach())
-    return stats
+def _slope(objective: Tensor, logp: Field) -> Field:
+    """∂ objective / ∂ log π, for the diagnostics; the graph between the two is small."""
+    if not objective.requires_grad:
+        return logp.map(torch.zeros_like)
+    found = torch.autograd.grad(objective, logp.x, retain_graph=True, allow_unused=True)[0]
+    return logp.map(torch.zeros_like) if found is None else Field(logp.tree, TOKEN, found)
+
+
+__all__ = ["Loss", "Objective"]

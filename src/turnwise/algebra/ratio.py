@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+import torch
+
+from turnwise.algebra.piece import NOTHING, Now, Piece
 from turnwise.batch import Batch
-from turnwise.levels import TOKEN, Field, Level
+from turnwise.levels import TOKEN, TRAJECTORY, Field, Level, Tree
 from turnwise.signals import Signal
 
 LOG_RATIO_LIMIT = 20.0  # e²⁰ is far outside any trust region; beyond it only overflow waits
 
 
-class Ratio(Protocol):
-    @property
-    def needs(self) -> frozenset[Signal]: ...
+class Ratio(Piece):
+    """Interface: ρ of a micro-batch, differentiable."""
 
-    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Field: ...
+    @property
+    def couples(self) -> bool:
+        """Whether a token's ratio depends on other trajectories, so that it can only be told of the whole step."""
+        return False
+
+    def __call__(self, now: Now) -> Field:
+        raise NotImplementedError
 
 
 def behaviour(batch: Batch) -> Field:
@@ -27,8 +33,14 @@ def behaviour(batch: Batch) -> Field:
     return batch.behaviour + batch.mass
 
 
+def moved(now: Now, proximal: bool = False) -> Field:
+    """log π − log μ of each token (or from the policy at the start of this batch), held within ±20."""
+    anchor = now[Signal.PROXIMAL] if proximal else behaviour(now.batch)
+    return (now.logp - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
 @dataclass(frozen=True)
-class Importance:
+class Importance(Ratio):
     """ρ = exp( mean over the level of log π − log μ ): TOKEN is PPO's, TURN the turn ratio, TRAJECTORY is GSPO's.
 
     ``proximal``: measure from the policy at the start of this batch instead of the one that sampled it. ``cap``: largest
@@ -39,40 +51,82 @@ class Importance:
     cap: float = LOG_RATIO_LIMIT
 
     @property
-    def needs(self) -> frozenset[Signal]:
-        return frozenset({Signal.PROXIMAL}) if self.proximal else frozenset()
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({Signal.PROXIMAL}) if self.proximal else NOTHING
 
-    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Field:
-        anchor = batch[Signal.PROXIMAL] if self.proximal else behaviour(batch)
-        log_ratio = (policy[Signal.LOGP] - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return log_ratio.mean(self.level).clamp(high=self.cap).exp()
+    def __call__(self, now: Now) -> Field:
+        return moved(now, self.proximal).mean(self.level).clamp(high=self.cap).exp()
 
 
 @dataclass(frozen=True)
-class PerToken:
+class Product(Ratio):
+    """ρ = Π over the level of π/μ: the exact weight of a trajectory (or turn), of large variance."""
+
+    level: Level = TRAJECTORY
+
+    def __call__(self, now: Now) -> Field:
+        return moved(now).sum(self.level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+@dataclass(frozen=True)
+class PerToken(Ratio):
     """The value of a coarser ratio with each token's own gradient: sg[ρ] · exp(log π − sg[log π]).
 
-    A token keeps its own advantage instead of the mean of its turn's."""
+    A token keeps its own advantage instead of the mean of its turn's. ``cap``: beyond this log ρ, no gradient."""
 
     ratio: Ratio
+    cap: float = LOG_RATIO_LIMIT
 
-    @property
-    def needs(self) -> frozenset[Signal]:
-        return self.ratio.needs
-
-    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Field:
-        logp = policy[Signal.LOGP]
-        return self.ratio(batch, policy).detach() * (logp - logp.detach()).exp()
+    def __call__(self, now: Now) -> Field:
+        own = now.logp - now.logp.detach()
+        return (self.ratio(now).detach().log() + own).clamp(high=self.cap).exp()
 
 
 @dataclass(frozen=True)
-class OnPolicy:
+class OnPolicy(Ratio):
     """ρ = 1 with the gradient of log π: the data counts as sampled from the current policy."""
 
-    @property
-    def needs(self) -> frozenset[Signal]:
-        return frozenset()
+    def __call__(self, now: Now) -> Field:
+        return (now.logp - now.logp.detach()).exp()
 
-    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Field:
-        logp = policy[Signal.LOGP]
-        return (logp - logp.detach()).exp()
+
+# -------------------------------------------------------------- along a prefix
+
+
+@dataclass(frozen=True)
+class PrefixProduct(Ratio):
+    """ρₜ = sg[Π_{i<t} ρᵢ] ρₜ: the exact weight of a token given its prefix, with the token's own gradient."""
+
+    cap: float = 10.0
+
+    def __call__(self, now: Now) -> Field:
+        along = moved(now).detach().running_sum(TRAJECTORY)
+        return (along + now.logp - now.logp.detach()).clamp(-LOG_RATIO_LIMIT, self.cap).exp()
+
+
+@dataclass(frozen=True)
+class PrefixMinimum(Ratio):
+    """ρₜ = sg[min_{i<t} ρᵢ] ρₜ, 1 for the first: the prefix counts as its least likely token, so it cannot explode."""
+
+    def __call__(self, now: Now) -> Field:
+        log_ratio = moved(now)
+        least = log_ratio.detach().map(lambda x: _earlier_minimum(x, now.batch.tree))
+        return (least + log_ratio).exp()
+
+
+def _earlier_minimum(x: torch.Tensor, tree: Tree) -> torch.Tensor:
+    """The smallest earlier value in the same trajectory, 0 for its first token; log₂ n passes instead of a loop."""
+    owner = tree.ancestor(TOKEN, TRAJECTORY)
+    ahead = lambda v, n, fill: torch.nn.functional.pad(v[:-n], (n, 0), value=fill)  # noqa: E731
+    low = torch.where(ahead(owner, 1, -1) == owner, ahead(x, 1, torch.inf), torch.inf) if x.numel() else x
+    shift = 1
+    while shift < x.numel():
+        low = torch.minimum(low, torch.where(ahead(owner, shift, -1) == owner, ahead(low, shift, torch.inf), torch.inf))
+        shift *= 2
+    return torch.where(torch.isinf(low), 0.0, low)
+
+
+__all__ = [
+    "LOG_RATIO_LIMIT", "Importance", "OnPolicy", "PerToken", "PrefixMinimum", "PrefixProduct", "Product", "Ratio",
+    "behaviour", "moved",
+]  # fmt: skip

@@ -1,35 +1,34 @@
-"""Terms: batch in, field out. Rewards and advantages are terms, and terms add up and scale.
-
-A term declares the signals it reads in ``needs`` and whether it compares peers in ``compares``.
-"""
+"""Terms: rewards, values and advantages map a batch to a field; terms add up and scale."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turnwise.algebra.piece import Piece, check
 from turnwise.batch import Batch
-from turnwise.errors import RecipeError
 from turnwise.levels import Field
-from turnwise.signals import Signal
 
 
-class Term:
+class Term(Piece):
     """Interface of everything that maps a batch to a field."""
 
     @property
-    def needs(self) -> frozenset[Signal]:
-        return frozenset()
+    def judges(self) -> bool:
+        """Whether it compares peers, so that a group of one is meaningless to it."""
+        return False
 
     @property
     def compares(self) -> bool:
-        """Whether it is meaningless for a group of one."""
-        return False
+        return any(isinstance(p, Term) and p.judges for p in self.parts)
 
     def __call__(self, batch: Batch) -> Field:
         raise NotImplementedError
 
     def __add__(self, other: Term) -> Term:
         return Plus(self, other)
+
+    def __sub__(self, other: Term) -> Term:
+        return Plus(self, Times(-1.0, other))
 
     def __rmul__(self, weight: float) -> Term:
         return Times(float(weight), self)
@@ -41,14 +40,6 @@ class Plus(Term):
 
     left: Term
     right: Term
-
-    @property
-    def needs(self) -> frozenset[Signal]:
-        return self.left.needs | self.right.needs
-
-    @property
-    def compares(self) -> bool:
-        return self.left.compares or self.right.compares
 
     def __call__(self, batch: Batch) -> Field:
         return self.left(batch) + self.right(batch)
@@ -64,14 +55,6 @@ class Times(Term):
     weight: float
     term: Term
 
-    @property
-    def needs(self) -> frozenset[Signal]:
-        return self.term.needs
-
-    @property
-    def compares(self) -> bool:
-        return self.term.compares
-
     def __call__(self, batch: Batch) -> Field:
         return self.weight * self.term(batch)
 
@@ -79,7 +62,4 @@ class Times(Term):
         return f"{self.weight:g} * {self.term!r}"
 
 
-def check(ok: bool, message: str) -> None:
-    """One line at the door of each piece."""
-    if not ok:
-        raise RecipeError(message)
+__all__ = ["Plus", "Term", "Times", "check"]

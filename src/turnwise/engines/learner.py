@@ -23,17 +23,24 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from turnwise.batch import Batch
-from turnwise.engines import lora, optimiser, packed
+from turnwise.engines import gauges, lora, optimiser, packed
 from turnwise.engines.logprobs import token_logprobs
+from turnwise.engines.noise import Noise
 from turnwise.engines.optimiser import LearnerSettings
 from turnwise.errors import SettingError
-from turnwise.levels import TOKEN, Field
+from turnwise.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.ports import Objective
-from turnwise.signals import FROZEN, Signal
+from turnwise.signals import LIVE, Signal
 
-LIVE = frozenset(Signal) - FROZEN
-SAME = {Signal.PROXIMAL: Signal.LOGP, Signal.OLD_VALUE: Signal.VALUE, Signal.OLD_ENTROPY: Signal.ENTROPY}
+SAME = {
+    Signal.PROXIMAL: Signal.LOGP,
+    Signal.OLD_VALUE: Signal.VALUE,
+    Signal.OLD_TWIN: Signal.TWIN,
+    Signal.OLD_ENTROPY: Signal.ENTROPY,
+}
 """Frozen signals that are a live one, measured early."""
+LEVEL = {Signal.GRADIENT_NORM: TRAJECTORY, Signal.ANSWER: TURN}
+"""Signals that are not one number a token."""
 
 VALUE_FILE = "value_head.safetensors"
 
@@ -46,7 +53,8 @@ class LocalLearner:
         model: PreTrainedModel,
         settings: LearnerSettings | None = None,
         *,
-        critic: bool = False,
+        critic: int = 0,
+        noise: Any = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.settings = settings or LearnerSettings()
@@ -58,17 +66,19 @@ class LocalLearner:
         if self.settings.lora_rank:
             lora.inject(self.model, self.settings.lora_rank, self.settings.lora_alpha)
         self.head = packed.head(self.model)
-        self.critic = self._value_head() if critic else None
+        self.critic = self._value_head(int(critic)) if critic else None
+        self.noise = Noise(packed.layers(self.model), noise.sigma, self.device, self.master) if noise else None
         self.version = 0
         self.steps = 0  # taken
         self.skipped = 0  # not taken, because a loss or gradient was not finite
         self._reference: PreTrainedModel | None = None
+        self._previous: PreTrainedModel | None = None
         self._trained = {n: p for n, p in self._named() if p.requires_grad}
-        heads = [n for n in self._trained if n.startswith("value/")]
-        self._optimiser = optimiser.adamw(self._trained, self.settings, heads)
+        rates = {"value/": self.settings.value_lr, "noise/": noise.rate if noise else None}
+        self._optimiser = optimiser.adamw(self._trained, self.settings, rates)
 
-    def _value_head(self) -> nn.Linear:
-        linear = nn.Linear(self.head.weight.shape[1], 1, device=self.device, dtype=self.master)
+    def _value_head(self, heads: int) -> nn.Linear:
+        linear = nn.Linear(self.head.weight.shape[1], heads, device=self.device, dtype=self.master)
         nn.init.zeros_(linear.weight)
         nn.init.zeros_(linear.bias)
         return linear
@@ -77,31 +87,83 @@ class LocalLearner:
         yield from ((f"model/{n}", p) for n, p in self.model.named_parameters())
         if self.critic is not None:
             yield from ((f"value/{n}", p) for n, p in self.critic.named_parameters())
+        if self.noise is not None:
+            yield "noise/log_sigma", self.noise.log_sigma
 
     # ------------------------------------------------------------ measuring
     @torch.no_grad()
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
-        """The asked signals of every sampled token, without gradient, in the batch's own order."""
-        live = frozenset(_live(s) for s in signals) - {Signal.REFERENCE}
-        found: dict[Signal, Tensor] = {}
-        rows = Field(batch.tree, TOKEN, torch.arange(batch.tree.count(TOKEN), device=batch.tree.device))
-        for micro in batch.put(_row=rows).split(self.settings.positions):
+        """The asked signals of the batch, without gradient, in the batch's own order."""
+        sizes = {level: batch.tree.count(level) for level in (TOKEN, TURN, TRAJECTORY)}
+        rows = {f"_{level.name}": batch.tree.field(level, torch.arange(n)) for level, n in sizes.items()}
+        found = {s: torch.zeros(sizes[LEVEL.get(s, TOKEN)], dtype=self.master, device=self.device) for s in signals}
+        for micro in batch.put(rows).split(self.settings.positions):
             micro = micro.to(self.device)
-            values = self._forward(micro, live, self.model)
-            if Signal.REFERENCE in signals:
-                values[Signal.REFERENCE] = self._measure_reference(micro)
-            for signal, value in values.items():
-                whole = found.setdefault(signal, value.x.new_zeros(batch.tree.count(TOKEN)))
-                whole[micro["_row"].x] = value.x
-        empty = torch.zeros(batch.tree.count(TOKEN), dtype=self.master)
-        return {s: Field(batch.tree, TOKEN, found.get(_live(s), empty).to(batch.tree.device)) for s in signals}
+            for signal, value in self._measured(micro, signals).items():
+                found[signal][micro[f"_{value.level.name}"].x] = value.x.to(self.master)
+        if Signal.PREVIOUS in signals:  # asked once for each batch, before its first update
+            self._previous = _frozen_copy(self.model)
+        return {s: Field(batch.tree, LEVEL.get(s, TOKEN), x.to(batch.tree.device)) for s, x in found.items()}
+
+    def _measured(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
+        """One micro-batch."""
+        live = self._forward(batch, frozenset(SAME.get(s, s) for s in signals) & LIVE, self.model)
+        out = {s: live[SAME.get(s, s)] for s in signals if SAME.get(s, s) in live}
+        if Signal.REFERENCE in signals:
+            out[Signal.REFERENCE] = self._logp_of_reference(batch)
+        if Signal.PREVIOUS in signals:
+            model = self._previous or self.model
+            out[Signal.PREVIOUS] = self._forward(batch, frozenset({Signal.LOGP}), model)[Signal.LOGP]
+        if Signal.GRADIENT_NORM in signals:
+            out[Signal.GRADIENT_NORM] = gauges.gradient_norms(batch, self._logp_for_norms, list(self._policy()))
+        if Signal.ANSWER in signals:
+            out[Signal.ANSWER] = gauges.answers(batch, self._logp_of)
+        if Signal.HELLINGER in signals:
+            out[Signal.HELLINGER] = gauges.hellinger(batch, self._states(batch), self._reference_states(batch))
+        if gauges.PUSHES & signals:
+            pushes = gauges.pushes(batch, self._states(batch), self._preconditioner())
+            out |= {s: f for s, f in pushes.items() if s in signals}
+        return out
+
+    def _policy(self) -> Iterator[nn.Parameter]:
+        return (p for n, p in self._trained.items() if n.startswith("model/"))
+
+    def _logp_of(self, batch: Batch) -> Field:
+        return self._forward(batch, frozenset({Signal.LOGP}), self.model)[Signal.LOGP]
+
+    @torch.enable_grad()
+    def _logp_for_norms(self, batch: Batch) -> Field:
+        return self._logp_of(batch)
+
+    def _states(self, batch: Batch, model: PreTrainedModel | None = None) -> gauges.States:
+        """What the head reads before each sampled token, and the head."""
+        chosen, linear = model or self.model, packed.head(model or self.model)
+        with self._autocast():
+            h = packed.hidden_states(chosen, batch.sequences) if batch.sequences.ids.numel() else linear.weight[:0]
+            h = h[batch.sequences.at - 1]
+        return gauges.States(h.to(self.master), linear.weight, linear.bias)
+
+    def _reference_states(self, batch: Batch) -> gauges.States:
+        if self.settings.lora_rank:
+            with lora.disabled(self.model):
+                return self._states(batch)
+        return self._states(batch, self.reference())
+
+    def _preconditioner(self) -> Tensor:
+        """lr · P of the head's weights, P = 1/(√v̂ + ε) once AdamW has a second moment, before that 1."""
+        rate = self.settings.lr * self.settings.factor(self.steps)
+        weight = self.head.weight
+        return rate * optimiser.preconditioner(self._optimiser, weight, self.settings)
 
     def _forward(self, batch: Batch, wanted: frozenset[Signal], model: PreTrainedModel) -> dict[Signal, Field]:
         """One pass over one micro-batch for LOGP, ENTROPY and VALUE, whichever are wanted."""
         if not wanted:
             return {}
-        if Signal.VALUE in wanted and self.critic is None:
-            raise SettingError("the signal 'value' was asked of a learner without a value head; write critic=True")
+        heads = 0 if self.critic is None else self.critic.out_features
+        if wanted & {Signal.VALUE, Signal.TWIN} and heads < (2 if Signal.TWIN in wanted else 1):
+            raise SettingError(
+                f"values were asked of a learner with {heads} value heads; write critic=1, or 2 for twins"
+            )
         linear = packed.head(model)
         out: dict[Signal, Tensor] = {}
         with self._autocast():
@@ -112,14 +174,14 @@ class LocalLearner:
                 ask = Signal.ENTROPY in wanted
                 logp, entropy = token_logprobs(h, linear.weight, linear.bias, target, temperature, want_entropy=ask)
                 out |= {Signal.LOGP: logp} if entropy is None else {Signal.LOGP: logp, Signal.ENTROPY: entropy}
-        if Signal.VALUE in wanted and self.critic is not None:
-            out[Signal.VALUE] = self.critic(h.to(self.master)).squeeze(1)
+        if wanted & {Signal.VALUE, Signal.TWIN} and self.critic is not None:
+            out |= dict(zip((Signal.VALUE, Signal.TWIN), self.critic(h.to(self.master)).unbind(1)))
         return {s: Field(batch.tree, TOKEN, x) for s, x in out.items() if s in wanted}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self.dtype) if self.dtype != self.master else nullcontext()
 
-    def _measure_reference(self, batch: Batch) -> Field:
+    def _logp_of_reference(self, batch: Batch) -> Field:
         wanted = frozenset({Signal.LOGP})
         if self.settings.lora_rank:
             with lora.disabled(self.model):
@@ -134,40 +196,83 @@ class LocalLearner:
                     f"the reference policy was first asked for after {self.steps} steps, when the initial weights were "
                     "gone; measure it, or call reference(), before the first update"
                 )
-            self._reference = copy.deepcopy(self.model).requires_grad_(False)
+            self._reference = _frozen_copy(self.model)
         return self._reference
 
     # ------------------------------------------------------------- updating
     def update(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """One optimiser step over the whole batch; if a loss or gradient is not finite, none, and nothing changes."""
         factor = self.settings.factor(self.steps)
-        norm, taken = math.nan, False
+        norm, taken, rate = math.nan, False, 1.0
         try:
-            loss, sums = self._backward(batch, objective)
+            loss, sums, sides, planned = self._backward(batch, objective)
             if math.isfinite(loss):
-                norm, taken = optimiser.guarded_step(self._optimiser, self.settings.clip, factor)
+                scales = objective.scales(planned, self._gradients(), sides)
+                optimiser.scale(self._optimiser, scales.gradient)
+                sums |= {"scale/gradient": torch.tensor(scales.gradient), "scale/rate": torch.tensor(scales.rate)}
+                rate = scales.rate
+                norm, taken = optimiser.guarded_step(self._optimiser, self.settings.clip, factor * rate)
         finally:
             self._optimiser.zero_grad(set_to_none=True)  # half a gradient must not leak into the next update
         self.steps += taken
         self.skipped += not taken
-        mine = {"loss": loss, "grad_norm": norm, "lr": self.settings.lr * factor, "skipped": float(not taken)}
+        mine = {"loss": loss, "grad_norm": norm, "lr": self.settings.lr * factor * rate, "skipped": float(not taken)}
         return {name: float(value) for name, value in sums.items()} | mine
 
-    def _backward(self, batch: Batch, objective: Objective) -> tuple[float, dict[str, Tensor]]:
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._trained.values() if p.grad is not None]
+
+    def _backward(
+        self, batch: Batch, objective: Objective
+    ) -> tuple[float, dict[str, Tensor], dict[str, list[Tensor]], Batch]:
         """Add up losses, statistics and gradients over the micro-batches; stops at a loss that is not finite."""
         total = 0.0
         sums: dict[str, Tensor] = {}
-        for micro in batch.split(self.settings.positions):
-            micro = micro.to(self.device)
-            loss, stats = objective(micro, self._forward(micro, objective.needs & LIVE, self.model))
-            total += float(loss.detach())
-            for name, value in stats.items():
+        sides: dict[str, list[Tensor]] = {}
+        step = batch
+        for planned, micro, policy in self._micros(batch, objective):
+            step, found = planned, objective(micro, policy)
+            total += float(found.loss.detach())
+            for name, value in found.stats.items():
                 sums[name] = sums.get(name, 0) + torch.as_tensor(value).detach()
             if not math.isfinite(total):
                 break
-            if loss.requires_grad:  # a micro-batch without sampled tokens has nothing to say
-                loss.backward()
-        return total, sums
+            for name, side in found.sides.items():
+                self._add_side(sides.setdefault(name, []), side)
+            if found.loss.requires_grad:  # a micro-batch without sampled tokens has nothing to say
+                found.loss.backward()
+        return total, sums, sides, step
+
+    def _micros(self, batch: Batch, objective: Objective) -> Iterator[tuple[Batch, Batch, dict[Signal, Field]]]:
+        """(the planned step, a micro-batch of it, its live signals). Where the step is one micro-batch, planning looks at
+        the very forward pass that is differentiated; otherwise it costs a pass of its own."""
+        batch = batch.put(vocabulary=batch.tree.full(BATCH, float(self.head.weight.shape[0])))
+        parts = list(batch.split(self.settings.positions)) if objective.foresees else []
+        if len(parts) == 1 and objective.foresees <= LIVE and self.noise is None:
+            micro = parts[0].to(self.device)
+            policy = self._forward(micro, objective.live, self.model)
+            planned = objective.plan(micro.put({s: f.detach() for s, f in policy.items()}))
+            yield planned, planned, policy
+            return
+        if objective.foresees:
+            batch = batch.put(self.measure(batch, objective.foresees))
+        planned = objective.plan(batch)
+        for number, micro in enumerate(planned.split(self.settings.positions)):
+            micro = micro.to(self.device)
+            with self.noise.on(self.steps, number) if self.noise else nullcontext():
+                policy = self._forward(micro, objective.live, self.model)
+            yield planned, micro, policy
+
+    def _add_side(self, grads: list[Tensor], side: Tensor) -> None:
+        """Collect the gradient of another scalar beside the main one."""
+        trained = list(self._trained.values())
+        if not grads:
+            grads += [torch.zeros_like(p) for p in trained]
+        if side.requires_grad:
+            found = torch.autograd.grad(side, trained, retain_graph=True, allow_unused=True)
+            for total, g in zip(grads, found):
+                if g is not None:
+                    total += g
 
     # -------------------------------------------------------- giving weights
     def weights(self) -> Mapping[str, Tensor]:
@@ -190,8 +295,9 @@ class LocalLearner:
         """A snapshot after which updates go on bit for bit: {"tensors": by name, "scalars": JSON-able}."""
         tensors = {name: p.detach().clone() for name, p in self._trained.items()}
         tensors |= {f"optimiser/{n}": t for n, t in optimiser.moments(self._optimiser, self._trained).items()}
-        if self._reference is not None:
-            tensors |= {f"reference/{n}": p.detach().clone() for n, p in self._reference.named_parameters()}
+        for name, model in (("reference", self._reference), ("previous", self._previous)):
+            if model is not None:
+                tensors |= {f"{name}/{n}": p.detach().clone() for n, p in model.named_parameters()}
         counts = {"version": self.version, "steps": self.steps, "skipped": self.skipped}
         return {"tensors": tensors, "scalars": {**counts, "frozen": self._frozen()}}
 
@@ -203,23 +309,28 @@ class LocalLearner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of ``state_dict``, for a learner of the same model and settings."""
         tensors, scalars = state["tensors"], state["scalars"]
-        _match(self._trained, {n: t for n, t in tensors.items() if n.startswith(("model/", "value/"))})
+        _match(self._trained, {n: t for n, t in tensors.items() if n.startswith(("model/", "value/", "noise/"))})
         if not math.isclose(scalars["frozen"], self._frozen(), rel_tol=1e-6):
             raise SettingError("this state belongs to adapters of another base model: their frozen weights differ")
         for name, p in self._trained.items():
             p.copy_(tensors[name])
         cut = lambda prefix: {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}  # noqa: E731
         optimiser.restore(self._optimiser, self._trained, cut("optimiser/"))
-        self._reference = None
-        if initial := cut("reference/"):
-            self._reference = copy.deepcopy(self.model).requires_grad_(False)
-            for name, p in self._reference.named_parameters():
-                p.copy_(initial[name])
+        self._reference, self._previous = self._restored(cut("reference/")), self._restored(cut("previous/"))
         self.version, self.steps, self.skipped = (int(scalars[k]) for k in ("version", "steps", "skipped"))
 
+    def _restored(self, saved: Mapping[str, Tensor]) -> PreTrainedModel | None:
+        """A frozen copy of the model with saved weights, where there are any."""
+        if not saved:
+            return None
+        model = _frozen_copy(self.model)
+        for name, p in model.named_parameters():
+            p.copy_(saved[name])
+        return model
 
-def _live(signal: Signal) -> Signal:
-    return SAME.get(signal, signal)
+
+def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(model).requires_grad_(False)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ This module does not know where gradients come from: no batches, no objectives, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -76,20 +76,37 @@ class LearnerSettings:
         return 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def adamw(parameters: Mapping[str, nn.Parameter], settings: LearnerSettings, value: Iterable[str]) -> torch.optim.AdamW:
-    """AdamW over named parameters; those named in ``value`` move at ``value_lr``. Vectors never decay."""
-    heads = set(value)
-    value_lr = settings.lr if settings.value_lr is None else settings.value_lr
+def adamw(
+    parameters: Mapping[str, nn.Parameter], settings: LearnerSettings, rates: Mapping[str, float | None]
+) -> torch.optim.AdamW:
+    """AdamW over named parameters; ``rates``: learning rates by the prefix of a name, ``lr`` for all others. Vectors never
+    decay."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, p in parameters.items():
         decay = settings.weight_decay if p.dim() > 1 else 0.0
-        groups.setdefault((value_lr if name in heads else settings.lr, decay), []).append(p)
+        own = next((rate for prefix, rate in rates.items() if name.startswith(prefix)), None)
+        groups.setdefault((settings.lr if own is None else own, decay), []).append(p)
     return torch.optim.AdamW(
         [{"params": ps, "lr": lr, "base_lr": lr, "weight_decay": decay} for (lr, decay), ps in groups.items()],
         betas=settings.betas,
         eps=settings.eps,
         fused=all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters.values()),
     )
+
+
+def scale(optimiser: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply all gradients."""
+    if factor != 1.0:
+        torch._foreach_mul_([p.grad for g in optimiser.param_groups for p in g["params"] if p.grad is not None], factor)
+
+
+def preconditioner(optimiser: torch.optim.Optimizer, p: Tensor, settings: LearnerSettings) -> Tensor:
+    """What AdamW multiplies a gradient of ``p`` with: 1/(√v̂ + ε); ones before its first step."""
+    state = optimiser.state.get(p)
+    if not state:
+        return torch.ones_like(p)
+    correction = 1 - settings.betas[1] ** float(state["step"])
+    return 1 / ((state["exp_avg_sq"] / correction).sqrt() + settings.eps)
 
 
 def guarded_step(optimiser: torch.optim.Optimizer, clip: float, factor: float) -> tuple[float, bool]:

@@ -10,6 +10,8 @@ This module does not know what the hidden states are for: no log-probabilities, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -117,6 +119,16 @@ def _worth_reading(sequences: Sequences) -> tuple[Tensor, Tensor]:
     start = torch.cat([begin.new_zeros(1), lengths.cumsum(0)])
     here = torch.arange(int(start[-1]), device=begin.device)
     return here + torch.repeat_interleave(begin - start[:-1], lengths), start
+
+
+def layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+    """The decoder layers, in order."""
+    found = getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None)
+    if found is None:
+        raise SettingError(
+            f"{type(model).__name__} does not show its decoder layers, so no noise can be put between them"
+        )
+    return list(found)
 
 
 def head(model: PreTrainedModel) -> nn.Linear:

@@ -3,6 +3,7 @@
     k1 = −x                E[k1] = KL; can be negative; its gradient as a loss has mean zero (∇ log π averages out)
     k2 = x²/2              biased, low variance; its gradient as a loss is −x ∇ log π, whose mean is the gradient of KL
     k3 = eˣ − x − 1        E[k3] = KL, never negative; its gradient as a loss is (1 − eˣ) ∇ log π, that of KL(π₀‖π)
+    k3+                    the value of k3 with the gradient of k2 (straight through)
 
 k3 is capped: one token that the reference finds e²⁰ times likelier must not carry the whole step.
 """
@@ -28,4 +29,9 @@ def k3(x: Tensor) -> Tensor:
     return (torch.expm1(x) - x).clamp(max=K3_CAP)
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+def k3_plus(x: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2."""
+    return k2(x) - k2(x).detach() + k3(x).detach()
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus}

@@ -8,10 +8,10 @@ from typing import Any
 
 from turnwise.errors import SettingError, nearest
 from turnwise.recipe import Recipe
-from turnwise.recipes import critic, critic_free
+from turnwise.recipes import agents, critic, critic_free, exploration, mismatch, relative, trust
 from turnwise.typed import convert
 
-FAMILIES = (critic_free, critic)
+FAMILIES = (critic_free, critic, trust, mismatch, relative, exploration, agents)
 
 METHODS: dict[str, Callable[..., Recipe]] = {
     name: function

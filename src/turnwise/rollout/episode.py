@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise.answers import read_messages, read_state_key, read_step
@@ -92,14 +92,18 @@ class Episode:
         renderer: Renderer,
         sampling: Sampling,
         limits: Limits,
+        heat: float = 1.0,
     ):
         self.key, self.task, self.environment, self.session = key, task, environment, session
-        self.renderer, self.sampling, self.limits = renderer, sampling, limits
+        self.renderer, self.limits = renderer, limits
+        self.policy_temperature = sampling.temperature or 1.0  # of the policy that learns, whatever this is sampled at
+        self.heat, self.sampling = heat, replace(sampling, temperature=sampling.temperature * heat)
         self.inline = bool(getattr(type(environment), "inline", False))
         self.turns: list[Turn] = []
         self.rewards: dict[str, float] = {}
         self.success: bool | None = None
         self.dialogue: Dialogue | None = None
+        self.answer: tuple[int, ...] = ()
 
     async def run(self) -> Trajectory:
         status, reason = Status.FAILED, "cancelled"
@@ -120,6 +124,8 @@ class Episode:
             status=status,
             reason=reason,
             success=self.success,
+            answer=self.answer,
+            guidance="" if self.heat == 1 else f"heat {self.heat:g}",
             messages=tuple(self.dialogue.messages) if self.dialogue else (),
         )
 
@@ -131,6 +137,7 @@ class Episode:
     async def _play(self) -> tuple[Status, str]:
         first = read_messages(await self._call(self.environment.reset, self.task.seed), "reset")
         self.dialogue = self.renderer.open(first, tuple(getattr(self.environment, "tools", ())))
+        self.answer = await self._gold()
         for _ in range(self.limits.turns):
             room = self.limits.context - len(self.dialogue.ids)
             if room < 1:
@@ -141,6 +148,17 @@ class Episode:
             if step.truncated:
                 return Status.TRUNCATED, "environment"
         return Status.TRUNCATED, "turn limit"
+
+    async def _gold(self) -> tuple[int, ...]:
+        """The gold answer's ids, where the environment tells it."""
+        if not hasattr(self.environment, "answer"):
+            return ()
+        text = await self._call(self.environment.answer)
+        if text is None:
+            return ()
+        if not isinstance(text, str):
+            raise EnvironmentFault(f"answer returned {text!r:.120}; expected a string, or None where there is none")
+        return tuple(self.renderer.encode(text))
 
     async def _turn(self, dialogue: Dialogue) -> Step:
         state = await self._state()
@@ -167,7 +185,7 @@ class Episode:
                     state=state,
                     restart=restart,
                     stop=completion.stop,
-                    temperature=self.sampling.temperature or 1.0,
+                    temperature=self.policy_temperature,
                     tool_calls=int(step.info.get("tool_calls", 0)),
                     tool_errors=int(step.info.get("tool_errors", 0)),
                     seconds_generating=completion.seconds,

@@ -1,0 +1,103 @@
+"""What every run logs of an update: sums over micro-batches, turned into numbers for people when the step is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from turnwise.algebra.piece import Now
+from turnwise.algebra.ratio import behaviour
+from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field
+from turnwise.maths.divergences import k1, k2, k3
+from turnwise.signals import Signal
+
+LEVELS = {"token": TOKEN, "turn": TURN, "trajectory": TRAJECTORY}
+TURNS = 4  # turn indices shown one by one; the last stands for all later ones
+PRIVATE = "_"  # sums that only serve others
+
+
+@torch.no_grad()
+def sums(now: Now, rho: Field, gated: Field, adv: Field, pull: Field) -> dict[str, Tensor]:
+    """Additive statistics of one micro-batch. ``pull``: what multiplies each token's ∇ log π in the gradient."""
+    share = now.batch["share"].to(now.logp.x.dtype)
+    total = lambda x: (share * x.to(share.x.dtype)).at(TOKEN).x.sum()  # noqa: E731
+    moved = (now.logp.detach() - behaviour(now.batch)).clamp(-20.0, 20.0)
+    clipped = (gated.detach().at(TOKEN) - rho.detach().at(TOKEN)).abs() > 0
+    out = {
+        "clip_share": total(clipped),
+        "clip_share/up": total(clipped & (adv > 0)),
+        "clip_share/down": total(clipped & (adv < 0)),
+        "ratio": total(rho.detach()),
+        "advantage/size": total(adv.abs()),
+        "kl/behaviour": total((-moved).map(k3)),
+        "kl/behaviour/k1": total((-moved).map(k1)),
+        "kl/behaviour/k2": total((-moved).map(k2)),
+        "mismatch/size": total(moved.abs()),
+        "_adv": total(adv),
+        "_logp": total(now.logp.detach()),
+        "_adv_logp": total(adv * now.logp.detach()),
+    }
+    if Signal.ENTROPY in now.policy:
+        out["entropy"] = total(now[Signal.ENTROPY].detach())
+    return out | _tails(moved) | _by_turn(now, clipped, pull) | _by_outcome(now, pull)
+
+
+def _tails(moved: Field) -> dict[str, Tensor]:
+    """How far the ratio's tails reach, and the sums behind the effective sample size, at each level."""
+    out: dict[str, Tensor] = {}
+    for name, level in LEVELS.items():
+        some = moved.tree.size(TOKEN, level).x > 0
+        log = moved.sum(level).x[some].double()
+        weight = log.clamp(-20.0, 20.0).exp()
+        out |= {
+            f"_w/{name}": weight.sum(),
+            f"_w2/{name}": (weight**2).sum(),
+            f"_n/{name}": weight.new_tensor(log.numel()),
+        }
+        out[f"_over/{name}"] = (log > 0.69315).double().sum()
+        out[f"_under/{name}"] = (log < -0.69315).double().sum()
+    return out
+
+
+def _by_turn(now: Now, clipped: Field, pull: Field) -> dict[str, Tensor]:
+    index = now.batch.tree.index(TURN, TRAJECTORY).at(TOKEN).x.clamp(max=TURNS - 1)
+    out: dict[str, Tensor] = {}
+    size = pull.x.abs()
+    for k in range(TURNS):
+        here = index == k
+        out |= {f"_tokens/turn{k}": here.sum(), f"_clipped/turn{k}": (clipped.x & here).sum()}
+        out[f"_pull/turn{k}"] = size[here].sum()
+    return out
+
+
+def _by_outcome(now: Now, pull: Field) -> dict[str, Tensor]:
+    good = (now.batch.reward.sum(TRAJECTORY) > 0).at(TOKEN).x
+    size = pull.x.abs()
+    return {"_pull/good": size[good].sum(), "_pull/bad": size[~good].sum()}
+
+
+def finish(found: Mapping[str, float]) -> dict[str, float]:
+    """The numbers for people. ESS and tails are shares of the items of a level; turn indices without tokens are left out."""
+    if "_adv" not in found:
+        return dict(found)
+    out = {name: value for name, value in found.items() if not name.startswith(PRIVATE)}
+    out["entropy/covariance"] = found["_adv_logp"] - found["_adv"] * found["_logp"]
+    for name in LEVELS:
+        n = max(1.0, found[f"_n/{name}"])
+        out[f"ratio/ess/{name}"] = found[f"_w/{name}"] ** 2 / max(1e-30, found[f"_w2/{name}"]) / n
+        out[f"ratio/over_2/{name}"] = found[f"_over/{name}"] / n
+        out[f"ratio/under_half/{name}"] = found[f"_under/{name}"] / n
+    whole = max(1e-30, found["_pull/good"] + found["_pull/bad"])
+    out["gradient_share/good"] = found["_pull/good"] / whole
+    for k in range(TURNS):
+        tokens = found[f"_tokens/turn{k}"]
+        if tokens:
+            label = f"turn{k}" + ("+" if k == TURNS - 1 else "")
+            out[f"clip_share/{label}"] = found[f"_clipped/turn{k}"] / tokens
+            out[f"gradient_share/{label}"] = found[f"_pull/turn{k}"] / whole
+    return out
+
+
+__all__ = ["finish", "sums"]

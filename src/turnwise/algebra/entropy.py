@@ -1,0 +1,48 @@
+"""The entropy of a token beside that of all tokens of the step, as a number in [−1, 1]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from turnwise.algebra.piece import Piece, Whole, check
+from turnwise.levels import Field, where
+from turnwise.signals import Signal
+
+
+@dataclass(frozen=True)
+class NormalisedEntropy(Piece):
+    """h = (x − q)/s with x = log H, q its ρ-quantile, s = √mean (x − q)²; each side then scaled to reach ±1."""
+
+    quantile: float = 0.8
+
+    def __post_init__(self) -> None:
+        check(0 <= self.quantile <= 1, f"the quantile is {self.quantile}; write a number in [0, 1]")
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({Signal.OLD_ENTROPY})
+
+    def plan(self, whole: Whole) -> dict[object, Field]:
+        return {self: whole[Signal.OLD_ENTROPY].map(self._normalise)}
+
+    def _normalise(self, entropy: torch.Tensor) -> torch.Tensor:
+        x = entropy.double().clamp(min=1e-8).log()
+        if not x.numel():
+            return x
+        q = x.sort().values[round(self.quantile * (x.numel() - 1))]
+        s = (x - q).square().mean().sqrt()
+        if s == 0:
+            return torch.zeros_like(x)
+        h = (x - q) / s
+        top, bottom = h.max().clamp(min=0), (-h.min()).clamp(min=0)
+        return torch.where(h > 0, h / top.clamp(min=1e-30), h / bottom.clamp(min=1e-30))
+
+    @staticmethod
+    def bounds(h: Field, low: float, high: float, alpha: float) -> tuple[Field, Field]:
+        """A clip that gives uncertain tokens room above and sure ones room below."""
+        return where(h > 0, low, low * (1 - alpha * h)), where(h > 0, high * (1 + alpha * h), high)
+
+
+__all__ = ["NormalisedEntropy"]

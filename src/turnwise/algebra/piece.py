@@ -1,0 +1,137 @@
+"""What every piece of a recipe has in common: what it reads, what it must foresee, what it remembers.
+
+A step has three moments. ``credit`` sees the whole batch once, before the first update. ``plan`` sees the whole of each
+optimiser step, before it is cut into micro-batches. Then each micro-batch is seen by itself, with the gradient.
+What must hold for the whole (a searched bound, a quantile, a running mean) is put on the batch in the first two, under
+the piece itself; micro-batches then just sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from turnwise.batch import Batch
+from turnwise.errors import RecipeError
+from turnwise.levels import BATCH, Field
+from turnwise.signals import Signal
+
+NOTHING: frozenset[Signal] = frozenset()
+State = dict[str, float]
+
+
+class Piece:
+    """Interface. A piece is a frozen dataclass; pieces inside its fields are found by themselves."""
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        """Signals this piece itself uses."""
+        return NOTHING
+
+    @property
+    def foresight(self) -> frozenset[Signal]:
+        """Signals of the *present* policy that ``plan`` must know of the whole step."""
+        return NOTHING
+
+    def plan(self, whole: Whole) -> Mapping[Any, Field]:
+        """Columns to put on the batch before a step is cut into micro-batches, keyed by the piece (and a word)."""
+        return {}
+
+    def start(self) -> State:
+        """What it remembers between steps, at the beginning of a run; read it in ``plan`` as ``whole[self, name]``."""
+        return {}
+
+    def advance(self, state: State, whole: Whole) -> State:
+        """Its memory after this step."""
+        return state
+
+    @property
+    def parts(self) -> Iterator[Piece]:
+        """This piece and all pieces inside it."""
+        yield self
+        assert is_dataclass(self), f"{type(self).__name__} must be a dataclass"
+        for f in fields(self):
+            value = getattr(self, f.name)
+            for inner in value if isinstance(value, tuple) else (value,):
+                if isinstance(inner, Piece):
+                    yield from inner.parts
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        return NOTHING.union(*(p.reads | p.foresight for p in self.parts))
+
+    @property
+    def foresees(self) -> frozenset[Signal]:
+        return NOTHING.union(*(p.foresight for p in self.parts))
+
+
+@dataclass(frozen=True, eq=False)
+class Now:
+    """One micro-batch under the present weights. ``now[key]`` is live where the forward pass gave it, else from the batch."""
+
+    batch: Batch
+    policy: Mapping[Signal, Field]
+
+    def __getitem__(self, key: Any) -> Field:
+        return self.policy[key] if key in self.policy else self.batch[key]
+
+    @property
+    def logp(self) -> Field:
+        return self[Signal.LOGP]
+
+
+@dataclass(frozen=True, eq=False)
+class Whole(Now):
+    """The whole of an optimiser step, without gradient. Its ratio exists only for pieces that foresee ``LOGP``."""
+
+    rho: Field | None = None
+    adv: Field | None = None
+
+    @property
+    def ratio(self) -> Field:
+        assert self.rho is not None, "a piece that plans with the ratio must have LOGP in its foresight"
+        return self.rho
+
+    @property
+    def advantage(self) -> Field:
+        assert self.adv is not None
+        return self.adv
+
+
+@dataclass
+class Memory:
+    """What stateful pieces remember, by their text, and how many batches have been credited. JSON-able."""
+
+    clock: int = 0
+    states: dict[str, State] = field(default_factory=dict)
+
+    def of(self, piece: Piece) -> State:
+        return self.states.setdefault(repr(piece), piece.start())
+
+    def columns(self, pieces: Iterator[Piece], batch: Batch) -> dict[Any, Field]:
+        """The memory as BATCH fields under (piece, name), so that it travels with every cut of the batch."""
+        whole = lambda value: batch.tree.full(BATCH, value, torch.float64)  # noqa: E731
+        return {(p, name): whole(value) for p in pieces if p.start() for name, value in self.of(p).items()}
+
+    def advance(self, pieces: Iterator[Piece], whole: Whole) -> None:
+        for p in pieces:
+            if p.start():
+                self.states[repr(p)] = p.advance(dict(self.of(p)), whole)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"clock": self.clock, "states": self.states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.clock, self.states = int(state["clock"]), {k: dict(v) for k, v in state["states"].items()}
+
+
+def check(ok: bool, message: str) -> None:
+    """One line at the door of each piece."""
+    if not ok:
+        raise RecipeError(message)
+
+
+__all__ = ["NOTHING", "Memory", "Now", "Piece", "State", "Whole", "check"]
