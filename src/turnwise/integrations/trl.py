@@ -43,7 +43,7 @@ INPUTS = (  # what TRL's forward pass takes besides ids and masks
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's trainer; ``method`` is a name (see ``turnwise methods``) or a Recipe, ``method_options`` its hyper-parameters."""
+    """TRL's trainer; ``method`` is a name (see ``turnwise list``) or a Recipe, ``method_options`` its hyper-parameters."""
 
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "turnwise"]
 
@@ -132,7 +132,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             measured, entropy, _ = self._forward(self.model, out, batch_size=size)
             old = measured if old is None else old
         behaviour = old
-        if self.use_vllm and self.vllm_importance_sampling_correction:
+        if self.use_vllm and self.vllm_importance_sampling_correction and old is not None:  # TRL measures both then
             sampled = out["sampling_per_token_logps"]  # NaN: vLLM could not score that token
             behaviour = torch.where(sampled.isnan(), old, sampled)
         found = {
