@@ -150,7 +150,7 @@ class LocalLearner:
         return self._states(batch, self.reference())
 
     def _preconditioner(self) -> Tensor:
-        """lr · P of the head's weights, P = 1/(√v̂ + ε) once AdamW has a second moment, before that 1."""
+        """lr · P of the head's weights: what AdamW would make of one token's gradient."""
         rate = self.settings.lr * self.settings.factor(self.steps)
         weight = self.head.weight
         return rate * optimiser.preconditioner(self._optimiser, weight, self.settings)

@@ -101,12 +101,15 @@ def scale(optimiser: torch.optim.Optimizer, factor: float) -> None:
 
 
 def preconditioner(optimiser: torch.optim.Optimizer, p: Tensor, settings: LearnerSettings) -> Tensor:
-    """What AdamW multiplies a gradient of ``p`` with: 1/(√v̂ + ε); ones before its first step."""
+    """What AdamW multiplies a new gradient of ``p`` with: (1 − β₁)/(√v̂ + ε); 1 − β₁ before its first step.
+
+    v̂ is held at or above its mean: rows of tokens that never occurred have none, and would promise steps without bound."""
+    fresh = 1 - settings.betas[0]
     state = optimiser.state.get(p)
     if not state:
-        return torch.ones_like(p)
-    correction = 1 - settings.betas[1] ** float(state["step"])
-    return 1 / ((state["exp_avg_sq"] / correction).sqrt() + settings.eps)
+        return torch.full_like(p, fresh)
+    v = state["exp_avg_sq"] / (1 - settings.betas[1] ** float(state["step"]))
+    return fresh / (v.clamp(min=v.mean()).sqrt() + settings.eps)
 
 
 def guarded_step(optimiser: torch.optim.Optimizer, clip: float, factor: float) -> tuple[float, bool]:
