@@ -8,7 +8,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test quick lint format docs bench seeds clean help
+.PHONY: train test quick lint format docs bench learning seeds clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -38,6 +38,9 @@ bench: $(READY)
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/step.py
+
+learning: $(READY)
+	$(BIN)/python bench/sweep.py --table bench/results/learning.jsonl bench/results/offpolicy.jsonl --write docs/learning.md
 
 seeds: $(READY)
 	$(BIN)/python bench/seeds.py --write bench/seeds.md

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from typing import Any
 
 from turnwise import recipes
@@ -17,6 +18,7 @@ def entry(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "family": recipes.method(name).__module__.rsplit(".", 1)[-1],
+        "about": (sys.modules[recipes.method(name).__module__].__doc__ or "").splitlines()[0].rstrip("."),
         "idea": doc.splitlines()[0].split(": ", 1)[-1],
         "paper": section(doc, "Paper"),
         "settings": section(doc, "Settings"),
@@ -44,11 +46,14 @@ def rows() -> list[dict[str, Any]]:
             {
                 "method": name,
                 "family": e["family"],
+                "about": e["about"],
                 "idea": e["idea"],
                 "paper": e["paper"],
+                "arxiv": " ".join(re.findall(r"arXiv [\d.]+\d", e["paper"])[:1]) or e["paper"][:60],
                 "changes vs grpo": ", ".join(changed) or "–",
                 "needs": ", ".join(n for n in e["needs"] if n not in ("logp", "entropy")) or "–",
                 "sure of": e["sure_of"],
+                "deviation": e["deviation"] or "–",
             }
         )
     return out
@@ -71,13 +76,17 @@ def markdown() -> str:
         "# Methods",
         "",
         "Generated from the recipes by `make docs`; do not edit. `turnwise explain NAME` prints one of them whole,",
-        "`turnwise diff A B` the slots in which two differ.",
+        "`turnwise diff A B` the slots in which two differ. Each method agrees with an independent oracle in loss and",
+        "gradient and passes the contract of all methods (`tests/algebra/test_recipes.py`,",
+        "`tests/test_every_method.py`); how each of them learns is in [learning.md](learning.md).",
         "",
-        "| method | family | idea | changes vs `grpo` | needs |",
-        "|---|---|---|---|---|",
+        "| method | family | idea | changes vs `grpo` | needs | sure of | deviation |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{r['method']}` | {r['family']} | {r['idea']} | {r['changes vs grpo']} | {r['needs']} |" for r in rows()
+        f"| `{r['method']}` | {r['family']} | {r['idea']} | {r['changes vs grpo']} | {r['needs']} | {r['sure of']} "
+        f"| {r['deviation']} |"
+        for r in rows()
     ]
     for name in recipes.METHODS:
         e = entry(name)
@@ -87,7 +96,6 @@ def markdown() -> str:
 
 
 if __name__ == "__main__":
-    import sys
     from pathlib import Path
 
     Path(sys.argv[1]).write_text(markdown(), encoding="utf-8")

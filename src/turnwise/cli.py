@@ -97,7 +97,7 @@ def list_methods(argv: Sequence[str]) -> int:
     from turnwise import catalogue, show
 
     rows = catalogue.rows()
-    print(json.dumps(rows, indent=1)) if space.json else show.show_table("Methods", rows)
+    print(json.dumps(rows, indent=1)) if space.json else show.show_methods(rows)
     return 0
 
 

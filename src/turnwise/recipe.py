@@ -11,6 +11,7 @@ from turnwise.algebra.gradient import Gradient, Plain
 from turnwise.algebra.mask import All, Mask
 from turnwise.algebra.objective import Objective
 from turnwise.algebra.penalty import Weighted
+from turnwise.algebra.piece import text
 from turnwise.algebra.ratio import Importance, Ratio
 from turnwise.algebra.reward import Environment
 from turnwise.algebra.smoothing import LayerNoise
@@ -46,7 +47,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.advantage.compares and self.budget.size < 2:
             raise RecipeError(
-                f"{self.advantage!r} compares the trajectories of a group, but groups have {self.budget.size}; "
+                f"{text(self.advantage)} compares the trajectories of a group, but groups have {self.budget.size}; "
                 "write --group-size 2 or more, or take a method with a critic (ppo) or without a baseline (reinforce)"
             )
 
@@ -65,5 +66,5 @@ class Recipe:
         return 2 if needs & {Signal.TWIN, Signal.OLD_TWIN} else int(bool(needs & CRITIC))
 
     def slots(self) -> dict[str, str]:
-        """Each slot and its piece, as text."""
-        return {f.name: repr(getattr(self, f.name)) for f in fields(self)}
+        """Each slot and its piece, as a person would write it."""
+        return {f.name: text(getattr(self, f.name)) for f in fields(self)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,25 @@ def show_evaluation(found: Mapping[str, Any]) -> None:
         for k, value in found.get(kind, {}).items():
             out.add_row(kind.replace("k", k), f"{value:.3f}")
     console().print(out)
+
+
+def show_methods(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The catalogue by family: two lines for each method, as wide as the terminal."""
+    out = console()
+    family = ""
+    for row in rows:
+        if row["family"] != family:
+            family = row["family"]
+            out.print(f"\n{family}: {row['about']}", style="bold", highlight=False)
+        indent = " " * 24
+        name = f"  {row['method']:<22}"
+        out.print(textwrap.fill(row["idea"], out.width, initial_indent=name, subsequent_indent=indent), highlight=False)
+        facts = f"{row['arxiv']} · changes {row['changes vs grpo']} · needs {row['needs']} · sure of {row['sure of']}"
+        lines = textwrap.fill(facts, out.width, initial_indent=indent, subsequent_indent=indent)
+        out.print(lines, style="dim", highlight=False, markup=False)
+    out.print(
+        f"\n{len(rows)} methods; `turnwise explain NAME` prints one whole, `turnwise diff A B` what two differ in"
+    )
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

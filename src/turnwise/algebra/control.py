@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from turnwise.algebra.piece import Piece, check
+from turnwise.algebra.piece import Piece, check, text
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour
 from turnwise.batch import Batch
 from turnwise.levels import GROUP, TRAJECTORY, TURN, Field, where
@@ -27,7 +27,9 @@ class Control(Piece):
 
     def repeated(self, epochs: int, minibatches: int) -> Control:
         """The same with other passes, where the run asks for them (0: as it is)."""
-        check(not epochs and not minibatches, f"{self!r} has steps of its own; leave --epochs and --minibatches out")
+        check(
+            not epochs and not minibatches, f"{text(self)} has steps of its own; leave --epochs and --minibatches out"
+        )
         return self
 
     def parts_of(self, batch: Batch, seed: int, measure: Measure) -> Iterator[Batch]:

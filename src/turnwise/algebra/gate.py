@@ -11,7 +11,7 @@ import torch
 
 from turnwise.algebra.factor import Factor
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.piece import Now, Piece, Whole, check
+from turnwise.algebra.piece import Now, Piece, Whole, check, text
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.levels import TRAJECTORY, Field, where
@@ -40,8 +40,8 @@ class Scaled(Gate):
     def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
         return self.gate(rho, adv, now) * self.factor(rho, adv, now)
 
-    def __repr__(self) -> str:
-        return f"{self.gate!r} * {self.factor!r}"
+    def written(self) -> str:
+        return f"{text(self.gate)} * {text(self.factor)}"
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ class Behind(Gate):
     def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
         return where(self.mask(rho.detach(), adv, now), self.gate(rho, adv, now), 0.0)
 
-    def __repr__(self) -> str:
-        return f"{self.gate!r}.where({self.mask!r})"
+    def written(self) -> str:
+        inner = text(self.gate)
+        return f"({inner}).where({text(self.mask)})" if " " in inner else f"{inner}.where({text(self.mask)})"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from turnwise.algebra.piece import Now, Piece, Whole, check
+from turnwise.algebra.piece import Now, Piece, Whole, check, text
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Ratio, behaviour, moved
 from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Level, where
 from turnwise.signals import Signal
@@ -31,8 +31,8 @@ class Both(Mask):
     def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
         return self.left(rho, adv, now) & self.right(rho, adv, now)
 
-    def __repr__(self) -> str:
-        return f"{self.left!r} & {self.right!r}"
+    def written(self) -> str:
+        return f"{text(self.left)} & {text(self.right)}"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ the piece itself; micro-batches then just sum.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -128,10 +128,32 @@ class Memory:
         self.clock, self.states = int(state["clock"]), {k: dict(v) for k, v in state["states"].items()}
 
 
+QUIET = {"eps", "cap", "correction", "least"}  # numbers that only matter when someone changed them
+
+
+def text(value: Any) -> str:
+    """A piece as a person would write it: numbers and what is away from its defaults, the first field without its name."""
+    if hasattr(type(value), "written"):
+        return value.written()
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        inner = ", ".join(map(text, value))
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if not is_dataclass(value) or isinstance(value, type):
+        return f"{value:g}" if isinstance(value, float) else repr(value)
+    said = []
+    for place, f in enumerate(fields(value)):
+        found = getattr(value, f.name)
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        number = isinstance(found, int | float) and not isinstance(found, bool) and f.name not in QUIET
+        if number or default is MISSING or found != default:
+            said.append(text(found) if place == len(said) == 0 else f"{f.name}={text(found)}")
+    return f"{type(value).__name__}({', '.join(said)})"
+
+
 def check(ok: bool, message: str) -> None:
     """One line at the door of each piece."""
     if not ok:
         raise RecipeError(message)
 
 
-__all__ = ["NOTHING", "Memory", "Now", "Piece", "State", "Whole", "check"]
+__all__ = ["NOTHING", "Memory", "Now", "Piece", "State", "Whole", "check", "text"]

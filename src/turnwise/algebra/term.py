@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import Piece, check
+from turnwise.algebra.piece import Piece, check, text
 from turnwise.batch import Batch
 from turnwise.levels import Field
 
@@ -44,8 +44,10 @@ class Plus(Term):
     def __call__(self, batch: Batch) -> Field:
         return self.left(batch) + self.right(batch)
 
-    def __repr__(self) -> str:
-        return f"{self.left!r} + {self.right!r}"
+    def written(self) -> str:
+        if isinstance(self.right, Times) and self.right.weight == -1:
+            return f"{text(self.left)} - {text(self.right.term)}"
+        return f"{text(self.left)} + {text(self.right)}"
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Times(Term):
     def __call__(self, batch: Batch) -> Field:
         return self.weight * self.term(batch)
 
-    def __repr__(self) -> str:
-        return f"{self.weight:g} * {self.term!r}"
+    def written(self) -> str:
+        return f"{self.weight:g} * {text(self.term)}"
 
 
 __all__ = ["Plus", "Term", "Times", "check"]

@@ -57,7 +57,8 @@ def scale_rl(cap: float = 5.0, solved: float = 0.9) -> Recipe:
 
     Paper: The Art of Scaling Reinforcement Learning Compute for LLMs, arXiv 2510.13786.
     Settings: cap 5, tasks solved at 0.9 are not drawn again, 48 tasks of 16, staleness up to 8.
-    Deviation: no forced interruption of long thoughts; staleness is a setting of the run. Its curve fit is `turnwise.scaling`.
+    Deviation: no forced interruption of long thoughts; staleness is a setting of the run. Its curve fit is in
+    `turnwise.maths.scaling`.
     Sure of: the recipe (paper text), batch and learning rate (recalled).
     """
     return Recipe(
