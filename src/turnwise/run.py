@@ -19,7 +19,7 @@ from turnwise.algebra import diagnostics
 from turnwise.algebra.objective import Objective
 from turnwise.batch import Batch, pack
 from turnwise.collect import Collector
-from turnwise.data import Group, Status
+from turnwise.data import Group, Status, Trajectory
 from turnwise.ports import Generator, Learner, Ledger, Listener
 from turnwise.recipe import Recipe
 from turnwise.seeds import stable_seed
@@ -145,8 +145,15 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
         "restarts": sum(turn.restart for turn in turns) / n,
         "groups_without_spread": flat / len(groups),
         "staleness": sum(version - v for v in versions) / max(1, len(versions)),
+        "staleness/oldest": float(version - min(versions, default=version)),
+        "staleness/span": max((_span(t) for t in trajectories), default=0.0),  # versions inside one trajectory
         **{f"reward/{name}": sum(t.rewards.get(name, 0.0) for t in trajectories) / n for name in named},
     }
+
+
+def _span(trajectory: Trajectory) -> float:
+    versions = [v for turn in trajectory.turns for v in turn.version]
+    return float(max(versions) - min(versions)) if versions else 0.0
 
 
 __all__ = ["Loop", "describe", "improve"]

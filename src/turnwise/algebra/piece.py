@@ -140,7 +140,7 @@ def text(value: Any) -> str:
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if not is_dataclass(value) or isinstance(value, type):
         return f"{value:g}" if isinstance(value, float) else repr(value)
-    said = []
+    said: list[str] = []
     for place, f in enumerate(fields(value)):
         found = getattr(value, f.name)
         default = f.default_factory() if f.default_factory is not MISSING else f.default
