@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Token:
         float, float, float
     ]  # with v = onehot - pi and q = lr * P h^2: sum v^2 q, sum pi v^2 q^2, sum pi v q
     lot: float  # a number in [0, 1) drawn once for this token; "at random" means: in ascending order of the lot
+    facts: dict[str, Any] = field(default_factory=dict)  # what single methods need besides
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Turn:
     reward: float
     tool_calls: int = 0
     answer: float = 0.0  # score of the gold answer given the history after this turn
+    facts: dict[str, Any] = field(default_factory=dict)  # what single methods need besides: state, agent ...
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Trajectory:
     norm: float = 1.0  # || grad of the sum of its log-probabilities ||
     domain: int = 0  # the same for all trajectories of a group
     lot: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)  # what single methods need besides: named rewards, lengths ...
 
 
 Group = list[Trajectory]
