@@ -8,9 +8,9 @@ import torch
 
 from turnwise.algebra.advantage import answer_gain
 from turnwise.algebra.entropy import NormalisedEntropy
-from turnwise.algebra.factor import mismatch
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.piece import Now, Whole, check
+from turnwise.algebra.ratio import mismatch
 from turnwise.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field, where
 from turnwise.signals import Signal
 

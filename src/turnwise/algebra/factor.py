@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from turnwise.algebra.entropy import NormalisedEntropy
 from turnwise.algebra.piece import Now, Piece, Whole, check
-from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour
+from turnwise.algebra.ratio import behaviour, mismatch
 from turnwise.levels import BATCH, TOKEN, TRAJECTORY, Field, Level, where
 from turnwise.signals import Signal
 
@@ -17,12 +17,6 @@ class Factor(Piece):
 
     def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
         raise NotImplementedError
-
-
-def mismatch(now: Now, level: Level) -> Field:
-    """log of π_prox/μ, learner against sampler: of a token, or summed over a turn or trajectory. Held within ±20."""
-    log = (now[Signal.PROXIMAL] - behaviour(now.batch)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return log if level == TOKEN else log.sum(level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -134,5 +128,5 @@ class Redistribution(Factor):
 
 
 __all__ = [
-    "Divergent", "EntropyChange", "ExpAdvantage", "Factor", "Redistribution", "Truncated", "mismatch",
+    "Divergent", "EntropyChange", "ExpAdvantage", "Factor", "Redistribution", "Truncated",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from turnwise.algebra.piece import Now, Piece, Whole, check, text
-from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Ratio, behaviour, moved
+from turnwise.algebra.ratio import Ratio, behaviour, mismatch, moved
 from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Level, where
 from turnwise.signals import Signal
 
@@ -114,10 +114,6 @@ class BinaryKL(Mask):
 # ---------------------------------------------------------------- by mismatch
 
 
-def _mismatch(now: Now) -> Field:
-    return (now[Signal.PROXIMAL] - behaviour(now.batch)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
 @dataclass(frozen=True)
 class Agreeing(Mask):
     """low ≤ π_prox/μ ≤ high: where learner and sampler agree. By token, by the product or by the geometric mean of a level."""
@@ -135,8 +131,7 @@ class Agreeing(Mask):
         return frozenset({Signal.PROXIMAL})
 
     def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        log = _mismatch(now)
-        log = log.mean(self.level) if self.mean else log.sum(self.level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        log = mismatch(now).mean(self.level) if self.mean else mismatch(now, self.level)
         return (log.exp() >= self.low) & (log.exp() <= self.high)
 
 
@@ -151,7 +146,7 @@ class SmallMismatch(Mask):
         return frozenset({Signal.PROXIMAL})
 
     def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return _mismatch(now).map(lambda x: torch.expm1(x) - x).mean(TRAJECTORY) <= self.limit
+        return mismatch(now).map(lambda x: torch.expm1(x) - x).mean(TRAJECTORY) <= self.limit
 
 
 @dataclass(frozen=True)
@@ -165,7 +160,7 @@ class NoVeto(Mask):
         return frozenset({Signal.PROXIMAL})
 
     def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return _mismatch(now).exp().min(TRAJECTORY) >= self.floor
+        return mismatch(now).exp().min(TRAJECTORY) >= self.floor
 
 
 @dataclass(frozen=True)

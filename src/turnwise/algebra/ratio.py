@@ -39,6 +39,12 @@ def moved(now: Now, proximal: bool = False) -> Field:
     return (now.logp - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+def mismatch(now: Now, level: Level = TOKEN) -> Field:
+    """log of π_prox/μ, learner against sampler: of a token, or summed over a turn or trajectory. Held within ±20."""
+    log = (now[Signal.PROXIMAL] - behaviour(now.batch)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return log if level == TOKEN else log.sum(level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
 @dataclass(frozen=True)
 class Importance(Ratio):
     """ρ = exp( mean over the level of log π − log μ ): TOKEN is PPO's, TURN the turn ratio, TRAJECTORY is GSPO's.
@@ -128,5 +134,5 @@ def _earlier_minimum(x: torch.Tensor, tree: Tree) -> torch.Tensor:
 
 __all__ = [
     "LOG_RATIO_LIMIT", "Importance", "OnPolicy", "PerToken", "PrefixMinimum", "PrefixProduct", "Product", "Ratio",
-    "behaviour", "moved",
+    "behaviour", "mismatch", "moved",
 ]  # fmt: skip

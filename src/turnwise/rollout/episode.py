@@ -153,7 +153,7 @@ class Episode:
         """The gold answer's ids, where the environment tells it."""
         if not hasattr(self.environment, "answer"):
             return ()
-        text = await self._call(self.environment.answer)
+        text = await self._call(self.environment.answer, inline=True)  # as with state keys: a thread would cost more
         if text is None:
             return ()
         if not isinstance(text, str):
