@@ -46,7 +46,7 @@ def sampled_by(learner, groups):
 def test_steps_and_a_crash_between_them(name, initial):
     recipe = recipes.build(name)
     learner, objective = make(initial, recipe)
-    groups = [sampled_by(learner, records_of(shape, seed)) for seed, shape in enumerate(SHAPES)]
+    groups = [sampled_by(learner, records_of(shape, seed, asks=recipe.asks)) for seed, shape in enumerate(SHAPES)]
     for step, batch in enumerate(groups):
         metrics = improve(learner, recipe, batch, step, objective)
         assert metrics["skipped"] == 0 and metrics["loss"] == metrics["loss"]

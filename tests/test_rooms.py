@@ -20,7 +20,7 @@ MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
     "__init__": "",  # public names are imported lazily, by name
     "errors": "",
     "maths": "",
-    "signals": "",
+    "signals": "levels",
     "seeds": "",
     "typed": "errors",
     "settings": "errors typed",
@@ -30,6 +30,7 @@ MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
     "ports": "errors data",
     "answers": DATA,
     "algebra": "errors maths levels batch signals",
+    "credit": "errors maths levels batch signals algebra",
     "tasks": "errors data seeds",
     "rollout": f"{DATA} answers seeds tasks",
     "engines": f"{DATA} levels batch signals",
@@ -39,7 +40,7 @@ MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
     "observe": DATA,
     "models": "errors",
     "recipe": "errors levels signals algebra tasks rollout.strategy",
-    "recipes": "errors typed levels signals algebra tasks rollout.strategy recipe",
+    "recipes": "errors typed levels signals algebra credit tasks rollout.strategy recipe",
     "collect": f"{DATA} seeds recipe rollout.strategy tasks",
     "run": f"{DATA} seeds batch recipe collect algebra.objective algebra.diagnostics",
     "padded": "errors levels batch signals algebra recipe recipes",
@@ -61,7 +62,7 @@ MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
     "cli": "__init__ errors ports flags settings recipes catalogue environments observe launch judge show",
 }
 HEAVY = {  # who may touch a heavy library
-    "torch": "maths levels batch algebra engines models store assemble padded integrations",
+    "torch": "maths levels batch algebra credit engines models store assemble padded integrations",
     "transformers": "engines models assemble integrations",
     "tokenizers": "models",
     "peft": "engines",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.data import Group, Origin, Status, Trajectory, Turn
+from turnwise.data import Facts, Group, Origin, Status, Trajectory, Turn
 from turnwise.errors import RecordError, SignalError
 from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree
 from turnwise.signals import Signal
@@ -33,6 +33,7 @@ class Sequences:
     start: Tensor  # [S + 1] where each sequence begins; the last entry is L
     trajectory: Tensor  # [S] whose it is
     at: Tensor  # [N] packed position of each sampled token (its log-probability is read one position earlier)
+    blind: Tensor | None = None  # [L] ids had the environment said nothing; None where nobody asked
 
     @property
     def lengths(self) -> Tensor:
@@ -55,7 +56,8 @@ class Sequences:
         source = torch.repeat_interleave(self.start[:-1][kept], lengths) + inside
         at = self.at[tokens]
         owner = torch.searchsorted(self.start, at, right=True) - 1
-        return Sequences(self.ids[source], start, new[kept], at - self.start[owner] + moved[owner])
+        blind = None if self.blind is None else self.blind[source]
+        return Sequences(self.ids[source], start, new[kept], at - self.start[owner] + moved[owner], blind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,19 +73,26 @@ class Batch:
     temperature: Field  # TURN
     reward: Field  # TURN: what the environment paid for this turn
     state: Field  # TURN: number of the state it was taken in, −1 where unknown
+    action: Field  # TURN: number of what was said, token by token
     agent: Field  # TURN: number of the acting agent
     tool_calls: Field  # TURN: how many tools it called
     truncated: Field  # TRAJECTORY: a limit ended it
     expert: Field  # TRAJECTORY: not sampled by our policy
+    replayed: Field  # TRAJECTORY: sampled by our policy in an earlier step
     guided: Field  # TRAJECTORY: sampled with help, or otherwise than the policy would
     success: Field  # TRAJECTORY: the environment's verdict, NaN where it has none
     seed: Field  # TRAJECTORY: a number of its own, the same in any batch it is part of
+    parent: Field  # TRAJECTORY: the ``seed`` of the one it forked from, −1 where it did not
+    fork: Field  # TRAJECTORY: at which turn of the parent
+    end: Field  # TRAJECTORY: number of the state after its last turn, −1 where unknown
     group: Field  # GROUP: its number in the whole step (stays when the batch is cut)
     domain: Field  # GROUP: number of its kind of task
     named: Mapping[str, Field] = field(default_factory=dict)  # TRAJECTORY: reward components by name
+    facts: Mapping[str, Field] = field(default_factory=dict)  # TURN or TRAJECTORY: NaN where nobody said
     columns: Mapping[Any, Field] = field(default_factory=dict)  # by name, or by the piece that planned it
     answers: tuple[tuple[int, ...], ...] = ()  # TRAJECTORY: the gold answer's ids, empty where there is none
     keys: tuple[str, ...] = ()  # trajectory ids, in order
+    tasks: tuple[str, ...] = ()  # GROUP: the task's key
 
     def __len__(self) -> int:
         return self.tree.count(TRAJECTORY)
@@ -125,9 +134,11 @@ class Batch:
             tree=tree,
             sequences=self.sequences.select(position, kept[0]),
             named={name: cut(f) for name, f in self.named.items()},
+            facts={name: cut(f) for name, f in self.facts.items()},
             columns={name: cut(f) for name, f in self.columns.items()},
             keys=tuple(self.keys[i] for i in chosen.tolist()) if self.keys else (),
             answers=tuple(self.answers[i] for i in chosen.tolist()) if self.answers else (),
+            tasks=tuple(self.tasks[i] for i in kept[GROUP].tolist()) if self.tasks else (),
             **fields,
         )
 
@@ -156,8 +167,11 @@ class Batch:
         tree, s = self.tree.to(device), self.sequences
         move = lambda f: Field(tree, f.level, f.x.to(device))  # noqa: E731
         changes: dict[str, Any] = {name: move(f) for name, f in vars(self).items() if isinstance(f, Field)}
-        changes["sequences"] = Sequences(s.ids.to(device), s.start.to(device), s.trajectory.to(device), s.at.to(device))
+        blind = None if s.blind is None else s.blind.to(device)
+        moved = (s.ids.to(device), s.start.to(device), s.trajectory.to(device), s.at.to(device))
+        changes["sequences"] = Sequences(*moved, blind)
         changes["named"] = {name: move(f) for name, f in self.named.items()}
+        changes["facts"] = {name: move(f) for name, f in self.facts.items()}
         changes["columns"] = {name: move(f) for name, f in self.columns.items()}
         return replace(self, tree=tree, **changes)
 
@@ -210,7 +224,10 @@ class _Packer:
         self.owner: list[int] = []
         self.at: list[int] = []
         self.flat: dict[str, list] = {name: [] for name in ("token", "behaviour", "mass", "version")}
-        self.turn_rows: list[tuple[float, float, int, int, int, int]] = []
+        self.turn_rows: list[tuple[float, float, int, int, int, int, int]] = []
+        self.blind: list[int] = []
+        self.acts: dict[tuple[int, ...], int] = {}
+        self.turn_facts: list[Facts] = []
         self.turns: list[int] = []
         self.trajectories: list[int] = []
         self.members: list[Trajectory] = []
@@ -218,22 +235,26 @@ class _Packer:
         self.agents: dict[str, int] = {}
         self.domains: dict[str, int] = {}
         self.kinds: list[int] = []
+        self.tasks: list[str] = []
 
     def add(self, trajectory: Trajectory, shared: list[int]) -> None:
         if trajectory.status == Status.FAILED:
             raise RecordError(f"trajectory {trajectory.id} failed ({trajectory.reason}) and cannot be trained on")
         me = len(self.members)
         self.ids += shared
+        self.blind += shared
         for turn in trajectory.turns:
             if turn.restart and len(self.ids) > self.start[-1]:
                 self._close(me)
             self.ids += turn.context
+            self.blind += turn.blind or turn.context
             if turn.tokens and len(self.ids) == self.start[-1]:
                 raise RecordError(
                     f"trajectory {trajectory.id} samples its first token from nothing; its first turn needs a context"
                 )
             self.at += range(len(self.ids), len(self.ids) + len(turn.tokens))
             self.ids += turn.tokens
+            self.blind += turn.tokens
             self._row(turn, trajectory)
         if len(self.ids) > self.start[-1]:
             self._close(me)
@@ -244,6 +265,7 @@ class _Packer:
         kind = f"{group.task.environment}/{group.task.difficulty}"
         self.kinds.append(self.domains.setdefault(kind, len(self.domains)))
         self.trajectories.append(len(group.trajectories))
+        self.tasks.append(group.task.key)
 
     def _close(self, owner: int) -> None:
         self.start.append(len(self.ids))
@@ -257,13 +279,15 @@ class _Packer:
         self.flat["behaviour"] += turn.logp or [0.0] * n
         self.flat["mass"] += turn.mass or [0.0] * n
         self.flat["version"] += turn.version or [0] * n
-        state = -1 if turn.state is None else self.states.setdefault(turn.state, len(self.states))
+        state = -1 if turn.state is None else self._state(turn.state)
         agent = self.agents.setdefault(turn.agent, len(self.agents))
-        self.turn_rows.append((turn.temperature, turn.reward, state, agent, turn.tool_calls, n))
+        act = self.acts.setdefault(tuple(turn.tokens), len(self.acts))
+        self.turn_rows.append((turn.temperature, turn.reward, state, agent, turn.tool_calls, n, act))
+        self.turn_facts.append(turn.facts)
 
     def batch(self) -> Batch:
         i64, f32 = torch.int64, torch.float32
-        temperature, reward, state, agent, calls, tokens = zip(*self.turn_rows) if self.turn_rows else ((),) * 6
+        temperature, reward, state, agent, calls, tokens, act = zip(*self.turn_rows) if self.turn_rows else ((),) * 7
         repeat = lambda counts: torch.repeat_interleave(torch.tensor(counts, dtype=i64))  # noqa: E731
         tree = Tree(repeat(tokens), repeat(self.turns), repeat(self.trajectories), len(self.trajectories))
         tensor = lambda values: torch.tensor(values, dtype=i64)  # noqa: E731
@@ -271,7 +295,7 @@ class _Packer:
         verdicts = [float("nan") if t.success is None else float(t.success) for t in self.members]
         return Batch(
             tree=tree,
-            sequences=Sequences(tensor(self.ids), tensor(self.start), tensor(self.owner), tensor(self.at)),
+            sequences=Sequences(tensor(self.ids), tensor(self.start), tensor(self.owner), tensor(self.at), self._blind()),
             token=tree.field(TOKEN, self.flat["token"], i64),
             behaviour=tree.field(TOKEN, self.flat["behaviour"], f32),
             mass=tree.field(TOKEN, self.flat["mass"], f32),
@@ -279,21 +303,49 @@ class _Packer:
             temperature=tree.field(TURN, temperature, f32),
             reward=tree.field(TURN, reward, f32),
             state=tree.field(TURN, state, i64),
+            action=tree.field(TURN, act, i64),
             agent=tree.field(TURN, agent, i64),
             tool_calls=tree.field(TURN, calls, i64),
             truncated=tree.field(TRAJECTORY, [t.status == Status.TRUNCATED for t in self.members], torch.bool),
             expert=tree.field(TRAJECTORY, [t.origin == Origin.EXPERT for t in self.members], torch.bool),
+            replayed=tree.field(TRAJECTORY, [t.origin == Origin.REPLAY for t in self.members], torch.bool),
             guided=tree.field(TRAJECTORY, [bool(t.guidance) for t in self.members], torch.bool),
             success=tree.field(TRAJECTORY, verdicts, f32),
-            seed=tree.field(TRAJECTORY, [zlib.crc32(t.id.encode()) for t in self.members], i64),
+            seed=tree.field(TRAJECTORY, [number(t.id) for t in self.members], i64),
+            parent=tree.field(TRAJECTORY, [number(t.fork.parent) if t.fork else -1 for t in self.members], i64),
+            fork=tree.field(TRAJECTORY, [t.fork.turn if t.fork else 0 for t in self.members], i64),
+            end=tree.field(TRAJECTORY, [-1 if t.end is None else self._state(t.end) for t in self.members], i64),
             group=tree.field(GROUP, range(len(self.trajectories)), i64),
             domain=tree.field(GROUP, self.kinds, i64),
             answers=tuple(tuple(t.answer) for t in self.members) if any(t.answer for t in self.members) else (),
             named={
                 n: tree.field(TRAJECTORY, [t.rewards.get(n, float("nan")) for t in self.members], f32) for n in names
             },
+            facts=_facts(tree, TRAJECTORY, [t.facts for t in self.members]) | _facts(tree, TURN, self.turn_facts),
             keys=tuple(t.id for t in self.members),
+            tasks=tuple(self.tasks),
         )
 
+    def _state(self, key: str) -> int:
+        return self.states.setdefault(key, len(self.states))
 
-__all__ = ["Batch", "Level", "Sequences", "Signal", "pack", "prefix"]
+    def _blind(self) -> Tensor | None:
+        asked = any(turn.blind for t in self.members for turn in t.turns)
+        return torch.tensor(self.blind, dtype=torch.int64) if asked else None
+
+
+def number(key: str) -> int:
+    """Of a trajectory, the same wherever it turns up."""
+    return zlib.crc32(key.encode())
+
+
+def _facts(tree: Tree, level: Level, said: Sequence[Facts]) -> dict[str, Field]:
+    """Facts by name as numbers; labels are numbered in the order they turn up; NaN where nobody said."""
+    labels: dict[str, int] = {}
+    value = lambda x: float(labels.setdefault(x, len(labels)) if isinstance(x, str) else x)  # noqa: E731
+    names = sorted({name for facts in said for name in facts})
+    column = lambda name: [value(facts[name]) if name in facts else float("nan") for facts in said]  # noqa: E731
+    return {name: tree.field(level, column(name), torch.float64) for name in names}
+
+
+__all__ = ["Batch", "Level", "Sequences", "Signal", "number", "pack", "prefix"]

@@ -20,6 +20,9 @@ from turnwise.errors import RecordError
 Message = dict[str, Any]
 """An OpenAI-style chat message: ``{"role": "tool", "content": "42"}``."""
 
+Facts = Mapping[str, float | str]
+"""What somebody knows of a turn or a trajectory, by name: a number, or a label. ``{"planner": 1, "kind": "question"}``"""
+
 
 class Status(StrEnum):
     """How an episode ended."""
@@ -125,6 +128,8 @@ class Turn:
     temperature: float = 1.0
     tool_calls: int = 0
     tool_errors: int = 0
+    facts: Facts = field(default_factory=dict)  # what the environment says of it (``info["facts"]``)
+    blind: Sequence[int] = ()  # context had the environment said nothing: equally long; empty = nobody asked
     seconds_generating: float = 0.0
     seconds_acting: float = 0.0
 
@@ -133,6 +138,8 @@ class Turn:
             size = len(getattr(self, name))
             if size not in (0, len(self.tokens)):
                 raise RecordError(f"a turn has {len(self.tokens)} tokens but {size} values of {name}")
+        if len(self.blind) not in (0, len(self.context)):
+            raise RecordError(f"a turn's blind context has {len(self.blind)} ids, its context {len(self.context)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +165,8 @@ class Trajectory:
     fork: Fork | None = None
     guidance: str = ""
     success: bool | None = None  # the environment's own verdict, if it has one
+    end: str | None = None  # key of the state after the last turn, if the environment has one
+    facts: Facts = field(default_factory=dict)  # what strategies, buffers and readers know of it (pivot, age, chosen ...)
     answer: Sequence[int] = ()  # the gold answer's ids, where the environment tells it; never shown to the policy
     messages: tuple[Message, ...] = ()  # the dialogue as text, for people; never re-encoded
 

@@ -60,6 +60,12 @@ class Recipe:
         )
 
     @property
+    def asks(self) -> frozenset[str]:
+        """What environment or data must tell, in words (see ``Piece.wants``)."""
+        roots = (self.advantage, self.reward, self.ratio, self.gate, self.keep, *self.penalties)
+        return frozenset[str]().union(*(root.asks for root in roots))
+
+    @property
     def critics(self) -> int:
         """How many value heads the pieces ask for."""
         needs = self.objective.needs

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from turnwise import recipes
-from turnwise.algebra.advantage import Same, Standardise
+from turnwise.algebra.advantage import Standardise
+from turnwise.algebra.peers import Same
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.gate import Clip
 from turnwise.algebra.penalty import KL, Weighted

@@ -6,30 +6,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from turnwise.algebra.peers import Peers, among
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.batch import Batch
-from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, where
+from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.maths import returns
 from turnwise.signals import Signal
-
-
-@dataclass(frozen=True)
-class Same:
-    """Peers that are turns of one group agreeing in ``state``, ``agent`` or turn ``index``: ``Same("state")``."""
-
-    what: str
-
-    def __call__(self, batch: Batch) -> Partition:
-        return batch.same(*self.what.split("+"))
-
-
-Peers = Level | Same
-
-
-def among(peers: Peers, batch: Batch) -> Level | Partition:
-    return peers(batch) if isinstance(peers, Same) else peers
 
 
 @dataclass(frozen=True)
@@ -266,6 +250,6 @@ def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
 
 
 __all__ = [
-    "EarlyTools", "Guided", "InformationGain", "LeastVariance", "LeaveOneOut", "OverSpread", "Peers", "Same", "SoftBaseline",
-    "Standardise", "Unless", "Whiten", "WithIdeal", "among", "answer_gain",
+    "EarlyTools", "Guided", "InformationGain", "LeastVariance", "LeaveOneOut", "OverSpread", "SoftBaseline",
+    "Standardise", "Unless", "Whiten", "WithIdeal", "answer_gain",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from turnwise.algebra.aggregate import Aggregate, Mean
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.gradient import Gradient, Grads, Plain, Scales
 from turnwise.algebra.mask import All, Mask
-from turnwise.algebra.penalty import Weighted
+from turnwise.algebra.penalty import Penalty, Weighted
 from turnwise.algebra.piece import NOTHING, Memory, Now, Piece, Whole
 from turnwise.algebra.ratio import Ratio
 from turnwise.algebra.term import Term
@@ -79,19 +79,22 @@ class Objective:
     def foresees(self) -> frozenset[Signal]:
         """The signals of the present policy that ``plan`` must find on the batch."""
         asked = NOTHING.union(*(p.foresight for p in self._planning()))
-        return asked | (self.needs & FORESEEN) | (self.keep.needs & LIVE)
+        coupled = {Signal.LOGP} if any(w.penalty.couples for w in self.penalties) else NOTHING
+        return asked | (self.needs & FORESEEN) | (self.keep.needs & LIVE) | coupled
 
     # ------------------------------------------------------------ the whole
     def credit(self, batch: Batch) -> Batch:
         """Rewards and advantages of the whole batch, however it is later cut into updates."""
-        pieces = list(self._crediting())
-        self.memory.advance(iter(pieces), Whole(batch, {}))  # running statistics include this batch
+        pieces = list(dict.fromkeys(self._crediting()))
+        self.memory.advance((p for p in pieces if not p.late), Whole(batch, {}))  # running statistics include this batch
         batch = batch.put(self.memory.columns(iter(pieces), batch))
         batch = batch.put(clock=batch.tree.full(BATCH, float(self.memory.clock), torch.float64))
         self.memory.clock += 1
         if self.reward is not None:
             batch = replace(batch, reward=self.reward(batch))
-        return batch.put(advantage=self.advantage(batch).detach())
+        batch = batch.put(advantage=self.advantage(batch).detach())
+        self.memory.advance((p for p in pieces if p.late), Whole(batch, {}, adv=batch["advantage"]))
+        return batch
 
     @torch.no_grad()
     def plan(self, batch: Batch) -> Batch:
@@ -109,17 +112,21 @@ class Objective:
         kept = self._kept(whole)
         columns = {"weight": self.aggregate(kept), "share": Mean(TOKEN)(kept.map(torch.ones_like))}
         for i, weighted in enumerate(self.penalties):
-            if weighted.aggregate is not None:
-                columns[f"weight{i}"] = weighted.aggregate(kept)
+            if weighted.aggregate is not None or weighted.rows is not None:
+                rows = kept if weighted.rows is None else self._kept(whole, weighted.rows)
+                columns[f"weight{i}"] = (weighted.aggregate or self.aggregate)(rows)
         batch = batch.put(columns)
+        for i, weighted in enumerate(self.penalties):
+            if weighted.penalty.couples:
+                batch = batch.put(self._pulled(batch, i, weighted.penalty))
         return batch.put(pull=self._pull(batch)) if self.ratio.couples else batch
 
-    def _kept(self, whole: Whole) -> Field:
+    def _kept(self, whole: Whole, mask: Mask | None = None) -> Field:
         """1 for each token that is trained on."""
         tree = whole.batch.tree
         ones = tree.full(TOKEN, 1.0, torch.float64)
         blank = whole.rho if whole.rho is not None else ones
-        kept = self.keep(blank, whole.advantage, whole).to(torch.float64) * ones
+        kept = (mask or self.keep)(blank, whole.advantage, whole).to(torch.float64) * ones
         focus = whole.batch.columns.get("focus")
         return kept if focus is None else kept * focus.to(torch.float64)
 
@@ -131,6 +138,18 @@ class Objective:
         adv, weight = (batch[name].to(logp.x.dtype) for name in ("advantage", "weight"))
         gain = _total(weight * (self.gate(self.ratio(now), adv, now) * adv))
         return Field(batch.tree, TOKEN, torch.autograd.grad(gain, logp.x)[0])
+
+    @torch.enable_grad()
+    def _pulled(self, batch: Batch, i: int, penalty: Penalty) -> dict[str, Field]:
+        """The same for a penalty that reaches across trajectories, and its cost, shared out evenly."""
+        logp = batch[Signal.LOGP].map(lambda x: x.detach().requires_grad_())
+        cost = self._cost(Now(batch, {Signal.LOGP: logp}), i, penalty)
+        slope = torch.autograd.grad(cost, logp.x)[0] if cost.requires_grad else torch.zeros_like(logp.x)
+        return {f"pull{i}": Field(batch.tree, TOKEN, slope), f"cost{i}": float(cost.detach()) * batch["share"]}
+
+    def _cost(self, now: Now, i: int, penalty: Penalty) -> Tensor:
+        weight = now.batch.columns.get(f"weight{i}", now.batch["weight"])
+        return _total(weight.to(now.logp.x.dtype) * penalty(now))
 
     # ------------------------------------------------------ one micro-batch
     def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Loss:
@@ -148,7 +167,11 @@ class Objective:
         sides = self.gradient.sides(weight, rho, gated, adv, now)
         stats = diagnostics.sums(now, rho, gated, adv, pull)
         for i, w in enumerate(self.penalties):
-            cost = _total(batch.columns.get(f"weight{i}", weight).to(precision) * w.penalty(now))
+            if w.penalty.couples:
+                step = now.logp - now.logp.detach()
+                cost = _total(batch[f"pull{i}"].to(precision) * step + batch[f"cost{i}"].to(precision))
+            else:
+                cost = self._cost(now, i, w.penalty)
             stats[f"penalty/{type(w.penalty).__name__}"] = cost.detach()
             size = float(batch[w.weight].item) if isinstance(w.weight, Weight) else w.weight
             objective = objective - size * cost

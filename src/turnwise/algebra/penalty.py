@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from turnwise.algebra.aggregate import Aggregate
-from turnwise.algebra.mask import covariance, quota
+from turnwise.algebra.mask import Mask, covariance, quota
 from turnwise.algebra.piece import Now, Piece, State, Whole, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Importance, moved
 from turnwise.algebra.term import Term
@@ -18,7 +18,10 @@ from turnwise.signals import Signal
 
 
 class Penalty(Piece):
-    """Interface: the cost of a micro-batch, differentiable."""
+    """Interface: the cost of a micro-batch, differentiable. One that ``couples`` trajectories is differentiated by log π
+    over the whole step, before the cut; it may read no other live signal."""
+
+    couples = False
 
     def __call__(self, now: Now) -> Field:
         raise NotImplementedError
@@ -26,11 +29,13 @@ class Penalty(Piece):
 
 @dataclass(frozen=True)
 class Weighted(Piece):
-    """weight · penalty, averaged like the gain or in its own way. The weight is a number, or moves with the run."""
+    """weight · penalty, averaged like the gain or in its own way, over the gain's tokens or its own ``rows`` (each cost is
+    divided by its own count). The weight is a number, or moves with the run."""
 
     weight: float | Weight
     penalty: Penalty
     aggregate: Aggregate | None = None
+    rows: Mask | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.weight, Weight):

@@ -20,7 +20,8 @@ from turnwise.levels import BATCH, Field
 from turnwise.signals import Signal
 
 NOTHING: frozenset[Signal] = frozenset()
-State = dict[str, float]
+State = dict[str, Any]
+"""Numbers by name; trackers keep a row for each task under the task's key. JSON-able."""
 
 
 class Piece:
@@ -30,6 +31,11 @@ class Piece:
     def reads(self) -> frozenset[Signal]:
         """Signals this piece itself uses."""
         return NOTHING
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """What environment or data must tell, in words: ``state``, ``verdict``, ``reward NAME``, ``fact NAME`` ..."""
+        return frozenset()
 
     @property
     def foresight(self) -> frozenset[Signal]:
@@ -47,6 +53,14 @@ class Piece:
     def advance(self, state: State, whole: Whole) -> State:
         """Its memory after this step."""
         return state
+
+    late = False
+    """Whether a batch joins the memory only after it was credited: a tracker must not know what it is to predict."""
+
+    def recall(self, state: State, batch: Batch) -> Mapping[Any, Field]:
+        """Its memory as columns that travel with every cut of the batch: BATCH fields under (piece, name)."""
+        whole = lambda value: batch.tree.full(BATCH, value, torch.float64)  # noqa: E731
+        return {(self, name): whole(value) for name, value in state.items()}
 
     @property
     def parts(self) -> Iterator[Piece]:
@@ -66,6 +80,10 @@ class Piece:
     @property
     def foresees(self) -> frozenset[Signal]:
         return NOTHING.union(*(p.foresight for p in self.parts))
+
+    @property
+    def asks(self) -> frozenset[str]:
+        return frozenset[str]().union(*(p.wants for p in self.parts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +130,12 @@ class Memory:
         return self.states.setdefault(repr(piece), piece.start())
 
     def columns(self, pieces: Iterator[Piece], batch: Batch) -> dict[Any, Field]:
-        """The memory as BATCH fields under (piece, name), so that it travels with every cut of the batch."""
-        whole = lambda value: batch.tree.full(BATCH, value, torch.float64)  # noqa: E731
-        return {(p, name): whole(value) for p in pieces if p.start() for name, value in self.of(p).items()}
+        """What every piece recalls."""
+        found: dict[Any, Field] = {}
+        for p in pieces:
+            if p.start():
+                found |= p.recall(self.of(p), batch)
+        return found
 
     def advance(self, pieces: Iterator[Piece], whole: Whole) -> None:
         for p in pieces:

@@ -30,7 +30,7 @@ from turnwise.engines.optimiser import LearnerSettings
 from turnwise.errors import SettingError
 from turnwise.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.ports import Objective
-from turnwise.signals import LIVE, Signal
+from turnwise.signals import LIVE, Signal, level_of
 
 SAME = {
     Signal.PROXIMAL: Signal.LOGP,
@@ -39,8 +39,6 @@ SAME = {
     Signal.OLD_ENTROPY: Signal.ENTROPY,
 }
 """Frozen signals that are a live one, measured early."""
-LEVEL = {Signal.GRADIENT_NORM: TRAJECTORY, Signal.ANSWER: TURN}
-"""Signals that are not one number a token."""
 
 VALUE_FILE = "value_head.safetensors"
 
@@ -96,14 +94,14 @@ class LocalLearner:
         """The asked signals of the batch, without gradient, in the batch's own order."""
         sizes = {level: batch.tree.count(level) for level in (TOKEN, TURN, TRAJECTORY)}
         rows = {f"_{level.name}": batch.tree.field(level, torch.arange(n)) for level, n in sizes.items()}
-        found = {s: torch.zeros(sizes[LEVEL.get(s, TOKEN)], dtype=self.master, device=self.device) for s in signals}
+        found = {s: torch.zeros(sizes[level_of(s)], dtype=self.master, device=self.device) for s in signals}
         for micro in batch.put(rows).split(self.settings.positions):
             micro = micro.to(self.device)
             for signal, value in self._measured(micro, signals).items():
                 found[signal][micro[f"_{value.level.name}"].x] = value.x.to(self.master)
         if Signal.PREVIOUS in signals:  # asked once for each batch, before its first update
             self._previous = _frozen_copy(self.model)
-        return {s: Field(batch.tree, LEVEL.get(s, TOKEN), x.to(batch.tree.device)) for s, x in found.items()}
+        return {s: Field(batch.tree, level_of(s), x.to(batch.tree.device)) for s, x in found.items()}
 
     def _measured(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
         """One micro-batch."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from turnwise.algebra.advantage import EarlyTools, Same
+from turnwise.algebra.advantage import EarlyTools
+from turnwise.algebra.peers import Same
 from turnwise.algebra.control import Passes
 from turnwise.algebra.gradient import Plain
 from turnwise.algebra.mask import Informative

@@ -20,10 +20,10 @@ import numpy as np
 
 from turnwise.data import Fork, Origin, Status, Stop, Task, Trajectory, Turn
 
-WHOLE = ("context", "tokens", "version")
+WHOLE = ("context", "tokens", "version", "blind")
 REAL = ("logp", "mass")
 NARROW = (("|u1", 0, 2**8 - 1), ("<u2", 0, 2**16 - 1), ("<i4", -(2**31), 2**31 - 1))
-SCALARS = {f.name: f.default for f in fields(Turn) if f.name not in (*WHOLE, *REAL)}
+SCALARS = {f.name: f.default for f in fields(Turn) if f.name not in (*WHOLE, *REAL, "facts")}
 
 
 def encode_task(task: Task) -> str:
@@ -60,6 +60,9 @@ def encode(trajectory: Trajectory) -> tuple[str, bytes]:
         "fork": None if fork is None else [fork.parent, fork.turn, fork.token],
         "guidance": trajectory.guidance,
         "success": trajectory.success,
+        "end": trajectory.end,
+        "facts": dict(trajectory.facts),
+        "answer": list(trajectory.answer),
         "messages": list(trajectory.messages),
         "columns": columns,
     }
@@ -85,12 +88,15 @@ def decode(record: str, blob: bytes | None) -> Trajectory:
         fork=None if read["fork"] is None else Fork(*read["fork"]),
         guidance=read["guidance"],
         success=read["success"],
+        end=read.get("end"),
+        facts=read.get("facts", {}),
+        answer=tuple(read.get("answer", ())),
         messages=tuple(read["messages"]),
     )
 
 
 def _arrays(columns: dict[str, Any], blob: bytes | None) -> list[dict[str, Any]]:
-    """Per turn, its five arrays."""
+    """Per turn, its arrays."""
     sizes = columns["tokens"][1]
     if blob is None:
         return [{"context": (), "tokens": ()} for _ in sizes]
@@ -108,7 +114,8 @@ def _arrays(columns: dict[str, Any], blob: bytes | None) -> list[dict[str, Any]]
 
 def _scalars(turn: Turn) -> dict[str, Any]:
     """Only what differs from the default: short records, and old ones stay readable when a field is added."""
-    return {name: value for name, default in SCALARS.items() if (value := getattr(turn, name)) != default}
+    said = {name: value for name, default in SCALARS.items() if (value := getattr(turn, name)) != default}
+    return {**said, "facts": dict(turn.facts)} if turn.facts else said
 
 
 def _narrow_whole(values: list[int]) -> np.ndarray:

@@ -1,0 +1,40 @@
+"""Peers: who is compared with whom, where it is not simply a level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from turnwise.algebra.piece import Piece
+from turnwise.batch import Batch
+from turnwise.levels import Level, Partition
+
+
+class Kin(Piece):
+    """Interface: a partition of the items of one level of a batch."""
+
+    def __call__(self, batch: Batch) -> Partition:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Same(Kin):
+    """Turns of one group agreeing in ``state``, ``agent`` or turn ``index``: ``Same("state")``, ``Same("agent+index")``."""
+
+    what: str
+
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset({"state"} & set(self.what.split("+")))
+
+    def __call__(self, batch: Batch) -> Partition:
+        return batch.same(*self.what.split("+"))
+
+
+Peers = Level | Kin
+
+
+def among(peers: Peers, batch: Batch) -> Level | Partition:
+    return peers if isinstance(peers, Level) else peers(batch)
+
+
+__all__ = ["Kin", "Peers", "Same", "among"]
