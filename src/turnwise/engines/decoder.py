@@ -10,6 +10,7 @@ Knows weights and layouts; neither requests nor sampling.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +81,8 @@ class Decoder:
         self.cos = cos[0, :, None]  # [context, 1, D]
         self.sin = torch.cat((-sin[0, :, None, :half], sin[0, :, None, half:]), -1)  # x·cos + roll(x)·sin
 
-    def refresh(self) -> None:
-        """Fuse the model's present weights anew."""
+    def refresh(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Fuse the model's present weights anew. ``weights``: what was published, if anything was."""
         base = self.model.model
         self.embedding = base.embed_tokens.weight.detach()
         self.head = self.model.lm_head.weight.detach().t().contiguous()

@@ -35,7 +35,7 @@ class LocalGenerator:
 
     ``tokenizer`` (or its decode function) is needed for stop strings only. ``patience``: seconds a deterministic
     generator waits for sessions that neither ask nor close before it goes on without them, with a warning.
-    ``fast=False`` keeps the stock forward. ``threads``: CPU threads of decoding; 1 is nearly as fast as 2 for a small
+    ``fast=False`` keeps the stock forward. ``dtype``: of weights and slots (default: the model's). ``threads``: CPU threads of decoding; 1 is nearly as fast as 2 for a small
     model, and where a learner computes at the same time two teams on the same cores stall each other tenfold."""
 
     def __init__(
@@ -51,13 +51,14 @@ class LocalGenerator:
         device: torch.device | str | None = None,
         patience: float = 60.0,
         fast: bool = True,
+        dtype: torch.dtype | None = None,
         threads: int | None = None,
     ) -> None:
         if min(slots, context - 1, tick) < 1:
             raise SettingError(f"slots={slots}, context={context}, tick={tick}; write at least 1, 2 and 1")
         decode: Callable[[list[int]], str] | None = getattr(tokenizer, "decode", tokenizer)
         self.context, self.tick, self.deterministic, self.patience = context, tick, deterministic, patience
-        self.network = Network(model, slots, context, torch.device(device or model.device), fast)
+        self.network = Network(model, slots, context, torch.device(device or model.device), fast, dtype)
         self.lanes = Lanes(self.network, stop_ids, decode)
         self.sessions: dict[int, LocalSession] = {}  # open ones, by order
         self._closed: list[LocalSession] = []  # to be released between two runs

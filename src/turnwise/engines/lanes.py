@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +135,37 @@ class Lanes:
         self, steps: int, report: Callable[[Request], None], interrupted: Callable[[], bool]
     ) -> Generator[None, None, int]:
         """Step an unchanging set of rows until enough lanes are dead to be worth closing ranks."""
-        began, lanes, device = time.perf_counter(), self.running, self.slots.device
+        began, lanes = time.perf_counter(), self.running
+        watch = [i for i, r in enumerate(lanes) if r.sampling.stop]
+        due: dict[int, list[int]] = {}
+        for i, request in enumerate(lanes):
+            due.setdefault(request.budget - request.sampled - 1, []).append(i)
+        ahead = self.network.graphs is not None and not any(_cuts(r.sampling) for r in lanes)
+        self._history, step = [], 0
+        for drawn, logp, mass in self._ahead(steps) if ahead else self._one_by_one(steps):
+            self._history.append((drawn, logp, mass))
+            ended = self._ended(drawn, due.get(step, ()), watch)
+            step += 1
+            if ended:
+                self._finish(ended, report)
+                alive = sum(r.stop is None for r in lanes)
+                if alive * 8 <= len(lanes) * 7 and not ahead:  # what is drawn already is not thrown away
+                    break
+                self.seconds += time.perf_counter() - began
+                yield
+                began = time.perf_counter()
+            if interrupted() and not ahead:
+                break
+        self._close_ranks()
+        self.count["steps"] += step
+        self.count["lane_steps"] += step * len(lanes)
+        self.seconds += time.perf_counter() - began
+        yield
+        return step
+
+    def _one_by_one(self, steps: int) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
+        """What every lane draws, step by step: ids, log-probabilities, kept mass."""
+        lanes, device = self.running, self.slots.device
         layout = Stepping(self.slots, [len(r.sequence) - 1 for r in lanes], steps)
         sampler = Sampler([r.sampling for r in lanes], device)
         seed, position = (
@@ -143,34 +173,24 @@ class Lanes:
         )
         u = uniforms(seed, position + torch.arange(steps, device=device)[:, None])  # [steps, n]
         tokens = torch.tensor([r.sequence[-1] for r in lanes], device=device)
-        watch = [i for i, r in enumerate(lanes) if r.sampling.stop]
-        due: dict[int, list[int]] = {}
-        for i, request in enumerate(lanes):
-            due.setdefault(request.budget - request.sampled - 1, []).append(i)
-        self._history, alive, step = [], len(lanes), 0
-        while step < steps:
+        for step in range(steps):
             tokens, logp, mass = sampler(self.network.step(tokens, layout), u[step])
-            drawn = tokens.tolist()
-            self._history.append((drawn, logp, mass))
-            ended = self._ended(drawn, due.get(step, ()), watch)
-            step += 1
-            if ended:
-                self._finish(ended, report)
-                alive = sum(r.stop is None for r in lanes)
-                if alive * 8 <= len(lanes) * 7:
-                    break
-                self.seconds += time.perf_counter() - began
-                yield
-                began = time.perf_counter()
-            if interrupted():
-                break
+            yield tokens.tolist(), logp, mass
             layout.advance()
-        self._close_ranks()
-        self.count["steps"] += step
-        self.count["lane_steps"] += step * len(lanes)
-        self.seconds += time.perf_counter() - began
-        yield
-        return step
+
+    def _ahead(self, steps: int) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
+        """The same, drawn all at once by a decoder that needs no host; lanes that end in between ride along."""
+        lanes, graphs = self.running, self.network.graphs
+        assert graphs is not None
+        left = max(r.budget - r.sampled for r in lanes)
+        drawing = graphs.run(
+            min(steps, left),
+            [r.sequence[-1] for r in lanes],
+            [len(r.sequence) - 1 for r in lanes],
+            [r.seed for r in lanes],
+            [r.sampling.temperature for r in lanes],
+        )
+        yield from ((ids, logp, None) for ids, logp in drawing)
 
     def _ended(self, drawn: list[int], due: Sequence[int], watch: Sequence[int]) -> dict[int, Stop]:
         """Lanes that are done after this token, and why. A stop id wins over a string, a string over a limit."""
@@ -233,6 +253,10 @@ class Lanes:
             self.slots.arrange([r.seat for r in self.running])
             self.running.sort(key=_row)
         return out
+
+
+def _cuts(sampling: Sampling) -> bool:
+    return not (sampling.whole or sampling.greedy)
 
 
 def _row(request: Request) -> int:

@@ -46,14 +46,15 @@ class Reading:
         self.offset = torch.arange(len(self.tokens), device=device) - (size.cumsum(0) - size)[self.batch]
         self.position = start[self.batch] + self.offset
         self.depth = max(sizes)
-        query = start[:, None] + torch.arange(self.depth, device=device)  # [J, depth]
-        self.age = query[:, :, None] - torch.arange(self.width, device=device)  # [J, depth, width]; negative = future
+        self.begins = not any(job.start for job in jobs)  # every row is read from its first column
+        self.start = start
         self.masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor:
         if window not in self.masks:
-            seen = self.age >= 0 if window is None else (self.age >= 0) & (self.age < window)
-            self.masks[window] = seen[:, None]
+            query = self.start[:, None] + torch.arange(self.depth, device=self.start.device)  # [J, depth]
+            age = query[:, :, None] - torch.arange(self.width, device=query.device)  # [J, depth, width]; negative = future
+            self.masks[window] = (age >= 0 if window is None else (age >= 0) & (age < window))[:, None]
         return self.masks[window]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:

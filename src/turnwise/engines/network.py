@@ -7,6 +7,7 @@ Knows nothing of requests, sampling or text.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnwise.engines.attention import adopt
+from turnwise.engines.cuda.graphs import GraphDecoder
 from turnwise.engines.decoder import Decoder
 from turnwise.engines.layouts import Job, Reading, Stepping
 from turnwise.engines.slots import Shape, Slots
@@ -22,7 +24,8 @@ from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)
 
-READ_BUDGET = 4096  # tokens of one packed reading: bounds its memory
+READ_BUDGET = 4096  # tokens of one packed reading: bounds its memory ...
+READ_BUDGET_CUDA = 1 << 15  # ... smaller ones leave a large GPU waiting for launches
 
 
 class _Probe:
@@ -40,9 +43,17 @@ class _Probe:
 
 class Network:
     def __init__(
-        self, model: PreTrainedModel, rows: int, context: int, device: torch.device, fast: bool = True
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        context: int,
+        device: torch.device,
+        fast: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.model = copy.deepcopy(model).to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        self.exact = dict(model.named_parameters()) if dtype not in (None, model.dtype) else None  # before rounding
+        self.model = copy.deepcopy(model).to(device=device, dtype=dtype or model.dtype)  # type: ignore[call-arg]
+        self.model = self.model.eval().requires_grad_(False)
         self.device = device
         ids = torch.randint(
             0, model.config.get_text_config().vocab_size, (12,), generator=torch.Generator().manual_seed(0)
@@ -91,20 +102,33 @@ class Network:
         """Step through the hand-written decoder if it fits this model and gives the same logits."""
         why = Decoder.misfit(self.model, windows)
         if not why:
-            self.decoder = Decoder(self.model, self.slots)
+            self.decoder = self._decoder()
             error = self._deviation(ids, reference)
             why = "" if error <= self._tolerance() else f"its logits were off by {error:.2g}"
         if why:
             self.decoder = None
         log.info(
-            "generator steps %s by %s", type(self.model).__name__, f"its stock forward ({why})" if why else "decoder"
+            "generator steps %s by %s", type(self.model).__name__, f"its stock forward ({why})" if why else type(self.decoder).__name__
         )
+
+    def _decoder(self) -> Decoder:
+        """On a GPU the one that replays graphs, where Triton is there to compile its kernels."""
+        if self.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+            decoder = GraphDecoder(self.model, self.slots)
+            decoder.refresh(self.exact)
+            return decoder
+        return Decoder(self.model, self.slots)
+
+    @property
+    def graphs(self) -> GraphDecoder | None:
+        """The decoder, if it can draw many tokens without the host."""
+        return self.decoder if isinstance(self.decoder, GraphDecoder) else None
 
     # ------------------------------------------------------------------ use
 
     def read(self, jobs: Sequence[Job]) -> int:
         """Compute the KV of these ids. Returns how many tokens were read."""
-        for part in _parts(jobs):
+        for part in _parts(jobs, READ_BUDGET_CUDA if self.device.type == "cuda" else READ_BUDGET):
             layout = Reading(self.slots, part)
             if self.decoder is not None:
                 self.decoder.read(layout)
@@ -135,23 +159,23 @@ class Network:
         for name, value in weights.items():
             own[name].copy_(value)
         if self.decoder is not None:
-            self.decoder.refresh()
+            self.decoder.refresh(weights)
         self.slots.forget()
 
 
-def _parts(jobs: Sequence[Job]) -> list[list[Job]]:
+def _parts(jobs: Sequence[Job], budget: int) -> list[list[Job]]:
     """Cut into packed passes of a bounded number of tokens; the pieces of a long job follow one another."""
     pieces = [
-        Job(job.row, job.start + at, job.ids[at : at + READ_BUDGET])
+        Job(job.row, job.start + at, job.ids[at : at + budget])
         for job in jobs
-        for at in range(0, len(job.ids), READ_BUDGET)
+        for at in range(0, len(job.ids), budget)
     ]
     parts: list[list[Job]] = []
     room = 0
     for piece in pieces:
         if not parts or len(piece.ids) > room or parts[-1][-1].row == piece.row:
             parts.append([])
-            room = READ_BUDGET
+            room = budget
         parts[-1].append(piece)
         room -= len(piece.ids)
     return parts
