@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles import records
 
 from turnwise.batch import Batch, Sequences
-from turnwise.data import Group, Origin, Status, Task, Trajectory, Turn
+from turnwise.data import Fork, Group, Origin, Status, Task, Trajectory, Turn
 from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Tree
 from turnwise.signals import FROZEN, LIVE, Signal, level_of
 
@@ -34,7 +34,9 @@ def records_of(
     for i, group in enumerate(counts):
         task = Task("test", seed=i, difficulty=1 + i % 2)
         members = []
-        for j, turns in enumerate(group):
+        paired = "pairs" in asks and i % 2 == 0  # every other group is as a method for pairs wants it
+        wanted = 6 if paired and "fact revises" in asks else 2 if paired else len(group)
+        for j, turns in enumerate((group * wanted)[:wanted]):
             made = []
             for k, n in enumerate(turns):
                 context = tuple(number(0, vocabulary) for _ in range(number(1, 4)))
@@ -60,6 +62,10 @@ def records_of(
             one = Trajectory(f"{i}.{j}", task, tuple(made), status=cut, success=number(0, 2) == 1, answer=answer)
             if asks:
                 one = informed(one, asks, j, number)
+            if members and "forks" in asks and number(0, 3):
+                parent = members[number(0, len(members))]
+                turn = number(0, len(parent.turns))
+                one = replace(one, fork=Fork(parent.id, turn, number(0, 1 + len(parent.turns[turn].tokens))))
             members.append(one)
         groups.append(Group(str(i), task, tuple(members)))
     return groups
@@ -74,6 +80,7 @@ def informed(one: Trajectory, asks: frozenset[str], place: int, number) -> Traje
     elif place and "replay" in asks and number(0, 3) == 0:
         origin = Origin.REPLAY
     facts |= {"chosen": 1 - place % 2} if "pairs" in asks else {}
+    facts |= {"revises": place // 2} if "fact revises" in asks else {}
     rewards = {name: number(0, 3) / 2 for name in told(asks, "reward")}
     return replace(one, facts=facts, rewards=rewards, origin=origin, end=str(number(0, 3)))
 

@@ -14,9 +14,13 @@ from turnwise.batch import pack
 from turnwise.engines.learner import LearnerSettings, LocalLearner
 from turnwise.models.tiny import tiny_model
 from turnwise.run import improve
-from turnwise.signals import Signal
+from turnwise.signals import SLOW, UTTERANCE, Signal
 
-SHAPES = ([[[2, 1], [3], [1, 2, 2]], [[2], [1, 1]]], [[[1, 1], [2]], [[3, 1], [2, 2], [1]]], [[[2], [2, 1]], [[1], [3]]])
+SHAPES = (
+    [[[2, 1], [3], [1, 2, 2]], [[2], [1, 1]]],
+    [[[1, 1], [2]], [[3, 1], [2, 2], [1]]],
+    [[[2], [2, 1]], [[1], [3]]],
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,10 @@ def make(initial, recipe):
     model = tiny_model(16, 1, hidden=32, layers=2, context=64)
     model.load_state_dict(initial)
     settings = LearnerSettings(lr=1e-3, positions=64)
-    learner = LocalLearner(model, settings, critic=recipe.critics, noise=recipe.smoothing)
+    turns = bool(recipe.objective.needs & {*UTTERANCE, *SLOW})
+    teacher = tiny_model(16, 2, hidden=32, layers=2, context=64) if Signal.TEACHER in recipe.objective.needs else None
+    own = {"critic": recipe.critics, "turn_critic": turns, "teacher": teacher, "noise": recipe.smoothing}
+    learner = LocalLearner(model, settings, **own)
     learner.reference()
     return learner, recipe.objective
 

@@ -72,14 +72,36 @@ def _read_flag(name: str, value: Any) -> None:
         raise refusal(f"step returned {name}", value, "True or False") from None
 
 
+def read_answer(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise refusal("answer returned", value, "a string, or None where there is none")
+    return value
+
+
+def read_facts(info: Mapping[str, Any]) -> dict[str, float | str]:
+    """What the environment says of a turn: a number or a label under each name."""
+    facts = info.get("facts", {})
+    if not isinstance(facts, Mapping):
+        raise refusal("step returned info['facts']", facts, "a dict of names and numbers or labels")
+    for name, value in facts.items():
+        if not isinstance(name, str) or not (isinstance(value, str) or finite(value)):
+            raise refusal(f"step returned info['facts'][{name!r}]", value, "a finite number or a label, under a name")
+    return {name: value if isinstance(value, str) else float(value) for name, value in facts.items()}
+
+
 def _read_info(info: Any) -> None:
     if not isinstance(info, Mapping):
         raise refusal("step returned the info", info, "a dict")
+    read_facts(info)
     _read_flag("info['success']", info.get("success"))
     named = info.get("rewards", {})
     if not isinstance(named, Mapping):
         raise refusal("step returned info['rewards']", named, "a dict of names and numbers")
     numbers = {f"info['rewards'][{name!r}]": value for name, value in named.items()}
+    paid = info.get("paid", {})
+    if not isinstance(paid, Mapping):
+        raise refusal("step returned info['paid']", paid, "a dict of agents and what they earn")
+    numbers |= {f"info['paid'][{name!r}]": value for name, value in paid.items()}
     numbers |= {f"info[{name!r}]": info.get(name, 0) for name in COUNTS}
     for where, value in numbers.items():
         if not finite(value):

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from turnwise import recipes
+from turnwise import catalogue, needs, recipes
 from turnwise.data import Sampling, Task, Trajectory
 from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.learner import LearnerSettings, LocalLearner
@@ -25,7 +25,8 @@ from turnwise.rollout.episode import Episode
 from turnwise.rollout.players import dialogue
 from turnwise.rollout.render import CHATML, Renderer
 from turnwise.settings import Settings
-from turnwise.signals import Signal
+from turnwise.signals import SLOW, UTTERANCE, Signal
+from turnwise.supply import Supply, split
 from turnwise.tasks.budget import Fixed
 from turnwise.world import World
 
@@ -35,8 +36,10 @@ CORPUS = 300  # scripted dialogues the tiny tokenizer is trained on
 
 
 def recipe_of(settings: Settings, own: Recipe | None = None) -> Recipe:
-    """The method's recipe, or one's own, with the run's budget and passes."""
+    """The method's recipe, or one's own, with another's credit where that is asked for, and the run's budget and passes."""
     recipe = own or recipes.build(settings.method, **settings.method_options)
+    if settings.credit:
+        recipe = catalogue.lend(recipe, settings.credit, settings.credit_options)
     budget = recipe.budget
     return replace(
         recipe,
@@ -52,27 +55,45 @@ def examine(settings: Settings, own: Recipe | None = None) -> Recipe:
     world.tasks("train")
     sampling_of(settings), sampling_of(settings, settings.eval_temperature)
     learner_settings(settings, recipe)
-    _can_be_measured(recipe, world)
+    needs.examine(recipe, settings, world)
+    supply = Supply.of(settings, world, recipe)
+    if not settings.eval_tasks and not settings.data:
+        raise SettingError("eval_tasks is 0; write at least 1 (only a run on --data can be measured without tasks)")
     if not world.demonstrates and settings.model != TINY and settings.cold_steps > 0:
         raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
     if settings.model == TINY:
         _must_demonstrate(world)
-    else:
-        Renderer(tokenizer_of(settings, world))
+    if settings.model != TINY or supply.rows is not None:
+        rows = supply.groups(Renderer(tokenizer_of(settings, world)))
+        if settings.data:
+            split(rows, settings)
+    if settings.model != TINY:
         try:
             AutoConfig.from_pretrained(settings.model)
         except (OSError, ValueError, KeyError) as fault:
             raise SettingError(_no_model(settings.model, fault)) from fault
+    if settings.teacher:
+        _same_vocabulary(settings, world)
     return recipe
 
 
-def _can_be_measured(recipe: Recipe, world: World) -> None:
-    """Refuses a method that reads what this environment cannot tell."""
-    if Signal.ANSWER in recipe.objective.needs and not world.answers:
+def _same_vocabulary(settings: Settings, world: World) -> None:
+    """Refuses a teacher that does not exist or speaks other tokens. A tiny model takes its teacher's tokenizer."""
+    theirs = tokenizer_of(replace(settings, model=settings.teacher, teacher=""), world).get_vocab()
+    if settings.model == TINY:
+        Renderer(tokenizer_of(settings, world))
+        return
+    ours = tokenizer_of(settings, world).get_vocab()
+    if ours != theirs:
+        apart = len({*ours.items()} ^ {*theirs.items()})
         raise SettingError(
-            f"this method reads the likelihood of the gold answer, and {world.settings.env} tells none; "
-            "give its class an answer(), or take another environment (lookup, guess, calculator) or method"
+            f"the teacher {settings.teacher} has another vocabulary than {settings.model} ({apart} entries differ), so its "
+            "probabilities cannot be compared token by token; give a teacher of the same family"
         )
+
+
+def teacher_of(settings: Settings) -> PreTrainedModel | None:
+    return model_of(replace(settings, model=settings.teacher), 0) if settings.teacher else None
 
 
 def device_of(settings: Settings) -> torch.device:
@@ -88,10 +109,10 @@ def device_of(settings: Settings) -> torch.device:
 
 
 def tokenizer_of(settings: Settings, world: World, path: Path | None = None) -> Any:
-    """The tokenizer of a saved or given model, or a tiny one trained on the environment's own dialogues."""
-    if path is None and settings.model == TINY:
-        return tiny_tokenizer(corpus(world), settings.vocabulary)
-    source = str(path or settings.model)
+    """The tokenizer of a saved or given model, or a tiny one: the teacher's, or trained on the environment's dialogues."""
+    if path is None and settings.model == TINY and not settings.teacher:
+        return tiny_tokenizer(corpus(world), settings.vocabulary, getattr(world.kind, "symbols", ""))
+    source = str(path or (settings.teacher if settings.model == TINY else settings.model))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as fault:
@@ -184,8 +205,17 @@ def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
 
 
 def learner_of(settings: Settings, model: PreTrainedModel, recipe: Recipe) -> LocalLearner:
-    chosen = learner_settings(settings, recipe)
-    return LocalLearner(model, chosen, critic=recipe.critics, noise=recipe.smoothing, device=device_of(settings))
+    chosen, asked = learner_settings(settings, recipe), recipe.objective.needs
+    return LocalLearner(
+        model,
+        chosen,
+        critic=recipe.critics,
+        turn_critic=bool(asked & {*UTTERANCE, *SLOW}),
+        separate_critic=settings.critic == "separate",
+        teacher=teacher_of(settings) if Signal.TEACHER in asked else None,
+        noise=recipe.smoothing,
+        device=device_of(settings),
+    )
 
 
 def cold_learner_of(settings: Settings, model: PreTrainedModel, steps: int) -> LocalLearner:
@@ -227,10 +257,11 @@ def sampling_of(settings: Settings, temperature: float | None = None) -> Samplin
     )
 
 
-def player(world: World, renderer: Renderer, sampling: Sampling) -> Any:
-    """A ``Play``: one episode of one task with one session."""
+def player(world: World, renderer: Renderer, sampling: Sampling, blind: bool = False) -> Any:
+    """A ``Play``: one episode of one task with one session. ``blind``: what it heard is recorded masked, too."""
 
-    async def play(key: str, task: Task, session: Session, heat: float = 1.0) -> Trajectory:
-        return await Episode(key, task, world.open(task), session, renderer, sampling, world.limits, heat).run()
+    async def play(key: str, task: Task, session: Session, heat: float = 1.0, **more: Any) -> Trajectory:
+        env, limits = world.attempt(task), world.limits
+        return await Episode(key, task, env, session, renderer, sampling, limits, heat, blind, **more).run()
 
     return partial(play)

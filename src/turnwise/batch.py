@@ -93,6 +93,7 @@ class Batch:
     answers: tuple[tuple[int, ...], ...] = ()  # TRAJECTORY: the gold answer's ids, empty where there is none
     keys: tuple[str, ...] = ()  # trajectory ids, in order
     tasks: tuple[str, ...] = ()  # GROUP: the task's key
+    fork_token: Field | None = None  # TRAJECTORY: after how many sampled tokens of that turn; None: before all of them
 
     def __len__(self) -> int:
         return self.tree.count(TRAJECTORY)
@@ -108,10 +109,10 @@ class Batch:
         """The same batch with more columns."""
         return replace(self, columns={**self.columns, **(columns or {}), **named})
 
-    def lots(self) -> Field:
-        """A number in [0, 1) for each token, drawn by its trajectory and place: no cut or order of the batch changes it."""
-        at = self.tree.index(TOKEN, TRAJECTORY)
-        return Field(self.tree, TOKEN, _uniform(self.seed.at(TOKEN).x + 0x9E3779B9 * (at.x + 1)))
+    def lots(self, of: Level = TOKEN) -> Field:
+        """A number in [0, 1) for each token (or turn), drawn by its trajectory and place: no cut or order changes it."""
+        at = self.tree.index(of, TRAJECTORY)
+        return Field(self.tree, of, _uniform(self.seed.at(of).x + 0x9E3779B9 * (at.x + 1)))
 
     def same(self, *names: str) -> Partition:
         """Turns of one group that agree in the named things: ``state``, ``agent``, ``index`` (of the turn)."""
@@ -314,6 +315,7 @@ class _Packer:
             seed=tree.field(TRAJECTORY, [number(t.id) for t in self.members], i64),
             parent=tree.field(TRAJECTORY, [number(t.fork.parent) if t.fork else -1 for t in self.members], i64),
             fork=tree.field(TRAJECTORY, [t.fork.turn if t.fork else 0 for t in self.members], i64),
+            fork_token=tree.field(TRAJECTORY, [t.fork.token if t.fork else 0 for t in self.members], i64),
             end=tree.field(TRAJECTORY, [-1 if t.end is None else self._state(t.end) for t in self.members], i64),
             group=tree.field(GROUP, range(len(self.trajectories)), i64),
             domain=tree.field(GROUP, self.kinds, i64),

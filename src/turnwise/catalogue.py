@@ -5,18 +5,61 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from turnwise import recipes
-from turnwise.recipe import Recipe
+from turnwise.algebra.advantage import EarlyTools, InformationGain
+from turnwise.errors import RecipeError, SettingError, nearest
+from turnwise.recipe import BROUGHT, Recipe, composed
+from turnwise.rollout.strategy import Independent
+from turnwise.signals import Signal
+from turnwise.tasks.replay import Nothing
+
+KINDS = {
+    "objective": "how far the policy may move, and over what it is averaged",
+    "credit": "who gets the credit; goes with any objective: --credit",
+    "others": "learns from others: demonstrations, its own past, a teacher",
+    "preference": "learns from pairs of a better and a worse answer",
+}
 
 
-def entry(name: str) -> dict[str, Any]:
-    """One method, from its docstring and its recipe."""
+def kind(recipe: Recipe) -> str:
+    """Which question a method answers anew, read from its pieces."""
+    if "pairs" in recipe.asks:
+        return "preference"
+    if recipe.asks & {*BROUGHT} or recipe.replay != Nothing() or Signal.TEACHER in recipe.objective.needs:
+        return "others"
+    pieces = [*recipe.advantage.parts, *recipe.reward.parts]
+    shares = any(".credit." in type(p).__module__ or isinstance(p, EarlyTools | InformationGain) for p in pieces)
+    return "credit" if shares or recipe.asks or recipe.strategy != Independent() else "objective"
+
+
+def named(name: str, credit: str = "") -> Recipe:
+    """A method by its name; with the credit of another: ``named("sapo", "hgpo")``, or ``named("sapo+hgpo")``."""
+    method, _, other = name.partition("+")
+    return lend(recipes.build(method), other or credit)
+
+
+def lend(recipe: Recipe, credit: str, options: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe with the credit of another method, by its name; as it is without one."""
+    if not credit:
+        return recipe
+    if credit not in recipes.METHODS:
+        raise SettingError(f"no method {credit!r} to take the credit of; {nearest(credit, recipes.METHODS)}")
+    try:
+        return composed(recipe, recipes.build(credit, **(options or {})))
+    except RecipeError as fault:
+        raise SettingError(f"the credit of {credit} does not go with this method: {fault}") from fault
+
+
+def entry(name: str, credit: str = "") -> dict[str, Any]:
+    """One method, from its docstring and its recipe; its slots with the credit of another, where that is asked for."""
     doc = inspect.getdoc(recipes.method(name)) or ""
-    recipe = recipes.build(name)
+    recipe = named(name, credit)
     return {
-        "name": name,
+        "name": f"{name}+{credit}" if credit else name,
+        "kind": kind(recipe),
         "family": recipes.method(name).__module__.rsplit(".", 1)[-1],
         "about": (sys.modules[recipes.method(name).__module__].__doc__ or "").splitlines()[0].rstrip("."),
         "idea": doc.splitlines()[0].split(": ", 1)[-1],
@@ -26,6 +69,7 @@ def entry(name: str) -> dict[str, Any]:
         "sure_of": section(doc, "Sure of"),
         "parameters": {n: p.default for n, p in recipes.parameters(name).items()},
         "needs": sorted(map(str, recipe.objective.needs)),
+        "asks": sorted(recipe.asks),
         "slots": recipe.slots(),
     }
 
@@ -41,17 +85,18 @@ def rows() -> list[dict[str, Any]]:
     out = []
     for name in recipes.METHODS:
         e = entry(name)
-        changed = changes(base, recipes.build(name))
+        changed, wanted = changes(base, recipes.build(name)), [*e["needs"], *e["asks"]]
         out.append(
             {
                 "method": name,
+                "kind": e["kind"],
                 "family": e["family"],
                 "about": e["about"],
                 "idea": e["idea"],
                 "paper": e["paper"],
                 "arxiv": " ".join(re.findall(r"arXiv [\d.]+\d", e["paper"])[:1]) or e["paper"][:60],
                 "changes vs grpo": ", ".join(changed) or "–",
-                "needs": ", ".join(n for n in e["needs"] if n not in ("logp", "entropy")) or "–",
+                "needs": ", ".join(dict.fromkeys(n for n in wanted if n not in ("logp", "entropy"))) or "–",
                 "sure of": e["sure_of"],
                 "deviation": e["deviation"] or "–",
             }
@@ -66,7 +111,7 @@ def changes(left: Recipe, right: Recipe) -> list[str]:
 
 def difference(left: str, right: str) -> list[dict[str, str]]:
     """The slots in which two methods differ."""
-    a, b = recipes.build(left).slots(), recipes.build(right).slots()
+    a, b = named(left).slots(), named(right).slots()
     return [{"slot": slot, left: a[slot], right: b[slot]} for slot in a if a[slot] != b[slot]]
 
 
@@ -80,11 +125,13 @@ def markdown() -> str:
         "gradient and passes the contract of all methods (`tests/algebra/test_recipes.py`,",
         "`tests/test_every_method.py`); how each of them learns is in [learning.md](learning.md).",
         "",
-        "| method | family | idea | changes vs `grpo` | needs | sure of | deviation |",
-        "|---|---|---|---|---|---|---|",
+        *(f"- **{name}**: {about}" for name, about in KINDS.items()),
+        "",
+        "| method | kind | family | idea | changes vs `grpo` | needs | sure of | deviation |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{r['method']}` | {r['family']} | {r['idea']} | {r['changes vs grpo']} | {r['needs']} | {r['sure of']} "
+        f"| `{r['method']}` | {r['kind']} | {r['family']} | {r['idea']} | {r['changes vs grpo']} | {r['needs']} | {r['sure of']} "
         f"| {r['deviation']} |"
         for r in rows()
     ]

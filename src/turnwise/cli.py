@@ -13,7 +13,7 @@ from dataclasses import fields
 
 from turnwise import __version__
 from turnwise.errors import SettingError, TurnwiseError, nearest
-from turnwise.flags import Parser, add_settings, settings_from
+from turnwise.flags import Parser, add_settings, settings_from, value_of
 from turnwise.ports import Listener
 from turnwise.settings import Settings, default_of
 
@@ -25,6 +25,7 @@ COMMANDS = {
     "explain": "one method: equation, paper, slots, settings",
     "diff": "the slots in which two methods differ",
     "check-env": "play an environment and say what is wrong with it",
+    "export": "episodes of a run, or of an environment's players, as rows to learn from",
 }
 
 
@@ -37,17 +38,20 @@ def train(argv: Sequence[str]) -> int:
         else default_of(next(f for f in fields(Settings) if f.name == "method"))
     )
     recipes.method(method)
+    credit = value_of(argv, "--credit")
+    if credit:
+        recipes.method(credit)
     parser = Parser(prog=f"turnwise train {method}", description="Train an agent.", allow_abbrev=False)
     parser.add_argument("method", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument(
         "--dry-run", action="store_true", help="validate, build one real batch, take one step, keep nothing"
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    add_settings(parser, method)
+    add_settings(parser, method, credit)
     space = parser.parse(argv)
     if space.method not in (None, method):  # found behind a flag: its own flags were not known when they were read
         raise SettingError(f"write the method first: turnwise train {space.method} ...")
-    chosen = settings_from(space, method)
+    chosen = settings_from(space, method, credit)
     from turnwise import launch, show
 
     with shown(space.json) as listen:
@@ -104,20 +108,25 @@ def list_methods(argv: Sequence[str]) -> int:
 def explain(argv: Sequence[str]) -> int:
     parser = Parser(prog="turnwise explain", description="One method.", allow_abbrev=False)
     parser.add_argument("method")
+    parser.add_argument("--credit", default="", help="with the credit of another method")
     parser.add_argument("--json", action="store_true")
     space = parser.parse(argv)
     from turnwise import catalogue, recipes
 
     if space.json:
-        print(json.dumps(catalogue.entry(space.method), indent=1))
+        print(json.dumps(catalogue.entry(space.method, space.credit), indent=1))
         return 0
-    recipe = recipes.build(space.method)
-    signature = ", ".join(f"{n}={p.default}" for n, p in recipes.parameters(space.method).items())
-    print(f"{space.method}({signature})\n\n{inspect.getdoc(recipes.method(space.method))}\n\nSlots")
+    recipe = catalogue.named(space.method, space.credit)
+    for name in filter(None, (space.method, space.credit)):
+        signature = ", ".join(f"{n}={p.default}" for n, p in recipes.parameters(name).items())
+        print(f"{name}({signature})\n\n{inspect.getdoc(recipes.method(name))}\n")
+    print(f"Slots of {space.method} with the credit of {space.credit}" if space.credit else "Slots")
     width = max(map(len, recipe.slots()))
     for slot, piece in recipe.slots().items():
         print(textwrap.fill(piece, 118, initial_indent=f"  {slot:<{width}}  ", subsequent_indent=" " * (width + 4)))
     print(f"\nNeeds: {', '.join(sorted(recipe.objective.needs))}")
+    if recipe.asks:
+        print(f"Must be told: {', '.join(sorted(recipe.asks))}")
     return 0
 
 
@@ -162,6 +171,23 @@ def check_env(argv: Sequence[str]) -> int:
     return 0 if found.ok else 1
 
 
+def export(argv: Sequence[str]) -> int:
+    parser = Parser(prog="turnwise export", description="Episodes as rows to learn from.", allow_abbrev=False)
+    parser.add_argument("source", help="a run's directory; or an environment, whose own players then play")
+    parser.add_argument("file", help="a new .jsonl file")
+    parser.add_argument(
+        "--as", dest="form", default="pairs", help="pairs (best and worst of a group) or demos (successes)"
+    )
+    parser.add_argument("--tasks", type=int, default=200, help="how many tasks an environment's players play [200]")
+    parser.add_argument("--seed", type=int, default=0, help="which tasks [0]")
+    space = parser.parse(argv)
+    from turnwise import exports
+
+    count = exports.export(space.source, space.form, space.file, space.tasks, space.seed)
+    print(f"{count} {space.form} written to {space.file}")
+    return 0
+
+
 @contextlib.contextmanager
 def shown(quiet: bool) -> Iterator[Listener]:
     """The progress display; on standard error when standard output carries JSON."""
@@ -184,6 +210,7 @@ RUN = {
     "explain": explain,
     "diff": diff,
     "check-env": check_env,
+    "export": export,
 }
 
 

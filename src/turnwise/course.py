@@ -18,10 +18,12 @@ from typing import Any
 from turnwise import assemble
 from turnwise.batch import Batch
 from turnwise.coldstart import cold_start
-from turnwise.collect import Collector, usable
+from turnwise.collect import Collector, Mixture, Source, usable
+from turnwise.data import Group
 from turnwise.ending import Ending
 from turnwise.engines.learner import LocalLearner
 from turnwise.engines.probe import same_policy
+from turnwise.errors import SettingError
 from turnwise.exam import Exam
 from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.observe.metrics import JsonLines, TensorBoard, Trackers
@@ -32,11 +34,13 @@ from turnwise.rollout.render import Renderer
 from turnwise.run import Loop
 from turnwise.settings import Settings
 from turnwise.signals import Signal
+from turnwise.sources.ranking import brief, ranking
 from turnwise.stages import Stages
 from turnwise.store.aside import write_json
 from turnwise.store.checkpoint import discard_after, latest, load_checkpoint, save_checkpoint, save_model
 from turnwise.store.ledger import Ledger
 from turnwise.store.rundir import RunDir
+from turnwise.supply import Supply, split
 from turnwise.world import World
 
 COLD_STEPS = 100
@@ -56,6 +60,8 @@ class Course:
         self.recipe: Recipe = assemble.recipe_of(self.settings, self.own)
         self.objective = self.recipe.objective
         self.world = World.of(self.settings)
+        self.supply = Supply.of(self.settings, self.world, self.recipe)
+        self.held_back: list[Group] = []
 
     def go(self) -> dict[str, Any]:
         """Run, or go on with, everything; returns the summary."""
@@ -64,12 +70,26 @@ class Course:
         notice = getattr(self.world.kind, "notice", None)
         if notice is not None:
             self.stages.say(notice())
+        self._same_files()
         with self.stages.stage("prepare"):
             tokenizer, model = self._initial()
         self.renderer = Renderer(tokenizer)
         generator = assemble.generator_of(self.settings, model, self.renderer, self.settings.staleness == 0)
         learner = assemble.learner_of(self.settings, model, self.recipe)
         return asyncio.run(self._learn(learner, generator, tokenizer))
+
+    def _same_files(self) -> None:
+        """A run goes on from the very rows it began with."""
+        path, found = self.run.path / "sources.json", self.supply.digests()
+        known = json.loads(path.read_text()) if path.is_file() else found
+        changed = [name for name in known if known[name] != found.get(name)]
+        if changed:
+            raise SettingError(f"{changed[0]} has changed since this run began; bring the old file back, or start anew")
+        if found and not path.is_file():
+            write_json(path, found)
+        if self.supply.rows is not None and self.supply.rows.unused:
+            columns = ", ".join(f"{name} ({n} rows)" for name, n in sorted(self.supply.rows.unused.items()))
+            self.stages.say(f"not numbers and not short texts, so not read: {columns}", "warning")
 
     def _initial(self) -> tuple[Any, Any]:
         """The model RL starts from: given, or tiny and cold-started; kept in the run directory."""
@@ -86,30 +106,31 @@ class Course:
     async def _learn(self, learner: LocalLearner, generator: Generator, tokenizer: Any) -> dict[str, Any]:
         s, exam = self.settings, Exam(self.world, self.renderer, generator)
         with Ledger(self.run.ledger) as ledger:
-            start, collector = self._resume(learner, generator, ledger)
+            start, collector, mixture = self._resume(learner, generator, ledger)
             with contextlib.closing(self._trackers(start)) as self.tracker:
                 await generator.publish(learner.weights(), start)
-                before = await self._evaluate(exam, "before")
+                before = await self._evaluate(exam, "before", learner)
                 loop = Loop(
                     recipe=self.recipe,
                     objective=self.objective,
                     learner=learner,
                     generator=generator,
                     collector=collector,
+                    mixture=mixture,
                     ledger=ledger,
                     probe=self._probe,
-                    save=lambda step: self._save(step, learner, collector),
+                    save=lambda step: self._save(step, learner, collector, mixture),
                     report=self._report,
                     listen=self.stages.listen,
                     steps=s.steps,
                     seed=s.seed,
                     checkpoint_every=s.checkpoint_every,
                     start=start,
-                    asides=self._asides(exam),
+                    asides=self._asides(exam, learner),
                 )
                 with self.stages.stage("learn", s.steps):
                     await loop.run()
-                after = await self._evaluate(exam, "after")
+                after = await self._evaluate(exam, "after", learner)
             balance = ledger.balance()
         save_model(self.run.model, lambda path: _write(path, learner.export, tokenizer.save_pretrained))
         facts = {
@@ -117,23 +138,32 @@ class Course:
             "parameters": sum(p.numel() for p in learner.model.parameters()),
             "groups": asdict(balance),
             "device": str(assemble.device_of(s)),
+            **self._ranked(),
         }
         return Ending(self.run, s, before, after).write(facts, self.stages.seconds)
 
-    def _resume(self, learner: LocalLearner, generator: Generator, ledger: Ledger) -> tuple[int, Collector]:
-        """Where the last checkpoint stands, and a collector that owes what was in flight there."""
+    def _collector(self, generator: Generator, ledger: Ledger) -> Source:
+        """Rollouts, or the rows of a file."""
         s = self.settings
-        sampler = self.recipe.sampler.open(self.world.tasks("train"))
-        collector = Collector(
+        if self.supply.offline:
+            learned, self.held_back = split(self.supply.groups(self.renderer), s)
+            self.stages.say(f"{len(learned)} groups to learn from, {len(self.held_back)} held back; no rollouts")
+            return self.supply.shelf(learned, ledger)
+        return Collector(
             self.recipe,
             generator,
-            sampler,
+            self.recipe.sampler.open(self.supply.tasks()),
             ledger,
-            assemble.player(self.world, self.renderer, assemble.sampling_of(s)),
+            assemble.player(self.world, self.renderer, assemble.sampling_of(s), Signal.BLIND in self.objective.needs),
             s.seed,
             s.staleness,
             s.max_draws,
         )
+
+    def _resume(self, learner: LocalLearner, generator: Generator, ledger: Ledger) -> tuple[int, Source, Mixture]:
+        """Where the last checkpoint stands, a collector that owes what was in flight there, and what is mixed in."""
+        s, collector = self.settings, self._collector(generator, ledger)
+        mixture = self.supply.mixture(self.renderer, ledger.trajectory)
         path = latest(self.run.checkpoints)
         if self.objective.needs & {Signal.REFERENCE, Signal.HELLINGER}:
             learner.reference()  # the initial policy, before anything moves it
@@ -141,26 +171,28 @@ class Course:
         if path is not None:
             saved = load_checkpoint(path)
             learner.load_state_dict({"tensors": saved.tensors, "scalars": saved.state["learner"]})
-            sampler.load_state_dict(saved.state["sampler"])
+            collector.sampler.load_state_dict(saved.state["sampler"])
             self.objective.memory.load_state_dict(saved.state["memory"])
+            mixture.load_state_dict(saved.state["mixture"])
             collector.pulse = dict(saved.state["pulse"])
             start = saved.step
         discard_after(self.run.checkpoints, start)
         owed = ledger.resume(start, keep_finished=s.staleness > 0)
         collector.again = deque((f"{issued.group_id.split('~')[0]}~{start}", issued.task) for issued in owed.again)
         collector.ready = deque(usable(group)[0] for group in owed.pending)
-        return start, collector
+        return start, collector, mixture
 
-    def _save(self, step: int, learner: LocalLearner, collector: Collector) -> None:
+    def _save(self, step: int, learner: LocalLearner, collector: Source, mixture: Mixture) -> None:
         state = learner.state_dict()
         memory = self.objective.memory.state_dict()
         own = {"sampler": collector.sampler.state_dict(), "memory": memory, "pulse": collector.pulse}
-        facts = {"learner": state["scalars"], **own}
+        facts = {"learner": state["scalars"], "mixture": mixture.state_dict(), **own}
         save_checkpoint(self.run.checkpoints, step, state["tensors"], facts, keep=self.settings.keep_checkpoints)
 
     def _probe(self, learner: Learner, batch: Batch) -> float:
         """Are generator and learner the same policy? Asked of a few fresh trajectories after each publication."""
-        fresh = (batch.version.x == learner.version).nonzero().squeeze(1)
+        ours = ~(batch.expert.x | batch.replayed.x | batch.guided.x)[batch.tree.ancestor(TOKEN, TRAJECTORY)]
+        fresh = ((batch.version.x == learner.version) & ours).nonzero().squeeze(1)
         if not fresh.numel():
             return math.nan
         owners = batch.tree.ancestor(TOKEN, TRAJECTORY)[fresh].unique()[:4]
@@ -180,23 +212,30 @@ class Course:
         self.tracker.log(step, metrics)
         self.stages.step("learn", step, self.settings.steps, metrics)
 
-    def _asides(self, exam: Exam) -> dict[int, Callable[[], Coroutine[Any, Any, None]]]:
+    def _asides(self, exam: Exam, learner: LocalLearner) -> dict[int, Callable[[], Coroutine[Any, Any, None]]]:
         every = self.settings.eval_every
         if not every:
             return {}
 
         def at(step: int) -> Callable[[], Coroutine[Any, Any, None]]:
             async def run() -> None:
-                found = await exam.sit()
-                self.tracker.log(step, {"eval/success": found.summary()["success"]})
+                if self.settings.eval_tasks:
+                    found = await exam.sit()
+                    self.tracker.log(step, {"eval/success": found.summary()["success"]})
+                if self.held_back:
+                    self.tracker.log(step, {f"ranking/{k}": v for k, v in ranking(learner, self.held_back).items()})
 
             return run
 
         return {step: at(step) for step in range(every, self.settings.steps, every)}
 
-    async def _evaluate(self, exam: Exam, when: str) -> dict[str, Any]:
-        """Evaluate once; a resumed run reads what it already knows."""
+    async def _evaluate(self, exam: Exam, when: str, learner: LocalLearner) -> dict[str, Any]:
+        """Evaluate once; a resumed run reads what it already knows. Without tasks, by the pairs that were held back."""
         path = self.run.path / f"evaluation_{when}.json"
+        if self.held_back and not (self.run.path / f"ranking_{when}.json").is_file():
+            write_json(self.run.path / f"ranking_{when}.json", ranking(learner, self.held_back))
+        if not self.settings.eval_tasks:
+            return {"summary": brief(json.loads((self.run.path / f"ranking_{when}.json").read_text())), "rows": []}
         if not path.is_file():
             with self.stages.stage(f"evaluate {when}", self.settings.eval_tasks):
                 found = await exam.sit()
@@ -206,6 +245,11 @@ class Course:
             ]
             write_json(path, {"summary": found.summary(self.settings.seed), "rows": rows})
         return dict(json.loads(path.read_text()))
+
+    def _ranked(self) -> dict[str, Any]:
+        """How held-back rows were ranked before and after."""
+        paths = {when: self.run.path / f"ranking_{when}.json" for when in ("before", "after")}
+        return {"ranking": {w: json.loads(p.read_text()) for w, p in paths.items()}} if self.held_back else {}
 
 
 def _write(path: Path, *writers: Callable[[Path], Any]) -> None:

@@ -30,9 +30,10 @@ class Ending:
         s, rows = self.settings, read_rows(self.run.metrics)
         summary = {
             "run": str(self.run.path),
-            "method": s.method,
+            "method": s.title,
             "environment": s.env,
             "seed": s.seed,
+            "measured": "held-out tasks" if s.eval_tasks else "held-back pairs, ranked",
             "success_before": {name: self.before["summary"][name] for name in BRIEF},
             "success_after": {name: self.after["summary"][name] for name in BRIEF},
             "steps": s.steps,
@@ -43,7 +44,7 @@ class Ending:
         }
         first = {"step": 0, "eval/success": self.before["summary"]["success"]}
         last = {"step": s.steps, "eval/success": self.after["summary"]["success"]}
-        curves([first, *rows, last], self.run.curves, title=f"{s.method} on {s.env}, seed {s.seed}")
+        curves([first, *rows, last], self.run.curves, title=f"{s.title} on {s.env}, seed {s.seed}")
         self._transcripts()
         self.run.write_summary(summary)
         return summary
@@ -51,6 +52,9 @@ class Ending:
     def _transcripts(self) -> None:
         """A failure before and the same task after, preferably solved."""
         both = list(zip(self.before["rows"], self.after["rows"]))
+        if not both:  # measured without tasks
+            self.run.transcripts.write_text("")
+            return
         pairs = [pair for pair in both if not pair[0]["success"]] or both
         solved = [pair for pair in pairs if pair[1]["success"]] or pairs
         b, a = max(solved, key=lambda pair: len(pair[1]["messages"]))  # the longest shows most

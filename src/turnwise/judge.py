@@ -16,7 +16,7 @@ from turnwise.rollout.players import play_script
 from turnwise.rollout.render import Renderer
 from turnwise.settings import Settings
 from turnwise.store.rundir import RunDir
-from turnwise.world import World
+from turnwise.world import World, settle
 
 SPLITS = ("held_out", "train")
 
@@ -35,7 +35,7 @@ def judge(run: str, player: str, split: str, given: Mapping[str, Any]) -> dict[s
 def chosen(run: str, given: Mapping[str, Any]) -> tuple[Settings, Path | None]:
     """A run's own settings with what was given on top, and where its model lies."""
     if not run:
-        return Settings.of(given), None
+        return settle(given), None
     directory = RunDir.open(run)
     folder = next((p for p in (directory.model, directory.path / "initial") if p.is_dir()), None)
     if folder is None:

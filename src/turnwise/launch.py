@@ -14,6 +14,7 @@ from turnwise.recipe import Recipe
 from turnwise.settings import Settings
 from turnwise.stages import Stages, silent
 from turnwise.store.rundir import RunDir
+from turnwise.world import settle
 
 
 def train(listen: Listener = silent, recipe: Recipe | None = None, **settings: Any) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def train(listen: Listener = silent, recipe: Recipe | None = None, **settings: A
 
     ``train(method="grpo", env="calculator", steps=50)``, or with pieces of your own: ``train(recipe=Recipe(...), ...)``
     """
-    chosen = Settings.of({**settings, "method": "own"} if recipe else settings)
+    chosen = settle({**settings, "method": "own"} if recipe else settings)
     described = repr(assemble.examine(chosen, recipe))  # refuses before anything is written
     for kind in chosen.trackers:
         if kind not in TRACKERS:
@@ -42,7 +43,7 @@ def resume(path: str | Path, listen: Listener = silent, recipe: Recipe | None = 
 
 def free_name(settings: Settings) -> str:
     env = settings.env.split(":")[-1].replace(".", "-")
-    base = f"{settings.method}-{env}-s{settings.seed}"
+    base = f"{settings.title}-{env}-s{settings.seed}"
     n = 1
     while (Path(settings.out) / f"{base}-{n}").exists():
         n += 1

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from turnwise.data import Completion, Group, Message, Sampling, Task
+from turnwise.data import Completion, Group, Message, Sampling, Task, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,8 @@ class Step:
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
-    # known keys of info: success (bool), rewards (named floats), tool_calls, tool_errors (ints)
+    # known keys of info: success (bool), rewards (named floats), tool_calls, tool_errors (ints), facts (of this turn:
+    # numbers or labels), paid (what other agents earn by this step, by name)
 
 
 @runtime_checkable
@@ -62,7 +63,7 @@ class Environment(Protocol):
     """One single-use episode. ``step`` may also be ``async``.
 
     Optional powers, with their defaults in ``environments.base``: ``tools``, ``state_key``, ``snapshot`` and ``restore``,
-    ``answer``, ``close``."""
+    ``answer``, ``agent`` (who acts next, where there are several), ``close``."""
 
     def reset(self, seed: int) -> Sequence[Message]: ...
 
@@ -78,6 +79,10 @@ class Session(Protocol):
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion: ...
 
     def fork(self, seed: int) -> Session: ...
+
+    def park(self) -> None:
+        """It will rest: nobody need wait for it. Asking again ends the rest."""
+        ...
 
     def cancel(self) -> None: ...
 
@@ -189,13 +194,15 @@ class Tracker(Protocol):
 
 
 class Ledger(Protocol):
-    """Accounts for every group issued: in flight, finished, trained, or dropped and why."""
+    """Accounts for every group issued: in flight, finished, trained, or dropped and why; and for what is mixed in."""
 
     def issue(self, group_id: str, task: Task, step: int, version: int) -> None: ...
 
     def finish(self, group: Group, step: int) -> None: ...
 
     def train(self, group_ids: Sequence[str], step: int) -> None: ...
+
+    def mix(self, trajectories: Sequence[Trajectory], step: int) -> None: ...
 
     def drop(self, group_id: str, reason: str, step: int) -> None: ...
 

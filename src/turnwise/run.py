@@ -1,6 +1,6 @@
 """The loop. Ports in, steps out; it knows no formula, no method's name and no engine.
 
-    gather groups → pack → measure signals → credit → optimiser steps → publish → record → checkpoint
+    gather groups → mix in → pack → measure signals → credit → optimiser steps → publish → record → checkpoint
 
 Synchronous is staleness 0. With staleness k > 0 the learner works in a thread while the generator goes on; requests in
 flight survive a publication and every token carries the version that sampled it.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 from turnwise.algebra import diagnostics
 from turnwise.algebra.objective import Objective
 from turnwise.batch import Batch, pack
-from turnwise.collect import Collector
+from turnwise.collect import Mixture, Source, foreign
 from turnwise.data import Group, Status, Trajectory
+from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.ports import Generator, Learner, Ledger, Listener
 from turnwise.recipe import Recipe
 from turnwise.seeds import stable_seed
@@ -33,7 +35,8 @@ class Loop:
     objective: Objective  # of the recipe; its memory outlives the steps
     learner: Learner
     generator: Generator
-    collector: Collector
+    collector: Source
+    mixture: Mixture
     ledger: Ledger
     probe: Callable[[Learner, Batch], float]
     save: Callable[[int], None]
@@ -66,7 +69,10 @@ class Loop:
         metrics = dict(describe(groups, self.learner.version))
         if groups:
             self.collector.pump(step)  # with staleness, rollouts go on while the learner works
-            metrics |= await self._improve(groups, step)
+            mixed = await self.mixture.mix(groups, step)
+            extra = foreign(mixed, groups)
+            self.ledger.mix(extra, step)
+            metrics |= {**origins(extra), **await self._improve(mixed, groups, step)}
         else:
             self.listen(
                 "message", {"level": "warning", "text": f"step {step}: no group could be trained on; see dropped/*"}
@@ -79,7 +85,7 @@ class Loop:
         self.learner.version = step + 1
         await self.generator.publish(self.learner.weights(), step + 1)
         metrics |= {f"dropped/{reason[:60]}": float(n) for reason, n in self.collector.dropped.items()}
-        metrics |= self.collector.sampler.metrics()
+        metrics |= {**self.collector.sampler.metrics(), **self.mixture.metrics()}
         now = time.perf_counter()
         metrics |= {
             "seconds": now - began,
@@ -90,10 +96,13 @@ class Loop:
         }
         self.report(step + 1, metrics)
 
-    async def _improve(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        seed = stable_seed(self.seed, "passes", step)
-        work = lambda: improve(self.learner, self.recipe, groups, seed, self.objective, self.probe)  # noqa: E731
-        return await asyncio.to_thread(work) if self.collector.staleness else work()
+    async def _improve(self, mixed: Sequence[Group], fresh: Sequence[Group], step: int) -> dict[str, float]:
+        seed, seen = stable_seed(self.seed, "passes", step), list[Batch]()
+        rest = (self.objective, self.probe, seen.append)
+        work = lambda: improve(self.learner, self.recipe, mixed, seed, *rest)  # noqa: E731
+        metrics = await asyncio.to_thread(work) if self.collector.staleness else work()
+        self.mixture.observe(fresh, credited(seen[0]), step)
+        return metrics
 
 
 def improve(
@@ -103,8 +112,10 @@ def improve(
     seed: int,
     objective: Objective | None = None,
     probe: Callable[[Learner, Batch], float] | None = None,
+    watch: Callable[[Batch], object] | None = None,
 ) -> dict[str, float]:
-    """All optimiser steps on one batch of groups. An objective kept from step to step keeps the memory of its pieces."""
+    """All optimiser steps on one batch of groups. An objective kept from step to step keeps the memory of its pieces;
+    ``watch`` sees the batch when it has been credited."""
     objective = objective or recipe.objective
     batch = pack(groups)
     metrics: dict[str, float] = {}
@@ -112,6 +123,8 @@ def improve(
         metrics["probe"] = probe(learner, batch)
     measured = learner.measure(batch, objective.frozen) if objective.frozen else {}
     batch = objective.credit(batch.put(measured))
+    if watch is not None:
+        watch(batch)
     updates = 0
     for part in recipe.control.parts_of(batch, seed, learner.measure):
         for name, value in diagnostics.finish(learner.update(part, objective)).items():
@@ -119,6 +132,17 @@ def improve(
         updates += 1
     summed = {"skipped"}  # everything else is a mean over the updates of the step
     return {name: v if name in summed or name == "probe" else v / updates for name, v in metrics.items()}
+
+
+def credited(batch: Batch) -> dict[str, float]:
+    """The mean advantage of each trajectory's tokens, by its id."""
+    mean = batch["advantage"].at(TOKEN).mean(TRAJECTORY)
+    return dict(zip(batch.keys, mean.x.tolist()))
+
+
+def origins(extra: Sequence[Trajectory]) -> dict[str, float]:
+    """How many rows were mixed in, by whose they are."""
+    return {f"mixed/{kind}": float(n) for kind, n in sorted(Counter(t.origin for t in extra).items())}
 
 
 def describe(groups: Sequence[Group], version: int) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Every setting of a run, in one flat frozen record: the command line, the Python API and run.json all speak it.
 
-A method's own hyper-parameters are the arguments of its recipe function; here they travel in ``method_options``.
+A method's own hyper-parameters are the arguments of its recipe function; here they travel in ``method_options``. An
+environment may suggest some (``Environment.suggests``): they count where the user gives none.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from turnwise.errors import SettingError, nearest
 from turnwise.typed import convert
 
 AT_LEAST_ONE = (
-    "steps", "max_tokens", "context", "slots", "positions", "eval_tasks", "eval_samples", "checkpoint_every",
-    "keep_checkpoints", "max_draws", "layers", "vocabulary", "cold_batch",
+    "steps", "max_tokens", "context", "slots", "positions", "eval_samples", "checkpoint_every", "keep_checkpoints",
+    "max_draws", "layers", "vocabulary", "cold_batch",
+)  # fmt: skip
+AT_LEAST_ZERO = (
+    "groups", "group_size", "epochs", "minibatches", "max_turns", "history", "eval_tasks", "eval_every", "warmup",
+    "lora_rank",
 )  # fmt: skip
 
 
@@ -29,12 +34,24 @@ class Settings:
     method: str = knob("dr_grpo", "the method; `turnwise list` shows all")
     env: str = knob("calculator", "environment: a built-in name or module:Class")
     model: str = knob("tiny", "a folder in Hugging Face layout, a hub id, or `tiny` (made here)")
-    difficulty: tuple[int, ...] = knob((1, 2, 3), "difficulties to train and evaluate on")
+    difficulty: tuple[int, ...] = knob(
+        (1, 2, 3), "difficulties to train and evaluate on, unless the environment suggests others"
+    )
+    credit: str = knob("", "whose credit to take instead of the method's own: another method; empty: its own")
     seed: int = knob(0, "every random choice of the run follows from it")
     device: str = knob("auto", "cpu, cuda, or auto: cuda when present")
     out: str = knob("runs", "folder that run directories are made in")
     name: str = knob("", "name of the run directory; empty: method, environment, seed, a number")
     template: str = knob("", "chat template if the model has none: chatml, or a .jinja file")
+    # learning from others
+    demos: str = knob(
+        "", "demonstrations: a .jsonl file of dialogues, or a player of the environment: oracle, demonstrator"
+    )
+    demo_share: float = knob(0.2, "share of the batch for demonstrations that are of no particular task")
+    data: str = knob("", "learn from this file alone, without rollouts: pairs, or dialogues with rewards (.jsonl)")
+    teacher: str = knob(
+        "", "a model with the same vocabulary to learn from: a folder in Hugging Face layout, or a hub id"
+    )
     # how much
     steps: int = knob(100, "RL steps")
     groups: int = knob(0, "tasks per step; 0: the method's own")
@@ -51,6 +68,7 @@ class Settings:
     max_tokens: int = knob(48, "token budget of one turn")
     max_turns: int = knob(0, "turn limit; 0: the environment's own")
     context: int = knob(320, "ids a dialogue may hold")
+    history: int = knob(0, "how many of the latest observations a prompt shows, besides the task; 0: all")
     slots: int = knob(256, "dialogues whose cache is kept at once")
     env_seconds: float = knob(30.0, "wall time one call into the environment may take")
     # learning
@@ -59,7 +77,8 @@ class Settings:
     warmup: int = knob(3, "steps of warm-up")
     weight_decay: float = knob(0.0, "AdamW weight decay")
     clip_norm: float = knob(1.0, "largest gradient norm")
-    value_lr: float = knob(1e-3, "learning rate of the value head")
+    critic: str = knob("shared", "shared: the critic reads the policy's states; separate: it is a model of its own")
+    value_lr: float = knob(1e-3, "learning rate of the critic")
     positions: int = knob(8192, "ids per micro-batch")
     dtype: str = knob("float32", "float32 or bfloat16 for the forward pass")
     lora_rank: int = knob(0, "train LoRA adapters of this rank; 0: all weights")
@@ -72,7 +91,7 @@ class Settings:
     cold_batch: int = knob(48, "demonstrations per supervised step")
     cold_lr: float = knob(3e-3, "learning rate of the cold start")
     # evaluation
-    eval_tasks: int = knob(200, "held-out tasks, before and after")
+    eval_tasks: int = knob(200, "held-out tasks, before and after; 0: none, for a run on --data alone")
     eval_samples: int = knob(1, "trajectories per held-out task (pass@k, majority@k)")
     eval_temperature: float = knob(1.0, "sampling temperature of the evaluation")
     eval_every: int = knob(0, "also evaluate every so many steps; 0: never")
@@ -81,6 +100,9 @@ class Settings:
     keep_checkpoints: int = knob(2, "checkpoints kept")
     trackers: tuple[str, ...] = knob(("tensorboard",), "besides metrics.jsonl: tensorboard, wandb, mlflow, trackio")
     method_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "hyper-parameters of the method"})
+    credit_options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "those of the method named by credit"}
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -89,13 +111,19 @@ class Settings:
         for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} is {getattr(self, name)}; write at least 1")
-        for name in ("groups", "group_size", "epochs", "minibatches", "max_turns", "eval_every", "warmup", "lora_rank"):
+        for name in AT_LEAST_ZERO:
             if getattr(self, name) < 0:
                 raise SettingError(f"{name} is {getattr(self, name)}; write 0 or more")
         if self.hidden % 16 or self.hidden < 16:
             raise SettingError(f"hidden is {self.hidden}; write a multiple of 16")
+        if self.critic not in ("shared", "separate"):
+            raise SettingError(f"critic is {self.critic!r}; {nearest(self.critic, ('shared', 'separate'))}")
         if not self.env_seconds > 0:
             raise SettingError(f"env_seconds is {self.env_seconds}; write a positive number of seconds")
+        if not 0 < self.demo_share < 1:
+            raise SettingError(f"demo_share is {self.demo_share}; write a number between 0 and 1")
+        if self.credit_options and not self.credit:
+            raise SettingError("credit_options are given, but no credit; write --credit NAME")
         if self.staleness < 0:
             raise SettingError(f"staleness is {self.staleness}; write 0 for synchronous, or a positive number of steps")
 
@@ -110,6 +138,11 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def title(self) -> str:
+        """The method, and whose credit it takes: ``sapo+hgpo``."""
+        return f"{self.method}+{self.credit}" if self.credit else self.method
 
 
 def kind_of(f: Field) -> Any:

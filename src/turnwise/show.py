@@ -33,7 +33,8 @@ def measures(found: Mapping[str, Any]) -> dict[str, Any]:
 def show_summary(summary: Mapping[str, Any]) -> None:
     out = console()
     before, after = summary["success_before"], summary["success_after"]
-    title = f"{summary['method']} on {summary['environment']}, {after['tasks']} held-out tasks (95 % intervals)"
+    measured = f"{after['tasks']} {summary.get('measured', 'held-out tasks')}"
+    title = f"{summary['method']} on {summary['environment']}, {measured} (95 % intervals)"
     out.print()
     out.print(table(comparison(measures(before), measures(after)), title))
     run = Path(summary["run"])
@@ -85,7 +86,7 @@ def show_methods(rows: Sequence[Mapping[str, Any]]) -> None:
         indent = " " * 24
         name = f"  {row['method']:<22}"
         out.print(textwrap.fill(row["idea"], out.width, initial_indent=name, subsequent_indent=indent), highlight=False)
-        facts = f"{row['arxiv']} · changes {row['changes vs grpo']} · needs {row['needs']} · sure of {row['sure of']}"
+        facts = f"{row['kind']} · {row['arxiv']} · changes {row['changes vs grpo']} · needs {row['needs']} · sure of {row['sure of']}"
         lines = textwrap.fill(facts, out.width, initial_indent=indent, subsequent_indent=indent)
         out.print(lines, style="dim", highlight=False, markup=False)
     out.print(

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from turnwise import environments
 from turnwise.data import Task
 from turnwise.environments.base import Environment
-from turnwise.errors import SettingError
-from turnwise.rollout.episode import Limits
-from turnwise.settings import Settings
+from turnwise.errors import SettingError, nearest
+from turnwise.rollout.episode import Limits, Unopened
+from turnwise.settings import Settings, default_of
 from turnwise.tasks.sampler import Tasks
+
+SUGGESTED = (
+    "difficulty", "max_tokens", "max_turns", "context", "history", "lr", "vocabulary", "hidden", "layers", "cold_steps",
+    "cold_batch", "cold_lr",
+)  # fmt: skip
+OF_THE_TINY_MODEL = ("lr", "vocabulary", "hidden", "layers", "cold_steps", "cold_batch", "cold_lr")
+
+
+def settle(given: Mapping[str, Any]) -> Settings:
+    """The settings of a run: what the user gives, then what the environment suggests, then the defaults."""
+    defaults = {f.name: default_of(f) for f in fields(Settings) if f.name in ("env", "model")}
+    kind = environments.load(given.get("env", defaults["env"]))
+    own = {"difficulty": tuple(getattr(kind, "difficulties", (1,))), **getattr(kind, "suggests", {})}
+    for name in own:
+        if name not in SUGGESTED:
+            raise SettingError(
+                f"{kind.__name__} suggests {name!r}, which is not its to say; {nearest(name, SUGGESTED)}"
+            )
+    if given.get("model", defaults["model"]) != defaults["model"]:  # another model needs no such help
+        own = {name: value for name, value in own.items() if name not in OF_THE_TINY_MODEL}
+    return Settings.of({**own, **given})
 
 
 @dataclass(frozen=True)
@@ -35,6 +57,13 @@ class World:
         wanted = {"difficulty": task.difficulty, "split": task.split}
         return self.kind(**{key: wanted[key] for key in environments.settings(self.kind)})
 
+    def attempt(self, task: Task) -> Any:
+        """The same; where the class raises, something whose episode fails with that reason."""
+        try:
+            return self.open(task)
+        except (Exception, SystemExit) as fault:
+            return Unopened(fault)
+
     def tasks(self, split: str, purpose: str = "run") -> Tasks:
         seed = self.settings.seed if split == "train" else 0  # held-out tasks are the same for every run
         return Tasks(self.settings.env, split, self.settings.difficulty, seed if purpose == "run" else seed + 1_000_003)
@@ -47,7 +76,8 @@ class World:
     @property
     def limits(self) -> Limits:
         s = self.settings
-        return Limits(s.max_turns or int(getattr(self.kind, "max_turns", 8)), s.context, s.env_seconds)
+        turns = s.max_turns or int(getattr(self.kind, "max_turns", 8))
+        return Limits(turns, s.context, s.env_seconds, s.history)
 
     @property
     def unbounded(self) -> Limits:

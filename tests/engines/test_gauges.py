@@ -79,7 +79,7 @@ def test_pushes_follow_the_optimisers_moments(kit, exact):
     state = learner._optimiser.state[learner.head.weight]
     v = state["exp_avg_sq"] / (1 - 0.999)
     expected = 1e-3 / (v.clamp(min=v.mean()).sqrt() + 1e-8)
-    torch.testing.assert_close(learner._preconditioner(), expected)
+    torch.testing.assert_close(learner.preconditioner(), expected)
     assert (learner.measure(batch, frozenset(PUSHES))[Signal.PUSH].x > before).all()
 
 
@@ -89,8 +89,8 @@ def test_gradient_norms(kit, exact, positions):
     found = learner.measure(batch, frozenset({Signal.GRADIENT_NORM}))[Signal.GRADIENT_NORM]
     assert found.level == TRAJECTORY
     for k in range(len(batch)):
-        total = learner._logp_for_norms(batch.select([k])).x.sum()
-        grads = torch.autograd.grad(total, list(learner._policy()), allow_unused=True)
+        total = learner.measuring.logp(batch.select([k])).x.sum()
+        grads = torch.autograd.grad(total, list(learner.policy()), allow_unused=True)
         expected = torch.cat([g.flatten() for g in grads if g is not None]).norm()
         assert float(found.x[k]) == pytest.approx(float(expected), rel=1e-5)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from turnwise.engines.learner import LearnerSettings, LocalLearner
 from turnwise.engines.logprobs import token_logprobs
 from turnwise.errors import SettingError
 from turnwise.levels import TOKEN, TRAJECTORY
-from turnwise.signals import Signal
+from turnwise.signals import SLOW, UTTERANCE, Signal, level_of
 
 ALL = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE})
 
@@ -60,18 +60,22 @@ def test_micro_batches_and_packing_order_do_not_matter(kit, exact, seed, positio
 def test_measure_keeps_the_batch_order(kit, positions):
     model = kit.make_model()
     stock, batch = copy.deepcopy(model), kit.make_batch(3)
-    found = LocalLearner(model, LearnerSettings(positions=positions), critic=2).measure(batch, frozenset(Signal))
+    learner = LocalLearner(
+        model, LearnerSettings(positions=positions), critic=2, turn_critic=True, teacher=copy.deepcopy(model)
+    )
+    found = learner.measure(batch, frozenset(Signal))
     s = batch.sequences
     with torch.no_grad():
         logits = torch.cat([stock(input_ids=part[None]).logits[0] for part in s.ids.split(s.lengths.tolist())])
     t = batch.temperature.at(TOKEN).x
     logp = torch.log_softmax(logits[s.at - 1] / torch.where(t == 0, 1.0, t)[:, None], -1)
     expected = logp.gather(1, batch.token.x[:, None]).squeeze(1)
-    for signal in (Signal.LOGP, Signal.PROXIMAL, Signal.REFERENCE):
+    for signal in (Signal.LOGP, Signal.PROXIMAL, Signal.REFERENCE, Signal.PREVIOUS, Signal.TEACHER, Signal.BLIND):
         torch.testing.assert_close(found[signal].x, expected, rtol=1e-4, atol=1e-5)
     for signal in (Signal.ENTROPY, Signal.OLD_ENTROPY):
         torch.testing.assert_close(found[signal].x, -(logp.exp() * logp).sum(1), rtol=1e-4, atol=1e-5)
-    assert not found[Signal.VALUE].x.any() and set(found) == set(Signal)
+    assert not found[Signal.VALUE].x.any() and set(found) >= set(Signal)
+    assert all(found[s].level == level_of(s) for s in Signal)
     assert all(f.tree is batch.tree for f in found.values())
 
 
@@ -162,7 +166,7 @@ def test_gradients_are_clipped(kit, batch):
 
 
 def test_only_what_is_needed_is_computed(kit, batch, monkeypatch):
-    from turnwise.engines import learner as module
+    from turnwise.engines import reading as module
 
     asked = []
     spy = lambda *a, want_entropy, **k: asked.append(want_entropy) or token_logprobs(*a, want_entropy=want_entropy, **k)  # noqa: E731
@@ -174,16 +178,33 @@ def test_only_what_is_needed_is_computed(kit, batch, monkeypatch):
     assert asked == [False]
 
 
+def test_signals_of_the_same_states_share_one_pass(kit, monkeypatch):
+    from turnwise.engines import packed
+
+    passes, plain = [], packed.hidden_states
+    learner = LocalLearner(kit.make_model(), critic=2, turn_critic=True, teacher=kit.make_model(seed=1))
+    apart = LocalLearner(kit.make_model(), critic=2, turn_critic=True, separate_critic=True)
+    monkeypatch.setattr(packed, "hidden_states", lambda model, *rest: passes.append(id(model)) or plain(model, *rest))
+    learner.measure(kit.make_batch(1), frozenset(Signal) - {Signal.GRADIENT_NORM, Signal.ANSWER, Signal.PREVIOUS})
+    assert len(passes) == len(set(passes)) == 3  # policy, reference, teacher
+    passes.clear()
+    apart.measure(kit.make_batch(1), frozenset({Signal.LOGP, Signal.VALUE, *UTTERANCE, *SLOW}))
+    assert len(passes) == len(set(passes)) == 3  # policy, critic, its slow copy
+
+
 def test_nothing_sampled_is_no_fault(kit):
     task = Task("x", seed=0)
     silent = Trajectory("a", task, (Turn(context=(1, 2), tokens=()),))
     blank = Trajectory("b", task, ())
-    learner = LocalLearner(kit.make_model(), LearnerSettings(positions=1), critic=2)
+    model = kit.make_model()
+    learner = LocalLearner(
+        model, LearnerSettings(positions=1), critic=2, turn_critic=True, teacher=copy.deepcopy(model)
+    )
     before = learner.state_dict()["tensors"]
     for members in ((silent, blank), ()):
         batch = kit.weighted(pack([Group("g", task, members)] if members else []))
-        tokenwise = frozenset(Signal) - {Signal.GRADIENT_NORM, Signal.ANSWER}
-        assert all(f.x.shape == (0,) for f in learner.measure(batch, tokenwise).values())
+        found = learner.measure(batch, frozenset(Signal) - {Signal.ANSWER})
+        assert all(f.x.shape == (batch.tree.count(f.level),) and not f.x.any() for f in found.values())
         assert learner.update(batch, kit.Linear(ALL))["loss"] == 0
     after = learner.state_dict()["tensors"]
     assert all(torch.equal(before[n], after[n]) for n in before)
@@ -216,6 +237,30 @@ def test_cuda_says_what_the_cpu_says(kit, batch, name, dtype, limit):
     other = LocalLearner(kit.make_model(name), LearnerSettings(dtype=dtype), critic=True, device="cuda")
     other.load_state_dict(there.state_dict())
     assert other.update(batch, kit.Linear(ALL))["loss"] == there.update(batch, kit.Linear(ALL))["loss"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("separate", [False, True])
+def test_cuda_measures_every_signal_like_the_cpu(kit, batch, separate):
+    model = kit.make_model()
+    make = lambda device: LocalLearner(  # noqa: E731
+        copy.deepcopy(model),
+        LearnerSettings(dtype="float32"),
+        critic=2,
+        turn_critic=True,
+        separate_critic=separate,
+        teacher=kit.make_model(seed=1),
+        device=device,
+    )
+    here, there = make("cpu"), make("cuda")
+    batch = replace(batch, success=batch.tree.field(TRAJECTORY, torch.ones(len(batch))))
+    live = ALL | {Signal.TWIN, Signal.RIVALS}
+    for _ in range(2):
+        a, b = (one.measure(batch, frozenset(Signal)) for one in (here, there))
+        for s in Signal:
+            torch.testing.assert_close(b[s].x, a[s].x, rtol=2e-2, atol=2e-2, msg=lambda text, s=s: f"{s}: {text}")
+        for one in (here, there):
+            one.update(batch.put(a), kit.Linear(live))
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,10 +87,10 @@ class Objective:
     def credit(self, batch: Batch) -> Batch:
         """Rewards and advantages of the whole batch, however it is later cut into updates."""
         pieces = list(dict.fromkeys(self._crediting()))
-        self.memory.advance((p for p in pieces if not p.late), Whole(batch, {}))  # running statistics include this batch
-        batch = batch.put(self.memory.columns(iter(pieces), batch))
         batch = batch.put(clock=batch.tree.full(BATCH, float(self.memory.clock), torch.float64))
         self.memory.clock += 1
+        self.memory.advance((p for p in pieces if not p.late), Whole(batch, {}))  # running statistics include this batch
+        batch = batch.put(self.memory.columns(iter(pieces), batch))
         if self.reward is not None:
             batch = replace(batch, reward=self.reward(batch))
         batch = batch.put(advantage=self.advantage(batch).detach())
@@ -140,12 +141,20 @@ class Objective:
         return Field(batch.tree, TOKEN, torch.autograd.grad(gain, logp.x)[0])
 
     @torch.enable_grad()
-    def _pulled(self, batch: Batch, i: int, penalty: Penalty) -> dict[str, Field]:
-        """The same for a penalty that reaches across trajectories, and its cost, shared out evenly."""
+    def _pulled(self, batch: Batch, i: int, penalty: Penalty) -> dict[Any, Field]:
+        """The same for a penalty that reaches across trajectories; its cost and what it tells are shared out evenly."""
         logp = batch[Signal.LOGP].map(lambda x: x.detach().requires_grad_())
-        cost = self._cost(Now(batch, {Signal.LOGP: logp}), i, penalty)
+        now = Now(batch, {Signal.LOGP: logp})
+        cost = self._cost(now, i, penalty)
         slope = torch.autograd.grad(cost, logp.x)[0] if cost.requires_grad else torch.zeros_like(logp.x)
-        return {f"pull{i}": Field(batch.tree, TOKEN, slope), f"cost{i}": float(cost.detach()) * batch["share"]}
+        told = {("told", i, name): float(value) * batch["share"] for name, value in penalty.tells(now).items()}
+        return {f"pull{i}": Field(batch.tree, TOKEN, slope), f"cost{i}": float(cost.detach()) * batch["share"], **told}
+
+    def _told(self, now: Now, i: int, penalty: Penalty) -> Mapping[str, Tensor]:
+        if not penalty.couples:
+            return penalty.tells(now)
+        mine = [key for key in now.batch.columns if isinstance(key, tuple) and key[:2] == ("told", i)]
+        return {key[2]: _total(now[key]) for key in mine}
 
     def _cost(self, now: Now, i: int, penalty: Penalty) -> Tensor:
         weight = now.batch.columns.get(f"weight{i}", now.batch["weight"])
@@ -173,6 +182,7 @@ class Objective:
             else:
                 cost = self._cost(now, i, w.penalty)
             stats[f"penalty/{type(w.penalty).__name__}"] = cost.detach()
+            stats = {**self._told(now, i, w.penalty), **stats}  # where two tell the same, the first is heard
             size = float(batch[w.weight].item) if isinstance(w.weight, Weight) else w.weight
             objective = objective - size * cost
         stats["objective"] = objective.detach()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from turnwise.algebra.aggregate import Aggregate
 from turnwise.algebra.mask import Mask, covariance, quota
@@ -25,6 +27,10 @@ class Penalty(Piece):
 
     def __call__(self, now: Now) -> Field:
         raise NotImplementedError
+
+    def tells(self, now: Now) -> Mapping[str, Tensor]:
+        """Numbers for people, by name: sums over a micro-batch, or of the whole step where it ``couples``."""
+        return {}
 
 
 @dataclass(frozen=True)

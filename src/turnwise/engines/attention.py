@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -23,6 +24,7 @@ class Layout(Protocol):
         ...
 
 
+@torch.compiler.disable  # layouts are data of a batch: traced, every batch would be compiled anew
 def _attention(
     module: nn.Module,
     query: Tensor,

@@ -3,16 +3,15 @@
 Micro-batches are an affair of memory only: their losses *sum*, and nothing is rescaled. The model never leaves
 evaluation mode: dropout would make the learner another policy than the generator.
 
-The learner does not know what it optimises: an objective arrives as a callable that says which signals it needs. It
-knows no rewards, no advantages, no method's name.
+The learner does not know what it optimises: an objective arrives as a callable that says which signals it needs, and
+``measuring`` gives them. It knows no rewards, no advantages, no method's name.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,18 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from turnwise.batch import Batch
-from turnwise.engines import gauges, lora, optimiser, packed
-from turnwise.engines.logprobs import token_logprobs
+from turnwise.engines import lora, optimiser, packed
+from turnwise.engines.critics import Critics
+from turnwise.engines.measuring import Measuring
 from turnwise.engines.noise import Noise
 from turnwise.engines.optimiser import LearnerSettings
 from turnwise.errors import SettingError
-from turnwise.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field
+from turnwise.levels import BATCH, Field
 from turnwise.ports import Objective
-from turnwise.signals import LIVE, Signal, level_of
-
-SAME = {
-    Signal.PROXIMAL: Signal.LOGP,
-    Signal.OLD_VALUE: Signal.VALUE,
-    Signal.OLD_TWIN: Signal.TWIN,
-    Signal.OLD_ENTROPY: Signal.ENTROPY,
-}
-"""Frozen signals that are a live one, measured early."""
+from turnwise.signals import LIVE, Signal
 
 VALUE_FILE = "value_head.safetensors"
+CRITIC = ("value/", "turns/", "critic/")
 
 
 class LocalLearner:
@@ -52,9 +45,14 @@ class LocalLearner:
         settings: LearnerSettings | None = None,
         *,
         critic: int = 0,
+        turn_critic: bool = False,
+        separate_critic: bool = False,
+        teacher: PreTrainedModel | None = None,
         noise: Any = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        """``critic``: value heads for tokens; ``turn_critic``: judge whole turns too; ``separate_critic``: with a trunk and
+        an optimiser of its own. ``teacher``: a frozen model of the same vocabulary."""
         self.settings = settings or LearnerSettings()
         self.device = torch.device(device)
         self.dtype = self.settings.arithmetic(self.device)
@@ -64,144 +62,57 @@ class LocalLearner:
         if self.settings.lora_rank:
             lora.inject(self.model, self.settings.lora_rank, self.settings.lora_alpha)
         self.head = packed.head(self.model)
-        self.critic = self._value_head(int(critic)) if critic else None
+        self.critics = Critics(self.model, self.head.weight, int(critic), turn_critic, separate_critic)
+        self.critic = self.critics.value
         self.noise = Noise(packed.layers(self.model), noise.sigma, self.device, self.master) if noise else None
         self.version = 0
         self.steps = 0  # taken
         self.skipped = 0  # not taken, because a loss or gradient was not finite
-        self._reference: PreTrainedModel | None = None
-        self._previous: PreTrainedModel | None = None
+        self.measuring = Measuring(self, teacher)
         self._trained = {n: p for n, p in self._named() if p.requires_grad}
-        rates = {"value/": self.settings.value_lr, "noise/": noise.rate if noise else None}
-        self._optimiser = optimiser.adamw(self._trained, self.settings, rates)
-
-    def _value_head(self, heads: int) -> nn.Linear:
-        linear = nn.Linear(self.head.weight.shape[1], heads, device=self.device, dtype=self.master)
-        nn.init.zeros_(linear.weight)
-        nn.init.zeros_(linear.bias)
-        return linear
+        self._own = {n: p for n, p in self._trained.items() if not (separate_critic and n.startswith(CRITIC))}
+        rates = {**dict.fromkeys(CRITIC, self.settings.value_lr), "noise/": noise.rate if noise else None}
+        self._optimiser = optimiser.adamw(self._own, self.settings, rates)
+        apart = {n: p for n, p in self._trained.items() if n not in self._own}
+        self._apart = optimiser.adamw(apart, self.settings, rates) if apart else None
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((f"model/{n}", p) for n, p in self.model.named_parameters())
-        if self.critic is not None:
-            yield from ((f"value/{n}", p) for n, p in self.critic.named_parameters())
+        yield from self.critics.named()
         if self.noise is not None:
             yield "noise/log_sigma", self.noise.log_sigma
+        if self.measuring.teacher is not None:
+            yield from ((f"teacher/{n}", p) for n, p in self.measuring.teacher.named_parameters())
+
+    @property
+    def _optimisers(self) -> list[torch.optim.Optimizer]:
+        """The policy's, then that of a separate critic."""
+        return [self._optimiser] if self._apart is None else [self._optimiser, self._apart]
 
     # ------------------------------------------------------------ measuring
-    @torch.no_grad()
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
         """The asked signals of the batch, without gradient, in the batch's own order."""
-        sizes = {level: batch.tree.count(level) for level in (TOKEN, TURN, TRAJECTORY)}
-        rows = {f"_{level.name}": batch.tree.field(level, torch.arange(n)) for level, n in sizes.items()}
-        found = {s: torch.zeros(sizes[level_of(s)], dtype=self.master, device=self.device) for s in signals}
-        for micro in batch.put(rows).split(self.settings.positions):
-            micro = micro.to(self.device)
-            for signal, value in self._measured(micro, signals).items():
-                found[signal][micro[f"_{value.level.name}"].x] = value.x.to(self.master)
-        if Signal.PREVIOUS in signals:  # asked once for each batch, before its first update
-            self._previous = _frozen_copy(self.model)
-        return {s: Field(batch.tree, level_of(s), x.to(batch.tree.device)) for s, x in found.items()}
-
-    def _measured(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
-        """One micro-batch."""
-        live = self._forward(batch, frozenset(SAME.get(s, s) for s in signals) & LIVE, self.model)
-        out = {s: live[SAME.get(s, s)] for s in signals if SAME.get(s, s) in live}
-        if Signal.REFERENCE in signals:
-            out[Signal.REFERENCE] = self._logp_of_reference(batch)
-        if Signal.PREVIOUS in signals:
-            model = self._previous or self.model
-            out[Signal.PREVIOUS] = self._forward(batch, frozenset({Signal.LOGP}), model)[Signal.LOGP]
-        if Signal.GRADIENT_NORM in signals:
-            out[Signal.GRADIENT_NORM] = gauges.gradient_norms(batch, self._logp_for_norms, list(self._policy()))
-        if Signal.ANSWER in signals:
-            out[Signal.ANSWER] = gauges.answers(batch, self._logp_of)
-        if Signal.HELLINGER in signals:
-            out[Signal.HELLINGER] = gauges.hellinger(batch, self._states(batch), self._reference_states(batch))
-        if gauges.PUSHES & signals:
-            pushes = gauges.pushes(batch, self._states(batch), self._preconditioner())
-            out |= {s: f for s, f in pushes.items() if s in signals}
-        return out
-
-    def _policy(self) -> Iterator[nn.Parameter]:
-        return (p for n, p in self._trained.items() if n.startswith("model/"))
-
-    def _logp_of(self, batch: Batch) -> Field:
-        return self._forward(batch, frozenset({Signal.LOGP}), self.model)[Signal.LOGP]
-
-    @torch.enable_grad()
-    def _logp_for_norms(self, batch: Batch) -> Field:
-        return self._logp_of(batch)
-
-    def _states(self, batch: Batch, model: PreTrainedModel | None = None) -> gauges.States:
-        """What the head reads before each sampled token, and the head."""
-        chosen, linear = model or self.model, packed.head(model or self.model)
-        with self._autocast():
-            h = packed.hidden_states(chosen, batch.sequences) if batch.sequences.ids.numel() else linear.weight[:0]
-            h = h[batch.sequences.at - 1]
-        return gauges.States(h.to(self.master), linear.weight, linear.bias)
-
-    def _reference_states(self, batch: Batch) -> gauges.States:
-        if self.settings.lora_rank:
-            with lora.disabled(self.model):
-                return self._states(batch)
-        return self._states(batch, self.reference())
-
-    def _preconditioner(self) -> Tensor:
-        """lr · P of the head's weights: what AdamW would make of one token's gradient."""
-        rate = self.settings.lr * self.settings.factor(self.steps)
-        weight = self.head.weight
-        return rate * optimiser.preconditioner(self._optimiser, weight, self.settings)
-
-    def _forward(self, batch: Batch, wanted: frozenset[Signal], model: PreTrainedModel) -> dict[Signal, Field]:
-        """One pass over one micro-batch for LOGP, ENTROPY and VALUE, whichever are wanted."""
-        if not wanted:
-            return {}
-        heads = 0 if self.critic is None else self.critic.out_features
-        if wanted & {Signal.VALUE, Signal.TWIN} and heads < (2 if Signal.TWIN in wanted else 1):
-            raise SettingError(
-                f"values were asked of a learner with {heads} value heads; write critic=1, or 2 for twins"
-            )
-        linear = packed.head(model)
-        out: dict[Signal, Tensor] = {}
-        with self._autocast():
-            h = packed.hidden_states(model, batch.sequences) if batch.sequences.ids.numel() else linear.weight[:0]
-            h = h[batch.sequences.at - 1]  # the state *before* each sampled token
-            if wanted & {Signal.LOGP, Signal.ENTROPY}:
-                target, temperature = batch.token.x, batch.temperature.at(TOKEN).x
-                ask = Signal.ENTROPY in wanted
-                logp, entropy = token_logprobs(h, linear.weight, linear.bias, target, temperature, want_entropy=ask)
-                out |= {Signal.LOGP: logp} if entropy is None else {Signal.LOGP: logp, Signal.ENTROPY: entropy}
-        if wanted & {Signal.VALUE, Signal.TWIN} and self.critic is not None:
-            out |= dict(zip((Signal.VALUE, Signal.TWIN), self.critic(h.to(self.master)).unbind(1)))
-        return {s: Field(batch.tree, TOKEN, x) for s, x in out.items() if s in wanted}
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.dtype) if self.dtype != self.master else nullcontext()
-
-    def _logp_of_reference(self, batch: Batch) -> Field:
-        wanted = frozenset({Signal.LOGP})
-        if self.settings.lora_rank:
-            with lora.disabled(self.model):
-                return self._forward(batch, wanted, self.model)[Signal.LOGP]
-        return self._forward(batch, wanted, self.reference())[Signal.LOGP]
+        return self.measuring.measure(batch, signals)
 
     def reference(self) -> PreTrainedModel:
         """The frozen initial policy, copied when first asked for; it must be asked for before the first step."""
-        if self._reference is None:
-            if self.steps:
-                raise SettingError(
-                    f"the reference policy was first asked for after {self.steps} steps, when the initial weights were "
-                    "gone; measure it, or call reference(), before the first update"
-                )
-            self._reference = _frozen_copy(self.model)
-        return self._reference
+        return self.measuring.reference()
+
+    def policy(self) -> Iterator[nn.Parameter]:
+        """The policy's trained weights."""
+        return (p for n, p in self._trained.items() if n.startswith("model/"))
+
+    def preconditioner(self) -> Tensor:
+        """lr · P of the head's weights: what AdamW would make of one token's gradient."""
+        rate = self.settings.lr * self.settings.factor(self.steps)
+        return rate * optimiser.preconditioner(self._optimiser, self.head.weight, self.settings)
 
     # ------------------------------------------------------------- updating
     def update(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """One optimiser step over the whole batch; if a loss or gradient is not finite, none, and nothing changes."""
+        self.measuring.learn(batch)
         factor = self.settings.factor(self.steps)
-        norm, taken, rate = math.nan, False, 1.0
+        norms, taken, rate = [math.nan] * len(self._optimisers), False, 1.0
         try:
             loss, sums, sides, planned = self._backward(batch, objective)
             if math.isfinite(loss):
@@ -209,16 +120,21 @@ class LocalLearner:
                 optimiser.scale(self._optimiser, scales.gradient)
                 sums |= {"scale/gradient": torch.tensor(scales.gradient), "scale/rate": torch.tensor(scales.rate)}
                 rate = scales.rate
-                norm, taken = optimiser.guarded_step(self._optimiser, self.settings.clip, factor * rate)
+                factors = [factor * rate, factor]  # what the objective says of the rate is said of the policy
+                norms, taken = optimiser.guarded_step(dict(zip(self._optimisers, factors)), self.settings.clip)
         finally:
-            self._optimiser.zero_grad(set_to_none=True)  # half a gradient must not leak into the next update
+            for mover in self._optimisers:
+                mover.zero_grad(set_to_none=True)  # half a gradient must not leak into the next update
+        if taken:
+            self.critics.follow(self.settings.follow)
         self.steps += taken
         self.skipped += not taken
-        mine = {"loss": loss, "grad_norm": norm, "lr": self.settings.lr * factor * rate, "skipped": float(not taken)}
+        mine = {"loss": loss, "lr": self.settings.lr * factor * rate, "skipped": float(not taken)}
+        mine |= dict(zip(("grad_norm", "grad_norm/critic"), norms))
         return {name: float(value) for name, value in sums.items()} | mine
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._trained.values() if p.grad is not None]
+        return [p.grad for p in self._own.values() if p.grad is not None]
 
     def _backward(
         self, batch: Batch, objective: Objective
@@ -248,7 +164,7 @@ class LocalLearner:
         parts = list(batch.split(self.settings.positions)) if objective.foresees else []
         if len(parts) == 1 and objective.foresees <= LIVE and self.noise is None:
             micro = parts[0].to(self.device)
-            policy = self._forward(micro, objective.live, self.model)
+            policy = self.measuring.live(micro, objective.live)
             planned = objective.plan(micro.put({s: f.detach() for s, f in policy.items()}))
             yield planned, planned, policy
             return
@@ -258,12 +174,12 @@ class LocalLearner:
         for number, micro in enumerate(planned.split(self.settings.positions)):
             micro = micro.to(self.device)
             with self.noise.on(self.steps, number) if self.noise else nullcontext():
-                policy = self._forward(micro, objective.live, self.model)
+                policy = self.measuring.live(micro, objective.live)
             yield planned, micro, policy
 
     def _add_side(self, grads: list[Tensor], side: Tensor) -> None:
         """Collect the gradient of another scalar beside the main one."""
-        trained = list(self._trained.values())
+        trained = list(self._own.values())
         if not grads:
             grads += [torch.zeros_like(p) for p in trained]
         if side.requires_grad:
@@ -292,10 +208,9 @@ class LocalLearner:
     def state_dict(self) -> dict[str, Any]:
         """A snapshot after which updates go on bit for bit: {"tensors": by name, "scalars": JSON-able}."""
         tensors = {name: p.detach().clone() for name, p in self._trained.items()}
-        tensors |= {f"optimiser/{n}": t for n, t in optimiser.moments(self._optimiser, self._trained).items()}
-        for name, model in (("reference", self._reference), ("previous", self._previous)):
-            if model is not None:
-                tensors |= {f"{name}/{n}": p.detach().clone() for n, p in model.named_parameters()}
+        tensors |= {f"optimiser/{n}": t for n, t in optimiser.moments(self._optimisers, self._trained).items()}
+        tensors |= {f"slow/{n}": p.detach().clone() for n, p in self.critics.slow_tensors().items()}
+        tensors |= self.measuring.tensors()
         counts = {"version": self.version, "steps": self.steps, "skipped": self.skipped}
         return {"tensors": tensors, "scalars": {**counts, "frozen": self._frozen()}}
 
@@ -307,28 +222,19 @@ class LocalLearner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of ``state_dict``, for a learner of the same model and settings."""
         tensors, scalars = state["tensors"], state["scalars"]
-        _match(self._trained, {n: t for n, t in tensors.items() if n.startswith(("model/", "value/", "noise/"))})
+        _match(self._trained, {n: t for n, t in tensors.items() if n.startswith(("model/", "noise/", *CRITIC))})
         if not math.isclose(scalars["frozen"], self._frozen(), rel_tol=1e-6):
-            raise SettingError("this state belongs to adapters of another base model: their frozen weights differ")
+            raise SettingError(
+                "this state belongs to adapters of another base model, or to another teacher: their frozen weights differ"
+            )
         for name, p in self._trained.items():
             p.copy_(tensors[name])
         cut = lambda prefix: {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}  # noqa: E731
-        optimiser.restore(self._optimiser, self._trained, cut("optimiser/"))
-        self._reference, self._previous = self._restored(cut("reference/")), self._restored(cut("previous/"))
+        optimiser.restore(self._optimisers, self._trained, cut("optimiser/"))
+        for name, slow in self.critics.slow_tensors().items():
+            slow.copy_(tensors[f"slow/{name}"])
+        self.measuring.load(cut)
         self.version, self.steps, self.skipped = (int(scalars[k]) for k in ("version", "steps", "skipped"))
-
-    def _restored(self, saved: Mapping[str, Tensor]) -> PreTrainedModel | None:
-        """A frozen copy of the model with saved weights, where there are any."""
-        if not saved:
-            return None
-        model = _frozen_copy(self.model)
-        for name, p in model.named_parameters():
-            p.copy_(saved[name])
-        return model
-
-
-def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    return copy.deepcopy(model).requires_grad_(False)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ This module does not know where gradients come from: no batches, no objectives, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,8 @@ class LearnerSettings:
     dtype: str = "auto"  # of the arithmetic: float32 on CPU, bfloat16 (weights stay float32) on CUDA
     lora_rank: int = 0  # 0 trains every weight
     lora_alpha: float | None = None  # None: twice the rank
-    value_lr: float | None = None  # of the value head; None: lr
+    value_lr: float | None = None  # of the critic; None: lr
+    follow: float = 0.1  # how far the critic's slow copy follows it in one step
 
     def __post_init__(self) -> None:
         self._at_least(0, "lr", "weight_decay", "warmup", "lora_rank", "value_lr")
@@ -43,6 +44,8 @@ class LearnerSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise SettingError(f"{name} is {value}; write a positive number")
+        if not 0 < self.follow <= 1:
+            raise SettingError(f"follow is {self.follow}; write a number in (0, 1]")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise SettingError(f"betas is {self.betas}; write two numbers in [0, 1)")
         for name, known in (("schedule", SCHEDULES), ("dtype", DTYPES)):
@@ -112,37 +115,41 @@ def preconditioner(optimiser: torch.optim.Optimizer, p: Tensor, settings: Learne
     return fresh / (v.clamp(min=v.mean()).sqrt() + settings.eps)
 
 
-def guarded_step(optimiser: torch.optim.Optimizer, clip: float, factor: float) -> tuple[float, bool]:
-    """Clip and step, or leave everything as it was if a gradient is not finite. Returns the norm before clipping and
-    whether the step was taken. Gradients are gone afterwards."""
-    parameters = [p for group in optimiser.param_groups for p in group["params"]]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    taken = bool(torch.isfinite(norm))
-    if taken:
-        if math.isfinite(clip):
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
-        for group in optimiser.param_groups:
-            group["lr"] = group["base_lr"] * factor
-        optimiser.step()
-    optimiser.zero_grad(set_to_none=True)
-    return float(norm), taken
+def guarded_step(movers: Mapping[torch.optim.Optimizer, float], clip: float) -> tuple[list[float], bool]:
+    """Clip and step each optimiser at its factor of the learning rate, or leave all as they were if any gradient is not finite.
+    Returns each one's norm before clipping and whether the step was taken. Gradients are gone afterwards."""
+    parameters = [[p for group in mover.param_groups for p in group["params"]] for mover in movers]
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None]) for own in parameters]
+    taken = all(bool(torch.isfinite(norm)) for norm in norms)
+    for (mover, factor), own, norm in zip(movers.items(), parameters, norms):
+        if taken:
+            if math.isfinite(clip):
+                torch.nn.utils.clip_grads_with_norm_(own, clip, norm)
+            for group in mover.param_groups:
+                group["lr"] = group["base_lr"] * factor
+            mover.step()
+        mover.zero_grad(set_to_none=True)
+    return [float(norm) for norm in norms], taken
 
 
-def moments(optimiser: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The optimiser's memory by parameter name: ``exp_avg/<name>`` and so on. A snapshot."""
+def moments(optimisers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The optimisers' memory by parameter name: ``exp_avg/<name>`` and so on. A snapshot."""
     return {
         f"{key}/{name}": value.detach().clone()
+        for mover in optimisers
         for name, p in parameters.items()
-        for key, value in optimiser.state.get(p, {}).items()
+        for key, value in mover.state.get(p, {}).items()
     }
 
 
 def restore(
-    optimiser: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]
+    optimisers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]
 ) -> None:
     """The inverse of ``moments``."""
-    optimiser.state.clear()
+    owner = {p: mover for mover in optimisers for group in mover.param_groups for p in group["params"]}
+    for mover in optimisers:
+        mover.state.clear()
     for full, value in saved.items():
         key, name = full.split("/", 1)
         p = parameters[name]
-        optimiser.state[p][key] = value.detach().clone().to(p.device)
+        owner[p].state[p][key] = value.detach().clone().to(p.device)

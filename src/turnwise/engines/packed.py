@@ -89,11 +89,12 @@ def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
 # --------------------------------------------------------------------- models
 
 
-def hidden_states(model: PreTrainedModel, sequences: Sequences) -> Tensor:
+def hidden_states(model: PreTrainedModel, sequences: Sequences, through: bool = False) -> Tensor:
     """What the LM head would read at every packed position, [L, D]. The model must have been adopted.
 
-    If tokens were sampled, only states up to the last one needed for them are true: the rest is not computed."""
-    kept, start = _worth_reading(sequences)
+    If tokens were sampled, only states up to the last one needed for them are true: the rest is not computed. ``through``:
+    the sampled tokens themselves are wanted too, not only what came before them."""
+    kept, start = _worth_reading(sequences, through)
     ids, position = sequences.ids[kept], sequences.positions()[kept]
     # stock norms pass gradients through float32 even in a float64 model, where a rounded sum is not the sum of the
     # rounded: exactness is what float64 is asked for, so there nothing is shared
@@ -108,14 +109,14 @@ def hidden_states(model: PreTrainedModel, sequences: Sequences) -> Tensor:
     return Shared(kept[shared.first], row).spread(out.last_hidden_state[0])
 
 
-def _worth_reading(sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """Packed positions, and where each sequence begins among them: a sequence's last sampled token, and what follows it,
-    predicts nothing that anybody asks for."""
+def _worth_reading(sequences: Sequences, through: bool) -> tuple[Tensor, Tensor]:
+    """Packed positions, and where each sequence begins among them: what follows a sequence's last sampled token, and the
+    token itself unless the reading goes ``through`` it, predicts nothing that anybody asks for."""
     begin, at = sequences.start[:-1], sequences.at
     if not at.numel():
         return torch.arange(sequences.ids.numel(), device=begin.device), sequences.start
     owner = torch.searchsorted(sequences.start, at, right=True) - 1
-    lengths = (begin + 1).scatter_reduce(0, owner, at, "amax") - begin
+    lengths = (begin + 1).scatter_reduce(0, owner, at + through, "amax") - begin
     start = torch.cat([begin.new_zeros(1), lengths.cumsum(0)])
     here = torch.arange(int(start[-1]), device=begin.device)
     return here + torch.repeat_interleave(begin - start[:-1], lengths), start

@@ -29,7 +29,8 @@ class _House(Protocol):
 
 
 class LocalSession:
-    """Implements ``ports.Session``. Random numbers depend on (seed, position) alone: same ids, same tokens."""
+    """Implements ``ports.Session``. Random numbers depend on (seed, position) alone, and on how often the dialogue began
+    afresh: drawn again at the same places, the same numbers would make a policy repeat its every slip for ever."""
 
     def __init__(self, house: _House, seed: int, order: int) -> None:
         self.seed = signed(seed)
@@ -38,6 +39,7 @@ class LocalSession:
         self.closed = False
         self.request: Request | None = None
         self._house = house
+        self._drawn = 0  # positions for which a number was drawn
 
     @property
     def asking(self) -> bool:
@@ -50,6 +52,8 @@ class LocalSession:
             raise SettingError("this session was closed; open a new one")
         if self.request is not None:
             raise SettingError("this session is already generating; await it, or fork the session")
+        if len(ids) < self._drawn:  # history was rewritten or left out
+            self.seed, self._drawn = signed(self.seed + 1), 0
         request = self._house.request(self, ids, sampling)
         if request.budget < 1:  # the context is full before the first token
             request.stop = Stop.LENGTH
@@ -60,7 +64,7 @@ class LocalSession:
             await request.future
         finally:
             request.cancelled = True  # if the caller was cancelled, the engine must not go on for nobody
-            self.request = None
+            self.request, self._drawn = None, len(request.sequence)
         return completion(request)
 
     def fork(self, seed: int) -> LocalSession:

@@ -20,6 +20,7 @@ BUILT_IN = {
     "countdown": "turnwise.environments.countdown:Countdown",
     "guess": "turnwise.environments.guess:Guess",
     "keydoor": "turnwise.environments.keydoor:KeyDoor",
+    "nim": "turnwise.environments.nim:Nim",
     "lookup": "turnwise.environments.lookup:Lookup",
 }
 

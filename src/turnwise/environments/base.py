@@ -29,6 +29,10 @@ class Environment(ABC):
     difficulties: ClassVar[tuple[int, ...]] = (1,)
     max_turns: int = 8  # an instance may set its own, by difficulty
     tools: Sequence[dict[str, Any]] = ()  # OpenAI tool schemas, shown to the model by the chat template
+    facts: ClassVar[tuple[str, ...]] = ()  # what it may say of a turn in ``info["facts"]``: numbers or labels, by name
+    inline: ClassVar[bool] = False  # none of its plain methods ever waits: they are called in place, without a thread
+    suggests: ClassVar[Mapping[str, Any]] = {}  # settings of a run for which the user gives none: {"history": 1}
+    symbols: ClassVar[str] = ""  # a regular expression: what the tiny tokenizer must not merge with its neighbours
 
     def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
         if difficulty not in self.difficulties:
@@ -104,9 +108,15 @@ class Quiz(Environment):
     def over(self) -> bool:
         return bool(self.said) or self.turns >= self.max_turns
 
-    def reply(self, messages: Sequence[Message], reward: float = 0.0, **counts: int) -> Step:
-        """A step; the last one tells whether the answer was right."""
-        info = counts | ({"success": self.won} if self.over else {})
+    def reply(
+        self, messages: Sequence[Message], reward: float = 0.0, told: Mapping[str, float] | None = None, **counts: int
+    ) -> Step:
+        """A step, with the facts ``told`` of the turn; the last one tells whether the answer was right."""
+        info: dict[str, Any] = {
+            **counts,
+            **({"facts": told} if told else {}),
+            **({"success": self.won} if self.over else {}),
+        }
         return Step(messages, reward, bool(self.said), self.over and not self.said, info)
 
     def snapshot(self) -> dict[str, Any]:

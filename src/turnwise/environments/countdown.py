@@ -52,6 +52,7 @@ class Countdown(Environment):
 
     difficulties = (1, 2, 3)
     max_turns = 1
+    inline = True
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.problem = draw(lambda rng: make_problem(rng, self.difficulty), seed, self.split, lambda p: p.key)

@@ -1,7 +1,7 @@
 """A small invented world and the articles about it: people, companies, cities and lands, and how they are related.
 
-Names are invented, so nobody knows a fact from elsewhere, and every name belongs to one split for good: the worlds of
-the two splits share no name and therefore no fact. Worlds are made once and shared between episodes; none changes.
+Names are invented, so nobody knows a fact from elsewhere. All worlds draw from the same names, and in each they stand for
+something else: who remembers instead of reading is wrong. Worlds are made once and shared between episodes; none changes.
 
 It does not know of questions being scored, nor of turns.
 """
@@ -13,18 +13,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from turnwise.environments.base import held_out
 from turnwise.environments.search import Index
 
-WORLDS = 16  # per split: enough that reading pays more than remembering
-COUNTS = {"company": 16, "person": 32, "city": 12, "land": 4}
+WORLDS = 400  # per split: so many that only reading pays
+COUNTS = {"company": 12, "person": 24, "city": 8, "land": 4}
 RELATIONS = {
     "company": ("founder", "seat"),
     "person": ("birthplace", "spouse"),
     "city": ("land", "mayor"),
     "land": ("capital",),
 }
-CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
+CONSONANTS, VOWELS = "bdfgklmprstvz", "aeiou"  # no n: "name" would be a name
+NAMES = 64  # in all; a world has as many as it counts
+SYMBOLS = rf"\b[{CONSONANTS}][{VOWELS}][{CONSONANTS}][{VOWELS}]\b|(?:{'|'.join(sum(RELATIONS.values(), ()))}) "
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +57,23 @@ class Question:
     def answer(self) -> str:
         return self.names[-1]
 
+    @property
+    def content(self) -> str:
+        """The whole way: what a held-out question asks was never asked, and answered so, in training."""
+        return f"{self.text} {' '.join(self.names)}"
+
 
 @lru_cache(maxsize=2 * WORLDS)
 def world(split: str, number: int) -> World:
     rng = random.Random(f"world/{split}/{number}")
-    names = _names(rng, sum(COUNTS.values()), split != "train")
+    names = tuple(rng.sample(_names(), sum(COUNTS.values())))
     kinds = dict(zip(names, (kind for kind, count in COUNTS.items() for _ in range(count))))
     facts = _facts(rng, {kind: [n for n in names if kinds[n] == kind] for kind in COUNTS})
     articles = tuple(_article(name, kinds[name], facts[name]) for name in names)
-    return World(names, kinds, facts, articles, Index(articles))
+    index = Index(
+        [f"{name} {article}" for name, article in zip(names, articles)]
+    )  # a title counts for more than a mention
+    return World(names, kinds, facts, articles, index)
 
 
 def ask(world: World, hops: int, rng: random.Random) -> Question:
@@ -79,15 +88,14 @@ def ask(world: World, hops: int, rng: random.Random) -> Question:
             return Question(tuple(names), tuple(relations))
 
 
-def _names(rng: random.Random, count: int, hold_out: bool) -> tuple[str, ...]:
-    """Different invented names of one split."""
+@lru_cache(maxsize=1)
+def _names() -> tuple[str, ...]:
+    """The invented names of all worlds: few, so that a small model soon knows each as a word."""
+    rng = random.Random("names")
+    shape = (CONSONANTS, VOWELS, CONSONANTS, VOWELS)
     found: dict[str, None] = {}
-    while len(found) < count:
-        a, c, e = (rng.choice(CONSONANTS) for _ in range(3))
-        b, d = (rng.choice(VOWELS) for _ in range(2))
-        name = a + b + c + d + e
-        if held_out(name) == hold_out:
-            found[name] = None
+    while len(found) < NAMES:
+        found["".join(rng.choice(letters) for letters in shape)] = None
     return tuple(found)
 
 
@@ -108,5 +116,4 @@ def _facts(rng: random.Random, of: Mapping[str, list[str]]) -> dict[str, dict[st
 
 
 def _article(name: str, kind: str, facts: Mapping[str, str]) -> str:
-    known = " ".join(f"the {relation} of {name} is {other}." for relation, other in facts.items())
-    return f"{name} is a {kind}. {known}"
+    return f"{name}: {kind}. " + " ".join(f"{relation} {other}." for relation, other in facts.items())

@@ -28,7 +28,8 @@ CANDIDATES = {1: 4, 2: 7, 3: 12}
 QUESTIONS = {1: 2, 2: 3, 3: 4}  # the least with which halving can succeed; the guess is one turn more
 
 ASK = re.compile(r"(?:is it )?(?:a )?(\w+) ?\?")
-GUESS = re.compile(r"guess:? (.+?)\.?")
+GUESS = re.compile(r"guess:? ([a-z])\.?")
+LETTERS = "abcdefghijkl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +83,17 @@ class Guess(Quiz):
     difficulties = (1, 2, 3)
     limits: ClassVar[Mapping[int, int]] = {difficulty: questions + 1 for difficulty, questions in QUESTIONS.items()}
     max_turns = limits[3]
+    facts = ("question", "answer")
+    inline = True
+    suggests: ClassVar[Mapping[str, Any]] = {"difficulty": (1, 2), "context": 128, "max_tokens": 8}
+    symbols: ClassVar[str] = rf"(?:, | not | )?(?:{'|'.join(ATTRIBUTES)})| [a-l]\b"
     problem: Problem
     remaining: tuple[str, ...]
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.begin(seed)
-        listed = ", ".join(self.problem.candidates)
-        return [user(f"one of: {listed}. ask: is it WORD? then: guess THING. you have {self.max_turns} turns.")]
+        listed = ", ".join(f"{thing} {letter}" for thing, letter in zip(self.problem.candidates, LETTERS))
+        return [user(f"one of: {listed}. ask: is it WORD? then: guess LETTER. you have {self.max_turns} turns.")]
 
     def begin(self, seed: int) -> None:
         super().begin(seed)
@@ -102,27 +107,33 @@ class Guess(Quiz):
         text = action.text.strip().lower()
         if (asked := ASK.fullmatch(text)) and asked[1] in ATTRIBUTES:
             return self._tell(asked[1])
-        if (guess := GUESS.fullmatch(text)) and guess[1] in self.problem.candidates:
+        if (guess := GUESS.fullmatch(text)) and guess[1] in self._letters():
             self.said = guess[1]
-            text = "right." if self.won else f"wrong: it is {self.problem.hidden}."
-            return self._answer(text, reward=float(self.won))
-        problem = "ask: is it WORD? or say: guess THING."
+            text = "right." if self.won else f"wrong: {self.answer()}."
+            return self._answer(text, reward=float(self.won), told="answer")
+        problem = "ask: is it WORD? or say: guess LETTER."
         return self._answer(f"{problem} {self._left()}", errors=1)
 
     def _tell(self, attribute: str) -> Step:
         yes = has(self.problem.hidden, attribute)
         with_it, without = divide(self.remaining, attribute)
         self.remaining = with_it if yes else without
-        return self._answer(f"{'yes' if yes else 'no'}. {self._left()}")
+        return self._answer(f"it is {'' if yes else 'not '}{attribute}. {self._left()}", told="question")
 
     def _left(self) -> str:
         return f"{self.max_turns - self.turns} left."
 
-    def _answer(self, text: str, reward: float = 0.0, errors: int = 0) -> Step:
-        return self.reply([user(text)], reward, tool_errors=errors)
+    def _answer(self, text: str, reward: float = 0.0, errors: int = 0, told: str = "") -> Step:
+        return self.reply([user(text)], reward, {told: 1.0} if told else None, tool_errors=errors)
 
     def answer(self) -> str:
-        return self.problem.hidden
+        return self._letter(self.problem.hidden)
+
+    def _letters(self) -> str:
+        return LETTERS[: len(self.problem.candidates)]
+
+    def _letter(self, thing: str) -> str:
+        return LETTERS[self.problem.candidates.index(thing)]
 
     def state_key(self) -> str:
         return ", ".join(sorted(self.remaining))
@@ -138,12 +149,12 @@ class Guess(Quiz):
         """Halve until one is left; with one turn to go, take the first that is still possible."""
         last = self.turns >= self.max_turns - 1
         if last or len(self.remaining) == 1:
-            return say(f"guess {self.remaining[0]}")
+            return say(f"guess {self._letter(self.remaining[0])}")
         return say(f"is it {best(self.remaining)}?")
 
     def random_action(self, rng: random.Random) -> Action:
         if rng.random() < 0.5:
-            return say(f"guess {rng.choice(self.problem.candidates)}")
+            return say(f"guess {rng.choice(self._letters())}")
         return say(f"is it {rng.choice(ATTRIBUTES)}?")
 
     def demonstrate(self, rng: random.Random) -> Action:
@@ -151,5 +162,5 @@ class Guess(Quiz):
         if rng.random() < 0.45:
             return self.oracle()
         if self.turns >= self.max_turns - 1:
-            return say(f"guess {rng.choice(self.problem.candidates)}")
+            return say(f"guess {rng.choice(self._letters())}")
         return say(f"is it {rng.choice(ATTRIBUTES)}?")

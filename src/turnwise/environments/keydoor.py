@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from turnwise.data import Message
 from turnwise.environments.base import Environment, draw, say, user
@@ -23,10 +23,7 @@ Cell = tuple[int, int]  # column, row; row 0 is the north edge
 
 MOVES: dict[str, Cell] = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
 WORDS = (*MOVES, "take", "open")
-PROMPT = (
-    "reach the goal behind the locked door. take the key, open the door when next to it. "
-    "say one word: north, east, south, west, take or open."
-)
+PROMPT = "TAKE the KEY, OPEN the DOOR beside you, reach the GOAL. say NORTH, EAST, SOUTH, WEST, TAKE or OPEN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +139,9 @@ class KeyDoor(Environment):
 
     difficulties = (1, 2, 3)
     max_turns = SIZES[3].turns
+    inline = True
+    suggests: ClassVar[Mapping[str, Any]] = {"difficulty": (1,), "history": 1, "context": 96, "max_tokens": 4}
+    symbols: ClassVar[str] = r"(?:, |[.] | )?(?:north|east|south|west|here|key|door|goal|wall|held|locked|open|take) ?"
     seed: int
     turns: int
     layout: Layout
@@ -153,7 +153,7 @@ class KeyDoor(Environment):
 
     def reset(self, seed: int) -> Sequence[Message]:
         self._begin(seed)
-        return [user(f"{PROMPT} {view(self.layout, self.state)}")]
+        return [{"role": "system", "content": PROMPT}, user(view(self.layout, self.state))]
 
     def step(self, action: Action) -> Step:
         if self._over():
@@ -221,26 +221,16 @@ class KeyDoor(Environment):
 
 
 def view(layout: Layout, state: State) -> str:
-    """What the agent sees: four neighbours, the things in its room, its hand."""
-    near = ", ".join(f"{word} {_look(layout, state, _plus(state.at, way))}" for word, way in MOVES.items())
-    things = []
+    """What the agent sees: the things in its room, or held, and where there is no way."""
+    things = ["key held"] if state.held else []
     if state.at[0] <= layout.door[0]:
-        if not state.held:
-            things.append(f"key {_bearing(state.at, layout.key)}.")
-        things.append(f"{'open' if state.opened else 'locked'} door {_bearing(state.at, layout.door)}.")
+        things += [] if state.held else [f"key {_bearing(state.at, layout.key)}"]
+        things.append(f"door {_bearing(state.at, layout.door)}, {'open' if state.opened else 'locked'}")
     if state.at[0] >= layout.door[0]:
-        things.append(f"goal {_bearing(state.at, layout.goal)}.")
-    return f"{near}. {' '.join(things)} you hold {'the key' if state.held else 'nothing'}."
-
-
-def _look(layout: Layout, state: State, cell: Cell) -> str:
-    if cell not in layout.floor:
-        return "wall"
-    if cell == layout.door and not state.opened:
-        return "door"
-    if cell == layout.key and not state.held:
-        return "key"
-    return "goal" if cell == layout.goal else "free"
+        things.append(f"goal {_bearing(state.at, layout.goal)}")
+    walls = [word for word, way in MOVES.items() if _plus(state.at, way) not in layout.floor]
+    things += [f"wall {' '.join(walls)}"] if walls else []
+    return ". ".join(things)
 
 
 def _bearing(here: Cell, there: Cell) -> str:

@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 
 from turnwise.data import Message
 from turnwise.environments.base import Quiz, call, draw, say, user
-from turnwise.environments.encyclopedia import WORLDS, Question, World, ask, world
+from turnwise.environments.encyclopedia import SYMBOLS, WORLDS, Question, World, ask, world
 from turnwise.ports import Action, Step, ToolCall
 
-SHOWN = 2  # articles per search
+SHOWN = 1  # articles per search
 MOST_CALLS = 4  # per turn
 LONGEST = 200  # characters of a query
 ANSWER = re.compile(r"answer: *(\w+)[ .]*$")
+SURE = {1: 0.1, 2: 0.35, 3: 0.5}  # how often a demonstration knows the way: more than half of them must fail
 HELP = "call search, or say answer: NAME"
 SEARCH = {
     "type": "function",
@@ -42,7 +43,11 @@ class Lookup(Quiz):
     }  # twice what is needed: one search per hop and the answer
     max_turns = limits[3]
     tools: Sequence[dict[str, Any]] = (SEARCH,)
-    seen: set[str]  # names whose article has been read
+    facts = ("question", "answer", "uncovered")  # uncovered: bit k for the article of hop k
+    inline = True
+    suggests: ClassVar[Mapping[str, Any]] = {"difficulty": (1, 2), "context": 192, "max_tokens": 12}
+    symbols: ClassVar[str] = SYMBOLS
+    seen: dict[str, None]  # names whose article has been read, the latest last
     world: World
     question: Question
 
@@ -52,8 +57,8 @@ class Lookup(Quiz):
 
     def begin(self, seed: int) -> None:
         super().begin(seed)
-        self.seen = set()
-        self.world, self.question = draw(self._ask, seed, self.split, lambda drawn: drawn[1].names[0])
+        self.seen = {}
+        self.world, self.question = draw(self._ask, seed, self.split, lambda drawn: drawn[1].content)
 
     def step(self, action: Action) -> Step:
         if self.over:
@@ -64,15 +69,18 @@ class Lookup(Quiz):
         if said := ANSWER.search(action.text[-LONGEST:].strip().lower()):
             self.said = said[1]
             text = "right." if self.won else f"wrong: it is {self.question.answer}."
-            return self._reply([user(text)], reward=float(self.won))
+            return self._reply([user(text)], reward=float(self.won), told={"answer": 1.0})
         return self._reply([user(f"{HELP}.")], errors=1)
 
     def _use(self, action: Action) -> Step:
         """One answer per call, and one per call that could not be read."""
+        known = set(self.seen)
         answers = [self._call(each, number) for number, each in enumerate(action.calls)]
         answers += [(_result("search", f"error: {fault[:LONGEST]}"), 1) for fault in action.faults[:MOST_CALLS]]
         errors = sum(error for _, error in answers)
-        return self._reply([message for message, _ in answers], calls=len(action.calls), errors=errors)
+        new = [name in self.seen and name not in known for name in self.question.names[:-1]]
+        told = {"question": 1.0, "uncovered": float(sum(2**hop for hop, came in enumerate(new) if came))}
+        return self._reply([message for message, _ in answers], calls=len(action.calls), errors=errors, told=told)
 
     def _call(self, each: ToolCall, number: int) -> tuple[Message, int]:
         query = each.arguments.get("query")
@@ -83,12 +91,24 @@ class Lookup(Quiz):
         if number >= MOST_CALLS:
             return _result("search", f"error: at most {MOST_CALLS} calls at once", each.id), 1
         found = self.world.index.top(query, SHOWN)
-        self.seen |= {self.world.names[i] for i in found}
+        self._read([self.world.names[i] for i in found])
         text = "\n".join(self.world.articles[i] for i in found) or "nothing found"
         return _result("search", text, each.id), 0
 
-    def _reply(self, messages: list[Message], reward: float = 0.0, calls: int = 0, errors: int = 0) -> Step:
-        return self.reply(messages, reward, tool_calls=calls, tool_errors=errors)
+    def _read(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.seen.pop(name, None)
+            self.seen[name] = None
+
+    def _reply(
+        self,
+        messages: list[Message],
+        reward: float = 0.0,
+        calls: int = 0,
+        errors: int = 0,
+        told: Mapping[str, float] | None = None,
+    ) -> Step:
+        return self.reply(messages, reward, told, tool_calls=calls, tool_errors=errors)
 
     def answer(self) -> str:
         return self.question.answer
@@ -98,11 +118,11 @@ class Lookup(Quiz):
         return " ".join(sorted(self.seen))
 
     def snapshot(self) -> dict[str, Any]:
-        return super().snapshot() | {"seen": sorted(self.seen)}
+        return super().snapshot() | {"seen": list(self.seen)}
 
     def restore(self, snapshot: Any) -> None:
         super().restore(snapshot)
-        self.seen = set(snapshot["seen"])
+        self.seen = dict.fromkeys(snapshot["seen"])
 
     def _ask(self, rng: random.Random) -> tuple[World, Question]:
         here = world(self.split, rng.randrange(WORLDS))
@@ -117,16 +137,19 @@ class Lookup(Quiz):
 
     def random_action(self, rng: random.Random) -> Action:
         """Searches for, or answers with, any name met so far."""
-        met = {self.question.names[0]} | self.seen
+        met = {self.question.names[0], *self.seen}
         met |= {other for name in self.seen for other in self.world.facts[name].values()}
         name = rng.choice(sorted(met))
         return call("search", query=name) if rng.random() < 0.5 else say(f"answer: {name}")
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """Each step is good so often that an episode of any number of hops is about as often good throughout.
-
-        A blind search does no harm, so more episodes end well than are good throughout: about two in five."""
-        return self.oracle() if rng.random() < 0.15 ** (1 / (self.difficulty + 1)) else self.random_action(rng)
+        """Often takes any name of the article read last, and now and then answers too early or too late."""
+        if rng.random() < SURE[self.difficulty]:
+            return self.oracle()
+        last = next(reversed(self.seen), None)
+        name = rng.choice(sorted(self.world.facts[last].values())) if last else self.question.names[0]
+        searches = rng.random() < (0.9 if len(self.seen) < self.difficulty else 0.15)
+        return call("search", query=name) if searches else say(f"answer: {name}")
 
 
 def _result(tool: str, text: str, id: str = "") -> Message:

@@ -16,7 +16,7 @@ from typing import Any
 
 from turnwise.answers import Wrong, read_messages, read_state_key, read_step
 from turnwise.environments import settings
-from turnwise.environments.shapes import is_flag, oddities, role_fault
+from turnwise.environments.shapes import is_flag, oddities, role_fault, unlisted
 from turnwise.errors import EnvironmentFault
 from turnwise.ports import Action
 
@@ -169,7 +169,7 @@ class Probe:
         """Act, look at the answer, and write it into the record."""
         step = self._read(spot, read_step, self._required("step", spot, lambda: env.step(action)))
         self._roles("step", step.messages, spot)
-        for words in oddities(step):
+        for words in (*oddities(step), *unlisted(step, getattr(env, "facts", ()))):
             self.warnings.add(words, str(spot))
         record.actions.append(action)
         record.reward += float(step.reward)

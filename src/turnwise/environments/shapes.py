@@ -42,6 +42,13 @@ def oddities(step: Step) -> Iterator[str]:
             yield f"step: info[{name!r}] is {count!r}, taken as {int(count)}; write a whole number"
 
 
+def unlisted(step: Step, facts: Sequence[str]) -> Iterator[str]:
+    """Facts that are told but not listed: a method that asks for them could not know of them."""
+    for name in step.info.get("facts", {}):
+        if name not in facts:
+            yield f"step tells the fact {name!r}, which the class does not list; write facts = ({name!r}, ...)"
+
+
 def tool_fault(tools: Any) -> str:
     """What is wrong with a list of OpenAI tool schemas, or nothing."""
     if not isinstance(tools, Sequence) or isinstance(tools, str):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>")
@@ -23,12 +23,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(corpus: Iterable[str], vocabulary: int = 512) -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on ``corpus``; merges may cross words, but not into a number."""
+def tiny_tokenizer(corpus: Iterable[str], vocabulary: int = 512, symbols: str = "") -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on ``corpus``; merges may cross words, but not into a number or a symbol.
+
+    ``symbols``: a regular expression of what must be read by itself wherever it stands. Without it ``ball, big red`` is one
+    token, and a model would have to learn anew in each such token that there is something red."""
     tokenizer = Tokenizer(models.BPE())
+    whole = [pre_tokenizers.Split(Regex(symbols), behavior="isolated")] if symbols else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
+            *whole,
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -8,10 +8,38 @@ from typing import Any
 
 from turnwise.errors import SettingError, nearest
 from turnwise.recipe import Recipe
-from turnwise.recipes import agents, critic, critic_free, exploration, mismatch, relative, trust
+from turnwise.recipes import (
+    agents,
+    critic,
+    critic_free,
+    exploration,
+    groups,
+    mismatch,
+    others,
+    preferences,
+    relative,
+    segments,
+    shaping,
+    trust,
+    turns,
+)
 from turnwise.typed import convert
 
-FAMILIES = (critic_free, critic, trust, mismatch, relative, exploration, agents)
+FAMILIES = (
+    critic_free,
+    critic,
+    trust,
+    mismatch,
+    relative,
+    exploration,
+    agents,
+    turns,
+    groups,
+    segments,
+    shaping,
+    others,
+    preferences,
+)
 
 METHODS: dict[str, Callable[..., Recipe]] = {
     name: function

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turnwise.answers import read_messages, read_state_key, read_step
-from turnwise.data import Sampling, Status, Stop, Task, Trajectory, Turn
+from turnwise.answers import read_answer, read_facts, read_messages, read_state_key, read_step
+from turnwise.data import Fork, Sampling, Status, Stop, Task, Trajectory, Turn
 from turnwise.errors import EnvironmentFault, RenderError
 from turnwise.ports import Action, Session, Step
 from turnwise.rollout.hands import lend
@@ -29,6 +30,18 @@ class Limits:
     turns: int = 8
     context: int = 512  # ids the model can read
     environment_seconds: float = 30.0  # for one call into the environment
+    history: int = 0  # how many of the latest observations are read; 0: all
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An episode just before a turn: enough to go on from there in another way. Belongs to trajectory ``key``."""
+
+    key: str
+    turn: int
+    snapshot: Any
+    dialogue: Dialogue
+    rewards: dict[str, float]
 
 
 async def guarded(function: Callable[..., Any], *args: Any, seconds: float, inline: bool) -> Any:
@@ -80,6 +93,16 @@ def tame() -> Iterator[None]:
         raise RuntimeError(repr(fault)) from None  # with a StopIteration as cause, contextlib would hand that back
 
 
+class Unopened:
+    """Stands for an environment whose constructor raised: the episode fails, its siblings and the run go on."""
+
+    def __init__(self, fault: BaseException) -> None:
+        self.fault = fault
+
+    def reset(self, seed: int) -> None:
+        raise self.fault
+
+
 class Episode:
     """Plays one trajectory; ``run`` never raises for what the environment does."""
 
@@ -93,9 +116,15 @@ class Episode:
         sampling: Sampling,
         limits: Limits,
         heat: float = 1.0,
+        blind: bool = False,
+        begin: Moment | None = None,
+        moments: list[Moment] | None = None,
     ):
+        """``blind``: record each context a second time, with the environment's words masked. ``begin``: fork from there.
+        ``moments``: where this episode's own are put."""
+        self.begin, self.moments = begin, moments
         self.key, self.task, self.environment, self.session = key, task, environment, session
-        self.renderer, self.limits = renderer, limits
+        self.renderer, self.limits, self.blind = renderer, limits, blind
         self.policy_temperature = sampling.temperature or 1.0  # of the policy that learns, whatever this is sampled at
         self.heat, self.sampling = heat, replace(sampling, temperature=sampling.temperature * heat)
         self.inline = bool(getattr(type(environment), "inline", False))
@@ -104,15 +133,17 @@ class Episode:
         self.success: bool | None = None
         self.dialogue: Dialogue | None = None
         self.answer: tuple[int, ...] = ()
+        self.end: str | None = None
 
     async def run(self) -> Trajectory:
         status, reason = Status.FAILED, "cancelled"
         try:
             status, reason = await self._play()
+            self.end = await self._state()
         except (EnvironmentFault, RenderError) as fault:
-            reason = str(fault)
+            status, reason = Status.FAILED, str(fault)
         except Exception as fault:  # the environment's own
-            reason = f"{type(fault).__name__}: {fault}"
+            status, reason = Status.FAILED, f"{type(fault).__name__}: {fault}"
         finally:
             self.session.close()
             await self._close()
@@ -124,7 +155,9 @@ class Episode:
             status=status,
             reason=reason,
             success=self.success,
+            end=self.end,
             answer=self.answer,
+            fork=Fork(self.begin.key, self.begin.turn) if self.begin else None,
             guidance="" if self.heat == 1 else f"heat {self.heat:g}",
             messages=tuple(self.dialogue.messages) if self.dialogue else (),
         )
@@ -136,9 +169,15 @@ class Episode:
 
     async def _play(self) -> tuple[Status, str]:
         first = read_messages(await self._call(self.environment.reset, self.task.seed), "reset")
-        self.dialogue = self.renderer.open(first, tuple(getattr(self.environment, "tools", ())))
+        tools = tuple(getattr(self.environment, "tools", ()))
+        if self.begin is None:
+            self.dialogue = self.renderer.open(first, tools, self.limits.history)
+        else:  # the prefix, with the context of this very turn, belongs to the trajectory it forks from
+            await self._call(self.environment.restore, self.begin.snapshot)
+            self.dialogue = replace(copy.deepcopy(self.begin.dialogue), fresh=[], blind=[], restarted=False)
+            self.rewards = dict(self.begin.rewards)
         self.answer = await self._gold()
-        for _ in range(self.limits.turns):
+        for _ in range(self.limits.turns - (self.begin.turn if self.begin else 0)):
             room = self.limits.context - len(self.dialogue.ids)
             if room < 1:
                 return Status.TRUNCATED, "context window"
@@ -153,16 +192,16 @@ class Episode:
         """The gold answer's ids, where the environment tells it."""
         if not hasattr(self.environment, "answer"):
             return ()
-        text = await self._call(self.environment.answer, inline=True)  # as with state keys: a thread would cost more
-        if text is None:
-            return ()
-        if not isinstance(text, str):
-            raise EnvironmentFault(f"answer returned {text!r:.120}; expected a string, or None where there is none")
-        return tuple(self.renderer.encode(text))
+        text = read_answer(await self._call(self.environment.answer))
+        return () if text is None else tuple(self.renderer.encode(text))
 
     async def _turn(self, dialogue: Dialogue) -> Step:
-        state = await self._state()
-        context, restart = tuple(dialogue.fresh), dialogue.restarted
+        if self.moments is not None:
+            held = copy.deepcopy(await self._call(self.environment.snapshot, inline=True))
+            turn = len(self.turns) + (self.begin.turn if self.begin else 0)
+            self.moments.append(Moment(self.key, turn, held, copy.deepcopy(dialogue), dict(self.rewards)))
+        state, agent = await self._state(), str(getattr(self.environment, "agent", "agent"))
+        context, masked, restart = tuple(dialogue.fresh), tuple(dialogue.blind), dialogue.restarted
         completion = await self.session.generate(dialogue.ids, self.sampling)
         if completion.stop == Stop.CANCELLED:
             raise EnvironmentFault("cancelled")
@@ -177,38 +216,52 @@ class Episode:
             self.turns.append(
                 Turn(
                     context=context,
+                    blind=masked,
                     tokens=tuple(completion.tokens),
                     logp=tuple(completion.logp),
                     mass=() if not any(completion.mass) else tuple(completion.mass),
                     version=tuple(completion.version),
                     reward=float(step.reward),
+                    agent=agent,
                     state=state,
                     restart=restart,
                     stop=completion.stop,
                     temperature=self.policy_temperature,
                     tool_calls=int(step.info.get("tool_calls", 0)),
                     tool_errors=int(step.info.get("tool_errors", 0)),
+                    facts=read_facts(step.info),
                     seconds_generating=completion.seconds,
                     seconds_acting=time.perf_counter() - began,
                 )
             )
         self._note(step)
         if not (step.terminated or step.truncated):
-            self.renderer.tell(dialogue, step.messages)
+            self.renderer.tell(dialogue, step.messages, self.blind)
         else:
             dialogue.messages += step.messages
         return step
 
     async def _state(self) -> str | None:
-        """Asked in place: a thread would cost as much as the step itself, and looking at a state does not take long."""
+        """The key of the state it is in. One that has none at first has none: it is not asked again."""
         key = getattr(self.environment, "state_key", None)
-        return read_state_key(await self._call(key, inline=True)) if callable(key) else None
+        if not callable(key) or (self.turns and self.turns[-1].state is None):
+            return None
+        return read_state_key(await self._call(key))
 
     def _note(self, step: Step) -> None:
         if "success" in step.info:
             self.success = bool(step.info["success"])
         for name, value in dict(step.info.get("rewards", {})).items():
             self.rewards[name] = self.rewards.get(name, 0.0) + float(value)
+        for agent, value in dict(step.info.get("paid", {})).items():
+            self._pay(agent, float(value))
+
+    def _pay(self, agent: str, reward: float) -> None:
+        """What another agent earns by this step, on its latest turn; one that has not acted yet has earned nothing."""
+        for place in reversed(range(len(self.turns))):
+            if self.turns[place].agent == agent:
+                self.turns[place] = replace(self.turns[place], reward=self.turns[place].reward + reward)
+                return
 
     async def _close(self) -> None:
         close = getattr(self.environment, "close", None)

@@ -35,6 +35,9 @@ class Scripted:
     def fork(self, seed: int) -> Session:
         raise NotImplementedError("a script cannot be forked")
 
+    def park(self) -> None:
+        pass
+
     def cancel(self) -> None:
         pass
 

@@ -2,7 +2,7 @@
 
 The ids a policy sampled are never decoded and encoded again. After each turn the chat template renders the whole dialogue;
 what it adds *behind* the text so far is encoded and appended. If it does not begin with that text, the template has
-rewritten history: the dialogue restarts on the fresh rendering and the turn is marked.
+rewritten history, or old observations are left out: the dialogue restarts on the fresh rendering and the turn is marked.
 
 This module knows nothing of environments, rewards or engines.
 """
@@ -20,6 +20,7 @@ from typing import Any
 from turnwise.data import Message
 from turnwise.errors import RenderError
 from turnwise.ports import Action, ToolCall
+from turnwise.rollout import masking
 
 CHATML = (
     "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -40,6 +41,18 @@ class Dialogue:
     ids: list[int] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)  # ids appended since the last sampled token
     restarted: bool = False
+    history: int = 0  # how many of the latest observations the model reads; 0: all
+    blind: list[int] = field(default_factory=list)  # fresh with what was told masked; empty where nobody asked
+
+    @property
+    def visible(self) -> list[Message]:
+        """What the model reads of it: the first message, which is the task, and the latest observations."""
+        acts = [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if not self.history or len(acts) < self.history:
+            return self.messages
+        act = acts[-self.history]
+        answered = act + 1 < len(self.messages) and self.messages[act + 1]["role"] == "tool"
+        return [self.messages[0], *self.messages[act if answered else act + 1 :]]  # a tool's reply needs its call
 
 
 class Renderer:
@@ -60,9 +73,9 @@ class Renderer:
             )
 
     # ----------------------------------------------------------- dialogue
-    def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Dialogue:
+    def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), history: int = 0) -> Dialogue:
         text, ids = self._opening(list(messages), tools)
-        return Dialogue(list(messages), tools, text, list(ids), list(ids))
+        return Dialogue(list(messages), tools, text, list(ids), list(ids), history=history)
 
     def _opening(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
         """Rendered once for all the trajectories of a group, which open alike."""
@@ -81,13 +94,14 @@ class Renderer:
         dialogue.text += said
         action = parse(self.decode(tokens[:-1]) if tokens and tokens[-1] in self.stop_ids else said)
         dialogue.messages.append(action.message)
-        dialogue.fresh, dialogue.restarted = [], False
+        dialogue.fresh, dialogue.blind, dialogue.restarted = [], [], False
         return action
 
-    def tell(self, dialogue: Dialogue, messages: Sequence[Message]) -> None:
-        """Append the environment's answer and the opening of the next turn."""
+    def tell(self, dialogue: Dialogue, messages: Sequence[Message], blind: bool = False) -> None:
+        """Append the environment's answer and the opening of the next turn; ``blind``: and note them with the answer masked."""
         dialogue.messages += messages
-        full = self._text(dialogue.messages, dialogue.tools, True)
+        full = self._text(dialogue.visible, dialogue.tools, True)
+        known = len(dialogue.text) if full.startswith(dialogue.text) else 0
         if full.startswith(dialogue.text):
             dialogue.fresh = self.encode(full[len(dialogue.text) :])
             dialogue.ids += dialogue.fresh
@@ -95,6 +109,16 @@ class Renderer:
             dialogue.ids = self.encode(full)
             dialogue.fresh, dialogue.restarted = list(dialogue.ids), True
         dialogue.text = full
+        if blind and messages:
+            dialogue.blind = self._masked(dialogue, known, [str(m.get("content", "")) for m in messages])
+
+    def _masked(self, dialogue: Dialogue, known: int, said: list[str]) -> list[int]:
+        """The fresh ids, which encode the text behind ``known``, with the last messages' words masked."""
+        seen = dialogue.visible
+        last = [{**m, "content": mark} for m, mark in zip(seen[len(seen) - len(said) :], masking.marks(len(said)))]
+        marked = self._text([*seen[: len(seen) - len(said)], *last], dialogue.tools, True)
+        where = [(a - known, b - known) for a, b in masking.places(dialogue.text, marked, said)]
+        return masking.masked(self.tokenizer, dialogue.text[known:], dialogue.fresh, where)
 
     def encode_turn(self, text: str) -> list[int]:
         """The ids of a turn somebody else wrote (a demonstration), closed like a sampled one."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from turnwise.data import Group, Task, Trajectory
+from turnwise.data import Group, Status, Task, Trajectory
 from turnwise.errors import RecipeError
 from turnwise.ports import Session
 
@@ -19,8 +19,11 @@ from turnwise.ports import Session
 class Play(Protocol):
     """One episode: trajectory id, task, session → trajectory. Never raises for what an environment does."""
 
-    def __call__(self, key: str, task: Task, session: Session, heat: float = 1.0) -> Coroutine[Any, Any, Trajectory]:
-        """``heat`` multiplies the sampling temperature; other than 1 it is noted as guidance."""
+    def __call__(
+        self, key: str, task: Task, session: Session, heat: float = 1.0, **more: Any
+    ) -> Coroutine[Any, Any, Trajectory]:
+        """``heat`` multiplies the sampling temperature; other than 1 it is noted as guidance. ``more``: ``begin``, a moment
+        to fork from, and ``moments``, a list that takes those of this episode."""
         ...
 
 
@@ -66,6 +69,65 @@ class Thermostat:
         tempered = int(size * self.share)
         heats = [1.0] * (size - tempered) + [heat] * tempered
         return _together(group, task, [open_session(i) for i in range(size)], heats, play)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """``trunks`` independent trajectories; the rest of the group forks from them, before a turn, where they were unsure.
+
+    A fork is placed by ``where``: ``surprise`` takes the turns whose first tokens had the smallest log-probability (a sampled
+    estimate of the entropy there), ``even`` spreads the forks over the turns, ``every`` puts as many on each turn as there
+    are, from the first on. A trunk's first turn is no place to fork from: that would be another trunk."""
+
+    trunks: int = 2
+    where: str = "surprise"
+    looks: int = 4  # tokens at the beginning of a turn that are looked at
+
+    asks = frozenset({"forks"})
+
+    def __post_init__(self) -> None:
+        if self.trunks < 1 or self.where not in PLACES:
+            raise RecipeError(f"need trunks >= 1 and where one of {', '.join(PLACES)}; got {self}")
+
+    def begin(
+        self, group: str, task: Task, size: int, open_session: Callable[[int], Session], play: Play, pulse: Pulse
+    ) -> Coroutine[Any, Any, Group]:
+        return self._grow(group, task, [open_session(i) for i in range(size)], play)
+
+    async def _grow(self, group: str, task: Task, sessions: list[Session], play: Play) -> Group:
+        trunks, rest = sessions[: self.trunks], sessions[self.trunks :]
+        for session in rest:
+            session.park()  # they do not ask before the trunks have ended
+        kept: list[list[Any]] = [[] for _ in trunks]
+        grown = await asyncio.gather(
+            *(play(f"{group}.{i}", task, s, moments=kept[i]) for i, s in enumerate(trunks))
+        )  # fmt: skip
+        places = self._places(grown, kept, len(rest))
+        names = range(len(trunks), len(sessions))
+        begins = places or [None] * len(rest)  # nowhere to fork from: more trunks
+        plays = [play(f"{group}.{i}", task, s, begin=m) for i, s, m in zip(names, rest, begins)]
+        return Group(group, task, (*grown, *await asyncio.gather(*plays)))
+
+    def _places(self, grown: list[Trajectory], kept: list[list[Any]], wanted: int) -> list[Any]:
+        """The moments to fork from, as many as wanted; none where no trajectory got beyond its first turn."""
+        doubt = lambda turn: -sum(turn.logp[: self.looks]) / max(1, len(turn.logp[: self.looks]))  # noqa: E731
+        open_to = [
+            (doubt(turn), moment)
+            for trunk, moments in zip(grown, kept)
+            if trunk.status != Status.FAILED
+            for turn, moment in list(zip(trunk.turns, moments))[1:]
+        ]
+        if not open_to:
+            return []
+        if self.where == "surprise":
+            open_to.sort(key=lambda pair: -pair[0])
+        elif self.where == "even":
+            step = len(open_to) / min(wanted, len(open_to))
+            open_to = [open_to[int(i * step)] for i in range(min(wanted, len(open_to)))]
+        return [open_to[i % len(open_to)][1] for i in range(wanted)]
+
+
+PLACES = ("surprise", "even", "every")
 
 
 async def _together(group: str, task: Task, sessions: list[Session], heats: list[float], play: Play) -> Group:

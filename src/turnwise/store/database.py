@@ -53,6 +53,16 @@ CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT INTO facts VALUES ('issued', 0), ('clock', 0);
 """
 
+MIXED = """
+CREATE TABLE IF NOT EXISTS mixed (          -- past or foreign trajectories that a step also learned from
+    clock      INTEGER NOT NULL,
+    step       INTEGER NOT NULL,
+    trajectory TEXT    NOT NULL,
+    origin     TEXT    NOT NULL,
+    void       INTEGER NOT NULL DEFAULT 0   -- undone by a resume
+)
+"""
+
 
 class Database:
     """One connection, shared by threads."""
@@ -123,6 +133,8 @@ def _prepare(db: sqlite3.Connection) -> None:
     if fresh and db.execute("PRAGMA application_id").fetchone()[0] == 0:
         marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
         db.executescript(f"BEGIN IMMEDIATE; {TABLES} {marks} COMMIT;")
+    if db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION:
+        db.execute(MIXED)  # a ledger of an older version had none
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:

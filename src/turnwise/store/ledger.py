@@ -93,6 +93,17 @@ class Ledger:
                 sql = "UPDATE groups SET state = 'trained', step = ?, trained_at = ? WHERE row = ?"
                 db.execute(sql, (step, self._database.tick(), row["row"]))
 
+    def mix(self, trajectories: Iterable[Trajectory], step: int) -> None:
+        """Note what else step ``step`` learns from: replayed trajectories, demonstrations. Call it *before* the update."""
+        rows = [(step, clean(t.id), str(t.origin)) for t in trajectories]
+        if rows:
+            with self._write() as db:
+                now = self._database.tick()
+                db.executemany(
+                    "INSERT INTO mixed (clock, step, trajectory, origin) VALUES (?, ?, ?, ?)",
+                    [(now, *row) for row in rows],
+                )
+
     def drop(self, group_id: str, reason: str, step: int) -> None:
         """Give up a group in flight or finished; say why."""
         if not reason:
@@ -159,6 +170,10 @@ class Ledger:
     def trajectory(self, trajectory_id: str) -> Trajectory:
         """The newest of that id. After pruning its token arrays are empty, all else is there."""
         return queries.trajectory(self._database, trajectory_id)
+
+    def mixed(self) -> tuple[tuple[int, str, str], ...]:
+        """What was mixed in, in order: step, trajectory id, origin."""
+        return queries.mixed(self._database)
 
     def failures(self) -> dict[str, int]:
         """Failed trajectories by reason, commonest first."""

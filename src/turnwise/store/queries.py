@@ -88,6 +88,13 @@ def trajectory(database: Database, trajectory_id: str) -> Trajectory:
     return decode(rows[0]["record"], rows[0]["tokens"])
 
 
+def mixed(database: Database) -> tuple[tuple[int, str, str], ...]:
+    if not database.all("SELECT 1 FROM sqlite_master WHERE name = 'mixed'"):
+        return ()
+    rows = database.all("SELECT step, trajectory, origin FROM mixed WHERE void = 0 ORDER BY clock, rowid")
+    return tuple((row["step"], row["trajectory"], row["origin"]) for row in rows)
+
+
 def failures(database: Database) -> dict[str, int]:
     sql = "SELECT reason, count(*) FROM trajectories WHERE status = 'failed' GROUP BY reason ORDER BY 2 DESC, 1"
     return {row[0]: row[1] for row in database.all(sql)}

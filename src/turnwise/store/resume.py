@@ -104,4 +104,5 @@ def settle(
             [(reason, now, row["row"]) for row in rows],
         )
     db.execute("UPDATE seals SET void = 1 WHERE clock > :mark", facts)
+    db.execute("UPDATE mixed SET void = 1 WHERE clock > :mark", facts)
     return again, rolled_back

@@ -1,0 +1,98 @@
+"""Credit by likelihood: how probable an answer was when it was sampled, against its siblings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from turnwise.algebra.piece import check
+from turnwise.algebra.ratio import behaviour
+from turnwise.algebra.term import Term
+from turnwise.batch import Batch
+from turnwise.credit.order import pairs, place
+from turnwise.credit.several import component
+from turnwise.levels import GROUP, TRAJECTORY, Field, where
+from turnwise.signals import Signal
+
+
+def mean_logp(batch: Batch) -> Field:
+    """Mean log-probability of a trajectory's tokens when they were sampled; 0 without tokens."""
+    return behaviour(batch).to(torch.float64).mean(TRAJECTORY)
+
+
+@dataclass(frozen=True)
+class Unlikely(Term):
+    """R (1 − β k/n), k the place of a trajectory among the n of its group, from the least likely (0) to the most: of two right
+    answers the rarer earns more."""
+
+    beta: float = 0.25
+
+    def __post_init__(self) -> None:
+        check(0 <= self.beta <= 1, f"beta is {self.beta}; write a number in [0, 1]")
+
+    def __call__(self, batch: Batch) -> Field:
+        r = component(batch, None)
+        return r * (1 - self.beta * place(batch, mean_logp(batch)).to(r.x.dtype) / r.peers(GROUP))
+
+
+@dataclass(frozen=True)
+class Novel(Term):
+    """A + min(weight (1 − η)₊, cap · A) where A > 0, η = exp(l − mean l) with l the mean log-probability of a trajectory and its
+    mean over the group: good answers gain by being unexpected."""
+
+    term: Term
+    weight: float = 2.5
+    cap: float = 0.5
+
+    def __post_init__(self) -> None:
+        check(self.weight >= 0, f"the weight of novelty is {self.weight}; write a number >= 0")
+        check(self.cap >= 0, f"the cap of novelty is {self.cap}; write a number >= 0")
+
+    def __call__(self, batch: Batch) -> Field:
+        a, likely = self.term(batch), mean_logp(batch)
+        gain = (self.weight * (1 - (likely - likely.mean(GROUP)).exp())).clamp(low=0.0)
+        return a + where(a > 0, gain.minimum(self.cap * a.to(gain.x.dtype)), 0.0)
+
+
+@dataclass(frozen=True)
+class Misranked(Term):
+    """A = Σ over wrong siblings of σ((l′ − l)/τ) for a right trajectory, −Σ over right siblings of σ((l − l′)/τ) for a wrong
+    one: credit where a pair is ranked the wrong way round by l, the mean log-probability.
+
+    ``scaled`` keeps the factor 1/τ. A right answer that the reference finds odd (perplexity above ``high``) and a wrong one
+    that it finds obvious (below ``low``) get 0, but stay in the pairs of others."""
+
+    tau: float = 0.6
+    high: float = 2.5
+    low: float = 1.05
+    scaled: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.tau > 0, f"tau is {self.tau}; write a positive number")
+        check(self.low >= 0 and self.high >= 0, f"perplexities {self.low}, {self.high}; write numbers >= 0")
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({Signal.REFERENCE})
+
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset({"verdict"})
+
+    @property
+    def judges(self) -> bool:
+        return True
+
+    def __call__(self, batch: Batch) -> Field:
+        tree, likely, right = batch.tree, mean_logp(batch).x, batch.success.x > 0.5
+        i, j = pairs(tree)
+        sign = right[i].double() - right[j].double()  # 1: right against wrong, −1: wrong against right, 0: no pair
+        pull = sign * torch.sigmoid(-sign * (likely[i] - likely[j]) / self.tau)
+        a = torch.zeros_like(likely).index_add(0, i, pull)
+        perplexity = (-batch[Signal.REFERENCE].to(torch.float64).mean(TRAJECTORY).x).exp()
+        sound = torch.where(right, perplexity <= self.high, perplexity >= self.low)
+        return Field(tree, TRAJECTORY, torch.where(sound, a / self.tau if self.scaled else a, 0.0))
+
+
+__all__ = ["Misranked", "Novel", "Unlikely", "mean_logp"]

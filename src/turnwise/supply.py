@@ -1,0 +1,151 @@
+"""What a run learns from besides its own rollouts, put together from its settings: a file, a player, a buffer.
+
+Files are read and judged at the door, before anything is written; what only a tokenizer can tell (lengths) as soon as there
+is one. Knows no loop and no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from turnwise.collect import Mixture
+from turnwise.data import Group, Trajectory
+from turnwise.errors import SettingError
+from turnwise.needs import asked, own
+from turnwise.ports import Ledger
+from turnwise.recipe import Recipe
+from turnwise.rollout.render import Renderer
+from turnwise.seeds import stable_seed
+from turnwise.settings import Settings
+from turnwise.sources.demos import Demonstrations, Named, Player, Stage
+from turnwise.sources.past import reader
+from turnwise.sources.rows import Row, Rows, read_rows
+from turnwise.sources.shelf import Draws, Shelf, held_back
+from turnwise.sources.spoken import Speaker, groups_of, tasks_of
+from turnwise.sources.table import Faults, digest
+from turnwise.tasks.listed import Listed
+from turnwise.tasks.sampler import Tasks
+from turnwise.world import World
+
+PLAYERS = {"oracle": "oracle", "demonstrator": "demonstrate"}  # who can demonstrate, and by which method of the class
+
+
+@dataclass(frozen=True)
+class Supply:
+    """``rows``: of ``--data`` or ``--demos``, whichever is a file."""
+
+    settings: Settings
+    world: World
+    recipe: Recipe
+    rows: Rows | None = None
+
+    @classmethod
+    def of(cls, settings: Settings, world: World, recipe: Recipe) -> Supply:
+        """Reads the file, and refuses one that this method or this environment cannot use."""
+        source = settings.data or ("" if settings.demos in PLAYERS else settings.demos)
+        if settings.demos in PLAYERS and not own(world.kind, PLAYERS[settings.demos]):
+            raise SettingError(f"{settings.env} has no {settings.demos}; give --demos a file of dialogues")
+        if not source:
+            return cls(settings, world, recipe)
+        rows = read_rows(source, settings.env)
+        _judge(rows, settings, world, "pairs" in asked(recipe), "demonstrations" in asked(recipe))
+        return cls(settings, world, recipe, rows)
+
+    @property
+    def offline(self) -> bool:
+        return bool(self.settings.data)
+
+    def digests(self) -> dict[str, str]:
+        """Of the files a resumed run must find unchanged."""
+        return {} if self.rows is None else {str(self.rows.path): digest(self.rows.path)}
+
+    def tasks(self) -> Tasks:
+        """The tasks to train on: those that are demonstrated, where the rows name them; else the environment's."""
+        named = {} if self.rows is None or self.offline else tasks_of(self.rows)
+        supply = self.world.tasks("train")
+        if not named:
+            return supply
+        listed = tuple(rows[0].task for rows in named.values() if rows[0].task is not None)
+        return Listed(supply.environment, "train", supply.difficulties, supply.seed, listed)
+
+    def speaker(self, renderer: Renderer) -> Speaker:
+        tools = tuple(getattr(self.world.kind, "tools", ()))
+        return Speaker(renderer, self.settings.context, self.settings.history, tools)
+
+    def groups(self, renderer: Renderer) -> list[Group]:
+        """Every row of the file as an expert's; refuses those that do not fit, by line."""
+        return [] if self.rows is None else groups_of(self.rows, self.speaker(renderer))
+
+    def shelf(self, groups: list[Group], ledger: Ledger) -> Shelf:
+        draws = Draws(len(groups), stable_seed(self.settings.seed, "shelf"))
+        return Shelf(groups, self.recipe.budget.groups, draws, ledger)
+
+    def mixture(self, renderer: Renderer, stored: Callable[[str], Trajectory]) -> Mixture:
+        """Buffer and demonstrations of a run; ``stored`` reads a trajectory of the ledger."""
+        shows = self._shows(renderer)
+        seed = stable_seed(self.settings.seed, "replay")
+        replay = self.recipe.replay.open(reader(stored), shows.of if shows else lambda task: None, seed)
+        return Mixture(replay, shows, placed="demonstrations" in self.recipe.replay.wants)
+
+    def _shows(self, renderer: Renderer) -> Demonstrations | None:
+        s = self.settings
+        if not s.demos:
+            return None
+        stage = Stage(self.world.open, self.speaker(renderer), self.world.limits)
+        seed = stable_seed(s.seed, "demos")
+        if self.rows is None:
+            return Demonstrations(seed, s.demo_share, Player(s.demos, stage))
+        named = tasks_of(self.rows)
+        if named:
+            return Demonstrations(seed, s.demo_share, Named(named, stage))
+        return Demonstrations(seed, s.demo_share, None, self.groups(renderer))
+
+
+def _judge(rows: Rows, settings: Settings, world: World, pairs: bool, shown: bool) -> None:
+    """Refuses rows of the wrong kind, and tasks that are not this run's."""
+    faults = Faults(rows.path)
+    named = sum(row.task is not None for row in rows.rows if not row.pair)
+    for row in rows.rows:
+        words = _kind(row, pairs, shown) or ("" if settings.data else _place(row, settings, world, named))
+        if words:
+            faults.add(row.line, words)
+    faults.refuse(len(rows))
+
+
+def _kind(row: Row, pairs: bool, shown: bool) -> str:
+    if row.pair and not pairs:
+        return "a pair, and this method learns from single dialogues; write messages, or prompt and completion"
+    if not row.pair and not shown:
+        return "a dialogue, and this method learns from pairs; write prompt, chosen and rejected"
+    return ""
+
+
+def _place(row: Row, settings: Settings, world: World, named: int) -> str:
+    """What is wrong with the task of a demonstration."""
+    task = row.task
+    if row.pair:
+        return ""  # mixed in as they are
+    if task is None:
+        return "no task, while other rows name one; name one in every row, or in none" if named else ""
+    if task.environment != settings.env:
+        return f"a task of {task.environment}, and the run is on {settings.env}"
+    if task.split != "train":
+        return f"a task of the split {task.split}, which is kept for evaluation; write train"
+    offered = tuple(getattr(world.kind, "difficulties", (1,)))
+    return "" if task.difficulty in offered else f"difficulty {task.difficulty}; {settings.env} offers {offered}"
+
+
+def split(groups: list[Group], settings: Settings) -> tuple[list[Group], list[Group]]:
+    """What an offline run learns from, and what it is measured on; refuses a run that would measure nothing."""
+    learned, kept = held_back(groups)
+    if not settings.eval_tasks and not any("chosen" in t.facts for g in kept for t in g.trajectories):
+        raise SettingError(
+            f"with --eval-tasks 0 a run is measured by ranking held-back pairs, and {Path(settings.data)} leaves none to "
+            "hold back; give at least 20 pairs, or evaluate on tasks of --env"
+        )
+    return learned, kept
+
+
+__all__ = ["PLAYERS", "Supply", "split"]

@@ -1,0 +1,121 @@
+"""Candidates drawn at each token, against loops over them; the same ones in every update on a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from turnwise.algebra.gradient import Scales
+from turnwise.algebra.objective import Loss
+from turnwise.engines import candidates, packed
+from turnwise.engines.learner import LearnerSettings, LocalLearner
+from turnwise.levels import TOKEN
+from turnwise.signals import Signal
+
+ASK = frozenset({Signal.HITS, Signal.RIVALS, Signal.LOGP})
+
+
+def distributions(learner, batch):
+    """log π of the whole vocabulary at each sampled token, by the plain head."""
+    h = packed.hidden_states(learner.model, batch.sequences)[batch.sequences.at - 1]
+    t = batch.temperature.at(TOKEN).x.to(h.dtype)
+    return torch.log_softmax(learner.head(h) / torch.where(t == 0, 1.0, t)[:, None], 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2"])
+@pytest.mark.parametrize("positions", [1, 50, 10**6])
+def test_hits_and_rivals(kit, name, positions):
+    learner = LocalLearner(kit.make_model(name), LearnerSettings(dtype="float64", positions=positions))
+    batch = kit.make_batch(4)
+    found = learner.measure(batch, ASK)
+    drawn = torch.stack([found[name].x for name in candidates.COLUMNS], 1)
+    assert drawn.dtype == torch.int64
+    logp = distributions(learner, batch).detach()
+    for n, token in enumerate(batch.token.x.tolist()):
+        mine = drawn[n].tolist()
+        assert float(found[Signal.HITS].x[n]) == mine.count(token)
+        rest = sum(float(logp[n, a]) for a in mine if a != token)
+        assert float(found[Signal.RIVALS].x[n]) == pytest.approx(rest, abs=1e-8)
+
+
+def test_they_are_draws_from_the_policy(kit):
+    """Over many tokens with many draws, as often as their probabilities say."""
+    learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64"))
+    seen, due, spread = 0.0, 0.0, 0.0
+    for seed in range(40):
+        batch = kit.make_batch(seed, groups=6)
+        p = distributions(learner, batch).exp().gather(1, batch.token.x[:, None]).squeeze(1).detach()
+        seen += float(learner.measure(batch, ASK)[Signal.HITS].x.sum())
+        due += float(p.sum()) * candidates.COUNT
+        spread += float((p * (1 - p)).sum()) * candidates.COUNT
+    assert abs(seen - due) < 4 * spread**0.5 and due > 100
+
+
+def test_no_cut_and_no_order_changes_the_draw(kit):
+    batch = kit.make_batch(4)
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
+    a = LocalLearner(kit.make_model(), LearnerSettings(positions=10**6)).measure(batch, ASK)
+    mixed = batch.select(order)
+    b = LocalLearner(kit.make_model(), LearnerSettings(positions=30)).measure(mixed, ASK)
+    for name in (Signal.HITS, *candidates.COLUMNS):
+        assert torch.equal(b[name].x, batch.put(x=a[name]).select(order)["x"].x)
+
+
+def test_other_lots_after_a_step(kit):
+    learner, batch = LocalLearner(kit.make_model(), LearnerSettings(lr=0.0)), kit.weighted(kit.make_batch(4))
+    first = learner.measure(batch, ASK)
+    learner.update(batch, kit.Linear())
+    second = learner.measure(batch, ASK)
+    assert any(not torch.equal(first[name].x, second[name].x) for name in candidates.COLUMNS)
+
+
+@dataclass
+class Watching:
+    """Σ RIVALS as the loss; keeps what it saw."""
+
+    seen: list = field(default_factory=list)
+    live, foresees = frozenset({Signal.LOGP, Signal.RIVALS}), frozenset()
+
+    def plan(self, batch):
+        return batch
+
+    def scales(self, batch, main, sides):
+        return Scales()
+
+    def __call__(self, batch, policy):
+        loss = policy[Signal.RIVALS].x.sum()
+        self.seen.append(float(loss.detach()))
+        return Loss(loss, {}, {})
+
+
+def test_every_update_scores_the_candidates_of_the_measurement(kit):
+    learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=1e-2))
+    batch = kit.make_batch(4)
+    batch = batch.put(learner.measure(batch, ASK))
+    drawn, watching = candidates.known(batch), Watching()
+    for _ in range(2):
+        by_hand = (distributions(learner, batch).gather(1, drawn) * (drawn != batch.token.x[:, None])).sum()
+        learner.update(batch, watching)
+        assert watching.seen[-1] == pytest.approx(float(by_hand.detach()), rel=1e-8)
+    assert watching.seen[0] != watching.seen[1]
+
+
+def test_the_gradient_of_rivals(kit):
+    learner = LocalLearner(kit.make_model("gpt2"), LearnerSettings(dtype="float64"))
+    batch = kit.make_batch(4)
+    batch = batch.put(learner.measure(batch, ASK))
+    found = learner.measuring.live(batch, frozenset({Signal.RIVALS}))[Signal.RIVALS].x.sum()
+    drawn = candidates.known(batch)
+    plain = (distributions(learner, batch).gather(1, drawn) * (drawn != batch.token.x[:, None])).sum()
+    parameters = list(learner.policy())
+    for a, b in zip(torch.autograd.grad(found, parameters), torch.autograd.grad(plain, parameters)):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+def test_without_a_measurement_the_present_policy_draws(kit):
+    learner, batch = LocalLearner(kit.make_model()), kit.make_batch(4)
+    measured = learner.measure(batch, ASK)
+    bare = learner.measure(batch, frozenset({Signal.RIVALS}))
+    torch.testing.assert_close(bare[Signal.RIVALS].x, measured[Signal.RIVALS].x)

@@ -1,0 +1,207 @@
+"""Signals of the hidden states: effective ranks, the probe, the flow; each against a slow reference, and across a crash."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from oracles.credit_segments import rank_signals
+
+from turnwise.engines import flow, packed
+from turnwise.engines.learner import LearnerSettings, LocalLearner
+from turnwise.engines.ranks import ranks
+from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Tree
+from turnwise.signals import Signal
+
+RANKS = (Signal.RANK, Signal.RANK_SPEED, Signal.RANK_PUSH)
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize("width", [1, 3, 20])
+@pytest.mark.parametrize(("stride", "longest"), [(40, 512), (1, 7), (3, 25), (40, 100)])
+def test_ranks(width, stride, longest):
+    counts = [[[0], [1], [2, 0, 1], [4]], [[41], [30, 11], [0, 0]], [[81], [121, 3], [60]]]
+    tree = Tree.ragged(counts)
+    hidden = torch.randn(tree.count(TOKEN), width, generator=torch.Generator().manual_seed(0))
+    hidden[5:12] = hidden[5]  # states that do not move
+    found = ranks(tree, hidden, stride, longest)
+    owner = tree.ancestor(TOKEN, TRAJECTORY)
+    for k in range(tree.count(TRAJECTORY)):
+        mine = hidden[owner == k].double().tolist()
+        expected = rank_signals(mine, stride, longest) if mine else {"ER": 0.0, "ERV": 0.0, "ERA": 0.0}
+        assert [float(found[s].x[k]) for s in RANKS] == pytest.approx(list(expected.values()), rel=1e-5, abs=1e-6)
+
+
+def after_tokens(learner, batch):
+    """The state once each sampled token was read: one sequence at a time through the decoder."""
+    s, out = batch.sequences, []
+    for a, b in zip(s.start[:-1].tolist(), s.start[1:].tolist()):
+        alone = replace(s, ids=s.ids[a:b], start=torch.tensor([0, b - a]), at=s.at[:0], trajectory=s.trajectory[:1])
+        out.append(packed.hidden_states(learner.model, alone))
+    states = torch.cat(out).detach()
+    return states[s.at], states[s.at - 1]
+
+
+@pytest.mark.parametrize("positions", [1, 10**6])
+def test_ranks_of_a_batch(kit, positions):
+    learner, batch = LocalLearner(kit.make_model(), LearnerSettings(positions=positions)), kit.make_batch(3)
+    found = learner.measure(batch, frozenset(RANKS))
+    hidden, _ = after_tokens(learner, batch)
+    owner = batch.tree.ancestor(TOKEN, TRAJECTORY)
+    for k in range(len(batch)):
+        expected = rank_signals(hidden[owner == k].double().tolist())
+        assert [float(found[s].x[k]) for s in RANKS] == pytest.approx(list(expected.values()), rel=1e-4)
+
+
+# ---------------------------------------------------------------------- probe
+
+
+def rows_of(learner, batch):
+    """Features and targets of each trajectory, one by one."""
+    after, before = after_tokens(learner, batch)
+    owner, group = batch.tree.ancestor(TOKEN, TRAJECTORY), batch.tree.parents[2]
+    reward = batch.reward.sum(TRAJECTORY).x.double()
+    z, y = [], []
+    for k in range(len(batch)):
+        mine = (owner == k).nonzero().squeeze(1)
+        z.append(torch.cat([before[mine[0]], after[mine].mean(0)]).double())
+        others = [float(reward[j]) for j in range(len(batch)) if j != k and group[j] == group[k]]
+        y.append(sum(others) / len(others) if others else float(reward[k]))
+    return torch.stack(z), torch.tensor(y, dtype=torch.float64)
+
+
+PROBE = frozenset({Signal.PROBE})
+
+
+@pytest.mark.parametrize("positions", [1, 10**6])
+def test_the_probe_is_a_ridge_regression_on_earlier_batches(kit, positions):
+    learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=0.0, positions=positions))
+    seen = []
+    for seed in range(4):
+        batch = kit.weighted(kit.make_batch(seed))
+        found = learner.measure(batch, PROBE)[Signal.PROBE]
+        z, y = rows_of(learner, batch)
+        if not seen:
+            assert not found.x.any()
+        else:
+            age = range(len(seen) - 1, -1, -1)
+            weight = torch.cat([torch.full((len(old),), 0.9**n) for n, (_, old) in zip(age, seen)])
+            weight = weight.double() / weight.double().sum()
+            Z, Y = torch.cat([a for a, _ in seen]), torch.cat([b for _, b in seen])
+            centre, offset = (weight[:, None] * Z).sum(0), (weight * Y).sum()
+            C = Z - centre
+            cov = C.T @ (weight[:, None] * C)
+            slope = torch.linalg.solve(cov + torch.diag(cov.diagonal()), C.T @ (weight * (Y - offset)))
+            torch.testing.assert_close(found.x, offset + (z - centre) @ slope, rtol=1e-6, atol=1e-8)
+        for part in (batch.select([0, 1]), batch, batch):  # learns of each trajectory once, however it comes back
+            learner.update(part, kit.Linear())
+        seen.append((z, _first_two_alone(batch, y)))
+
+
+def _first_two_alone(batch, y):
+    """The first two came back by themselves, so their peers were those of that part."""
+    part = batch.select([0, 1])
+    reward = part.reward.sum(TRAJECTORY).x.double().tolist()
+    together = int(part.tree.parents[2][0]) == int(part.tree.parents[2][1])
+    return torch.cat([torch.tensor(reward[::-1] if together else reward, dtype=torch.float64), y[2:]])
+
+
+def test_the_probe_finds_what_is_linear(kit):
+    """Rewards that are a linear function of the features are predicted on a batch never seen."""
+    learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=0.0))
+    learner.measuring._pupil(Signal.PROBE).penalty = 1e-6
+    wish = torch.randn(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def paid(seed):
+        batch = kit.make_batch(seed, groups=25)
+        batch = batch.select((batch.tree.size(TRAJECTORY, GROUP).at(TRAJECTORY).x == 1).nonzero().squeeze(1))
+        z, _ = rows_of(learner, batch)
+        worth = (z @ wish)[batch.tree.parents[1]] / batch.tree.size(TURN, TRAJECTORY).at(TURN).x
+        return kit.weighted(replace(batch, reward=batch.tree.field(TURN, worth))), z @ wish
+
+    for seed in range(14):
+        batch, _ = paid(seed)
+        learner.measure(batch, PROBE)
+        learner.update(batch, kit.Linear())
+    batch, due = paid(99)
+    found = learner.measure(batch, PROBE)[Signal.PROBE].x
+    assert float((found - due).abs().mean()) < 0.05 * float(due.std())
+
+
+# ----------------------------------------------------------------------- flow
+
+DEVIATION = frozenset({Signal.DEVIATION})
+
+
+def judged(kit, seed, success=None):
+    batch = kit.weighted(kit.make_batch(seed))
+    verdict = torch.arange(len(batch)) % 2 if success is None else torch.full((len(batch),), success)
+    return replace(batch, success=batch.tree.field(TRAJECTORY, verdict.float()))
+
+
+def test_the_deviation_is_the_error_of_the_flow(kit):
+    learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=0.0, positions=40))
+    assert not learner.measure(judged(kit, 1), DEVIATION)[Signal.DEVIATION].x.any()  # nothing learned yet
+    learner.update(judged(kit, 1), kit.Linear())
+    batch = judged(kit, 2)
+    found = learner.measure(batch, DEVIATION)[Signal.DEVIATION].x
+    pupil, (after, before) = learner.measuring._pupil(Signal.DEVIATION), after_tokens(learner, batch)
+    unit = lambda h: h / (h.square().mean().sqrt() + 1e-6)  # noqa: E731
+    for n in range(len(found)):
+        x, c, e = unit(after[n]), unit(before[n]), pupil.noise
+        v = pupil.net((0.8 * x + 0.2 * e)[None], torch.tensor([0.8], dtype=x.dtype), c[None])[0]
+        assert float(found[n]) == pytest.approx(float((v - (x - e)).square().mean().detach()), rel=1e-9)
+
+
+def test_the_flow_learns_from_success_alone(kit):
+    learner = LocalLearner(kit.make_model(), LearnerSettings(lr=0.0))
+    for success in (0.0, float("nan")):
+        learner.measure(judged(kit, 1, success), DEVIATION)
+        learner.update(judged(kit, 1, success), kit.Linear())
+    assert learner.measuring._pupil(Signal.DEVIATION).learned == 0
+    errors = []
+    for _ in range(25):
+        errors.append(float(learner.measure(judged(kit, 1, 1.0), DEVIATION)[Signal.DEVIATION].x.mean()))
+        learner.update(judged(kit, 1, 1.0), kit.Linear())
+    assert errors[0] == 0 and errors[-1] < 0.7 * errors[1]
+    strange = LocalLearner(kit.make_model(seed=9), LearnerSettings(lr=0.0))
+    strange.measuring._pupils = learner.measuring._pupils
+    far = float(strange.measure(judged(kit, 1, 0.0), DEVIATION)[Signal.DEVIATION].x.mean())
+    assert far > 1.5 * errors[-1]  # states of another model are not of this flow
+
+
+def test_at_most_so_many_pairs_of_a_trajectory(kit, monkeypatch):
+    monkeypatch.setattr(flow, "PER_TRAJECTORY", 2)
+    learner = LocalLearner(kit.make_model())
+    batch = judged(kit, 1, 1.0)
+    learner.measure(batch, DEVIATION)
+    rows, _ = learner.measuring._pupil(Signal.DEVIATION)._notes.take(batch)
+    assert 0 < len(rows) < batch.tree.count(TOKEN)
+
+
+# ---------------------------------------------------------------------- crash
+
+
+def test_what_is_learned_beside_survives_a_crash(kit):
+    ask = PROBE | DEVIATION | set(RANKS)
+    make = lambda: LocalLearner(kit.make_model(), LearnerSettings(lr=1e-3))  # noqa: E731
+    straight, second = make(), make()
+    for seed in (1, 2):
+        straight.measure(judged(kit, seed), ask)
+        straight.update(judged(kit, seed), kit.Linear())
+    state = straight.state_dict()
+    second.load_state_dict({"tensors": state["tensors"], "scalars": json.loads(json.dumps(state["scalars"]))})
+    for seed in (3, 4):
+        a, b = (one.measure(judged(kit, seed), ask) for one in (straight, second))
+        assert all(torch.equal(a[s].x, b[s].x) for s in ask) and a[Signal.PROBE].x.any() and a[Signal.DEVIATION].x.any()
+        for one in (straight, second):
+            one.update(judged(kit, seed), kit.Linear())
+    one, two = straight.state_dict()["tensors"], second.state_dict()["tensors"]
+    assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+    fresh = make().state_dict()
+    second.load_state_dict(fresh)  # and can be forgotten
+    assert not second.measure(judged(kit, 3), ask)[Signal.PROBE].x.any()
