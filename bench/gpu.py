@@ -97,7 +97,9 @@ def stock(model: Any, prompts: list[list[int]], new: int, dtype: torch.dtype) ->
     model = model.to("cuda", dtype)
     ids = torch.tensor(prompts, device="cuda")
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
-    model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), **{**options, "max_new_tokens": 4, "min_new_tokens": 4})
+    model.generate(
+        ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), **{**options, "max_new_tokens": 4, "min_new_tokens": 4}
+    )
     torch.cuda.synchronize()
     began = time.perf_counter()
     model.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -134,7 +136,9 @@ def main() -> None:
     for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
         for batch in given.batch if name == "bfloat16" else given.batch[:1]:
             model = smol()
-            prompts = torch.randint(0, 49152, (batch, given.prompt), generator=torch.Generator().manual_seed(1)).tolist()
+            prompts = torch.randint(
+                0, 49152, (batch, given.prompt), generator=torch.Generator().manual_seed(1)
+            ).tolist()
             mine = ours(model, prompts, given.new, dtype, given.repeats)
             found, asked = mine.pop("found"), mine.pop("prompts")
             try:
@@ -151,7 +155,9 @@ def main() -> None:
             print(json.dumps(row))
             rows.append(row)
     if given.out:
-        given.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "bandwidth": bandwidth, "rows": rows}, indent=1))
+        given.out.write_text(
+            json.dumps({"device": torch.cuda.get_device_name(), "bandwidth": bandwidth, "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from oracles import records
 from turnwise.batch import Batch, Sequences
 from turnwise.data import Fork, Group, Origin, Status, Task, Trajectory, Turn
 from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Tree
-from turnwise.signals import FROZEN, LIVE, Signal, level_of
+from turnwise.signals import FROZEN, LIVE, Signal
 
 COUNTS = st.lists(
     st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4), min_size=1, max_size=4

@@ -30,6 +30,18 @@ class Broken(Good):
 """
 
 
+ROW = '{"prompt": "a", "completion": "b"%s}'
+FILES = {
+    "empty": [],
+    "rubbish": ["to be or not to be"],
+    "columns": ['{"question": "a"}'],
+    "pairs": ['{"prompt": "a", "chosen": "b", "rejected": "c"}'],
+    "dialogues": [ROW % ""],
+    "tasks": [ROW % ', "seed": 1', ROW % ', "seed": 2', ROW % ', "seed": 3', ROW % ""],
+    "elsewhere": [ROW % ', "task": "guess/train/1/1"', ROW % ', "task": "calculator/held_out/1/1"'],
+}
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """An empty folder to run in, with a module of two environments on the path; whoever begins to learn has failed."""
@@ -41,6 +53,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(course, "cold_start", learn)
     monkeypatch.setattr(course.Course, "_learn", learn)
     (tmp_path / "their_environments.py").write_text(GOOD_AND_BROKEN)
+    for name, rows in FILES.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     monkeypatch.syspath_prepend(tmp_path)
     work = tmp_path / "work"
     work.mkdir()
@@ -177,11 +191,49 @@ def test_version(capsys):
         ("eval nowhere", "there is no run at nowhere"),
         ("eval", "say what to evaluate"),
         ("eval --player orakel", "no player 'orakel'"),
+        ("eval --player oracle --eval-tasks 0", "eval_tasks is 0; write at least 1"),
         ("eval --player oracle --split test", "no split 'test'"),
         ("eval --model ./no/such/model", "there is no such folder"),
         ("explain grop", "did you mean 'grpo'"),
         ("explain", "required: method"),
-        ("diff grpo gpso", "did you mean 'gspo'"),
+        ("diff grpo gspoo", "did you mean 'gspo'"),
+        ("diff grpo gspo+nope", "no method 'nope' to take the credit of"),
+        ("explain gspo --credit dpo", "lives in its loss"),
+        ("train gspo --credit", "expected one argument"),
+        ("train gspo --credit gigpoo", "did you mean 'gigpo'"),
+        ("train gspo --credit dpo", "the credit of dpo does not go with this method"),
+        ("train gspo --credit gigpo", "must be told in which state a turn was taken"),
+        ("train gspo --credit rloo --credit-omega 1", "unknown setting '--credit-omega'"),
+        ("train gspo --credit gigpo --credit-omega x --env guess", "omega is 'x'"),
+        ("train grpo --eval-tasks 0", "eval_tasks is 0; write at least 1"),
+        ("train luffy", "luffy learns from demonstrations; write --demos FILE"),
+        ("train luffy --demos nowhere.jsonl", "nowhere.jsonl is not there"),
+        ("train luffy --demos oracle --env their_environments:Good", "has no oracle"),
+        ("train luffy --demos ../empty.jsonl", "holds no rows"),
+        ("train luffy --demos ../rubbish.jsonl", "is not JSON"),
+        ("train luffy --demos ../columns.jsonl", "columns question; write messages"),
+        ("train luffy --demos ../pairs.jsonl", "this method learns from single dialogues"),
+        (
+            "train luffy --demos ../tasks.jsonl",
+            "1 of 4 rows cannot be used. line 4: no task, while other rows name one",
+        ),
+        ("train luffy --demos ../elsewhere.jsonl", "line 1: a task of guess, and the run is on calculator; line 2"),
+        ("train luffy --demos oracle --demo-share 1.5", "demo_share is 1.5"),
+        ("train grpo --demos oracle", "leave --demos out"),
+        ("train dpo", "dpo learns from pairs; write --data FILE"),
+        ("train dpo --data .", "is a folder"),
+        ("train dpo --data ../dialogues.jsonl", "this method learns from pairs"),
+        ("train dpo --data ../pairs.jsonl --eval-tasks 0", "at least 20 pairs"),
+        ("train mapl --data ../pairs.jsonl", "has no column"),
+        ("train grpo --data ../pairs.jsonl", "leave --data out"),
+        ("train opd", "opd learns from a teacher; write --teacher PATH"),
+        ("train opd --teacher ./nowhere", "from './nowhere': there is no such folder"),
+        ("train grpo --teacher ./nowhere", "leave --teacher out"),
+        ("export nowhere rows.jsonl", "there is no run at nowhere"),
+        ("export guess", "required: file"),
+        ("export guess rows.jsonl --as poems", "no form 'poems'"),
+        ("export guess rows.jsonl --tasks 0", "tasks is 0"),
+        ("export their_environments:Good rows.jsonl", "no oracle and demonstrator"),
         ("check-env calculater", "did you mean 'calculator'"),
         ("list extra", "unexpected 'extra'"),
     ],

@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in FILES}
 
 DATA = "errors data ports"
-RUNS = "recipe collect run"
+RUNS = "recipe collect mixing run"
 MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
     "__init__": "",  # public names are imported lazily, by name
     "errors": "",
@@ -42,14 +42,16 @@ MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
     "recipe": "errors levels signals algebra tasks rollout.strategy",
     "recipes": "errors typed levels signals algebra credit tasks rollout.strategy recipe",
     "collect": f"{DATA} seeds recipe rollout.strategy tasks",
-    "run": f"{DATA} seeds levels batch recipe collect algebra.objective algebra.diagnostics",
+    "mixing": "data tasks",
+    "run": f"{DATA} seeds levels batch recipe mixing algebra.objective algebra.diagnostics credit.diagnosis",
     "padded": "errors levels batch signals algebra recipe recipes",
-    "integrations": "errors levels batch signals algebra recipe recipes padded tasks.admission",
+    "integrations": "errors levels batch signals algebra credit recipe recipes padded tasks.admission",
     "evaluate": "errors data maths",
-    "catalogue": "errors signals algebra recipe recipes tasks rollout.strategy",
+    "compose": "errors signals algebra recipe",
+    "catalogue": "errors signals algebra credit recipe compose recipes tasks",
     "sources": f"{DATA} seeds maths levels batch signals tasks rollout",
     "needs": "errors signals settings recipe tasks rollout.strategy environments world",
-    "supply": f"{DATA} seeds settings recipe tasks rollout collect sources needs world",
+    "supply": f"{DATA} seeds settings recipe tasks rollout mixing sources needs world",
     "stages": "ports",
     "world": f"{DATA} settings tasks rollout environments",
     "assemble": f"{DATA} signals settings recipe recipes catalogue tasks rollout needs supply world models engines",

@@ -33,6 +33,7 @@ from turnwise.world import World
 TINY = "tiny"
 transformers_logging.disable_progress_bar()  # our own progress is enough
 CORPUS = 300  # scripted dialogues the tiny tokenizer is trained on
+_spoken: dict[Any, list[str]] = {}
 
 
 def recipe_of(settings: Settings, own: Recipe | None = None) -> Recipe:
@@ -144,9 +145,12 @@ def _must_demonstrate(world: World) -> None:
 
 
 def corpus(world: World) -> list[str]:
-    """What the tiny tokenizer is trained on."""
+    """What the tiny tokenizer is trained on; played once in a process, since a run is examined before it begins."""
     _must_demonstrate(world)
     tasks = world.tasks("train", "tokenizer")
+    known = (world.kind, tasks, world.limits.turns)
+    if known in _spoken:
+        return _spoken[known]
 
     async def talk() -> list[str]:
         texts: list[str] = []
@@ -158,14 +162,14 @@ def corpus(world: World) -> list[str]:
         return texts
 
     tools = " ".join(tool["function"]["name"] for tool in getattr(world.kind, "tools", ()))
-    return [*asyncio.run(talk()), *[tools] * CORPUS]
+    _spoken[known] = [*asyncio.run(talk()), *[tools] * CORPUS]
+    return _spoken[known]
 
 
 def model_of(settings: Settings, vocabulary: int, path: Path | None = None) -> PreTrainedModel:
     if path is None and settings.model == TINY:
-        return tiny_model(
-            vocabulary, settings.seed, hidden=settings.hidden, layers=settings.layers, context=settings.context
-        )
+        s = settings
+        return tiny_model(vocabulary, s.seed, hidden=s.hidden, layers=s.layers, context=s.context, copying=s.copying)
     source = str(path or settings.model)
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)

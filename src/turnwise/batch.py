@@ -296,7 +296,9 @@ class _Packer:
         verdicts = [float("nan") if t.success is None else float(t.success) for t in self.members]
         return Batch(
             tree=tree,
-            sequences=Sequences(tensor(self.ids), tensor(self.start), tensor(self.owner), tensor(self.at), self._blind()),
+            sequences=Sequences(
+                tensor(self.ids), tensor(self.start), tensor(self.owner), tensor(self.at), self._blind()
+            ),
             token=tree.field(TOKEN, self.flat["token"], i64),
             behaviour=tree.field(TOKEN, self.flat["behaviour"], f32),
             mass=tree.field(TOKEN, self.flat["mass"], f32),

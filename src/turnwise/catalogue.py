@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from turnwise import recipes
-from turnwise.algebra.advantage import EarlyTools, InformationGain
+from turnwise.algebra.advantage import InformationGain
+from turnwise.compose import BROUGHT, composed
 from turnwise.errors import RecipeError, SettingError, nearest
-from turnwise.recipe import BROUGHT, Recipe, composed
-from turnwise.rollout.strategy import Independent
+from turnwise.recipe import Recipe
 from turnwise.signals import Signal
 from turnwise.tasks.replay import Nothing
 
@@ -23,16 +23,20 @@ KINDS = {
     "preference": "learns from pairs of a better and a worse answer",
 }
 
+OBJECTIVES = ("critic_free", "critic", "trust", "mismatch", "relative", "exploration")  # families
 
-def kind(recipe: Recipe) -> str:
-    """Which question a method answers anew, read from its pieces."""
-    if "pairs" in recipe.asks:
+
+def kind(name: str) -> str:
+    """Which question a method answers anew: read from its pieces, and from the family it is filed under."""
+    recipe, family = recipes.build(name), recipes.method(name).__module__.rsplit(".", 1)[-1]
+    costs = {type(p).__module__.rsplit(".", 1)[-1] for w in recipe.penalties for p in w.parts}
+    if "pairs" in recipe.asks or costs & {"pairs", "preference", "comparison"}:
         return "preference"
     if recipe.asks & {*BROUGHT} or recipe.replay != Nothing() or Signal.TEACHER in recipe.objective.needs:
         return "others"
     pieces = [*recipe.advantage.parts, *recipe.reward.parts]
-    shares = any(".credit." in type(p).__module__ or isinstance(p, EarlyTools | InformationGain) for p in pieces)
-    return "credit" if shares or recipe.asks or recipe.strategy != Independent() else "objective"
+    shares = any(".credit." in type(p).__module__ or isinstance(p, InformationGain) for p in pieces)
+    return "credit" if family not in OBJECTIVES and (shares or recipe.asks) else "objective"
 
 
 def named(name: str, credit: str = "") -> Recipe:
@@ -59,7 +63,7 @@ def entry(name: str, credit: str = "") -> dict[str, Any]:
     recipe = named(name, credit)
     return {
         "name": f"{name}+{credit}" if credit else name,
-        "kind": kind(recipe),
+        "kind": kind(name),
         "family": recipes.method(name).__module__.rsplit(".", 1)[-1],
         "about": (sys.modules[recipes.method(name).__module__].__doc__ or "").splitlines()[0].rstrip("."),
         "idea": doc.splitlines()[0].split(": ", 1)[-1],

@@ -35,7 +35,6 @@ from turnwise.world import World
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DEMONSTRATIONS = 2048  # at most: enough that none is seen often in a short cold start
 IMITATION = Objective(Constant(0.0), OnPolicy(), Open(), Mean(TOKEN), (Weighted(1.0, NegativeLogLikelihood()),))
 
 
@@ -46,7 +45,7 @@ def cold_start(
     if not world.demonstrates:
         raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
     tasks = world.tasks("train", "cold start")
-    count = min(DEMONSTRATIONS, steps * settings.cold_batch)
+    count = min(settings.cold_demos, steps * settings.cold_batch)
     with stages.stage("demonstrations", count):
         drawn = [tasks.draw(n) for n in range(count)]
         demos = demonstrations(drawn, world.open, Renderer(tokenizer), world.limits)

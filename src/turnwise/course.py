@@ -18,7 +18,7 @@ from typing import Any
 from turnwise import assemble
 from turnwise.batch import Batch
 from turnwise.coldstart import cold_start
-from turnwise.collect import Collector, Mixture, Source, usable
+from turnwise.collect import Collector, usable
 from turnwise.data import Group
 from turnwise.ending import Ending
 from turnwise.engines.learner import LocalLearner
@@ -26,6 +26,7 @@ from turnwise.engines.probe import same_policy
 from turnwise.errors import SettingError
 from turnwise.exam import Exam
 from turnwise.levels import TOKEN, TRAJECTORY
+from turnwise.mixing import Mixture, Source
 from turnwise.observe.metrics import JsonLines, TensorBoard, Trackers
 from turnwise.observe.services import SERVICES, service
 from turnwise.ports import Generator, Learner, Tracker

@@ -166,7 +166,9 @@ class Trajectory:
     guidance: str = ""
     success: bool | None = None  # the environment's own verdict, if it has one
     end: str | None = None  # key of the state after the last turn, if the environment has one
-    facts: Facts = field(default_factory=dict)  # what strategies, buffers and readers know of it (pivot, age, chosen ...)
+    facts: Facts = field(
+        default_factory=dict
+    )  # what strategies, buffers and readers know of it (pivot, age, chosen ...)
     answer: Sequence[int] = ()  # the gold answer's ids, where the environment tells it; never shown to the policy
     messages: tuple[Message, ...] = ()  # the dialogue as text, for people; never re-encoded
 

@@ -26,6 +26,8 @@ def judge(run: str, player: str, split: str, given: Mapping[str, Any]) -> dict[s
     if split not in SPLITS:
         raise SettingError(f"no split {split!r}; known: {', '.join(SPLITS)}")
     settings, folder = chosen(run, given)
+    if not settings.eval_tasks:
+        raise SettingError("eval_tasks is 0; write at least 1")
     world = World.of(settings)
     found = asyncio.run(_scripted(world, player, split) if player else _model(world, folder, split))
     who = player or run or settings.model

@@ -54,7 +54,7 @@ def _meet(word: str, recipe: Recipe, settings: Settings, world: World) -> None:
     if word in FLAGS:
         remedy = FLAGS[word][1]
         given = (settings.data or settings.demos) if word != "teacher" else settings.teacher
-        if not given and word not in getattr(recipe.admission, "tells", ()):
+        if not given:
             raise SettingError(f"{settings.title} learns from {'a ' * (word == 'teacher')}{word}; write {remedy}")
         return
     if word == "feedback":

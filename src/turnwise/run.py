@@ -19,9 +19,10 @@ from typing import Any
 from turnwise.algebra import diagnostics
 from turnwise.algebra.objective import Objective
 from turnwise.batch import Batch, pack
-from turnwise.collect import Mixture, Source, foreign
+from turnwise.credit.diagnosis import diagnose
 from turnwise.data import Group, Status, Trajectory
 from turnwise.levels import TOKEN, TRAJECTORY
+from turnwise.mixing import Mixture, Source, foreign
 from turnwise.ports import Generator, Learner, Ledger, Listener
 from turnwise.recipe import Recipe
 from turnwise.seeds import stable_seed
@@ -131,7 +132,8 @@ def improve(
             metrics[name] = metrics.get(name, 0.0) + value
         updates += 1
     summed = {"skipped"}  # everything else is a mean over the updates of the step
-    return {name: v if name in summed or name == "probe" else v / updates for name, v in metrics.items()}
+    means = {name: v if name in summed or name == "probe" else v / updates for name, v in metrics.items()}
+    return means | diagnose(batch)
 
 
 def credited(batch: Batch) -> dict[str, float]:

@@ -16,7 +16,7 @@ from turnwise.typed import convert
 
 AT_LEAST_ONE = (
     "steps", "max_tokens", "context", "slots", "positions", "eval_samples", "checkpoint_every", "keep_checkpoints",
-    "max_draws", "layers", "vocabulary", "cold_batch",
+    "max_draws", "layers", "vocabulary", "cold_batch", "cold_demos",
 )  # fmt: skip
 AT_LEAST_ZERO = (
     "groups", "group_size", "epochs", "minibatches", "max_turns", "history", "eval_tasks", "eval_every", "warmup",
@@ -87,8 +87,10 @@ class Settings:
     hidden: int = knob(192, "width of the tiny model")
     layers: int = knob(2, "layers of the tiny model")
     vocabulary: int = knob(512, "entries of the tiny tokenizer")
+    copying: bool = knob(False, "heads of the tiny model begin by saying again what they look at: it copies sooner")
     cold_steps: int = knob(-1, "supervised steps before RL; -1: 100 for the tiny model, 0 for a given one")
     cold_batch: int = knob(48, "demonstrations per supervised step")
+    cold_demos: int = knob(2048, "demonstrations played for the cold start, at most; each is then seen again")
     cold_lr: float = knob(3e-3, "learning rate of the cold start")
     # evaluation
     eval_tasks: int = knob(200, "held-out tasks, before and after; 0: none, for a run on --data alone")

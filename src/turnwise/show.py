@@ -86,7 +86,8 @@ def show_methods(rows: Sequence[Mapping[str, Any]]) -> None:
         indent = " " * 24
         name = f"  {row['method']:<22}"
         out.print(textwrap.fill(row["idea"], out.width, initial_indent=name, subsequent_indent=indent), highlight=False)
-        facts = f"{row['kind']} · {row['arxiv']} · changes {row['changes vs grpo']} · needs {row['needs']} · sure of {row['sure of']}"
+        facts = f"{row['kind']} · {row['arxiv']} · changes {row['changes vs grpo']} · needs {row['needs']}"
+        facts += f" · sure of {row['sure of']}"
         lines = textwrap.fill(facts, out.width, initial_indent=indent, subsequent_indent=indent)
         out.print(lines, style="dim", highlight=False, markup=False)
     out.print(

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnwise.collect import Mixture
 from turnwise.data import Group, Trajectory
 from turnwise.errors import SettingError
+from turnwise.mixing import Mixture
 from turnwise.needs import asked, own
 from turnwise.ports import Ledger
 from turnwise.recipe import Recipe
@@ -21,7 +21,7 @@ from turnwise.seeds import stable_seed
 from turnwise.settings import Settings
 from turnwise.sources.demos import Demonstrations, Named, Player, Stage
 from turnwise.sources.past import reader
-from turnwise.sources.rows import Row, Rows, read_rows
+from turnwise.sources.rows import Row, Rows, read_rows, with_revisions
 from turnwise.sources.shelf import Draws, Shelf, held_back
 from turnwise.sources.spoken import Speaker, groups_of, tasks_of
 from turnwise.sources.table import Faults, digest
@@ -51,6 +51,10 @@ class Supply:
             return cls(settings, world, recipe)
         rows = read_rows(source, settings.env)
         _judge(rows, settings, world, "pairs" in asked(recipe), "demonstrations" in asked(recipe))
+        if "fact revises" in asked(recipe):
+            rows = with_revisions(rows)
+        if settings.data:
+            _tells(rows, asked(recipe), settings)
         return cls(settings, world, recipe, rows)
 
     @property
@@ -76,7 +80,7 @@ class Supply:
 
     def groups(self, renderer: Renderer) -> list[Group]:
         """Every row of the file as an expert's; refuses those that do not fit, by line."""
-        return [] if self.rows is None else groups_of(self.rows, self.speaker(renderer))
+        return [] if self.rows is None else groups_of(self.rows, self.speaker(renderer), self.offline)
 
     def shelf(self, groups: list[Group], ledger: Ledger) -> Shelf:
         draws = Draws(len(groups), stable_seed(self.settings.seed, "shelf"))
@@ -93,7 +97,7 @@ class Supply:
         s = self.settings
         if not s.demos:
             return None
-        stage = Stage(self.world.open, self.speaker(renderer), self.world.limits)
+        stage = Stage(self.world.attempt, self.speaker(renderer), self.world.limits)
         seed = stable_seed(s.seed, "demos")
         if self.rows is None:
             return Demonstrations(seed, s.demo_share, Player(s.demos, stage))
@@ -112,6 +116,18 @@ def _judge(rows: Rows, settings: Settings, world: World, pairs: bool, shown: boo
         if words:
             faults.add(row.line, words)
     faults.refuse(len(rows))
+
+
+def _tells(rows: Rows, wanted: frozenset[str], settings: Settings) -> None:
+    """Refuses a file without a column that the method must be told."""
+    told = {name for row in rows.rows for script in row.scripts for name in script.facts}
+    for word in sorted(wanted):
+        kind, _, name = word.partition(" ")
+        if kind == "fact" and name not in told:
+            seen = ", ".join(sorted(told)) or "none"
+            raise SettingError(
+                f"{rows.path} has no column {name!r}, which {settings.title} must be told; other columns: {seen}"
+            )
 
 
 def _kind(row: Row, pairs: bool, shown: bool) -> str:

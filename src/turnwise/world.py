@@ -15,10 +15,10 @@ from turnwise.settings import Settings, default_of
 from turnwise.tasks.sampler import Tasks
 
 SUGGESTED = (
-    "difficulty", "max_tokens", "max_turns", "context", "history", "lr", "vocabulary", "hidden", "layers", "cold_steps",
-    "cold_batch", "cold_lr",
+    "difficulty", "max_tokens", "max_turns", "context", "history", "vocabulary", "hidden", "layers", "copying",
+    "cold_steps", "cold_batch", "cold_demos", "cold_lr",
 )  # fmt: skip
-OF_THE_TINY_MODEL = ("lr", "vocabulary", "hidden", "layers", "cold_steps", "cold_batch", "cold_lr")
+OF_THE_TINY_MODEL = ("vocabulary", "hidden", "layers", "copying", "cold_steps", "cold_batch", "cold_demos", "cold_lr")
 
 
 def settle(given: Mapping[str, Any]) -> Settings:

@@ -272,7 +272,9 @@ def test_contract_packing_and_micro_batches(name, counts, seed, cut, data):
     torch.testing.assert_close(again, whole, rtol=1e-5, atol=1e-5)  # rewards are float32: sums depend on their order
     for signal, g in grads.items():
         torch.testing.assert_close(split_grads[signal], g, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(again_grads[signal], policy_of(shuffled, {signal: g})[signal].x, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            again_grads[signal], policy_of(shuffled, {signal: g})[signal].x, rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", recipes.METHODS)

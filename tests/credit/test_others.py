@@ -39,12 +39,12 @@ CASES = [  # ours, theirs, and at which step where it matters
     ("chord", {"weight": "phi", "peak": 0.1, "valley": 0.1}, {"weight": "phi", "peak": 0.1, "valley": 0.1}, 7),
     (
         "chord",
-        {"weight": "is", "warmup": 20, "decay": 40, "peak": 0.5, "valley": 0.02, "cutoff": 0.05, "clip": 0.1},
+        {"weight": "is", "rise": 20, "fall": 40, "peak": 0.5, "valley": 0.02, "cutoff": 0.05, "clip": 0.1},
         {"weight": "is", "warmup": 20, "decay": 40, "peak": 0.5, "valley": 0.02, "cutoff": 0.05, "clip": 0.1},
         33,
     ),
-    ("chord", {"warmup": 20, "decay": 40}, {"warmup": 20, "decay": 40}, 9),
-    ("chord", {"warmup": 20, "decay": 40}, {"warmup": 20, "decay": 40}, 99),
+    ("chord", {"rise": 20, "fall": 40}, {"warmup": 20, "decay": 40}, 9),
+    ("chord", {"rise": 20, "fall": 40}, {"warmup": 20, "decay": 40}, 99),
     ("hpt", {}, {}, 0),
     (
         "hpt",

@@ -76,7 +76,7 @@ def told(reference: records.Batch) -> None:
     for group in reference:
         for i, one in enumerate(group):
             said = one.facts.get("prefer", [])
-            one.facts.update({f"beats {j}": float(p) for j, p in enumerate(said) if j != i})
+            one.facts.update({f"beats_{j}": float(p) for j, p in enumerate(said) if j != i})
 
 
 def rated(reference: records.Batch) -> tuple[Any, Any]:
@@ -88,7 +88,7 @@ def rated(reference: records.Batch) -> tuple[Any, Any]:
     )
     names = ("helpfulness", "verbosity")
     named = {name: numbers("ratings", k) for k, name in enumerate(names)}
-    toward = {f"toward {name}": numbers("direction", k) for k, name in enumerate(names)}
+    toward = {f"toward_{name}": numbers("direction", k) for k, name in enumerate(names)}
     return replace(batch, named=named, facts={**batch.facts, **toward}), policy
 
 

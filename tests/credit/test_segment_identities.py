@@ -30,7 +30,7 @@ from turnwise.credit.tracker import DriftSince, Forgetting, Tracker
 from turnwise.credit.tree import Earned, Forks, Through
 from turnwise.data import Group
 from turnwise.data import Trajectory as Episode
-from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field
+from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.signals import UTTERANCE, Signal
 from turnwise.tasks.sampler import Tasks
 from turnwise.tasks.uncertain import Uncertain
@@ -79,10 +79,12 @@ def test_spo_chain_of_single_tokens_is_vine_ppo_and_telescopes(seed):
         for i, one in enumerate(group):
             for t, turn in enumerate(one.turns):
                 for j in range(len(turn.tokens)):
-                    worth = 0.5 if (t, j) == (0, 0) else ((7 * i + 3 * t + j) % 5) / 4
-                    values[g, i, t, j] = worth
+                    worth = values[g, i, t, j] = ((7 * i + 3 * t + j) % 5) / 4
                     earned = sum(x.reward for x in one.turns[:t])
                     branches.append(forests.Branch(Trajectory([Turn([], worth - earned)]), i, (t, j)))
+        begun = [forests.outcome(branches, i) for i in range(len(branches)) if not forests.beginning(branches, i)]
+        for i, one in enumerate(group):
+            values[g, i, 0, 0] = (sum(begun) - records.total(one)) / max(1, len(begun) - 1)
         groups.append(branches)
     _, batch, _ = forests.owned(groups)
     found = dict(zip(forests.natural(groups), credit(recipes.build("spo_chain"), batch).tolist()))
@@ -100,8 +102,9 @@ def test_spo_chain_of_one_segment_is_reinforce_with_a_sampled_baseline():
     branches = [forests.Branch(one), *(forests.Branch(row(r), 0) for r in (0.0, 0.5, 1.0))]
     _, batch, _ = forests.owned([branches])
     assert credit(recipes.build("spo_chain"), batch)[:5].tolist() == near([0.5] * 5)
-    _, batch, _ = forests.owned([[forests.Branch(row(1.0, (3,))), forests.Branch(row(0.0))]])
-    assert credit(recipes.build("spo_chain"), batch).tolist() == [0.0] * 4  # nobody told what the prompt is worth
+    assert (
+        credit(recipes.build("spo_chain"), packed(row(1.0, (3,)))[0]).tolist() == [0.0] * 3
+    )  # nobody told of the prompt
 
 
 def tree_by_hand():
@@ -133,12 +136,15 @@ def test_arpo_by_hand():
 @few
 @given(seed=SEEDS)
 def test_without_forks(seed):
-    """No branch: ARPO is GRPO, SPO-tree is centred, R3L masks nothing."""
+    """No branch: ARPO is GRPO, SPO-tree is centred, SPO-chain is RLOO, R3L masks nothing."""
     batch, _ = from_oracle(made(seed))
     grpo = credit(recipes.build("grpo"), batch)
     torch.testing.assert_close(credit(recipes.build("arpo"), batch), grpo)
     centred = Standardise(scale=False)(batch).at(TOKEN).x
     torch.testing.assert_close(credit(recipes.build("spo_tree"), batch), centred)
+    several = batch.tree.size(TRAJECTORY, GROUP).at(TOKEN).x > 1
+    rloo = torch.where(several, credit(recipes.build("rloo"), batch), 0.0)
+    torch.testing.assert_close(credit(recipes.build("spo_chain"), batch), rloo)
     plain = recipes.build("r3l", alpha=1.0, best=math.inf)
     torch.testing.assert_close(credit(plain, batch), centred)
     soft = recipes.build("r3l", alpha=1.0, best=math.inf, tau=1e6)
@@ -227,7 +233,7 @@ def test_direct_advantage_keeps_the_reference_where_nothing_is_to_gain(seed):
         for token_ in records.sampled(one):
             token_.old_value, token_.reference = records.total(one), token_.logp.item()
     batch, policy = from_oracle(reference)
-    loss, found = slopes(recipes.build("direct_advantage", critic=0.0).objective, batch, policy)
+    loss, found = slopes(recipes.build("direct_advantage", value_weight=0.0).objective, batch, policy)
     assert loss.item() == near(0.0) and found[Signal.LOGP].abs().max() < 1e-9
 
 

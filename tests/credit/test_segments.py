@@ -123,13 +123,15 @@ def test_spo_chain(rho, m, seed):
         one.facts.update({k: v[:2] for k, v in one.facts.items() if k == "prompt_completions"})
         for token in records.sampled(one):
             token.facts["completions"] = token.facts["completions"][:2]
-    for group in reference:  # who completes from a first token completes from the prompt, whoever's token it is
-        first = [one.turns[0].tokens[0] for one in group if one.turns[0].tokens]
-        if any(math.exp(token.behaviour) < rho for token in first):
-            for one in group:
-                one.facts["prompt_completions"] = first[0].facts["completions"]
-    expected = oracle.spo_segment(reference, rho=rho, m=m)
     groups = chained(reference, rho, m)
+    for group, branches in zip(reference, groups):  # who began at the prompt tells the others what it is worth
+        ends = [forests.outcome(branches, i) for i in range(len(branches))]
+        begun = [i for i in range(len(branches)) if forests.beginning(branches, i) is None]
+        for i, one in enumerate(group):
+            one.facts["prompt_completions"] = [ends[j] for j in begun if j != i]
+            if one.turns[0].tokens:
+                one.turns[0].tokens[0].facts["completions"] = one.facts["prompt_completions"] or [0.0]
+    expected = oracle.spo_segment(reference, rho=rho, m=m)
     _, batch, _ = forests.owned(groups)
     main = torch.tensor([i < len(reference[g]) for g, (i, _, _) in forests.natural(groups)])
     recipe = recipes.build("spo_chain", rho=rho)
@@ -247,7 +249,7 @@ def test_archer(baseline, gamma, seed):
     reference = made(seed)
     batch, policy = criticised(reference)
     expected = oracle.archer(reference, gamma, baseline)
-    actor = recipes.build("archer", gamma=gamma, baseline=baseline, critic=0.0)
+    actor = recipes.build("archer", gamma=gamma, baseline=baseline, value_weight=0.0)
     _, found = slopes(actor.objective, batch, policy)
     for signal in (Signal.LOGP, Signal.VALUE):
         close(found[signal], records.gradients(reference, expected.loss, str(signal)))
@@ -276,7 +278,7 @@ def test_direct_advantage(beta, least, seed):
             turn.facts["value"] = after
     expected = oracle.direct_advantage(reference, beta, least)
     batch, policy = from_oracle(reference)
-    recipe = recipes.build("direct_advantage", beta=beta, least=least, critic=0.0)
+    recipe = recipes.build("direct_advantage", beta=beta, least=least, value_weight=0.0)
     close(credit(recipe, batch), expected.advantage)
     close(kept(recipe, batch), expected.extra["mask"])
     same_loss(recipe, batch, policy, reference, expected.loss)
@@ -463,7 +465,7 @@ def asked(reference: records.Batch, batch):
     [
         ({}, {}),
         ({"places": False, "fresh": True}, {"by_position": False, "fresh_only": True}),
-        ({"alpha": 0.5, "beta": 3.0, "gamma": 1.0, "form": 0.3, "temperature": 0.4}, None),
+        ({"alpha": 0.5, "beta": 3.0, "gamma": 1.0, "form": 0.3, "softness": 0.4}, None),
     ],
 )
 @some
@@ -472,7 +474,8 @@ def test_promed(hyper, theirs, seed):
     reference = made(seed)
     batch, policy = from_oracle(reference)
     batch = asked(reference, batch)
-    expected = oracle.shapley_gain(reference, **(hyper if theirs is None else theirs))
+    names = {"softness": "temperature"}
+    expected = oracle.shapley_gain(reference, **(theirs or {names.get(k, k): v for k, v in hyper.items()}))
     recipe = recipes.build("promed", **hyper)
     paid = recipe.advantage.value.value
     close(paid.gain(batch).x, expected.extra["gain"])

@@ -42,6 +42,21 @@ def test_a_rewritten_history_truncates_the_slot():
     assert g.stats()["prefix_hits"] >= 7 + 4
 
 
+def test_a_dialogue_that_begins_afresh_draws_afresh():
+    """Else a policy that sees a state again would repeat what it did there, however unlikely, for ever."""
+    g, ids = generator(), prompts(1, 20, 20)[0]
+
+    async def main(seed):
+        session = g.open(seed)
+        drawn = [(await session.generate(ids, Sampling(max_tokens=6))).tokens for _ in range(4)]
+        session.close()
+        return drawn
+
+    drawn = run(main(0))
+    assert len(set(map(tuple, drawn))) == 4
+    assert run(main(0)) == drawn  # and still depends on the seed alone
+
+
 def test_a_shared_prompt_is_read_once():
     model, g, ids = make(), generator(slots=8), prompts(1, 30, 30)[0]
 

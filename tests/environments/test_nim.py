@@ -19,7 +19,9 @@ from turnwise.rollout.render import Renderer
 def best(left: int, right: int, known: dict) -> bool:
     """Whether the player to move can win, by trying everything."""
     if (left, right) not in known:
-        moves = [(left - n, right) for n in (1, 2, 3) if n <= left] + [(left, right - n) for n in (1, 2, 3) if n <= right]
+        moves = [(left - n, right) for n in (1, 2, 3) if n <= left] + [
+            (left, right - n) for n in (1, 2, 3) if n <= right
+        ]
         known[left, right] = any(not best(*then, known) for then in moves)
     return known[left, right]
 

@@ -20,9 +20,9 @@ import torch
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise
-from turnwise.algebra.peers import Same
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.gate import Clip
+from turnwise.algebra.peers import Same
 from turnwise.algebra.penalty import KL, Weighted
 from turnwise.algebra.ratio import Importance, PerToken
 from turnwise.algebra.value import ReturnToGo

@@ -89,7 +89,9 @@ class Objective:
         pieces = list(dict.fromkeys(self._crediting()))
         batch = batch.put(clock=batch.tree.full(BATCH, float(self.memory.clock), torch.float64))
         self.memory.clock += 1
-        self.memory.advance((p for p in pieces if not p.late), Whole(batch, {}))  # running statistics include this batch
+        self.memory.advance(
+            (p for p in pieces if not p.late), Whole(batch, {})
+        )  # running statistics include this batch
         batch = batch.put(self.memory.columns(iter(pieces), batch))
         if self.reward is not None:
             batch = replace(batch, reward=self.reward(batch))

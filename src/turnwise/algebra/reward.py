@@ -24,10 +24,10 @@ def paid_at_end(value: Field) -> Field:
 
 @dataclass(frozen=True)
 class Environment(Term):
-    """What the environment paid."""
+    """What the environment paid, turn by turn."""
 
     def __call__(self, batch: Batch) -> Field:
-        return batch.reward
+        return batch.reward.sum(TURN)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class ReturnToGo(Term):
         check(self.level in (TOKEN, TURN), f"returns run over TOKEN or TURN, not {self.level!r}")
 
     def __call__(self, batch: Batch) -> Field:
-        r = batch.reward if self.level == TURN else token_reward(batch)
+        r = batch.reward.sum(TURN) if self.level == TURN else token_reward(batch)  # rewards of tokens pay their turn
         return r.map(lambda x: returns.discounted(x, self.gamma, ends(batch, self.level)))
 
 

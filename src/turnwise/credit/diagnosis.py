@@ -1,16 +1,16 @@
 """What the credit of a batch looks like: numbers every run logs, so that a method can be seen at work or failing.
 
-    credit/size/turnK        mean |A| of the tokens of the k-th turn (the last index stands for all later turns)
-    credit/mean/turnK        mean A there: a slope over k is credit that leans to early or late turns
-    credit/mean/tools        mean A of turns that call tools;  credit/mean/no_tools  of those that do not
-    credit/within            share of the variance of A that lies inside trajectories: 0 for trajectory-level credit
-    credit/sign_flips        share of trajectories whose mean A points away from R − the mean R of their kind of task
-    groups/all_right         share of groups in which all got the same positive reward;  groups/all_wrong  nobody got any
-    groups/distinct          distinct rewards in a group, on average
-    index_bias               how much the mean outcome of episodes long enough to have a k-th turn differs from their
-                             group's: what a baseline by turn index adds to the credit where the number of turns varies
-    calibration/auc          chance that a right trajectory was likelier (per token) than a wrong one of its group
-    value/explained          1 − Var(R − v)/Var(R) of a critic's values, over tokens
+credit/size/turnK        mean |A| of the tokens of the k-th turn (the last index stands for all later turns)
+credit/mean/turnK        mean A there: a slope over k is credit that leans to early or late turns
+credit/mean/tools        mean A of turns that call tools;  credit/mean/no_tools  of those that do not
+credit/within            share of the variance of A that lies inside trajectories: 0 for trajectory-level credit
+credit/sign_flips        share of trajectories whose mean A points away from R − the mean R of their kind of task
+groups/all_right         share of groups in which all got the same positive reward;  groups/all_wrong  nobody got any
+groups/distinct          distinct rewards in a group, on average
+index_bias               how much the mean outcome of episodes long enough to have a k-th turn differs from their
+                         group's: what a baseline by turn index adds to the credit where the number of turns varies
+calibration/auc          chance that a right trajectory was likelier (per token) than a wrong one of its group
+value/explained          1 − Var(R − v)/Var(R) of a critic's values, over tokens
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Chosen(Rows):
 
 @dataclass(frozen=True)
 class WinRate(Term):
-    """The mean of P(this one is preferred to another of its group), as the facts ``beats 0``, ``beats 1`` ... tell it, one for
+    """The mean of P(this one is preferred to another of its group), as the facts ``beats_0``, ``beats_1`` ... tell it, one for
     each of the others; told nothing, the larger value wins and a tie is ½. Alone it is 0. At TRAJECTORY."""
 
     value: Term = field(default_factory=Outcome)
@@ -105,7 +105,7 @@ class WinRate(Term):
 
     def __call__(self, batch: Batch) -> Field:
         ranked = self._ranked(batch)
-        names = sorted(name for name in batch.facts if name.startswith("beats "))
+        names = sorted(name for name in batch.facts if name.startswith("beats_"))
         if not names:
             return ranked
         said = torch.stack([Fact(name, missing=torch.nan)(batch).x for name in names])
@@ -127,7 +127,7 @@ class WinRate(Term):
 
 @dataclass(frozen=True)
 class Along(Term):
-    """vᵀr: the named rewards of a trajectory along the direction its prompt asks for, the facts ``toward NAME``."""
+    """vᵀr: the named rewards of a trajectory along the direction its prompt asks for, the facts ``toward_NAME``."""
 
     names: tuple[str, ...]
 
@@ -136,10 +136,10 @@ class Along(Term):
 
     @property
     def wants(self) -> frozenset[str]:
-        return frozenset(f"{kind}{name}" for name in self.names for kind in ("reward ", "fact toward "))
+        return frozenset(f"{kind}{name}" for name in self.names for kind in ("reward ", "fact toward_"))
 
     def __call__(self, batch: Batch) -> Field:
-        parts = [Fact(f"toward {name}")(batch) * Total(Named(name))(batch) for name in self.names]
+        parts = [Fact(f"toward_{name}")(batch) * Total(Named(name))(batch) for name in self.names]
         return sum(parts[1:], parts[0])
 
 

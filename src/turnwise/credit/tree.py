@@ -224,18 +224,22 @@ class NestedRise(OfForks):
 class SampledRise(OfForks):
     """A = V(end) − V(start) of each segment, V of a cut the mean outcome of those that left there. At TOKEN.
 
-    After its last token a trajectory is worth its outcome. What lies before the first cut gets 0, unless somebody left at
-    the very beginning and so tells what the prompt is worth."""
+    After its last token a trajectory is worth its outcome; where it began, the mean of the *others* that began there. Its
+    first segment gets 0 where nobody else did."""
+
+    @property
+    def judges(self) -> bool:
+        return True
 
     def __call__(self, batch: Batch) -> Field:
         forks = Forks(batch)
-        final = forks.outcome()
-        away = (forks.declared >= 0).double()
-        count = forks.at_origins(away)
-        value = forks.at_origins(away * final) / count.clamp(min=1)
-        start = forks.begin(count > 0)
-        rise = forks.ending(value, count > 0, final) - value[start]
-        return Field(batch.tree, TOKEN, torch.where(count[start] > 0, rise, 0.0))
+        final, owner = forks.outcome(), batch.tree.ancestor(TOKEN, TRAJECTORY)
+        count, sums = forks.at_origins(torch.ones_like(final)), forks.at_origins(final)
+        value, start = sums / count.clamp(min=1), forks.begin(count > 0)
+        own = start == forks.origin[owner]  # not itself among those who tell
+        others = count[start] - own.double()
+        begin = (sums[start] - own * final[owner]) / others.clamp(min=1)
+        return Field(batch.tree, TOKEN, torch.where(others > 0, forks.ending(value, count > 0, final) - begin, 0.0))
 
 
 # ------------------------------------------------------------------------ masks

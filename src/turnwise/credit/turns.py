@@ -43,7 +43,7 @@ class OwnReturn(Term):
 
     def __call__(self, batch: Batch) -> Field:
         own = Partition.by(batch.tree, TURN, batch.tree.ancestor(TURN, TRAJECTORY), batch.agent)
-        return batch.reward.running_sum(own, reverse=True)
+        return batch.reward.sum(TURN).running_sum(own, reverse=True)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class UnbrokenReturn(Term):
     def __call__(self, batch: Batch) -> Field:
         e = (self.unbroken(batch) > 0.5).to(torch.float64)
         carry = self.gamma * e * neighbour(e, 1, 0.0)
-        return batch.reward.map(lambda r: returns.backward_recurrence(r, carry.x))
+        return batch.reward.sum(TURN).map(lambda r: returns.backward_recurrence(r, carry.x))
 
 
 @dataclass(frozen=True)

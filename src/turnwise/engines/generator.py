@@ -35,8 +35,9 @@ class LocalGenerator:
 
     ``tokenizer`` (or its decode function) is needed for stop strings only. ``patience``: seconds a deterministic
     generator waits for sessions that neither ask nor close before it goes on without them, with a warning.
-    ``fast=False`` keeps the stock forward. ``dtype``: of weights and slots (default: the model's). ``threads``: CPU threads of decoding; 1 is nearly as fast as 2 for a small
-    model, and where a learner computes at the same time two teams on the same cores stall each other tenfold."""
+    ``fast=False`` keeps the stock forward. ``dtype``: of weights and slots (default: the model's). ``threads``: CPU threads
+    of decoding; 1 is nearly as fast as 2 for a small model, and where a learner computes at the same time two teams on the
+    same cores stall each other tenfold."""
 
     def __init__(
         self,

@@ -53,7 +53,9 @@ class Reading:
     def mask(self, window: int | None) -> Tensor:
         if window not in self.masks:
             query = self.start[:, None] + torch.arange(self.depth, device=self.start.device)  # [J, depth]
-            age = query[:, :, None] - torch.arange(self.width, device=query.device)  # [J, depth, width]; negative = future
+            age = query[:, :, None] - torch.arange(
+                self.width, device=query.device
+            )  # [J, depth, width]; negative = future
             self.masks[window] = (age >= 0 if window is None else (age >= 0) & (age < window))[:, None]
         return self.masks[window]
 

@@ -107,9 +107,8 @@ class Network:
             why = "" if error <= self._tolerance() else f"its logits were off by {error:.2g}"
         if why:
             self.decoder = None
-        log.info(
-            "generator steps %s by %s", type(self.model).__name__, f"its stock forward ({why})" if why else type(self.decoder).__name__
-        )
+        how = f"its stock forward ({why})" if why else type(self.decoder).__name__
+        log.info("generator steps %s by %s", type(self.model).__name__, how)
 
     def _decoder(self) -> Decoder:
         """On a GPU the one that replays graphs, where Triton is there to compile its kernels."""
@@ -166,9 +165,7 @@ class Network:
 def _parts(jobs: Sequence[Job], budget: int) -> list[list[Job]]:
     """Cut into packed passes of a bounded number of tokens; the pieces of a long job follow one another."""
     pieces = [
-        Job(job.row, job.start + at, job.ids[at : at + budget])
-        for job in jobs
-        for at in range(0, len(job.ids), budget)
+        Job(job.row, job.start + at, job.ids[at : at + budget]) for job in jobs for at in range(0, len(job.ids), budget)
     ]
     parts: list[list[Job]] = []
     room = 0

@@ -64,7 +64,7 @@ class Environment(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be restored")
 
     def answer(self) -> str | None:
-        """The reference answer, for credit that measures how likely it has become."""
+        """The reference answer, in the words an agent would say it in, for credit that measures how likely it has become."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most episodes hold nothing
@@ -101,8 +101,13 @@ class Quiz(Environment):
         self.seed, self.turns, self.said = seed, 0, ""
 
     @property
+    @abstractmethod
+    def right(self) -> str:
+        """The final answer that wins."""
+
+    @property
     def won(self) -> bool:
-        return self.said == self.answer()
+        return self.said == self.right
 
     @property
     def over(self) -> bool:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from turnwise.environments.search import Index
 
 WORLDS = 400  # per split: so many that only reading pays
-COUNTS = {"company": 12, "person": 24, "city": 8, "land": 4}
+COUNTS = {"company": 6, "person": 12, "city": 6, "land": 2}
 RELATIONS = {
     "company": ("founder", "seat"),
     "person": ("birthplace", "spouse"),
@@ -24,7 +24,7 @@ RELATIONS = {
     "land": ("capital",),
 }
 CONSONANTS, VOWELS = "bdfgklmprstvz", "aeiou"  # no n: "name" would be a name
-NAMES = 64  # in all; a world has as many as it counts
+NAMES = 32  # in all; a world has as many as it counts
 SYMBOLS = rf"\b[{CONSONANTS}][{VOWELS}][{CONSONANTS}][{VOWELS}]\b|(?:{'|'.join(sum(RELATIONS.values(), ()))}) "
 
 

@@ -1,9 +1,10 @@
 """Guess: find the hidden thing by yes/no questions, in about as few turns as halving the candidates allows.
 
-A thing is its own description (size, colour, shape), so the table a player needs is the list in the prompt. Candidates
-are drawn so that greedy halving always ends in time; a player that asks badly runs out of turns. A guess ends it.
+A thing is its own description (size, colour, shape), so all a player needs is the list, of which each answer leaves what
+is still possible. Candidates are drawn so that greedy halving always ends in time; a player that asks badly has to guess
+among several in its last turn. A guess ends it.
 
-It does not know what the player remembers; ``state_key`` is the set of candidates still possible.
+It does not know what the player remembers: each observation stands alone. ``state_key`` is the set still possible.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ QUESTIONS = {1: 2, 2: 3, 3: 4}  # the least with which halving can succeed; the 
 ASK = re.compile(r"(?:is it )?(?:a )?(\w+) ?\?")
 GUESS = re.compile(r"guess:? ([a-z])\.?")
 LETTERS = "abcdefghijkl"
+PROMPT = "one of these is hidden. ask: is it WORD? when you know: guess LETTER."
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +87,21 @@ class Guess(Quiz):
     max_turns = limits[3]
     facts = ("question", "answer")
     inline = True
-    suggests: ClassVar[Mapping[str, Any]] = {"difficulty": (1, 2), "context": 128, "max_tokens": 8}
+    suggests: ClassVar[Mapping[str, Any]] = {
+        "difficulty": (1, 2),
+        "history": 1,
+        "context": 96,
+        "max_tokens": 8,
+        "copying": True,
+        "cold_batch": 32,
+    }
     symbols: ClassVar[str] = rf"(?:, | not | )?(?:{'|'.join(ATTRIBUTES)})| [a-l]\b"
     problem: Problem
     remaining: tuple[str, ...]
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.begin(seed)
-        listed = ", ".join(f"{thing} {letter}" for thing, letter in zip(self.problem.candidates, LETTERS))
-        return [user(f"one of: {listed}. ask: is it WORD? then: guess LETTER. you have {self.max_turns} turns.")]
+        return [{"role": "system", "content": PROMPT}, user(self._left())]
 
     def begin(self, seed: int) -> None:
         super().begin(seed)
@@ -109,10 +117,9 @@ class Guess(Quiz):
             return self._tell(asked[1])
         if (guess := GUESS.fullmatch(text)) and guess[1] in self._letters():
             self.said = guess[1]
-            text = "right." if self.won else f"wrong: {self.answer()}."
+            text = "right." if self.won else f"wrong: {self.right}."
             return self._answer(text, reward=float(self.won), told="answer")
-        problem = "ask: is it WORD? or say: guess LETTER."
-        return self._answer(f"{problem} {self._left()}", errors=1)
+        return self._answer(f"say: is it WORD? or: guess LETTER. {self._left()}", errors=1)
 
     def _tell(self, attribute: str) -> Step:
         yes = has(self.problem.hidden, attribute)
@@ -121,13 +128,19 @@ class Guess(Quiz):
         return self._answer(f"it is {'' if yes else 'not '}{attribute}. {self._left()}", told="question")
 
     def _left(self) -> str:
-        return f"{self.max_turns - self.turns} left."
+        """What is still possible, and how many turns are left."""
+        listed = ", ".join(f"{thing} {self._letter(thing)}" for thing in self.remaining)
+        return f"{listed}. {self.max_turns - self.turns} left."
 
     def _answer(self, text: str, reward: float = 0.0, errors: int = 0, told: str = "") -> Step:
         return self.reply([user(text)], reward, {told: 1.0} if told else None, tool_errors=errors)
 
-    def answer(self) -> str:
+    @property
+    def right(self) -> str:
         return self._letter(self.problem.hidden)
+
+    def answer(self) -> str:
+        return f"guess {self.right}"
 
     def _letters(self) -> str:
         return LETTERS[: len(self.problem.candidates)]

@@ -140,7 +140,14 @@ class KeyDoor(Environment):
     difficulties = (1, 2, 3)
     max_turns = SIZES[3].turns
     inline = True
-    suggests: ClassVar[Mapping[str, Any]] = {"difficulty": (1,), "history": 1, "context": 96, "max_tokens": 4}
+    suggests: ClassVar[Mapping[str, Any]] = {
+        "difficulty": (1,),
+        "history": 1,
+        "context": 96,
+        "max_tokens": 4,
+        "cold_batch": 8,
+        "cold_steps": 60,
+    }
     symbols: ClassVar[str] = r"(?:, |[.] | )?(?:north|east|south|west|here|key|door|goal|wall|held|locked|open|take) ?"
     seed: int
     turns: int

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from turnwise.algebra.advantage import EarlyTools
-from turnwise.algebra.peers import Same
 from turnwise.algebra.control import Passes
 from turnwise.algebra.gradient import Plain
 from turnwise.algebra.mask import Informative
+from turnwise.algebra.peers import Same
 from turnwise.algebra.piece import Piece
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import FromMedian, Outcome
+from turnwise.credit.trajectories import EarlyTools
 from turnwise.errors import RecipeError
 from turnwise.levels import GROUP
 from turnwise.recipe import Recipe

@@ -10,18 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 from turnwise import recipes
-from turnwise.algebra.advantage import EarlyTools, Whiten
+from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import Passes
 from turnwise.algebra.gradient import Plain
 from turnwise.algebra.mask import All, Informative
-from turnwise.algebra.penalty import KL, CriticError, Weighted
 from turnwise.algebra.peers import Same
+from turnwise.algebra.penalty import KL, CriticError, Weighted
 from turnwise.algebra.piece import Piece
 from turnwise.algebra.reward import Drift, Environment, Named, OnTokens, RunningScale
 from turnwise.algebra.term import Plus, Term, Times
 from turnwise.algebra.value import GAE, Outcome
 from turnwise.algebra.weight import Weight
+from turnwise.credit.trajectories import EarlyTools
 from turnwise.errors import SettingError
 from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.recipe import Recipe

@@ -58,9 +58,9 @@ def tiny_tokenizer(corpus: Iterable[str], vocabulary: int = 512, symbols: str = 
 
 
 def tiny_model(
-    vocabulary: int, seed: int, *, hidden: int = 192, layers: int = 2, context: int = 1024
+    vocabulary: int, seed: int, *, hidden: int = 192, layers: int = 2, context: int = 1024, copying: bool = False
 ) -> LlamaForCausalLM:
-    """A Llama of about a million parameters with random weights that depend only on ``seed``.
+    """A Llama of about a million parameters with random weights that depend only on ``seed``. ``copying``: see below.
 
     Wide and shallow: two layers of 192 learn to copy digits with a third of the demonstrations that four of 128 need
     (exact copies on held-out problems after 700 k ids: 100 % against 42 %), and decode in half the steps."""
@@ -80,4 +80,20 @@ def tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)
+        if copying:
+            _copy(model)
+    return model
+
+
+@torch.no_grad()
+def _copy(model: LlamaForCausalLM) -> None:
+    """Every head begins by saying again what it looks at: O = Vᵀ, so that O V = Vᵀ V is nearly a multiple of the identity.
+
+    From independent O and V a model learns neither to look (what it sees says nothing) nor to say (it looks nowhere) for a
+    hundred steps; names out of an article are copied after 35 steps instead of 150."""
+    heads, shared = model.config.num_attention_heads, model.config.num_key_value_heads or 1
+    for layer in model.model.layers:
+        value, out = layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight
+        value.normal_(std=model.config.hidden_size**-0.5)
+        out.copy_(value.view(shared, -1, value.shape[1]).repeat_interleave(heads // shared, 0).flatten(0, 1).T)

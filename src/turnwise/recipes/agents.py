@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from turnwise.algebra.advantage import EarlyTools, InformationGain, OverSpread, Standardise
+from turnwise.algebra.advantage import InformationGain, OverSpread, Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.bounds import InformedClip
 from turnwise.algebra.gate import Cap, Clip
 from turnwise.algebra.mask import Informative
 from turnwise.algebra.ratio import Importance, PerToken
+from turnwise.credit.trajectories import EarlyTools
 from turnwise.levels import GROUP, TOKEN, TURN
 from turnwise.recipe import Recipe
 from turnwise.tasks.admission import Spread

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten, WithIdeal
+from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.gate import Cap, Clip, Geometric, Open
 from turnwise.algebra.penalty import KL, Weighted
 from turnwise.algebra.ratio import Importance, OnPolicy, PerToken
 from turnwise.algebra.reward import Drift, Environment, OnTokens, Overlong
 from turnwise.algebra.value import Outcome, ReturnToGo, Total
+from turnwise.credit.trajectories import WithIdeal
 from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.recipe import Recipe
 from turnwise.tasks.admission import NotPerfect, Spread

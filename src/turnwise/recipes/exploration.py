@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnwise.algebra.advantage import Guided, Standardise, Unless
+from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.bounds import EntropyClip
 from turnwise.algebra.entropy import NormalisedEntropy
@@ -12,6 +12,7 @@ from turnwise.algebra.mask import OutsideCovariance
 from turnwise.algebra.penalty import CovarianceDrift, EntropyBand, LowEntropy, Weighted
 from turnwise.algebra.value import Each, Outcome
 from turnwise.algebra.weight import Relaxing
+from turnwise.credit.trajectories import Guided, Unless
 from turnwise.levels import TOKEN
 from turnwise.recipe import Recipe
 from turnwise.rollout.strategy import Thermostat

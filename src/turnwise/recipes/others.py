@@ -55,8 +55,8 @@ INF = float("inf")
 
 def chord(
     weight: Literal["none", "phi", "is"] = "none",
-    warmup: int = 0,
-    decay: int = 200,
+    rise: int = 0,
+    fall: int = 200,
     peak: float = 0.9,
     valley: float = 0.05,
     clip: float = 0.2,
@@ -67,12 +67,12 @@ def chord(
     L = (1 − μ) L_GRPO(own) − μ · token mean over expert text of sg[w] log π;  w = 1, p(1 − p) or p
 
     Paper: On-Policy RL Meets Off-Policy Experts, arXiv 2508.11408.
-    Settings: weight none: peak 0.9, valley 0.05, decay 200; weight phi: peak = valley = 0.1; together: warmup 200, decay 400,
+    Settings: weight none: peak 0.9, valley 0.05, fall 200; weight phi: peak = valley = 0.1; together: rise 200, fall 400,
     peak 0.5, valley 0.02. A fifth of the rows expert, 8 rollouts a task, no KL.
     Deviation: μ moves once a batch; replayed rows take no part.
     Sure of: the formula and the schedule (official code).
     """
-    mu, own = WarmCosine(warmup, decay, peak, valley), From("policy")
+    mu, own = WarmCosine(rise, fall, peak, valley), From("policy")
     return Recipe(
         advantage=Only(own, Standardise(peers=Among(own))),
         gate=Clip(clip, clip) * Rest(mu),

@@ -95,7 +95,7 @@ def spo_minimax(clip: float = 0.2) -> Recipe:
 
     Paper: A Minimaximalist Approach to Reinforcement Learning from Human Feedback, arXiv 2401.04056.
     Settings: any step of reinforcement after it; here clip 0.2.
-    Deviation: the others are those of the group, not of a queue. Where no facts `beats 0`, `beats 1` ... tell the
+    Deviation: the others are those of the group, not of a queue. Where no facts `beats_0`, `beats_1` ... tell the
     probabilities, the larger reward wins.
     Sure of: the reward (recalled).
     """
@@ -142,7 +142,7 @@ def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity")) -> Recipe:
 
     Paper: Arithmetic Control of LLMs for Diverse User Preferences: Directional Preference Alignment, arXiv 2402.18571.
     Settings: v = (cos φ, sin φ), |φ| at most 45°, stated in the prompt as whole hundredths.
-    Deviation: the environment draws v, states it, and tells it as the facts `toward NAME`; r are the named rewards.
+    Deviation: the environment draws v, states it, and tells it as the facts `toward_NAME`; r are the named rewards.
     Sure of: the rule (paper text), how many samples and rounds (recalled).
     """
     best = Best(From("policy"), Along(heads))

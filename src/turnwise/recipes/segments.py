@@ -22,48 +22,56 @@ from turnwise.credit.segments import Above, Amplified, AtEnd, Credited, FewSegme
 from turnwise.credit.tree import AfterForks, Earned, NestedRise, SampledRise, Through, Unforked
 from turnwise.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.recipe import Recipe
+from turnwise.rollout.strategy import Branch
+from turnwise.tasks.budget import Fixed
 
 # ------------------------------------------------------------- segments and trees
 
 
-def spo_chain(rho: float = 0.9, clip: float = 0.2) -> Recipe:
+def spo_chain(rho: float = 0.9, clip: float = 0.2, trunks: int = 2) -> Recipe:
     """SPO-chain: an episode is cut in a few places, fresh completions tell what each is worth, and a segment gets the rise.
 
     A = V(end of segment) − V(start), V(cut) = mean outcome of the trajectories that left there, V(last) = R;
-    only tokens with μ(y) < rho are trained on and counted
+    only tokens of the trunks with μ(y) < rho are trained on and counted
 
     Paper: Segment Policy Optimization, arXiv 2505.23564.
     Settings: rho 0.9, clip 0.2; a cut before every 5th such token (2 to 100 tried), 9 completions at each.
-    Deviation: where to cut and how often to complete is the business of whoever grows the group.
+    Deviation: cuts are before turns, as many as a group of 16 has forks for (the credit itself takes forks at any token);
+    the prompt is worth what the other trunks earned.
     Sure of: the formula (official code).
     """
     return Recipe(
         advantage=SampledRise(),
+        strategy=Branch(trunks, "every"),
+        budget=Fixed(8, 16),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
         keep=Both(Unsure(rho), Unforked()),
     )
 
 
-def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2) -> Recipe:
+def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2, trunks: int = 4) -> Recipe:
     """SPO-tree: the group is one tree, a segment's credit is how much more its end is worth than its beginning.
 
     A = V(child) − V(parent), V(leaf) = R, V(inner) = mean of its children; with scale over their std; A = 0 is dropped
 
     Paper: Segment Policy Optimization, arXiv 2505.23564.
     Settings: rho 0.9, branching 6-6-6 every 100 tokens (or 4-5-6), 1024 segments a step, clip 0.2.
-    Deviation: a segment lies between two forks, however long it is; the shape of the tree is up to whoever grows it.
+    Deviation: a segment lies between two forks, however long it is; of 16 trajectories all but the trunks fork from those,
+    spread evenly over their turns (the credit itself takes trees of any depth).
     Sure of: the formula (official code).
     """
     return Recipe(
         advantage=NestedRise(scale),
+        strategy=Branch(trunks, "even"),
+        budget=Fixed(8, 16),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
         keep=Both(Unsure(rho), Credited()),
     )
 
 
-def arpo(clip: float = 0.2, copies: bool = False) -> Recipe:
+def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 8) -> Recipe:
     """ARPO (agentic): episodes branch after tool results; what branches share is credited with the mean of all of them.
 
     Aₜ = mean over the trajectories through token t of (R − mean)/(std + ε); the rest as GRPO, every token alike
@@ -71,30 +79,36 @@ def arpo(clip: float = 0.2, copies: bool = False) -> Recipe:
     Paper: Agentic Reinforced Policy Optimization, arXiv 2507.19849.
     Settings: 16 trajectories a task, 8 of them from the prompt, a branch where u − 0.2 ΔH ≤ 0.5.
     Deviation: a shared token is stored once and counted once; with copies its credit is the sum, as if each trajectory
-    had its own copy of it (the paper's soft setting). When to branch is the business of whoever grows the group.
+    had its own copy of it (the paper's soft setting). Branches leave before the turns that began least surely.
     Sure of: the soft setting and the branching (official code), the mean (summaries of the paper).
     """
     return Recipe(
         advantage=Through(Standardise(Earned()), copies),
+        strategy=Branch(trunks),
+        budget=Fixed(8, 16),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
     )
 
 
-def r3l(alpha: float = 3.0, best: float = 1.0, perfect: float = 1.0, tau: float | None = None) -> Recipe:
+def r3l(
+    alpha: float = 3.0, best: float = 1.0, perfect: float = 1.0, tau: float | None = None, trunks: int = 4
+) -> Recipe:
     """R3L: a failed attempt is retried from its pivot; only what comes after the pivot is trained on, successes weigh more.
 
     A = R − mean (with tau: R − τ log mean exp(R/τ));  Â = perfect where R ≥ best, αA where A ≥ 0, else A;  ∇J = mean Â ∇ log π
 
     Paper: Reflect-then-Retry RL with Language-Guided Exploration, arXiv 2601.03715.
     Settings: alpha 3, group of 8 with its retries; perfect 1 as in its code (its text says alpha).
-    Deviation: retries are trajectories that left their base attempt at the pivot; reflections are not trained on.
+    Deviation: a retry is a trajectory that left its base attempt, whatever came of it, before a turn it began unsurely:
+    no reflection names the pivot, and none is trained on.
     Sure of: the formula (official code).
     """
     return Recipe(
         advantage=Amplified(Above(Earned(), tau), Earned(), alpha, best, perfect),
         ratio=OnPolicy(),
         keep=AfterForks(),
+        strategy=Branch(trunks),
     )
 
 
@@ -140,7 +154,7 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
 # ------------------------------------------------------------------------ critics
 
 
-def archer(gamma: float = 0.9, baseline: bool = False, critic: float = 1.0) -> Recipe:
+def archer(gamma: float = 0.9, baseline: bool = False, value_weight: float = 1.0) -> Recipe:
     """ArCHer: twin critics judge whole utterances; the tokens of an utterance follow its verdict.
 
     Q → r + γ V̄(s'), V → Q̄(s, a), bars: slow copies;  ∇J = mean over turns of (min Q − min V) Σₜ ∇ log π(yₜ)
@@ -157,13 +171,13 @@ def archer(gamma: float = 0.9, baseline: bool = False, critic: float = 1.0) -> R
         gate=Open() * Judged(baseline),
         aggregate=Sum(TURN),
         penalties=(
-            Weighted(critic, UtteranceError(gamma), Mean(TURN)),
+            Weighted(value_weight, UtteranceError(gamma), Mean(TURN)),
             Weighted(baseline, BaselineError(), Mean(TOKEN)),
         ),
     )
 
 
-def direct_advantage(beta: float = 0.1, least: float = 0.0, critic: float = 1.0) -> Recipe:
+def direct_advantage(beta: float = 0.1, least: float = 0.0, value_weight: float = 1.0) -> Recipe:
     """DAPO (direct advantage): the log-ratio of a step to the reference is regressed to its scaled advantage.
 
     min E (A/β − Σₜ log π/π_ref)² over steps, A = V(after) − V(before), R − V at the end
@@ -181,6 +195,6 @@ def direct_advantage(beta: float = 0.1, least: float = 0.0, critic: float = 1.0)
         keep=VariedStates(least),
         penalties=(
             Weighted(1.0, AdvantageError(beta)),
-            Weighted(critic, SquaredError(Outcome()), Mean(TOKEN), rows=All()),
+            Weighted(value_weight, SquaredError(Outcome()), Mean(TOKEN), rows=All()),
         ),
     )

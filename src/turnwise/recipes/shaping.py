@@ -161,7 +161,7 @@ def promed(
     beta: float = 1.0,
     gamma: float = 3.0,
     form: float = 1.0,
-    temperature: float = 2.0,
+    softness: float = 2.0,
     places: bool = True,
     fresh: bool = False,
     clip: float = 0.1,
@@ -172,12 +172,12 @@ def promed(
     r = α G + β G 1[solved] + format for questions, γ 1[solved] + format for the answer;  A = r − mean at the same place
 
     Paper: Shapley Information Gain Guided RL for Proactive Medical LLMs, arXiv 2508.13514.
-    Settings: alpha 2, beta 1, gamma 3, format 1, temperature 2, groups of 4, clip 0.1, KL 0.04.
+    Settings: alpha 2, beta 1, gamma 3, format 1, softmax temperature (softness) 2, groups of 4, clip 0.1, KL 0.04.
     Deviation: environment or reader tell the Shapley values (facts ``worth k``) and what came (turn fact ``uncovered``, a
     bit for each piece); as in its code a piece counts whenever it comes, with fresh only the first time.
     Sure of: the formula (official code).
     """
-    paid = Asking(Uncovered(temperature, fresh), alpha, beta, gamma, form)
+    paid = Asking(Uncovered(softness, fresh), alpha, beta, gamma, form)
     return Recipe(
         advantage=Standardise(Each(TOKEN, paid), Places(places), scale=False),
         gate=Clip(clip, clip),

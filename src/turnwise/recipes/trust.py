@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnwise.algebra.advantage import LeastVariance, OverSpread, Standardise
+from turnwise.algebra.advantage import OverSpread, Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.bounds import Around, Balanced, Growing
 from turnwise.algebra.control import LastTurnFirst, Passes
@@ -14,6 +14,7 @@ from turnwise.algebra.penalty import KL, RatioVariance, Weighted
 from turnwise.algebra.ratio import Importance, PerToken, PrefixMinimum, PrefixProduct, Product
 from turnwise.algebra.value import Constant, FromMedian, Outcome
 from turnwise.algebra.weight import Dual, Staircase
+from turnwise.credit.trajectories import LeastVariance
 from turnwise.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.recipe import Recipe
 from turnwise.signals import Signal

@@ -117,7 +117,7 @@ class Branch:
             if trunk.status != Status.FAILED
             for turn, moment in list(zip(trunk.turns, moments))[1:]
         ]
-        if not open_to:
+        if not open_to or not wanted:
             return []
         if self.where == "surprise":
             open_to.sort(key=lambda pair: -pair[0])

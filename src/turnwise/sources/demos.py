@@ -114,12 +114,20 @@ class Demonstrations:
             return
         for i in range(0, len(wanted), TOGETHER):
             some = wanted[i : i + TOGETHER]
-            for task, shown in zip(some, await asyncio.gather(*(showing.show(task, step) for task in some))):
-                if shown is None or shown.status == Status.FAILED or not shown.sampled:
-                    self.counted[f"missing: {shown.reason if shown else 'no row of this task'}"] += 1
-                else:
-                    self.prepared[task.key] = shown
-                    self.counted[shown.reason or "played"] += 1
+            found = await asyncio.gather(*(showing.show(task, step) for task in some), return_exceptions=True)
+            for task, shown in zip(some, found):
+                self._note(task, shown)
+
+    def _note(self, task: Task, shown: Trajectory | BaseException | None) -> None:
+        if isinstance(shown, BaseException) and not isinstance(shown, Exception):
+            raise shown  # an interrupt is nobody's demonstration
+        if isinstance(shown, Exception):
+            self.counted[f"missing: {type(shown).__name__}: {shown}"] += 1
+        elif shown is None or shown.status == Status.FAILED or not shown.sampled:
+            self.counted[f"missing: {shown.reason if shown else 'no row of this task'}"] += 1
+        else:
+            self.prepared[task.key] = shown
+            self.counted[shown.reason if shown.reason == AS_WRITTEN else "played"] += 1
 
     def of(self, task: Task) -> Trajectory | None:
         return self.prepared.get(task.key)

@@ -13,9 +13,10 @@ def alone(trajectory: Trajectory, stored: Callable[[str], Trajectory]) -> Trajec
     """The same trajectory without its parent: what it shared stands in its first context."""
     if trajectory.fork is None:
         return trajectory
-    family, child = {}, trajectory
+    family, child = dict[str, Trajectory](), trajectory
     while child.fork is not None:
-        child = family[child.fork.parent] = stored(child.fork.parent)
+        child = stored(child.fork.parent)
+        family[child.id] = child
     first, *rest = trajectory.turns
     if not first.restart:
         shared = tuple(prefix(trajectory, family))

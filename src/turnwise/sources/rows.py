@@ -2,7 +2,8 @@
 
     {"messages": [...]}                                    every assistant turn is learned from
     {"prompt": ..., "completion": ...}                     text or messages; what the assistant says in the completion
-    {"prompt": ..., "chosen": ..., "rejected": ...}        text or messages; or two dialogues with a common beginning
+    {"prompt": ..., "chosen": ..., "rejected": ...}        text or messages; or two dialogues with a common beginning; or,
+                                                           for ``prompt``, ``prompt_chosen`` and ``prompt_rejected``
 
 Other columns: ``task`` (a key) or ``seed`` with ``difficulty`` and ``split``; ``reward``, ``success``, ``answer``, ``tools``;
 anything else that is a number or a short text becomes a fact. Of a pair, ``NAME_chosen`` and ``NAME_rejected`` are of one
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class Row:
 
     @property
     def pair(self) -> bool:
-        return len(self.scripts) == 2
+        return len(self.scripts) > 1
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,11 @@ def _completion(prompt: Any, completion: Any, name: str = "completion") -> Scrip
 def _pair(given: Mapping[str, Any]) -> list[Script]:
     chosen, rejected = given["chosen"], given["rejected"]
     whole = [isinstance(v, list) and bool(v) and _role(v[0]) != "assistant" for v in (chosen, rejected)]
-    if all(whole):
+    apart = [name for name in ("prompt_chosen", "prompt_rejected") if name in given]
+    if apart:
+        _all(given, "prompt_chosen", "prompt_rejected")
+        scripts = [_completion(given[f"prompt_{name}"], given[name], name) for name in ("chosen", "rejected")]
+    elif all(whole):
         scripts = _parted(messages(chosen, "chosen"), messages(rejected, "rejected"), given.get("prompt"))
     elif "prompt" not in given:
         raise Wrong("no column prompt, and chosen and rejected are not both dialogues that begin alike; write a prompt")
@@ -203,7 +208,7 @@ def _pair(given: Mapping[str, Any]) -> list[Script]:
         raise Wrong("one of chosen and rejected is a whole dialogue, the other an answer; write both alike")
     else:
         scripts = [_completion(given["prompt"], given[name], name) for name in ("chosen", "rejected")]
-    if scripts[0].said == scripts[1].said:
+    if (scripts[0].before, scripts[0].said) == (scripts[1].before, scripts[1].said):
         raise Wrong("chosen and rejected are the same; there is nothing to prefer")
     return scripts
 
@@ -323,3 +328,22 @@ def _seen(value: Any) -> str:
     """A value as an error shows it: short, on one line."""
     shown = " ".join(repr(value).split())
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+# ------------------------------------------------------------------- revisions
+
+REVISE: Message = {"role": "user", "content": "Write a better answer."}
+
+
+def with_revisions(rows: Rows) -> Rows:
+    """Each pair as six: both answers alone (fact ``revises`` 0), after the worse was shown (1), after the better was (2)."""
+    return replace(rows, rows=tuple(replace(row, scripts=_six(*row.scripts)) for row in rows.rows))
+
+
+def _six(better: Script, worse: Script) -> tuple[Script, ...]:
+    shown = {0.0: (), 1.0: (*worse.said, REVISE), 2.0: (*better.said, REVISE)}
+    return tuple(
+        replace(script, before=(*script.before, *seen), facts={**script.facts, "revises": code})
+        for code, seen in shown.items()
+        for script in (better, worse)
+    )

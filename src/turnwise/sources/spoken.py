@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.data import Group, Message, Origin, Task, Trajectory, Turn
 from turnwise.errors import RenderError
-from turnwise.rollout.render import Renderer
+from turnwise.rollout.render import Dialogue, Renderer
 from turnwise.sources.rows import Row, Rows, Script, Wrong
 from turnwise.sources.table import Faults
 
@@ -55,7 +55,7 @@ class Speaker:
         )
 
     def _turns(self, script: Script) -> tuple[list[Turn], tuple[Message, ...]]:
-        dialogue = self.renderer.open(list(script.before), script.tools or self.tools, self.history)
+        dialogue = self._opened(list(script.before), script.tools or self.tools)
         turns: list[Turn] = []
         waiting: list[Message] = []
         longest = 0
@@ -75,6 +75,14 @@ class Speaker:
         if longest > self.context:
             raise TooLong(longest, self.context)
         return turns, (*dialogue.messages, *waiting)
+
+    def _opened(self, before: list[Message], tools: tuple[dict[str, Any], ...]) -> Dialogue:
+        """The prompt as an episode would show it by now: with a short history, not all of it."""
+        dialogue = self.renderer.open(before, tools, self.history)
+        if dialogue.visible != before:
+            dialogue = self.renderer.open(dialogue.visible, tools, self.history)
+            dialogue.messages = list(before)
+        return dialogue
 
     def _tokens(self, text: str) -> list[int]:
         tokens = self.renderer.encode_turn(text)
@@ -97,12 +105,12 @@ def task_of(rows: Rows, row: Row) -> Task:
     return row.task or Task(rows.path.stem, row.line, "data")
 
 
-def groups_of(rows: Rows, speaker: Speaker) -> list[Group]:
-    """Pairs as groups of two, the better one first; other rows of one task, or of one prompt, as one group."""
+def groups_of(rows: Rows, speaker: Speaker, together: bool = True) -> list[Group]:
+    """Pairs as groups of two, the better one first; other rows of one task, or of one prompt, ``together`` or each alone."""
     faults, long, found = Faults(rows.path), dict[int, int](), dict[str, list[Trajectory]]()
     for row in rows.rows:
         key = f"{rows.path.stem}:{row.line}"
-        peers = key if row.pair else _peers(row)
+        peers = _peers(row) if together and not row.pair else key
         for i, script in enumerate(row.scripts):
             try:
                 made = speaker.trajectory(script, f"{key}.{i}", task_of(rows, row))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from turnwise.data import Group
 
@@ -56,22 +56,3 @@ class Balance:
         bad = sorted((t for t in group.trajectories if t.reward < mean), key=lambda t: zlib.crc32(t.id.encode()))
         surplus = {t.id for t in bad[: max(0, len(bad) - sum(r > mean for r in rewards))]}
         return replace(group, trajectories=tuple(t for t in group.trajectories if t.id not in surplus))
-
-
-@dataclass(frozen=True)
-class BestAndWorst:
-    """Of each group the best and the worst trajectory, as a pair: the fact ``chosen`` is 1 and 0."""
-
-    least: float = 1e-6
-
-    tells: ClassVar[frozenset[str]] = frozenset({"pairs"})
-
-    def __call__(self, group: Group) -> Group | str:
-        alone = [t for t in group.trajectories if t.fork is None]
-        if len(alone) < 2:
-            return "no two to compare"
-        best, worst = max(alone, key=lambda t: t.reward), min(alone, key=lambda t: t.reward)
-        if best.reward - worst.reward <= self.least:
-            return "no spread of rewards"
-        sides = ((best, 1.0), (worst, 0.0))
-        return replace(group, trajectories=tuple(replace(t, facts={**t.facts, "chosen": x}) for t, x in sides))

@@ -137,7 +137,7 @@ class GraphDecoder(Decoder):
 
     def _look_back(self, i: int, layout: Reading, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [J, H, depth, D] attends to its own row: to itself alone where every row begins here, else to the slots."""
-        grouped = self.H != self.Hkv
+        grouped = self.Hkv != self.H
         if layout.begins:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
         keys, values = (t[layout.rows, :, : layout.width] for t in (self.slots.keys[i], self.slots.values[i]))
@@ -176,7 +176,12 @@ class GraphDecoder(Decoder):
         return self.graphs[lanes]
 
     def run(
-        self, steps: int, tokens: Sequence[int], held: Sequence[int], seeds: Sequence[int], temperatures: Sequence[float]
+        self,
+        steps: int,
+        tokens: Sequence[int],
+        held: Sequence[int],
+        seeds: Sequence[int],
+        temperatures: Sequence[float],
     ) -> Iterator[tuple[list[int], Tensor]]:
         """``steps`` tokens of every lane [0, n), step by step: ids [n] and log-probabilities [n]. All steps are launched at
         once; the host hears of the first ones while the GPU draws the others.
@@ -193,7 +198,9 @@ class GraphDecoder(Decoder):
             for _ in range(cut.start, cut.stop):
                 graph.replay()
             told = torch.cuda.Event()
-            copies = [self._told[i][cut].copy_(x[cut], non_blocking=True) for i, x in enumerate((self.drawn, self.logp))]
+            copies = [
+                self._told[i][cut].copy_(x[cut], non_blocking=True) for i, x in enumerate((self.drawn, self.logp))
+            ]
             told.record()
             heard.append((told, copies))
         for told, (drawn, logp) in heard:
@@ -201,7 +208,12 @@ class GraphDecoder(Decoder):
             yield from zip(drawn[:, :n].tolist(), logp[:, :n].clone())
 
     def _set_out(
-        self, lanes: int, tokens: Sequence[int], held: Sequence[int], seeds: Sequence[int], temperatures: Sequence[float]
+        self,
+        lanes: int,
+        tokens: Sequence[int],
+        held: Sequence[int],
+        seeds: Sequence[int],
+        temperatures: Sequence[float],
     ) -> None:
         """Where every lane of a bucket begins; the unused ones rest."""
         free = lanes - len(tokens)
