@@ -218,6 +218,7 @@ def test_version(capsys):
             "1 of 4 rows cannot be used. line 4: no task, while other rows name one",
         ),
         ("train luffy --demos ../elsewhere.jsonl", "line 1: a task of guess, and the run is on calculator; line 2"),
+        ("train bepa --demos ../dialogues.jsonl", "name a task in every row"),
         ("train luffy --demos oracle --demo-share 1.5", "demo_share is 1.5"),
         ("train grpo --demos oracle", "leave --demos out"),
         ("train dpo", "dpo learns from pairs; write --data FILE"),

@@ -72,10 +72,10 @@ def uninterrupted(tmp_path_factory):
     return out / "run", time.perf_counter() - began
 
 
-def killed_again_and_again(out, seconds, rng, most):
+def killed_again_and_again(out, seconds, rng, most, method="grpo", **more):
     """One run from start to end, killed up to ``most`` times on the way; how often it was."""
     run, kills = out / "run", 0
-    process = in_child(launch.train, method="grpo", out=str(out), name="run", **SMALL)
+    process = in_child(launch.train, method=method, out=str(out), name="run", **SMALL, **more)
     while kills < most:
         time.sleep(rng.uniform(0.05, 0.6) * seconds)
         if not process.is_alive():
@@ -88,7 +88,7 @@ def killed_again_and_again(out, seconds, rng, most):
         if (run / "run.json").is_file():
             process = in_child(launch.resume, run)
         else:  # killed before the run directory existed: nothing was promised yet
-            process = in_child(launch.train, method="grpo", out=str(out), name="run", **SMALL)
+            process = in_child(launch.train, method=method, out=str(out), name="run", **SMALL, **more)
     finish(process)
     return kills
 
@@ -114,6 +114,21 @@ def same_as_if_nothing_had_happened(run, whole):
     assert mine.keys() == theirs.keys() and all((mine[k] == theirs[k]).all() for k in mine)
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, SMALL["steps"] + 1))  # every step logged once
+
+
+@pytest.mark.slow
+def test_kills_change_nothing_for_a_run_with_a_cache_and_demonstrations(uninterrupted, tmp_path):
+    method = {"method": "bepa", "demos": "oracle"}
+    began = time.perf_counter()
+    finish(in_child(launch.train, out=str(tmp_path / "whole"), name="run", **method, **SMALL))
+    seconds = time.perf_counter() - began
+    assert killed_again_and_again(tmp_path / "broken", seconds, random.Random(3), 4, **method)
+    same_as_if_nothing_had_happened(tmp_path / "broken" / "run", tmp_path / "whole" / "run")
+    used = []
+    for name in ("whole", "broken"):
+        with Ledger(tmp_path / name / "run" / "ledger.sqlite", readonly=True) as ledger:
+            used.append(ledger.mixed())
+    assert used[0] == used[1] and used[0], "what was mixed in is accounted for, once"
 
 
 @pytest.mark.slow

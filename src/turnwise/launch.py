@@ -53,7 +53,8 @@ def free_name(settings: Settings) -> str:
 def dry_run(listen: Listener = silent, **settings: Any) -> dict[str, Any]:
     """Everything up to one real batch and one real update, in a folder that is thrown away."""
     with tempfile.TemporaryDirectory() as folder:
-        wanted = {**settings, "out": folder, "name": "dry", "steps": 1, "eval_tasks": 4, "trackers": ()}
+        tasks = 4 if int(settings.get("eval_tasks", 4)) else 0
+        wanted = {**settings, "out": folder, "name": "dry", "steps": 1, "eval_tasks": tasks, "trackers": ()}
         if int(wanted.get("cold_steps", -1)) != 0 and wanted.get("model", "tiny") == "tiny":
             wanted["cold_steps"] = 2
         return train(listen, **wanted)

@@ -55,6 +55,10 @@ class Supply:
             rows = with_revisions(rows)
         if settings.data:
             _tells(rows, asked(recipe), settings)
+        elif "demonstrations" in recipe.replay.wants and not tasks_of(rows):
+            raise SettingError(
+                f"{settings.title} keeps a demonstration of each task; name a task in every row of {rows.path}"
+            )
         return cls(settings, world, recipe, rows)
 
     @property
@@ -76,7 +80,8 @@ class Supply:
 
     def speaker(self, renderer: Renderer) -> Speaker:
         tools = tuple(getattr(self.world.kind, "tools", ()))
-        return Speaker(renderer, self.settings.context, self.settings.history, tools)
+        s = self.settings
+        return Speaker(renderer, s.context, s.history, tools, s.temperature or 1.0)
 
     def groups(self, renderer: Renderer) -> list[Group]:
         """Every row of the file as an expert's; refuses those that do not fit, by line."""

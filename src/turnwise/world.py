@@ -8,7 +8,6 @@ from typing import Any
 
 from turnwise import environments
 from turnwise.data import Task
-from turnwise.environments.base import Environment
 from turnwise.errors import SettingError, nearest
 from turnwise.rollout.episode import Limits, Unopened
 from turnwise.settings import Settings, default_of
@@ -83,12 +82,6 @@ class World:
     def unbounded(self) -> Limits:
         """For players that are not a model: only the environment itself limits them."""
         return replace(self.limits, context=2**31)
-
-    @property
-    def answers(self) -> bool:
-        """Whether its tasks have a gold answer."""
-        own = getattr(self.kind, "answer", None)
-        return own is not None and own is not Environment.answer
 
     @property
     def demonstrates(self) -> bool:

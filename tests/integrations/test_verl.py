@@ -89,7 +89,7 @@ def test_verls_own_lookup_finds_every_method():
 
 def test_every_method_is_registered_or_left_out_with_a_reason():
     out = verl.left_out()
-    for name in recipes.METHODS:
+    for name in verl_fit.METHODS:
         assert (name in LOSSES) != ("loss: it " in out.get(name, "")), name
         assert (name in ESTIMATORS) != ("advantage: it " in out.get(name, "")), name
 

@@ -26,7 +26,7 @@ def test_reasons_say_what_is_missing():
     assert "grpo" not in out and "rloo" not in out
 
 
-@pytest.mark.parametrize("name", recipes.METHODS)
+@pytest.mark.parametrize("name", verl_fit.METHODS)
 def test_the_page_tells_of_every_method(name):
     table, left = PAGE.read_text().split("Advantages: `turnwise/<name>`")
     recipe, why = recipes.build(name), verl_fit.left_out().get(name, "")
@@ -39,7 +39,7 @@ def test_the_page_tells_of_every_method(name):
         assert said == (f"{part}: it" in why), part
 
 
-@pytest.mark.parametrize("name", [n for n in recipes.METHODS if not verl_fit.credit_lacks(recipes.build(n))])
+@pytest.mark.parametrize("name", [n for n in verl_fit.METHODS if not verl_fit.credit_lacks(recipes.build(n))])
 def test_estimators_are_finite_and_silent_off_the_mask(name):
     adv, returns = verl_credit.estimator(name, verl_credit.by_config(name, {}))(REWARDS, MASK, UIDS)
     assert adv.isfinite().all() and returns.isfinite().all() and adv.abs().sum() > 0

@@ -73,7 +73,8 @@ def test_a_row_the_environment_does_not_recognise_counts_as_written(tmp_path, sp
     if spoil == "another prompt":
         said[0] = {**said[0], "content": "something else"}
     elif spoil == "cut short":
-        said = said[:2] if len(said) > 3 else [said[0], {"role": "assistant", "content": "hm"}]
+        first = next(n for n, m in enumerate(said) if m["role"] == "assistant")
+        said = [*said[:first], {"role": "assistant", "content": "hm"}]
     else:
         said += [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "more"}]
     rows = [{"messages": said, "seed": 3, "reward": 0.25}, {"messages": said, "seed": 4}]

@@ -106,6 +106,10 @@ class EarlyTools(Term):
     delta: float = -2.0
     k: float = 0.7
 
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset({"verdict"})
+
     def __call__(self, batch: Batch) -> Field:
         a, tree = self.term(batch), batch.tree
         begins = (tree.size(TOKEN, TURN).x.cumsum(0) - tree.size(TOKEN, TURN).x).to(a.x.dtype)

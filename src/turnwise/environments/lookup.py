@@ -22,8 +22,8 @@ SHOWN = 1  # articles per search
 MOST_CALLS = 4  # per turn
 LONGEST = 200  # characters of a query
 ANSWER = re.compile(r"answer: *(\w+)[ .]*$")
-HASTY = {1: 0.4, 2: 0.2, 3: 0.12}  # of a demonstration's turns: so that about half of the demonstrations fail
-SURE = {1: 0.5, 2: 0.65, 3: 0.7}
+HASTY = {1: 0.45, 2: 0.28, 3: 0.2}  # of a demonstration's turns: so that about half of the demonstrations fail
+SURE = {1: 0.85, 2: 0.85, 3: 0.85}
 HELP = "call search, or say answer: NAME"
 SEARCH = {
     "type": "function",
@@ -52,8 +52,8 @@ class Lookup(Quiz):
         "context": 96,
         "max_tokens": 12,
         "copying": True,
-        "cold_steps": 80,
-        "cold_demos": 3840,
+        "cold_steps": 160,
+        "cold_demos": 7680,
     }
     symbols: ClassVar[str] = SYMBOLS
     seen: dict[str, None]  # names whose article has been read, the latest last

@@ -5,20 +5,24 @@ Nothing here knows a trainer or a method's name; a method is judged by its piece
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from turnwise.algebra.control import Passes
 from turnwise.algebra.gradient import Plain
 from turnwise.algebra.mask import Informative
-from turnwise.algebra.peers import Same
+from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import Piece
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import FromMedian, Outcome
+from turnwise.credit.repeated import ToolBonus
+from turnwise.credit.selfimitation import CallBonus
+from turnwise.credit.shaping import Acted, Thrift
+from turnwise.credit.strata import Alike
 from turnwise.credit.trajectories import EarlyTools
 from turnwise.errors import RecipeError
 from turnwise.levels import GROUP
 from turnwise.recipe import Recipe
-from turnwise.signals import CRITIC, Signal
+from turnwise.signals import CRITIC, SLOW, UTTERANCE, Signal
 
 WHY = {  # what nobody measures outside our own learner
     Signal.VALUE: "a critic (a value head beside the policy)",
@@ -28,13 +32,25 @@ WHY = {  # what nobody measures outside our own learner
     Signal.HELLINGER: "the Hellinger distance to the reference over the whole vocabulary",
     Signal.PUSH: "the optimiser's curvature in the last layer",
     Signal.PREVIOUS: "log-probabilities under the weights before the last training step",
+    Signal.BLIND: "log-probabilities with the environment's words masked",
+    Signal.TEACHER: "a teacher's log-probabilities",
+    Signal.HITS: "candidates drawn at every token",
+    Signal.RANK: "the effective rank of the hidden states",
+    Signal.DEVIATION: "how far hidden states lie from the flow of good ones",
+    Signal.PROBE: "a probe of the hidden states",
+    Signal.Q: "a critic of whole turns",
 }
 KIN = {
     Signal.OLD_VALUE: Signal.VALUE,
     Signal.OLD_TWIN: Signal.TWIN,
     Signal.PUSH_SQUARE: Signal.PUSH,
     Signal.PUSH_MEAN: Signal.PUSH,
+    Signal.RIVALS: Signal.HITS,
+    Signal.RANK_SPEED: Signal.RANK,
+    Signal.RANK_PUSH: Signal.RANK,
+    **dict.fromkeys((*UTTERANCE[1:], *SLOW), Signal.Q),
 }
+TOOLS = (Acted, CallBonus, Alike, EarlyTools, Thrift, ToolBonus)  # pieces that look at tool calls
 DEFAULT = Recipe(advantage=Outcome())
 
 
@@ -57,12 +73,21 @@ def lacks(recipe: Recipe, has: frozenset[Signal]) -> list[str]:
         found.append(f"it puts learned noise into every layer ({recipe.smoothing!r})")
     if type(recipe.strategy) is not type(DEFAULT.strategy):
         found.append(f"it grows its groups in its own way ({recipe.strategy!r})")
-    for piece in {p for root in roots(recipe) for p in root.parts}:
-        if isinstance(piece, EarlyTools):
-            found.append("it credits by tool calls and the environment's verdict, which are not recorded there")
-        peers = getattr(piece, "peers", None)
-        if isinstance(peers, Same) and "state" in peers.what:
-            found.append(f"it compares turns taken in the same state ({peers!r}), and states are not recorded there")
+    return found + [f"it {reason}" for reason in untold(recipe, roots(recipe))]
+
+
+def untold(recipe: Recipe, within: Iterable[Piece]) -> list[str]:
+    """In words, what a recipe reads that padded tensors of tokens and rewards do not tell."""
+    pieces = {p for root in within for p in root.parts}
+    found = [f"must be told: {', '.join(sorted(told))}"] if (told := {w for p in pieces for w in p.wants}) else []
+    if any(isinstance(p, TOOLS) for p in pieces):
+        found.append("credits by tool calls, which are not recorded there")
+    if any(type(p).recall is not Piece.recall for p in pieces):
+        found.append("remembers something of every task, and tasks have no names there")
+    if any(isinstance(p, Penalty) and p.couples for p in pieces):
+        found.append("has a loss that reaches across trajectories")
+    if type(recipe.replay) is not type(DEFAULT.replay):
+        found.append(f"mixes in what was collected earlier ({recipe.replay!r})")
     return found
 
 

@@ -54,7 +54,7 @@ def register(
     for name in options:
         recipes.method(name)  # a wrong name is told in words
     done = Registered([], [])
-    for name in dict.fromkeys([*recipes.METHODS, *own]):
+    for name in dict.fromkeys([*fit.METHODS, *own]):
         recipe = own.get(name) or recipes.build(name, **options.get(name, {}))
         if (name in own or name in options) and fit.credit_lacks(recipe):
             fit.refuse(name, fit.loss_lacks(recipe))

@@ -81,7 +81,10 @@ def estimator(name: str, made: Made) -> Callable[..., tuple[Tensor, Tensor]]:
         columns = {} if values is None else {Signal.OLD_VALUE: values}
         group = torch.as_tensor(labels.reshape(-1), device=mask.device)
         batch = rows(mask, rewards.sum(1), group, torch.zeros_like(rewards), **columns)
-        batch = objective.credit(_paid(batch, rewards, mask, objective))
+        batch = _paid(batch, rewards, mask, objective)
+        if isinstance(objective.reward, Environment):  # already there, and perhaps on tokens
+            objective = replace(objective, reward=None)
+        batch = objective.credit(batch)
         out = lambda field: padded.to_padded(field.at(TOKEN), mask).to(rewards.dtype)  # noqa: E731
         return out(batch["advantage"]), out(returns(batch))
 

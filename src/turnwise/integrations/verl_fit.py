@@ -22,14 +22,18 @@ from turnwise.algebra.reward import Drift, Environment, Named, OnTokens, Running
 from turnwise.algebra.term import Plus, Term, Times
 from turnwise.algebra.value import GAE, Outcome
 from turnwise.algebra.weight import Weight
-from turnwise.credit.trajectories import EarlyTools
 from turnwise.errors import SettingError
+from turnwise.integrations.fit import untold
 from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.recipe import Recipe
+from turnwise.recipes import agents, critic, critic_free, exploration, mismatch, relative, trust
 from turnwise.signals import Signal
 from turnwise.tasks.admission import Everything, NotPerfect, Spread
 
 PREFIX = "turnwise/"
+TESTED = (critic_free, critic, trust, mismatch, relative, exploration, agents)
+METHODS = {name: make for name, make in recipes.METHODS.items() if make.__module__ in {f.__name__ for f in TESTED}}
+"""Families whose methods have been run inside verl itself. Others are not registered."""
 Hyper = Mapping[str, Any]
 WHY = {
     Signal.PROXIMAL: "the sampler's log-probabilities beside old_log_prob (verl weighs by them itself: set "
@@ -107,7 +111,8 @@ def in_reward(recipe: Recipe) -> float:
 def loss_lacks(recipe: Recipe) -> list[str]:
     """In words, why verl's loss hook cannot run this recipe; empty where it can."""
     pieces = list(_planning(bare(recipe)))
-    found = [f"needs {WHY[s]}" for s in _missing(pieces, frozenset({Signal.LOGP}))]
+    found = [f"needs {WHY.get(s, str(s))}" for s in _missing(pieces, frozenset({Signal.LOGP}))]
+    found += untold(recipe, pieces)
     if recipe.smoothing is not None:
         found.append("adds learned noise inside every layer")
     if not isinstance(recipe.control, Passes):
@@ -130,13 +135,12 @@ def credit_lacks(recipe: Recipe, values: bool = False) -> list[str]:
     """In words, why verl's estimator hook cannot run this recipe's credit. ``values``: the caller gives a critic's."""
     pieces = [*bare(recipe).advantage.parts, *bare(recipe).reward.parts]
     has = frozenset({Signal.OLD_VALUE}) if values else frozenset()
-    found = [f"needs {WHY[s]}" for s in _missing(pieces, has)]
+    found = [f"needs {WHY.get(s, str(s))}" for s in _missing(pieces, has)]
     if found and is_gae(recipe):
         found[-1] += " (it has these very advantages: write algorithm.adv_estimator=gae)"
     if any(isinstance(p, RunningScale) for p in pieces) and in_reward(recipe):
         found.append("scales the reward before the KL is taken off, and verl takes it off first")
-    if any(isinstance(p, EarlyTools) for p in pieces):
-        found.append("credits by tool calls and success, which verl does not hand to estimators")
+    found += untold(recipe, pieces)
     if any(isinstance(p, GAE) and p.bootstrap for p in pieces):
         found.append("must know which episodes a limit cut off")
     if any(isinstance(p, Named) for p in pieces):
@@ -149,7 +153,7 @@ def credit_lacks(recipe: Recipe, values: bool = False) -> list[str]:
 def left_out(options: Mapping[str, Hyper] | None = None) -> dict[str, str]:
     """Why a method's loss or advantage is not in verl's registry, in words."""
     out = {}
-    for name in recipes.METHODS:
+    for name in METHODS:
         recipe = recipes.build(name, **(options or {}).get(name, {}))
         why = {"loss": loss_lacks(recipe), "advantage": credit_lacks(recipe)}
         if any(why.values()):

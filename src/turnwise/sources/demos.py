@@ -28,6 +28,7 @@ from turnwise.tasks.listed import place
 
 TOGETHER = 64  # episodes at once
 AS_WRITTEN = "as written"
+CUT = "context window"  # how an episode says that it did not fit: half a demonstration is none
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class Stage:
     open: Callable[[Task], Any]
     speaker: Speaker
     limits: Limits
+
+    def expert(self, played: Trajectory) -> Trajectory:
+        """Nobody knows its behaviour policy; it is judged at the temperature of the run's."""
+        heat = self.speaker.temperature
+        turns = tuple(replace(turn, logp=(), mass=(), version=(), temperature=heat) for turn in played.turns)
+        return replace(played, turns=turns, origin=Origin.EXPERT)
 
 
 class Showing(Protocol):
@@ -54,7 +61,8 @@ class Player:
 
     async def show(self, task: Task, step: int) -> Trajectory | None:
         stage, key = self.stage, f"{self.name}:{task.key}"
-        return await play_script(self.name, stage.open(task), key, task, stage.speaker.renderer, stage.limits)
+        played = await play_script(self.name, stage.open(task), key, task, stage.speaker.renderer, stage.limits)
+        return stage.expert(played)
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,7 @@ async def told_again(script: Script, key: str, task: Task, stage: Stage) -> Traj
     begins = [m["content"] for m in played.messages[: len(script.before)]] == [m["content"] for m in script.before]
     if played.status == Status.FAILED or len(played.turns) != len(script.turns) or not begins:
         return None
-    turns = tuple(replace(turn, logp=(), mass=(), version=()) for turn in played.turns)
-    return replace(played, turns=turns, origin=Origin.EXPERT, facts=script.facts)
+    return replace(stage.expert(played), facts=script.facts)
 
 
 @dataclass
@@ -123,7 +130,7 @@ class Demonstrations:
             raise shown  # an interrupt is nobody's demonstration
         if isinstance(shown, Exception):
             self.counted[f"missing: {type(shown).__name__}: {shown}"] += 1
-        elif shown is None or shown.status == Status.FAILED or not shown.sampled:
+        elif shown is None or shown.status == Status.FAILED or not shown.sampled or shown.reason == CUT:
             self.counted[f"missing: {shown.reason if shown else 'no row of this task'}"] += 1
         else:
             self.prepared[task.key] = shown

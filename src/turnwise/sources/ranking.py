@@ -23,8 +23,9 @@ def ranking(learner: Learner, groups: Sequence[Group]) -> dict[str, float]:
         logp = learner.measure(batch, frozenset({Signal.LOGP}))[Signal.LOGP]
         owners = [g.id for g in groups[i : i + AT_ONCE] for _ in g.trajectories]
         chosen = [float(t.facts.get("chosen", 1.0)) for g in groups[i : i + AT_ONCE] for t in g.trajectories]
+        plain = [not t.facts.get("revises") for g in groups[i : i + AT_ONCE] for t in g.trajectories]
         columns = (logp.sum(TRAJECTORY).x.tolist(), logp.mean(TRAJECTORY).x.tolist())
-        rows += list(zip(owners, chosen, *columns))
+        rows += [row for row, answers in zip(zip(owners, chosen, *columns), plain) if answers]
     if not rows:
         return {}
     better = {key: (whole, each) for key, chosen, whole, each in rows if chosen}

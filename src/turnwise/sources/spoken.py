@@ -28,13 +28,14 @@ class TooLong(Wrong):
 
 @dataclass(frozen=True)
 class Speaker:
-    """How a run reads dialogues: its renderer, how many ids it can hold, how many observations it sees, and which tools
-    are shown where a row names none."""
+    """How a run reads dialogues: its renderer, how many ids it can hold, how many observations it sees, which tools are
+    shown where a row names none, and at which temperature its policy is judged."""
 
     renderer: Renderer
     context: int
     history: int = 0
     tools: tuple[dict[str, Any], ...] = ()
+    temperature: float = 1.0
 
     def trajectory(self, script: Script, key: str, task: Task) -> Trajectory:
         """One script, word for word; its reward stands on the last turn, and is 1 where nobody told another."""
@@ -71,7 +72,8 @@ class Speaker:
             action = self.renderer.hear(dialogue, tokens)
             longest = max(longest, len(dialogue.ids))
             calls, faults = len(action.calls), len(action.faults)
-            turns.append(Turn(context, tuple(tokens), restart=restart, tool_calls=calls + faults, tool_errors=faults))
+            turn = Turn(context, tuple(tokens), restart=restart, temperature=self.temperature)
+            turns.append(replace(turn, tool_calls=calls + faults, tool_errors=faults))
         if longest > self.context:
             raise TooLong(longest, self.context)
         return turns, (*dialogue.messages, *waiting)
