@@ -24,8 +24,8 @@ import numpy as np
 import sweep
 
 WINDOW = 3  # evaluations in a success
-ENOUGH = {"keydoor": 0.8, "lookup": 0.6, "guess": 0.4}
-STEPS = {"keydoor": 60, "lookup": 100, "guess": 100}
+ENOUGH = {"keydoor": 0.8, "lookup": 0.8, "guess": 0.5}
+STEPS = {"keydoor": 60, "lookup": 80, "guess": 100}
 Row = dict[str, Any]
 
 
@@ -68,7 +68,7 @@ def job(method: str, seed: int, initial: Path, options: argparse.Namespace) -> R
 
 def play(options: argparse.Namespace) -> None:
     options.rows.parent.mkdir(parents=True, exist_ok=True)
-    known = {(r["env"], r["method"], r["seed"], r["steps"]) for r in read([options.rows]) if "error" not in r}
+    known = {key(r) for r in read([options.rows]) if "error" not in r}
     lock = threading.Lock()
 
     def run(method: str, seed: int) -> None:
@@ -81,8 +81,14 @@ def play(options: argparse.Namespace) -> None:
     with ThreadPoolExecutor(options.jobs) as pool:
         seeds = range(options.seeds)
         initial = dict(zip(seeds, pool.map(lambda seed: sweep.cold(seed, options), seeds)))
-        pairs = [(m, s) for s in seeds for m in options.methods if (options.env, m, s, options.steps) not in known]
+        asked = [{**vars(options), "method": m, "seed": s} for s in seeds for m in options.methods]
+        pairs = [(each["method"], each["seed"]) for each in asked if key(each) not in known]
         list(pool.map(lambda pair: run(*pair), pairs))
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """What makes two runs the same run."""
+    return (*(row[name] for name in ("env", "method", "seed", "steps")), *sorted(row["set"]))
 
 
 def read(paths: list[Path]) -> list[Row]:
@@ -139,13 +145,15 @@ def main() -> None:
     parser.add_argument("--table", type=Path, nargs="+", help="only show finished rows")
     options = parser.parse_args()
     options.steps = options.steps or STEPS.get(options.env, 100)
-    options.out = options.out or options.rows.parent / f"credit-{options.env}"
+    options.out = options.out or options.rows.parent / "-".join(["credit", options.env, *options.set])
     options.until = time.monotonic() + 60 * options.minutes
     if not options.table:
         play(options)
     rows = read(options.table or [options.rows])
-    for env in dict.fromkeys(r["env"] for r in rows):
-        print(f"\n{env}\n\n{table([r for r in rows if r['env'] == env], options.enough or ENOUGH.get(env, 0.5))}")
+    for kind in dict.fromkeys((r["env"], r["steps"], *sorted(r["set"])) for r in rows):
+        mine = [r for r in rows if (r["env"], r["steps"], *sorted(r["set"])) == kind]
+        enough = options.enough or ENOUGH.get(kind[0], 0.5)
+        print(f"\n{kind[0]}, {kind[1]} steps{''.join(f', {word}' for word in kind[2:])}\n\n{table(mine, enough)}")
 
 
 if __name__ == "__main__":

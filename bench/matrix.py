@@ -3,6 +3,7 @@
     python bench/matrix.py                             everything; prints what fails
     python bench/matrix.py --credits gigpo igpo        some rows
     python bench/matrix.py --write docs/matrix.md      and writes the page
+    python bench/matrix.py --keep cells.jsonl          goes on from there, and tries again what failed
 
 One cold start and one set of rollouts serve all cells: each cell is `improve` on two stored batches with a fresh small
 learner. What no built-in environment tells (a fact, a named reward) is made up from the trajectory's id. A cell is *ok* if both
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import json
 import math
 import sys
 import time
@@ -167,21 +169,36 @@ def of_kind(kind: str) -> list[str]:
     return [name for name in recipes.METHODS if catalogue.kind(name) == kind]
 
 
-def fill(stock: Stock, credits: Sequence[str], objectives: Sequence[str]) -> dict[tuple[str, str], tuple[str, str]]:
+Cells = dict[tuple[str, str], tuple[str, str]]
+
+
+def fill(stock: Stock, credits: Sequence[str], objectives: Sequence[str], keep: Path | None = None) -> Cells:
     built = {name: recipes.build(name) for name in {*credits, *objectives}}
-    found, began = {}, time.perf_counter()
+    known, done, began = kept(keep), 0, time.perf_counter()
+    found: Cells = {}
     for credit in credits:
         for objective in objectives:
-            found[credit, objective] = cell(stock, built[objective], built[credit])
-            verdict, why = found[credit, objective]
+            if known.get((credit, objective), ("FAILED",))[0] == "FAILED":
+                known[credit, objective] = cell(stock, built[objective], built[credit])
+                done += 1
+                if keep is not None:
+                    with keep.open("a") as stream:
+                        print(json.dumps([credit, objective, *known[credit, objective]]), file=stream)
+            found[credit, objective] = verdict, why = known[credit, objective]
             if verdict == "FAILED":
                 print(f"FAILED  {objective} --credit {credit}: {why}", flush=True)
-        rate = len(found) / (time.perf_counter() - began)
+        rate = done / (time.perf_counter() - began)
         print(f"{credit:24} {Counter(found[credit, o][0] for o in objectives)}  {rate:.1f} cells/s", file=sys.stderr)
     return found
 
 
-def page(found: dict[tuple[str, str], tuple[str, str]], credits: Sequence[str], objectives: Sequence[str]) -> str:
+def kept(path: Path | None) -> Cells:
+    """Cells of an earlier, interrupted filling; the last word on each counts."""
+    lines = path.read_text().splitlines() if path is not None and path.is_file() else []
+    return {(credit, objective): (verdict, why) for credit, objective, verdict, why in map(json.loads, lines)}
+
+
+def page(found: Cells, credits: Sequence[str], objectives: Sequence[str]) -> str:
     """A table for each family of objectives; reasons as notes below."""
     counts = Counter(verdict for verdict, _ in found.values())
     notes: dict[str, int] = {}
@@ -217,11 +234,12 @@ def main() -> int:
     parser.add_argument("--credits", nargs="*", default=None)
     parser.add_argument("--objectives", nargs="*", default=None)
     parser.add_argument("--write", type=Path, default=None)
+    parser.add_argument("--keep", type=Path, default=None)
     space = parser.parse_args()
     torch.set_num_threads(1)
     credits = space.credits or [*WITH_A_CRITIC, *of_kind("credit")]
     objectives = space.objectives or of_kind("objective")
-    found = fill(Stock.gather(), credits, objectives)
+    found = fill(Stock.gather(), credits, objectives, space.keep)
     print(", ".join(f"{n} {verdict}" for verdict, n in Counter(v for v, _ in found.values()).items()))
     if space.write:
         space.write.write_text(page(found, credits, objectives), encoding="utf-8")

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,12 @@ class Course:
         self.recipe: Recipe = assemble.recipe_of(self.settings, self.own)
         self.objective = self.recipe.objective
         self.world = World.of(self.settings)
-        self.supply = Supply.of(self.settings, self.world, self.recipe)
         self.held_back: list[Group] = []
+
+    @cached_property
+    def supply(self) -> Supply:
+        """Read when it is first needed: a finished run needs no file any more."""
+        return Supply.of(self.settings, self.world, self.recipe)
 
     def go(self) -> dict[str, Any]:
         """Run, or go on with, everything; returns the summary."""

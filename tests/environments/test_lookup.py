@@ -12,7 +12,8 @@ from turnwise.ports import Action, ToolCall
 def test_worlds_hold_together():
     for number in range(0, WORLDS, 20):
         here = world("train", number)
-        assert len(here.articles) == sum(COUNTS.values()) == len(set(here.names))
+        assert len(here.names) == sum(COUNTS.values()) == len(set(here.names))
+        assert len(here.notes) == sum(map(len, here.facts.values())) == len(set(here.notes))
         for name, facts in here.facts.items():
             assert name in facts.get("capital", name) or here.facts[facts["capital"]]["land"] == name
             assert "spouse" not in facts or here.facts[facts["spouse"]]["spouse"] == name
@@ -42,25 +43,25 @@ def test_a_world_is_made_once():
     assert world("train", 3) is world("train", 3)
 
 
-def test_every_article_is_found_by_its_name():
+def test_every_note_is_found_by_what_it_is_about():
     here = world("train", 0)
-    assert all(here.index.top(name, 1) == [i] for i, name in enumerate(here.names))
+    assert all(here.index.top(f"{relation} of {name}", 1) == [n] for (name, relation), n in here.number.items())
 
 
 def test_question_text():
-    question = Question(("zelor", "mikan", "tobar"), ("founder", "birthplace"))
-    assert question.text == "what is the birthplace of the founder of zelor?"
-    assert question.answer == "tobar"
+    question = Question(("zelo", "mika", "toba"), ("founder", "birthplace"))
+    assert question.text == "what is the birthplace of the founder of zelo?"
+    assert question.answer == "toba"
 
 
 def test_tool_messages():
     env = Lookup()
     env.reset(0)
-    start = env.question.names[0]
-    step = env.step(Action("", calls=(ToolCall("search", {"query": start}, id="c1"),)))
+    about = f"{env.question.relations[0]} of {env.question.names[0]}"
+    step = env.step(Action("", calls=(ToolCall("search", {"query": about}, id="c1"),)))
     (message,) = step.messages
     assert message["role"] == "tool" and message["name"] == "search" and message["tool_call_id"] == "c1"
-    assert message["content"].startswith(f"{start}: ") and env.right in message["content"]
+    assert message["content"] == f"the {about} is {env.right}."
     assert step.info == {"tool_calls": 1, "tool_errors": 0, "facts": {"question": 1.0, "uncovered": 1.0}}
     assert env.step(call("search", query="qqqq")).messages[0]["content"] == "nothing found"
 
@@ -68,7 +69,7 @@ def test_tool_messages():
 def test_too_many_calls_are_answered_but_not_run():
     env = Lookup()
     env.reset(0)
-    step = env.step(Action("", calls=(ToolCall("search", {"query": "company"}),) * (MOST_CALLS + 2)))
+    step = env.step(Action("", calls=(ToolCall("search", {"query": "founder"}),) * (MOST_CALLS + 2)))
     assert len(step.messages) == MOST_CALLS + 2 and step.info["tool_errors"] == 2
 
 
@@ -89,8 +90,8 @@ def test_guessing_without_searching_never_ends_well():
 def test_facts_say_what_was_found():
     env = Lookup(difficulty=2)
     env.reset(0)
-    first, second, _ = env.question.names
-    told = [env.step(call("search", query=name)).info["facts"] for name in (first, "qqqq", second, second)]
+    first, second = (f"{relation} of {name}" for name, relation in zip(env.question.names, env.question.relations))
+    told = [env.step(call("search", query=query)).info["facts"] for query in (first, "qqqq", second, second)]
     assert [fact["uncovered"] for fact in told] == [1.0, 0.0, 2.0, 0.0]
     end = env.step(env.oracle())
     assert end.info["facts"] == {"answer": 1.0} and end.info["success"]

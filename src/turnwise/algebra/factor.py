@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from turnwise.algebra.entropy import NormalisedEntropy
 from turnwise.algebra.piece import Now, Piece, Whole, check
-from turnwise.algebra.ratio import behaviour, mismatch
+from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour, mismatch
 from turnwise.levels import BATCH, TOKEN, TRAJECTORY, Field, Level, where
 from turnwise.signals import Signal
 
@@ -39,12 +39,12 @@ class Truncated(Factor):
 
 @dataclass(frozen=True)
 class ExpAdvantage(Factor):
-    """exp(A / temperature): good trajectories weigh more than bad ones."""
+    """exp(A / temperature): good trajectories weigh more than bad ones; no advantage makes it infinite."""
 
     temperature: float = 1.0
 
     def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return (adv / self.temperature).exp()
+        return (adv / self.temperature).clamp(high=LOG_RATIO_LIMIT).exp()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A small invented world and the articles about it: people, companies, cities and lands, and how they are related.
+"""A small invented world and the notes about it: people, companies, cities and lands, and how they are related.
 
 Names are invented, so nobody knows a fact from elsewhere. All worlds draw from the same names, and in each they stand for
 something else: who remembers instead of reading is wrong. Worlds are made once and shared between episodes; none changes.
@@ -30,18 +30,19 @@ SYMBOLS = rf"\b[{CONSONANTS}][{VOWELS}][{CONSONANTS}][{VOWELS}]\b|(?:{'|'.join(s
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """``facts["zelor"] == {"founder": "mikan", "seat": "tobar"}``; article *i* is about ``names[i]``."""
+    """``facts["zelo"] == {"founder": "mika", "seat": "toba"}``; note ``number["zelo", "seat"]`` says so."""
 
     names: tuple[str, ...]
     kinds: Mapping[str, str]
     facts: Mapping[str, Mapping[str, str]]
-    articles: tuple[str, ...]
+    notes: tuple[str, ...]
+    number: Mapping[tuple[str, str], int]
     index: Index
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """``Question(("zelor", "mikan", "tobar"), ("founder", "birthplace"))``: relations lead from name to name."""
+    """``Question(("zelo", "mika", "toba"), ("founder", "birthplace"))``: relations lead from name to name."""
 
     names: tuple[str, ...]
     relations: tuple[str, ...]
@@ -69,11 +70,10 @@ def world(split: str, number: int) -> World:
     names = tuple(rng.sample(_names(), sum(COUNTS.values())))
     kinds = dict(zip(names, (kind for kind, count in COUNTS.items() for _ in range(count))))
     facts = _facts(rng, {kind: [n for n in names if kinds[n] == kind] for kind in COUNTS})
-    articles = tuple(_article(name, kinds[name], facts[name]) for name in names)
-    index = Index(
-        [f"{name} {article}" for name, article in zip(names, articles)]
-    )  # a title counts for more than a mention
-    return World(names, kinds, facts, articles, index)
+    stated = [(name, relation) for name in names for relation in facts[name]]
+    notes = tuple(f"the {relation} of {name} is {facts[name][relation]}." for name, relation in stated)
+    index = Index([f"{name} {note}" for (name, _), note in zip(stated, notes)])  # whom it is about counts for more
+    return World(names, kinds, facts, notes, {key: n for n, key in enumerate(stated)}, index)
 
 
 def ask(world: World, hops: int, rng: random.Random) -> Question:
@@ -113,7 +113,3 @@ def _facts(rng: random.Random, of: Mapping[str, list[str]]) -> dict[str, dict[st
     for land in lands:
         facts[land] = {"capital": rng.choice([city for city in cities if facts[city]["land"] == land])}
     return facts
-
-
-def _article(name: str, kind: str, facts: Mapping[str, str]) -> str:
-    return f"{name}: {kind}. " + " ".join(f"{relation} {other}." for relation, other in facts.items())

@@ -1,9 +1,9 @@
 """Lookup: a question of one to three hops over an invented encyclopedia, and a real search tool to answer it with.
 
-Each hop's article names what the next search must ask for, so an agent has to read before it can go on. The difficulty
-is the number of hops. Reward 1 for the right final ``answer: NAME``, else 0.
+Each hop's note names what the next search must ask for, so an agent has to read before it can go on. The difficulty is
+the number of hops. Reward 1 for the right final ``answer: NAME``, else 0.
 
-It does not know how articles are ranked (``search``) nor how the world was made (``encyclopedia``).
+It does not know how notes are ranked (``search``) nor how the world was made (``encyclopedia``).
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any, ClassVar
 
 from turnwise.data import Message
 from turnwise.environments.base import Quiz, call, draw, say, user
-from turnwise.environments.encyclopedia import SYMBOLS, WORLDS, Question, World, ask, world
+from turnwise.environments.encyclopedia import RELATIONS, SYMBOLS, WORLDS, Question, World, ask, world
 from turnwise.ports import Action, Step, ToolCall
 
-SHOWN = 1  # articles per search
+SHOWN = 1  # notes per search
 MOST_CALLS = 4  # per turn
 LONGEST = 200  # characters of a query
 ANSWER = re.compile(r"answer: *(\w+)[ .]*$")
-HASTY = {1: 0.45, 2: 0.28, 3: 0.2}  # of a demonstration's turns: so that about half of the demonstrations fail
-SURE = {1: 0.85, 2: 0.85, 3: 0.85}
+HASTY = {1: 0.5, 2: 0.3, 3: 0.2}  # of a demonstration's turns: so that about half of the demonstrations fail
+SURE = 0.8
+ALL = sorted({relation for each in RELATIONS.values() for relation in each})
 HELP = "call search, or say answer: NAME"
 SEARCH = {
     "type": "function",
     "function": {
         "name": "search",
-        "description": "find articles",
+        "description": "find notes",
         "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
     },
 }
@@ -44,19 +45,18 @@ class Lookup(Quiz):
     }  # twice what is needed: one search per hop and the answer
     max_turns = limits[3]
     tools: Sequence[dict[str, Any]] = (SEARCH,)
-    facts = ("question", "answer", "uncovered")  # uncovered: bit k for the article of hop k
+    facts = ("question", "answer", "uncovered")  # uncovered: bit k for the note of hop k
     inline = True
     suggests: ClassVar[Mapping[str, Any]] = {
         "difficulty": (1, 2),
-        "history": 1,
-        "context": 96,
+        "context": 192,
         "max_tokens": 12,
         "copying": True,
-        "cold_steps": 160,
-        "cold_demos": 7680,
+        "cold_steps": 60,
+        "cold_demos": 2880,
     }
     symbols: ClassVar[str] = SYMBOLS
-    seen: dict[str, None]  # names whose article has been read, the latest last
+    seen: dict[int, None]  # numbers of the notes that were read, the latest last
     world: World
     question: Question
 
@@ -87,7 +87,7 @@ class Lookup(Quiz):
         answers = [self._call(each, number) for number, each in enumerate(action.calls)]
         answers += [(_result("search", f"error: {fault[:LONGEST]}"), 1) for fault in action.faults[:MOST_CALLS]]
         errors = sum(error for _, error in answers)
-        new = [name in self.seen and name not in known for name in self.question.names[:-1]]
+        new = [note in self.seen and note not in known for note in self.way]
         told = {"question": 1.0, "uncovered": float(sum(2**hop for hop, came in enumerate(new) if came))}
         return self._reply([message for message, _ in answers], calls=len(action.calls), errors=errors, told=told)
 
@@ -100,14 +100,11 @@ class Lookup(Quiz):
         if number >= MOST_CALLS:
             return _result("search", f"error: at most {MOST_CALLS} calls at once", each.id), 1
         found = self.world.index.top(query, SHOWN)
-        self._read([self.world.names[i] for i in found])
-        text = "\n".join(self.world.articles[i] for i in found) or "nothing found"
+        for note in found:  # the latest last
+            self.seen.pop(note, None)
+            self.seen[note] = None
+        text = "\n".join(self.world.notes[note] for note in found) or "nothing found"
         return _result("search", text, each.id), 0
-
-    def _read(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.seen.pop(name, None)
-            self.seen[name] = None
 
     def _reply(
         self,
@@ -127,8 +124,8 @@ class Lookup(Quiz):
         return f"answer: {self.right}"
 
     def state_key(self) -> str:
-        """Which articles have been read."""
-        return " ".join(sorted(self.seen))
+        """Which notes have been read."""
+        return " ".join(map(str, sorted(self.seen)))
 
     def snapshot(self) -> dict[str, Any]:
         return super().snapshot() | {"seen": list(self.seen)}
@@ -141,30 +138,41 @@ class Lookup(Quiz):
         here = world(self.split, rng.randrange(WORLDS))
         return here, ask(here, self.difficulty, rng)
 
+    @property
+    def way(self) -> list[int]:
+        """The notes that lead to the answer, in order."""
+        return [self.world.number[step] for step in zip(self.question.names, self.question.relations)]
+
     def oracle(self) -> Action:
-        """Search for the first name on the way whose article has not been read; then answer."""
-        for name in self.question.names[:-1]:
-            if name not in self.seen:
-                return call("search", query=name)
+        """Search for the first note on the way that has not been read; then answer."""
+        for name, relation, note in zip(self.question.names, self.question.relations, self.way):
+            if note not in self.seen:
+                return _search(relation, name)
         return say(self.answer())
 
     def random_action(self, rng: random.Random) -> Action:
-        """Searches for, or answers with, any name met so far."""
-        met = {self.question.names[0], *self.seen}
-        met |= {other for name in self.seen for other in self.world.facts[name].values()}
-        name = rng.choice(sorted(met))
-        return call("search", query=name) if rng.random() < 0.5 else say(f"answer: {name}")
+        """Searches for anything about, or answers with, any name met so far."""
+        name = rng.choice(sorted({self.question.names[0], *map(self._told, self.seen)}))
+        return _search(rng.choice(ALL), name) if rng.random() < 0.5 else say(f"answer: {name}")
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """Hasty, so that it often answers before it has read enough; and now and then it follows another relation."""
+        """Hasty, so that it often answers before it has read enough; and now and then asks for the wrong thing."""
         last = next(reversed(self.seen), None)
-        name = rng.choice(sorted(self.world.facts[last].values())) if last else self.question.names[0]
-        enough = all(needed in self.seen for needed in self.question.names[:-1])
+        name = self.question.names[0] if last is None else self._told(last)
+        enough = all(note in self.seen for note in self.way)
         if not enough and rng.random() < HASTY[self.difficulty]:
             return say(f"answer: {name}")
-        if rng.random() < SURE[self.difficulty]:
+        if rng.random() < SURE:
             return self.oracle()
-        return call("search", query=name) if len(self.seen) < self.difficulty else say(f"answer: {name}")
+        return _search(rng.choice(self.question.relations), name)
+
+    def _told(self, note: int) -> str:
+        """The name at the end of a note."""
+        return self.world.notes[note].split()[-1].rstrip(".")
+
+
+def _search(relation: str, name: str) -> Action:
+    return call("search", query=f"{relation} of {name}")
 
 
 def _result(tool: str, text: str, id: str = "") -> Message:
