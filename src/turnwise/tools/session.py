@@ -122,9 +122,9 @@ class Session:
         for _ in range(3):  # one may have been lost with a dead pool, one with a machine out of processes
             if self._closed:
                 raise ToolFault("this Python session is closed")
-            worker = self._worker
-            if worker is None or not worker.zygote.check():
-                worker = self._worker = self._source.worker()
+            if self._worker is not None and not self._worker.zygote.check():
+                self._drop()  # with its socket
+            worker = self._worker = self._worker or self._source.worker()
             try:
                 _wait_ready(worker)
                 return worker
