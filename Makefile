@@ -40,7 +40,7 @@ bench: $(READY)
 	$(BIN)/python bench/step.py
 
 learning: $(READY)
-	$(BIN)/python bench/sweep.py --table bench/results/learning.jsonl bench/results/offpolicy.jsonl --write docs/learning.md
+	$(BIN)/python bench/sweep.py --table bench/results/learning.jsonl bench/results/offpolicy.jsonl bench/results/methods.jsonl --write docs/learning.md
 
 seeds: $(READY)
 	$(BIN)/python bench/seeds.py --write bench/seeds.md

@@ -4,13 +4,17 @@ and the same after a crash."""
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+from lottery import WORDS
 from safetensors.torch import load_file
 
 from turnwise import exports, launch, recipes
+from turnwise import run as run_module
+from turnwise.batch import pack
 from turnwise.cli import main
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
@@ -34,6 +38,7 @@ SMALL = {
     "checkpoint_every": 2,
     "trackers": (),
 }
+LOTTERY = {**SMALL, "env": "lottery:Lottery", "steps": 12, "max_tokens": 4, "max_turns": 2, "context": 128}
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +156,49 @@ def test_past_rows_come_back_and_are_accounted_for(first, tmp_path):
     assert rows(run)[-1]["replay/stored"] == 4 * 6
 
 
+@pytest.fixture(scope="module")
+def lottery(tmp_path_factory):
+    """A model that wins now and then: the first of a group fails, the second has a success, in any order."""
+    out = tmp_path_factory.mktemp("lottery")
+    launch.train(method="grpo", out=str(out), name="run", **{**LOTTERY, "steps": 1})
+    return out / "run"
+
+
+def test_tasks_come_back_so_that_a_stored_success_helps_a_group_that_fails(lottery, tmp_path):
+    run, _ = train(lottery, tmp_path, "arpo_gui", method_options={"pool": 4}, **LOTTERY)
+    used, _ = mixed(run)
+    assert used and {origin for _, _, origin in used} == {"replay"}
+    assert sum(row.get("mixed/replay", 0.0) for row in rows(run)) == len(used)
+    with Ledger(run / "ledger.sqlite", readonly=True) as ledger:
+        drawn = Counter(entry.task.key for entry in ledger.groups())
+    assert set(drawn.values()) == {6} and len(drawn) == 4, "each of four tasks once in a pass, six passes"
+
+
+def test_a_task_that_fails_is_shown_an_experts_trace_until_it_has_a_success_of_its_own(lottery, tmp_path):
+    run, _ = train(lottery, tmp_path, "bepa", demos="oracle", method_options={"pool": 4}, **LOTTERY)
+    told = Counter({kind: sum(row.get(f"mixed/{kind}", 0.0) for row in rows(run)) for kind in ("expert", "replay")})
+    assert told["expert"] > 0 and told["replay"] > 0
+    assert Counter(origin for _, _, origin in mixed(run)[0]) == told
+
+
+def test_a_group_that_fails_is_drawn_again_with_a_hint(lottery, tmp_path):
+    given = {**LOTTERY, "env": "lottery:Hinted", "steps": 4, "groups": 4}
+    run, _ = train(lottery, tmp_path, "guide", **given)
+    with Ledger(run / "ledger.sqlite", readonly=True) as ledger:
+        groups = [ledger.group(entry.group_id) for entry in ledger.groups()]
+    for group in groups:
+        helped = [bool(t.guidance) for t in group.trajectories]
+        stuck = not any(t.success for t in group.trajectories[:3])
+        assert helped == [False] * 3 + [True] * 3 * stuck
+        word = random.Random(group.task.seed).choice(WORDS)
+        assert all(t.guidance == f"hint: say {word}" for t in group.trajectories if t.guidance)
+    assert 0 < sum(len(g.trajectories) == 6 for g in groups) < len(groups)
+    told = [row for row in rows(run) if "source/guided/rows" in row]
+    assert sum(row["source/guided/rows"] for row in told) == sum(len(g.trajectories) - 3 for g in groups)
+    assert all(abs(row["source/policy/ratio"] - 1) < 1e-5 for row in told)
+    assert all(abs(row["source/guided/ratio"] - 1) > 1e-4 for row in told), "divided by what was sampled with the hint"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replay", "more"),
@@ -218,6 +266,32 @@ def test_preferences_are_learned(first, tmp_path, files):
     )
     before, after = summary["ranking"]["before"], summary["ranking"]["after"]
     assert after["accuracy"] >= before["accuracy"] and after["accuracy"] > 0.5
+
+
+def test_rated_answers_from_a_file_the_best_along_each_direction_is_imitated(first, tmp_path):
+    said = ["up.", "it is up, I think.", "down", "it is surely down, of course."]
+    made = [
+        {"prompt": f"where is {n}?", "response": text, "helpfulness": i % 3, "verbosity": len(text) / 8}
+        for n in range(6)
+        for i, text in enumerate(said)
+    ]
+    (tmp_path / "rated.jsonl").write_text("\n".join(map(json.dumps, made)))
+    seen, improve = [], run_module.improve
+
+    def look(learner, recipe, groups, *rest):
+        seen.extend(groups)
+        return improve(learner, recipe, groups, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "improve", look)
+        run, _ = train(first, tmp_path, "dpa", data=str(tmp_path / "rated.jsonl"))
+    assert {len(g.trajectories) for g in seen} == {4} and len(seen) == 4 * SMALL["groups"]
+    keep, batch = recipes.build("dpa").penalties[0].rows, pack(seen)
+    chosen = iter(keep.of(batch).x.tolist())
+    for group in seen:
+        worth = [sum(t.facts[f"toward_{n}"] * r for n, r in t.rewards.items()) for t in group.trajectories]
+        assert [next(chosen) for _ in worth] == [w == max(worth) for w in worth]
+    assert all(row["source/expert/rows"] == 4 * SMALL["groups"] for row in rows(run))
 
 
 def test_dialogues_from_a_file_without_rollouts(first, tmp_path, files):

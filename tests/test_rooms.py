@@ -38,7 +38,7 @@ MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
     "tools": DATA,
     "store": "errors data",
     "observe": DATA,
-    "models": "errors",
+    "models": "errors store.aside",
     "recipe": "errors levels signals algebra tasks rollout.strategy",
     "recipes": "errors typed levels signals algebra credit tasks rollout.strategy recipe",
     "collect": f"{DATA} seeds recipe rollout.strategy tasks",
@@ -61,20 +61,25 @@ MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
     "course": f"{DATA} {RUNS} signals levels batch settings rollout engines store observe stages world sources "
     "supply assemble exam coldstart ending",
     "launch": "errors ports recipe settings store stages world assemble course",
+    "bench": f"{DATA} batch signals recipes models engines environments launch",
     "exports": "errors data settings rollout environments sources store world assemble",
     "judge": "errors data settings rollout store evaluate world assemble exam",
     "show": "observe",
     "flags": "errors typed settings recipes",
-    "cli": "__init__ errors ports flags settings recipes catalogue environments observe launch judge show exports",
+    "cli": "__init__ errors ports flags settings recipes catalogue environments observe launch judge show exports "
+    "models.fetch bench",
 }
 HEAVY = {  # who may touch a heavy library
-    "torch": "maths levels batch algebra credit engines models store assemble padded integrations",
-    "transformers": "engines models assemble integrations",
-    "tokenizers": "models",
+    "torch": "maths levels batch algebra credit engines models store assemble padded integrations bench",
+    "transformers": "engines models assemble integrations bench",
+    "tokenizers": "models bench",
     "peft": "engines",
     "numpy": "maths evaluate observe store engines integrations",
 }
-LATE = {"observe/metrics.py": {"torch"}}  # TensorBoard's writer, for those who ask for it
+LATE = {  # for those who ask for it: TensorBoard's writer, the profiler
+    "observe/metrics.py": {"torch"},
+    "observe/profile.py": {"torch"},
+}
 
 CORE = {
     "errors", "levels", "data", "batch", "ports", "signals", "maths", "algebra", "recipe", "collect", "run",

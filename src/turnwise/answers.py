@@ -78,6 +78,12 @@ def read_answer(value: Any) -> str | None:
     return value
 
 
+def read_hint(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise refusal("hint returned", value, "a string, or None where there is none")
+    return value
+
+
 def read_facts(info: Mapping[str, Any]) -> dict[str, float | str]:
     """What the environment says of a turn: a number or a label under each name."""
     facts = info.get("facts", {})

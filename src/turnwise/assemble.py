@@ -17,7 +17,9 @@ from turnwise import catalogue, needs, recipes
 from turnwise.data import Sampling, Task, Trajectory
 from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.learner import LearnerSettings, LocalLearner
+from turnwise.engines.probe import TOLERANCE, TOLERANCES
 from turnwise.errors import SettingError
+from turnwise.models.fetch import resolve
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.ports import Session
 from turnwise.recipe import Recipe
@@ -70,7 +72,7 @@ def examine(settings: Settings, own: Recipe | None = None) -> Recipe:
             split(rows, settings)
     if settings.model != TINY:
         try:
-            AutoConfig.from_pretrained(settings.model)
+            AutoConfig.from_pretrained(resolve(settings.model))
         except (OSError, ValueError, KeyError) as fault:
             raise SettingError(_no_model(settings.model, fault)) from fault
     if settings.teacher:
@@ -113,7 +115,7 @@ def tokenizer_of(settings: Settings, world: World, path: Path | None = None) -> 
     """The tokenizer of a saved or given model, or a tiny one: the teacher's, or trained on the environment's dialogues."""
     if path is None and settings.model == TINY and not settings.teacher:
         return tiny_tokenizer(corpus(world), settings.vocabulary, getattr(world.kind, "symbols", ""))
-    source = str(path or (settings.teacher if settings.model == TINY else settings.model))
+    source = str(path or resolve(settings.teacher if settings.model == TINY else settings.model))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as fault:
@@ -170,7 +172,7 @@ def model_of(settings: Settings, vocabulary: int, path: Path | None = None) -> P
     if path is None and settings.model == TINY:
         s = settings
         return tiny_model(vocabulary, s.seed, hidden=s.hidden, layers=s.layers, context=s.context, copying=s.copying)
-    source = str(path or settings.model)
+    source = str(path or resolve(settings.model))
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     except (OSError, ValueError, KeyError) as fault:
@@ -237,18 +239,38 @@ def cold_learner_of(settings: Settings, model: PreTrainedModel, steps: int) -> L
 
 
 def generator_of(
-    settings: Settings, model: PreTrainedModel, renderer: Renderer, deterministic: bool = True
+    settings: Settings, model: PreTrainedModel, renderer: Renderer, deterministic: bool = True, dialogues: int = 0
 ) -> LocalGenerator:
-    """A generator with its own copy of the model."""
+    """A generator with its own copy of the model. ``dialogues``: more than so many are never open at once, besides an
+    evaluation's; rows beyond that would only be memory (6 GB of it, for 256 rows of 512 ids of a model of 135 M)."""
+    needed = max(dialogues, settings.eval_tasks * settings.eval_samples, 1) if dialogues else settings.slots
     return LocalGenerator(
         model,
         renderer.decode,
-        slots=settings.slots,
+        slots=min(settings.slots, needed),
         context=settings.context,
         stop_ids=renderer.stop_ids,
         deterministic=deterministic,
         device=device_of(settings),
+        dtype=rollout_dtype_of(settings),
     )
+
+
+def rollout_dtype_of(settings: Settings) -> torch.dtype | None:
+    """What rollouts compute in; None: the model's own float32. On a CPU half precision saves nothing unless asked for."""
+    if settings.rollout_dtype == "auto":
+        device = device_of(settings)
+        learned = LearnerSettings(dtype=settings.dtype).arithmetic(device)
+        return torch.bfloat16 if device.type == "cuda" and learned == torch.bfloat16 else None
+    kinds = {"fp8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return kinds.get(settings.rollout_dtype)
+
+
+def tolerance_of(settings: Settings) -> float:
+    """How far generator and learner may be apart on average: what was given, or what the coarser of the two allows."""
+    learned = LearnerSettings(dtype=settings.dtype).arithmetic(device_of(settings))
+    allowed = [TOLERANCES.get(kind or torch.float32, TOLERANCE) for kind in (learned, rollout_dtype_of(settings))]
+    return settings.probe_tolerance or max(allowed)
 
 
 def sampling_of(settings: Settings, temperature: float | None = None) -> Sampling:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from turnwise.data import Facts, Group, Origin, Status, Trajectory, Turn
 from turnwise.errors import RecordError, SignalError
-from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree
+from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree, send
 from turnwise.signals import Signal
 
 
@@ -34,6 +34,7 @@ class Sequences:
     trajectory: Tensor  # [S] whose it is
     at: Tensor  # [N] packed position of each sampled token (its log-probability is read one position earlier)
     blind: Tensor | None = None  # [L] ids had the environment said nothing; None where nobody asked
+    host: Sequences | None = None  # the same on the host, where looking at them keeps no GPU waiting
 
     @property
     def lengths(self) -> Tensor:
@@ -148,12 +149,14 @@ class Batch:
         cost = torch.zeros(len(self), dtype=torch.int64, device=self.tree.device)
         return cost.index_add(0, self.sequences.trajectory, self.sequences.lengths)
 
-    def split(self, positions: int) -> Iterator[Batch]:
-        """Micro-batches of whole trajectories, each of at most ``positions`` packed ids (or one trajectory)."""
+    def split(self, positions: int, padded: bool = True) -> Iterator[Batch]:
+        """Micro-batches of whole trajectories, each of at most ``positions`` packed ids (or one trajectory).
+
+        ``padded``: alike lengths together, so that attention pads less. Otherwise siblings stay together, who share a prompt."""
         cost = self.reading().tolist()
         part: list[int] = []
         filled = 0
-        for k in sorted(range(len(cost)), key=lambda k: cost[k]):  # alike lengths together: attention pads less
+        for k in sorted(range(len(cost)), key=lambda k: cost[k] if padded else 0):
             if part and filled + cost[k] > positions:
                 yield self.select(part)
                 part, filled = [], 0
@@ -166,11 +169,12 @@ class Batch:
         if torch.device(device) == self.tree.device:
             return self
         tree, s = self.tree.to(device), self.sequences
-        move = lambda f: Field(tree, f.level, f.x.to(device))  # noqa: E731
+        move = lambda f: Field(tree, f.level, send(f.x, device))  # noqa: E731
         changes: dict[str, Any] = {name: move(f) for name, f in vars(self).items() if isinstance(f, Field)}
-        blind = None if s.blind is None else s.blind.to(device)
-        moved = (s.ids.to(device), s.start.to(device), s.trajectory.to(device), s.at.to(device))
-        changes["sequences"] = Sequences(*moved, blind)
+        ids, start, trajectory, at = (send(x, device) for x in (s.ids, s.start, s.trajectory, s.at))
+        blind = None if s.blind is None else send(s.blind, device)
+        host = s if s.ids.device.type == "cpu" else None
+        changes["sequences"] = Sequences(ids, start, trajectory, at, blind, host)
         changes["named"] = {name: move(f) for name, f in self.named.items()}
         changes["facts"] = {name: move(f) for name, f in self.facts.items()}
         changes["columns"] = {name: move(f) for name, f in self.columns.items()}

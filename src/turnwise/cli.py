@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from turnwise import __version__
 from turnwise.errors import SettingError, TurnwiseError, nearest
@@ -26,6 +27,8 @@ COMMANDS = {
     "diff": "the slots in which two methods differ",
     "check-env": "play an environment and say what is wrong with it",
     "export": "episodes of a run, or of an environment's players, as rows to learn from",
+    "model": "fetch a real model by name, or list those that can be had",
+    "bench": "how fast generation, learning and whole steps are here, beside others and beside the limit",
 }
 
 
@@ -188,6 +191,51 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
+def model(argv: Sequence[str]) -> int:
+    parser = Parser(prog="turnwise model", description="Real models by name.", allow_abbrev=False)
+    parser.add_argument("action", help="fetch or list")
+    parser.add_argument("name", nargs="?", default="", help="which one to fetch")
+    parser.add_argument("--to", default="", help="the folder of models [the environment's TURNWISE_MODELS, or a cache]")
+    parser.add_argument("--check", action="store_true", help="list: compare every byte with what was fetched")
+    parser.add_argument("--json", action="store_true")
+    space = parser.parse(argv)
+    from turnwise import show
+    from turnwise.models import fetch
+
+    if space.action == "fetch":
+        folder = fetch.fetch(space.name, space.to, lambda text: print(text, file=sys.stderr, flush=True))
+        usable = space.name if folder.parent == fetch.home() else folder
+        print(json.dumps({"folder": str(folder)}) if space.json else f"Next:\n  turnwise train --model {usable}")
+        return 0
+    if space.action != "list":
+        raise SettingError(f"model does not know {space.action!r}; {nearest(space.action, ('fetch', 'list'))}")
+    rows = fetch.rows(space.to, space.check)
+    print(json.dumps(rows, indent=1)) if space.json else show.show_table("models that can be fetched by name", rows)
+    return 0
+
+
+def bench(argv: Sequence[str]) -> int:
+    parser = Parser(prog="turnwise bench", description="Measure this machine.", allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, fewer rows")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda when present [auto]")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as many as torch takes [0]")
+    parser.add_argument("--parts", default="", help="some of generation,learning,step,memory [all]")
+    parser.add_argument("--json", default="", metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--out", default="", metavar="FILE", help="write the table as Markdown")
+    space = parser.parse(argv)
+    from turnwise import show
+    from turnwise.bench import rows, table
+
+    parts = tuple(space.parts.split(",")) if space.parts else table.PARTS
+    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    facts, found = table.measure(space.device, space.quick, space.threads, parts, say)
+    for file, text in ((space.json, rows.as_json(facts, found)), (space.out, rows.markdown(table.title(facts), found))):
+        if file:
+            Path(file).write_text(text, encoding="utf-8")
+    show.show_table(table.title(facts), [rows.cells(row) for row in found])
+    return 0
+
+
 @contextlib.contextmanager
 def shown(quiet: bool) -> Iterator[Listener]:
     """The progress display; on standard error when standard output carries JSON."""
@@ -211,6 +259,8 @@ RUN = {
     "diff": diff,
     "check-env": check_env,
     "export": export,
+    "model": model,
+    "bench": bench,
 }
 
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from turnwise.exam import Exam
 from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.mixing import Mixture, Source
 from turnwise.observe.metrics import JsonLines, TensorBoard, Trackers
+from turnwise.observe.profile import PAGE, Profile
 from turnwise.observe.services import SERVICES, service
 from turnwise.ports import Generator, Learner, Tracker
 from turnwise.recipe import Recipe
@@ -63,6 +64,7 @@ class Course:
         self.objective = self.recipe.objective
         self.world = World.of(self.settings)
         self.held_back: list[Group] = []
+        self.paths: dict[str, str] = {}  # which way generator and learner compute
 
     @cached_property
     def supply(self) -> Supply:
@@ -80,9 +82,26 @@ class Course:
         with self.stages.stage("prepare"):
             tokenizer, model = self._initial()
         self.renderer = Renderer(tokenizer)
-        generator = assemble.generator_of(self.settings, model, self.renderer, self.settings.staleness == 0)
+        self._tell_tools()
+        s, budget = self.settings, self.recipe.budget
+        dialogues = budget.groups * budget.size * (s.staleness + 1)
+        generator = assemble.generator_of(s, model, self.renderer, s.staleness == 0, dialogues)
         learner = assemble.learner_of(self.settings, model, self.recipe)
+        engines = {"generator": generator, "learner": learner}
+        self.paths = {name: e.describe() for name, e in engines.items() if hasattr(e, "describe")}
+        for name, path in self.paths.items():
+            self.stages.say(f"{name}: {path}")
         return asyncio.run(self._learn(learner, generator, tokenizer))
+
+    def _tell_tools(self) -> None:
+        """A model that is not told of its tools can only guess at them."""
+        tools = list(getattr(self.world.kind, "tools", ()))
+        if tools and not self.renderer.shows(tools):
+            named = ", ".join(tool["function"]["name"] for tool in tools)
+            self.stages.say(
+                f"the model's chat template shows no tools, so it is not told of: {named}; give one that does with "
+                "--template FILE.jinja, or let the environment's first message say how to call them", "warning",
+            )  # fmt: skip
 
     def _same_files(self) -> None:
         """A run goes on from the very rows it began with."""
@@ -134,7 +153,7 @@ class Course:
                     start=start,
                     asides=self._asides(exam, learner),
                 )
-                with self.stages.stage("learn", s.steps):
+                with self.stages.stage("learn", s.steps), self._profiled(loop):
                     await loop.run()
                 after = await self._evaluate(exam, "after", learner)
             balance = ledger.balance()
@@ -144,9 +163,23 @@ class Course:
             "parameters": sum(p.numel() for p in learner.model.parameters()),
             "groups": asdict(balance),
             "device": str(assemble.device_of(s)),
+            "engines": self.paths,
             **self._ranked(),
         }
         return Ending(self.run, s, before, after).write(facts, self.stages.seconds)
+
+    @contextlib.contextmanager
+    def _profiled(self, loop: Loop) -> Iterator[None]:
+        """Where the steps go, once, if that is asked for."""
+        page = self.run.path / PAGE
+        if not self.settings.profile or page.is_file():
+            yield
+            return
+        title = f"{self.settings.title} on {self.settings.env}, model {self.settings.model}"
+        with Profile(self.run.path, title).over(loop, render=(self.renderer, ("open", "hear", "tell"))):
+            yield
+        if page.is_file():
+            self.stages.say(f"where the steps went: {page}")
 
     def _collector(self, generator: Generator, ledger: Ledger) -> Source:
         """Rollouts, or the rows of a file."""
@@ -202,7 +235,7 @@ class Course:
         if not fresh.numel():
             return math.nan
         owners = batch.tree.ancestor(TOKEN, TRAJECTORY)[fresh].unique()[:4]
-        return same_policy(learner, batch.select(owners), self.settings.probe_tolerance).mean
+        return same_policy(learner, batch.select(owners), assemble.tolerance_of(self.settings)).mean
 
     def _trackers(self, start: int) -> Trackers:
         return Trackers(

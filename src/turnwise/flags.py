@@ -55,7 +55,11 @@ def add_settings(parser: argparse.ArgumentParser, method: str, credit: str = "")
         if f.name not in ("method", "method_options", "credit_options"):
             shown = default_of(f)
             shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
-            group.add_argument(flag(f.name), metavar="X", default=None, help=f"{f.metadata['help']} [{shown}]")
+            alone: dict[str, Any] = (
+                {"nargs": "?", "const": "true"} if kind_of(f) is bool else {}
+            )  # a bare --profile means yes
+            help_ = f"{f.metadata['help']} [{shown}]"
+            group.add_argument(flag(f.name), metavar="X", default=None, help=help_, **alone)
     own = parser.add_argument_group(f"hyper-parameters of {method}")
     for name, parameter in recipes.parameters(method).items():
         own.add_argument(flag(name), dest=f"method.{name}", metavar="X", default=None, help=f"[{parameter.default}]")

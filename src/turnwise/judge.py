@@ -61,5 +61,5 @@ async def _model(world: World, folder: Path | None, split: str) -> Evaluation:
         raise SettingError("say what to evaluate: a run directory, --model PATH, or --player oracle")
     tokenizer = assemble.tokenizer_of(s, world, folder)
     renderer = Renderer(tokenizer)
-    generator = assemble.generator_of(s, assemble.model_of(s, len(tokenizer), folder), renderer)
+    generator = assemble.generator_of(s, assemble.model_of(s, len(tokenizer), folder), renderer, dialogues=1)
     return await Exam(world, renderer, generator).sit(split)

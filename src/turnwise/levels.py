@@ -46,8 +46,14 @@ class Tree:
     """
 
     def __init__(
-        self, turn_of_token: Tensor, trajectory_of_turn: Tensor, group_of_trajectory: Tensor, groups: int
+        self,
+        turn_of_token: Tensor,
+        trajectory_of_turn: Tensor,
+        group_of_trajectory: Tensor,
+        groups: int,
+        check: bool = True,
     ) -> None:
+        """``check``: parents must be there. What was checked before need not be again."""
         self.parents = (turn_of_token, trajectory_of_turn, group_of_trajectory)
         self.sizes = (turn_of_token.numel(), trajectory_of_turn.numel(), group_of_trajectory.numel(), groups, 1)
         for level, parent in enumerate(self.parents):
@@ -55,7 +61,7 @@ class Tree:
                 raise LevelError(
                     f"parents of {Level(level)!r} must be a flat int64 tensor, got {parent.dtype} {parent.shape}"
                 )
-            if parent.numel() and not (int(parent.min()) >= 0 and int(parent.max()) < self.sizes[level + 1]):
+            if check and parent.numel() and not (int(parent.min()) >= 0 and int(parent.max()) < self.sizes[level + 1]):
                 raise LevelError(f"parents of {Level(level)!r} point outside the {self.sizes[level + 1]} items above")
         self._labels: dict[tuple[Level, Level], Tensor] = {}
 
@@ -122,11 +128,17 @@ class Tree:
         return tree, tuple(kept)
 
     def to(self, device: torch.device | str) -> Tree:
-        a, b, c = (p.to(device) for p in self.parents)
-        return Tree(a, b, c, self.count(GROUP))
+        a, b, c = (send(p, device) for p in self.parents)
+        return Tree(a, b, c, self.count(GROUP), check=False)
 
     def __repr__(self) -> str:
         return "Tree({} tokens, {} turns, {} trajectories, {} groups)".format(*self.sizes)
+
+
+def send(x: Tensor, device: torch.device | str) -> Tensor:
+    """To a device; to a GPU without waiting for what it is doing."""
+    ahead = x.device.type == "cpu" and torch.device(device).type == "cuda"
+    return x.pin_memory().to(device, non_blocking=True) if ahead else x.to(device)
 
 
 @dataclass(frozen=True, eq=False)

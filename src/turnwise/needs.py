@@ -20,7 +20,7 @@ from turnwise.tasks.replay import Nothing
 from turnwise.world import World
 
 FLAGS = {
-    "demonstrations": ("demos", "--demos FILE (dialogues as JSON Lines), or --demos oracle"),
+    "demonstrations": ("demos", "--demos FILE (dialogues as JSON Lines), --demos oracle, or --data FILE (it alone)"),
     "pairs": ("data", "--data FILE (prompt, chosen and rejected as JSON Lines)"),
     "teacher": ("teacher", "--teacher PATH (a model with the same vocabulary)"),
 }
@@ -88,6 +88,7 @@ def _offer(word: str, recipe: Recipe) -> tuple[Callable[[type], bool] | None, st
         "state": (lambda cls: own(cls, "state_key"), "in which state a turn was taken (a state_key)"),
         "answer": (lambda cls: own(cls, "answer"), "the gold answer (an answer())"),
         "verdict": (lambda cls: bool(getattr(cls, "verdict", True)), "whether an episode succeeded (info['success'])"),
+        "hints": (lambda cls: own(cls, "hint"), "a hint for each task (a hint())"),
         "agents": (lambda cls: len(getattr(cls, "agents", ())) > 1, "which of several agents acts (agents)"),
         "forks": (
             lambda cls: own(cls, "snapshot") and own(cls, "restore"),

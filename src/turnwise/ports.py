@@ -63,7 +63,7 @@ class Environment(Protocol):
     """One single-use episode. ``step`` may also be ``async``.
 
     Optional powers, with their defaults in ``environments.base``: ``tools``, ``state_key``, ``snapshot`` and ``restore``,
-    ``answer``, ``agent`` (who acts next, where there are several), ``close``."""
+    ``answer``, ``hint``, ``agent`` (who acts next, where there are several), ``close``."""
 
     def reset(self, seed: int) -> Sequence[Message]: ...
 
@@ -101,6 +101,10 @@ class Generator(Protocol):
         ...
 
     def stats(self) -> dict[str, float]: ...
+
+    def describe(self) -> str:
+        """Which path computes, in which precision, and why not a faster one: a line for the log."""
+        ...
 
 
 # -------------------------------------------------------------------- learner

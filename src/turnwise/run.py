@@ -126,13 +126,13 @@ def improve(
     batch = objective.credit(batch.put(measured))
     if watch is not None:
         watch(batch)
-    updates = 0
+    said = Counter[str]()
     for part in recipe.control.parts_of(batch, seed, learner.measure):
         for name, value in diagnostics.finish(learner.update(part, objective)).items():
             metrics[name] = metrics.get(name, 0.0) + value
-        updates += 1
-    summed = {"skipped"}  # everything else is a mean over the updates of the step
-    means = {name: v if name in summed or name == "probe" else v / updates for name, v in metrics.items()}
+            said[name] += 1
+    summed = {"skipped"}  # everything else is a mean over the updates of the step that tell of it
+    means = {name: v if name in summed or name == "probe" else v / said[name] for name, v in metrics.items()}
     return means | diagnose(batch)
 
 

@@ -22,6 +22,7 @@ AT_LEAST_ZERO = (
     "groups", "group_size", "epochs", "minibatches", "max_turns", "history", "eval_tasks", "eval_every", "warmup",
     "lora_rank",
 )  # fmt: skip
+ROLLOUT_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 
 
 def knob(default: Any, text: str) -> Any:
@@ -33,7 +34,9 @@ class Settings:
     # what
     method: str = knob("dr_grpo", "the method; `turnwise list` shows all")
     env: str = knob("calculator", "environment: a built-in name or module:Class")
-    model: str = knob("tiny", "a folder in Hugging Face layout, a hub id, or `tiny` (made here)")
+    model: str = knob(
+        "tiny", "a folder in Hugging Face layout, a hub id, smollm2 (once fetched), or `tiny` (made here)"
+    )
     difficulty: tuple[int, ...] = knob(
         (1, 2, 3), "difficulties to train and evaluate on, unless the environment suggests others"
     )
@@ -70,6 +73,7 @@ class Settings:
     context: int = knob(320, "ids a dialogue may hold")
     history: int = knob(0, "how many of the latest observations a prompt shows, besides the task; 0: all")
     slots: int = knob(256, "dialogues whose cache is kept at once")
+    rollout_dtype: str = knob("auto", "of rollouts: float32, bfloat16, float16, fp8, or auto: as the learner on a GPU")
     env_seconds: float = knob(30.0, "wall time one call into the environment may take")
     # learning
     lr: float = knob(3e-4, "learning rate")
@@ -80,9 +84,11 @@ class Settings:
     critic: str = knob("shared", "shared: the critic reads the policy's states; separate: it is a model of its own")
     value_lr: float = knob(1e-3, "learning rate of the critic")
     positions: int = knob(8192, "ids per micro-batch")
-    dtype: str = knob("float32", "float32 or bfloat16 for the forward pass")
+    dtype: str = knob("auto", "of the learner's products: float32, bfloat16, or auto: bfloat16 on a GPU, else float32")
     lora_rank: int = knob(0, "train LoRA adapters of this rank; 0: all weights")
-    probe_tolerance: float = knob(1e-3, "largest mean log-probability difference between generator and learner")
+    probe_tolerance: float = knob(
+        0.0, "largest mean log-probability difference between generator and learner; 0: what their precision allows"
+    )
     # the tiny model and its cold start
     hidden: int = knob(192, "width of the tiny model")
     layers: int = knob(2, "layers of the tiny model")
@@ -100,6 +106,7 @@ class Settings:
     # keeping
     checkpoint_every: int = knob(20, "steps between checkpoints")
     keep_checkpoints: int = knob(2, "checkpoints kept")
+    profile: bool = knob(False, "time a few steps, trace a few, and leave profile.md and trace.json.gz in the run")
     trackers: tuple[str, ...] = knob(("tensorboard",), "besides metrics.jsonl: tensorboard, wandb, mlflow, trackio")
     method_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "hyper-parameters of the method"})
     credit_options: dict[str, Any] = field(
@@ -118,6 +125,12 @@ class Settings:
                 raise SettingError(f"{name} is {getattr(self, name)}; write 0 or more")
         if self.hidden % 16 or self.hidden < 16:
             raise SettingError(f"hidden is {self.hidden}; write a multiple of 16")
+        if self.rollout_dtype not in ROLLOUT_DTYPES:
+            raise SettingError(
+                f"rollout_dtype is {self.rollout_dtype!r}; {nearest(self.rollout_dtype, ROLLOUT_DTYPES)}"
+            )
+        if self.probe_tolerance < 0:
+            raise SettingError(f"probe_tolerance is {self.probe_tolerance}; write 0 or a positive number")
         if self.critic not in ("shared", "separate"):
             raise SettingError(f"critic is {self.critic!r}; {nearest(self.critic, ('shared', 'separate'))}")
         if not self.env_seconds > 0:

@@ -20,8 +20,9 @@ from turnwise.rollout.render import Renderer
 from turnwise.seeds import stable_seed
 from turnwise.settings import Settings
 from turnwise.sources.demos import Demonstrations, Named, Player, Stage
+from turnwise.sources.expanded import with_directions, with_revisions
 from turnwise.sources.past import reader
-from turnwise.sources.rows import Row, Rows, read_rows, with_revisions
+from turnwise.sources.rows import Row, Rows, read_rows
 from turnwise.sources.shelf import Draws, Shelf, held_back
 from turnwise.sources.spoken import Speaker, groups_of, tasks_of
 from turnwise.sources.table import Faults, digest
@@ -51,8 +52,7 @@ class Supply:
             return cls(settings, world, recipe)
         rows = read_rows(source, settings.env)
         _judge(rows, settings, world, "pairs" in asked(recipe), "demonstrations" in asked(recipe))
-        if "fact revises" in asked(recipe):
-            rows = with_revisions(rows)
+        rows = _expanded(rows, recipe, settings)
         if settings.data:
             _tells(rows, asked(recipe), settings)
         elif "demonstrations" in recipe.replay.wants and not tasks_of(rows):
@@ -121,6 +121,21 @@ def _judge(rows: Rows, settings: Settings, world: World, pairs: bool, shown: boo
         if words:
             faults.add(row.line, words)
     faults.refuse(len(rows))
+
+
+def _expanded(rows: Rows, recipe: Recipe, settings: Settings) -> Rows:
+    """With what a method reads beside the rows as they are written: revisions of a pair, directions to ask in."""
+    wanted = sorted(asked(recipe))
+    if "fact revises" in wanted:
+        return with_revisions(rows)
+    ratings = next((word.split()[1:] for word in wanted if word.startswith("ratings ")), [])
+    if not ratings:
+        return rows
+    if not settings.data:
+        raise SettingError(
+            f"{settings.title} picks among the answers to one prompt; write --data {rows.path}, not --demos"
+        )
+    return with_directions(rows, ratings, stable_seed(settings.seed, "directions"))
 
 
 def _tells(rows: Rows, wanted: frozenset[str], settings: Settings) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from dataclasses import dataclass, replace
 
 import torch
 from credit.turn_helpers import converted, credit, made, near, value
+from helpers import COUNTS, records_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import credit_turns as oracle
@@ -19,8 +21,9 @@ from turnwise.algebra.advantage import Standardise, Whiten
 from turnwise.algebra.reward import Drift, Environment, OnTokens
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import GAE, LambdaReturn, ReturnToGo
+from turnwise.batch import pack
 from turnwise.credit.fact import Fact
-from turnwise.credit.information import AnswerRise, FeedbackGain, WhereAlike
+from turnwise.credit.information import AnswerRise, FeedbackGain, WhereAlike, masked
 from turnwise.credit.states import Nested, Recent, SameStep
 from turnwise.credit.turns import TwoLevelGAE, UnbrokenReturn, ValueHead
 from turnwise.credit.voters import Drawn
@@ -400,3 +403,43 @@ def test_ui_s1_reduces(seed):
 def test_ui_s1_lone_episodes():
     assert credit("ui_s1", [[path([3], match=[True])]]) == near([3])
     assert credit("ui_s1", [[path([3, 1], match=[True, True])]]) == near([0, 0])
+
+
+# ------------------------------------------------------------ what was not masked
+
+
+@settings(deadline=None, max_examples=60)
+@given(counts=COUNTS, seed=st.integers(0, 10**6))
+def test_a_turn_before_which_nothing_was_masked_gains_exactly_nothing(counts, seed):
+    """Found by a loop over the records; two readings of one text differ by rounding, which is no information."""
+    rng = random.Random(seed)
+    groups, changed = [], []
+    for group in records_of(counts, seed, asks=frozenset({"feedback"})):
+        members = []
+        for t in group.trajectories:
+            turns, pending = [], False
+            for turn in t.turns:
+                mask = rng.random() < 0.5
+                blind = tuple(1 + i for i in turn.context) if mask else turn.context
+                turns.append(replace(turn, blind=blind))
+                pending = mask or (pending and not turn.restart)
+                changed.append(pending and bool(turn.tokens))
+                pending = pending and not turn.tokens
+            members.append(replace(t, turns=tuple(turns)))
+        groups.append(replace(group, trajectories=tuple(members)))
+    batch = pack(groups)
+    assert masked(batch).x.tolist() == changed
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    mixed = batch.select(order)
+    back = batch.tree.select(order)[1][1]
+    assert torch.equal(masked(mixed).x, masked(batch).x[back])
+    noisy = batch.put({Signal.BLIND: batch.behaviour + 1e-3})
+    gain = FeedbackGain(shared=False)(noisy).x
+    answered = [n + 1 < len(changed) and changed[n + 1] for n in range(len(changed))]
+    last = (batch.tree.index(TURN, TRAJECTORY) + 1).x == batch.tree.size(TURN, TRAJECTORY).at(TURN).x
+    asked = Field(batch.tree, TURN, torch.tensor(answered, dtype=torch.bool) & ~last).at(TOKEN).x
+    assert bool((gain[~asked] == 0).all()) and bool((gain[asked] != 0).all())
+
+
+def test_where_nobody_recorded_what_was_masked_every_turn_counts():
+    assert bool(masked(pack(records_of([[[1, 2], [2]]], 0))).x.all())

@@ -24,6 +24,8 @@ from transformers import (
 
 from turnwise.data import Completion, Sampling, Stop
 from turnwise.engines.generator import LocalGenerator
+from turnwise.engines.layouts import Job
+from turnwise.engines.network import _parts
 from turnwise.errors import SettingError
 
 V = 64
@@ -265,3 +267,20 @@ def test_wrong_use_is_refused():
             await session.generate([1], Sampling())
 
     run(twice())
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def test_readings_are_bounded_with_their_padding():
+    rng = random.Random(0)
+    jobs = [Job(row, row % 3, list(range(rng.choice([1, 3, 40, 250])))) for row in range(60)]
+    parts = _parts(jobs, 100)
+    for part in parts:
+        sizes = [len(job.ids) for job in part]
+        assert sum(sizes) <= 100 and len(part) * max(sizes) <= 200
+        assert len({job.row for job in part}) == len(part)
+    for job in jobs:  # every row whole and in order
+        mine = [piece for part in parts for piece in part if piece.row == job.row]
+        assert [i for piece in mine for i in piece.ids] == job.ids
+        assert [piece.start for piece in mine] == [job.start + 100 * k for k in range(len(mine))]

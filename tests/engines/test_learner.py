@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -181,10 +181,10 @@ def test_only_what_is_needed_is_computed(kit, batch, monkeypatch):
 def test_signals_of_the_same_states_share_one_pass(kit, monkeypatch):
     from turnwise.engines import packed
 
-    passes, plain = [], packed.hidden_states
+    passes, plain = [], packed.read
     learner = LocalLearner(kit.make_model(), critic=2, turn_critic=True, teacher=kit.make_model(seed=1))
     apart = LocalLearner(kit.make_model(), critic=2, turn_critic=True, separate_critic=True)
-    monkeypatch.setattr(packed, "hidden_states", lambda model, *rest: passes.append(id(model)) or plain(model, *rest))
+    monkeypatch.setattr(packed, "read", lambda model, *rest: passes.append(id(model)) or plain(model, *rest))
     learner.measure(kit.make_batch(1), frozenset(Signal) - {Signal.GRADIENT_NORM, Signal.ANSWER, Signal.PREVIOUS})
     assert len(passes) == len(set(passes)) == 3  # policy, reference, teacher
     passes.clear()
@@ -221,46 +221,6 @@ def test_groups_of_parameters(kit):
     groups = {(g["base_lr"], g["weight_decay"]): g["params"] for g in learner._optimiser.param_groups}
     assert set(groups) == {(1e-3, 0.1), (1e-3, 0.0), (1e-2, 0.1), (1e-2, 0.0)}
     assert all(p.dim() == 1 for p in groups[1e-3, 0.0]) and all(p.dim() > 1 for p in groups[1e-3, 0.1])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-3), ("auto", 0.1)])
-@pytest.mark.parametrize("name", ["qwen3", "mistral_window"])
-def test_cuda_says_what_the_cpu_says(kit, batch, name, dtype, limit):
-    here = LocalLearner(kit.make_model(name), critic=True)
-    there = LocalLearner(kit.make_model(name), LearnerSettings(dtype=dtype), critic=True, device="cuda")
-    for _ in range(2):
-        a, b = (x.measure(batch, ALL) for x in (here, there))
-        assert all((a[s].x - b[s].x).abs().mean() < limit and b[s].x.device.type == "cpu" for s in ALL)
-        a, b = (x.update(batch, kit.Linear(ALL)) for x in (here, there))
-        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=limit) and b["skipped"] == 0
-    other = LocalLearner(kit.make_model(name), LearnerSettings(dtype=dtype), critic=True, device="cuda")
-    other.load_state_dict(there.state_dict())
-    assert other.update(batch, kit.Linear(ALL))["loss"] == there.update(batch, kit.Linear(ALL))["loss"]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("separate", [False, True])
-def test_cuda_measures_every_signal_like_the_cpu(kit, batch, separate):
-    model = kit.make_model()
-    make = lambda device: LocalLearner(  # noqa: E731
-        copy.deepcopy(model),
-        LearnerSettings(dtype="float32"),
-        critic=2,
-        turn_critic=True,
-        separate_critic=separate,
-        teacher=kit.make_model(seed=1),
-        device=device,
-    )
-    here, there = make("cpu"), make("cuda")
-    batch = replace(batch, success=batch.tree.field(TRAJECTORY, torch.ones(len(batch))))
-    live = ALL | {Signal.TWIN, Signal.RIVALS}
-    for _ in range(2):
-        a, b = (one.measure(batch, frozenset(Signal)) for one in (here, there))
-        for s in Signal:
-            torch.testing.assert_close(b[s].x, a[s].x, rtol=2e-2, atol=2e-2, msg=lambda text, s=s: f"{s}: {text}")
-        for one in (here, there):
-            one.update(batch.put(a), kit.Linear(live))
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")

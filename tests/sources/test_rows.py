@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from turnwise.data import Task
 from turnwise.errors import SettingError
-from turnwise.sources.rows import read_rows, with_revisions
+from turnwise.sources.expanded import DIRECTIONS, with_directions, with_revisions
+from turnwise.sources.rows import read_rows
 
 USER = {"role": "user", "content": "2+2?"}
 GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
@@ -127,6 +128,102 @@ def test_parquet_needs_its_package(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     assert "needs the package pyarrow" in refused(path) and "JSON Lines" in refused(path)
+
+
+CALL = {"function": {"name": "python", "arguments": {"code": "2+2"}}}
+ASK = {"function": {"name": "search", "arguments": {"query": "sum", "most": 2}}}
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "python", "parameters": {"properties": {"code": {"type": "string"}}}},
+}
+OTHER = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"properties": {"query": {"type": "string"}}}},
+}
+FORMATS = {
+    "messages": [
+        {
+            "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}, TOOL, GOOD],
+            "tools": [SCHEMA, OTHER],
+            "reward": 1.0,
+        },
+        {"messages": [USER, {"role": "assistant", "content": "so:", "tool_calls": [ASK]}, TOOL, BAD], "success": False},
+    ],
+    "text": [{"prompt": "2+2?", "completion": "4", "source": "mine"}, {"prompt": "3+3?", "completion": "6", "seed": 4}],
+    "lists": [
+        {"prompt": [USER], "completion": [GOOD]},
+        {"prompt": [USER, BAD, USER], "completion": [GOOD, TOOL, GOOD]},
+    ],
+    "pairs": [{"prompt": "2+2?", "chosen": "4", "rejected": "5", "score_chosen": 9.0, "score_rejected": 2.0}],
+    "dialogues": [{"chosen": [USER, GOOD], "rejected": [USER, BAD]}],
+    "two prompts": [{"prompt_chosen": "add", "prompt_rejected": "times", "chosen": "4", "rejected": "4", "within": 1}],
+    "rated": [{"prompt": "2+2?", "response": "4", "helpfulness": 4, "verbosity": 1}],
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_parquet_says_what_json_lines_say(tmp_path, form):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = FORMATS[form]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    parquet.write_table(arrow.table({n: [row.get(n) for row in rows] for n in columns}), tmp_path / "rows.parquet")
+    found, wanted = read_rows(tmp_path / "rows.parquet", "guess"), read_rows(write(tmp_path, *rows), "guess")
+    assert [r.line for r in found.rows] == list(range(1, len(rows) + 1))
+    assert found.rows == wanted.rows and found.unused == wanted.unused
+
+
+def test_bad_rows_of_parquet_are_named_by_number(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(arrow.Table.from_pylist([{"prompt": "a", "completion": "b"}, {"prompt": "a"}]), path)
+    assert "1 of 2 rows cannot be used. line 2: columns prompt" in refused(path)
+    path.write_bytes(b"PAR1 and then nothing")
+    assert "cannot be read as Parquet" in refused(path)
+
+
+# ------------------------------------------------------------------ directions
+
+
+RATED = [
+    {"prompt": "2+2?", "response": "4", "helpfulness": 3, "verbosity": 0.0},
+    {"prompt": "2+2?", "response": "It is 4, as everybody knows.", "helpfulness": 3, "verbosity": 4},
+    {"prompt": "3+3?", "completion": "6", "helpfulness": 1, "verbosity": 2, "task": "calculator/train/1/7"},
+]
+HEADS = ("helpfulness", "verbosity")
+
+
+def test_a_rated_answer_is_asked_for_in_several_directions(tmp_path):
+    rows = with_directions(read_rows(write(tmp_path, *RATED)), HEADS, 0)
+    assert [(r.line, r.copy) for r in rows.rows] == [(n, c) for n in (1, 2, 3) for c in range(DIRECTIONS)]
+    for row in rows.rows:
+        script, given = row.scripts[0], RATED[row.line - 1]
+        assert row.task is None and script.rewards == {name: float(given[name]) for name in HEADS}
+        v = [script.facts[f"toward_{name}"] for name in HEADS]
+        assert v[0] >= 0.7 and sum(x * x for x in v) == pytest.approx(1, abs=0.02)
+        stated, asked = script.before[0]["content"].split("\n")
+        assert (
+            stated == f"[helpfulness*{round(100 * v[0])} + verbosity*{round(100 * v[1])}]" and asked == given["prompt"]
+        )
+    first, second = ([r.scripts[0].before for r in rows.rows if r.line == n] for n in (1, 2))
+    assert first == second, "answers to one prompt are asked for in the same directions"
+    assert with_directions(read_rows(write(tmp_path, *RATED)), HEADS, 0) == rows
+    assert with_directions(read_rows(write(tmp_path, *RATED)), HEADS, 1) != rows
+    assert {v > 0 for r in rows.rows if (v := r.scripts[0].facts["toward_verbosity"])} == {True, False}
+
+
+def test_a_direction_that_is_told_is_kept_and_three_ratings_will_do(tmp_path):
+    told = {**RATED[0], "toward_helpfulness": 0.8, "toward_verbosity": -0.6}
+    row = with_directions(read_rows(write(tmp_path, told)), HEADS, 0).rows[0]
+    assert row.scripts[0].before == (USER,) and row.scripts[0].facts["toward_verbosity"] == -0.6
+    three = with_directions(read_rows(write(tmp_path, {**RATED[0], "wit": 2})), (*HEADS, "wit"), 0)
+    for v in ([r.scripts[0].facts[f"toward_{n}"] for n in (*HEADS, "wit")] for r in three.rows):
+        assert v[0] >= 0.7 and sum(x * x for x in v) == pytest.approx(1, abs=0.03)
+
+
+def test_a_row_without_a_rating_is_named(tmp_path):
+    path = write(tmp_path, RATED[0], {"prompt": "a", "response": "b", "helpfulness": "much"})
+    with pytest.raises(SettingError, match=r"1 of 2 rows cannot be used. line 2: no rating helpfulness, verbosity"):
+        with_directions(read_rows(path), HEADS, 0)
 
 
 @pytest.mark.parametrize(

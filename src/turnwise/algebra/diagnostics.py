@@ -9,6 +9,7 @@ from torch import Tensor
 
 from turnwise.algebra.piece import Now
 from turnwise.algebra.ratio import behaviour
+from turnwise.batch import Batch
 from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.maths.divergences import k1, k2, k3
 from turnwise.signals import Signal
@@ -16,6 +17,8 @@ from turnwise.signals import Signal
 LEVELS = {"token": TOKEN, "turn": TURN, "trajectory": TRAJECTORY}
 TURNS = 4  # turn indices shown one by one; the last stands for all later ones
 PRIVATE = "_"  # sums that only serve others
+SOURCES = ("policy", "guided", "replay", "expert", "pairs")
+DOUBLE = 0.69315  # log 2
 
 
 @torch.no_grad()
@@ -48,16 +51,16 @@ def _tails(moved: Field) -> dict[str, Tensor]:
     """How far the ratio's tails reach, and the sums behind the effective sample size, at each level."""
     out: dict[str, Tensor] = {}
     for name, level in LEVELS.items():
-        some = moved.tree.size(TOKEN, level).x > 0
-        log = moved.sum(level).x[some].double()
-        weight = log.clamp(-20.0, 20.0).exp()
+        some = moved.tree.size(TOKEN, level).x > 0  # no rows are picked out: a GPU would have to say how many
+        log = moved.sum(level).x.double()
+        weight = log.clamp(-20.0, 20.0).exp() * some
         out |= {
             f"_w/{name}": weight.sum(),
             f"_w2/{name}": (weight**2).sum(),
-            f"_n/{name}": weight.new_tensor(log.numel()),
+            f"_n/{name}": some.double().sum(),
         }
-        out[f"_over/{name}"] = (log > 0.69315).double().sum()
-        out[f"_under/{name}"] = (log < -0.69315).double().sum()
+        out[f"_over/{name}"] = (log > DOUBLE).double().sum()
+        out[f"_under/{name}"] = (log < -DOUBLE).double().sum()
     return out
 
 
@@ -68,14 +71,64 @@ def _by_turn(now: Now, clipped: Field, pull: Field) -> dict[str, Tensor]:
     for k in range(TURNS):
         here = index == k
         out |= {f"_tokens/turn{k}": here.sum(), f"_clipped/turn{k}": (clipped.x & here).sum()}
-        out[f"_pull/turn{k}"] = size[here].sum()
+        out[f"_pull/turn{k}"] = (size * here).sum()
     return out
 
 
 def _by_outcome(now: Now, pull: Field) -> dict[str, Tensor]:
     good = (now.batch.reward.sum(TRAJECTORY) > 0).at(TOKEN).x
     size = pull.x.abs()
-    return {"_pull/good": size[good].sum(), "_pull/bad": size[~good].sum()}
+    return {"_pull/good": (size * good).sum(), "_pull/bad": (size * ~good).sum()}
+
+
+def source(batch: Batch) -> Field:
+    """Whose rows these are, as places in ``SOURCES``: sampled for this step, sampled with help, stored, shown, or shown as one
+    side of a pair. At TRAJECTORY."""
+    places = batch.guided.to(torch.int64)
+    chosen = batch.facts.get("chosen")
+    paired = torch.zeros_like(batch.expert.x) if chosen is None else ~chosen.x.isnan()
+    shown = 3 + paired.long()
+    x = torch.where(batch.expert.x, shown, torch.where(batch.replayed.x, 2, places.x))
+    return Field(batch.tree, TRAJECTORY, x)
+
+
+@torch.no_grad()
+def by_source(now: Now, rho: Field, gated: Field, pull: Field) -> dict[str, Tensor]:
+    """Sums over the tokens of each source. ``pull``: ∂ objective / ∂ log π, penalties included."""
+    where, ratio = source(now.batch).at(TOKEN).x, rho.detach().at(TOKEN).x
+    columns = {
+        "tokens": torch.ones_like(ratio),
+        "ratio": ratio,
+        "over_2": (ratio > 2).to(ratio.dtype),
+        "clipped": ((gated.detach().at(TOKEN).x - ratio).abs() > 0).to(ratio.dtype),
+        "gradient_share": pull.x.abs(),
+        "logp": now.logp.x.detach(),
+    }
+    if Signal.ENTROPY in now.policy:
+        columns["entropy"] = now[Signal.ENTROPY].x.detach()
+    if Signal.TEACHER in now.batch.columns:
+        columns["teacher"] = now[Signal.TEACHER].x
+    total = lambda x: x.new_zeros(len(SOURCES), dtype=torch.float64).index_add(0, where, x.double())  # noqa: E731
+    summed = {name: total(x) for name, x in columns.items()}
+    return {f"_source/{source}/{name}": n for name, x in summed.items() for source, n in zip(SOURCES, x.unbind())}
+
+
+def _finish_sources(found: Mapping[str, float]) -> dict[str, float]:
+    """Means over the tokens of each source, and its share of the gradient; nothing where there is only the policy."""
+    mine = [name for name in SOURCES if found.get(f"_source/{name}/tokens")]
+    if mine in ([], ["policy"]):
+        return {}
+    whole = max(1e-30, sum(found[f"_source/{name}/gradient_share"] for name in mine))
+    out: dict[str, float] = {}
+    for name in mine:
+        head = f"_source/{name}/"
+        told = {key.removeprefix(head): value for key, value in found.items() if key.startswith(head)}
+        tokens = told.pop("tokens")
+        out |= {
+            f"source/{name}/{key}": value / (whole if key == "gradient_share" else tokens)
+            for key, value in told.items()
+        }
+    return out
 
 
 def finish(found: Mapping[str, float]) -> dict[str, float]:
@@ -97,7 +150,7 @@ def finish(found: Mapping[str, float]) -> dict[str, float]:
             label = f"turn{k}" + ("+" if k == TURNS - 1 else "")
             out[f"clip_share/{label}"] = found[f"_clipped/turn{k}"] / tokens
             out[f"gradient_share/{label}"] = found[f"_pull/turn{k}"] / whole
-    return out
+    return out | _finish_sources(found)
 
 
-__all__ = ["finish", "sums"]
+__all__ = ["SOURCES", "by_source", "finish", "source", "sums"]

@@ -188,6 +188,7 @@ class Objective:
             size = float(batch[w.weight].item) if isinstance(w.weight, Weight) else w.weight
             objective = objective - size * cost
         stats["objective"] = objective.detach()
+        stats |= diagnostics.by_source(now, rho, gated, _slope(objective, now.logp) if self.penalties else pull)
         return Loss(-objective, stats, sides)  # the only minus sign in the house
 
     def scales(self, batch: Batch, main: Grads, sides: Mapping[str, Grads]) -> Scales:

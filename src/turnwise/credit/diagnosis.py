@@ -11,12 +11,15 @@ index_bias               how much the mean outcome of episodes long enough to ha
                          group's: what a baseline by turn index adds to the credit where the number of turns varies
 calibration/auc          chance that a right trajectory was likelier (per token) than a wrong one of its group
 value/explained          1 − Var(R − v)/Var(R) of a critic's values, over tokens
+source/NAME/rows         where a step has rows of several sources (policy, guided, replay, expert, pairs): how many, and
+                         their tokens, mean reward and mean advantage (and |advantage|) over tokens
 """
 
 from __future__ import annotations
 
 import torch
 
+from turnwise.algebra.diagnostics import SOURCES, source
 from turnwise.batch import Batch
 from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition
 from turnwise.signals import Signal
@@ -31,7 +34,7 @@ def diagnose(batch: Batch) -> dict[str, float]:
         return {}
     adv = batch["advantage"].at(TOKEN).to(torch.float64)
     outcome = batch.reward.sum(TRAJECTORY).to(torch.float64)
-    found = _by_turn(batch, adv) | _by_tools(batch, adv) | _groups(outcome)
+    found = _by_turn(batch, adv) | _by_tools(batch, adv) | _groups(outcome) | _by_source(batch, adv, outcome)
     found["credit/within"] = _within(adv)
     found["credit/sign_flips"] = _sign_flips(batch, adv, outcome)
     found["index_bias"] = index_bias(batch, outcome)
@@ -61,6 +64,22 @@ def _by_tools(batch: Batch, adv: Field) -> dict[str, float]:
     called = (batch.tool_calls > 0).at(TOKEN).x
     parts = {"tools": adv.x[called], "no_tools": adv.x[~called]}
     return {f"credit/mean/{name}": float(x.mean()) for name, x in parts.items() if x.numel()}
+
+
+def _by_source(batch: Batch, adv: Field, outcome: Field) -> dict[str, float]:
+    """Nothing where there is only the policy: the other numbers say it all."""
+    whose = source(batch)
+    mine = [(i, name) for i, name in enumerate(SOURCES) if bool((whose.x == i).any())]
+    if mine == [(0, "policy")]:
+        return {}
+    out: dict[str, float] = {}
+    for i, name in mine:
+        rows, tokens = whose.x == i, whose.at(TOKEN).x == i
+        own = adv.x[tokens] if bool(tokens.any()) else adv.x.new_zeros(1)
+        told = {"rows": rows.sum(), "tokens": tokens.sum(), "reward": outcome.x[rows].mean()}
+        told |= {"advantage": own.mean(), "advantage/size": own.abs().mean()}
+        out |= {f"source/{name}/{key}": float(value) for key, value in told.items()}
+    return out
 
 
 def _groups(outcome: Field) -> dict[str, float]:

@@ -46,7 +46,8 @@ class FeedbackGain(Term):
     """Iₖ = mean over the tokens of turn k + 1 of log μ(y) − log π(y | the environment's answer to turn k masked): how much the
     answer to a turn changed what was said next. It is credited to the turn that asked. At TOKEN.
 
-    ``shared``: divided among the tokens of turn k. 0 where nothing was answered, or nothing said afterwards."""
+    ``shared``: divided among the tokens of turn k. Exactly 0 where nothing was answered, nothing of the answer was masked, or
+    nothing said afterwards."""
 
     shared: bool = True
     answered: Term = field(default_factory=lambda: Fact("feedback", TURN, missing=1.0))
@@ -61,8 +62,25 @@ class FeedbackGain(Term):
 
     def __call__(self, batch: Batch) -> Field:
         told = (behaviour(batch) - batch[Signal.BLIND]).mean(TURN)  # 0 for a turn without tokens
+        told = where(masked(batch), told, 0.0)  # else two readings of one text, apart by rounding
         gain = where(self.answered(batch) > 0.5, neighbour(told, 1, 0.0), 0.0)
         return gain.at(TOKEN) / batch.tree.size(TOKEN, TURN) if self.shared else gain.at(TOKEN)
+
+
+def masked(batch: Batch) -> Field:
+    """Whether anything of what stands between a turn and the tokens sampled before it was masked. Every turn, where nobody
+    recorded what was. At TURN."""
+    s, tree = batch.sequences, batch.tree
+    if s.blind is None:
+        return tree.full(TURN, True, torch.bool)
+    found = torch.zeros(tree.count(TURN), dtype=torch.bool, device=tree.device)
+    place = (s.blind != s.ids).nonzero().squeeze(1)
+    token = torch.searchsorted(s.at, place)  # the first one sampled behind it
+    place, token = place[token < s.at.numel()], token[token < s.at.numel()]
+    inside = lambda at: torch.searchsorted(s.start, at, right=True)  # noqa: E731
+    token = token[inside(place) == inside(s.at[token])]
+    found[tree.parents[0][token]] = True
+    return Field(tree, TURN, found)
 
 
 @dataclass(frozen=True)
@@ -126,4 +144,4 @@ class Fading(Term):
         return (-self.rate * batch["clock"]).exp() * self.term(batch)
 
 
-__all__ = ["AmongPresent", "AnswerRise", "Fading", "FeedbackGain", "NoLouder", "WhereAlike"]
+__all__ = ["AmongPresent", "AnswerRise", "Fading", "FeedbackGain", "NoLouder", "WhereAlike", "masked"]

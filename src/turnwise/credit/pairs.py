@@ -79,6 +79,15 @@ def pairs_of(source: str) -> Pairs:
     return SOURCES[source]
 
 
+ANSWERS: dict[str, Rows] = {"told": From("expert"), "formed": From("policy")}
+
+
+def answers_of(source: str) -> Rows:
+    """Among whose answers one is picked: those ``told`` by the data, or ``formed`` by the policy itself."""
+    check(source in ANSWERS, f"no answers {source!r}; {nearest(source, ANSWERS)}")
+    return ANSWERS[source]
+
+
 @dataclass(frozen=True)
 class Chosen(Rows):
     """The better side of each pair."""
@@ -136,11 +145,12 @@ class Along(Term):
 
     @property
     def wants(self) -> frozenset[str]:
-        return frozenset(f"{kind}{name}" for name in self.names for kind in ("reward ", "fact toward_"))
+        each = {f"{kind}{name}" for name in self.names for kind in ("reward ", "fact toward_")}
+        return frozenset(each | {f"ratings {' '.join(self.names)}"})  # in their order, for who draws the directions
 
     def __call__(self, batch: Batch) -> Field:
         parts = [Fact(f"toward_{name}")(batch) * Total(Named(name))(batch) for name in self.names]
         return sum(parts[1:], parts[0])
 
 
-__all__ = ["Along", "Chosen", "FormedPairs", "Pairs", "ToldPairs", "WinRate", "pairs_of"]
+__all__ = ["Along", "Chosen", "FormedPairs", "Pairs", "ToldPairs", "WinRate", "answers_of", "pairs_of"]

@@ -35,6 +35,10 @@ class ToolBonus(Term):
     def __post_init__(self) -> None:
         check(self.horizon > 0, f"the horizon is {self.horizon}; write a positive number of steps")
 
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset({"tools"})
+
     def __call__(self, batch: Batch) -> Field:
         calls = where(batch.tool_calls > 0, 1.0, 0.0).sum(TRAJECTORY)
         t = min(float(batch["clock"].item), self.horizon)

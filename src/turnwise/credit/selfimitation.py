@@ -28,6 +28,10 @@ class CallBonus(Term):
     def __post_init__(self) -> None:
         check(self.horizon > 0, f"horizon is {self.horizon}; write a positive number of steps")
 
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset({"tools"})
+
     def __call__(self, batch: Batch) -> Field:
         calls = batch.tool_calls.sum(TRAJECTORY).to(batch.reward.x.dtype)
         return falling(float(batch["clock"].item), self.horizon) * (self.each * calls).clamp(high=1.0)

@@ -24,6 +24,10 @@ from turnwise.signals import Signal
 class Acted(Term):
     """1 for a trajectory that used the action in question: the fact ``action`` where told, else whether it called a tool."""
 
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset({"tools"})
+
     def __call__(self, batch: Batch) -> Field:
         called = where(batch.tool_calls.max(TRAJECTORY) > 0, 1.0, 0.0)
         if "action" not in batch.facts:
@@ -81,6 +85,10 @@ class Thrift(Term):
 
     def __post_init__(self) -> None:
         check(self.slack > 0, f"slack is {self.slack}; write a positive number of calls")
+
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset({"tools"})
 
     def start(self) -> State:
         return {"tasks": {}}

@@ -27,6 +27,10 @@ class Alike(Kin):
     def __post_init__(self) -> None:
         check(self.what in ("tool_calls", "turns"), f"nothing counts {self.what!r}; write tool_calls or turns")
 
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset({"tools"} if self.what == "tool_calls" else ())
+
     def __call__(self, batch: Batch) -> Partition:
         counts = batch.tree.size(TURN, TRAJECTORY) if self.what == "turns" else batch.tool_calls.sum(TRAJECTORY)
         return Partition.by(batch.tree, TRAJECTORY, batch.group, counts)

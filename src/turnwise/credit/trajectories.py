@@ -108,7 +108,7 @@ class EarlyTools(Term):
 
     @property
     def wants(self) -> frozenset[str]:
-        return frozenset({"verdict"})
+        return frozenset({"verdict", "tools"})
 
     def __call__(self, batch: Batch) -> Field:
         a, tree = self.term(batch), batch.tree

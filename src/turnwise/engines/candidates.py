@@ -61,7 +61,7 @@ def rivals(reading: Reading, ids: Tensor, logp: Tensor) -> Field:
     if not ids.numel():
         return Field(batch.tree, TOKEN, logp)
     directions = torch.nn.functional.embedding_bag(rows, head.weight, mode="sum", per_sample_weights=weights)
-    gap = (reading.wide * directions).sum(1)
+    gap = (reading.before * directions).sum(1)
     if head.bias is not None:
         gap = gap + (head.bias[rows] * weights).sum(1)
     return Field(batch.tree, TOKEN, count.squeeze(1) * logp + gap * reading.inverse)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from turnwise.engines.cuda.reference import quantise, widened
 from turnwise.engines.layouts import Reading, Stepping
 from turnwise.engines.slots import Slots
 
@@ -37,10 +38,6 @@ class _Layer:
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
-
-
-def _turned(*layers: nn.Linear) -> Tensor:
-    return torch.cat([layer.weight.detach() for layer in layers]).t().contiguous()
 
 
 def _bias(*layers: nn.Linear) -> Tensor | None:
@@ -68,9 +65,10 @@ class Decoder:
         linears = [m for name, m in model.named_modules() if name.endswith("_proj")]
         return "" if all(type(m) is nn.Linear for m in linears) else "projections that are not plain linear layers"
 
-    def __init__(self, model: PreTrainedModel, slots: Slots) -> None:
+    def __init__(self, model: PreTrainedModel, slots: Slots, narrow: bool = False) -> None:
+        """``narrow``: the layers' weights are rounded to fp8 (e4m3, a scale per output)."""
         config = model.config
-        self.model, self.slots = model, slots
+        self.model, self.slots, self.narrow = model, slots, narrow
         self.H, self.Hkv, self.D = config.num_attention_heads, slots.shapes[0][0][0], slots.shapes[0][0][1]
         self.eps = config.rms_norm_eps
         self.scale = model.model.layers[0].self_attn.scaling
@@ -80,6 +78,13 @@ class Decoder:
         half = self.D // 2
         self.cos = cos[0, :, None]  # [context, 1, D]
         self.sin = torch.cat((-sin[0, :, None, :half], sin[0, :, None, half:]), -1)  # x·cos + roll(x)·sin
+
+    def describe(self) -> str:
+        kind = str(self.slots.dtype).removeprefix("torch.")
+        return f"hand-written decoder, {kind}" + (", weights rounded to fp8" if self.narrow else "")
+
+    def rehearse(self) -> None:
+        """Do once whatever the first request would have to wait for, or fail now."""
 
     def refresh(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Fuse the model's present weights anew. ``weights``: what was published, if anything was."""
@@ -97,15 +102,20 @@ class Decoder:
             qk_norm = torch.cat((q.expand(self.H, -1), k.expand(self.Hkv, -1)))
         return _Layer(
             layer.input_layernorm.weight.detach(),
-            _turned(a.q_proj, a.k_proj, a.v_proj),
+            self._turned(a.q_proj, a.k_proj, a.v_proj),
             _bias(a.q_proj, a.k_proj, a.v_proj),
             qk_norm,
-            _turned(a.o_proj),
+            self._turned(a.o_proj),
             _bias(a.o_proj),
             layer.post_attention_layernorm.weight.detach(),
-            _turned(m.gate_proj, m.up_proj),
-            _turned(m.down_proj),
+            self._turned(m.gate_proj, m.up_proj),
+            self._turned(m.down_proj),
         )
+
+    def _turned(self, *layers: nn.Linear) -> Any:
+        """Several products as one [in, out], as this decoder keeps them."""
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        return (widened(*quantise(weight)).to(weight.dtype) if self.narrow else weight).t().contiguous()
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.eps)

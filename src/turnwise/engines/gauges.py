@@ -33,7 +33,7 @@ def pushes(reading: Reading, precondition: Tensor) -> dict[Signal, Field]:
         p = logp.exp()
         v = -p
         v.scatter_add_(1, target[rows, None], torch.ones_like(p[:, :1]))
-        q = reading.wide[rows].square() @ precondition.to(p.dtype).T
+        q = reading.before[rows].square() @ precondition.to(p.dtype).T
         for out, value in zip(found, (v * v * q, p * (v * q) ** 2, p * v * q)):
             out[rows] = value.sum(1)
     return {name: Field(reading.batch.tree, TOKEN, x) for name, x in zip(PUSHES, found)}

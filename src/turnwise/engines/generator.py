@@ -29,13 +29,17 @@ from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)
 
+TICK, TICK_AHEAD = 8, 64
+
 
 class LocalGenerator:
     """Implements ``ports.Generator`` for any Hugging Face causal LM. Owns a copy of ``model``.
 
     ``tokenizer`` (or its decode function) is needed for stop strings only. ``patience``: seconds a deterministic
     generator waits for sessions that neither ask nor close before it goes on without them, with a warning.
-    ``fast=False`` keeps the stock forward. ``dtype``: of weights and slots (default: the model's). ``threads``: CPU threads
+    ``fast=False`` keeps the stock forward. ``dtype``: of weights and slots (default: the model's); float8_e4m3fn for weights in
+    fp8. ``tick``: steps between two admissions, at most; by default 8, and 64 where a GPU draws ahead and stops by itself when
+    a quarter of its lanes are done. ``threads``: CPU threads
     of decoding; 1 is nearly as fast as 2 for a small model, and where a learner computes at the same time two teams on the
     same cores stall each other tenfold."""
 
@@ -47,7 +51,7 @@ class LocalGenerator:
         slots: int,
         context: int,
         stop_ids: tuple[int, ...],
-        tick: int = 8,
+        tick: int | None = None,
         deterministic: bool = True,
         device: torch.device | str | None = None,
         patience: float = 60.0,
@@ -55,11 +59,12 @@ class LocalGenerator:
         dtype: torch.dtype | None = None,
         threads: int | None = None,
     ) -> None:
-        if min(slots, context - 1, tick) < 1:
+        if min(slots, context - 1, 1 if tick is None else tick) < 1:
             raise SettingError(f"slots={slots}, context={context}, tick={tick}; write at least 1, 2 and 1")
         decode: Callable[[list[int]], str] | None = getattr(tokenizer, "decode", tokenizer)
-        self.context, self.tick, self.deterministic, self.patience = context, tick, deterministic, patience
+        self.context, self.deterministic, self.patience = context, deterministic, patience
         self.network = Network(model, slots, context, torch.device(device or model.device), fast, dtype)
+        self.tick = tick or (TICK if self.network.graphs is None else TICK_AHEAD)
         self.lanes = Lanes(self.network, stop_ids, decode)
         self.sessions: dict[int, LocalSession] = {}  # open ones, by order
         self._closed: list[LocalSession] = []  # to be released between two runs
@@ -96,6 +101,10 @@ class LocalGenerator:
     def stats(self) -> dict[str, float]:
         """Counts since the start. ``decoder`` is 1 when the hand-written forward steps, 0 when the stock one does."""
         return {**self.lanes.stats(), "open": float(len(self.sessions))}
+
+    def describe(self) -> str:
+        """Which path computes, in which precision, and why not a faster one."""
+        return self.network.describe()
 
     # ------------------------------------------------------------------ called by sessions
 

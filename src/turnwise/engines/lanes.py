@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from turnwise.data import Sampling, Stop
+from turnwise.engines.cuda.graphs import HISTORY
 from turnwise.engines.layouts import Job, Stepping
 from turnwise.engines.network import Network
 from turnwise.engines.sampling import Sampler, uniforms
@@ -24,6 +25,9 @@ COUNTS = (
     "tokens", "steps", "lane_steps", "prefill_tokens", "prefix_hits", "shared_tokens", "reread_tokens", "admissions",
     "publishes", "impatience",
 )  # fmt: skip
+THIN = 7 / 8  # share of living lanes at which the others close ranks, where that can happen after any step ...
+THIN_AHEAD = 3 / 4  # ... and where some steps more are on their way already
+BLOCK = 8  # steps between two looks of the host at a GPU without graphs
 TAIL = 8  # extra tokens decoded before the stop string's own length, so that no word boundary hides it
 
 
@@ -130,26 +134,33 @@ class Lanes:
         done = 0
         while self.running and done < steps and not interrupted():
             done += yield from self._stretch(steps - done, report, interrupted)
+            if (
+                self.network.graphs is not None
+            ):  # ticks are long there: whoever can be admitted need not wait for the rest
+                break
 
     def _stretch(
         self, steps: int, report: Callable[[Request], None], interrupted: Callable[[], bool]
     ) -> Generator[None, None, int]:
-        """Step an unchanging set of rows until enough lanes are dead to be worth closing ranks."""
+        """Step an unchanging set of rows until enough lanes are dead to be worth closing ranks. A decoder that draws ahead is
+        told so, and what it has drawn by then is not thrown away."""
         began, lanes = time.perf_counter(), self.running
+        steps = min(steps, max(r.budget - r.sampled for r in lanes))
         watch = [i for i, r in enumerate(lanes) if r.sampling.stop]
         due: dict[int, list[int]] = {}
         for i, request in enumerate(lanes):
             due.setdefault(request.budget - request.sampled - 1, []).append(i)
-        ahead = self.network.graphs is not None and not any(_cuts(r.sampling) for r in lanes)
+        ahead, few = self.network.graphs is not None, False
+        drawing = self._ahead(steps, lambda: few or interrupted()) if ahead else self._one_by_one(steps)
         self._history, step = [], 0
-        for drawn, logp, mass in self._ahead(steps) if ahead else self._one_by_one(steps):
+        for drawn, logp, mass in drawing:
             self._history.append((drawn, logp, mass))
             ended = self._ended(drawn, due.get(step, ()), watch)
             step += 1
             if ended:
                 self._finish(ended, report)
-                alive = sum(r.stop is None for r in lanes)
-                if alive * 8 <= len(lanes) * 7 and not ahead:  # what is drawn already is not thrown away
+                few = sum(r.stop is None for r in lanes) <= (THIN_AHEAD if ahead else THIN) * len(lanes)
+                if few and not ahead:
                     break
                 self.seconds += time.perf_counter() - began
                 yield
@@ -164,7 +175,8 @@ class Lanes:
         return step
 
     def _one_by_one(self, steps: int) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
-        """What every lane draws, step by step: ids, log-probabilities, kept mass."""
+        """What every lane draws, step by step: ids, log-probabilities, kept mass. On a GPU the host looks at several steps at
+        once: a look at each would stop the GPU as often."""
         lanes, device = self.running, self.slots.device
         layout = Stepping(self.slots, [len(r.sequence) - 1 for r in lanes], steps)
         sampler = Sampler([r.sampling for r in lanes], device)
@@ -173,24 +185,30 @@ class Lanes:
         )
         u = uniforms(seed, position + torch.arange(steps, device=device)[:, None])  # [steps, n]
         tokens = torch.tensor([r.sequence[-1] for r in lanes], device=device)
-        for step in range(steps):
-            tokens, logp, mass = sampler(self.network.step(tokens, layout), u[step])
-            yield tokens.tolist(), logp, mass
-            layout.advance()
+        block = 1 if device.type == "cpu" else BLOCK
+        for begin in range(0, steps, block):
+            found = []
+            for step in range(begin, min(steps, begin + block)):
+                tokens, logp, mass = sampler(self.network.step(tokens, layout), u[step])
+                found.append((tokens, logp, mass))
+                layout.advance()
+            for ids, (_, logp, mass) in zip(torch.stack([x[0] for x in found]).tolist(), found):
+                yield ids, logp, mass
 
-    def _ahead(self, steps: int) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
-        """The same, drawn all at once by a decoder that needs no host; lanes that end in between ride along."""
+    def _ahead(self, steps: int, enough: Callable[[], bool]) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
+        """The same, drawn by a decoder that needs no host; lanes that end in between ride along."""
         lanes, graphs = self.running, self.network.graphs
         assert graphs is not None
-        left = max(r.budget - r.sampled for r in lanes)
-        drawing = graphs.run(
-            min(steps, left),
+        cuts = [(r.sampling.top_k, r.sampling.top_p, r.sampling.min_p) for r in lanes]
+        return graphs.run(
+            min(steps, HISTORY),
             [r.sequence[-1] for r in lanes],
             [len(r.sequence) - 1 for r in lanes],
             [r.seed for r in lanes],
             [r.sampling.temperature for r in lanes],
+            cuts if any(_cuts(r.sampling) for r in lanes) else None,
+            enough,
         )
-        yield from ((ids, logp, None) for ids, logp in drawing)
 
     def _ended(self, drawn: list[int], due: Sequence[int], watch: Sequence[int]) -> dict[int, Stop]:
         """Lanes that are done after this token, and why. A stop id wins over a string, a string over a limit."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from turnwise.batch import Batch
-from turnwise.engines import lora, optimiser, packed
+from turnwise.engines import blocks, lora, optimiser, packed
 from turnwise.engines.critics import Critics
 from turnwise.engines.measuring import Measuring
 from turnwise.engines.noise import Noise
@@ -65,6 +65,8 @@ class LocalLearner:
         self.critics = Critics(self.model, self.head.weight, int(critic), turn_critic, separate_critic)
         self.critic = self.critics.value
         self.noise = Noise(packed.layers(self.model), noise.sigma, self.device, self.master) if noise else None
+        if self.settings.lora_rank or self.noise is not None:
+            blocks.forbid(self.model.get_decoder())  # its layers are not what they were when it was adopted
         self.version = 0
         self.steps = 0  # taken
         self.skipped = 0  # not taken, because a loss or gradient was not finite
@@ -131,7 +133,8 @@ class LocalLearner:
         self.skipped += not taken
         mine = {"loss": loss, "lr": self.settings.lr * factor * rate, "skipped": float(not taken)}
         mine |= dict(zip(("grad_norm", "grad_norm/critic"), norms))
-        return {name: float(value) for name, value in sums.items()} | mine
+        told = torch.stack([value.double().to(self.device) for value in sums.values()]).tolist() if sums else []
+        return dict(zip(sums, told)) | mine
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._own.values() if p.grad is not None]
@@ -139,29 +142,28 @@ class LocalLearner:
     def _backward(
         self, batch: Batch, objective: Objective
     ) -> tuple[float, dict[str, Tensor], dict[str, list[Tensor]], Batch]:
-        """Add up losses, statistics and gradients over the micro-batches; stops at a loss that is not finite."""
-        total = 0.0
+        """Add up losses, statistics and gradients over the micro-batches. The host looks at the loss only at the end: what
+        it does meanwhile, a GPU need not wait for."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         sums: dict[str, Tensor] = {}
         sides: dict[str, list[Tensor]] = {}
         step = batch
         for planned, micro, policy in self._micros(batch, objective):
             step, found = planned, objective(micro, policy)
-            total += float(found.loss.detach())
+            total += found.loss.detach()
             for name, value in found.stats.items():
                 sums[name] = sums.get(name, 0) + torch.as_tensor(value).detach()
-            if not math.isfinite(total):
-                break
             for name, side in found.sides.items():
                 self._add_side(sides.setdefault(name, []), side)
             if found.loss.requires_grad:  # a micro-batch without sampled tokens has nothing to say
                 found.loss.backward()
-        return total, sums, sides, step
+        return float(total), sums, sides, step
 
     def _micros(self, batch: Batch, objective: Objective) -> Iterator[tuple[Batch, Batch, dict[Signal, Field]]]:
         """(the planned step, a micro-batch of it, its live signals). Where the step is one micro-batch, planning looks at
         the very forward pass that is differentiated; otherwise it costs a pass of its own."""
         batch = batch.put(vocabulary=batch.tree.full(BATCH, float(self.head.weight.shape[0])))
-        parts = list(batch.split(self.settings.positions)) if objective.foresees else []
+        parts = list(self._split(batch)) if objective.foresees else []
         if len(parts) == 1 and objective.foresees <= LIVE and self.noise is None:
             micro = parts[0].to(self.device)
             policy = self.measuring.live(micro, objective.live)
@@ -171,11 +173,15 @@ class LocalLearner:
         if objective.foresees:
             batch = batch.put(self.measure(batch, objective.foresees))
         planned = objective.plan(batch)
-        for number, micro in enumerate(planned.split(self.settings.positions)):
+        for number, micro in enumerate(self._split(planned)):
             micro = micro.to(self.device)
             with self.noise.on(self.steps, number) if self.noise else nullcontext():
                 policy = self.measuring.live(micro, objective.live)
             yield planned, micro, policy
+
+    def _split(self, batch: Batch) -> Iterator[Batch]:
+        """Micro-batches. Only a GPU reads ragged sequences without padding them."""
+        return batch.split(self.settings.positions, padded=self.device.type != "cuda")
 
     def _add_side(self, grads: list[Tensor], side: Tensor) -> None:
         """Collect the gradient of another scalar beside the main one."""

@@ -6,7 +6,8 @@ Legend: N rows, D hidden width, V vocabulary.
     ∂logp/∂z = onehot(y) − p  ∂H/∂z = −p·(log p + H)
 
 Rows are taken a chunk at a time; the backward pass computes a chunk's logits again. When all of them are small they are
-kept instead, which is faster. Sums run in float32 (float64 for float64 inputs) whatever the inputs are.
+kept instead, which is faster. On a GPU a chunk's logits are read once by one kernel in each pass. Sums run in float32
+(float64 for float64 inputs) whatever the inputs are.
 
 This module knows nothing of models, sequences or objectives.
 """
@@ -19,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from turnwise.engines import blocks, plain
+
 CHUNK_BYTES = 16 << 20  # of the logits of one chunk; two or three buffers of this size live at once
-CHUNK_BYTES_CUDA = 256 << 20  # smaller chunks leave a large GPU waiting for launches
+CHUNK_BYTES_CUDA = 512 << 20  # smaller chunks leave a large GPU waiting for launches
 KEEP_BYTES = 32 << 20  # up to here p (and log p, where entropy is wanted) of all rows is kept for the backward pass
 
 
@@ -43,7 +46,7 @@ def token_logprobs(
     assert targets.shape == (n,), (targets.shape, n)
     wide = _wide(hidden)
     row = vocabulary * wide.itemsize
-    keep = chunk is None and n * row * (2 if want_entropy else 1) <= KEEP_BYTES
+    keep = chunk is None and blocks.ops_for(hidden) is plain and n * row * (2 if want_entropy else 1) <= KEEP_BYTES
     size = max(1, n) if keep else chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row)
     t = torch.as_tensor(temperature, dtype=wide, device=hidden.device)
     inverse = torch.where(t == 0, torch.ones_like(t), t).reciprocal().expand(n)
@@ -70,12 +73,17 @@ def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     return (a @ b).to(wide)
 
 
-def _scores(h: Tensor, w: Tensor, bias: Tensor | None, inverse: Tensor, wide: torch.dtype) -> Tensor:
-    """Logits of some rows over temperature, in the wide dtype; a fresh buffer that the caller may overwrite."""
+def _logits(h: Tensor, w: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
+    """Of some rows, in the wide dtype; a fresh buffer that the caller may overwrite."""
     z = _product(h, w.T, wide)
     if bias is not None:
         z += bias
-    return z.mul_(inverse[:, None])
+    return z
+
+
+def _scores(h: Tensor, w: Tensor, bias: Tensor | None, inverse: Tensor, wide: torch.dtype) -> Tensor:
+    """Logits of some rows over temperature."""
+    return _logits(h, w, bias, wide).mul_(inverse[:, None])
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -97,8 +105,15 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: tuple[Tensor | None, Tensor | None] = (None, None)
         with torch.autocast(hidden.device.type, enabled=False):
             h, w = hidden.to(narrow), weight.to(narrow)
+            kernels = blocks.ops_for(hidden)
             for a in range(0, hidden.shape[0], size):
                 rows = slice(a, a + size)
+                if kernels is not plain:
+                    found = kernels.scores(_logits(h[rows], w, bias, wide), targets[rows], inverse[rows], want_entropy)
+                    for into, value in zip((logp, lse, entropy), found):
+                        if into is not None:
+                            into[rows] = value
+                    continue
                 z = _scores(h[rows], w, bias, inverse[rows], wide)
                 top = z.amax(1, keepdim=True)
                 p = z.sub_(top).exp()  # the only exponential of the forward pass
@@ -126,17 +141,24 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_w = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_w else None
         grad_b = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if need_b else None
         h, w = hidden.to(ctx.narrow), weight.to(ctx.narrow)
+        kernels = blocks.ops_for(hidden)
         for a in range(0, hidden.shape[0], ctx.size):
             rows = slice(a, a + ctx.size)
-            p, log_p = kept_p, kept_log_p
-            if p is None:
-                log_p = _scores(h[rows], w, bias, inverse[rows], wide).sub_(lse[rows, None])
-                p = log_p.exp()
-            d = _pull(p, log_p, targets[rows], *(None if g is None else g[rows] for g in (g_logp, g_entropy, entropy)))
-            d *= inverse[rows, None]
-            if grad_b is not None:
-                grad_b += d.sum(0)
-            d = d.to(ctx.narrow)
+            given = [None if g is None else g[rows] for g in (g_logp, g_entropy, entropy)]
+            if kernels is not plain and grad_b is None:
+                z = _logits(h[rows], w, bias, wide)
+                d = kernels.pull(z, targets[rows], inverse[rows], lse[rows], *given, ctx.narrow)
+                del z
+            else:
+                p, log_p = kept_p, kept_log_p
+                if p is None:
+                    log_p = _scores(h[rows], w, bias, inverse[rows], wide).sub_(lse[rows, None])
+                    p = log_p.exp()
+                d = _pull(p, log_p, targets[rows], *given)
+                d *= inverse[rows, None]
+                if grad_b is not None:
+                    grad_b += d.sum(0)
+                d = d.to(ctx.narrow)
             if grad_h is not None:
                 grad_h[rows] = _product(d, w, wide)
             if grad_w is not None:

@@ -111,7 +111,7 @@ class Measuring:
         }
         for signal in signals & PUPILS:
             self._pupil(signal).open()
-        for micro in batch.put(rows).split(self.house.settings.positions):
+        for micro in batch.put(rows).split(self.house.settings.positions, padded=self.house.device.type != "cuda"):
             micro = micro.to(self.house.device)
             for key, value in self._measured(micro, signals).items():
                 _, out = found.setdefault(key, (value.level, blank(value.level, value.x.dtype)))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,19 @@ log = logging.getLogger(__name__)
 
 READ_BUDGET = 4096  # tokens of one packed reading: bounds its memory ...
 READ_BUDGET_CUDA = 1 << 15  # ... smaller ones leave a large GPU waiting for launches
+
+
+def kernels_for(device: torch.device) -> tuple[Any, str]:
+    """The module of kernels for a device, or why there is none."""
+    if device.type != "cuda":
+        return None, "no GPU"
+    if importlib.util.find_spec("triton") is None:
+        return None, "no Triton to compile kernels with"
+    return importlib.import_module("turnwise.engines.cuda.kernels"), ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Probe:
@@ -51,9 +66,15 @@ class Network:
         fast: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """``dtype``: of weights and slots; float8_e4m3fn: weights of the layers in fp8, all else in bfloat16 (on a CPU in the
+        model's own)."""
+        self.narrow = dtype == torch.float8_e4m3fn
+        if self.narrow:
+            dtype = torch.bfloat16 if device.type == "cuda" else None
         self.exact = dict(model.named_parameters()) if dtype not in (None, model.dtype) else None  # before rounding
-        self.model = copy.deepcopy(model).to(device=device, dtype=dtype or model.dtype)  # type: ignore[call-arg]
-        self.model = self.model.eval().requires_grad_(False)
+        self.model = copy.deepcopy(model).to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        for p in self.model.parameters():  # not the buffers: rounded rotary frequencies are off by half a turn soon
+            p.data = p.data.to(dtype or p.dtype)
         self.device = device
         ids = torch.randint(
             0, model.config.get_text_config().vocab_size, (12,), generator=torch.Generator().manual_seed(0)
@@ -68,9 +89,12 @@ class Network:
                 raise SettingError(f"{type(model).__name__} does not route every layer through its attention interface")
             self.slots = Slots(shapes, rows, context, next(self.model.parameters()).dtype, device)
             self.decoder: Decoder | None = None
+            self.path = f"stock forward, {_name(self.slots.dtype)}, because fast is off"
             self._verify(ids, reference, "its stock forward")
             if fast:
                 self._accelerate(ids, reference, probe.windows)
+        self.exact = None
+        log.info("generator steps %s by: %s", type(self.model).__name__, self.describe())
 
     def _forward(self, tokens: Tensor, position: Tensor, layout: object) -> Tensor:
         return self.model(input_ids=tokens, position_ids=position, layout=layout, use_cache=False).logits
@@ -88,6 +112,8 @@ class Network:
         return float((torch.stack(rows) - reference[-2:]).abs().max() / (1e-6 + reference.abs().max()))
 
     def _tolerance(self) -> float:
+        if self.narrow and self.decoder is not None:
+            return 0.25
         return 1e-3 if self.slots.dtype in (torch.float32, torch.float64) else 0.05
 
     def _verify(self, ids: Tensor, reference: Tensor, what: str) -> None:
@@ -99,24 +125,51 @@ class Network:
             )
 
     def _accelerate(self, ids: Tensor, reference: Tensor, windows: set[int | None]) -> None:
-        """Step through the hand-written decoder if it fits this model and gives the same logits."""
-        why = Decoder.misfit(self.model, windows)
-        if not why:
-            self.decoder = self._decoder()
-            error = self._deviation(ids, reference)
-            why = "" if error <= self._tolerance() else f"its logits were off by {error:.2g}"
-        if why:
-            self.decoder = None
-        how = f"its stock forward ({why})" if why else type(self.decoder).__name__
-        log.info("generator steps %s by %s", type(self.model).__name__, how)
+        """Step through the best decoder that fits this model, works on this machine and gives the same logits."""
+        reasons: list[str] = []
+        for what, make in self._decoders(windows):
+            try:
+                made = make()
+                if isinstance(made, str):
+                    reasons.append(f"not {what}, because of {made}")
+                    continue
+                self.decoder = made
+                error = self._deviation(ids, reference)
+                if error <= self._tolerance():
+                    self.decoder.rehearse()
+                    self.path = "; ".join(["", *reasons])
+                    return
+                reasons.append(f"not {what}, because its logits were off by {error:.2g}")
+            except Exception as fault:  # no compiler, an old GPU, too little memory: a slower path is better than none
+                reasons.append(f"not {what}, because of {type(fault).__name__}: {(str(fault).splitlines() or [''])[0]}")
+                log.warning("generator: %s", reasons[-1])
+        self.decoder = None
+        narrow = "; weights are not rounded to fp8" if self.narrow else ""
+        self.path = f"stock forward, {_name(self.slots.dtype)}{narrow}; " + "; ".join(reasons)
 
-    def _decoder(self) -> Decoder:
-        """On a GPU the one that replays graphs, where Triton is there to compile its kernels."""
-        if self.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-            decoder = GraphDecoder(self.model, self.slots)
+    def _decoders(self, windows: set[int | None]) -> list[tuple[str, Callable[[], Decoder | str]]]:
+        """Decoders to try, the fastest first; each gives itself or why it does not fit."""
+
+        def replayed(narrow: bool) -> Decoder | str:
+            kernels, why = kernels_for(self.device)
+            why = why or GraphDecoder.misfit(self.model, windows)
+            if why:
+                return why
+            decoder = GraphDecoder(self.model, self.slots, narrow, kernels)
             decoder.refresh(self.exact)
             return decoder
-        return Decoder(self.model, self.slots)
+
+        def plain() -> Decoder | str:
+            return Decoder.misfit(self.model, windows) or Decoder(self.model, self.slots, self.narrow)
+
+        graphs: list[tuple[str, Callable[[], Decoder | str]]] = []
+        if kernels_for(self.device)[0] is not None or self.device.type == "cuda":
+            graphs = [(f"CUDA graphs{' in fp8' * narrow}", partial(replayed, narrow)) for narrow in (True, False)]
+        return [*graphs[0 if self.narrow else 1 :], ("the hand-written decoder", plain)]
+
+    def describe(self) -> str:
+        """Which path steps, and why not a faster one."""
+        return self.path if self.decoder is None else self.decoder.describe() + self.path
 
     @property
     def graphs(self) -> GraphDecoder | None:
@@ -163,16 +216,21 @@ class Network:
 
 
 def _parts(jobs: Sequence[Job], budget: int) -> list[list[Job]]:
-    """Cut into packed passes of a bounded number of tokens; the pieces of a long job follow one another."""
+    """Cut into packed passes of a bounded number of tokens, of at most twice as many with the padding to the longest; long jobs
+    first, so that like is read with like. The pieces of a long job follow one another."""
     pieces = [
-        Job(job.row, job.start + at, job.ids[at : at + budget]) for job in jobs for at in range(0, len(job.ids), budget)
+        Job(job.row, job.start + at, job.ids[at : at + budget])
+        for job in sorted(jobs, key=lambda job: -len(job.ids))
+        for at in range(0, len(job.ids), budget)
     ]
     parts: list[list[Job]] = []
-    room = 0
+    room = depth = 0
     for piece in pieces:
-        if not parts or len(piece.ids) > room or parts[-1][-1].row == piece.row:
+        depth = max(depth, len(piece.ids))
+        wide = bool(parts) and (len(parts[-1]) + 1) * depth > 2 * budget
+        if not parts or len(piece.ids) > room or wide or parts[-1][-1].row == piece.row:
             parts.append([])
-            room = budget
+            room, depth = budget, len(piece.ids)
         parts[-1].append(piece)
         room -= len(piece.ids)
     return parts

@@ -3,24 +3,31 @@
 Legend: L packed positions, S sequences, P padded positions, H heads, D width.
 
 Attention pads sequences of like length on the right into buckets. Under a causal mask no real position ever sees the
-padding, so plain causal attention is exact and no mask is built. A beginning that several sequences share is read once.
+padding, so plain causal attention is exact and no mask is built. On a GPU in half precision nothing is padded: one call reads
+ragged sequences. A beginning that several sequences share is read once.
 
 This module does not know what the hidden states are for: no log-probabilities, no sampled tokens, no losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from turnwise.batch import Sequences
-from turnwise.engines import attention
+from turnwise.engines import attention, blocks
+from turnwise.engines.cuda.body import Ragged
 from turnwise.engines.prefixes import Copy, Shared
 from turnwise.errors import SettingError
+from turnwise.levels import send
 
 FILL = 0.75  # a bucket takes sequences down to this part of its longest ...
 SLACK = 16  # ... or this much shorter, whichever is more: one more launch costs as much as some padding
@@ -48,6 +55,10 @@ class PackedLayout:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return self.attend_rows(q, k, v, scale, window)[None]
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+        """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]."""
         if self.copy is not None:
             q, k, v = (self.copy.spread(x) for x in (q, k, v))  # [P, H, D]
         parts, at = [], 0
@@ -57,7 +68,7 @@ class PackedLayout:
             parts.append(self._bucket(a, b, c, scale, window).transpose(1, 2).flatten(0, 1))
             at = cut.stop
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (out if self.copy is None else self.copy.take(out))[None]
+        return out if self.copy is None else self.copy.take(out)
 
     def _bucket(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         length = q.shape[2]
@@ -71,6 +82,36 @@ class PackedLayout:
             back = here[:, None] - here[None, :]
             self._masks[length, window] = (back >= 0) & (back < window)
         return self._masks[length, window]
+
+
+class RaggedLayout(Ragged):
+    """The same in one call of flash attention over ragged sequences, in half precision on a GPU. The queries of a shared
+    beginning are asked once, by the first sequence that has it; its keys and values are copied to the others."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]."""
+        q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
+        return self.attend_rows(q, k, v, scale, window)[None]
+
+
+def ragged(start: Tensor, shared: Shared, to: Callable[[Tensor], Tensor] = lambda x: x) -> RaggedLayout:
+    lengths = start[1:] - start[:-1]
+    owner = torch.searchsorted(start, shared.first, right=True) - 1
+    queries = torch.bincount(owner, minlength=len(lengths))
+    asks = queries > 0  # a sequence that is all copy asks nothing
+    source = to(shared.row[asks.repeat_interleave(lengths)]) if len(shared.first) < len(shared.row) else None
+    queries, lengths = queries[asks], lengths[asks]
+    begin, keys = (to(torch.cat([n.new_zeros(1), n.cumsum(0)]).to(torch.int32)) for n in (queries, lengths))
+    return RaggedLayout(begin, keys, (int(queries.max()), int(lengths.max())), source)
+
+
+def _layout(
+    start: Tensor, shared: Shared, model: PreTrainedModel, to: Callable[[Tensor], Tensor]
+) -> PackedLayout | RaggedLayout:
+    weight = next(model.parameters())
+    if weight.is_cuda and blocks.kind_of(weight) in (torch.bfloat16, torch.float16):
+        return ragged(start, shared, to)
+    return PackedLayout(to(start), Shared(to(shared.first), to(shared.row)))
 
 
 def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
@@ -89,24 +130,60 @@ def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
 # --------------------------------------------------------------------- models
 
 
+@dataclass(frozen=True, eq=False)
+class States:
+    """What the LM head would read at packed positions: ``values`` [U, D], and which of them each position has, [L]."""
+
+    values: Tensor
+    row: Tensor
+
+    def at(self, positions: Tensor) -> Tensor:
+        return _Rows.apply(self.values, self.row[positions])
+
+
+class _Rows(torch.autograd.Function):
+    """Chosen rows; what flows back to a row that was chosen often adds up in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        whole = wide.new_zeros(ctx.size, *grad.shape[1:])
+        return whole.index_add_(0, ctx.saved_tensors[0], wide).to(grad.dtype), None
+
+
 def hidden_states(model: PreTrainedModel, sequences: Sequences, through: bool = False) -> Tensor:
-    """What the LM head would read at every packed position, [L, D]. The model must have been adopted.
+    """What the LM head would read at every packed position, [L, D]."""
+    states = read(model, sequences, through)
+    return states.at(torch.arange(len(states.row), device=states.row.device))
+
+
+def read(model: PreTrainedModel, sequences: Sequences, through: bool = False) -> States:
+    """The states of packed sequences. The model must have been adopted.
 
     If tokens were sampled, only states up to the last one needed for them are true: the rest is not computed. ``through``:
     the sampled tokens themselves are wanted too, not only what came before them."""
-    kept, start = _worth_reading(sequences, through)
-    ids, position = sequences.ids[kept], sequences.positions()[kept]
+    here = sequences.host or sequences  # what is looked at on the host keeps no GPU waiting
+    to = partial(send, device=sequences.ids.device)
+    kept, start = _worth_reading(here, through)
+    ids, position = here.ids[kept], here.positions()[kept]
     # stock norms pass gradients through float32 even in a float64 model, where a rounded sum is not the sum of the
     # rounded: exactness is what float64 is asked for, so there nothing is shared
     shared = Shared.none(ids) if model.dtype == torch.float64 else Shared.of(ids, start)
-    out = model.get_decoder()(
-        input_ids=ids[shared.first][None],
-        position_ids=position[shared.first][None],
-        use_cache=False,
-        layout=PackedLayout(start, shared),
-    )
-    row = torch.zeros_like(sequences.ids).index_copy(0, kept, shared.row)
-    return Shared(kept[shared.first], row).spread(out.last_hidden_state[0])
+    row = to(torch.zeros_like(here.ids).index_copy(0, kept, shared.row))
+    decoder, layout = model.get_decoder(), _layout(start, shared, model, to)
+    ids, position = to(ids[shared.first]), to(position[shared.first])
+    fast = blocks.of(decoder)
+    if fast is not None:
+        return States(fast(ids, position, layout), row)
+    out = decoder(input_ids=ids[None], position_ids=position[None], use_cache=False, layout=layout)
+    return States(out.last_hidden_state[0], row)
 
 
 def _worth_reading(sequences: Sequences, through: bool) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,10 @@ Exact: ids are compared, not hashed. Knows ids and boundaries; neither models no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +24,9 @@ class Shared:
 
     @classmethod
     def of(cls, ids: Tensor, start: Tensor) -> Shared:
-        source = _sources(ids.cpu(), start.cpu()).to(ids.device)
-        here = torch.arange(source.numel(), device=ids.device)
-        first = (source == here).nonzero().squeeze(1)
-        return cls(first, torch.searchsorted(first, source))
+        source = _sources(ids, start)
+        own = source == torch.arange(source.numel(), device=ids.device)
+        return cls(own.nonzero().squeeze(1), (own.cumsum(0) - 1)[source])
 
     @classmethod
     def none(cls, ids: Tensor) -> Shared:
@@ -33,28 +34,23 @@ class Shared:
         here = torch.arange(ids.numel(), device=ids.device)
         return cls(here, here)
 
-    def spread(self, x: Tensor) -> Tensor:
-        """[U, ...] -> [L, ...]."""
-        return x if len(self.first) == len(self.row) else Copy(self, torch.arange(len(self.row))).spread(x)
-
 
 def _sources(ids: Tensor, start: Tensor) -> Tensor:
-    """For each position the first one with the same past, column by column until no two sequences agree."""
-    source = torch.arange(ids.numel())
-    begin, lengths = start[:-1], start[1:] - start[:-1]
-    alive, past = torch.arange(begin.numel()), torch.zeros_like(begin)
-    column, span = 0, int(ids.max()) + 1 if ids.numel() else 1
-    while alive.numel() > 1:
-        longer = lengths[alive] > column
-        alive, past = alive[longer], past[longer]
-        at = begin[alive] + column
-        seen, past, count = torch.unique(past * span + ids[at], return_inverse=True, return_counts=True)
-        leader = torch.full_like(seen, begin.numel()).scatter_reduce(0, past, alive, "amin")
-        source[at] = begin[leader[past]] + column
-        twins = count[past] > 1
-        alive, past = alive[twins], past[twins]
-        column += 1
-    return source
+    """For each position the one that is read in its stead.
+
+    In alphabetical order, what a sequence shares with any earlier one it shares with the one right before it."""
+    numbers, ends = ids.cpu().numpy(), start.tolist()
+    text, size = numbers.astype(">i4").tobytes(), 4  # big-endian, so that bytes sort as numbers do
+    source = np.arange(len(numbers))
+    before: tuple[int, int] | None = None
+    for a, b in sorted(pairwise(ends), key=lambda ab: text[size * ab[0] : size * ab[1]]):
+        if before is not None:
+            span = min(b - a, before[1] - before[0])
+            apart = np.flatnonzero(numbers[a : a + span] != numbers[before[0] : before[0] + span])
+            same = int(apart[0]) if len(apart) else span
+            source[a : a + same] = source[before[0] : before[0] + same]
+        before = (a, b)
+    return torch.from_numpy(source).to(ids.device)
 
 
 class Copy:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from turnwise.batch import Batch, pack
 from turnwise.data import Group, Task, Trajectory
 from turnwise.errors import PolicyMismatch
@@ -18,6 +20,7 @@ from turnwise.signals import Signal
 
 TOLERANCE = 1e-3  # of the mean difference when both sides compute in float32
 TOLERANCE_BF16 = 3e-2  # when either computes in bfloat16
+TOLERANCES = {torch.bfloat16: TOLERANCE_BF16, torch.float16: TOLERANCE_BF16, torch.float8_e4m3fn: 0.3}
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,23 +33,28 @@ class Reading:
         self._scored: tuple[Tensor, Tensor | None] | None = None
 
     @cached_property
-    def states(self) -> Tensor:
-        """What the head would read at every packed position, [L, D]."""
+    def states(self) -> packed.States:
+        """What the head would read at packed positions."""
         with self.during():
             if self.batch.sequences.ids.numel():
-                return packed.hidden_states(self.model, self.batch.sequences, self.through)
-            return next(self.model.get_input_embeddings().parameters())[:0]
+                return packed.read(self.model, self.batch.sequences, self.through)
+            return packed.States(next(self.model.get_input_embeddings().parameters())[:0], self.batch.sequences.ids)
+
+    @cached_property
+    def _rounded(self) -> Tensor:
+        """``before`` as the model's arithmetic left it: what its head multiplies."""
+        return self.states.at(self.batch.sequences.at - 1)
 
     @cached_property
     def before(self) -> Tensor:
-        """The state each token was sampled from, [N, D]."""
-        return self.states[self.batch.sequences.at - 1]
+        """The state each token was sampled from, [N, D], in the precision of the weights."""
+        return self._rounded.to(next(self.model.parameters()).dtype)
 
     @cached_property
     def after(self) -> Tensor:
-        """The state once the token itself was read, [N, D]."""
+        """The state once the token itself was read, [N, D], in the precision of the weights."""
         assert self.through, "this reading stopped before the last sampled tokens"
-        return self.states[self.batch.sequences.at]
+        return self.states.at(self.batch.sequences.at).to(next(self.model.parameters()).dtype)
 
     def logp(self, want_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the sampled tokens and, where wanted, the entropies, [N]."""
@@ -57,7 +62,7 @@ class Reading:
             head, target, temperature = packed.head(self.model), self.batch.token.x, self.batch.temperature.at(TOKEN).x
             with self.during():
                 self._scored = token_logprobs(
-                    self.before, head.weight, head.bias, target, temperature, want_entropy=want_entropy
+                    self._rounded, head.weight, head.bias, target, temperature, want_entropy=want_entropy
                 )
         return self._scored
 
@@ -65,19 +70,14 @@ class Reading:
     @cached_property
     def inverse(self) -> Tensor:
         """1/temperature of each token; greedy turns count as temperature 1."""
-        t = self.batch.temperature.at(TOKEN).x.to(self.wide.dtype)
+        t = self.batch.temperature.at(TOKEN).x.to(self.before.dtype)
         return torch.where(t == 0, 1.0, t).reciprocal()
-
-    @cached_property
-    def wide(self) -> Tensor:
-        """``before`` in the precision of the weights."""
-        return self.before.to(packed.head(self.model).weight.dtype)
 
     def distributions(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows, log-probabilities of the whole vocabulary for them [rows, V]), a few tokens at a time."""
         head = packed.head(self.model)
         size = max(1, CHUNK // max(1, head.weight.shape[0]))
-        for a in range(0, self.wide.shape[0], size):
+        for a in range(0, self.before.shape[0], size):
             rows = slice(a, a + size)
-            z = torch.nn.functional.linear(self.wide[rows], head.weight, head.bias)
+            z = torch.nn.functional.linear(self.before[rows], head.weight, head.bias)
             yield rows, torch.log_softmax(z * self.inverse[rows, None], 1)

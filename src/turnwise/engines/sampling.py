@@ -16,6 +16,8 @@ from turnwise.data import Sampling
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number, and the two multipliers of splitmix64
 _MIX = ((30, -4658895280553007687), (27, -7723592293110705685))
 
+ALL = 1 << 31  # a top-k that cuts nothing
+
 
 def signed(seed: int) -> int:
     """Any Python integer as a signed 64-bit one."""
@@ -48,7 +50,7 @@ class Sampler:
         self.cut = any(not (s.whole or s.greedy) for s in samplings)
         if self.cut:
             self.whole = _column([s.whole or s.greedy for s in samplings], device)
-            self.top_k = _column([s.top_k or 1 << 31 for s in samplings], device)
+            self.top_k = _column([s.top_k or ALL for s in samplings], device)
             self.top_p = _column([s.top_p for s in samplings], device, torch.float64)
             self.min_p = _column([s.min_p for s in samplings], device, torch.float64)
         self.all_greedy = all(s.greedy for s in samplings)
@@ -64,30 +66,38 @@ class Sampler:
         weight = full = logits.softmax(-1)  # the log is taken of the chosen ones only: one pass of exp fewer
         mass = None
         if self.cut:
-            weight, mass = self._truncate(full)
+            weight, mass = truncate(full, self.whole, self.top_k, self.top_p, self.min_p)
         best = logits.argmax(-1, keepdim=True) if self.greedy is not None else None
         if self.all_greedy and best is not None:
             token = best
         else:
-            cdf = weight.cumsum(-1, dtype=torch.float64)
-            token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
+            token = pick(weight, u)
             if best is not None and self.greedy is not None:
                 token = torch.where(self.greedy, best, token)
         chosen = full.gather(1, token)[:, 0].log()
         return token[:, 0], (chosen if mass is None else chosen - mass), mass
 
-    def _truncate(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Zero what is cut; the kept log mass. Sorted to decide, unsorted to draw: a row must ignore its neighbours."""
-        p, order = weight.double().sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(p.shape[1], device=p.device)
-        kept = torch.where(rank < self.top_k, p, 0.0)
-        before = kept.cumsum(-1) - kept
-        keep = (rank < self.top_k) & (before < self.top_p * kept.sum(-1, keepdim=True)) & (p >= self.min_p * p[:, :1])
-        keep |= self.whole | (rank == 0)
-        keep = torch.zeros_like(keep).scatter_(1, order, keep)
-        weight = weight * keep
-        mass = weight.sum(-1, dtype=torch.float64).log().clamp_(max=0.0)
-        return weight, torch.where(self.whole[:, 0], 0.0, mass).to(weight.dtype)
+
+def pick(weight: Tensor, u: Tensor) -> Tensor:
+    """weight [B, V], u [B] -> [B, 1]: the entry in which u of the summed weight falls."""
+    cdf = weight.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
+
+
+def truncate(weight: Tensor, whole: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero what is cut; the kept log mass [B]. ``whole`` rows [B, 1] keep all. Sorted to decide, unsorted to draw: a row must
+    ignore its neighbours."""
+    p, order = weight.sort(dim=-1, descending=True, stable=True)
+    p = p.double()
+    rank = torch.arange(p.shape[1], device=p.device)
+    kept = torch.where(rank < top_k, p, 0.0)
+    before = kept.cumsum(-1) - kept
+    keep = (rank < top_k) & (before < top_p * kept.sum(-1, keepdim=True)) & (p >= min_p * p[:, :1])
+    keep |= whole | (rank == 0)
+    keep = torch.zeros_like(keep).scatter_(1, order, keep)
+    weight = weight * keep
+    mass = weight.sum(-1, dtype=torch.float64).log().clamp_(max=0.0)
+    return weight, torch.where(whole[:, 0], 0.0, mass).to(weight.dtype)
 
 
 def _column(values: Sequence[bool | int | float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -67,6 +67,10 @@ class Environment(ABC):
         """The reference answer, in the words an agent would say it in, for credit that measures how likely it has become."""
         return None
 
+    def hint(self) -> str | None:
+        """Guidance for this task, asked for after ``reset``: how to go about it, not the answer."""
+        return None
+
     def close(self) -> None:  # noqa: B027 - most episodes hold nothing
         """Release what the episode holds."""
 

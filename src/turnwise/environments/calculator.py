@@ -149,6 +149,10 @@ class Calculator(Environment):
     def answer(self) -> str:
         return str(self._problem.answer)
 
+    def hint(self) -> str:
+        """What to compute; not what comes out."""
+        return f"compute t={self._problem.expression};t"
+
     @property
     def _problem(self) -> Problem:
         assert self.problem is not None, "reset first"

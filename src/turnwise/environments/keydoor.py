@@ -185,6 +185,10 @@ class KeyDoor(Environment):
     def _over(self) -> bool:
         return self._won() or self.turns >= self.max_turns
 
+    def hint(self) -> str:
+        """Where the goal lies, which nobody sees before the door."""
+        return f"from the door the goal is {_bearing(self.layout.door, self.layout.goal)}"
+
     def state_key(self) -> str:
         """Where the agent is and what it has done; not the turn, so that a state met twice is one state."""
         at, (held, opened) = self.state.at, (self.state.held, self.state.opened)

@@ -123,6 +123,12 @@ class Lookup(Quiz):
     def answer(self) -> str:
         return f"answer: {self.right}"
 
+    def hint(self) -> str:
+        """The first search, and what to ask of each note."""
+        first, *others = self.question.relations
+        then = "".join(f", then {relation} of what you read" for relation in others)
+        return f"search {first} of {self.question.names[0]}{then}"
+
     def state_key(self) -> str:
         """Which notes have been read."""
         return " ".join(map(str, sorted(self.seen)))

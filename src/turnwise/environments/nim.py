@@ -29,7 +29,17 @@ class Nim(Environment):
 
     difficulties = (1, 2, 3)
     max_turns = 2 * HEAPS[3][1]
-    suggests: ClassVar[Mapping[str, Any]] = {"history": 1, "max_tokens": 8, "difficulty": (1,)}
+    inline = True
+    suggests: ClassVar[Mapping[str, Any]] = {
+        "difficulty": (1,),
+        "history": 1,
+        "context": 96,
+        "max_tokens": 8,
+        "hidden": 128,
+        "copying": True,  # else a tiny model does not read the heaps, and most games end with a move that is none
+        "cold_steps": 120,
+        "cold_batch": 24,
+    }
     agents: ClassVar[tuple[str, ...]] = PLAYERS
     begun: tuple[int, int]
     heaps: list[int]

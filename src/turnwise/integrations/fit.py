@@ -14,11 +14,6 @@ from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import Piece
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import FromMedian, Outcome
-from turnwise.credit.repeated import ToolBonus
-from turnwise.credit.selfimitation import CallBonus
-from turnwise.credit.shaping import Acted, Thrift
-from turnwise.credit.strata import Alike
-from turnwise.credit.trajectories import EarlyTools
 from turnwise.errors import RecipeError
 from turnwise.levels import GROUP
 from turnwise.recipe import Recipe
@@ -50,7 +45,6 @@ KIN = {
     Signal.RANK_PUSH: Signal.RANK,
     **dict.fromkeys((*UTTERANCE[1:], *SLOW), Signal.Q),
 }
-TOOLS = (Acted, CallBonus, Alike, EarlyTools, Thrift, ToolBonus)  # pieces that look at tool calls
 DEFAULT = Recipe(advantage=Outcome())
 
 
@@ -80,8 +74,6 @@ def untold(recipe: Recipe, within: Iterable[Piece]) -> list[str]:
     """In words, what a recipe reads that padded tensors of tokens and rewards do not tell."""
     pieces = {p for root in within for p in root.parts}
     found = [f"must be told: {', '.join(sorted(told))}"] if (told := {w for p in pieces for w in p.wants}) else []
-    if any(isinstance(p, TOOLS) for p in pieces):
-        found.append("credits by tool calls, which are not recorded there")
     if any(type(p).recall is not Piece.recall for p in pieces):
         found.append("remembers something of every task, and tasks have no names there")
     if any(isinstance(p, Penalty) and p.couples for p in pieces):

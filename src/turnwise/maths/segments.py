@@ -17,6 +17,8 @@ from torch import Tensor
 
 def size(label: Tensor, count: int) -> Tensor:
     """How many items each segment holds, [count] int64."""
+    if label.is_cuda:  # bincount looks for the largest label first, and the host waits for it
+        return label.new_zeros(count).index_add(0, label, torch.ones_like(label))
     return torch.bincount(label, minlength=count)
 
 
@@ -72,7 +74,7 @@ def leave_one_out(x: Tensor, label: Tensor, count: int) -> Tensor:
 
 def _in_segment_order(label: Tensor) -> Tensor | None:
     """A stable order that puts segments together; None where they already are (the usual packing: nothing to sort)."""
-    if bool((label[1:] >= label[:-1]).all()):
+    if not label.is_cuda and bool((label[1:] >= label[:-1]).all()):  # on a GPU sorting is cheaper than asking
         return None
     return torch.argsort(label, stable=True)
 

@@ -45,7 +45,9 @@ from turnwise.credit.rows import (
 from turnwise.credit.selfimitation import CallBonus, Excess, PastMedian, SparingCovariance
 from turnwise.levels import GROUP, TOKEN, TRAJECTORY
 from turnwise.recipe import Recipe
+from turnwise.rollout.strategy import Hinted
 from turnwise.signals import Signal
+from turnwise.tasks.listed import Rounds
 from turnwise.tasks.replay import ExpertCache, RecentBuffer, SuccessBuffer, WeightedPool
 
 INF = float("inf")
@@ -125,32 +127,35 @@ def luffy(
     )
 
 
-def guide(clip: float = 0.2) -> Recipe:
+def guide(clip: float = 0.2, more: int = 0) -> Recipe:
     """Guide: where every rollout failed, hinted ones join the group; the policy learns them as if there had been no hint.
 
     ρ = π(y | task) / π_old(y | task, hint) on hinted rows;  A = z-score over the rows in use;  clipped
 
     Paper: Adaptive Guidance Accelerates Reinforcement Learning of Reasoning Models, arXiv 2506.13923.
-    Settings: hints only where all plain rollouts are wrong; clip 0.2.
-    Deviation: hinted rows of a task that a plain rollout solved are dropped. Tokens must follow the plain context, their
-    recorded log-probabilities the hinted one.
+    Settings: hints only where all plain rollouts are wrong; clip 0.2. As many hinted rollouts as plain ones (more 0) is ours.
+    Deviation: the hint is the environment's, not a stronger model's.
     Sure of: the ratio (abstract and recalled), who is compared with whom (unconfirmed).
     """
     plain = AllOf((From("policy"), Unaided()))
     used = AllOf((From("policy"), AnyOf((Unaided(), Not(Mastered(0.0, plain))))))
-    return Recipe(advantage=Only(used, Standardise(peers=Among(used))), gate=Clip(clip, clip), keep=used)
+    credit = Only(used, Standardise(peers=Among(used)))
+    return Recipe(advantage=credit, gate=Clip(clip, clip), keep=used, strategy=Hinted(more))
 
 
 # ---------------------------------------------------------------- past successes
 
 
-def arpo_gui(low: float = 0.2, high: float = 0.3, dual: float | None = 3.0, format_weight: float = 0.5) -> Recipe:
+def arpo_gui(
+    low: float = 0.2, high: float = 0.3, dual: float | None = 3.0, format_weight: float = 0.5, pool: int = 128
+) -> Recipe:
     """ARPO (GUI agents): in a group that failed one rollout gives way to a stored success, so that it has something to learn.
 
     fails where std R < 0.05 and mean R < 0.2;  A = z-score of R + weight · format;  the stored row has ρ = 1
 
     Paper: ARPO: End-to-End Policy Optimization for GUI Agents with Experience Replay, arXiv 2505.16282.
-    Settings: low 0.2, high 0.3, dual clip, no KL; 8 successes kept for each task (reward above 0.1); 8 rollouts.
+    Settings: low 0.2, high 0.3, dual clip, no KL; 8 successes kept for each task (reward above 0.1); 8 rollouts of 16 tasks
+    a step, 15 passes over a pool of 128 tasks.
     Deviation: which rollout gives way is decided by lot. The fact `format` (0, or −1 for what cannot be read) is optional.
     Sure of: the formula (official code).
     """
@@ -160,6 +165,7 @@ def arpo_gui(low: float = 0.2, high: float = 0.3, dual: float | None = 3.0, form
         ratio=RatioBy(From("replay"), OnPolicy()),
         gate=Clip(low, high, dual),
         keep=used,
+        sampler=Rounds(pool),
         replay=SuccessBuffer(instead=False),
     )
 
@@ -169,14 +175,15 @@ def bepa(
     shape: float = 0.1,
     low: float = 0.2,
     high: float = 0.2,
+    pool: int = 128,
 ) -> Recipe:
     """BEPA: a task whose rollouts all fail borrows one trace: the policy's own last success, before that an expert's.
 
     A = z-score over the patched group;  own: clipped ρA;  borrowed: f(p)A, f(p) = p/(p + shape)
 
     Paper: From Off-Policy to On-Policy: Enhancing GUI Agents via Bi-level Expert-to-Policy Assimilation, arXiv 2601.05787.
-    Settings: 128 tasks, one trace each. How a borrowed trace is weighted is not confirmed: kind same counts it as said by
-    the present policy (ρ = 1).
+    Settings: a pool of 128 tasks, passed again and again, one trace each. How a borrowed trace is weighted is not confirmed:
+    kind same counts it as said by the present policy (ρ = 1).
     Deviation: which rollout gives way is decided by lot. Turning an expert's trace into one that the policy can say (its
     first level) is a matter of the data.
     Sure of: the rule (paper-level text), the ratio of borrowed traces (unconfirmed).
@@ -187,6 +194,7 @@ def bepa(
         ratio=RatioBy(own, Importance(), Shaped(kind, shape)),
         gate=GateBy(own, Clip(low, high), Open()),
         keep=used,
+        sampler=Rounds(pool),
         replay=ExpertCache(instead=False),
     )
 

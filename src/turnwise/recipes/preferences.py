@@ -15,9 +15,9 @@ from turnwise.algebra.penalty import NegativeLogLikelihood, Weighted
 from turnwise.algebra.ratio import OnPolicy
 from turnwise.algebra.value import Constant
 from turnwise.credit.comparison import Revised, Revisions, WiderGap
-from turnwise.credit.pairs import Along, ToldPairs, WinRate, pairs_of
+from turnwise.credit.pairs import Along, ToldPairs, WinRate, answers_of, pairs_of
 from turnwise.credit.preference import BetweenAnchors, Logistic, LogRatio, Preferred, Square, Unflipped, preferred
-from turnwise.credit.rows import Best, From
+from turnwise.credit.rows import Best
 from turnwise.levels import GROUP, TOKEN
 from turnwise.recipe import Recipe
 
@@ -135,16 +135,17 @@ def mapl(beta: float = 0.1, intra: float = 1.0, inter: float = 1.0) -> Recipe:
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(base, prompts, wider))
 
 
-def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity")) -> Recipe:
+def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity"), answers: Source = "told") -> Recipe:
     """DPA: the prompt asks for a direction among several rewards; of the answers the best along it is imitated.
 
-    kept: argmax vᵀr among the group's own rows;  L = −token mean of log π over the kept
+    kept: argmax vᵀr among the answers to one prompt;  L = −token mean of log π over the kept
 
     Paper: Arithmetic Control of LLMs for Diverse User Preferences: Directional Preference Alignment, arXiv 2402.18571.
     Settings: v = (cos φ, sin φ), |φ| at most 45°, stated in the prompt as whole hundredths.
-    Deviation: the environment draws v, states it, and tells it as the facts `toward_NAME`; r are the named rewards.
+    Deviation: one round over answers told by a file, each prompt in four directions; their ratings are r, in place of a reward
+    model's. answers=formed: the policy's own, for an environment that draws v, states it and tells it as facts `toward_NAME`.
     Sure of: the rule (paper text), how many samples and rounds (recalled).
     """
-    best = Best(From("policy"), Along(heads))
+    best = Best(answers_of(answers), Along(heads))
     penalty = Weighted(1.0, NegativeLogLikelihood(), Mean(TOKEN), rows=best)
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(penalty,))

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turnwise.answers import read_answer, read_facts, read_messages, read_state_key, read_step
-from turnwise.data import Fork, Sampling, Status, Stop, Task, Trajectory, Turn
+from turnwise.answers import read_answer, read_facts, read_hint, read_messages, read_state_key, read_step
+from turnwise.data import Fork, Message, Sampling, Status, Stop, Task, Trajectory, Turn
 from turnwise.errors import EnvironmentFault, RenderError
 from turnwise.ports import Action, Session, Step
 from turnwise.rollout.hands import lend
@@ -119,10 +119,12 @@ class Episode:
         blind: bool = False,
         begin: Moment | None = None,
         moments: list[Moment] | None = None,
+        hinted: bool = False,
     ):
         """``blind``: record each context a second time, with the environment's words masked. ``begin``: fork from there.
-        ``moments``: where this episode's own are put."""
-        self.begin, self.moments = begin, moments
+        ``moments``: where this episode's own are put. ``hinted``: sampled with the environment's hint in sight, recorded as if
+        there were none; only the log-probabilities know of it."""
+        self.begin, self.moments, self.hinted, self.hint = begin, moments, hinted, ""
         self.key, self.task, self.environment, self.session = key, task, environment, session
         self.renderer, self.limits, self.blind = renderer, limits, blind
         self.policy_temperature = sampling.temperature or 1.0  # of the policy that learns, whatever this is sampled at
@@ -132,6 +134,7 @@ class Episode:
         self.rewards: dict[str, float] = {}
         self.success: bool | None = None
         self.dialogue: Dialogue | None = None
+        self.aside: Dialogue | None = None  # the same with the hint, where there is one
         self.answer: tuple[int, ...] = ()
         self.end: str | None = None
 
@@ -158,9 +161,15 @@ class Episode:
             end=self.end,
             answer=self.answer,
             fork=Fork(self.begin.key, self.begin.turn) if self.begin else None,
-            guidance="" if self.heat == 1 else f"heat {self.heat:g}",
+            guidance=", ".join(self._guidance()),
             messages=tuple(self.dialogue.messages) if self.dialogue else (),
         )
+
+    def _guidance(self) -> Iterator[str]:
+        if self.heat != 1:
+            yield f"heat {self.heat:g}"
+        if self.hint:
+            yield f"hint: {self.hint}"
 
     async def _call(self, function: Callable[..., Any], *args: Any, inline: bool = False) -> Any:
         seconds = self.limits.environment_seconds
@@ -177,8 +186,10 @@ class Episode:
             self.dialogue = replace(copy.deepcopy(self.begin.dialogue), fresh=[], blind=[], restarted=False)
             self.rewards = dict(self.begin.rewards)
         self.answer = await self._gold()
+        if self.hinted:
+            await self._whisper(first, tools)
         for _ in range(self.limits.turns - (self.begin.turn if self.begin else 0)):
-            room = self.limits.context - len(self.dialogue.ids)
+            room = self.limits.context - len((self.aside or self.dialogue).ids)
             if room < 1:
                 return Status.TRUNCATED, "context window"
             step = await self._turn(self.dialogue)
@@ -187,6 +198,14 @@ class Episode:
             if step.truncated:
                 return Status.TRUNCATED, "environment"
         return Status.TRUNCATED, "turn limit"
+
+    async def _whisper(self, first: list[Message], tools: tuple[Any, ...]) -> None:
+        """Open the dialogue that is sampled from: the hint stands at the end of the first message, which is never left out."""
+        ask = getattr(self.environment, "hint", None)
+        self.hint = (read_hint(await self._call(ask)) if callable(ask) else None) or ""
+        if self.hint and first:
+            told = {**first[0], "content": f"{first[0]['content']}\n{self.hint}"}
+            self.aside = self.renderer.open([told, *first[1:]], tools, self.limits.history)
 
     async def _gold(self) -> tuple[int, ...]:
         """The gold answer's ids, where the environment tells it."""
@@ -202,10 +221,12 @@ class Episode:
             self.moments.append(Moment(self.key, turn, held, copy.deepcopy(dialogue), dict(self.rewards)))
         state, agent = await self._state(), str(getattr(self.environment, "agent", "agent"))
         context, masked, restart = tuple(dialogue.fresh), tuple(dialogue.blind), dialogue.restarted
-        completion = await self.session.generate(dialogue.ids, self.sampling)
+        completion = await self.session.generate((self.aside or dialogue).ids, self.sampling)
         if completion.stop == Stop.CANCELLED:
             raise EnvironmentFault("cancelled")
         action: Action = self.renderer.hear(dialogue, completion.tokens)
+        if self.aside is not None:
+            self.renderer.hear(self.aside, completion.tokens)
         began = time.perf_counter()
         try:
             step = read_step(await self._call(self.environment.step, action))
@@ -237,6 +258,8 @@ class Episode:
         self._note(step)
         if not (step.terminated or step.truncated):
             self.renderer.tell(dialogue, step.messages, self.blind)
+            if self.aside is not None:
+                self.renderer.tell(self.aside, step.messages)
         else:
             dialogue.messages += step.messages
         return step

@@ -124,6 +124,11 @@ class Renderer:
         """The ids of a turn somebody else wrote (a demonstration), closed like a sampled one."""
         return [*self.encode(text), self.stop_ids[0]]
 
+    def shows(self, tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether the template says anything of tools; many leave them out without a word."""
+        asked = [{"role": "user", "content": "a"}]
+        return self._text(asked, tools, True) != self._text(asked, (), True)
+
     # ------------------------------------------------------------- pieces
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

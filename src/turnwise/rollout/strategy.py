@@ -23,7 +23,7 @@ class Play(Protocol):
         self, key: str, task: Task, session: Session, heat: float = 1.0, **more: Any
     ) -> Coroutine[Any, Any, Trajectory]:
         """``heat`` multiplies the sampling temperature; other than 1 it is noted as guidance. ``more``: ``begin``, a moment
-        to fork from, and ``moments``, a list that takes those of this episode."""
+        to fork from; ``moments``, a list that takes those of this episode; ``hinted``, whether the environment gives a hint."""
         ...
 
 
@@ -125,6 +125,43 @@ class Branch:
             step = len(open_to) / min(wanted, len(open_to))
             open_to = [open_to[int(i * step)] for i in range(min(wanted, len(open_to)))]
         return [open_to[i % len(open_to)][1] for i in range(wanted)]
+
+
+@dataclass(frozen=True)
+class Hinted:
+    """Independent; a group of which none succeeds gets ``more`` trajectories (0: as many again) played with the environment's
+    hint in sight. Their records know the hint only by their log-probabilities."""
+
+    more: int = 0
+
+    asks = frozenset({"hints"})
+
+    def __post_init__(self) -> None:
+        if self.more < 0:
+            raise RecipeError(f"{self.more} hinted trajectories; write 0 (as many as plain ones) or a positive number")
+
+    def begin(
+        self, group: str, task: Task, size: int, open_session: Callable[[int], Session], play: Play, pulse: Pulse
+    ) -> Coroutine[Any, Any, Group]:
+        return self._grow(group, task, [open_session(i) for i in range(size + (self.more or size))], size, play)
+
+    async def _grow(self, group: str, task: Task, sessions: list[Session], size: int, play: Play) -> Group:
+        for session in sessions[size:]:
+            session.park()  # they do not ask before the others have ended
+        plain = await _together(group, task, sessions[:size], [1.0] * size, play)
+        if _stuck(plain):
+            rest = enumerate(sessions[size:], start=size)
+            helped = await asyncio.gather(*(play(f"{group}.{i}", task, s, hinted=True) for i, s in rest))
+            return Group(group, task, (*plain.trajectories, *helped))
+        for session in sessions[size:]:
+            session.close()
+        return plain
+
+
+def _stuck(group: Group) -> bool:
+    """Whether nobody succeeded, though somebody got to the end: a hint does not mend an environment that is broken."""
+    played = [t for t in group.trajectories if t.status != Status.FAILED]
+    return bool(played) and not any(t.reward > 0 if t.success is None else t.success for t in played)
 
 
 PLACES = ("surprise", "even", "every")

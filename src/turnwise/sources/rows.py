@@ -1,7 +1,8 @@
 """Rows as people write them: dialogues, prompts with completions, prompts with a better and a worse answer.
 
     {"messages": [...]}                                    every assistant turn is learned from
-    {"prompt": ..., "completion": ...}                     text or messages; what the assistant says in the completion
+    {"prompt": ..., "completion": ...}                     text or messages; what the assistant says in the completion, which
+                                                           may be called ``response``
     {"prompt": ..., "chosen": ..., "rejected": ...}        text or messages; or two dialogues with a common beginning; or,
                                                            for ``prompt``, ``prompt_chosen`` and ``prompt_rejected``
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Script:
     success: bool | None = None
     answer: str | None = None
     facts: Mapping[str, float | str] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)  # by name
 
     @property
     def turns(self) -> list[str]:
@@ -59,6 +61,7 @@ class Row:
     line: int
     scripts: tuple[Script, ...]
     task: Task | None = None
+    copy: int = 0  # of one line that became several rows
 
     @property
     def pair(self) -> bool:
@@ -90,6 +93,8 @@ def read_rows(path: str | Path, environment: str = "") -> Rows:
 
 def _row(line: int, columns: Mapping[str, Any], environment: str, unused: Counter[str]) -> Row:
     given = {name: value for name, value in columns.items() if value is not None}
+    if "response" in given and "prompt" in given and "completion" not in given:
+        given["completion"] = given.pop("response")
     if "chosen" in given or "rejected" in given:
         _all(given, "chosen", "rejected")
         scripts = _pair(given)
@@ -328,22 +333,3 @@ def _seen(value: Any) -> str:
     """A value as an error shows it: short, on one line."""
     shown = " ".join(repr(value).split())
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-# ------------------------------------------------------------------- revisions
-
-REVISE: Message = {"role": "user", "content": "Write a better answer."}
-
-
-def with_revisions(rows: Rows) -> Rows:
-    """Each pair as six: both answers alone (fact ``revises`` 0), after the worse was shown (1), after the better was (2)."""
-    return replace(rows, rows=tuple(replace(row, scripts=_six(*row.scripts)) for row in rows.rows))
-
-
-def _six(better: Script, worse: Script) -> tuple[Script, ...]:
-    shown = {0.0: (), 1.0: (*worse.said, REVISE), 2.0: (*better.said, REVISE)}
-    return tuple(
-        replace(script, before=(*script.before, *seen), facts={**script.facts, "revises": code})
-        for code, seen in shown.items()
-        for script in (better, worse)
-    )

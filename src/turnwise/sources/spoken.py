@@ -51,6 +51,7 @@ class Speaker:
             origin=Origin.EXPERT,
             success=reward > 0 if script.success is None else script.success,
             facts=script.facts,
+            rewards=script.rewards,
             answer=tuple(self.renderer.encode(script.answer)) if script.answer else (),
             messages=messages,
         )
@@ -111,7 +112,7 @@ def groups_of(rows: Rows, speaker: Speaker, together: bool = True) -> list[Group
     """Pairs as groups of two, the better one first; other rows of one task, or of one prompt, ``together`` or each alone."""
     faults, long, found = Faults(rows.path), dict[int, int](), dict[str, list[Trajectory]]()
     for row in rows.rows:
-        key = f"{rows.path.stem}:{row.line}"
+        key = f"{rows.path.stem}:{row.line}" + (f"+{row.copy}" if row.copy else "")
         peers = _peers(row) if together and not row.pair else key
         for i, script in enumerate(row.scripts):
             try:

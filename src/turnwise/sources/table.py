@@ -122,7 +122,14 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         values = parquet.read_table(path).to_pylist()
     except Exception as fault:  # its errors have no common root
         raise SettingError(f"{path} cannot be read as Parquet: {str(fault).splitlines()[0]}") from fault
-    yield from enumerate(values, start=1)
+    yield from enumerate(map(_said, values), start=1)
+
+
+def _said(value: Any) -> Any:
+    """A value of Parquet, where every record has every field of its kin, without those that were never written."""
+    if isinstance(value, dict):
+        return {name: _said(each) for name, each in value.items() if each is not None}
+    return [_said(each) for each in value] if isinstance(value, list) else value
 
 
 def number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A supply of given tasks, instead of an endless one: every pass over them in a new seeded order."""
+"""Tasks that come back: a list of given ones, or a pool of the endless supply; every pass over them in a new seeded order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from turnwise.data import Task
 from turnwise.errors import SettingError
-from turnwise.tasks.sampler import Tasks
+from turnwise.tasks.sampler import Counter, LiveSampler, Tasks
 
 
 @lru_cache(maxsize=8)
@@ -37,3 +37,28 @@ class Listed(Tasks):
     def draw(self, n: int, difficulty: int | None = None) -> Task:
         some = [t for t in self.listed if difficulty in (None, t.difficulty)] or list(self.listed)
         return some[place(self.seed, n, len(some))]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The first ``pool`` tasks of the supply, each once in a pass, again and again: what is kept by task meets its task."""
+
+    pool: int = 128
+
+    def __post_init__(self) -> None:
+        if self.pool < 1:
+            raise SettingError(f"a pool of {self.pool} tasks; write at least 1")
+
+    def open(self, tasks: Tasks) -> LiveSampler:
+        return _Rounds(tasks, pool=self.pool)
+
+
+@dataclass
+class _Rounds(Counter):
+    pool: int = 1
+
+    def task(self, n: int) -> Task:
+        return self.tasks.draw(place(self.tasks.seed, n, self.pool))
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "tasks_passes": self.drawn / self.pool}

@@ -57,17 +57,22 @@ class Uniform:
     """Every draw is a new task, difficulties alike."""
 
     def open(self, tasks: Tasks) -> LiveSampler:
-        return _Counter(tasks)
+        return Counter(tasks)
 
 
 @dataclass
-class _Counter:
+class Counter:
+    """Draws by number; nothing that was played changes what comes next."""
+
     tasks: Tasks
     drawn: int = field(default=0)
 
     def next(self) -> tuple[int, Task]:
         n, self.drawn = self.drawn, self.drawn + 1
-        return n, self.tasks.draw(n)
+        return n, self.task(n)
+
+    def task(self, n: int) -> Task:
+        return self.tasks.draw(n)
 
     def observe(self, group: Group) -> None:
         pass

@@ -3,27 +3,39 @@ the host.
 
 A graph is captured for each bucket of lanes when it is first needed. Lanes of a bucket that nobody uses rest (position −1):
 their slot rows, which may keep a waiting dialogue, are neither read nor written. Weights and slots stay where they are for
-as long as a graph lives; new weights are copied into place.
+as long as a graph lives; new weights are copied into place. Where a graph cannot be captured the same step runs without one.
 
 Knows weights, slots and how a token is drawn; neither requests nor text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from turnwise.engines.cuda.reference import quantise
 from turnwise.engines.decoder import Decoder, _Layer
 from turnwise.engines.layouts import Reading, Stepping
+from turnwise.engines.sampling import ALL, pick, truncate, uniforms
 from turnwise.engines.slots import Slots
 
+log = logging.getLogger(__name__)
+
 HISTORY = 64  # steps of a run at most
-LISTEN = 8  # steps after which the host hears what was drawn, while the next ones run
+LISTEN = 8  # steps after which the host hears what was drawn ...
+AHEAD = 2  # ... while as many blocks less one are on their way: at most these ride on when enough is enough
+
+Cut = tuple[int, float, float]
+"""(top-k, top-p, min-p) of a lane; (0, 1, 0) cuts nothing."""
 
 
 def buckets(most: int) -> list[int]:
@@ -32,25 +44,52 @@ def buckets(most: int) -> list[int]:
     return sorted({min(size, most) for size in sizes if size < 2 * most})
 
 
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """A product's weights in e4m3: data [out, in], scale [out, 1]."""
+
+    data: Tensor
+    scale: Tensor
+
+
 class GraphDecoder(Decoder):
     """The Llama family in the slots' dtype with a float32 residual stream, as a learner under autocast computes it."""
 
-    def __init__(self, model: PreTrainedModel, slots: Slots) -> None:
-        from turnwise.engines.cuda import kernels  # late: Triton is there only where CUDA is
+    @staticmethod
+    def misfit(model: PreTrainedModel, windows: set[int | None]) -> str:
+        config = model.config
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        fits = size >= 16 and not size & (size - 1)
+        return Decoder.misfit(model, windows) or ("" if fits else f"head size {size}, not a power of two from 16 on")
 
-        self.kernels = kernels
+    def __init__(self, model: PreTrainedModel, slots: Slots, narrow: bool = False, kernels: Any = None) -> None:
+        """``kernels``: the module that has them; Triton's unless given."""
+        if kernels is None:
+            from turnwise.engines.cuda import kernels  # late: Triton is there only where CUDA is
+
+        self.kernels, self.on_gpu = kernels, slots.device.type == "cuda"
         slots.reserve(slots.context)  # a graph cannot follow slots that move
         self.kind = slots.dtype
-        super().__init__(model, slots)
+        super().__init__(model, slots, narrow)
         self.cos, self.sin = self.cos[:, 0].float().contiguous(), self.sin[:, 0].float().contiguous()
         rows, device = slots.rows, slots.device
         self.tokens, self.position, self.begin, self.seed = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self.cold = torch.ones(rows, device=device)
+        self.top_k = torch.full((rows, 1), ALL, device=device)
+        self.top_p = torch.ones(rows, 1, dtype=torch.float64, device=device)
+        self.min_p = torch.zeros_like(self.top_p)
         self.drawn = torch.zeros(HISTORY, rows, dtype=torch.int64, device=device)
-        self.logp = torch.zeros(HISTORY, rows, device=device)
-        self._told = [x.cpu().pin_memory() for x in (self.drawn, self.logp)]
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.logp, self.mass = torch.zeros(2, HISTORY, rows, device=device)
+        told = [torch.zeros_like(x, device="cpu") for x in (self.drawn, self.logp, self.mass)]
+        self._told = [x.pin_memory() for x in told] if self.on_gpu else told
+        self.graphs: dict[tuple[int, bool], Callable[[], None]] = {}  # by lanes, and whether some look at a part only
         self.pool: Any = None
+        self.faults: set[str] = set()  # why a step had to run without a graph
+
+    def describe(self) -> str:
+        kind = str(self.kind).removeprefix("torch.") + (" with fp8 weights" if self.narrow else "")
+        how = "kernels without CUDA graphs" if self.faults or not self.on_gpu else "CUDA graphs"
+        return f"{how}, {kind}, grouped-query kernel" + "".join(f"; {fault}" for fault in sorted(self.faults))
 
     # ------------------------------------------------------------------ weights
 
@@ -61,8 +100,7 @@ class GraphDecoder(Decoder):
         embedding = exact("model.embed_tokens.weight", base.embed_tokens.weight)
         norm = exact("model.norm.weight", base.norm.weight)
         head = self.model.lm_head.weight.detach().to(self.kind).t().contiguous()
-        layers = [self._fuse(layer) for layer in base.layers]
-        layers = [self._exact_norms(i, layer, exact) for i, layer in enumerate(layers)]
+        layers = [self._exact_norms(f"model.layers.{i}", layer, exact) for i, layer in enumerate(base.layers)]
         if not hasattr(self, "layers"):
             self.embedding, self.norm, self.head, self.layers = embedding, norm, head, layers
             return
@@ -71,33 +109,47 @@ class GraphDecoder(Decoder):
         for into, value in zip(old, new):
             into.copy_(value)
 
-    def _exact_norms(self, i: int, layer: _Layer, exact: Any) -> _Layer:
-        name = f"model.layers.{i}"
-        kind = lambda t: None if t is None else t.to(self.kind)  # noqa: E731
+    def _exact_norms(self, name: str, module: Any, exact: Any) -> _Layer:
+        """A layer's products in ``kind``, its norms in float32 as they were published."""
+        fused, attention = self._fuse(module), module.self_attn
+        qk_norm = None
+        if fused.qk_norm is not None:
+            q = exact(f"{name}.self_attn.q_norm.weight", attention.q_norm.weight)
+            k = exact(f"{name}.self_attn.k_norm.weight", attention.k_norm.weight)
+            qk_norm = torch.cat((q.expand(self.H, -1), k.expand(self.Hkv, -1)))
+        kind = lambda t: t.to(self.kind) if isinstance(t, Tensor) else t  # noqa: E731
         return _Layer(
-            exact(f"{name}.input_layernorm.weight", layer.norm),
-            layer.qkv.to(self.kind),
-            kind(layer.qkv_bias),
-            None if layer.qk_norm is None else layer.qk_norm.float(),
-            layer.out.to(self.kind),
-            kind(layer.out_bias),
-            exact(f"{name}.post_attention_layernorm.weight", layer.mlp_norm),
-            layer.gate_up.to(self.kind),
-            layer.down.to(self.kind),
+            exact(f"{name}.input_layernorm.weight", fused.norm),
+            kind(fused.qkv),
+            kind(fused.qkv_bias),
+            qk_norm,
+            kind(fused.out),
+            kind(fused.out_bias),
+            exact(f"{name}.post_attention_layernorm.weight", fused.mlp_norm),
+            kind(fused.gate_up),
+            kind(fused.down),
         )
+
+    def _turned(self, *layers: nn.Linear) -> Any:
+        if not self.narrow:
+            return super()._turned(*layers)
+        return Narrow(*quantise(torch.cat([layer.weight.detach() for layer in layers])))
 
     # ------------------------------------------------------------------ one pass
 
     def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         return self.kernels.add_norm(x, delta, weight, torch.empty(x.shape, dtype=self.kind, device=x.device), self.eps)
 
-    def _product(self, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(self, h: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Narrow):
+            out = self.kernels.narrow_product(h, weight.data, weight.scale)
+            return out if bias is None else out.add_(bias)
         return torch.mm(h, weight) if bias is None else torch.addmm(bias, h, weight)
 
     def _mlp(self, x: Tensor, delta: Tensor, layer: _Layer) -> Tensor:
-        both = torch.mm(self._norm(x, delta, layer.mlp_norm), layer.gate_up)
+        both = self._product(self._norm(x, delta, layer.mlp_norm), layer.gate_up)
         act = self.kernels.swiglu(both, torch.empty(len(x), both.shape[1] // 2, dtype=self.kind, device=x.device))
-        return torch.mm(act, layer.down)
+        return self._product(act, layer.down)
 
     def _logits(self, tokens: Tensor, position: Tensor) -> Tensor:
         """Feed one token a lane; float32 logits of the next."""
@@ -145,35 +197,70 @@ class GraphDecoder(Decoder):
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scale, enable_gqa=grouped)
 
     def step(self, tokens: Tensor, layout: Stepping) -> Tensor:
-        """Without a graph, for samplings that look at the whole distribution (top-p, top-k, min-p)."""
+        """One step by itself, to compare with other forwards."""
         return self._logits(tokens, layout.position)
 
     # ------------------------------------------------------------------ many steps
 
-    def _advance(self, lanes: int) -> None:
+    def _advance(self, lanes: int, cuts: bool) -> None:
         cut = slice(0, lanes)
+        place = self.position[cut].clone() if cuts else None
         logits = self._logits(self.tokens[cut], self.position[cut])
         self.kernels.draw(
             logits, self.cold[cut], self.seed[cut], self.tokens[cut], self.position[cut], self.begin[cut], self.drawn,
             self.logp,
         )  # fmt: skip
+        if place is not None:
+            self._draw_from_part(logits, place)
 
-    def _graph(self, lanes: int) -> torch.cuda.CUDAGraph:
-        if lanes not in self.graphs:
-            saved = self.position.clone()
-            self.position.fill_(-1)  # rehearse with every lane at rest
+    def _draw_from_part(self, logits: Tensor, place: Tensor) -> None:
+        """Lanes with top-k, top-p or min-p draw once more, as ``Sampler`` does; the others keep what they have."""
+        cut = slice(0, len(place))
+        cold, limits = self.cold[cut], (self.top_k[cut], self.top_p[cut], self.min_p[cut])
+        whole = ((limits[0] == ALL) & (limits[1] == 1) & (limits[2] == 0)) | (cold == 0)[:, None]
+        p = (logits * cold[:, None]).softmax(-1)
+        kept, mass = truncate(p, whole, *limits)
+        token = pick(kept, uniforms(self.seed[cut], place + 1))
+        mine = (place >= 0) & ~whole[:, 0]
+        lane, step = torch.arange(len(place), device=place.device), (place - self.begin[cut]).clamp(min=0)
+        found = (token[:, 0], p.gather(1, token)[:, 0].log() - mass, mass)
+        for into, value in zip((self.drawn, self.logp, self.mass), found):
+            into[step, lane] = torch.where(mine, value, into[step, lane])
+        self.tokens[cut] = torch.where(mine, token[:, 0], self.tokens[cut])
+
+    def _replay(self, lanes: int, cuts: bool) -> Callable[[], None]:
+        """Takes one step of a bucket: a captured graph, or where that failed the step itself."""
+        if (lanes, cuts) not in self.graphs:
+            self.graphs[lanes, cuts] = partial(self._advance, lanes, cuts)
+            if self.on_gpu:
+                try:
+                    self.graphs[lanes, cuts] = self._capture(lanes, cuts)
+                except RuntimeError as fault:
+                    why = f"no graph of {lanes} lanes{' with cut distributions' * cuts}: {str(fault).splitlines()[0]}"
+                    self.faults.add(why)
+                    log.warning("%s; its steps run without one, and slower", why)
+        return self.graphs[lanes, cuts]
+
+    def _capture(self, lanes: int, cuts: bool) -> Callable[[], None]:
+        saved = self.position.clone()
+        self.position.fill_(-1)  # rehearse with every lane at rest
+        try:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self._advance(lanes)
+                self._advance(lanes, cuts)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                self._advance(lanes)
-            self.pool = self.pool or graph.pool()
-            self.graphs[lanes] = graph
+            # a learner may allocate in another thread meanwhile: only this one must not
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                self._advance(lanes, cuts)
+        finally:
             self.position.copy_(saved)
-        return self.graphs[lanes]
+        self.pool = self.pool or graph.pool()
+        return graph.replay
+
+    def rehearse(self) -> None:
+        deque(self.run(2, [0], [0], [0], [1.0]), 0)
 
     def run(
         self,
@@ -182,30 +269,44 @@ class GraphDecoder(Decoder):
         held: Sequence[int],
         seeds: Sequence[int],
         temperatures: Sequence[float],
-    ) -> Iterator[tuple[list[int], Tensor]]:
-        """``steps`` tokens of every lane [0, n), step by step: ids [n] and log-probabilities [n]. All steps are launched at
-        once; the host hears of the first ones while the GPU draws the others.
+        cuts: Sequence[Cut] | None = None,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
+        """``steps`` tokens of every lane [0, n), step by step: ids, log-probabilities, and with ``cuts`` the kept log mass [n].
+        The host hears of a block of steps while the GPU draws the next. Once it has ``enough`` nothing more is launched; what
+        was, is told.
 
         ``held``: columns each row holds. A temperature of 0 is greedy. Beyond the context a lane rests."""
         assert steps <= HISTORY, f"{steps} steps in a run; at most {HISTORY}"
         n = len(tokens)
         lanes = next(size for size in buckets(self.slots.rows) if size >= n)
-        graph = self._graph(lanes)
-        self._set_out(lanes, tokens, held, seeds, temperatures)
-        heard = []
-        for begin in range(0, steps, LISTEN):
-            cut = slice(begin, min(steps, begin + LISTEN))
-            for _ in range(cut.start, cut.stop):
-                graph.replay()
-            told = torch.cuda.Event()
-            copies = [
-                self._told[i][cut].copy_(x[cut], non_blocking=True) for i, x in enumerate((self.drawn, self.logp))
-            ]
+        replay = self._replay(lanes, cuts is not None)
+        self._set_out(lanes, tokens, held, seeds, temperatures, cuts)
+        heard: deque[tuple[Any, list[Tensor]]] = deque()
+        begin = 0
+        while True:
+            while begin < steps and len(heard) < AHEAD and not enough():
+                block = slice(begin, min(steps, begin + LISTEN))
+                heard.append(self._launch(replay, block))
+                begin = block.stop
+            if not heard:
+                return
+            told, (drawn, logp, mass) = heard.popleft()
+            if told is not None:
+                told.synchronize()
+            masses = mass[:, :n].clone() if cuts is not None else [None] * len(drawn)
+            yield from zip(drawn[:, :n].tolist(), logp[:, :n].clone(), masses)
+
+    def _launch(self, replay: Callable[[], None], block: slice) -> tuple[Any, list[Tensor]]:
+        """Some steps, and the way home of what they draw."""
+        for _ in range(block.start, block.stop):
+            replay()
+        every = zip(self._told, (self.drawn, self.logp, self.mass))
+        copies = [here[block].copy_(there[block], non_blocking=True) for here, there in every]
+        told = torch.cuda.Event() if self.on_gpu else None
+        if told is not None:
             told.record()
-            heard.append((told, copies))
-        for told, (drawn, logp) in heard:
-            told.synchronize()
-            yield from zip(drawn[:, :n].tolist(), logp[:, :n].clone())
+        return told, copies
 
     def _set_out(
         self,
@@ -214,20 +315,28 @@ class GraphDecoder(Decoder):
         held: Sequence[int],
         seeds: Sequence[int],
         temperatures: Sequence[float],
+        cuts: Sequence[Cut] | None,
     ) -> None:
         """Where every lane of a bucket begins; the unused ones rest."""
-        free = lanes - len(tokens)
+        n, device = len(tokens), self.slots.device
+        free = lanes - n
         rows = ([*tokens, *[0] * free], [*held, *[-1] * free], [*held, *[0] * free], [*seeds, *[0] * free])
-        there = torch.tensor(rows).to(self.slots.device, non_blocking=True)
+        there = torch.tensor(rows).to(device, non_blocking=True)
         for into, value in zip((self.tokens, self.position, self.begin, self.seed), there):
             into[:lanes] = value
-        cold = [0.0 if t == 0 else 1 / t for t in temperatures]
-        self.cold[: len(tokens)] = torch.tensor(cold).to(self.slots.device, non_blocking=True)
+        self.cold[:n] = torch.tensor([0.0 if t == 0 else 1 / t for t in temperatures]).to(device, non_blocking=True)
+        if cuts is not None:
+            top_k, top_p, min_p = zip(*cuts)
+            self.top_k[:n, 0] = torch.tensor([k or ALL for k in top_k]).to(device, non_blocking=True)
+            self.top_p[:n, 0] = torch.tensor(top_p, dtype=torch.float64).to(device, non_blocking=True)
+            self.min_p[:n, 0] = torch.tensor(min_p, dtype=torch.float64).to(device, non_blocking=True)
+            self.mass.zero_()
 
 
 def _tensors(layer: _Layer) -> list[Tensor]:
-    every = (getattr(layer, name) for name in _Layer.__dataclass_fields__)
-    return [t for t in every if t is not None]
+    every = [getattr(layer, f.name) for f in fields(layer)]
+    parts = [(x.data, x.scale) if isinstance(x, Narrow) else (x,) for x in every]
+    return [t for part in parts for t in part if t is not None]
 
 
 def _wide_product(h: Tensor, weight: Tensor) -> Tensor:

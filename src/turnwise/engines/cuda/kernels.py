@@ -1,4 +1,4 @@
-"""The four kernels of a decode step, in Triton: add-and-normalise, attend, SwiGLU, draw.
+"""The kernels of a decode step, in Triton: add-and-normalise, attend, SwiGLU, draw; settle for reading, quantise for fp8.
 
 Legend: B lanes, d width, H query heads, K key heads, D head size, W slot width, F MLP width, V vocabulary.
 
@@ -192,20 +192,23 @@ def _scan(logits, cold, seed, position, tops, ids, bests, sums, V, CHUNKS, BLOCK
     heat = tl.where(greedy, 1.0, inverse)
     mine, place = tl.load(seed + lane), tl.load(position + lane)
     quarter = tl.arange(0, BLOCK // 4)
-    top = tl.full((BLOCK // 4,), float("-inf"), tl.float32)  # running statistics of each column of the block
+    top = tl.full((BLOCK // 4,), LOWEST, tl.float32)  # running statistics of each column of the block
     total = tl.zeros((BLOCK // 4,), tl.float32)
-    best = top
+    best = tl.full((BLOCK // 4,), float("-inf"), tl.float32)
     chosen = quarter
     for start in range(0, PART, BLOCK):
         first = chunk * PART + start
         noise = tl.rand4x(mine ^ (place.to(tl.int64) << 33), first + quarter)  # one hash gives four numbers
         for part in tl.static_range(4):
             at = first + part * (BLOCK // 4) + quarter
-            z = tl.load(logits + lane.to(tl.int64) * V + at, mask=at < V, other=LOWEST) * heat
+            z = tl.load(logits + lane.to(tl.int64) * V + at, mask=at < V, other=LOWEST)
+            z = tl.maximum(z * heat, LOWEST)  # a tiny temperature must not make an infinity of it
             high = tl.maximum(top, z)
             total = total * tl.exp(top - high) + tl.exp(z - high)
             top = high
-            noisy = tl.where(greedy, z, z - tl.log(-tl.log(tl.maximum(noise[part], 1e-9))))
+            u = noise[part]  # steps of 2⁻³¹ near 0, of 2⁻²⁴ near 1: the winners must come from the fine end
+            wait = tl.where(u < 1e-3, u + 0.5 * u * u, -tl.log(1.0 - u))
+            noisy = tl.where(greedy, z, z - tl.log(tl.maximum(wait, 2e-10)))
             chosen = tl.where(noisy > best, at, chosen)
             best = tl.maximum(best, noisy)
     slot = lane * CHUNKS + chunk
@@ -214,7 +217,7 @@ def _scan(logits, cold, seed, position, tops, ids, bests, sums, V, CHUNKS, BLOCK
     tl.store(tops + slot, high)
     tl.store(sums + slot, tl.sum(total * tl.exp(top - high)))
     tl.store(bests + slot, peak)
-    tl.store(ids + slot, tl.min(tl.where(best == peak, chosen, V)))
+    tl.store(ids + slot, tl.minimum(tl.min(tl.where(best == peak, chosen, V)), V - 1))  # V: when peak is no number
 
 
 @triton.jit
@@ -230,10 +233,11 @@ def _choose(
         high = tl.max(top)
         total = tl.sum(tl.load(sums + lane * CHUNKS + c, mask=there, other=0.0) * tl.exp(top - high))
         best = tl.load(bests + lane * CHUNKS + c, mask=there, other=float("-inf"))
-        which = tl.min(tl.where(best == tl.max(best), c, PAD))
+        which = tl.minimum(tl.min(tl.where(best == tl.max(best), c, PAD)), CHUNKS - 1)
         token = tl.load(ids + lane * CHUNKS + which)
         inverse = tl.load(cold + lane)
         z = tl.load(logits + lane.to(tl.int64) * V + token) * tl.where(inverse == 0.0, 1.0, inverse)
+        z = tl.maximum(z, LOWEST)
         step = place - tl.load(begin + lane)
         tl.store(drawn + step * lanes + lane, token)
         tl.store(logp + step * lanes + lane, z - high - tl.log(total))
@@ -263,3 +267,27 @@ def draw(
         logits, cold, part[0], ids, part[1], part[2], tokens, position, begin, drawn, logp, vocabulary, chunks,
         drawn.shape[1], triton.next_power_of_2(chunks), num_warps=1,
     )  # fmt: skip
+
+
+@triton.jit
+def _quantise(x, out, scale, d, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = at < d
+    h = tl.load(x + row * d + at, mask=inside, other=0.0).to(tl.float32)
+    unit = tl.maximum(tl.max(tl.abs(h)), 1e-12) / 448.0
+    tl.store(scale + row, unit)
+    tl.store(out + row * d + at, (h / unit).to(out.dtype.element_ty), mask=inside)
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, d] -> x / scale in e4m3, and scale [B, 1] = max|row| / 448: the largest entry of a row is e4m3's largest number."""
+    out, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
+    block = triton.next_power_of_2(x.shape[1])
+    _quantise[(len(x),)](x, out, scale, x.shape[1], block, num_warps=4 if block <= 2048 else 8)
+    return out, scale
+
+
+def narrow_product(h: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """h [B, d] · weight [n, d]ᵀ, the weight in e4m3 with a scale per row; h is quantised row by row on the way."""
+    data, unit = quantise(h)
+    return torch._scaled_mm(data, weight.t(), scale_a=unit, scale_b=scale.t(), out_dtype=h.dtype)

@@ -1,0 +1,315 @@
+"""A hand-written forward and backward for the Llama family: the learner's fast path, as ``decoder`` is the generator's.
+
+    enter    h = norm(x + δ)·g        q, k, v = turned(h Wᵀ)
+    leave    x′ = x + a Woᵀ           y = (silu(n Wgᵀ) ⊙ n Wuᵀ) Wdᵀ,  n = norm(x′)·g′
+
+A layer hands (x′, y) on and the next one adds them, so every sum rides on the norm that reads it. The norms' outputs and the
+activation are computed again in the backward pass: they cost a tenth of what they weigh. q, k, v are one product and so are gate
+and up. Attention between ``enter`` and ``leave`` is the layout's, by ordinary autograd.
+
+Same rounding as the stock model under autocast: products in ``kind``, residual stream and sums wide. Knows weights and layouts;
+neither what the states are for nor who asks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from turnwise.engines import plain
+from turnwise.engines.cuda.body import Body, Ragged
+from turnwise.engines.decoder import FAMILY, STEADY_ROPES
+
+
+class Layout(Protocol):
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]."""
+        ...
+
+
+# ------------------------------------------------------------------ products
+
+
+def _product(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """h Wᵀ + b in the dtype of h."""
+    return torch.mm(h, weight.t()) if bias is None else torch.addmm(bias, h, weight.t())
+
+
+def _weight_gradient(d: Tensor, h: Tensor, like: Tensor) -> Tensor:
+    """dᵀ h, accumulated and returned in the dtype of the master weights."""
+    if d.dtype == like.dtype:
+        return torch.mm(d.t(), h)
+    return torch.mm(d.t(), h, out_dtype=like.dtype) if d.is_cuda else torch.mm(d.t(), h).to(like.dtype)
+
+
+def _parts(grad: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """One gradient of a fused product, cut into those of its weights."""
+    cut = grad.split([len(w) for w in weights])
+    return [g if want else None for g, want in zip(cut, wanted)]
+
+
+# ------------------------------------------------------------------ functions
+
+
+@dataclass(frozen=True, eq=False)
+class _Enter:
+    """The first half of a layer, with the weights of one moment."""
+
+    ops: ModuleType
+    norm: Tensor
+    own: tuple[Tensor, ...]  # q, k, v
+    biases: tuple[Tensor, ...]
+    fused: Tensor
+    bias: Tensor | None
+    head_norms: tuple[Tensor, ...]  # where there are any, q and k are normed and turned afterwards
+    heads: int  # queries and keys
+    size: int
+    eps: float
+
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x and delta [L, d] -> q [L, H, D], k and v [L, Hkv, D], and the sum x + delta."""
+        return _EnterFunction.apply(self, cos, sin, x, delta, self.norm, *self.own, *self.biases)
+
+
+class _EnterFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, half: _Enter, cos: Tensor, sin: Tensor, x: Tensor, delta: Tensor | None, norm: Tensor, *own: Tensor
+    ) -> Any:
+        total, h = half.ops.add_norm(x, delta, norm, half.eps, half.fused.dtype)
+        qkv = _product(h, half.fused, half.bias)
+        if not half.head_norms:
+            half.ops.rotate_(qkv, cos, sin, half.heads, half.size)
+        ctx.half, ctx.added = half, delta is not None
+        ctx.save_for_backward(cos, sin, total, norm)
+        kv = len(half.own[1]) // half.size
+        q, k, v = qkv.view(len(x), -1, half.size).split([half.heads - kv, kv, kv], 1)
+        return q, k, v, total.view_as(total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, d_total: Tensor | None) -> tuple[Any, ...]:
+        half: _Enter = ctx.half
+        cos, sin, total, norm = ctx.saved_tensors
+        if not half.head_norms:
+            d = half.ops.unrotate(dq, dk, dv, cos, sin)
+        else:
+            d = torch.cat((dq, dk, dv), 1).flatten(1)
+        dx, d_kind, h, d_norm = half.ops.norm_backward(torch.mm(d, half.fused), total, norm, half.eps, d_total)
+        wanted = ctx.needs_input_grad[6:]
+        grads: list[Tensor | None] = [None] * len(half.own)
+        if any(wanted[: len(half.own)]):
+            grads = _parts(_weight_gradient(d, h, norm), half.own, wanted)
+        biases = _parts(d.sum(0, dtype=norm.dtype), half.biases, wanted[len(half.own) :]) if half.biases else []
+        return None, None, None, dx, d_kind if ctx.added else None, d_norm, *grads, *biases
+
+
+@dataclass(frozen=True, eq=False)
+class _Leave:
+    """The second half of a layer: the attention's output product and the MLP."""
+
+    ops: ModuleType
+    own: tuple[Tensor, ...]  # out, gate, up, down
+    norm: Tensor
+    bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    eps: float
+
+    def __call__(self, mixed: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """mixed [L, H D] and x [L, d] -> (x′, y)."""
+        return _LeaveFunction.apply(self, mixed, x, self.norm, self.bias, *self.own)
+
+
+class _LeaveFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, half: _Leave, mixed: Tensor, x: Tensor, norm: Tensor, bias: Tensor | None, *own: Tensor
+    ) -> Any:
+        total, h = half.ops.add_norm(x, _product(mixed, half.out, half.out_bias), norm, half.eps, mixed.dtype)
+        both = _product(h, half.gate_up)
+        y = _product(half.ops.swiglu(both), half.down)
+        ctx.half = half
+        ctx.save_for_backward(mixed, total, both, norm)
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_total: Tensor | None, dy: Tensor) -> tuple[Any, ...]:
+        half: _Leave = ctx.half
+        mixed, total, both, norm = ctx.saved_tensors
+        want_bias, want_out, want_gate, want_up, want_down = ctx.needs_input_grad[4:]
+        d_both, act = half.ops.swiglu_backward(both, torch.mm(dy, half.down))
+        d_down = _weight_gradient(dy, act, norm) if want_down else None
+        dx, d_out, h, d_norm = half.ops.norm_backward(torch.mm(d_both, half.gate_up), total, norm, half.eps, d_total)
+        gate_up: list[Tensor | None] = [None, None]
+        if want_gate or want_up:
+            gate_up = _parts(_weight_gradient(d_both, h, norm), half.own[1:3], (want_gate, want_up))
+        out = _weight_gradient(d_out, mixed, norm) if want_out else None
+        d_bias = d_out.sum(0, dtype=norm.dtype) if want_bias else None
+        return None, torch.mm(d_out, half.out), dx, d_norm, d_bias, out, *gate_up, d_down
+
+
+class _FinalNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ops: ModuleType, eps: float, kind: torch.dtype, x: Tensor, delta: Tensor, norm: Tensor
+    ) -> Tensor:
+        total, h = ops.add_norm(x, delta, norm, eps, kind)
+        ctx.ops, ctx.eps = ops, eps
+        ctx.save_for_backward(total, norm)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
+        total, norm = ctx.saved_tensors
+        dx, d_kind, _, d_norm = ctx.ops.norm_backward(dh.contiguous(), total, norm, ctx.eps, None)
+        return None, None, None, dx, d_kind, d_norm
+
+
+# ------------------------------------------------------------------ the model
+
+
+class Blocks:
+    """A decoder of the Llama family, read by these halves. Weights are rounded to ``kind`` and fused anew in every pass: nobody
+    says when they change (a fused optimiser does not even move their version)."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = weakref.ref(decoder)
+        config = decoder.config
+        attention = decoder.layers[0].self_attn
+        self.eps, self.scale, self.size = config.rms_norm_eps, attention.scaling, attention.head_dim
+        self.normed = hasattr(attention, "q_norm")
+        self.recompute = False  # keep only what enters a layer, and run the layer again in the backward pass
+        self.weights = list(decoder.parameters())
+        self.body = Body(self.weights)
+
+    @staticmethod
+    def misfit(decoder: Any) -> str:
+        """Why this decoder cannot be read here; empty if it can."""
+        config = getattr(decoder, "config", None)
+        if config is None or config.model_type not in FAMILY:
+            return f"model type {getattr(config, 'model_type', '?')}"
+        if config.hidden_act not in ("silu", "swish") or getattr(config, "mlp_bias", False):
+            return "its MLP is not a plain SwiGLU"
+        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+            return "sliding windows"
+        if (config.rope_parameters or {}).get("rope_type", "default") not in STEADY_ROPES:
+            return "rotary angles that depend on the length"
+        if next(decoder.parameters()).dtype == torch.float64:
+            return "float64: the stock norms round to float32, and so must we"
+        if any(layer._forward_pre_hooks or layer._forward_hooks for layer in decoder.layers):
+            return "something listens at its layers"
+        linears = [m for name, m in decoder.named_modules() if name.endswith("_proj")]
+        return "" if all(type(m) is nn.Linear for m in linears) else "projections that are not plain linear layers"
+
+    def __call__(self, ids: Tensor, position: Tensor, layout: Layout) -> Tensor:
+        """ids and position [L] -> what the LM head would read, [L, d], in ``kind``."""
+        if isinstance(layout, Ragged) and not self.recompute:
+            states = self.body(self._read, kind_of(self.weights[0]), ids, position, layout)
+            if states is not None:
+                return states
+        return self._read(ids, position, layout)
+
+    def _read(
+        self, ids: Tensor, position: Tensor, layout: Layout, own: Mapping[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """``own``: what stands for each of the weights."""
+        as_own = (lambda p: own[p]) if own is not None else (lambda p: p)
+        decoder: Any = self._decoder()
+        kind, ops = kind_of(self.weights[0]), ops_for(self.weights[0])
+        with torch.autocast(ids.device.type, enabled=False):
+            embedding = decoder.embed_tokens
+            x = F.embedding(ids, as_own(embedding.weight), embedding.padding_idx)
+            cos, sin = (t[0, :, : self.size // 2].contiguous() for t in decoder.rotary_emb(x, position[None]))
+            delta: Tensor | None = None
+            for layer in decoder.layers:
+                given = (*self._cut(layer, kind, ops, as_own), x, delta, cos, sin, layout)
+                if self.recompute and torch.is_grad_enabled():
+                    x, delta = checkpoint(self._layer, *given, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    x, delta = self._layer(*given)
+            return _FinalNorm.apply(ops, self.eps, kind, x, delta, as_own(decoder.norm.weight))
+
+    def _layer(
+        self, enter: _Enter, leave: _Leave, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        q, k, v, x = enter(x, delta, cos, sin)
+        if enter.head_norms:
+            q, k = (_normed_turned(t, w, self.eps, cos, sin) for t, w in zip((q, k), enter.head_norms))
+        return leave(layout.attend_rows(q, k, v, self.scale).flatten(1), x)
+
+    @torch.no_grad()
+    def _cut(
+        self, layer: Any, kind: torch.dtype, ops: ModuleType, as_own: Callable[[Tensor], Tensor]
+    ) -> tuple[_Enter, _Leave]:
+        a, m = layer.self_attn, layer.mlp
+        qkv = tuple(as_own(p.weight) for p in (a.q_proj, a.k_proj, a.v_proj))
+        biases = tuple(as_own(p.bias) for p in (a.q_proj, a.k_proj, a.v_proj) if p.bias is not None)
+        own = tuple(as_own(p.weight) for p in (a.o_proj, m.gate_proj, m.up_proj, m.down_proj))
+        norms = tuple(as_own(n.weight) for n in (layer.input_layernorm, layer.post_attention_layernorm))
+        head_norms = tuple(as_own(n.weight) for n in (a.q_norm, a.k_norm)) if self.normed else ()
+        out_bias = None if a.o_proj.bias is None else as_own(a.o_proj.bias)
+        heads = (len(qkv[0]) + len(qkv[1])) // self.size
+        enter = _Enter(
+            ops, norms[0], qkv, biases, torch.cat(qkv).to(kind), torch.cat(biases).to(kind) if biases else None,
+            head_norms, heads, self.size, self.eps,
+        )  # fmt: skip
+        leave = _Leave(
+            ops, own, norms[1], out_bias, own[0].to(kind),
+            None if out_bias is None else out_bias.to(kind), torch.cat(own[1:3]).to(kind), own[3].to(kind), self.eps,
+        )  # fmt: skip
+        return enter, leave
+
+
+def _normed_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads normalised one by one, then turned: q and k of Qwen3."""
+    wide = F.rms_norm(x.to(weight.dtype), (x.shape[-1],), None, eps).to(x.dtype) * weight
+    a, b = wide.chunk(2, -1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
+
+
+def kind_of(weight: Tensor) -> torch.dtype:
+    """The dtype of products: autocast's where it is on."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def ops_for(x: Tensor) -> ModuleType:
+    """Triton's kernels on a GPU, where it is there to compile them; else their plain twins."""
+    if x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+        from turnwise.engines.cuda import training
+
+        return training
+    return plain
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, Blocks | None] = weakref.WeakKeyDictionary()
+
+
+def of(decoder: nn.Module) -> Blocks | None:
+    """The blocks of this decoder; None if it must be read by its stock forward."""
+    if decoder not in _known:
+        _known[decoder] = None if Blocks.misfit(decoder) else Blocks(decoder)
+    return _known[decoder]
+
+
+def forbid(decoder: nn.Module) -> None:
+    """Read this decoder by its stock forward from now on."""
+    _known[decoder] = None

@@ -1,0 +1,226 @@
+"""The layers of a decoder captured as CUDA graphs, forward and backward: a pass costs the host two launches, not a thousand.
+
+A graph has fixed sizes, so rows, keys and sequences are padded up to buckets. Padded rows are sequences of their own that nobody
+asks anything of: their gradient is zero. A bucket is captured when it comes a second time. All graphs share one pool of memory,
+which is right because a backward pass follows its own forward pass before another begins; whoever breaks that rule is read
+without a graph.
+
+Knows blocks and layouts; neither what the states are for nor who asks.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+log = logging.getLogger(__name__)
+
+ROWS = sorted(
+    {2**k for k in range(8, 24)} | {3 * 2**k for k in range(8, 23)}
+)  # sizes of buckets: powers of two, midpoints
+SEQUENCES = [4**k for k in range(2, 10)]
+LONGEST = [2**k for k in range(7, 24)]
+
+
+class Key(NamedTuple):
+    """One bucket. ``keys`` 0: every sequence has its own rows for keys; ``grad``: with a backward pass."""
+
+    rows: int
+    keys: int
+    sequences: int
+    longest: tuple[int, int]
+    kind: torch.dtype
+    grad: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Where ragged sequences begin among queries and keys, [S + 1] int32, and which row each key is a copy of (None: its own)."""
+
+    queries: Tensor
+    keys: Tensor
+    longest: tuple[int, int]
+    source: Tensor | None = None
+    real: Tensor | None = None  # of the keys: those that a sequence owns
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+        """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]. The last query of a sequence stands over its last key."""
+        if self.source is not None:
+            k, v = (_Copied.apply(x, self.source, self.real) for x in (k, v))
+        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        flash = torch.ops.aten._flash_attention_forward
+        starts = (self.queries, self.keys)
+        return flash(q, k, v, *starts, *self.longest, 0.0, True, False, scale=scale, **sides)[0]
+
+
+class _Copied(torch.autograd.Function):
+    """Rows [U, ...] to every key that is a copy of one; gradients of copies add up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, real: Tensor | None) -> Tensor:
+        ctx.save_for_backward(source, real)
+        ctx.rows = len(x)
+        return x.index_select(0, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        source, real = ctx.saved_tensors
+        wide = grad.float() if real is None else torch.where(real[:, None, None], grad.float(), 0.0)
+        whole = wide.new_zeros(ctx.rows, *grad.shape[1:])
+        return whole.index_add_(0, source, wide).to(grad.dtype), None, None
+
+
+Read = Callable[[Tensor, Tensor, Ragged, Mapping[Tensor, Tensor]], Tensor]
+"""ids [L], positions [L], layout, what stands for each of the weights -> states [L, d]."""
+
+
+class Body:
+    """Reads a decoder by graphs where it can. ``read`` must launch kernels only: no host may look at a tensor in it."""
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self.weights: list[Tensor] = list(weights)
+        self.parameters = [p for p in weights if p.requires_grad]
+        self.seen: Counter[Key] = Counter()
+        self.graphs: dict[Key, _Graph] = {}
+        self.pool: Any = None
+        self.grads: list[Tensor] = []  # of the parameters, where every graph leaves them
+        self.works = True
+        self._pending: Callable[[], object | None] = lambda: None  # of the last forward pass with a gradient
+
+    def __call__(self, read: Read, kind: torch.dtype, ids: Tensor, position: Tensor, layout: Ragged) -> Tensor | None:
+        """States [L, d]; None: read it yourself."""
+        grad = torch.is_grad_enabled() and bool(self.parameters)
+        key = self._key(ids, layout, kind, grad)
+        self.seen[key] += 1
+        if not self.works or self.seen[key] < 2 or self._pending() is not None:
+            return None
+        if key not in self.graphs and not self._capture(key, read, ids.device):
+            return None
+        graph = self.graphs[key]
+        graph.fill(ids, position, layout)
+        if not grad:
+            graph.forward.replay()
+            return graph.out[: len(ids)].clone()
+        token = _Token()
+        self._pending = weakref.ref(token)
+        return _Replay.apply(graph, token, len(ids), *self.parameters)
+
+    def _key(self, ids: Tensor, layout: Ragged, kind: torch.dtype, grad: bool) -> Key:
+        rows = _up(ROWS, len(ids))
+        longest = (_up(LONGEST, layout.longest[0]), _up(LONGEST, layout.longest[1]))
+        pads = rows - len(ids)
+        keys = 0 if layout.source is None else _up(ROWS, len(layout.source) + pads)
+        sequences = _up(SEQUENCES, len(layout.queries) + -(-pads // longest[0]))
+        return Key(rows, keys, sequences, longest, kind, grad)
+
+    def _capture(self, key: Key, read: Read, device: torch.device) -> bool:
+        try:
+            self.graphs[key] = _Graph(key, self, read, device)
+        except (RuntimeError, torch.AcceleratorError) as fault:  # an old driver, too little memory ...
+            self.works = False
+            log.warning("the learner reads without CUDA graphs from now on: %s", str(fault).splitlines()[0])
+        return self.works
+
+
+class _Token:
+    """Lives as long as a forward pass waits for its backward pass."""
+
+
+class _Graph:
+    def __init__(self, key: Key, body: Body, read: Read, device: torch.device) -> None:
+        whole = lambda size: torch.zeros(size, dtype=torch.int64, device=device)  # noqa: E731
+        starts = lambda: torch.zeros(key.sequences + 1, dtype=torch.int32, device=device)  # noqa: E731
+        self.key, self.body = key, weakref.proxy(body)
+        self.ids, self.position = whole(key.rows), whole(key.rows)
+        copies = (whole(key.keys), torch.zeros(key.keys, dtype=torch.bool, device=device)) if key.keys else (None, None)
+        self.layout = Ragged(starts(), starts(), key.longest, *copies)
+        self.spent, self.turn = False, 0  # whether a backward pass used it up; how many forward passes there were
+        first = torch.arange(min(key.rows, key.longest[0]), device=device)
+        ends = torch.tensor([0, len(first)])
+        self.fill(first, first, Ragged(ends, ends, key.longest, first if key.keys else None))
+        self._rehearse(read)
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.forward, pool=body.pool, capture_error_mode="thread_local"):
+            out, leaves = self._read(read)
+        body.pool = body.pool or self.forward.pool()
+        self.out = out.detach()
+        if key.grad:
+            self.d_out = torch.zeros_like(self.out)
+            body.grads = body.grads or [torch.zeros_like(p) for p in body.parameters]
+            with torch.cuda.graph(self.backward, pool=body.pool, capture_error_mode="thread_local"):
+                torch._foreach_copy_(body.grads, torch.autograd.grad(out, leaves, self.d_out))
+
+    def _read(self, read: Read) -> tuple[Tensor, list[Tensor]]:
+        """The states, and the leaves to differentiate by: the parameters themselves may still be part of another pass."""
+        own = {p: p.detach().requires_grad_(p.requires_grad) for p in self.body.weights}
+        return read(self.ids, self.position, self.layout, own), [own[p] for p in self.body.parameters]
+
+    def _rehearse(self, read: Read) -> None:
+        """Once without a graph, on a stream of its own: kernels are compiled, libraries take their workspaces."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            out, leaves = self._read(read)
+            if self.key.grad:
+                torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        torch.cuda.current_stream().wait_stream(side)
+
+    def fill(self, ids: Tensor, position: Tensor, layout: Ragged) -> None:
+        """A batch of this bucket, and the padding that makes it whole."""
+        n, device = len(ids), self.ids.device
+        for into, value in ((self.ids, ids), (self.position, position)):
+            into[:n] = value
+            into[n:] = 0
+        pads = self.key.rows - n
+        extra = torch.arange(1, -(-pads // self.key.longest[0]) + 1).mul_(self.key.longest[0]).clamp_(max=pads)
+        extra = extra.to(device, non_blocking=True)  # where the padding's own sequences end
+        for into, value in ((self.layout.queries, layout.queries), (self.layout.keys, layout.keys)):
+            into[: len(value)] = value
+            into[len(value) :] = into[len(value) - 1]
+            into[len(value) : len(value) + len(extra)] += extra
+            into[len(value) + len(extra) :] += pads
+        if layout.source is not None and self.layout.source is not None and self.layout.real is not None:
+            m = len(layout.source)
+            self.layout.source[:m] = layout.source
+            self.layout.source[m : m + pads] = torch.arange(n, n + pads, device=device)
+            self.layout.source[m + pads :] = 0
+            self.layout.real[: m + pads] = True
+            self.layout.real[m + pads :] = False
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: _Graph, token: _Token, rows: int, *parameters: Tensor) -> Tensor:
+        graph.forward.replay()
+        graph.spent, graph.turn = False, graph.turn + 1
+        ctx.graph, ctx.token, ctx.rows, ctx.turn = graph, token, rows, graph.turn
+        return graph.out[:rows].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Any, ...]:
+        graph: _Graph = ctx.graph
+        assert graph.turn == ctx.turn, "another forward pass came before this second backward pass"
+        if graph.spent:  # asked a second time: the first backward pass wrote over what the forward pass had kept
+            graph.forward.replay()
+        graph.d_out[: ctx.rows] = d
+        graph.d_out[ctx.rows :] = 0
+        graph.backward.replay()
+        graph.spent = True
+        ctx.token = None  # the next forward pass may come, unless this one is still held for another backward pass
+        return None, None, None, *graph.body.grads  # held by us, so whoever accumulates them makes a copy
+
+
+def _up(sizes: Sequence[int], n: int) -> int:
+    """The smallest bucket that holds n."""
+    return sizes[bisect.bisect_left(sizes, n)]

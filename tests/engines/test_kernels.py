@@ -1,0 +1,330 @@
+"""Every kernel against its plain twin, on random inputs of awkward sizes. On a GPU where there is one; elsewhere under Triton's
+interpreter, if Triton is there and TRITON_INTERPRET=1 says so.
+
+The twin of ``draw`` computes the very noise (Philox) and is compared token by token; its statistics are tested without Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from turnwise.engines.cuda import reference
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+FOUND = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(
+    not FOUND or not (GPU or INTERPRETED), reason="no Triton" if not FOUND else "no GPU, and TRITON_INTERPRET is not 1"
+)
+some = settings(max_examples=25 if GPU else 8, deadline=None)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+multiplied = dtypes if GPU else st.just(torch.float32)  # the interpreter multiplies the bits of bfloat16 as integers
+seeds = st.integers(0, 2**31)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    return importlib.import_module("turnwise.engines.cuda.kernels")
+
+
+class Dice:
+    """Random tensors of one seed, on the device."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Tensor:
+        return (size * torch.randn(*shape, generator=self.generator)).to(DEVICE, dtype)
+
+    def whole(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator).to(DEVICE)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype, steps: float = 1.0) -> None:
+    """To rounding: of a few float32 sums, or to ``steps`` steps of bfloat16."""
+    limit = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": steps / 128, "atol": steps * 4e-3}
+    torch.testing.assert_close(found.float(), expected.float(), **limit)
+
+
+# ---------------------------------------------------------------------- rows
+
+
+@needs_triton
+@some
+@given(seeds, st.sampled_from([1, 2, 7]), st.sampled_from([1, 3, 64, 100, 577, 2050]), dtypes, st.booleans())
+def test_add_norm(kernels, seed, rows, width, dtype, add):
+    dice = Dice(seed)
+    x, weight = dice.normal(rows, width, size=3.0), dice.normal(width)
+    delta = dice.normal(rows, width, dtype=dtype) if add else None
+    both = []
+    for module in (kernels, reference):
+        stream = x.clone()
+        out = module.add_norm(stream, delta, weight, torch.empty(rows, width, dtype=dtype, device=DEVICE), 1e-5)
+        both.append((stream, out))
+    close(both[0][0], both[1][0], torch.float32)
+    close(both[0][1], both[1][1], dtype)
+
+
+@needs_triton
+@some
+@given(seeds, st.sampled_from([1, 5]), st.sampled_from([1, 48, 100, 1024, 1537]), dtypes)
+def test_swiglu(kernels, seed, rows, width, dtype):
+    both = Dice(seed).normal(rows, 2 * width, dtype=dtype, size=4.0)
+    found, expected = (
+        m.swiglu(both, torch.empty(rows, width, dtype=dtype, device=DEVICE)) for m in (kernels, reference)
+    )
+    close(found, expected, dtype, steps=2)
+
+
+@needs_triton
+@some
+@given(seeds, st.sampled_from([1, 4]), st.sampled_from([1, 16, 100, 1537]), dtypes, st.booleans())
+def test_quantise(kernels, seed, rows, width, dtype, huge):
+    x = Dice(seed).normal(rows, width, dtype=dtype, size=1e4 if huge else 0.1)
+    x[0] = 0  # a row of nothing stays nothing
+    (data, scale), (expected, unit) = kernels.quantise(x), reference.quantise(x)
+    torch.testing.assert_close(scale, unit, rtol=1e-6, atol=0)
+    same = data.float() == expected.float()
+    if GPU:
+        step = expected.float().abs() / 8 + 2**-9
+        assert same.float().mean() > 0.99 and ((data.float() - expected.float()).abs() <= step).all()
+    else:
+        assert same.float().mean() > 0.9  # the interpreter loses a carry when it rounds to fp8: 124.7 becomes 64
+    assert (reference.widened(data, scale)[0] == 0).all()
+
+
+# ---------------------------------------------------------------------- attention
+
+
+def rotary(width: int, size: int) -> tuple[Tensor, Tensor]:
+    angle = torch.arange(width)[:, None] * 1e4 ** (-torch.arange(size // 2) / (size // 2))
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), 1).to(DEVICE), torch.cat((-sin, sin), 1).to(DEVICE)
+
+
+HEADS = st.sampled_from([(1, 1), (2, 2), (6, 2), (9, 3), (8, 1)])
+
+
+@needs_triton
+@some
+@given(
+    seed=seeds,
+    lanes=st.sampled_from([1, 3, 5]),
+    heads=HEADS,
+    size=st.sampled_from([16, 64]),
+    width=st.sampled_from([1, 17, 64, 130]),
+    dtype=multiplied,
+    normed=st.booleans(),
+    rests=st.booleans(),
+)
+def test_attend(kernels, seed, lanes, heads, size, width, dtype, normed, rests):
+    dice, (H, K) = Dice(seed), heads
+    rows = lanes + 1
+    qkv = dice.normal(lanes, (H + 2 * K) * size, dtype=dtype)
+    keys, values = (dice.normal(rows, K, width, size, dtype=dtype) for _ in range(2))
+    cos, sin = rotary(width, size)
+    norm = 1 + 0.1 * dice.normal(H + K, size) if normed else None
+    place = dice.whole(0, width, lanes)
+    place[0], place[-1] = width - 1, 0 if lanes > 1 else width - 1  # a full row, an empty one
+    if rests and lanes > 2:
+        place[1], place[2] = -1, width  # at rest, and beyond the context
+    both = []
+    for module in (kernels, reference):
+        k, v, out = keys.clone(), values.clone(), torch.full((lanes, H * size), 7.0, dtype=dtype, device=DEVICE)
+        module.attend(qkv, k, v, cos, sin, norm, place, out, size**-0.5, 1e-6)
+        both.append((k, v, out))
+    close(both[0][0], both[1][0], dtype)
+    assert torch.equal(both[0][1], both[1][1])
+    close(both[0][2], both[1][2], dtype, steps=2)
+    for lane in [i for i, p in enumerate(place.tolist()) if not 0 <= p < width]:
+        assert (both[0][2][lane] == 7).all()
+        assert torch.equal(both[0][0][lane], keys[lane]) and torch.equal(both[0][1][lane], values[lane])
+    assert torch.equal(both[0][0][lanes], keys[lanes])  # a row that is nobody's lane
+
+
+@needs_triton
+def test_attend_forgets_what_lies_behind_its_position(kernels):
+    """Columns behind a lane's position may hold anything, even what is no number."""
+    dice, H, K, size, width = Dice(0), 6, 2, 16, 80
+    qkv, (cos, sin) = dice.normal(2, (H + 2 * K) * size), rotary(width, size)
+    keys, values = (dice.normal(2, K, width, size) for _ in range(2))
+    place = torch.tensor([5, 70], device=DEVICE)
+    outs = []
+    for rubbish in (0.0, float("nan")):
+        k, v = keys.clone(), values.clone()
+        for t in (k, v):
+            t[0, :, 6:], t[1, :, 71:] = rubbish, rubbish
+        out = torch.zeros(2, H * size, device=DEVICE)
+        outs.append(kernels.attend(qkv, k, v, cos, sin, None, place, out, size**-0.5, 1e-6))
+    assert torch.equal(*outs)
+
+
+@needs_triton
+@some
+@given(
+    seed=seeds,
+    tokens=st.sampled_from([1, 6, 11]),
+    heads=HEADS,
+    size=st.sampled_from([16, 64]),
+    dtype=dtypes,
+    normed=st.booleans(),
+)
+def test_settle(kernels, seed, tokens, heads, size, dtype, normed):
+    dice, (H, K), width, rows = Dice(seed), heads, 23, 4
+    qkv = dice.normal(tokens, (H + 2 * K) * size, dtype=dtype)
+    keys, values = (dice.normal(rows, K, width, size, dtype=dtype) for _ in range(2))
+    cos, sin = rotary(width, size)
+    norm = 1 + 0.1 * dice.normal(H + K, size) if normed else None
+    cells = torch.randperm(rows * width, generator=dice.generator)[:tokens].to(DEVICE)  # no two tokens in one place
+    slot = torch.randperm(tokens + 5, generator=dice.generator)[:tokens].to(DEVICE)
+    both = []
+    for module in (kernels, reference):
+        k, v = keys.clone(), values.clone()
+        padded = [torch.zeros(tokens + 5, h, size, dtype=dtype, device=DEVICE) for h in (H, K, K)]
+        module.settle(qkv, k, v, cos, sin, norm, cells % width, cells // width, slot, *padded, 1e-6)
+        both.append((k, v, *padded))
+    for found, expected in zip(*both):
+        close(found, expected, dtype)
+
+
+# ---------------------------------------------------------------------- drawing
+
+
+def drawn(module: Any, logits: Tensor, cold: Tensor, seed: Tensor, position: Tensor, begin: Tensor) -> list[Tensor]:
+    lanes = len(logits)
+    tokens = torch.full((lanes,), -7, device=DEVICE)
+    place = position.clone()
+    history, logp = torch.full((8, lanes + 2), -7, device=DEVICE), torch.zeros(8, lanes + 2, device=DEVICE)
+    module.draw(logits, cold, seed, tokens, place, begin, history, logp)
+    return [tokens, place, history, logp]
+
+
+@needs_triton
+@some
+@given(
+    seed=seeds,
+    lanes=st.sampled_from([1, 3, 6]),
+    size=st.sampled_from([1, 61, 256, 1024, 4096, 5001]),
+    spread=st.sampled_from([0.0, 1.0, 50.0, 1e4]),
+)
+def test_draw(kernels, seed, lanes, size, spread):
+    dice = Dice(seed)
+    logits = dice.normal(lanes, size, size=spread)
+    logits[0, dice.whole(0, size, 1)] = 3e4  # one that leaves no doubt
+    cold = torch.tensor([1.0, 0.0, 2.0, 1 / 0.7, 1e12, 1e-3], device=DEVICE)[:lanes]
+    mine = dice.whole(-(2**62), 2**62, lanes)
+    position, begin = dice.whole(4, 300, lanes), torch.zeros(lanes, dtype=torch.int64, device=DEVICE)
+    begin += position - dice.whole(0, 8, lanes)
+    if lanes > 3:
+        position[3] = -1
+    found, expected = (drawn(m, logits, cold, mine, position, begin) for m in (kernels, reference))
+    ties = _tied(logits, cold, mine, position, found[0], expected[0])
+    same = (found[0] == expected[0]) | (position < 0)
+    assert (same | ties).all()
+    assert torch.equal(found[1], expected[1])
+    if bool(same.all()):
+        assert torch.equal(found[2], expected[2])
+        torch.testing.assert_close(found[3], expected[3], rtol=1e-5, atol=1e-4)
+    rest = position < 0
+    assert (found[0][rest] == -7).all() and (found[2][:, lanes:] == -7).all()
+
+
+def _tied(logits: Tensor, cold: Tensor, seed: Tensor, position: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Lanes whose two candidates are equal to rounding."""
+    z = (logits * torch.where(cold == 0, 1.0, cold)[:, None]).clamp(min=reference.LOWEST)
+    z = torch.where((cold == 0)[:, None], z, z + reference.noise(seed, position, logits.shape[1]))
+    pair = z.gather(1, torch.stack((a, b), 1).clamp(min=0))
+    return (pair[:, 0] - pair[:, 1]).abs() <= 1e-5 * (1 + pair.abs().amax(1))
+
+
+@needs_triton
+def test_greedy_takes_the_first_of_the_best(kernels):
+    logits = torch.zeros(2, 9000, device=DEVICE)
+    logits[0, [17, 4500, 8999]] = 3.0
+    logits[1, [8999]] = 1e-3
+    zero = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    tokens, _, _, logp = drawn(kernels, logits, torch.zeros(2, device=DEVICE), zero, zero, zero)
+    assert tokens.tolist() == [17, 8999]
+    expected = logits.log_softmax(1)[[0, 1], [17, 8999]]
+    torch.testing.assert_close(logp[0, :2], expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_numbers_that_are_none_crash_nothing(kernels):
+    """Weights that have blown up must be told as such by whoever reads the log-probabilities; not by a fault of the device."""
+    logits = torch.full((2, 70), float("nan"), device=DEVICE)
+    logits[1] = float("-inf")
+    zero = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    tokens, *_ = drawn(kernels, logits, torch.ones(2, device=DEVICE), zero, zero, zero)
+    assert ((tokens >= 0) & (tokens < 70)).all()
+
+
+# ---------------------------------------------------------------------- the twins themselves
+
+
+def test_philox_is_the_published_one():
+    """Known answers of Random123 for philox4x32-10 with a counter of zeros, and of a counter and key of ones."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert [int(x) for x in reference.philox(zero, zero)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_noise_is_gumbel_and_of_all_its_arguments():
+    seed, position = torch.arange(20), torch.zeros(20, dtype=torch.int64)
+    noise = reference.noise(seed, position, 5000).double()
+    assert abs(noise.mean() - 0.5772) < 0.02 and abs(noise.var() - 1.6449) < 0.04
+    uniform = (-(-noise).exp()).exp()
+    counts = torch.histc(uniform, 50, 0, 1)
+    assert ((counts - 2000) ** 2 / 2000).sum() < 49 + 5 * 98**0.5
+    other = reference.noise(seed, position + 1, 5000).double()
+    for a, b in ((noise[:-1], noise[1:]), (noise[:, :-1], noise[:, 1:]), (noise, other)):
+        assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 0.02
+    assert noise.unique().numel() > 0.99 * noise.numel()
+
+
+def test_the_twin_draws_from_the_distribution():
+    n = 30_000
+    logits = 1.5 * torch.randn(1, 24, generator=torch.Generator().manual_seed(0))
+    tokens, place = torch.zeros(2, n, dtype=torch.int64)
+    history, logp = torch.zeros(1, n, dtype=torch.int64), torch.zeros(1, n)
+    cold = torch.full((n,), 1 / 0.7)
+    reference.draw(logits.expand(n, -1), cold, torch.arange(n), tokens, place, torch.zeros_like(place), history, logp)
+    p = (logits / 0.7).softmax(-1)[0]
+    assert ((torch.bincount(tokens, minlength=24) - n * p) ** 2 / (n * p)).sum() < 60  # 23 degrees of freedom
+    torch.testing.assert_close(logp[0], p.log()[tokens])
+    assert place.eq(1).all() and torch.equal(history[0], tokens)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 8), (5, 48, 33), (64, 576, 960)])
+def test_eight_bits_are_off_by_a_sixteenth_at_most(shape: tuple[int, int, int]):
+    dice = Dice(0)
+    rows, inner, outer = shape
+    h, weight = dice.normal(rows, inner), dice.normal(outer, inner, size=0.02)
+    weight[0] *= 1e-4  # a small output must not vanish beside a large one
+    data, scale = reference.quantise(weight)
+    wide = reference.widened(data, scale)
+    largest = weight.abs().amax(1, keepdim=True)
+    assert ((wide - weight).abs() <= weight.abs() / 16 + largest * 2**-9 / 448).all()
+    found, exact = reference.narrow_product(h, data, scale), h @ weight.t()
+    scale = h.norm() / inner**0.5
+    assert (found - exact)[:, 1:].norm() < 0.06 * scale * weight[1:].norm()
+    assert (found - exact)[:, 0].norm() < 0.2 * scale * weight[0].norm()
+
+
+@pytest.mark.skipif(not (GPU and FOUND), reason="no GPU")
+@pytest.mark.parametrize("shape", [(1, 64, 96), (5, 48, 32), (17, 576, 960), (256, 1536, 576), (300, 576, 3072)])
+def test_narrow_product(kernels, shape: tuple[int, int, int]):
+    rows, inner, outer = shape
+    dice = Dice(0)
+    h = dice.normal(rows, inner, dtype=torch.bfloat16)
+    data, scale = reference.quantise(dice.normal(outer, inner, size=0.05))
+    found, expected = (m.narrow_product(h, data, scale) for m in (kernels, reference))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)

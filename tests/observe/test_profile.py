@@ -1,0 +1,121 @@
+"""The profile: own times that sum to the whole, nothing left behind, and nothing done where nobody asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import time
+from gzip import decompress
+from pathlib import Path
+
+import pytest
+import torch
+
+from turnwise.launch import train
+from turnwise.observe.profile import PAGE, TRACE, Clock, windows
+
+SMALL = {
+    "method": "grpo", "env": "calculator", "difficulty": (1,), "groups": 1, "group_size": 2, "eval_tasks": 1, "hidden": 16,
+    "layers": 1, "cold_steps": 1, "cold_demos": 8, "cold_batch": 4, "max_tokens": 8, "max_turns": 2, "trackers": (),
+}  # fmt: skip
+
+
+def numbers(page: str) -> dict[str, float]:
+    """Seconds a step, by row of the first table."""
+    table = page.split("The dearest")[0]
+    return {name: float(s) for name, s in re.findall(r"^\| ([a-z][^|]*) \| ([\d.]+) \|", table, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("start", [0, 11])
+@pytest.mark.parametrize("left", range(1, 12))
+def test_windows_lie_within_the_run(start, left):
+    timed, traced = windows(start, start + left)
+    assert timed and traced
+    assert {*timed, *traced} <= {*range(start + 1, start + left + 1)}
+    assert left == 1 or not {*timed} & {*traced}
+
+
+def test_own_times_sum_to_the_whole():
+    clock = Clock(running=True)
+    began = time.perf_counter()
+    with clock.span("outer"):
+        time.sleep(0.02)
+        for _ in range(2):
+            with clock.span("inner"):
+                time.sleep(0.01)
+    whole = time.perf_counter() - began
+    assert clock.calls == {("outer",): 1, ("outer", "inner"): 2}
+    assert clock.seconds["outer", "inner"] >= 0.02 and clock.seconds["outer",] >= 0.02
+    assert sum(clock.seconds.values()) == pytest.approx(whole, abs=2e-3)
+
+
+def test_functions_coroutines_and_generators_keep_their_answers():
+    clock = Clock(running=True)
+
+    async def later(x):
+        return x + 1
+
+    def some(n):
+        yield from range(n)
+
+    assert clock.around("f", lambda x: 2 * x)(4) == 8
+    assert asyncio.run(clock.around("g", later)(1)) == 2
+    assert list(clock.around("h", some)(3)) == [0, 1, 2]
+    assert set(clock.seconds) == {("f",), ("g",), ("h",)}
+
+
+def test_threads_do_not_nest_in_each_other():
+    clock = Clock(running=True)
+    with clock.span("here"):
+        thread = threading.Thread(target=clock.around("there", lambda: None))
+        thread.start()
+        thread.join()
+    assert {*clock.seconds} == {("here",), ("there",)}
+
+
+def test_a_clock_that_does_not_run_notes_nothing():
+    clock = Clock()
+    with clock.span("a"):
+        pass
+    assert not clock.seconds
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_run_leaves_a_page_and_a_trace(steps, tmp_path):
+    before = torch.autograd.backward, torch.autograd.grad
+    said: list[str] = []
+    listen = lambda event, facts: said.append(str(facts.get("text", "")))  # noqa: E731
+    summary = train(listen, **SMALL, steps=steps, profile=True, out=str(tmp_path), name="watched")
+    assert (torch.autograd.backward, torch.autograd.grad) == before
+    page = (tmp_path / "watched" / PAGE).read_text()
+    rows = numbers(page)
+    for part in ("gather: decode", "gather: prefill", "gather: environments", "measure", "credit", "update: forward"):
+        assert any(name.startswith(part) for name in rows), (part, page)
+    for part in ("update: backward", "update: optimiser", "publish weights", "the rest"):
+        assert any(name.startswith(part) for name in rows), (part, page)
+    each = float(re.search(r": ([\d.]+) s each", page).group(1))
+    assert sum(rows.values()) == pytest.approx(each, rel=0.02, abs=2e-3)
+    assert ("also traced" in page) == (steps == 1)
+    events = json.loads(decompress((tmp_path / "watched" / TRACE).read_bytes()))["traceEvents"]
+    assert {"update", "gather", "aten::mm"} <= {event.get("name") for event in events}
+    assert any(PAGE in text for text in said) and summary["steps"] == steps
+
+
+def test_rollouts_beside_the_learner_are_no_part_of_the_sum(tmp_path):
+    train(**SMALL, steps=3, staleness=1, profile=True, out=str(tmp_path), name="beside")
+    page = (tmp_path / "beside" / PAGE).read_text()
+    assert "Beside it" in page and not any(name.startswith(("prefill", "decode")) for name in numbers(page))
+
+
+def test_nobody_asked(tmp_path):
+    train(**SMALL, steps=1, out=str(tmp_path), name="plain")
+    assert not {PAGE, TRACE} & {path.name for path in (tmp_path / "plain").iterdir()}
+
+
+def test_a_profiled_run_samples_and_learns_the_same(tmp_path):
+    runs = [train(**SMALL, steps=2, profile=p, out=str(tmp_path), name=f"p{p}") for p in (False, True)]
+    read = lambda run: [json.loads(line) for line in (Path(run["run"]) / "metrics.jsonl").open()]  # noqa: E731
+    kept = [[{k: v for k, v in row.items() if "second" not in k and "time" not in k} for row in read(run)] for run in runs]
+    assert json.dumps(kept[0]) == json.dumps(kept[1])
