@@ -53,7 +53,8 @@ def test_norms(kernels, kind, rows, width, added):
     found = kernels.add_norm(x, delta, weight, 1e-5, kind)
     close(found, plain.add_norm(x, delta, weight, 1e-5, kind), kind)
     dh, beside = make(rows, width, kind=kind, seed=3), make(rows, width, seed=4) if added else None
-    close(kernels.norm_backward(dh, found[0], weight, 1e-5, beside), plain.norm_backward(dh, found[0], weight, 1e-5, beside), kind)
+    given = (dh, found[0], weight, 1e-5, beside)
+    close(kernels.norm_backward(*given), plain.norm_backward(*given), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

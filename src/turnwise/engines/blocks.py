@@ -218,6 +218,13 @@ class Blocks:
         linears = [m for name, m in decoder.named_modules() if name.endswith("_proj")]
         return "" if all(type(m) is nn.Linear for m in linears) else "projections that are not plain linear layers"
 
+    def describe(self) -> str:
+        """Which path reads, for a log."""
+        if ops_for(self.weights[0]) is plain:
+            return "plain kernels"
+        graphs = "CUDA graphs" if self.body.works and not self.recompute else "no CUDA graphs"
+        return f"Triton kernels, {graphs}"
+
     def __call__(self, ids: Tensor, position: Tensor, layout: Layout) -> Tensor:
         """ids and position [L] -> what the LM head would read, [L, d], in ``kind``."""
         if isinstance(layout, Ragged) and not self.recompute:
@@ -300,16 +307,23 @@ def ops_for(x: Tensor) -> ModuleType:
     return plain
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, Blocks | None] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, Blocks | str] = weakref.WeakKeyDictionary()
 
 
 def of(decoder: nn.Module) -> Blocks | None:
     """The blocks of this decoder; None if it must be read by its stock forward."""
     if decoder not in _known:
-        _known[decoder] = None if Blocks.misfit(decoder) else Blocks(decoder)
-    return _known[decoder]
+        _known[decoder] = Blocks.misfit(decoder) or Blocks(decoder)
+    found = _known[decoder]
+    return found if isinstance(found, Blocks) else None
 
 
-def forbid(decoder: nn.Module) -> None:
+def forbid(decoder: nn.Module, why: str) -> None:
     """Read this decoder by its stock forward from now on."""
-    _known[decoder] = None
+    _known[decoder] = why
+
+
+def describe(decoder: nn.Module) -> str:
+    """Which path reads it, for a log."""
+    fast = of(decoder)
+    return f"stock forward ({_known[decoder]})" if fast is None else f"hand-written layers, {fast.describe()}"

@@ -65,8 +65,10 @@ class LocalLearner:
         self.critics = Critics(self.model, self.head.weight, int(critic), turn_critic, separate_critic)
         self.critic = self.critics.value
         self.noise = Noise(packed.layers(self.model), noise.sigma, self.device, self.master) if noise else None
-        if self.settings.lora_rank or self.noise is not None:
-            blocks.forbid(self.model.get_decoder())  # its layers are not what they were when it was adopted
+        if self.settings.lora_rank or self.noise is not None:  # its layers are not what they were when it was adopted
+            blocks.forbid(
+                self.model.get_decoder(), "adapters" if self.settings.lora_rank else "noise between its layers"
+            )
         self.version = 0
         self.steps = 0  # taken
         self.skipped = 0  # not taken, because a loss or gradient was not finite
@@ -85,6 +87,12 @@ class LocalLearner:
             yield "noise/log_sigma", self.noise.log_sigma
         if self.measuring.teacher is not None:
             yield from ((f"teacher/{n}", p) for n, p in self.measuring.teacher.named_parameters())
+
+    def describe(self) -> str:
+        """Which path it computes by, for a log."""
+        arithmetic, master = (str(kind).removeprefix("torch.") for kind in (self.dtype, self.master))
+        how = blocks.describe(self.model.get_decoder())
+        return f"{how}, {arithmetic} on {self.device.type}" + (f", weights {master}" if master != arithmetic else "")
 
     @property
     def _optimisers(self) -> list[torch.optim.Optimizer]:

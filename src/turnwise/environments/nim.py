@@ -36,7 +36,7 @@ class Nim(Environment):
         "context": 96,
         "max_tokens": 8,
         "hidden": 128,
-        "copying": True,  # else a tiny model does not read the heaps, and most games end with a move that is none
+        "copying": True,
         "cold_steps": 120,
         "cold_batch": 24,
     }

@@ -1,0 +1,232 @@
+"""The learner's hand-written layers equal the stock model, forward and backward; their graphs equal both."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from turnwise.batch import Sequences
+from turnwise.engines import blocks, lora, packed
+from turnwise.engines.cuda.body import Key, Ragged, _Graph, _up
+from turnwise.engines.packed import ragged
+from turnwise.engines.prefixes import Shared
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+FAMILY = ["llama", "llama_tied", "qwen3", "qwen2"]
+RAGGED = [40, 3, 17, 1, 64, 40, 9]
+
+
+def make(kit, name):
+    if name != "qwen2":
+        return kit.make_model(name)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": kit.vocabulary, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
+    for p in model.parameters():
+        p.data.normal_(0, 0.2)  # biases begin at 0, where an error would not show
+    return model
+
+
+def twins(kit, name, device="cpu"):
+    """The same model twice: by hand-written layers, and by its stock forward."""
+    fast, stock = (packed.adopt(make(kit, name).to(device)) for _ in range(2))
+    blocks.forbid(stock.get_decoder(), "to compare with")
+    assert blocks.of(fast.get_decoder()) is not None
+    return fast, stock
+
+
+def sequences(lengths, vocabulary, device="cpu", shared=0):
+    ids = torch.randint(vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    start = torch.tensor([0, *lengths]).cumsum(0)
+    for a, b in zip(start[:-1].tolist(), start[1:].tolist()):
+        ids[a : min(b, a + shared)] = torch.arange(shared)[: b - a]
+    return Sequences(ids.to(device), start.to(device), torch.arange(len(lengths), device=device), start[:0].to(device))
+
+
+def pulled(model, s, kind=None, seed=1):
+    """States, and the gradient of a random projection of them by every weight."""
+    device = s.ids.device.type
+    with torch.autocast(device, kind, enabled=kind is not None):
+        states = packed.hidden_states(model, s)
+    weight = torch.randn(states.shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    model.zero_grad()
+    (states.float() * weight).sum().backward()
+    return states.detach().float(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def alike(found, expected, tolerance):
+    assert found[1].keys() == expected[1].keys()
+    assert (found[0] - expected[0]).norm() <= tolerance * expected[0].norm()
+    for name, grad in expected[1].items():
+        assert (found[1][name] - grad).norm() <= tolerance * grad.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_states_and_gradients_are_the_stock_models(kit, name, recompute):
+    fast, stock = twins(kit, name)
+    blocks.of(fast.get_decoder()).recompute = recompute
+    s = sequences(RAGGED, kit.vocabulary, shared=6)
+    alike(pulled(fast, s), pulled(stock, s), 1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_in_half_precision_they_round_where_autocast_rounds(kit, name):
+    fast, stock = twins(kit, name)
+    s = sequences(RAGGED, kit.vocabulary)
+    exact = pulled(stock, s)
+    by_hand, by_stock = (pulled(model, s, torch.bfloat16) for model in (fast, stock))
+    alike(by_hand, by_stock, 2e-2)
+    error = lambda got: sum(float((got[1][n] - g).square().sum()) for n, g in exact[1].items()) ** 0.5  # noqa: E731
+    assert error(by_hand) <= 1.2 * error(by_stock)
+
+
+def test_new_weights_are_read_at_once(kit):
+    fast, stock = twins(kit, "llama")
+    s = sequences([9, 5], kit.vocabulary)
+    pulled(fast, s)
+    for model in (fast, stock):
+        model.zero_grad()
+        packed.hidden_states(model, s).sum().backward()
+        torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()  # does not move the weights' version
+    alike(pulled(fast, s), pulled(stock, s), 1e-4)
+
+
+def test_frozen_weights_get_no_gradient(kit):
+    fast, _ = twins(kit, "llama")
+    for name, p in fast.named_parameters():
+        p.requires_grad_("q_proj" in name or "down_proj" in name)
+    found = pulled(fast, sequences([9, 5], kit.vocabulary))[1]
+    assert found and all("q_proj" in name or "down_proj" in name for name in found)
+
+
+def test_what_does_not_fit_keeps_its_stock_forward(kit):
+    assert "gpt2" in blocks.describe(packed.adopt(kit.make_model("gpt2")).get_decoder())
+    assert "sliding" in blocks.describe(packed.adopt(kit.make_model("mistral_window")).get_decoder())
+    adapted = kit.make_model("llama")
+    lora.inject(adapted, 2, None)
+    assert "not plain" in blocks.describe(adapted.get_decoder())
+    heard = kit.make_model("llama")
+    heard.get_decoder().layers[0].register_forward_pre_hook(lambda *_: None)
+    assert "listens" in blocks.describe(heard.get_decoder())
+
+
+@pytest.mark.parametrize("broken", ["raises", "differs"])
+def test_layers_that_fail_their_proof_are_not_used(kit, monkeypatch, broken, caplog):
+    def other(self, ids, position, layout):
+        if broken == "raises":
+            raise RuntimeError("no compiler here")
+        return torch.ones(len(ids), 32)
+
+    monkeypatch.setattr(blocks.Blocks, "__call__", other)
+    model = packed.adopt(kit.make_model("llama"))
+    assert blocks.of(model.get_decoder()) is None
+    assert ("no compiler here" if broken == "raises" else "off by") in blocks.describe(model.get_decoder())
+    assert "stock forward" in caplog.text
+
+
+# ------------------------------------------------------------------ graphs
+
+
+def slow_attention(q, k, v, layout, scale):
+    """One sequence at a time; the last query stands over the last key."""
+    if layout.source is not None:
+        k, v = k[layout.source], v[layout.source]
+    out = torch.full_like(q, torch.nan)
+    for i in range(len(layout.queries) - 1):
+        (a, b), (c, d) = (x[i : i + 2].tolist() for x in (layout.queries, layout.keys))
+        if b > a:
+            score = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * scale
+            hidden = torch.arange(d - c)[None] > torch.arange(b - a)[:, None] + (d - c) - (b - a)
+            out[a:b] = torch.einsum("hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1), v[c:d])
+    return out
+
+
+@pytest.mark.parametrize("shared", [0, 6])
+def test_padding_to_a_bucket_changes_no_real_row(shared):
+    s = sequences(RAGGED, 61, shared=shared)
+    layout = ragged(s.start, Shared.of(s.ids, s.start) if shared else Shared.none(s.ids))
+    n = int(layout.queries[-1])
+    key = Key(256, 300 if shared else 0, 64, (64, 64), torch.float32, False)
+    graph = object.__new__(_Graph)
+    graph.key, graph.ids, graph.position = key, *torch.full((2, 256), 7)
+    copies = (torch.full((300,), 3), torch.zeros(300, dtype=torch.bool)) if shared else (None, None)
+    graph.layout = Ragged(*torch.full((2, 65), 99, dtype=torch.int32), (64, 64), *copies)
+    graph.fill(s.ids[:n], s.positions()[:n], layout)
+    assert graph.layout.queries.diff().min() >= 0 and graph.layout.queries[-1] == 256  # every row has a sequence
+    assert graph.layout.queries.diff().max() <= 64 and graph.layout.keys.diff().max() <= 64
+    q, k, v = torch.randn(3, 256, 2, 4, generator=torch.Generator().manual_seed(0))
+    found = slow_attention(q, k, v, graph.layout, 0.5)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[:n], slow_attention(q[:n], k[:n], v[:n], layout, 0.5))
+
+
+def test_buckets_hold_what_they_are_asked_for():
+    sizes = [2, 4, 8]
+    assert [_up(sizes, n) for n in (1, 2, 3, 8)] == [2, 2, 4, 8]
+
+
+@GPU
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("shared", [0, 6])
+def test_replayed_passes_equal_plain_ones(kit, name, shared):
+    fast, stock = twins(kit, name, "cuda")
+    body = blocks.of(fast.get_decoder()).body
+    for turn in range(3):  # seen, captured, replayed with other ids of other lengths
+        s = sequences([n + turn for n in RAGGED], kit.vocabulary, "cuda", shared)
+        alike(pulled(fast, s, torch.bfloat16), pulled(stock, s, torch.bfloat16), 3e-2)
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            a, b = (packed.hidden_states(model, s) for model in (fast, stock))
+        torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2)
+    assert body.works and {key.grad for key in body.graphs} == {False, True}
+
+
+@GPU
+def test_two_open_passes_and_two_backward_passes_are_right(kit):
+    fast, stock = twins(kit, "llama", "cuda")
+    s = sequences(RAGGED, kit.vocabulary, "cuda")
+    for _ in range(3):
+        pulled(fast, s, torch.bfloat16)
+    other = sequences([n + 1 for n in RAGGED], kit.vocabulary, "cuda")
+    grads = []
+    for model in (fast, stock):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            first, second = (packed.hidden_states(model, x).float().square().sum() for x in (s, other))
+        second.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    for name, g in grads[1].items():
+        assert (grads[0][name] - g).norm() <= 3e-2 * g.norm(), name
+
+
+@GPU
+def test_ragged_attention_equals_padded_attention(kit):
+    s = sequences(RAGGED, 61, "cuda", 6)
+    shared = Shared.of(s.ids, s.start)
+    g = torch.Generator("cuda").manual_seed(0)
+    read = [torch.randn(len(shared.first), h, 16, device="cuda", generator=g).requires_grad_() for h in (4, 2, 2)]
+    weight = torch.randn(len(shared.first), 4, 16, device="cuda", generator=g)
+    few = ragged(s.start, shared).attend_rows(*(x.bfloat16() for x in read), 0.3).float()
+    all_of_them = packed.PackedLayout(s.start, shared).attend_rows(*read, 0.3)
+    torch.testing.assert_close(few, all_of_them, rtol=3e-2, atol=3e-2)
+    for a, b in zip(*(torch.autograd.grad((x * weight).sum(), read) for x in (few, all_of_them))):
+        assert (a - b).norm() <= 2e-2 * b.norm()
+
+
+@GPU
+def test_the_learner_moves_alike_by_both_paths(kit):
+    from turnwise.engines.learner import LearnerSettings, LocalLearner
+
+    batch, moved = kit.weighted(kit.make_batch(3)), []
+    for forbidden in (False, True):
+        learner = LocalLearner(copy.deepcopy(kit.make_model()), LearnerSettings(lr=1e-3, dtype="bfloat16"), device="cuda")
+        if forbidden:
+            blocks.forbid(learner.model.get_decoder(), "to compare with")
+        seen = [learner.update(batch, kit.Linear()) for _ in range(4)]
+        moved.append([row["loss"] for row in seen])
+    assert moved[0] == pytest.approx(moved[1], rel=3e-2, abs=1e-3)
