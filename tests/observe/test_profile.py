@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from turnwise.launch import train
-from turnwise.observe.profile import PAGE, TRACE, Clock, windows
+from turnwise.observe.profile import PAGE, TRACE, Clock, operators, windows
 
 SMALL = {
     "method": "grpo", "env": "calculator", "difficulty": (1,), "groups": 1, "group_size": 2, "eval_tasks": 1, "hidden": 16,
@@ -80,6 +80,20 @@ def test_a_clock_that_does_not_run_notes_nothing():
     with clock.span("a"):
         pass
     assert not clock.seconds
+
+
+def test_an_operator_inside_another_is_not_the_others_own():
+    at = {"pid": 1, "tid": 1, "ph": "X", "cat": "cpu_op"}
+    events = [
+        {**at, "name": "outer", "ts": 0.0, "dur": 10.0},
+        {**at, "name": "inner", "ts": 1.0, "dur": 4.0},
+        {**at, "name": "inner", "ts": 5.0, "dur": 2.0},
+        {**at, "name": "outer", "ts": 10.0, "dur": 1.0},
+        {**at, "name": "elsewhere", "ts": 2.0, "dur": 3.0, "tid": 2},
+        {**at, "name": "a span of ours", "ts": 0.0, "dur": 99.0, "cat": "user_annotation"},
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert operators(events, ("cpu_op",)) == [("inner", 2, 6.0), ("outer", 2, 5.0), ("elsewhere", 1, 3.0)]
 
 
 @pytest.mark.parametrize("steps", [1, 4])
