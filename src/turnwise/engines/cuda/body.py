@@ -147,7 +147,7 @@ class _Graph:
         self.spent, self.turn = False, 0  # whether a backward pass used it up; how many forward passes there were
         first = torch.arange(min(key.rows, key.longest[0]), device=device)
         ends = torch.tensor([0, len(first)])
-        self.fill(first, first, Ragged(ends, ends, key.longest, first if key.keys else None))
+        self.fill(torch.zeros_like(first), first, Ragged(ends, ends, key.longest, first if key.keys else None))
         self._rehearse(read)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.forward, pool=body.pool, capture_error_mode="thread_local"):
