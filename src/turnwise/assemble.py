@@ -194,6 +194,11 @@ def _is_path(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or os.path.exists(source)
 
 
+def positions_of(settings: Settings) -> int:
+    """Ids per micro-batch: a GPU wants larger ones to be busy."""
+    return settings.positions or (16384 if device_of(settings).type == "cuda" else 8192)
+
+
 def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
     updates = settings.steps * recipe.control.updates
     return LearnerSettings(
@@ -203,7 +208,7 @@ def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
         warmup=min(settings.warmup, updates),
         schedule=settings.schedule,
         total_steps=updates,
-        positions=settings.positions,
+        positions=positions_of(settings),
         dtype=settings.dtype,
         lora_rank=settings.lora_rank,
         value_lr=settings.value_lr,
@@ -232,7 +237,7 @@ def cold_learner_of(settings: Settings, model: PreTrainedModel, steps: int) -> L
         warmup=min(20, steps),
         schedule="cosine",
         total_steps=steps,
-        positions=settings.positions,
+        positions=positions_of(settings),
         dtype=settings.dtype,
     )
     return LocalLearner(model, chosen, device=device_of(settings))

@@ -15,12 +15,12 @@ from turnwise.errors import SettingError, nearest
 from turnwise.typed import convert
 
 AT_LEAST_ONE = (
-    "steps", "max_tokens", "context", "slots", "positions", "eval_samples", "checkpoint_every", "keep_checkpoints",
+    "steps", "max_tokens", "context", "slots", "eval_samples", "checkpoint_every", "keep_checkpoints",
     "max_draws", "layers", "vocabulary", "cold_batch", "cold_demos",
 )  # fmt: skip
 AT_LEAST_ZERO = (
     "groups", "group_size", "epochs", "minibatches", "max_turns", "history", "eval_tasks", "eval_every", "warmup",
-    "lora_rank",
+    "lora_rank", "positions",
 )  # fmt: skip
 ROLLOUT_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 
@@ -83,7 +83,7 @@ class Settings:
     clip_norm: float = knob(1.0, "largest gradient norm")
     critic: str = knob("shared", "shared: the critic reads the policy's states; separate: it is a model of its own")
     value_lr: float = knob(1e-3, "learning rate of the critic")
-    positions: int = knob(8192, "ids per micro-batch")
+    positions: int = knob(0, "ids per micro-batch; 0: 8192 on a CPU, 16384 on a GPU")
     dtype: str = knob("auto", "of the learner's products: float32, bfloat16, or auto: bfloat16 on a GPU, else float32")
     lora_rank: int = knob(0, "train LoRA adapters of this rank; 0: all weights")
     probe_tolerance: float = knob(

@@ -15,31 +15,36 @@ from torch import Tensor
 
 
 @triton.jit
-def _add_norm(x, delta, weight, out, d, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
+def _add_norm(x, delta, weight, total, out, d, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < d
     h = tl.load(x + row * d + at, mask=inside, other=0.0)
     if ADD:
         h += tl.load(delta + row * d + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(x + row * d + at, h, mask=inside)
+        tl.store(total + row * d + at, h, mask=inside)
     scale = tl.rsqrt(tl.sum(h * h) / d + eps)
     w = tl.load(weight + at, mask=inside, other=0.0)
     tl.store(out + row * d + at, (w * (h * scale)).to(out.dtype.element_ty), mask=inside)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
-    """x += delta, in place; out = weight · x / rms(x)."""
-    block = triton.next_power_of_2(x.shape[1])
-    warps = 4 if block <= 2048 else 8
-    given = x if delta is None else delta
-    _add_norm[(x.shape[0],)](x, given, weight, out, x.shape[1], eps, delta is not None, block, num_warps=warps)
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float, total: Tensor | None = None
+) -> Tensor:
+    """total = x + delta (in place of x where none is given); out = weight · total / rms(total)."""
+    rows, d = x.shape
+    block = triton.next_power_of_2(d)
+    given, into = x if delta is None else delta, x if total is None else total
+    if rows:
+        _add_norm[(rows,)](
+            x, given, weight, into, out, d, eps, delta is not None, block, num_warps=4 if block <= 2048 else 8
+        )  # fmt: skip
     return out
 
 
 @triton.jit
 def _swiglu(both, out, F, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < F
     gate = tl.load(both + row * 2 * F + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * F + F + at, mask=inside, other=0.0).to(tl.float32)
@@ -49,9 +54,10 @@ def _swiglu(both, out, F, BLOCK: tl.constexpr):
 
 def swiglu(both: Tensor, out: Tensor) -> Tensor:
     """both [B, 2F] -> silu(first half) · second half."""
-    size = out.shape[1]
+    rows, size = out.shape
     block = min(1024, triton.next_power_of_2(size))
-    _swiglu[(out.shape[0], triton.cdiv(size, block))](both, out, size, block)
+    if rows:
+        _swiglu[(rows, triton.cdiv(size, block))](both, out, size, block)
     return out
 
 

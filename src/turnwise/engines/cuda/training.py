@@ -12,34 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turnwise.engines.cuda import kernels
+
 PROGRAMS = 1024  # that share the rows of a norm's backward pass: each sums its own part of the weight's gradient
 SCAN = 4096  # entries of the vocabulary read at once
 
 
-@triton.jit
-def _add_norm(x, delta, weight, total, out, d, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < d
-    h = tl.load(x + row * d + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        h += tl.load(delta + row * d + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(total + row * d + at, h, mask=inside)
-    scale = tl.rsqrt(tl.sum(h * h) / d + eps)
-    w = tl.load(weight + at, mask=inside, other=0.0)
-    tl.store(out + row * d + at, (w * (h * scale)).to(out.dtype.element_ty), mask=inside)
-
-
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    rows, d = x.shape
-    out = torch.empty(rows, d, dtype=kind, device=x.device)
     total = x if delta is None else torch.empty_like(x)
-    block = triton.next_power_of_2(d)
-    given = x if delta is None else delta
-    warps = 4 if block <= 2048 else 8
-    if rows:
-        _add_norm[(rows,)](x, given, weight, total, out, d, eps, delta is not None, block, num_warps=warps)
-    return total, out
+    return total, kernels.add_norm(x, delta, weight, torch.empty_like(x, dtype=kind), eps, total)
 
 
 @triton.jit
@@ -129,24 +110,8 @@ def unrotate(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Te
     return out.flatten(1)
 
 
-@triton.jit
-def _swiglu(both, out, F, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < F
-    kind = out.dtype.element_ty
-    gate = tl.load(both + row * 2 * F + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * F + F + at, mask=inside, other=0.0).to(tl.float32)
-    act = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32)  # rounded where the stock MLP rounds
-    tl.store(out + row * F + at, (act * up).to(kind), mask=inside)
-
-
 def swiglu(both: Tensor) -> Tensor:
-    rows, size = both.shape[0], both.shape[1] // 2
-    out = torch.empty(rows, size, dtype=both.dtype, device=both.device)
-    block = min(1024, triton.next_power_of_2(size))
-    if rows:
-        _swiglu[(rows, triton.cdiv(size, block))](both, out, size, block)
-    return out
+    return kernels.swiglu(both, both.new_empty(both.shape[0], both.shape[1] // 2))
 
 
 @triton.jit
