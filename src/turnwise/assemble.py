@@ -211,6 +211,8 @@ def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
         positions=positions_of(settings),
         dtype=settings.dtype,
         lora_rank=settings.lora_rank,
+        recompute=settings.recompute,
+        offload=settings.offload,
         value_lr=settings.value_lr,
     )
 

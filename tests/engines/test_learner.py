@@ -264,3 +264,19 @@ def test_schedules(schedule, expected):
 def test_wrong_settings_are_named(wrong):
     with pytest.raises(SettingError, match=next(iter(wrong))):
         LearnerSettings(**wrong)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("saving", [{"recompute": True}, {"offload": True}, {"recompute": True, "lora_rank": 2}])
+def test_saving_memory_changes_nothing(kit, name, saving):
+    if saving.get("lora_rank") and name == "gpt2":
+        pytest.skip("its projections are not linear layers")
+    batch, moved = kit.weighted(kit.make_batch()), []
+    plain = {key: value for key, value in saving.items() if key == "lora_rank"}
+    for chosen in (plain, saving):
+        learner = LocalLearner(kit.make_model(name), LearnerSettings(lr=1e-2, **chosen))
+        seen = [learner.update(batch, kit.Linear())["loss"] for _ in range(3)]
+        moved.append((seen, {n: p.detach().clone() for n, p in learner.model.named_parameters()}))
+    assert moved[0][0] == pytest.approx(moved[1][0], rel=1e-5)
+    for n, p in moved[0][1].items():
+        torch.testing.assert_close(moved[1][1][n], p, rtol=1e-4, atol=1e-5)

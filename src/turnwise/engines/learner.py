@@ -61,6 +61,8 @@ class LocalLearner:
         self.model = packed.adopt(model.eval())
         if self.settings.lora_rank:
             lora.inject(self.model, self.settings.lora_rank, self.settings.lora_alpha)
+        if self.settings.recompute:
+            packed.recompute(self.model)
         self.head = packed.head(self.model)
         self.critics = Critics(self.model, self.head.weight, int(critic), turn_critic, separate_critic)
         self.critic = self.critics.value
@@ -130,11 +132,15 @@ class LocalLearner:
                 optimiser.scale(self._optimiser, scales.gradient)
                 sums |= {"scale/gradient": torch.tensor(scales.gradient), "scale/rate": torch.tensor(scales.rate)}
                 rate = scales.rate
+                if self.settings.offload:
+                    optimiser.move(self._optimisers, self.device)
                 factors = [factor * rate, factor]  # what the objective says of the rate is said of the policy
                 norms, taken = optimiser.guarded_step(dict(zip(self._optimisers, factors)), self.settings.clip)
         finally:
             for mover in self._optimisers:
                 mover.zero_grad(set_to_none=True)  # half a gradient must not leak into the next update
+        if self.settings.offload:
+            optimiser.move(self._optimisers, torch.device("cpu"))
         if taken:
             self.critics.follow(self.settings.follow)
         self.steps += taken

@@ -35,6 +35,8 @@ class LearnerSettings:
     lora_rank: int = 0  # 0 trains every weight
     lora_alpha: float | None = None  # None: twice the rank
     value_lr: float | None = None  # of the critic; None: lr
+    recompute: bool = False  # keep only what enters each layer, and compute the layer again in the backward pass
+    offload: bool = False  # the optimiser's memory lies in the host's memory between steps
     follow: float = 0.1  # how far the critic's slow copy follows it in one step
 
     def __post_init__(self) -> None:
@@ -132,6 +134,15 @@ def guarded_step(movers: Mapping[torch.optim.Optimizer, float], clip: float) -> 
     return [float(norm) for norm in norms], taken
 
 
+def move(optimisers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+    """The optimisers' memory to a device: beside the weights for a step, or to the host until the next one."""
+    for mover in optimisers:
+        for state in mover.state.values():
+            for key, value in state.items():
+                if value.dim() and value.device.type != device.type:  # step counts stay with the weights
+                    state[key] = value.to(device).pin_memory() if device.type == "cpu" else value.to(device)
+
+
 def moments(optimisers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """The optimisers' memory by parameter name: ``exp_avg/<name>`` and so on. A snapshot."""
     return {
@@ -152,4 +163,4 @@ def restore(
     for full, value in saved.items():
         key, name = full.split("/", 1)
         p = parameters[name]
-        owner[p].state[p][key] = value.detach().clone().to(p.device)
+        owner[p].state[p][key] = value.detach().clone().to(p.device)  # the next step moves it where it belongs

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from turnwise.batch import Sequences
@@ -211,6 +212,15 @@ def layers(model: PreTrainedModel) -> Sequence[nn.Module]:
             f"{type(model).__name__} does not show its decoder layers, so no noise can be put between them"
         )
     return list(found)
+
+
+def recompute(model: PreTrainedModel) -> None:
+    """From now on keep only what enters each layer, and compute the layer again in the backward pass."""
+    fast = blocks.of(model.get_decoder())
+    if fast is not None:
+        fast.recompute = True
+    for layer in layers(model):  # for the stock forward, should it be needed
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def head(model: PreTrainedModel) -> nn.Linear:
