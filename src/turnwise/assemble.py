@@ -185,7 +185,8 @@ def _no_model(source: str, fault: Exception) -> str:
         why = "this is a file, not a folder" if os.path.exists(source) else "there is no such folder"
     return (
         f"no model could be loaded from {source!r}: {why}; "
-        "write a folder in Hugging Face layout, a hub id such as Qwen/Qwen3-0.6B, or tiny"
+        "write a folder in Hugging Face layout, a hub id such as Qwen/Qwen3-0.6B, tiny, "
+        "or smollm2 (after `turnwise model fetch smollm2`)"
     )
 
 
