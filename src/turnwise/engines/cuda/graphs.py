@@ -220,7 +220,9 @@ class GraphDecoder(Decoder):
         whole = ((limits[0] == ALL) & (limits[1] == 1) & (limits[2] == 0)) | (cold == 0)[:, None]
         p = (logits * cold[:, None]).softmax(-1)
         kept, mass = truncate(p, whole, *limits)
-        token = pick(kept, uniforms(self.seed[cut], place + 1)).clamp_(max=logits.shape[1] - 1)  # lanes at rest hold anything
+        token = pick(kept, uniforms(self.seed[cut], place + 1)).clamp_(
+            max=logits.shape[1] - 1
+        )  # lanes at rest hold anything
         mine = (place >= 0) & ~whole[:, 0]
         lane, step = torch.arange(len(place), device=place.device), (place - self.begin[cut]).clamp(min=0)
         found = (token[:, 0], p.gather(1, token)[:, 0].log() - mass, mass)
