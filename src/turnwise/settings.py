@@ -85,7 +85,7 @@ class Settings:
     value_lr: float = knob(1e-3, "learning rate of the critic")
     positions: int = knob(0, "ids per micro-batch; 0: 8192 on a CPU, 16384 on a GPU")
     dtype: str = knob("auto", "of the learner's products: float32, bfloat16, or auto: bfloat16 on a GPU, else float32")
-    recompute: bool = knob(False, "compute layers again in the backward pass: less memory, a third more time")
+    recompute: bool = knob(False, "compute layers again in the backward pass: less memory, more time")
     offload: bool = knob(False, "keep the optimiser's memory on the host between steps, where a GPU is short of it")
     lora_rank: int = knob(0, "train LoRA adapters of this rank; 0: all weights")
     probe_tolerance: float = knob(

@@ -34,8 +34,8 @@ from turnwise.levels import send
 log = logging.getLogger(__name__)
 
 FILL = 0.75  # a bucket takes sequences down to this part of its longest ...
-TOLERANCE = 1e-3  # of the largest logit, between two ways of reading
 SLACK = 16  # ... or this much shorter, whichever is more: one more launch costs as much as some padding
+TOLERANCE = 1e-3  # of the largest logit, between two ways of reading
 
 
 class PackedLayout:
@@ -100,6 +100,7 @@ class RaggedLayout(Ragged):
 
 
 def ragged(start: Tensor, shared: Shared, to: Callable[[Tensor], Tensor] = lambda x: x) -> RaggedLayout:
+    """The layout of sequences that begin at ``start``; ``to`` sends what it holds to the model's device."""
     lengths = start[1:] - start[:-1]
     owner = torch.searchsorted(start, shared.first, right=True) - 1
     queries = torch.bincount(owner, minlength=len(lengths))
