@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from turnwise.batch import pack
 from turnwise.data import Fork, Group, Status, Task, Trajectory, Turn
 from turnwise.errors import RecordError, SignalError
-from turnwise.levels import TOKEN, TRAJECTORY, TURN
+from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.padded import from_padded, to_padded
 
 TASK = Task("test", 1)
@@ -61,6 +61,25 @@ def test_sampled_tokens_are_found_in_what_the_model_reads(counts, seed, cut):
         assert (part.sequences.positions()[part.sequences.start[:-1]] == 0).all()
         assert len(part) == 1 or int(part.reading().sum()) <= cut
     assert sorted(key for part in parts for key in part.keys) == sorted(batch.keys)
+
+
+@settings(deadline=None, max_examples=50)
+@given(counts=COUNTS, seed=st.integers(0, 10**6), ends=st.tuples(st.integers(0, 30), st.integers(0, 30)))
+def test_neighbours_are_cut_out_as_they_would_be_picked_out(counts, seed, ends):
+    batch = pack(records_of(counts, seed))
+    first, last = sorted(e % len(batch) for e in ends)
+    run = list(range(first, last + 1))
+    around = [*run[::2], *run[1::2]]
+    back = sorted(range(len(run)), key=lambda i: around[i])
+    whole, picked = batch.select(run), batch.select(around).select(back)
+    assert whole.tree.sizes == picked.tree.sizes and whole.keys == picked.keys and whole.tasks == picked.tasks
+    for a, b in zip(whole.tree.parents, picked.tree.parents):
+        assert a.tolist() == b.tolist()
+    for name in ("ids", "start", "trajectory", "at"):
+        assert getattr(whole.sequences, name).tolist() == getattr(picked.sequences, name).tolist()
+    for name, value in vars(whole).items():
+        if isinstance(value, Field):
+            torch.testing.assert_close(value.x, getattr(picked, name).x, equal_nan=True)
 
 
 @settings(deadline=None, max_examples=50)

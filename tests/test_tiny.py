@@ -23,10 +23,16 @@ def test_a_symbol_is_read_by_itself_wherever_it_stands():
 
 
 def test_a_name_is_one_token_in_a_question_a_call_and_an_article():
-    texts = ["what is the seat of tepo? use", '{"name": "search", "arguments": {"query": "tepo"}}', "tepo: city. land luka."]
+    texts = [
+        "what is the seat of tepo? use",
+        '{"name": "search", "arguments": {"query": "tepo"}}',
+        "tepo: city. land luka.",
+    ]
     tokenizer = tiny_tokenizer(texts * 50, 500, SYMBOLS)
     assert all("tepo" in pieces(tokenizer, text) for text in texts)
-    assert '{"name": "search", "arguments": {"query": "' in pieces(tokenizer, texts[1])  # what never changes is one, too
+    assert '{"name": "search", "arguments": {"query": "' in pieces(
+        tokenizer, texts[1]
+    )  # what never changes is one, too
 
 
 def test_copying_heads_say_again_what_they_look_at():

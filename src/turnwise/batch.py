@@ -45,7 +45,18 @@ class Sequences:
         here = torch.arange(self.ids.numel(), device=self.ids.device)
         return here - torch.repeat_interleave(self.start[:-1], self.lengths)
 
-    def select(self, position_of: Tensor, tokens: Tensor) -> Sequences:
+    def cut(self, run: slice, tokens: slice) -> Sequences | None:
+        """The sequences of neighbouring trajectories, whose sampled tokens are neighbours too; None: they lie in disorder."""
+        if not bool((self.trajectory[1:] >= self.trajectory[:-1]).all()):
+            return None
+        ends = torch.searchsorted(self.trajectory, torch.tensor([run.start, run.stop]))
+        a, b = ends.tolist()
+        lo, hi = self.start[ends].tolist()
+        blind = None if self.blind is None else self.blind[lo:hi]
+        start, owner = self.start[a : b + 1] - lo, self.trajectory[a:b] - run.start
+        return Sequences(self.ids[lo:hi], start, owner, self.at[tokens] - lo, blind)
+
+    def select(self, position_of: Tensor, tokens: slice | Tensor) -> Sequences:
         """The sequences of kept trajectories. ``position_of`` [K] is the new index or −1; ``tokens`` the kept tokens."""
         new = position_of[self.trajectory]
         order = torch.argsort(new, stable=True)
@@ -124,9 +135,14 @@ class Batch:
     def select(self, trajectories: Sequence[int] | Tensor) -> Batch:
         """Some whole trajectories, in the given order."""
         chosen = torch.as_tensor(trajectories, dtype=torch.int64, device=self.tree.device)
-        tree, kept = self.tree.select(chosen)
-        position = torch.full((len(self),), -1, dtype=torch.int64, device=self.tree.device)
-        position[chosen] = torch.arange(chosen.numel(), device=self.tree.device)
+        numbers = chosen.tolist()
+        run = self.tree.run(numbers)
+        tree, kept = self.tree.select(chosen) if run is None else self.tree.cut(run)
+        sequences = self.sequences.cut(run, kept[TOKEN]) if run is not None else None
+        if sequences is None:
+            position = torch.full((len(self),), -1, dtype=torch.int64, device=self.tree.device)
+            position[chosen] = torch.arange(chosen.numel(), device=self.tree.device)
+            sequences = self.sequences.select(position, kept[TOKEN])
 
         def cut(f: Field) -> Field:
             return Field(tree, f.level, f.x[kept[f.level]])
@@ -134,12 +150,12 @@ class Batch:
         fields = {name: cut(value) for name, value in vars(self).items() if isinstance(value, Field)}
         return Batch(
             tree=tree,
-            sequences=self.sequences.select(position, kept[0]),
+            sequences=sequences,
             named={name: cut(f) for name, f in self.named.items()},
             facts={name: cut(f) for name, f in self.facts.items()},
             columns={name: cut(f) for name, f in self.columns.items()},
-            keys=tuple(self.keys[i] for i in chosen.tolist()) if self.keys else (),
-            answers=tuple(self.answers[i] for i in chosen.tolist()) if self.answers else (),
+            keys=tuple(self.keys[i] for i in numbers) if self.keys else (),
+            answers=tuple(self.answers[i] for i in numbers) if self.answers else (),
             tasks=tuple(self.tasks[i] for i in kept[GROUP].tolist()) if self.tasks else (),
             **fields,
         )

@@ -64,6 +64,7 @@ class Tree:
             if check and parent.numel() and not (int(parent.min()) >= 0 and int(parent.max()) < self.sizes[level + 1]):
                 raise LevelError(f"parents of {Level(level)!r} point outside the {self.sizes[level + 1]} items above")
         self._labels: dict[tuple[Level, Level], Tensor] = {}
+        self._in_order: bool | None = None  # tokens by turn and turns by trajectory; None: not looked at yet
 
     @classmethod
     def ragged(cls, groups: Sequence[Sequence[Sequence[int]]], device: str = "cpu") -> Tree:
@@ -110,7 +111,26 @@ class Tree:
         """0-based position of each item among its siblings inside ``inside``; e.g. the index of a turn in its trajectory."""
         return Field(self, of, segments.rank_within(self.ancestor(of, inside), self.count(inside)))
 
-    def select(self, trajectories: Tensor) -> tuple[Tree, tuple[Tensor, ...]]:
+    def run(self, trajectories: Sequence[int]) -> slice | None:
+        """These trajectories as a slice, where they are neighbours and the tree lies in order on the host: then so do all their
+        items, and what is kept of them can be cut out instead of picked out."""
+        first, last = (trajectories[0], trajectories[-1]) if len(trajectories) else (0, -1)
+        if self.device.type != "cpu" or list(trajectories) != list(range(first, last + 1)):
+            return None
+        if self._in_order is None:
+            self._in_order = all(bool((p[1:] >= p[:-1]).all()) for p in self.parents[:2])
+        return slice(first, last + 1) if self._in_order else None
+
+    def cut(self, run: slice) -> tuple[Tree, tuple[Any, ...]]:
+        """``select`` of a run of trajectories: slices instead of indices."""
+        turns = _between(self.parents[1], run)
+        tokens = _between(self.parents[0], turns)
+        groups, group_of = torch.unique(self.parents[2][run], return_inverse=True)
+        parents = (self.parents[0][tokens] - turns.start, self.parents[1][turns] - run.start, group_of)
+        tree = Tree(*parents, groups.numel(), check=False)
+        return tree, (tokens, turns, run, groups, slice(0, 1))
+
+    def select(self, trajectories: Tensor) -> tuple[Tree, tuple[Any, ...]]:
         """The tree of some whole trajectories, in that order, and for each level which items were kept."""
         position = torch.full((self.count(TRAJECTORY),), -1, dtype=torch.int64, device=self.device)
         position[trajectories] = torch.arange(trajectories.numel(), device=self.device)
@@ -133,6 +153,11 @@ class Tree:
 
     def __repr__(self) -> str:
         return "Tree({} tokens, {} turns, {} trajectories, {} groups)".format(*self.sizes)
+
+
+def _between(parent: Tensor, above: slice) -> slice:
+    """The items whose parents, which ascend, lie in ``above``."""
+    return slice(*torch.searchsorted(parent, torch.tensor([above.start, above.stop])).tolist())
 
 
 def send(x: Tensor, device: torch.device | str) -> Tensor:

@@ -454,7 +454,9 @@ def test_a_graph_is_captured_while_another_thread_allocates():
     async def main():
         async def allocate() -> None:
             for n in range(200):
-                torch.ones(1 << 18, n + 1, device="cuda").sum().item()  # no random numbers: a capture owns the generator
+                torch.ones(
+                    1 << 18, n + 1, device="cuda"
+                ).sum().item()  # no random numbers: a capture owns the generator
                 await asyncio.sleep(0)
 
         sessions = [g.open(i) for i in range(32)]

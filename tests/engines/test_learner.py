@@ -27,7 +27,7 @@ def gradients(learner, batch, objective):
     loss, sums, _, _ = learner._backward(batch, objective)
     grads = {n: p.grad.clone() for n, p in learner._trained.items()}
     learner._optimiser.zero_grad()
-    return loss, {n: float(x) for n, x in sums.items()}, grads
+    return float(loss), {n: float(x) for n, x in sums.items()}, grads
 
 
 @pytest.fixture(scope="module", params=["gpt2", "qwen3"])

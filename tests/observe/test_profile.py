@@ -131,5 +131,7 @@ def test_nobody_asked(tmp_path):
 def test_a_profiled_run_samples_and_learns_the_same(tmp_path):
     runs = [train(**SMALL, steps=2, profile=p, out=str(tmp_path), name=f"p{p}") for p in (False, True)]
     read = lambda run: [json.loads(line) for line in (Path(run["run"]) / "metrics.jsonl").open()]  # noqa: E731
-    kept = [[{k: v for k, v in row.items() if "second" not in k and "time" not in k} for row in read(run)] for run in runs]
+    kept = [
+        [{k: v for k, v in row.items() if "second" not in k and "time" not in k} for row in read(run)] for run in runs
+    ]
     assert json.dumps(kept[0]) == json.dumps(kept[1])

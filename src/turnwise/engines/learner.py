@@ -124,40 +124,38 @@ class LocalLearner:
         """One optimiser step over the whole batch; if a loss or gradient is not finite, none, and nothing changes."""
         self.measuring.learn(batch)
         factor = self.settings.factor(self.steps)
-        norms, taken, rate = [math.nan] * len(self._optimisers), False, 1.0
         try:
             loss, sums, sides, planned = self._backward(batch, objective)
-            if math.isfinite(loss):
-                scales = objective.scales(planned, self._gradients(), sides)
-                optimiser.scale(self._optimiser, scales.gradient)
-                sums |= {"scale/gradient": torch.tensor(scales.gradient), "scale/rate": torch.tensor(scales.rate)}
-                rate = scales.rate
-                if self.settings.offload:
-                    optimiser.move(self._optimisers, self.device)
-                factors = [factor * rate, factor]  # what the objective says of the rate is said of the policy
-                norms, taken = optimiser.guarded_step(dict(zip(self._optimisers, factors)), self.settings.clip)
+            scales = objective.scales(planned, self._gradients(), sides)
+            optimiser.scale(self._optimiser, scales.gradient)
+            if self.settings.offload:
+                optimiser.move(self._optimisers, self.device)
+            factors = [factor * scales.rate, factor]  # what the objective says of the rate is said of the policy
+            movers = dict(zip(self._optimisers, factors))
+            norms, taken = optimiser.guarded_step(movers, self.settings.clip, loss)
         finally:
             for mover in self._optimisers:
                 mover.zero_grad(set_to_none=True)  # half a gradient must not leak into the next update
         if self.settings.offload:
             optimiser.move(self._optimisers, torch.device("cpu"))
-        if taken:
+        sums |= dict(zip(("grad_norm", "grad_norm/critic"), norms)) | {"loss": loss, "taken": taken}
+        told = torch.stack([value.double().to(self.device) for value in sums.values()]).tolist()  # the first look
+        found = dict(zip(sums, told))
+        if done := bool(found.pop("taken")):
             self.critics.follow(self.settings.follow)
-        self.steps += taken
-        self.skipped += not taken
-        mine = {"loss": loss, "lr": self.settings.lr * factor * rate, "skipped": float(not taken)}
-        mine |= dict(zip(("grad_norm", "grad_norm/critic"), norms))
-        told = torch.stack([value.double().to(self.device) for value in sums.values()]).tolist() if sums else []
-        return dict(zip(sums, told)) | mine
+        self.steps += done
+        self.skipped += not done
+        found |= {"scale/gradient": scales.gradient, "scale/rate": scales.rate}
+        return found | {"lr": self.settings.lr * factor * scales.rate, "skipped": float(not done)}
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._own.values() if p.grad is not None]
 
     def _backward(
         self, batch: Batch, objective: Objective
-    ) -> tuple[float, dict[str, Tensor], dict[str, list[Tensor]], Batch]:
-        """Add up losses, statistics and gradients over the micro-batches. The host looks at the loss only at the end: what
-        it does meanwhile, a GPU need not wait for."""
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, list[Tensor]], Batch]:
+        """Add up losses, statistics and gradients over the micro-batches. The host looks at none of them: what it does
+        meanwhile, a GPU need not wait for."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         sums: dict[str, Tensor] = {}
         sides: dict[str, list[Tensor]] = {}
@@ -171,7 +169,7 @@ class LocalLearner:
                 self._add_side(sides.setdefault(name, []), side)
             if found.loss.requires_grad:  # a micro-batch without sampled tokens has nothing to say
                 found.loss.backward()
-        return float(total), sums, sides, step
+        return total, sums, sides, step
 
     def _micros(self, batch: Batch, objective: Objective) -> Iterator[tuple[Batch, Batch, dict[Signal, Field]]]:
         """(the planned step, a micro-batch of it, its live signals). Where the step is one micro-batch, planning looks at

@@ -6,7 +6,8 @@ This module does not know where gradients come from: no batches, no objectives, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +96,7 @@ def adamw(
         [{"params": ps, "lr": lr, "base_lr": lr, "weight_decay": decay} for (lr, decay), ps in groups.items()],
         betas=settings.betas,
         eps=settings.eps,
-        fused=all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters.values()),
+        fused=True,
     )
 
 
@@ -117,21 +118,36 @@ def preconditioner(optimiser: torch.optim.Optimizer, p: Tensor, settings: Learne
     return fresh / (v.clamp(min=v.mean()).sqrt() + settings.eps)
 
 
-def guarded_step(movers: Mapping[torch.optim.Optimizer, float], clip: float) -> tuple[list[float], bool]:
-    """Clip and step each optimiser at its factor of the learning rate, or leave all as they were if any gradient is not finite.
-    Returns each one's norm before clipping and whether the step was taken. Gradients are gone afterwards."""
+def guarded_step(
+    movers: Mapping[torch.optim.Optimizer, float], clip: float, loss: Tensor | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """Clip and step each optimiser at its factor of the learning rate, or leave all as they were if the loss or any gradient is
+    not finite. Returns each one's norm before clipping and whether the step was taken. Gradients are gone afterwards.
+
+    Nobody looks at a number here: the device itself decides, while the host may still be ahead of it."""
     parameters = [[p for group in mover.param_groups for p in group["params"]] for mover in movers]
     norms = [torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None]) for own in parameters]
-    taken = all(bool(torch.isfinite(norm)) for norm in norms)
+    finite = [torch.isfinite(x).to(norms[0].device) for x in (*norms, *([] if loss is None else [loss]))]
+    taken = torch.stack(finite).all()
     for (mover, factor), own, norm in zip(movers.items(), parameters, norms):
-        if taken:
-            if math.isfinite(clip):
-                torch.nn.utils.clip_grads_with_norm_(own, clip, norm)
-            for group in mover.param_groups:
-                group["lr"] = group["base_lr"] * factor
+        if math.isfinite(clip):
+            torch.nn.utils.clip_grads_with_norm_(own, clip, norm)
+        for group in mover.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        with _unless(mover, ~taken):
             mover.step()
         mover.zero_grad(set_to_none=True)
-    return [float(norm) for norm in norms], taken
+    return norms, taken
+
+
+@contextmanager
+def _unless(mover: torch.optim.Optimizer, bad: Tensor) -> Iterator[None]:
+    """Its next step changes nothing where ``bad`` is true: what fused optimisers offer to scalers of half-precision gradients."""
+    mover.grad_scale, mover.found_inf = None, bad.float()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del mover.grad_scale, mover.found_inf  # type: ignore[attr-defined]
 
 
 def move(optimisers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
