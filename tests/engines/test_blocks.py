@@ -9,10 +9,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from turnwise.batch import Sequences
-from turnwise.engines import blocks, lora, packed
-from turnwise.engines.cuda.body import Key, Ragged, _Graph, _up
-from turnwise.engines.packed import ragged
+from turnwise.engines import blocks, lora, packed, plain
+from turnwise.engines.cuda.body import Key, _Graph, _up
 from turnwise.engines.prefixes import Shared
+from turnwise.engines.ragged import Copies, Ragged, _Copied
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 FAMILY = ["llama", "llama_tied", "qwen3", "qwen2"]
@@ -133,8 +133,8 @@ def test_layers_that_fail_their_proof_are_not_used(kit, monkeypatch, broken, cap
 
 def slow_attention(q, k, v, layout, scale):
     """One sequence at a time; the last query stands over the last key."""
-    if layout.source is not None:
-        k, v = k[layout.source], v[layout.source]
+    if layout.copies is not None:
+        k, v = k[layout.copies.source], v[layout.copies.source]
     out = torch.full_like(q, torch.nan)
     for i in range(len(layout.queries) - 1):
         (a, b), (c, d) = (x[i : i + 2].tolist() for x in (layout.queries, layout.keys))
@@ -148,13 +148,14 @@ def slow_attention(q, k, v, layout, scale):
 @pytest.mark.parametrize("shared", [0, 6])
 def test_padding_to_a_bucket_changes_no_real_row(shared):
     s = sequences(RAGGED, 61, shared=shared)
-    layout = ragged(s.start, Shared.of(s.ids, s.start) if shared else Shared.none(s.ids))
+    layout = Ragged.of(s.start, Shared.of(s.ids, s.start) if shared else Shared.none(s.ids))
     n = int(layout.queries[-1])
     key = Key(256, 300 if shared else 0, 64, (64, 64), torch.float32, False)
     graph = object.__new__(_Graph)
     graph.key, graph.ids, graph.position = key, *torch.full((2, 256), 7)
-    copies = (torch.full((300,), 3), torch.zeros(300, dtype=torch.bool)) if shared else (None, None)
-    graph.layout = Ragged(*torch.full((2, 65), 99, dtype=torch.int32), (64, 64), *copies)
+    junk = lambda size: torch.full((size,), 99, dtype=torch.int32)  # noqa: E731
+    copies = Copies(torch.full((300,), 3), junk(257), junk(300)) if shared else None
+    graph.layout = Ragged(junk(65), junk(65), (64, 64), copies)
     graph.fill(s.ids[:n], s.positions()[:n], layout)
     assert graph.layout.queries.diff().min() >= 0 and graph.layout.queries[-1] == 256  # every row has a sequence
     assert graph.layout.queries.diff().max() <= 64 and graph.layout.keys.diff().max() <= 64
@@ -162,6 +163,26 @@ def test_padding_to_a_bucket_changes_no_real_row(shared):
     found = slow_attention(q, k, v, graph.layout, 0.5)
     assert found.isfinite().all()
     torch.testing.assert_close(found[:n], slow_attention(q[:n], k[:n], v[:n], layout, 0.5))
+    if shared:  # what flows back: every copy to its row, padding to padding
+        dk, dv = torch.randn(2, 300, 2, 4, generator=torch.Generator().manual_seed(1))
+        padded, plainly = (
+            plain.collect(dk[: len(c.source)], dv[: len(c.source)], c.first, c.members)
+            for c in (graph.layout.copies, layout.copies)
+        )
+        for a, b in zip(padded, plainly):
+            torch.testing.assert_close(a[:n], b)
+
+
+def test_copies_send_back_what_ordinary_autograd_would():
+    source = torch.tensor([0, 1, 2, 0, 1, 3, 0])
+    k, v = torch.randn(2, 5, 2, 4, requires_grad=True)
+    pull = torch.randn(2, 7, 2, 4)
+    found, expected = [
+        torch.autograd.grad(both, (k, v), tuple(pull))
+        for both in (_Copied.apply(k, v, Copies.of(source, 5)), (k[source], v[source]))
+    ]
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b)
 
 
 def test_buckets_hold_what_they_are_asked_for():
@@ -213,7 +234,7 @@ def test_ragged_attention_equals_padded_attention(kit):
     g = torch.Generator("cuda").manual_seed(0)
     read = [torch.randn(len(shared.first), h, 16, device="cuda", generator=g).requires_grad_() for h in (4, 2, 2)]
     weight = torch.randn(len(shared.first), 4, 16, device="cuda", generator=g)
-    few = ragged(s.start, shared).attend_rows(*(x.bfloat16() for x in read), 0.3).float()
+    few = Ragged.of(s.start, shared).attend_rows(*(x.bfloat16() for x in read), 0.3).float()
     all_of_them = packed.PackedLayout(s.start, shared).attend_rows(*read, 0.3)
     torch.testing.assert_close(few, all_of_them, rtol=3e-2, atol=3e-2)
     for a, b in zip(*(torch.autograd.grad((x * weight).sum(), read) for x in (few, all_of_them))):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.engines import logprobs
+from turnwise.engines import plain as twins
 from turnwise.engines.logprobs import token_logprobs
 
 
@@ -118,3 +121,25 @@ def test_keeps_only_what_is_small(monkeypatch):
 def test_wrong_shapes():
     with pytest.raises(AssertionError):
         token_logprobs(torch.ones(2, 3), torch.ones(4, 3), None, torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_by_kernels_kept_or_again_the_gradients_are_those_of_plain_ones(monkeypatch, chunk):
+    """What a GPU does, over the kernels' plain twins: nothing is kept where a chunk is asked for."""
+    h, w, bias, y, t = inputs(7, 8, 12)
+    h, w, bias = (x.detach().float().requires_grad_() for x in (h, w, bias))
+    pull = torch.randn(7, generator=torch.Generator().manual_seed(3))
+
+    def found(**more):
+        with torch.autocast("cpu", torch.bfloat16):
+            logp, _ = token_logprobs(h, w, bias, y, t.float(), **more)
+        return [logp, *torch.autograd.grad(logp, (h, w, bias), pull)]
+
+    expected = found()
+    seen = []
+    monkeypatch.setattr(logprobs, "ops_for", lambda x: types.SimpleNamespace(**vars(twins)))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append((tuple(x.shape), x.dtype)) or x, lambda x: x):
+        by_kernels = found(chunk=chunk)
+    assert (((7, 12), torch.bfloat16) in seen) == (chunk is None)
+    for a, b in zip(by_kernels, expected):
+        torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from turnwise.engines import plain
+from turnwise.engines.ragged import Copies
 
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -82,6 +83,25 @@ def test_swiglu(kernels, kind, rows, width):
     close(kernels.swiglu_backward(both, d), plain.swiglu_backward(both, d), kind)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "heads", "size"), [(1, 1, 4), (7, 3, 64), (300 if GPU else 9, 3, 24)])
+def test_copies_there_and_back(kernels, kind, rows, heads, size):
+    """Some rows have no copy, some many; places beyond ``first[-1]`` are nobody's."""
+    wide = make(rows, 3 * heads * size, kind=kind).view(rows, -1, size)
+    x, y = wide[:, heads : 2 * heads], wide[:, 2 * heads :]  # strided, as parts of a product
+    source = torch.randint(rows, (2 * rows + 3,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    source[-rows:] = 0
+    close(kernels.copies(x, y, source), plain.copies(x, y, source), kind)
+    copies = Copies.of(source, rows)
+    dx, dy = (
+        make(len(source) + 2, heads, size, kind=kind, seed=2),
+        make(len(source) + 2, heads, size, kind=kind, seed=3),
+    )
+    found = kernels.collect(dx, dy, copies.first, copies.members)
+    close(found, plain.collect(dx, dy, copies.first, copies.members), kind)
+    close([found[0][0]], [dx[: len(source)][source == 0].float().sum(0).to(kind)], kind)
+
+
 @pytest.mark.parametrize("vocabulary", [2, 61, 4096, 4099] if not GPU else [2, 61, 4096, 4099, 49152])
 @pytest.mark.parametrize("want_entropy", [False, True])
 @pytest.mark.parametrize("size", [1.0, 60.0])
@@ -92,6 +112,10 @@ def test_scores_and_their_pull(kernels, vocabulary, want_entropy, size):
     found = kernels.scores(logits, targets, heat, want_entropy)
     expected = plain.scores(logits, targets, heat, want_entropy)
     close(found, expected, atol=1e-6 * 60 * size)  # logits this large have that few digits
+    kept = [torch.empty_like(logits) for _ in range(2)]
+    for ops, keep in zip((kernels, plain), kept):
+        close(ops.scores(logits, targets, heat, want_entropy, keep), found, atol=1e-6 * 60 * size)
+    close(kept[:1], kept[1:], atol=1e-6 * 60 * size)
     g, g2 = make(rows, seed=2), make(rows, seed=3) if want_entropy else None
     for given in ((g, g2), (None, g2), (g, None)):
         if given == (None, None):

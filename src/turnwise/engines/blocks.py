@@ -13,7 +13,6 @@ neither what the states are for nor who asks.
 
 from __future__ import annotations
 
-import importlib.util
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from turnwise.engines import plain
-from turnwise.engines.cuda.body import Body, Ragged
+from turnwise.engines.arithmetic import kind_of, ops_for
+from turnwise.engines.cuda.body import Body
 from turnwise.engines.decoder import FAMILY, STEADY_ROPES
+from turnwise.engines.ragged import Ragged
 
 
 class Layout(Protocol):
@@ -290,21 +291,6 @@ def _normed_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tens
     a, b = wide.chunk(2, -1)
     c, s = cos[:, None], sin[:, None]
     return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
-
-
-def kind_of(weight: Tensor) -> torch.dtype:
-    """The dtype of products: autocast's where it is on."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
-def ops_for(x: Tensor) -> ModuleType:
-    """Triton's kernels on a GPU, where it is there to compile them; else their plain twins."""
-    if x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
-        from turnwise.engines.cuda import training
-
-        return training
-    return plain
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, Blocks | str] = weakref.WeakKeyDictionary()

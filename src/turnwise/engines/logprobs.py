@@ -5,8 +5,9 @@ Legend: N rows, D hidden width, V vocabulary.
     z = (h·Wᵀ + b) / T        logp = z[y] − lse(z)        H = lse(z) − Σ p·z,  p = softmax(z)
     ∂logp/∂z = onehot(y) − p  ∂H/∂z = −p·(log p + H)
 
-Rows are taken a chunk at a time; the backward pass computes a chunk's logits again. When all of them are small they are
-kept instead, which is faster. On a GPU a chunk's logits are read once by one kernel in each pass. Sums run in float32
+Rows are taken a chunk at a time; the backward pass computes a chunk's logits again. When all of them are small p is kept
+instead, which is faster. On a GPU one kernel reads a chunk's logits, and keeps p − onehot(y) in half precision where there is
+room: two products are then all that is left of the backward pass. Sums run in float32
 (float64 for float64 inputs) whatever the inputs are.
 
 This module knows nothing of models, sequences or objectives.
@@ -20,11 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from turnwise.engines import blocks, plain
+from turnwise.engines import plain
+from turnwise.engines.arithmetic import ops_for
 
 CHUNK_BYTES = 16 << 20  # of the logits of one chunk; two or three buffers of this size live at once
 CHUNK_BYTES_CUDA = 512 << 20  # smaller chunks leave a large GPU waiting for launches
 KEEP_BYTES = 32 << 20  # up to here p (and log p, where entropy is wanted) of all rows is kept for the backward pass
+KEEP_BYTES_CUDA = 2 << 30  # the same on a GPU, where p is kept in half precision and not beside an entropy
 
 
 def token_logprobs(
@@ -46,11 +49,24 @@ def token_logprobs(
     assert targets.shape == (n,), (targets.shape, n)
     wide = _wide(hidden)
     row = vocabulary * wide.itemsize
-    keep = chunk is None and blocks.ops_for(hidden) is plain and n * row * (2 if want_entropy else 1) <= KEEP_BYTES
-    size = max(1, n) if keep else chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row)
+    by_hand = ops_for(hidden) is plain
+    keep = chunk is None and (
+        n * row * (2 if want_entropy else 1) <= KEEP_BYTES
+        if by_hand
+        else _narrow(hidden) != wide
+        and not want_entropy
+        and n * row // 2 <= KEEP_BYTES_CUDA
+        and _differentiated(hidden, weight)
+    )
+    whole = max(1, n) if keep and by_hand else 0
+    size = whole or chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row)
     t = torch.as_tensor(temperature, dtype=wide, device=hidden.device)
     inverse = torch.where(t == 0, torch.ones_like(t), t).reciprocal().expand(n)
     return _TokenLogprobs.apply(hidden, weight, bias, targets, inverse, want_entropy, size, keep)
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -105,11 +121,14 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: tuple[Tensor | None, Tensor | None] = (None, None)
         with torch.autocast(hidden.device.type, enabled=False):
             h, w = hidden.to(narrow), weight.to(narrow)
-            kernels = blocks.ops_for(hidden)
+            kernels = ops_for(hidden)
+            if keep and kernels is not plain:
+                kept = (torch.empty(hidden.shape[0], weight.shape[0], dtype=narrow, device=hidden.device), None)
             for a in range(0, hidden.shape[0], size):
                 rows = slice(a, a + size)
                 if kernels is not plain:
-                    found = kernels.scores(_logits(h[rows], w, bias, wide), targets[rows], inverse[rows], want_entropy)
+                    given = (targets[rows], inverse[rows], want_entropy, None if kept[0] is None else kept[0][rows])
+                    found = kernels.scores(_logits(h[rows], w, bias, wide), *given)
                     for into, value in zip((logp, lse, entropy), found):
                         if into is not None:
                             into[rows] = value
@@ -141,7 +160,9 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_w = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_w else None
         grad_b = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if need_b else None
         h, w = hidden.to(ctx.narrow), weight.to(ctx.narrow)
-        kernels = blocks.ops_for(hidden)
+        kernels = ops_for(hidden)
+        if kernels is not plain and kept_p is not None and g_logp is not None:
+            return *_from_kept(kept_p, h, w, g_logp * -inverse, hidden, (need_h, need_w, need_b)), *[None] * 5
         for a in range(0, hidden.shape[0], ctx.size):
             rows = slice(a, a + ctx.size)
             given = [None if g is None else g[rows] for g in (g_logp, g_entropy, entropy)]
@@ -165,6 +186,18 @@ class _TokenLogprobs(torch.autograd.Function):
                 _accumulate(grad_w, d, h[rows])
         grads = (grad_h, None if grad_w is None else grad_w.to(weight.dtype), grad_b)
         return *grads, None, None, None, None, None
+
+
+def _from_kept(
+    away: Tensor, h: Tensor, w: Tensor, c: Tensor, hidden: Tensor, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden, weight and bias where d(logits) = c ⊙ away, ``away`` = p − onehot [N, V]: c goes to the other side."""
+    wide = _wide(hidden)
+    c = c[:, None]
+    grad_h = _product(away, w, wide).mul_(c).to(hidden.dtype) if needs[0] else None
+    grad_w = _product(away.T, (h * c).to(away.dtype), wide) if needs[1] else None
+    grad_b = _product(away.T, c.to(away.dtype), wide).squeeze(1) if needs[2] else None
+    return grad_h, grad_w, grad_b
 
 
 def _pull(

@@ -26,8 +26,9 @@ from transformers import PreTrainedModel
 
 from turnwise.batch import Sequences
 from turnwise.engines import attention, blocks
-from turnwise.engines.cuda.body import Ragged
+from turnwise.engines.arithmetic import kind_of
 from turnwise.engines.prefixes import Copy, Shared
+from turnwise.engines.ragged import Ragged
 from turnwise.errors import SettingError
 from turnwise.levels import send
 
@@ -89,34 +90,12 @@ class PackedLayout:
         return self._masks[length, window]
 
 
-class RaggedLayout(Ragged):
-    """The same in one call of flash attention over ragged sequences, in half precision on a GPU. The queries of a shared
-    beginning are asked once, by the first sequence that has it; its keys and values are copied to the others."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]."""
-        q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
-        return self.attend_rows(q, k, v, scale, window)[None]
-
-
-def ragged(start: Tensor, shared: Shared, to: Callable[[Tensor], Tensor] = lambda x: x) -> RaggedLayout:
-    """The layout of sequences that begin at ``start``; ``to`` sends what it holds to the model's device."""
-    lengths = start[1:] - start[:-1]
-    owner = torch.searchsorted(start, shared.first, right=True) - 1
-    queries = torch.bincount(owner, minlength=len(lengths))
-    asks = queries > 0  # a sequence that is all copy asks nothing
-    source = to(shared.row[asks.repeat_interleave(lengths)]) if len(shared.first) < len(shared.row) else None
-    queries, lengths = queries[asks], lengths[asks]
-    begin, keys = (to(torch.cat([n.new_zeros(1), n.cumsum(0)]).to(torch.int32)) for n in (queries, lengths))
-    return RaggedLayout(begin, keys, (int(queries.max()), int(lengths.max())), source)
-
-
 def _layout(
     start: Tensor, shared: Shared, model: PreTrainedModel, to: Callable[[Tensor], Tensor]
-) -> PackedLayout | RaggedLayout:
+) -> PackedLayout | Ragged:
     weight = next(model.parameters())
-    if weight.is_cuda and blocks.kind_of(weight) in (torch.bfloat16, torch.float16):
-        return ragged(start, shared, to)
+    if weight.is_cuda and kind_of(weight) in (torch.bfloat16, torch.float16):
+        return Ragged.of(start, shared, to)
     return PackedLayout(to(start), Shared(to(shared.first), to(shared.row)))
 
 
@@ -177,8 +156,8 @@ def read(model: PreTrainedModel, sequences: Sequences, through: bool = False) ->
     the sampled tokens themselves are wanted too, not only what came before them."""
     here = sequences.host or sequences  # what is looked at on the host keeps no GPU waiting
     to = partial(send, device=sequences.ids.device)
-    kept, start = _worth_reading(here, through)
-    ids, position = here.ids[kept], here.positions()[kept]
+    kept, position, start = _worth_reading(here, through)
+    ids = here.ids[kept]
     # stock norms pass gradients through float32 even in a float64 model, where a rounded sum is not the sum of the
     # rounded: exactness is what float64 is asked for, so there nothing is shared
     shared = Shared.none(ids) if model.dtype == torch.float64 else Shared.of(ids, start)
@@ -192,17 +171,19 @@ def read(model: PreTrainedModel, sequences: Sequences, through: bool = False) ->
     return States(out.last_hidden_state[0], row)
 
 
-def _worth_reading(sequences: Sequences, through: bool) -> tuple[Tensor, Tensor]:
-    """Packed positions, and where each sequence begins among them: what follows a sequence's last sampled token, and the
-    token itself unless the reading goes ``through`` it, predicts nothing that anybody asks for."""
+def _worth_reading(sequences: Sequences, through: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed positions, their places in their own sequences, and where each sequence begins among them: what follows a
+    sequence's last sampled token, and the token itself unless the reading goes ``through`` it, predicts nothing that anybody
+    asks for. Sampled tokens lie in the order of the sequences."""
     begin, at = sequences.start[:-1], sequences.at
-    if not at.numel():
-        return torch.arange(sequences.ids.numel(), device=begin.device), sequences.start
-    owner = torch.searchsorted(sequences.start, at, right=True) - 1
-    lengths = (begin + 1).scatter_reduce(0, owner, at + through, "amax") - begin
+    lengths = sequences.lengths
+    if at.numel():
+        until = torch.searchsorted(at, sequences.start)  # how many sampled tokens lie before each sequence's begin
+        last = at[(until[1:] - 1).clamp(min=0)]
+        lengths = torch.where(until.diff() > 0, last + through - begin, 1)
     start = torch.cat([begin.new_zeros(1), lengths.cumsum(0)])
-    here = torch.arange(int(start[-1]), device=begin.device)
-    return here + torch.repeat_interleave(begin - start[:-1], lengths), start
+    position = torch.arange(int(start[-1]), device=begin.device) - torch.repeat_interleave(start[:-1], lengths)
+    return position + torch.repeat_interleave(begin, lengths), position, start
 
 
 def layers(model: PreTrainedModel) -> Sequence[nn.Module]:

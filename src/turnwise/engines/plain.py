@@ -72,14 +72,33 @@ def swiglu_backward(both: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((d_gate, pull * silu), 1).to(both.dtype), (silu.to(both.dtype) * both.chunk(2, 1)[1])
 
 
+def copies(x: Tensor, y: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of x and y [U, K, D] -> [M, K, D]: place i gets row ``source[i]``."""
+    return x[source], y[source]
+
+
+def collect(dx: Tensor, dy: Tensor, first: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+    """dx and dy [M, K, D] -> sums over each row's copies [U, K, D]: row u has ``members[first[u]:first[u + 1]]``."""
+    count = (first[1:] - first[:-1]).long()
+    owner = torch.repeat_interleave(torch.arange(len(count), device=dx.device), count)
+    places = members[: len(owner)].long()
+    wide = lambda d: d[places].to(torch.promote_types(d.dtype, torch.float32))  # noqa: E731
+    out = [wide(d).new_zeros(len(count), *d.shape[1:]).index_add_(0, owner, wide(d)).to(d.dtype) for d in (dx, dy)]
+    return out[0], out[1]
+
+
 def scores(
-    logits: Tensor, targets: Tensor, inverse: Tensor, want_entropy: bool
+    logits: Tensor, targets: Tensor, inverse: Tensor, want_entropy: bool, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """logits [N, V], z = logits · inverse -> log p of the targets, lse(z), entropy (where wanted), each [N]."""
+    """logits [N, V], z = logits · inverse -> log p of the targets, lse(z), entropy (where wanted), each [N]. ``keep`` [N, V]
+    receives p − onehot: minus the gradient of log p by z."""
     z = logits * inverse[:, None]
     lse = torch.logsumexp(z, 1)
     logp = z.gather(1, targets[:, None]).squeeze(1) - lse
     entropy = None
+    if keep is not None:
+        p = (z - lse[:, None]).exp()
+        keep.copy_(p.scatter_add_(1, targets[:, None], -torch.ones_like(p[:, :1])))
     if want_entropy:
         z -= lse[:, None]
         entropy = -torch.linalg.vecdot(z.exp(), z)

@@ -15,12 +15,13 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from turnwise.engines.ragged import Copies, Ragged
 
 log = logging.getLogger(__name__)
 
@@ -40,44 +41,6 @@ class Key(NamedTuple):
     longest: tuple[int, int]
     kind: torch.dtype
     grad: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Ragged:
-    """Where ragged sequences begin among queries and keys, [S + 1] int32, and which row each key is a copy of (None: its own)."""
-
-    queries: Tensor
-    keys: Tensor
-    longest: tuple[int, int]
-    source: Tensor | None = None
-    real: Tensor | None = None  # of the keys: those that a sequence owns
-
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]. The last query of a sequence stands over its last key."""
-        if self.source is not None:
-            k, v = (_Copied.apply(x, self.source, self.real) for x in (k, v))
-        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-        flash = torch.ops.aten._flash_attention_forward
-        starts = (self.queries, self.keys)
-        return flash(q, k, v, *starts, *self.longest, 0.0, True, False, scale=scale, **sides)[0]
-
-
-class _Copied(torch.autograd.Function):
-    """Rows [U, ...] to every key that is a copy of one; gradients of copies add up in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, real: Tensor | None) -> Tensor:
-        ctx.save_for_backward(source, real)
-        ctx.rows = len(x)
-        return x.index_select(0, source)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        source, real = ctx.saved_tensors
-        wide = grad.float() if real is None else torch.where(real[:, None, None], grad.float(), 0.0)
-        whole = wide.new_zeros(ctx.rows, *grad.shape[1:])
-        return whole.index_add_(0, source, wide).to(grad.dtype), None, None
 
 
 Read = Callable[[Tensor, Tensor, Ragged, Mapping[Tensor, Tensor]], Tensor]
@@ -119,7 +82,7 @@ class Body:
         rows = _up(ROWS, len(ids))
         longest = (_up(LONGEST, layout.longest[0]), _up(LONGEST, layout.longest[1]))
         pads = rows - len(ids)
-        keys = 0 if layout.source is None else _up(ROWS, len(layout.source) + pads)
+        keys = 0 if layout.copies is None else _up(ROWS, len(layout.copies.source) + pads)
         sequences = _up(SEQUENCES, len(layout.queries) + -(-pads // longest[0]))
         return Key(rows, keys, sequences, longest, kind, grad)
 
@@ -139,15 +102,16 @@ class _Token:
 class _Graph:
     def __init__(self, key: Key, body: Body, read: Read, device: torch.device) -> None:
         whole = lambda size: torch.zeros(size, dtype=torch.int64, device=device)  # noqa: E731
-        starts = lambda: torch.zeros(key.sequences + 1, dtype=torch.int32, device=device)  # noqa: E731
         self.key, self.body = key, weakref.proxy(body)
         self.ids, self.position = whole(key.rows), whole(key.rows)
-        copies = (whole(key.keys), torch.zeros(key.keys, dtype=torch.bool, device=device)) if key.keys else (None, None)
-        self.layout = Ragged(starts(), starts(), key.longest, *copies)
+        short = lambda size: torch.zeros(size, dtype=torch.int32, device=device)  # noqa: E731
+        copies = Copies(whole(key.keys), short(key.rows + 1), short(key.keys)) if key.keys else None
+        self.layout = Ragged(short(key.sequences + 1), short(key.sequences + 1), key.longest, copies)
         self.spent, self.turn = False, 0  # whether a backward pass used it up; how many forward passes there were
         first = torch.arange(min(key.rows, key.longest[0]), device=device)
         ends = torch.tensor([0, len(first)])
-        self.fill(torch.zeros_like(first), first, Ragged(ends, ends, key.longest, first if key.keys else None))
+        alone = Copies.of(first, len(first)) if key.keys else None
+        self.fill(torch.zeros_like(first), first, Ragged(ends, ends, key.longest, alone))
         self._rehearse(read)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.forward, pool=body.pool, capture_error_mode="thread_local"):
@@ -189,13 +153,18 @@ class _Graph:
             into[len(value) :] = into[len(value) - 1]
             into[len(value) : len(value) + len(extra)] += extra
             into[len(value) + len(extra) :] += pads
-        if layout.source is not None and self.layout.source is not None and self.layout.real is not None:
-            m = len(layout.source)
-            self.layout.source[:m] = layout.source
-            self.layout.source[m : m + pads] = torch.arange(n, n + pads, device=device)
-            self.layout.source[m + pads :] = 0
-            self.layout.real[: m + pads] = True
-            self.layout.real[m + pads :] = False
+        if layout.copies is not None and self.layout.copies is not None:
+            self._fill_copies(self.layout.copies, layout.copies, n, pads)
+
+    def _fill_copies(self, into: Copies, given: Copies, n: int, pads: int) -> None:
+        """Each row of the padding has one copy; keys beyond those are nobody's."""
+        m, extra = len(given.source), torch.arange(pads, device=self.ids.device)
+        for ours, theirs, more in ((into.source, given.source, n), (into.members, given.members, m)):
+            ours[:m] = theirs
+            ours[m : m + pads] = extra + more
+            ours[m + pads :] = 0
+        into.first[: n + 1] = given.first
+        into.first[n + 1 :] = extra + (m + 1)
 
 
 class _Replay(torch.autograd.Function):

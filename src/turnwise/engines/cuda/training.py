@@ -1,7 +1,7 @@
 """The pieces of a decoder layer between its matrix products, forward and backward, one Triton kernel each.
 
-Legend: L positions, d width, H query heads, K key heads, D head size, F MLP width, N rows, V vocabulary. Same names and
-meanings as in ``engines/plain.py``, the twin that says what each computes.
+Legend: L positions, d width, H query heads, K key heads, D head size, F MLP width, N rows, V vocabulary, U rows, M copies of
+them. Same names and meanings as in ``engines/plain.py``, the twin that says what each computes.
 The residual stream is float32; products' inputs are ``kind``.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from turnwise.engines.cuda import kernels
 
 PROGRAMS = 1024  # that share the rows of a norm's backward pass: each sums its own part of the weight's gradient
+TOGETHER = 2  # rows of a norm's backward pass at once: more loads under way
 SCAN = 4096  # entries of the vocabulary read at once
 
 
@@ -26,36 +27,37 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kind: 
 @triton.jit
 def _norm_backward(
     dh, total, weight, beside, d_total, d_kind, out, d_weight, rows, d, eps,
-    BESIDE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    BESIDE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     at = tl.arange(0, BLOCK)
-    inside = at < d
-    w = tl.load(weight + at, mask=inside, other=0.0)
+    w = tl.load(weight + at, mask=at < d, other=0.0)
     mine = tl.zeros((BLOCK,), tl.float32)
-    for row in range(program, rows, programs):
-        here = tl.cast(row, tl.int64) * d + at
+    for start in range(program * ROWS, rows, programs * ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (at < d)[None, :]
+        here = row.to(tl.int64)[:, None] * d + at[None, :]
         h = tl.load(total + here, mask=inside, other=0.0)
         g = tl.load(dh + here, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(h * h) / d + eps)
+        scale = tl.rsqrt(tl.sum(h * h, 1) / d + eps)[:, None]
         unit = h * scale
-        mine += g * unit
-        g *= w
-        grad = (g - unit * (tl.sum(g * unit) / d)) * scale
+        mine += tl.sum(g * unit, 0)
+        g *= w[None, :]
+        grad = (g - unit * (tl.sum(g * unit, 1) / d)[:, None]) * scale
         if BESIDE:
             grad += tl.load(beside + here, mask=inside, other=0.0)
         tl.store(d_total + here, grad, mask=inside)
         if KIND:
             tl.store(d_kind + here, grad.to(d_kind.dtype.element_ty), mask=inside)
-        tl.store(out + here, (w * unit).to(out.dtype.element_ty), mask=inside)
-    tl.store(d_weight + program * d + at, mine, mask=inside)
+        tl.store(out + here, (w[None, :] * unit).to(out.dtype.element_ty), mask=inside)
+    tl.store(d_weight + program * d + at, mine, mask=at < d)
 
 
 def norm_backward(
     dh: Tensor, total: Tensor, weight: Tensor, eps: float, beside: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, d = total.shape
-    programs = max(1, min(PROGRAMS, rows))
+    programs = max(1, min(PROGRAMS, triton.cdiv(rows, TOGETHER)))
     d_total, out = torch.empty_like(total), torch.empty_like(dh)
     same = dh.dtype == total.dtype
     d_kind = d_total if same else torch.empty_like(dh)
@@ -63,7 +65,7 @@ def norm_backward(
     block = triton.next_power_of_2(d)
     _norm_backward[(programs,)](
         dh, total, weight, total if beside is None else beside, d_total, d_kind, out, parts, rows, d, eps,
-        beside is not None, not same, block, num_warps=4 if block <= 2048 else 8,
+        beside is not None, not same, TOGETHER, block, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return d_total, d_kind, out, parts.sum(0)
 
@@ -138,11 +140,68 @@ def swiglu_backward(both: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     return d_both, out
 
 
+# -------------------------------------------------------------------- copies
+
+
+@triton.jit
+def _copies(x, y, x_out, y_out, source, M, C, x_row, y_row, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (place < M)[:, None] & (at < C)
+    row = tl.load(source + place, mask=place < M, other=0)[:, None]
+    here = place.to(tl.int64)[:, None] * C + at
+    tl.store(x_out + here, tl.load(x + row * x_row + at, mask=inside), mask=inside)
+    tl.store(y_out + here, tl.load(y + row * y_row + at, mask=inside), mask=inside)
+
+
+def copies(x: Tensor, y: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    heads, size = x.shape[1:]
+    x, y = (t if t.stride()[1:] == (size, 1) else t.contiguous() for t in (x, y))
+    out = torch.empty(2, len(source), heads, size, dtype=x.dtype, device=x.device)
+    if len(source):
+        _copies[(triton.cdiv(len(source), 8),)](
+            x, y, out[0], out[1], source, len(source), heads * size, x.stride(0), y.stride(0),
+            8, triton.next_power_of_2(heads * size),
+        )  # fmt: skip
+    return out[0], out[1]
+
+
+@triton.jit
+def _collect(dx, dy, x_out, y_out, first, members, U, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK)[None, :]
+    begin = tl.load(first + row, mask=row < U, other=0)
+    count = tl.load(first + row + 1, mask=row < U, other=0) - begin
+    x_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    y_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    for k in range(tl.max(count)):
+        place = tl.load(members + begin + k, mask=k < count, other=0).to(tl.int64)[:, None]
+        inside = (k < count)[:, None] & (at < C)
+        x_sum += tl.load(dx + place * C + at, mask=inside, other=0.0).to(tl.float32)
+        y_sum += tl.load(dy + place * C + at, mask=inside, other=0.0).to(tl.float32)
+    here, inside = row.to(tl.int64)[:, None] * C + at, (row < U)[:, None] & (at < C)
+    tl.store(x_out + here, x_sum.to(x_out.dtype.element_ty), mask=inside)
+    tl.store(y_out + here, y_sum.to(y_out.dtype.element_ty), mask=inside)
+
+
+def collect(dx: Tensor, dy: Tensor, first: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+    rows, width = len(first) - 1, dx.shape[1] * dx.shape[2]
+    dx, dy = dx.contiguous(), dy.contiguous()
+    out = torch.empty(2, rows, *dx.shape[1:], dtype=dx.dtype, device=dx.device)
+    if rows:
+        _collect[(triton.cdiv(rows, 4),)](
+            dx, dy, out[0], out[1], first, members, rows, width, 4, triton.next_power_of_2(width)
+        )
+    return out[0], out[1]
+
+
 # -------------------------------------------------------------------- scores
 
 
 @triton.jit
-def _scores(logits, targets, inverse, logp, lse, entropy, V, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+def _scores(
+    logits, targets, inverse, logp, lse, entropy, keep, V, ENTROPY: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(inverse + row)
     at = tl.arange(0, BLOCK)
@@ -162,23 +221,31 @@ def _scores(logits, targets, inverse, logp, lse, entropy, V, ENTROPY: tl.constex
     fade = tl.exp(top - high)
     whole = tl.sum(total * fade)
     known = tl.log(whole)
-    z = tl.load(logits + row * V + tl.load(targets + row)).to(tl.float32) * heat
+    target = tl.load(targets + row)
+    z = tl.load(logits + row * V + target).to(tl.float32) * heat
     tl.store(logp + row, z - high - known)
     tl.store(lse + row, high + known)
     if ENTROPY:
         shift = tl.where(total > 0, top - high, 0.0)
         tl.store(entropy + row, known - tl.sum(fade * (mean + total * shift)) / whole)
+    if KEEP:  # the row is still in the cache
+        for start in range(0, V, BLOCK):
+            inside = start + at < V
+            z = tl.load(logits + row * V + start + at, mask=inside, other=-1e30).to(tl.float32) * heat
+            p = tl.exp(z - high - known) - tl.where(start + at == target, 1.0, 0.0)
+            tl.store(keep + row * V + start + at, p.to(keep.dtype.element_ty), mask=inside)
 
 
 def scores(
-    logits: Tensor, targets: Tensor, inverse: Tensor, want_entropy: bool
+    logits: Tensor, targets: Tensor, inverse: Tensor, want_entropy: bool, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     rows, vocabulary = logits.shape
     logp, lse, entropy = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     block = min(SCAN, triton.next_power_of_2(vocabulary))
     if rows:
         _scores[(rows,)](
-            logits, targets, inverse, logp, lse, entropy, vocabulary, want_entropy, block, num_warps=8
+            logits, targets, inverse, logp, lse, entropy, logits if keep is None else keep, vocabulary,
+            want_entropy, keep is not None, block, num_warps=8,
         )  # fmt: skip
     return logp, lse, entropy if want_entropy else None
 

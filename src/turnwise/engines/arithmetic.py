@@ -1,0 +1,26 @@
+"""In which dtype a learner's products run, and which kernels compute what lies between them."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from turnwise.engines import plain
+
+
+def kind_of(weight: Tensor) -> torch.dtype:
+    """The dtype of products: autocast's where it is on."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def ops_for(x: Tensor) -> ModuleType:
+    """Triton's kernels on a GPU, where it is there to compile them; else their plain twins."""
+    if x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+        from turnwise.engines.cuda import training
+
+        return training
+    return plain

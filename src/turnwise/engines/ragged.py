@@ -1,0 +1,88 @@
+"""Ragged sequences in one call of flash attention, in half precision on a GPU: nothing is padded.
+
+Legend: L positions, S sequences, H heads, D width, U rows that are read, M keys.
+
+A beginning that several sequences share is read once; its keys and values are copied to all of them, and what flows back to the
+copies is summed. Knows boundaries and copies; neither models nor what the states are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from turnwise.engines.arithmetic import ops_for
+from turnwise.engines.prefixes import Shared
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """M keys that are copies of U rows: which row each is of, and the copies of each row, ``members[first[u]:first[u + 1]]``."""
+
+    source: Tensor  # [M] int64
+    first: Tensor  # [U + 1] int32
+    members: Tensor  # [M] int32
+
+    @classmethod
+    def of(cls, source: Tensor, rows: int) -> Copies:
+        ordered, members = source.sort(stable=True)
+        first = torch.searchsorted(ordered, torch.arange(rows + 1, device=source.device))
+        return cls(source, first.int(), members.int())
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Where ragged sequences begin among queries and keys, [S + 1] int32, and whose copies the keys are (None: each its own)."""
+
+    queries: Tensor
+    keys: Tensor
+    longest: tuple[int, int]
+    copies: Copies | None = None
+
+    @classmethod
+    def of(cls, start: Tensor, shared: Shared, to: Callable[[Tensor], Tensor] = lambda x: x) -> Ragged:
+        """The layout of sequences that begin at ``start``; ``to`` sends what it holds to the model's device.
+
+        The queries of a shared beginning are asked once, by the first sequence that has it."""
+        lengths = start[1:] - start[:-1]
+        queries = torch.searchsorted(shared.first, start).diff()  # how many of each sequence's positions are read
+        asks = queries > 0  # a sequence that is all copy asks nothing
+        copies = None
+        if len(shared.first) < len(shared.row):
+            copies = Copies.of(to(shared.row[asks.repeat_interleave(lengths)]), len(shared.first))
+        queries, lengths = queries[asks], lengths[asks]
+        begin, keys = (to(torch.cat([n.new_zeros(1), n.cumsum(0)]).to(torch.int32)) for n in (queries, lengths))
+        return cls(begin, keys, (int(queries.max()), int(lengths.max())), copies)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]: as stock layers ask."""
+        q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
+        return self.attend_rows(q, k, v, scale, window)[None]
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+        """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]. The last query of a sequence stands over its last key."""
+        if self.copies is not None:
+            k, v = _Copied.apply(k, v, self.copies)
+        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        flash = torch.ops.aten._flash_attention_forward
+        starts = (self.queries, self.keys)
+        return flash(q, k, v, *starts, *self.longest, 0.0, True, False, scale=scale, **sides)[0]
+
+
+class _Copied(torch.autograd.Function):
+    """k and v [U, ...] to every key that is a copy of one; gradients of copies add up in float32, in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
+        ctx.copies, ctx.ops = copies, ops_for(k)
+        return ctx.ops.copies(k, v, copies.source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *ctx.ops.collect(dk, dv, ctx.copies.first, ctx.copies.members), None
