@@ -14,7 +14,8 @@ ledger); TRL has its defaults but for the batch, the generations, beta 0, the le
 A third row is TRL without gradient checkpointing, which is on by default, saves memory and costs time.
 
 Each side is a fresh process; they wait for one another and take turns step by step, so that a slow second of the machine
-hits all of them. The first steps warm up and are dropped; medians of the rest. TRL may live in an interpreter of its own.
+hits all of them. The first steps warm up and are dropped (on a GPU, where TRL takes most of a minute, one of its steps, three of
+ours); medians of the rest. TRL may live in an interpreter of its own.
 The model on a CPU: Llama, 4 layers of 128 (ff 384, 4 heads, 2 for keys), vocabulary 512, about 0.85 M parameters.
 """
 
@@ -37,7 +38,8 @@ from turnwise.bench.rows import Row, against
 from turnwise.errors import StoreError
 
 BAR = 2.0  # on `single`, ours must be this many times as fast as TRL
-WARM = 3  # first steps, dropped
+WARM = 3  # first steps, dropped: ours compiles and captures in them ...
+WARM_SLOW = 1  # ... a side that takes most of a minute for a step has nothing to warm up that would show
 LENGTH = {"single": 32, "tools": 64}  # tokens of a turn here, of a whole completion in TRL
 SIDES = {"turnwise": "turnwise", "TRL": "trl", "TRL, no checkpointing": "trl"}
 Found = dict[str, dict[str, float]]
@@ -73,6 +75,7 @@ def answer(side: subprocess.Popen[str], log: Path) -> dict[str, float]:
 def measure(job: dict[str, Any], pythons: Mapping[str, str], steps: int, threads: int, folder: Path) -> Found:
     """All sides of one task, step by step in turn."""
     job = {**job, "model": str(folder / "model"), "out": str(folder), "steps": steps + WARM}
+    warm = {name: WARM_SLOW if job["device"] == "cuda" and SIDES[name] == "trl" else WARM for name in pythons}
     logs = {name: folder / f"{name}.log" for name in (*pythons, "prepare")}
     if start(sys.executable, "prepare", job, threads, logs["prepare"]).wait():
         raise StoreError(logs["prepare"].read_text()[-3000:])
@@ -81,11 +84,12 @@ def measure(job: dict[str, Any], pythons: Mapping[str, str], steps: int, threads
         for name, side in sides.items():
             answer(side, logs[name])  # loaded
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-        for _ in range(steps + WARM):
+        for left in range(steps + WARM, 0, -1):
             for name, side in sides.items():
-                print("go", file=side.stdin, flush=True)
-                rounds[name].append(answer(side, logs[name]))
-        return {name: summary(kept[WARM:]) for name, kept in rounds.items()}
+                if left <= steps + warm[name]:
+                    print("go", file=side.stdin, flush=True)
+                    rounds[name].append(answer(side, logs[name]))
+        return {name: summary(kept[warm[name] :]) for name, kept in rounds.items()}
     finally:
         for side in sides.values():
             side.kill()

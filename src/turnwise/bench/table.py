@@ -45,8 +45,8 @@ def measure(
 
 
 def _jobs(chosen: Scene, limits: Limits, quick: bool) -> list[tuple[str, Callable[[], list[Row]]]]:
-    threads, count = torch.get_num_threads(), 3 if quick else 9
     gpu = chosen.device == "cuda"
+    threads, count = torch.get_num_threads(), (2 if quick else 4) if gpu else 3 if quick else 9
     size = chosen.step if gpu else None
     jobs: list[tuple[str, Callable[[], list[Row]]]] = [
         ("generation", lambda: generation.rows(chosen, limits, min(chosen.repeats, 2) if gpu else chosen.repeats)),

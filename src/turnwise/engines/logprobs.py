@@ -27,7 +27,7 @@ from turnwise.engines.arithmetic import ops_for
 CHUNK_BYTES = 16 << 20  # of the logits of one chunk; two or three buffers of this size live at once
 CHUNK_BYTES_CUDA = 512 << 20  # smaller chunks leave a large GPU waiting for launches
 KEEP_BYTES = 32 << 20  # up to here p (and log p, where entropy is wanted) of all rows is kept for the backward pass
-KEEP_BYTES_CUDA = 2 << 30  # the same on a GPU, where p is kept in half precision and not beside an entropy
+KEEP_BYTES_CUDA = 2 << 30  # the same on a GPU, where p − onehot is kept in half precision
 
 
 def token_logprobs(
@@ -161,7 +161,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_b = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if need_b else None
         h, w = hidden.to(ctx.narrow), weight.to(ctx.narrow)
         kernels = ops_for(hidden)
-        if kernels is not plain and kept_p is not None and g_logp is not None:
+        if kernels is not plain and kept_p is not None and g_logp is not None and g_entropy is None:
             return *_from_kept(kept_p, h, w, g_logp * -inverse, hidden, (need_h, need_w, need_b)), *[None] * 5
         for a in range(0, hidden.shape[0], ctx.size):
             rows = slice(a, a + ctx.size)
@@ -171,7 +171,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 d = kernels.pull(z, targets[rows], inverse[rows], lse[rows], *given, ctx.narrow)
                 del z
             else:
-                p, log_p = kept_p, kept_log_p
+                p, log_p = (kept_p, kept_log_p) if kernels is plain else (None, None)
                 if p is None:
                     log_p = _scores(h[rows], w, bias, inverse[rows], wide).sub_(lse[rows, None])
                     p = log_p.exp()

@@ -25,9 +25,7 @@ from turnwise.engines.ragged import Copies, Ragged
 
 log = logging.getLogger(__name__)
 
-ROWS = sorted(
-    {2**k for k in range(8, 24)} | {3 * 2**k for k in range(8, 23)}
-)  # sizes of buckets: powers of two, midpoints
+ROWS = [2**k * eighths // 8 for k in range(8, 24) for eighths in range(8, 16)]  # sizes of buckets
 SEQUENCES = [4**k for k in range(2, 10)]
 LONGEST = [2**k for k in range(7, 24)]
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from turnwise.engines.cuda import kernels
 
 PROGRAMS = 1024  # that share the rows of a norm's backward pass: each sums its own part of the weight's gradient
-TOGETHER = 2  # rows of a norm's backward pass at once: more loads under way
 SCAN = 4096  # entries of the vocabulary read at once
 
 
@@ -27,37 +26,36 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kind: 
 @triton.jit
 def _norm_backward(
     dh, total, weight, beside, d_total, d_kind, out, d_weight, rows, d, eps,
-    BESIDE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BESIDE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     at = tl.arange(0, BLOCK)
-    w = tl.load(weight + at, mask=at < d, other=0.0)
+    inside = at < d
+    w = tl.load(weight + at, mask=inside, other=0.0)
     mine = tl.zeros((BLOCK,), tl.float32)
-    for start in range(program * ROWS, rows, programs * ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (at < d)[None, :]
-        here = row.to(tl.int64)[:, None] * d + at[None, :]
+    for row in range(program, rows, programs):
+        here = tl.cast(row, tl.int64) * d + at
         h = tl.load(total + here, mask=inside, other=0.0)
         g = tl.load(dh + here, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(h * h, 1) / d + eps)[:, None]
+        scale = tl.rsqrt(tl.sum(h * h) / d + eps)
         unit = h * scale
-        mine += tl.sum(g * unit, 0)
-        g *= w[None, :]
-        grad = (g - unit * (tl.sum(g * unit, 1) / d)[:, None]) * scale
+        mine += g * unit
+        g *= w
+        grad = (g - unit * (tl.sum(g * unit) / d)) * scale
         if BESIDE:
             grad += tl.load(beside + here, mask=inside, other=0.0)
         tl.store(d_total + here, grad, mask=inside)
         if KIND:
             tl.store(d_kind + here, grad.to(d_kind.dtype.element_ty), mask=inside)
-        tl.store(out + here, (w[None, :] * unit).to(out.dtype.element_ty), mask=inside)
-    tl.store(d_weight + program * d + at, mine, mask=at < d)
+        tl.store(out + here, (w * unit).to(out.dtype.element_ty), mask=inside)
+    tl.store(d_weight + program * d + at, mine, mask=inside)
 
 
 def norm_backward(
     dh: Tensor, total: Tensor, weight: Tensor, eps: float, beside: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, d = total.shape
-    programs = max(1, min(PROGRAMS, triton.cdiv(rows, TOGETHER)))
+    programs = max(1, min(PROGRAMS, rows))
     d_total, out = torch.empty_like(total), torch.empty_like(dh)
     same = dh.dtype == total.dtype
     d_kind = d_total if same else torch.empty_like(dh)
@@ -65,7 +63,7 @@ def norm_backward(
     block = triton.next_power_of_2(d)
     _norm_backward[(programs,)](
         dh, total, weight, total if beside is None else beside, d_total, d_kind, out, parts, rows, d, eps,
-        beside is not None, not same, TOGETHER, block, num_warps=4 if block <= 2048 else 8,
+        beside is not None, not same, block, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return d_total, d_kind, out, parts.sum(0)
 
@@ -222,8 +220,8 @@ def _scores(
     whole = tl.sum(total * fade)
     known = tl.log(whole)
     target = tl.load(targets + row)
-    z = tl.load(logits + row * V + target).to(tl.float32) * heat
-    tl.store(logp + row, z - high - known)
+    chosen = tl.load(logits + row * V + target).to(tl.float32) * heat
+    tl.store(logp + row, chosen - high - known)
     tl.store(lse + row, high + known)
     if ENTROPY:
         shift = tl.where(total > 0, top - high, 0.0)
@@ -231,9 +229,9 @@ def _scores(
     if KEEP:  # the row is still in the cache
         for start in range(0, V, BLOCK):
             inside = start + at < V
-            z = tl.load(logits + row * V + start + at, mask=inside, other=-1e30).to(tl.float32) * heat
-            p = tl.exp(z - high - known) - tl.where(start + at == target, 1.0, 0.0)
-            tl.store(keep + row * V + start + at, p.to(keep.dtype.element_ty), mask=inside)
+            again = tl.load(logits + row * V + start + at, mask=inside, other=-1e30).to(tl.float32) * heat
+            away = tl.exp(again - high - known) - tl.where(start + at == target, 1.0, 0.0)
+            tl.store(keep + row * V + start + at, away.to(keep.dtype.element_ty), mask=inside)
 
 
 def scores(
