@@ -27,7 +27,7 @@ from turnwise.engines.learner import LocalLearner
 from turnwise.engines.probe import same_policy
 from turnwise.errors import SettingError
 from turnwise.exam import Exam
-from turnwise.levels import TOKEN, TRAJECTORY
+from turnwise.levels import TRAJECTORY
 from turnwise.mixing import Mixture, Source
 from turnwise.observe.metrics import JsonLines, TensorBoard, Trackers
 from turnwise.observe.profile import PAGE, Profile
@@ -231,11 +231,10 @@ class Course:
 
     def _probe(self, learner: Learner, batch: Batch) -> float:
         """Are generator and learner the same policy? Asked of a few fresh trajectories after each publication."""
-        ours = ~(batch.expert.x | batch.replayed.x | batch.guided.x)[batch.tree.ancestor(TOKEN, TRAJECTORY)]
-        fresh = ((batch.version.x == learner.version) & ours).nonzero().squeeze(1)
-        if not fresh.numel():
+        fresh = batch.version.map(lambda v: (v == learner.version).float()).sum(TRAJECTORY) > 0
+        owners = (fresh & ~(batch.expert | batch.replayed | batch.guided)).x.nonzero().squeeze(1)[:4]
+        if not owners.numel():
             return math.nan
-        owners = batch.tree.ancestor(TOKEN, TRAJECTORY)[fresh].unique()[:4]
         return same_policy(learner, batch.select(owners), assemble.tolerance_of(self.settings)).mean
 
     def _trackers(self, start: int) -> Trackers:

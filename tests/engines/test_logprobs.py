@@ -123,8 +123,9 @@ def test_wrong_shapes():
         token_logprobs(torch.ones(2, 3), torch.ones(4, 3), None, torch.zeros(3, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_by_kernels_kept_or_again_the_gradients_are_those_of_plain_ones(monkeypatch, chunk):
+def test_by_kernels_kept_or_again_the_gradients_are_those_of_plain_ones(monkeypatch, chunk, entropy):
     """What a GPU does, over the kernels' plain twins: nothing is kept where a chunk is asked for."""
     h, w, bias, y, t = inputs(7, 8, 12)
     h, w, bias = (x.detach().float().requires_grad_() for x in (h, w, bias))
@@ -132,8 +133,11 @@ def test_by_kernels_kept_or_again_the_gradients_are_those_of_plain_ones(monkeypa
 
     def found(**more):
         with torch.autocast("cpu", torch.bfloat16):
-            logp, _ = token_logprobs(h, w, bias, y, t.float(), **more)
-        return [logp, *torch.autograd.grad(logp, (h, w, bias), pull)]
+            logp, also = token_logprobs(h, w, bias, y, t.float(), want_entropy=entropy, **more)
+        both = [torch.autograd.grad(logp, (h, w, bias), pull, retain_graph=True)]
+        if also is not None:
+            both.append(torch.autograd.grad((logp * pull + also).sum(), (h, w, bias)))
+        return [logp, *(g for grads in both for g in grads)]
 
     expected = found()
     seen = []

@@ -53,10 +53,7 @@ def token_logprobs(
     keep = chunk is None and (
         n * row * (2 if want_entropy else 1) <= KEEP_BYTES
         if by_hand
-        else _narrow(hidden) != wide
-        and not want_entropy
-        and n * row // 2 <= KEEP_BYTES_CUDA
-        and _differentiated(hidden, weight)
+        else _narrow(hidden) != wide and n * row // 2 <= KEEP_BYTES_CUDA and _differentiated(hidden, weight)
     )
     whole = max(1, n) if keep and by_hand else 0
     size = whole or chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row)

@@ -52,7 +52,7 @@ def make(name: str, difficulty: int = 1, split: str = "train") -> Any:
     """A new episode of ``load(name)``. A class that takes no difficulty or split has only the first of each."""
     cls = load(name)
     wanted: dict[str, Any] = {"difficulty": difficulty, "split": split}
-    taken = settings(cls)
+    taken = settings(cls)  # type: ignore[arg-type]  # a class is hashable
     for key, only in (("difficulty", 1), ("split", "train")):
         if key not in taken and wanted.pop(key) != only:
             raise SettingError(f"environment {name!r} has only {key} {only!r}: its __init__ takes no keyword {key!r}")
