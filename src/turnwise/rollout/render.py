@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from turnwise.data import Message
 from turnwise.errors import RenderError
 from turnwise.ports import Action, ToolCall
@@ -136,8 +134,10 @@ class Renderer:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        array = np.asarray(ids, dtype=np.int64)  # a list would be looked through number by number
-        return self.tokenizer.decode(array, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        fast = getattr(self.tokenizer, "backend_tokenizer", None)
+        if fast is not None:  # what ``decode`` comes to, which first looks a list through number by number
+            return fast.decode(list(ids), skip_special_tokens=False)
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], open_turn: bool) -> str:
         try:
