@@ -1,6 +1,7 @@
 """Datasets of reasoning-gym as environments. Without the package only its absence is tested."""
 
 import inspect
+import random
 import sys
 
 import pytest
@@ -113,6 +114,14 @@ class TestWithThePackage:
         assert step.messages[0]["content"] == f"wrong: it is {env.answer()}."
         assert env.step(say(f"so <answer>{env.answer()}</answer>")).info["success"]
         assert env.step(say("1" * 5000)).reward == 0.0
+
+    def test_half_of_the_demonstrations_are_right_and_the_others_near(self):
+        env, rng = make("reasoning_gym:chain_sum", 2), random.Random(0)
+        missed = []
+        for seed in range(200):
+            env.reset(seed)
+            missed.append(abs(int(env.demonstrate(rng).text) - int(env.answer())))
+        assert set(missed) == {0, 1, 2, 10} and 80 < missed.count(0) < 120
 
     def test_a_puzzle_without_a_reference_answer_tells_none(self):
         env = make("reasoning_gym:graph_color")

@@ -30,6 +30,8 @@ PROBLEMS = 10_000  # of one level, both splits together; some datasets make all 
 SEED = 1
 LONGEST = 4000  # characters of an answer: some scores take long over longer ones
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+WHOLE = re.compile(r"-?[0-9]{1,9}")
+SLIPS = (-10, -2, -1, 1, 2, 10)
 FORM = "Say only the answer, or end with <answer>ANSWER</answer>."
 OURS = ("seed", "size")  # fields of a configuration that the splits and seeds of a run decide
 RUN_ANSWERS = frozenset(
@@ -81,6 +83,13 @@ class Answered(Puzzle):
     def random_action(self, rng: random.Random) -> Action:
         """The right answer of some other question."""
         return say(str(item(self.levels[self.difficulty], rng.randrange(PROBLEMS))["answer"]))
+
+    def demonstrate(self, rng: random.Random) -> Action:
+        """Half of the time right. A whole number is missed narrowly: who imitates must still read the question."""
+        if rng.random() < 0.5:
+            return self.oracle()
+        right = self.answer()
+        return say(str(int(right) + rng.choice(SLIPS))) if WHOLE.fullmatch(right) else self.random_action(rng)
 
 
 def read(text: str) -> str:
