@@ -1,6 +1,7 @@
 # Turnwise. One word does each thing; the first of them sets everything up.
 #   make train   train the default agent (installs what is missing first)
 #   make test    lint, types and all tests
+#   make extras  optional packages that some tests use (needs a C compiler)
 #   make quick   the tests of the inner loop (under a minute)
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test quick lint format docs bench learning seeds clean help
+.PHONY: train test extras quick lint format docs bench learning seeds clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -18,6 +19,9 @@ train: $(READY)
 
 test: $(READY) lint
 	$(BIN)/python -m pytest $(ARGS)
+
+extras: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning]'
 
 quick: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -x $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def resume(path: str | Path, listen: Listener = silent, recipe: Recipe | None = 
 
 
 def free_name(settings: Settings) -> str:
-    env = settings.env.split(":")[-1].replace(".", "-")
+    env = re.sub(r"[^\w-]+", "-", settings.env.split(":")[-1])
     base = f"{settings.title}-{env}-s{settings.seed}"
     n = 1
     while (Path(settings.out) / f"{base}-{n}").exists():

@@ -33,7 +33,7 @@ def knob(default: Any, text: str) -> Any:
 class Settings:
     # what
     method: str = knob("dr_grpo", "the method; `turnwise list` shows all")
-    env: str = knob("calculator", "environment: a built-in name or module:Class")
+    env: str = knob("calculator", "environment: a built-in name, reasoning_gym:DATASET or module:Class")
     model: str = knob(
         "tiny", "a folder in Hugging Face layout, a hub id, smollm2 (once fetched), or `tiny` (made here)"
     )

@@ -2,6 +2,7 @@
 
     make("keydoor", difficulty=2)               a fresh episode, not yet reset
     load("my_package.my_module:MyEnvironment")  a class of your own
+    load("reasoning_gym:chain_sum")             one of a family that another package brings
 
 Built-in classes are imported when first asked for, so that one environment's dependencies are not another's.
 This file does not know what an environment needs to be good: ``environments.check`` does.
@@ -24,10 +25,17 @@ BUILT_IN = {
     "nim": "turnwise.environments.nim:Nim",
     "lookup": "turnwise.environments.lookup:Lookup",
 }
+FAMILIES = {
+    "reasoning_gym": "turnwise.environments.reasoning"
+}  # a module whose ``environment(member)`` makes the class
 
 
 def load(name: str) -> type[Any]:
-    """The class of a built-in name or of ``"module:Class"``."""
+    """The class of a built-in name, of ``"family:member"`` or of ``"module:Class"``."""
+    family, _, member = name.partition(":")
+    if family in FAMILIES:
+        made: type[Any] = importlib.import_module(FAMILIES[family]).environment(member)
+        return made
     spec = BUILT_IN.get(name, name)
     module_name, colon, class_name = spec.partition(":")
     if not colon:
