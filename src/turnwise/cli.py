@@ -228,10 +228,17 @@ def bench(argv: Sequence[str]) -> int:
 
     parts = tuple(space.parts.split(",")) if space.parts else table.PARTS
     say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    facts, found = table.measure(space.device, space.quick, space.threads, parts, say)
-    for file, text in ((space.json, rows.as_json(facts, found)), (space.out, rows.markdown(table.title(facts), found))):
-        if file:
-            Path(file).write_text(text, encoding="utf-8")
+
+    def keep(facts: dict[str, object], found: list[rows.Row]) -> None:
+        for file, text in (
+            (space.json, rows.as_json(facts, found)),
+            (space.out, rows.markdown(table.title(facts), found)),
+        ):
+            if file:
+                Path(file).write_text(text, encoding="utf-8")
+
+    facts, found = table.measure(space.device, space.quick, space.threads, parts, say, keep)
+    keep(facts, found)
     show.show_table(table.title(facts), [rows.cells(row) for row in found])
     return 0
 

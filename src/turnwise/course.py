@@ -24,10 +24,9 @@ from turnwise.collect import Collector, usable
 from turnwise.data import Group
 from turnwise.ending import Ending
 from turnwise.engines.learner import LocalLearner
-from turnwise.engines.probe import same_policy
+from turnwise.engines.probe import fresh, same_policy
 from turnwise.errors import SettingError
 from turnwise.exam import Exam
-from turnwise.levels import TRAJECTORY
 from turnwise.mixing import Mixture, Source
 from turnwise.observe.metrics import JsonLines, TensorBoard, Trackers
 from turnwise.observe.profile import PAGE, Profile
@@ -231,8 +230,7 @@ class Course:
 
     def _probe(self, learner: Learner, batch: Batch) -> float:
         """Are generator and learner the same policy? Asked of a few fresh trajectories after each publication."""
-        fresh = batch.version.map(lambda v: (v == learner.version).float()).sum(TRAJECTORY) > 0
-        owners = (fresh & ~(batch.expert | batch.replayed | batch.guided)).x.nonzero().squeeze(1)[:4]
+        owners = fresh(batch, learner.version)
         if not owners.numel():
             return math.nan
         return same_policy(learner, batch.select(owners), assemble.tolerance_of(self.settings)).mean

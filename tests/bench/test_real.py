@@ -79,8 +79,25 @@ def test_the_whole_way(tmp_path):
     """Cold start, a run from it, a method left out, nothing twice, and a page with its picture."""
     page, rows = tmp_path / "page.md", tmp_path / "rows.jsonl"
     page.write_text("above\n<!-- rows -->\nold\n<!-- end -->\nbelow\n")
-    line = [sys.executable, str(ROOT / "bench" / "real.py"), "--model=tiny", "--tasks", "countdown", "--methods", "grpo"]
-    line += ["gigpo", "--seeds", "0", f"--runs={tmp_path / 'runs'}", f"--rows={rows}", f"--write={page}", "--set", *SMALL]
+    line = [
+        sys.executable,
+        str(ROOT / "bench" / "real.py"),
+        "--model=tiny",
+        "--tasks",
+        "countdown",
+        "--methods",
+        "grpo",
+    ]
+    line += [
+        "gigpo",
+        "--seeds",
+        "0",
+        f"--runs={tmp_path / 'runs'}",
+        f"--rows={rows}",
+        f"--write={page}",
+        "--set",
+        *SMALL,
+    ]
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     first, second = (subprocess.run(line, capture_output=True, text=True, env=surroundings) for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr

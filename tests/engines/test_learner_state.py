@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from turnwise.data import Task, Trajectory, Turn
+from turnwise.batch import pack
+from turnwise.data import Group, Task, Trajectory, Turn
 from turnwise.engines.learner import VALUE_FILE, LearnerSettings, LocalLearner
-from turnwise.engines.probe import same_policy
+from turnwise.engines.probe import fresh, same_policy
 from turnwise.errors import PolicyMismatch, SettingError
 from turnwise.levels import TOKEN, Field
 from turnwise.signals import Signal
@@ -158,3 +159,16 @@ def test_probe_reads_trajectories(kit):
     bare = Trajectory("a", Task("x", seed=0), (Turn(context=(1, 2), tokens=(3,), logp=(-99.0,), version=(0,)),))
     with pytest.raises(PolicyMismatch, match="1 tokens"):
         same_policy(learner, [bare])
+
+
+@pytest.mark.parametrize(("length", "asked"), [(3, 86), (100, 4), (1000, 4)])
+def test_a_probe_asks_for_enough_tokens(length, asked):
+    task = Task("t", 0)
+    old = Trajectory("old", task, (Turn((1,), (2,) * length, (-1.0,) * length, version=(0,) * length),))
+    new = [
+        Trajectory(f"{k}", task, (Turn((1,), (2,) * length, (-1.0,) * length, version=(1,) * length),))
+        for k in range(200)
+    ]
+    owners = fresh(pack([Group("g", task, (old, *new))]), 1).tolist()
+    assert owners == list(range(1, asked + 1))
+    assert not fresh(pack([Group("g", task, (old,))]), 1).numel()

@@ -24,7 +24,12 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [(" 12 \n", "12"), ("3 + 9 is\n<answer> 12</answer>", "12"), ("<answer>1</answer> no, <answer>2</answer>", "2"), ("", "")],
+    [
+        (" 12 \n", "12"),
+        ("3 + 9 is\n<answer> 12</answer>", "12"),
+        ("<answer>1</answer> no, <answer>2</answer>", "2"),
+        ("", ""),
+    ],
 )
 def test_what_is_read_as_the_answer(text, answer):
     assert read(text) == answer

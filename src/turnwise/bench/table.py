@@ -23,9 +23,14 @@ PARTS = ("generation", "learning", "step", "memory")
 
 
 def measure(
-    device: str = "auto", quick: bool = False, threads: int = 0, parts: tuple[str, ...] = PARTS, say: Say = print
+    device: str = "auto",
+    quick: bool = False,
+    threads: int = 0,
+    parts: tuple[str, ...] = PARTS,
+    say: Say = print,
+    keep: Callable[[dict[str, Any], list[Row]], object] = lambda facts, rows: None,
 ) -> tuple[dict[str, Any], list[Row]]:
-    """(what was measured on what, the rows)."""
+    """(what was measured on what, the rows). ``keep`` is given them after each part: a run that is stopped has what it had."""
     for part in parts:
         if part not in PARTS:
             raise SettingError(f"no part {part!r}; {nearest(part, PARTS)}")
@@ -41,6 +46,7 @@ def measure(
     for part, job in jobs:
         if part in parts:
             rows += _tried(part, job, say)
+            keep(facts(chosen, limits), rows)
     return facts(chosen, limits), rows
 
 

@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from turnwise.batch import Batch, pack
 from turnwise.data import Group, Task, Trajectory
 from turnwise.errors import PolicyMismatch
-from turnwise.levels import TOKEN
+from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.ports import Learner
 from turnwise.signals import Signal
 
 TOLERANCE = 1e-3  # of the mean difference when both sides compute in float32
 TOLERANCE_BF16 = 3e-2  # when either computes in bfloat16
+TOKENS, TRAJECTORIES = 256, 4  # asked for by ``fresh``, at least
 TOLERANCES = {torch.bfloat16: TOLERANCE_BF16, torch.float16: TOLERANCE_BF16, torch.float8_e4m3fn: 0.3}
 
 
@@ -63,6 +65,15 @@ def same_policy(learner: Learner, records: Batch | Sequence[Trajectory], toleran
             "(chat template, special tokens)"
         )
     return report
+
+
+def fresh(batch: Batch, version: int) -> Tensor:
+    """The first trajectories with tokens that our own policy sampled at this version, as many as give a mean worth looking at:
+    over a dozen tokens it would cry wolf."""
+    tokens = batch.version.map(lambda v: (v == version).float()).sum(TRAJECTORY)
+    ours = ((tokens > 0) & ~(batch.expert | batch.replayed | batch.guided)).x.nonzero().squeeze(1)
+    short = int((tokens.x[ours].cumsum(0) < TOKENS).sum())
+    return ours[: max(TRAJECTORIES, short + 1)]
 
 
 def _pack(trajectories: Sequence[Trajectory]) -> Batch:
