@@ -110,7 +110,7 @@ class Sweep:
         """The cold start that all methods of an environment and a seed share."""
         env = plan.PLACES[run.env].like or run.env
         own = {word: value for word, value in plan.PLACES[env].settings.items() if word == "difficulty"}
-        given = {**own, **plan.PLACES[env].cold, "steps": 1, "eval_tasks": 1}
+        given = {**own, "steps": 1, "eval_tasks": 1}
         return Job(
             ("cold", env, seed), lambda _: self.trained("reinforce", env, seed, "cold", "initial", given), cost=1
         )
