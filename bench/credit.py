@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import sweep
 
 WINDOW = 3  # evaluations in a success
@@ -58,7 +59,7 @@ def job(method: str, seed: int, initial: Path, options: argparse.Namespace) -> R
     except Exception as fault:  # no such method, or a setting it refuses
         return {**row, "error": str(fault)}
     line += [f"--model={initial}", "--cold-steps=0", f"--eval-every={options.eval_every}", "--trackers="]
-    found = sweep.call([*line, f"--checkpoint-every={options.steps}"])
+    found = processes.call([*line, f"--checkpoint-every={options.steps}"])
     row["seconds"] = round(time.perf_counter() - began, 1)
     if "error" in found:
         return {**row, "error": found["error"]}

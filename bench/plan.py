@@ -39,7 +39,6 @@ class Place:
     seconds: int  # what a run takes, about: the longest begin first
     why: str
     like: str = ""
-    cold: dict[str, str] = field(default_factory=dict)  # settings of its cold start alone
 
 
 CALCULATOR = {"steps": "50"}
@@ -50,9 +49,7 @@ PLACES = {
     "keydoor": Place(KEYDOOR, 80, "states that return, sparse reward"),
     "lookup": Place({"steps": "50"}, 100, "a gold answer, searched for"),
     "guess": Place(GUESS, 60, "answers that inform"),
-    "worlds:Duel": Place(
-        {"steps": "40", "groups": "16", "lr": "1e-3"}, 90, "two agents, opposed", cold={"cold_batch": "16"}
-    ),
+    "worlds:Duel": Place({"steps": "60", "groups": "16", "lr": "1e-3"}, 90, "two agents, opposed"),
     "worlds:Followed": Place(KEYDOOR, 80, "an expert's move to match", "keydoor"),
     "worlds:Interview": Place(GUESS, 60, "pieces of information, each with a worth", "guess"),
     "worlds:Judged": Place(CALCULATOR, 60, "a judge of the way", "calculator"),
@@ -76,7 +73,6 @@ PLACED = {  # where what a recipe asks for does not say enough: it can do withou
     "information_consistency": "worlds:Suggestions",
     "trloo": "keydoor",
     "srgpo": "keydoor",
-    "archer": "keydoor",
     "bilevel_gae": "keydoor",
 }
 FILES = {"rdpo": "flipped", "mapl": "families", "dpa": "rated"}  # whose rows are not just pairs or demonstrations

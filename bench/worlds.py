@@ -20,10 +20,10 @@ from turnwise.environments.base import Environment, draw, say, user
 from turnwise.environments.calculator import Calculator
 from turnwise.environments.guess import FEATURES, PARTS, Guess
 from turnwise.environments.keydoor import KeyDoor
-from turnwise.environments.nim import Nim
+from turnwise.environments.nim import PLAYERS, Nim
 from turnwise.ports import Action, Step
 
-LARGEST = 6  # heap of a duel
+LARGEST = 9  # heap of a duel: some ten starts are held out
 
 
 def telling(step: Step, **facts: float) -> Step:
@@ -76,20 +76,26 @@ class Interview(Guess):
 
 
 class Duel(Nim):
-    """Nim with small heaps, where only a game that was played to its end by the rules can be a success."""
+    """Nim with small heaps, learned against oneself. Held-out games are played first, against a player who moves at random:
+    how good one is cannot be seen from games against oneself, where both become better."""
 
     difficulties = (1,)
+    opponent: random.Random
 
     def reset(self, seed: int) -> Sequence[Message]:
         heaps = draw(lambda rng: (rng.randint(1, LARGEST), rng.randint(1, LARGEST)), seed, self.split, str)
         self.begun, self.heaps, self.moves, self.lost = heaps, list(heaps), 0, None
+        self.opponent = random.Random(f"opponent/{seed}")
         return [user(self._view())]
 
     def step(self, action: Action) -> Step:
         step = super().step(action)
-        if "success" not in step.info:
+        if self.split == "train":
             return step
-        return replace(step, info={**step.info, "success": step.info["success"] and self.lost is None})
+        if not step.terminated:
+            reply = super().step(self.random_action(self.opponent))
+            step = replace(reply, reward=-reply.reward, info={"paid": {PLAYERS[1]: reply.reward}})
+        return replace(step, info={**step.info, "success": self.winner == 0}) if step.terminated else step
 
 
 class Judged(Calculator):
@@ -116,7 +122,10 @@ class Planned(Calculator):
 
 
 class Graded(Calculator):
-    """Calculator with several rewards: right, without an error on the way, in few turns."""
+    """Calculator with several rewards: right, and, of a right answer, without an error on the way, in few turns.
+
+    Were a wrong answer paid for being clean and short, guessing at once would be the best there is: each reward compared by
+    itself, two that every guess earns outvote the one it fails, and success is no longer what was asked for."""
 
     rewards = ("right", "clean", "short")
     slips = 0
@@ -126,7 +135,9 @@ class Graded(Calculator):
         self.slips += step.info.get("tool_errors", 0)
         if not (step.terminated or step.truncated):
             return step
-        grades = {"right": step.reward, "clean": float(not self.slips), "short": 1 - self.turn / self.max_turns}
+        right = step.reward
+        short = 1 - self.turn / self.max_turns
+        grades = {"right": right, "clean": right * (not self.slips), "short": right * short}
         return replace(step, info={**step.info, "rewards": grades})
 
 

@@ -12,8 +12,10 @@ from turnwise import needs, recipes
 from turnwise.world import World, settle
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+import learned
 import plan
-import sweep
+import planning
+import processes
 
 
 @pytest.mark.parametrize("method", plan.METHODS)
@@ -29,19 +31,19 @@ def test_what_others_need_is_made_first_and_once():
     begun = []
     note = lambda name: lambda done: begun.append((name, dict(done)))  # noqa: E731
     jobs = [
-        sweep.Job("short", note("short"), ("start",), 1),
-        sweep.Job("long", note("long"), ("start",), 9),
-        sweep.Job("late", note("late"), ("teacher",), 99),
-        sweep.Job("teacher", note("teacher"), ("start",), 0),
-        sweep.Job("start", note("start")),
+        planning.Job("short", note("short"), ("start",), 1),
+        planning.Job("long", note("long"), ("start",), 9),
+        planning.Job("late", note("late"), ("teacher",), 99),
+        planning.Job("teacher", note("teacher"), ("start",), 0),
+        planning.Job("start", note("start")),
     ]
-    sweep.schedule(jobs, 1, time.monotonic() + 60)
+    planning.schedule(jobs, 1, time.monotonic() + 60)
     assert [name for name, _ in begun] == ["start", "teacher", "late", "long", "short"]
     assert all(set(job.after) <= set(done) for job in jobs for name, done in begun if name == job.key)
 
 
 def test_nothing_begins_after_the_time_is_up():
-    assert sweep.schedule([sweep.Job("a", lambda done: 1)], 1, time.monotonic() - 1) == {}
+    assert planning.schedule([planning.Job("a", lambda done: 1)], 1, time.monotonic() - 1) == {}
 
 
 def test_rows_become_a_table_and_a_missing_file_does_not_hurt(tmp_path):
@@ -52,14 +54,14 @@ def test_rows_become_a_table_and_a_missing_file_does_not_hurt(tmp_path):
         {**common, "method": "hgpo", "error": "x"},
         {**good, "method": "hgpo", "after": 0.1, "interval": [0.0, 0.2]},
     )
-    text = sweep.page([good, failed, mended])
+    text = learned.page([good, failed, mended])
     assert f"| gigpo | keydoor | {steps} | states | 10% | 90% (from 80%) | yes |" in text
     assert (
         "1 of 2 methods that were run learn in every seed; not `hgpo`." in text and "Not run yet: `bilevel_gae`" in text
     )
-    old = sweep.page([good, {**good, "steps": 2, "after": 0.1, "interval": [0.0, 0.2]}])
+    old = learned.page([good, {**good, "steps": 2, "after": 0.1, "interval": [0.0, 0.2]}])
     assert "keydoor (given up) | 2 |" in old and "1 of 1 methods" in old
-    assert sweep.read([tmp_path / "none.jsonl"]) == [] and "0 of 0" in sweep.page([])
+    assert processes.read([tmp_path / "none.jsonl"]) == [] and "0 of 0" in learned.page([])
 
 
 def test_changed_pairs_are_still_pairs():

@@ -11,12 +11,13 @@ import torch
 from helpers import records_of
 
 from turnwise import recipes
+from turnwise.algebra.control import CriticsFirst
 from turnwise.algebra.gradient import Scales
 from turnwise.algebra.objective import Loss
 from turnwise.engines.learner import LearnerSettings, LocalLearner
 from turnwise.engines.packed import PackedLayout
 from turnwise.engines.prefixes import Shared
-from turnwise.errors import SettingError
+from turnwise.errors import RecipeError, SettingError
 from turnwise.levels import TOKEN, TURN
 from turnwise.models.tiny import tiny_model
 from turnwise.run import improve
@@ -224,10 +225,10 @@ def test_micro_batches_do_not_matter(kit):
 
 
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("name", ["ppo", "archer"])
-def test_methods_survive_a_crash(name, separate):
+@pytest.mark.parametrize("name, hyper", [("ppo", {}), ("archer", {"passes": 2, "warm": 1})])
+def test_methods_survive_a_crash(name, hyper, separate):
     """The same two batches straight through, and with everything but the state lost in between."""
-    recipe = recipes.build(name)
+    recipe = recipes.build(name, **hyper)
     shapes = ([[[2, 1], [3], [1, 0, 2]], [[2], [1, 1]]], [[[1, 1], [2]], [[3, 1], [2, 2], [1]]])
     groups = [records_of(shape, seed, asks=recipe.asks) for seed, shape in enumerate(shapes)]
 
@@ -247,6 +248,32 @@ def test_methods_survive_a_crash(name, separate):
     one, two = straight.state_dict()["tensors"], second.state_dict()["tensors"]
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
     assert any(n.startswith("critic/") for n in one) == separate
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_policy_waits_for_its_critics(separate):
+    """Of the first batches only the critics learn, and nothing of the optimiser moves the policy meanwhile; then both do."""
+    recipe = recipes.build("archer", passes=3, warm=2)
+    model = tiny_model(16, 0, hidden=32, layers=2, context=64)
+    settings = LearnerSettings(lr=1e-3, value_lr=1e-2, weight_decay=0.1, positions=32)
+    learner = LocalLearner(model, settings, turn_critic=True, separate_critic=separate)
+    objective, moved = recipe.objective, []
+    for seed in range(5):
+        before = copy.deepcopy(learner.state_dict()["tensors"])
+        improve(learner, recipe, records_of([[[2, 1], [3], [1, 2]]], seed, asks=recipe.asks), seed, objective)
+        after = learner.state_dict()["tensors"]
+        rooms = {room: [n for n in before if n.startswith(f"{room}/")] for room in ("model", "turns")}
+        moved.append(tuple(any(not torch.equal(before[n], after[n]) for n in names) for names in rooms.values()))
+    assert moved == [(False, True)] * 2 + [(True, True)] * 3
+    assert learner.steps == 5 * 3 + 3
+
+
+def test_critics_of_their_own_time_are_refused_in_words():
+    with pytest.raises(RecipeError, match="1 pass or more"):
+        CriticsFirst(passes=0, warm=3)
+    with pytest.raises(RecipeError, match="leave --minibatches out"):
+        CriticsFirst().repeated(2, 4)
+    assert CriticsFirst(5, 1).repeated(2, 0) == CriticsFirst(5, 1, 2) and CriticsFirst(5, 1, 2).updates == 7
 
 
 def test_no_critic_is_said(kit, batch):

@@ -11,7 +11,7 @@ import torch
 from turnwise.algebra.piece import Piece, check, text
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour
 from turnwise.batch import Batch
-from turnwise.levels import GROUP, TRAJECTORY, TURN, Field, where
+from turnwise.levels import BATCH, GROUP, TRAJECTORY, TURN, Field, where
 from turnwise.signals import Signal
 
 Measure = Callable[[Batch, frozenset[Signal]], dict[Signal, Field]]
@@ -71,6 +71,40 @@ class Passes(Control):
 
 
 @dataclass(frozen=True)
+class CriticsFirst(Control):
+    """``passes`` steps over the batch in which only what the penalties cost is learned, then ``epochs`` in which the policy
+    learns too; of the first ``warm`` batches only the critics learn.
+
+    A critic that learns from its own later estimates knows of a reward at the end first and of what leads there last: before
+    that it prefers whatever ends soon. The policy stays as it is only where no penalty reaches it: critics with a trunk of
+    their own, or heads that send nothing back."""
+
+    passes: int = 10
+    warm: int = 0
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        check(
+            self.passes >= 0 and self.warm >= 0 and self.epochs >= 1 and (self.passes >= 1 or not self.warm),
+            f"{self.passes} passes of the critics, {self.warm} batches for them alone, {self.epochs} epochs of both; write at "
+            "least 0, 0 and 1, and 1 pass or more where batches are theirs alone",
+        )
+
+    @property
+    def updates(self) -> int:
+        return self.passes + self.epochs
+
+    def repeated(self, epochs: int, minibatches: int) -> Control:
+        check(not minibatches, f"{text(self)} takes whole batches; leave --minibatches out")
+        return CriticsFirst(self.passes, self.warm, epochs or self.epochs)
+
+    def parts_of(self, batch: Batch, seed: int, measure: Measure) -> Iterator[Batch]:
+        still = batch.put(still=batch.tree.full(BATCH, 1.0))
+        yield from [still] * self.passes
+        yield from [batch] * (self.epochs if float(batch["clock"].item) >= self.warm else 0)
+
+
+@dataclass(frozen=True)
 class LastTurnFirst(Control):
     """One step for each turn index, from the last to the first; the credit of earlier turns is multiplied by how the
     later ones have moved: Mₖ₋₁ = Mₖ · π_new(turn k)/μ(turn k), by the geometric mean over the turn's tokens.
@@ -99,4 +133,4 @@ class LastTurnFirst(Control):
                 credit = credit * where(here, step, 0.0).sum(TRAJECTORY).exp()
 
 
-__all__ = ["Control", "LastTurnFirst", "Measure", "Passes"]
+__all__ = ["Control", "CriticsFirst", "LastTurnFirst", "Measure", "Passes"]

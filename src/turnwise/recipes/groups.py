@@ -29,6 +29,7 @@ from turnwise.credit.tracker import Tracker
 from turnwise.levels import BATCH, TOKEN, TRAJECTORY
 from turnwise.recipe import Recipe
 from turnwise.tasks.budget import Fixed
+from turnwise.tasks.listed import Rounds
 from turnwise.tasks.replay import WeightedPool
 
 
@@ -340,6 +341,7 @@ def mssr(
     top: float = 1.0,
     kl: float = 0.01,
     clip: float = 0.2,
+    pool: int = 512,
 ) -> Recipe:
     """MSSR: one rollout of a task against what earlier visits lead one to expect, and a bounded bonus for uncertain tokens.
 
@@ -347,7 +349,8 @@ def mssr(
 
     Paper: Stable and Efficient Single-Rollout RL for Multimodal Reasoning, arXiv 2512.18215.
     Settings: gamma 0.4, weight 2, eta between 0.875 and 0.96 by the mean KL of the last 20 updates (target 0.01), KL 0.01;
-    2048 tasks of one rollout (64 here). strength: a new task begins with a = b = strength/2, 1/(1 − least)/2.
+    2048 tasks of one rollout (64 here, of a pool of 512 that is passed again and again: a task must come back to be known).
+    strength: a new task begins with a = b = strength/2, 1/(1 − least)/2.
     Deviation: the KL of an update is measured on the batch after it; rollouts of one task in one batch are one visit.
     Sure of: the formula and constants (third-party notes).
     """
@@ -358,6 +361,7 @@ def mssr(
         gate=Clip(clip, clip),
         penalties=(Weighted(kl, KL("k3")),),
         budget=Fixed(64, 1),
+        sampler=Rounds(pool),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
+from turnwise.algebra.control import CriticsFirst
 from turnwise.algebra.gate import Clip, Open, Taper
 from turnwise.algebra.mask import Agreeing, All, Both
 from turnwise.algebra.penalty import SquaredError, Weighted
@@ -154,15 +155,18 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
 # ------------------------------------------------------------------------ critics
 
 
-def archer(gamma: float = 0.9, baseline: bool = False, value_weight: float = 1.0) -> Recipe:
+def archer(
+    gamma: float = 0.9, baseline: bool = False, value_weight: float = 1.0, passes: int = 10, warm: int = 10
+) -> Recipe:
     """ArCHer: twin critics judge whole utterances; the tokens of an utterance follow its verdict.
 
     Q → r + γ V̄(s'), V → Q̄(s, a), bars: slow copies;  ∇J = mean over turns of (min Q − min V) Σₜ ∇ log π(yₜ)
 
     Paper: ArCHer: Training Language Model Agents via Hierarchical Multi-Turn RL, arXiv 2402.19446.
-    Settings: gamma 0.9, target rate 0.1, critic lr 2e-5, 50 critic and 3 actor epochs, 20 iterations of warm-up.
-    Deviation: critics and policy learn on the same fresh turns, in the same steps: no replay, no warm-up; the action
-    judged is the one taken. With baseline the token's own value head is subtracted and learns the verdict.
+    Settings: gamma 0.9, target rate 0.1, critic lr 2e-5, 50 critic and 3 actor epochs (10 and 1 here), 20 iterations of warm-up
+    (10 here): without it the policy learns to end soon, the only thing young critics know of.
+    Deviation: critics and policy learn on the same fresh turns: no replay; the slow copies are read once for each batch; the
+    action judged is the one taken. With baseline the token's own value head is subtracted and learns the verdict.
     Sure of: the formula (official code).
     """
     return Recipe(
@@ -174,6 +178,7 @@ def archer(gamma: float = 0.9, baseline: bool = False, value_weight: float = 1.0
             Weighted(value_weight, UtteranceError(gamma), Mean(TURN)),
             Weighted(baseline, BaselineError(), Mean(TOKEN)),
         ),
+        control=CriticsFirst(passes, warm),
     )
 
 

@@ -28,6 +28,7 @@ from turnwise.credit.turns import ToGo
 from turnwise.levels import BATCH, TOKEN, TRAJECTORY
 from turnwise.recipe import Recipe
 from turnwise.tasks.budget import Fixed
+from turnwise.tasks.listed import Rounds
 from turnwise.tasks.replay import RecentBuffer
 from turnwise.tasks.uncertain import Uncertain
 
@@ -198,17 +199,18 @@ def fapo(penalty: float = 1.0, low: float = 0.2, high: float = 0.28, dual: float
     return Recipe(advantage=Standardise(Flawed(penalty)), gate=Clip(low, high, dual), aggregate=Mean(TOKEN))
 
 
-def otc(alpha: float = 1.0, slack: float = 4.0, alone: bool = False, clip: float = 0.2) -> Recipe:
+def otc(alpha: float = 1.0, slack: float = 4.0, alone: bool = False, clip: float = 0.2, pool: int = 128) -> Recipe:
     """OTC: a solved task earns more the closer its number of tool calls is to the fewest that ever solved it.
 
     R = α sin(πm/(m + n)) 1[solved], n the fewest calls over all visits; n = 0 (or alone): α cos(πm/(2m + slack)) 1[solved]
 
     Paper: Acting Less is Reasoning More! Teaching Model to Act Efficiently, arXiv 2504.14870.
-    Settings: alpha 1; slack about the largest number of calls (a guess).
+    Settings: alpha 1; slack about the largest number of calls (a guess); a pool of 128 tasks, passed again and again (ours):
+    the fewest calls are remembered from visit to visit.
     Deviation: alone is the factor of its PPO form, here on the group's advantage.
     Sure of: the formula (third-party notes).
     """
-    return Recipe(advantage=Standardise(Thrift(alpha, slack, alone)), gate=Clip(clip, clip))
+    return Recipe(advantage=Standardise(Thrift(alpha, slack, alone)), gate=Clip(clip, clip), sampler=Rounds(pool))
 
 
 def information_consistency(helpful: float = 1.0, stable: float = 1.0, clip: float = 0.2) -> Recipe:
