@@ -10,49 +10,12 @@ import os
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Hashable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import plan
-from processes import Row, call, read, surroundings
-
-
-@dataclass(frozen=True)
-class Job:
-    """Something to do once ``after`` is done; ``cost`` orders those that could begin. Its result is what later ones find."""
-
-    key: Hashable
-    work: Callable[[dict[Hashable, Any]], Any]
-    after: tuple[Hashable, ...] = ()
-    cost: float = 0.0
-
-
-def schedule(jobs: list[Job], workers: int, until: float) -> dict[Hashable, Any]:
-    """Does all jobs, ``workers`` at a time, each as soon as what it needs is done; what others wait for first, then the
-    longest."""
-    wanted = {key for job in jobs for key in job.after}
-    waiting = sorted(jobs, key=lambda job: (job.key not in wanted, -job.cost))
-    done: dict[Hashable, Any] = {}
-    running: dict[Future[Any], Job] = {}
-    with ThreadPoolExecutor(workers) as pool:
-        while waiting or running:
-            ready = [job for job in waiting if all(key in done for key in job.after)][: workers - len(running)]
-            if time.monotonic() > until:
-                waiting, ready = [], []
-            for job in ready:
-                waiting.remove(job)
-                running[pool.submit(job.work, done)] = job
-            if not running:
-                break
-            for one in wait(running, return_when=FIRST_COMPLETED).done:
-                done[running.pop(one).key] = None if one.exception() else one.result()
-                if one.exception():  # one that breaks must not take the others with it
-                    traceback.print_exception(one.exception())
-    return done
+from processes import Job, Row, call, read, schedule, surroundings
 
 
 class Sweep:

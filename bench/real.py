@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
-import sweep  # noqa: E402
+import processes  # noqa: E402
 
 from turnwise import needs, recipes  # noqa: E402
 from turnwise.errors import SettingError  # noqa: E402
@@ -102,9 +102,9 @@ class Runs:
         self.options, self.lock = options, threading.Lock()
         self.given = dict(pair.split("=", 1) for pair in options.set)
 
-    def jobs(self) -> list[sweep.Job]:
-        known = {key(row) for row in sweep.read([self.options.rows])}
-        made: dict[Hashable, sweep.Job] = {}
+    def jobs(self) -> list[processes.Job]:
+        known = {key(row) for row in processes.read([self.options.rows])}
+        made: dict[Hashable, processes.Job] = {}
         for task in self.options.tasks:
             settings = budget(task, self.options.model, self.given)
             for method in self.options.methods:
@@ -127,9 +127,9 @@ class Runs:
         last = more.get("steps", settings["steps"])
         own = [f"--out={self.options.runs}", f"--name={name}", f"--checkpoint-every={last}", "--trackers=", "--json"]
         shutil.rmtree(self.options.runs / name, ignore_errors=True)  # what a stopped run left
-        return sweep.call([sys.executable, "-m", "turnwise.cli", *line[1:], *own])
+        return processes.call([sys.executable, "-m", "turnwise.cli", *line[1:], *own])
 
-    def start(self, task: str, seed: int, settings: dict[str, str]) -> sweep.Job:
+    def start(self, task: str, seed: int, settings: dict[str, str]) -> processes.Job:
         """The cold start that all methods of a task and a seed share."""
         name = start_name(task, seed, settings)
         folder = self.options.runs / name
@@ -146,9 +146,9 @@ class Runs:
                     print(f"{task}, seed {seed}: begins at {said(found['success_before'])}", flush=True)
             return folder / "initial"
 
-        return sweep.Job(name, work)
+        return processes.Job(name, work)
 
-    def run(self, row: Row, start: Hashable) -> sweep.Job:
+    def run(self, row: Row, start: Hashable) -> processes.Job:
         name = f"{start}-{row['method']}-{hashlib.sha256(repr(key(row)).encode()).hexdigest()[:8]}"
 
         def work(done: dict[Hashable, Any]) -> None:
@@ -165,7 +165,7 @@ class Runs:
                 file.write(json.dumps(whole) + "\n")
             print(row["task"], row["method"], row["seed"], whole["before"][0], "->", whole["after"][0], flush=True)
 
-        return sweep.Job(key(row), work, (start,), float(row["settings"]["steps"]))
+        return processes.Job(key(row), work, (start,), float(row["settings"]["steps"]))
 
 
 def tidy(run: Path, keep: str = "") -> None:
@@ -334,8 +334,8 @@ def main() -> None:
     options = parser.parse_args()
     if not options.table:
         options.rows.parent.mkdir(parents=True, exist_ok=True)
-        sweep.schedule(Runs(options).jobs(), options.jobs, time.monotonic() + 60 * options.minutes)
-    if rows := sweep.read(options.table or [options.rows]):
+        processes.schedule(Runs(options).jobs(), options.jobs, time.monotonic() + 60 * options.minutes)
+    if rows := processes.read(options.table or [options.rows]):
         print(report(rows))
         if options.write:
             write(rows, options.write)

@@ -14,7 +14,6 @@ from turnwise.world import World, settle
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import learned
 import plan
-import planning
 import processes
 
 
@@ -31,19 +30,19 @@ def test_what_others_need_is_made_first_and_once():
     begun = []
     note = lambda name: lambda done: begun.append((name, dict(done)))  # noqa: E731
     jobs = [
-        planning.Job("short", note("short"), ("start",), 1),
-        planning.Job("long", note("long"), ("start",), 9),
-        planning.Job("late", note("late"), ("teacher",), 99),
-        planning.Job("teacher", note("teacher"), ("start",), 0),
-        planning.Job("start", note("start")),
+        processes.Job("short", note("short"), ("start",), 1),
+        processes.Job("long", note("long"), ("start",), 9),
+        processes.Job("late", note("late"), ("teacher",), 99),
+        processes.Job("teacher", note("teacher"), ("start",), 0),
+        processes.Job("start", note("start")),
     ]
-    planning.schedule(jobs, 1, time.monotonic() + 60)
+    processes.schedule(jobs, 1, time.monotonic() + 60)
     assert [name for name, _ in begun] == ["start", "teacher", "late", "long", "short"]
     assert all(set(job.after) <= set(done) for job in jobs for name, done in begun if name == job.key)
 
 
 def test_nothing_begins_after_the_time_is_up():
-    assert planning.schedule([planning.Job("a", lambda done: 1)], 1, time.monotonic() - 1) == {}
+    assert processes.schedule([processes.Job("a", lambda done: 1)], 1, time.monotonic() - 1) == {}
 
 
 def test_rows_become_a_table_and_a_missing_file_does_not_hurt(tmp_path):
