@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from turnwise.engines import plain
 from turnwise.engines.cuda.body import Body, Ragged
 from turnwise.engines.decoder import FAMILY, STEADY_ROPES
+from turnwise.engines.native import ops as native
 
 
 class Layout(Protocol):
@@ -220,8 +221,9 @@ class Blocks:
 
     def describe(self) -> str:
         """Which path reads, for a log."""
-        if ops_for(self.weights[0]) is plain:
-            return "plain kernels"
+        ops = ops_for(self.weights[0])
+        if ops in (plain, native):
+            return "plain kernels" if ops is plain else "C kernels"
         graphs = "CUDA graphs" if self.body.works and not self.recompute else "no CUDA graphs"
         return f"Triton kernels, {graphs}"
 
@@ -299,12 +301,12 @@ def kind_of(weight: Tensor) -> torch.dtype:
 
 
 def ops_for(x: Tensor) -> ModuleType:
-    """Triton's kernels on a GPU, where it is there to compile them; else their plain twins."""
+    """Triton's kernels on a GPU, C kernels on a CPU, where there is a compiler for them; else their plain twins."""
     if x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from turnwise.engines.cuda import training
 
         return training
-    return plain
+    return native if native.fits(x) else plain
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, Blocks | str] = weakref.WeakKeyDictionary()

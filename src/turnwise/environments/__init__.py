@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from functools import cache
 from typing import Any
 
 from turnwise.errors import SettingError, nearest
@@ -58,8 +59,9 @@ def make(name: str, difficulty: int = 1, split: str = "train") -> Any:
     return cls(**wanted)
 
 
+@cache
 def settings(cls: type[Any]) -> frozenset[str]:
-    """Which of ``difficulty`` and ``split`` a class can be made with."""
+    """Which of ``difficulty`` and ``split`` a class can be made with. Asked for every episode, looked up once."""
     try:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a class written in C
