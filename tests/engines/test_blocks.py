@@ -226,7 +226,9 @@ def test_the_learner_moves_alike_by_both_paths(kit):
 
     batch, moved = kit.weighted(kit.make_batch(3)), []
     for forbidden in (False, True):
-        learner = LocalLearner(copy.deepcopy(kit.make_model()), LearnerSettings(lr=1e-3, dtype="bfloat16"), device="cuda")
+        learner = LocalLearner(
+            copy.deepcopy(kit.make_model()), LearnerSettings(lr=1e-3, dtype="bfloat16"), device="cuda"
+        )
         if forbidden:
             blocks.forbid(learner.model.get_decoder(), "to compare with")
         seen = [learner.update(batch, kit.Linear()) for _ in range(4)]

@@ -16,7 +16,8 @@ from turnwise.engines import plain
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not (GPU or INTERPRETED), reason="needs Triton and a GPU, or its interpreter"
+    importlib.util.find_spec("triton") is None or not (GPU or INTERPRETED),
+    reason="needs Triton and a GPU, or its interpreter",
 )
 DEVICE = "cuda" if GPU else "cpu"
 KINDS = [torch.float32, torch.bfloat16] if GPU else [torch.float32]  # NumPy, which interprets, has no bfloat16
