@@ -24,7 +24,7 @@ from turnwise.algebra.ratio import Ratio
 from turnwise.algebra.term import Term
 from turnwise.algebra.weight import Weight
 from turnwise.batch import Batch
-from turnwise.levels import BATCH, TOKEN, TRAJECTORY, Field
+from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.signals import FORESEEN, FROZEN, LIVE, Signal
 
 
@@ -204,10 +204,10 @@ def _total(value: Field) -> Tensor:
 
 
 def _silent(batch: Batch) -> Field:
-    """Trajectories whose every token has advantage or weight 0: where no penalty pulls at them they have no gradient, only
-    statistics, and a learner need not differentiate them."""
-    size = (batch["advantage"] * batch["weight"]).at(TOKEN).abs().sum(TRAJECTORY)
-    return size.map(lambda x: x == 0)
+    """Trajectories of groups whose every token has advantage or weight 0: where no penalty pulls at them they have no gradient,
+    only statistics, and a learner need not differentiate them. Whole groups: siblings are cheaper to read together."""
+    size = (batch["advantage"] * batch["weight"]).at(TOKEN).abs().sum(GROUP)
+    return size.map(lambda x: x == 0).at(TRAJECTORY)
 
 
 def _slope(objective: Tensor, logp: Field) -> Field:
