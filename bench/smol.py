@@ -39,7 +39,7 @@ def main() -> None:
     if options.vllm_python:
         print(f"without vLLM: {rates}", file=sys.stderr)
         found = vllm(options.vllm_python, net, [load(1)], options.repeats)
-        rates |= {"vllm": rate for rate in found.values()}
+        rates |= dict(zip(["vllm"], found.values()))
     told = {**vars(options), "out": None, "path": generator.describe(), "tokens_per_second": rates}
     told |= {"times_" + name: rates["turnwise"] / rate for name, rate in rates.items() if name != "turnwise"}
     told = {name: value for name, value in told.items() if name not in ("out", "vllm_python")}
