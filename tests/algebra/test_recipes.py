@@ -11,7 +11,7 @@ import pytest
 import torch
 from credit import test_groups, test_others, test_preferences, test_segments, test_turns
 from helpers import COUNTS, from_oracle, records_of
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import agents, objectives, offpolicy, records, reweight, trust
 
@@ -64,10 +64,10 @@ def loss_of(recipe: Recipe, batch, policy):
     return found.loss, found.stats
 
 
-def agree(mine, theirs, policy, reference, value=True):
-    """Loss and gradients of ours and of an oracle."""
+def agree(mine, theirs, policy, reference, value=True, terms=0.0):
+    """Loss and gradients of ours and of an oracle. ``terms``: how large what is summed up was, for rounding's sake."""
     if value:
-        assert mine.item() == pytest.approx(theirs.item(), rel=1e-9, abs=1e-9)
+        assert mine.item() == pytest.approx(theirs.item(), rel=1e-9, abs=1e-9 + 1e-15 * terms)
     for signal in sorted(policy):
         found = None
         if mine.requires_grad:
@@ -77,6 +77,13 @@ def agree(mine, theirs, policy, reference, value=True):
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
+def tied(reference, advantage) -> bool:
+    """Whether the last covariance chosen and the first that is not are equal but for rounding: then either choice is right."""
+    found = sorted(reweight.covariances(reference, advantage), reverse=True)
+    n = reweight.quota(inspect.signature(reweight.kl_cov).parameters["fraction"].default, len(found))
+    return 0 < n < len(found) and found[n - 1] - found[n] < 1e-7
+
+
 @pytest.mark.parametrize("name", [name for name, oracle in ORACLES.items() if oracle])
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10**6), overflow=st.booleans())
@@ -84,6 +91,7 @@ def test_oracle(name, seed, overflow):
     reference = records.random_batch(seed, overflow=overflow)
     batch, policy = from_oracle(reference)
     advantage, expected, *_ = ORACLES[name](reference)
+    assume(name != "kl_cov" or not tied(reference, advantage))
     recipe = recipes.build(name, **HYPER.get(name, {}))
     credited = recipe.objective.credit(batch)
     torch.testing.assert_close(
@@ -91,7 +99,9 @@ def test_oracle(name, seed, overflow):
     )
     loss, stats = loss_of(recipe, batch, policy)
     assert all(math.isfinite(float(v)) for v in stats.values())
-    agree(loss, expected, policy, reference, value=name not in SCORES)
+    # where nothing is clipped, terms of e²⁰ may cancel, and what rounding leaves of them depends on the order of the sum
+    size = (policy[Signal.LOGP] - batch.behaviour).x.detach().clamp(max=20).exp() * torch.tensor(advantage).abs()
+    agree(loss, expected, policy, reference, value=name not in SCORES, terms=float(size.sum()) / max(1, len(advantage)))
 
 
 # ------------------------------------------------- methods with more than a loss

@@ -4,47 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from prompting import V, ask, bits, check_logp, dialogues, family, full_logp, peaked, prompts, run
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from turnwise.data import Completion, Sampling, Stop
+from turnwise.data import Sampling, Stop
 from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.layouts import Job
 from turnwise.engines.network import _parts
 from turnwise.errors import SettingError
 
-V = 64
 Decode = Callable[[list[int]], str]
 SHAPE = {
     "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None,
     "eos_token_id": None,
 }  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
-    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, rope_parameters=LLAMA3)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"})),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+    **family(SHAPE),
     "window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=6)),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=None, eos_token_id=None)
@@ -54,58 +34,12 @@ STEPPED = {"llama", "llama3", "qwen2", "qwen3", "mistral"}  # those the hand-wri
 
 
 def make(kind: str = "llama", seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    model = MAKERS[kind]().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(3.0 if p.dim() > 1 else 1.0).add_(0.02 * torch.randn_like(p))  # peaked; no zero bias, no unit norm
-    return model
+    return peaked(MAKERS[kind], seed)
 
 
 def generator(model: PreTrainedModel | None = None, decode: Decode | None = None, **options: object) -> LocalGenerator:
     options = {"slots": 4, "context": 128, "stop_ids": (), **options}
     return LocalGenerator(model or make(), decode, **options)  # type: ignore[arg-type]
-
-
-def prompts(n: int, low: int = 1, high: int = 20, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(V) for _ in range(rng.randint(low, high))] for _ in range(n)]
-
-
-def ask(g: LocalGenerator, asked: list[list[int]], sampling: Sampling | list[Sampling], seeds: list[int] | None = None):
-    """Every prompt in a session of its own, all at once."""
-    settings = sampling if isinstance(sampling, list) else [sampling] * len(asked)
-
-    async def main() -> list[Completion]:
-        sessions = [g.open(s) for s in seeds or range(len(asked))]
-
-        async def one(i: int) -> Completion:
-            done = await sessions[i].generate(asked[i], settings[i])
-            sessions[i].close()
-            return done
-
-        return list(await asyncio.gather(*map(one, range(len(asked)))))
-
-    return asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def run(main: Awaitable[object]):
-    async def limited():
-        return await asyncio.wait_for(main, 60)
-
-    return asyncio.run(limited())
-
-
-def full_logp(model: PreTrainedModel, ids: list[int], done: Completion, temperature: float = 1.0) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.tensor([[*ids, *done.tokens]])).logits[0] / temperature
-    at = torch.arange(len(ids) - 1, len(ids) - 1 + len(done.tokens))
-    return logits.log_softmax(-1)[at, torch.tensor(done.tokens)]
-
-
-def check_logp(model: PreTrainedModel, ids: list[int], done: Completion, atol: float = 1e-4) -> None:
-    got = torch.tensor(done.logp, dtype=torch.float64)
-    torch.testing.assert_close(got, full_logp(model, ids, done).double(), atol=atol, rtol=0)
 
 
 # ---------------------------------------------------------------------- same as Transformers
@@ -167,27 +101,6 @@ def test_tokens_do_not_depend_on_batch_order_or_slots():
     assert len({tuple(c) for c in base}) == 12
 
 
-async def dialogues(g: LocalGenerator, delay: random.Random | None, n: int = 9, turns: int = 3):
-    sessions = [g.open(i) for i in range(n)]
-
-    async def one(i: int) -> list[Completion]:
-        rng, ids, out = random.Random(i), [1, 2, 3 + i], []
-        for _ in range(turns):
-            done = await sessions[i].generate(ids, Sampling(max_tokens=rng.randint(1, 25)))
-            out.append(done)
-            ids = [*ids, *done.tokens, *(rng.randrange(V) for _ in range(rng.randint(1, 6)))]
-            if delay is not None and delay.random() < 0.7:
-                await asyncio.sleep(delay.random() * 0.01)
-        sessions[i].close()
-        return out
-
-    return list(await asyncio.gather(*map(one, range(n))))
-
-
-def bits(out: list[list[Completion]]) -> list[object]:
-    return [[(c.tokens, c.logp, c.mass, c.version, c.stop) for c in turns] for turns in out]
-
-
 @pytest.mark.parametrize("slots", [4, 16])
 def test_bit_identical_under_random_delays(slots: int):
     model = make("qwen3")
@@ -247,6 +160,14 @@ def test_the_context_is_a_wall():
     for ids, c in zip(asked, done):
         if c.tokens:
             check_logp(model, ids, c)
+
+
+@pytest.mark.parametrize("context", [4, 5, 11])
+def test_a_short_context_is_enough(context: int):
+    model = make()
+    (done,) = ask(generator(model, context=context), [[1, 2, 3]], Sampling(max_tokens=20))
+    assert len(done.tokens) == context - 3 and done.stop == Stop.LENGTH
+    check_logp(model, [1, 2, 3], done)
 
 
 def test_wrong_use_is_refused():

@@ -7,7 +7,8 @@ import random
 
 import pytest
 import torch
-from test_generator import V, check_logp, dialogues, generator, make, prompts, run
+from prompting import V, check_logp, dialogues, prompts, run
+from test_generator import generator, make
 
 from turnwise.data import Sampling, Stop
 from turnwise.engines.sessions import LocalSession

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from turnwise.engines.learner import LearnerSettings, LocalLearner
 from turnwise.engines.logprobs import token_logprobs
 from turnwise.errors import SettingError
 from turnwise.levels import TOKEN, TRAJECTORY
+from turnwise.recipes.critic_free import dr_grpo, grpo
 from turnwise.signals import SLOW, UTTERANCE, Signal, level_of
 
 ALL = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE})
@@ -280,3 +281,52 @@ def test_saving_memory_changes_nothing(kit, name, saving):
     assert moved[0][0] == pytest.approx(moved[1][0], rel=1e-5)
     for n, p in moved[0][1].items():
         torch.testing.assert_close(moved[1][1][n], p, rtol=1e-4, atol=1e-5)
+
+
+class Seen:
+    """An objective that counts what it is asked to differentiate. ``tell=False``: without saying what is silent."""
+
+    def __init__(self, objective, tell=True):
+        self.objective, self.tell, self.asked = objective, tell, []
+
+    def __getattr__(self, name):
+        return getattr(self.objective, name)
+
+    def plan(self, batch):
+        planned = self.objective.plan(batch)
+        kept = {name: f for name, f in planned.columns.items() if self.tell or name != "silent"}
+        return replace(planned, columns=kept)
+
+    def __call__(self, batch, policy):
+        found = self.objective(batch, policy)
+        self.asked.append((len(batch), found.loss.requires_grad))
+        return found
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 0.0, 1.0, 1.0, 0.5, 0.5), (1.0,) * 6], ids=["some", "none"])
+def test_groups_without_spread_are_not_differentiated(kit, rewards):
+    """Same weights and statistics, though what has no advantage is read for its statistics alone."""
+    task = Task("none", 0)
+    turn = lambda k: Turn((3, 4), tuple(range(5 + k, 9 + 2 * k)), (-1.0,) * (4 + k), reward=rewards[k])  # noqa: E731
+    one = lambda k: Trajectory(str(k), task, (turn(k),))  # noqa: E731
+    batch = pack([Group(str(g), task, (one(2 * g), one(2 * g + 1))) for g in range(3)])
+    told, weights, asked = [], [], []
+    for tell in (True, False):
+        learner = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2))
+        for _ in range(3):  # momentum must go on as well
+            objective = Seen(dr_grpo().objective, tell)
+            told.append(learner.update(objective.credit(batch), objective))
+        weights.append(learner.weights())
+        asked.append(objective.asked)
+    assert asked[1] == [(6, True)]
+    assert asked[0] == ([(2, True), (4, False)] if len(set(rewards)) > 1 else [(1, True), (5, False)])
+    for mine, theirs in zip(told[:3], told[3:]):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5, nan_ok=True)
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_penalties_leave_nothing_silent(kit):
+    batch = grpo().objective.credit(kit.make_batch(0))
+    batch = batch.put({Signal.REFERENCE: batch.behaviour})
+    assert "silent" not in grpo().objective.plan(batch).columns

@@ -24,7 +24,7 @@ from turnwise.algebra.ratio import Ratio
 from turnwise.algebra.term import Term
 from turnwise.algebra.weight import Weight
 from turnwise.batch import Batch
-from turnwise.levels import BATCH, TOKEN, Field
+from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.signals import FORESEEN, FROZEN, LIVE, Signal
 
 
@@ -122,7 +122,10 @@ class Objective:
         for i, weighted in enumerate(self.penalties):
             if weighted.penalty.couples:
                 batch = batch.put(self._pulled(batch, i, weighted.penalty))
-        return batch.put(pull=self._pull(batch)) if self.ratio.couples else batch
+        if self.ratio.couples:
+            return batch.put(pull=self._pull(batch))
+        alone = not self.penalties and type(self.gradient) is Plain
+        return batch.put(silent=_silent(batch)) if alone else batch
 
     def _kept(self, whole: Whole, mask: Mask | None = None) -> Field:
         """1 for each token that is trained on."""
@@ -202,6 +205,13 @@ class Objective:
 
 def _total(value: Field) -> Tensor:
     return value.at(TOKEN).x.sum()
+
+
+def _silent(batch: Batch) -> Field:
+    """Trajectories of groups whose every token has advantage or weight 0: where no penalty pulls at them they have no gradient,
+    only statistics, and a learner need not differentiate them. Whole groups: siblings are cheaper to read together."""
+    size = (batch["advantage"] * batch["weight"]).at(TOKEN).abs().sum(GROUP)
+    return size.map(lambda x: x == 0).at(TRAJECTORY)
 
 
 def _slope(objective: Tensor, logp: Field) -> Field:

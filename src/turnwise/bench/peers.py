@@ -86,7 +86,7 @@ class Single:
     """One turn, scored."""
 
     max_turns = 1
-    inline = True  # nothing in it can block, as nothing in TRL's reward function can
+    inline = True  # called in place, as TRL calls a reward
 
     def reset(self, seed: int) -> list[dict[str, str]]:
         return question(seed)
@@ -101,7 +101,7 @@ class Tools:
     """One call of ``add``, then an answer, scored. A turn without a call ends the episode, as in TRL."""
 
     max_turns = 8
-    inline = True
+    inline = True  # called in place, as TRL calls a tool
     tools = ({"type": "function", "function": ADD},)
 
     def reset(self, seed: int) -> list[dict[str, str]]:

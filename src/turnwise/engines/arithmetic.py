@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from turnwise.engines import plain
+from turnwise.engines.native import ops as native
 
 
 def kind_of(weight: Tensor) -> torch.dtype:
@@ -18,9 +19,9 @@ def kind_of(weight: Tensor) -> torch.dtype:
 
 
 def ops_for(x: Tensor) -> ModuleType:
-    """Triton's kernels on a GPU, where it is there to compile them; else their plain twins."""
+    """Triton's kernels on a GPU, C kernels on a CPU, where there is a compiler for them; else their plain twins."""
     if x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from turnwise.engines.cuda import training
 
         return training
-    return plain
+    return native if native.fits(x) else plain

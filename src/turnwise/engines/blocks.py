@@ -29,6 +29,7 @@ from turnwise.engines import plain
 from turnwise.engines.arithmetic import kind_of, ops_for
 from turnwise.engines.cuda.body import Body
 from turnwise.engines.decoder import FAMILY, STEADY_ROPES
+from turnwise.engines.native import ops as native
 from turnwise.engines.ragged import Ragged
 
 
@@ -221,8 +222,9 @@ class Blocks:
 
     def describe(self) -> str:
         """Which path reads, for a log."""
-        if ops_for(self.weights[0]) is plain:
-            return "plain kernels"
+        ops = ops_for(self.weights[0])
+        if ops in (plain, native):
+            return "plain kernels" if ops is plain else "C kernels"
         graphs = "CUDA graphs" if self.body.works and not self.recompute else "no CUDA graphs"
         return f"Triton kernels, {graphs}"
 

@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 
 from turnwise.engines.cuda.reference import quantise, widened
 from turnwise.engines.layouts import Reading, Stepping
+from turnwise.engines.native import attention as kernels
+from turnwise.engines.native import ops as native
 from turnwise.engines.slots import Slots
 
 FAMILY = ("llama", "qwen2", "qwen3", "mistral")
@@ -78,10 +80,14 @@ class Decoder:
         half = self.D // 2
         self.cos = cos[0, :, None]  # [context, 1, D]
         self.sin = torch.cat((-sin[0, :, None, :half], sin[0, :, None, half:]), -1)  # x·cos + roll(x)·sin
+        self.half_cos, self.half_sin = (t[0, :, :half].contiguous() for t in (cos, sin))
+        plain = self.D % kernels.STEP == 0 and all(layer.qk_norm is None for layer in self.layers)
+        self.compiled = plain and type(self) is Decoder and native.fits(self.norm)  # a heir has kernels of its own
 
     def describe(self) -> str:
         kind = str(self.slots.dtype).removeprefix("torch.")
-        return f"hand-written decoder, {kind}" + (", weights rounded to fp8" if self.narrow else "")
+        how = "C kernels, " if self.compiled else ""
+        return f"hand-written decoder, {how}{kind}" + (", weights rounded to fp8" if self.narrow else "")
 
     def rehearse(self) -> None:
         """Do once whatever the first request would have to wait for, or fail now."""
@@ -118,13 +124,18 @@ class Decoder:
         return (widened(*quantise(weight)).to(weight.dtype) if self.narrow else weight).t().contiguous()
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.compiled:
+            return native.norm(x, weight, self.eps)
         return F.rms_norm(x, weight.shape, weight, self.eps)
+
+    def _flat(self, layer: _Layer, x: Tensor) -> Tensor:
+        """x [N, d] -> q, k and v side by side, [N, (H + 2 Hkv) D]."""
+        h = self._normed(x, layer.norm)
+        return torch.mm(h, layer.qkv) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, h, layer.qkv)
 
     def _qkv(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, d] -> rotated q and k [N, H + Hkv, D], v [N, Hkv, D]."""
-        h = self._normed(x, layer.norm)
-        flat = torch.mm(h, layer.qkv) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, h, layer.qkv)
-        heads = flat.view(len(x), -1, self.D)
+        heads = self._flat(layer, x).view(len(x), -1, self.D)
         qk, v = heads[:, : self.H + self.Hkv], heads[:, self.H + self.Hkv :]
         if layer.qk_norm is not None:
             qk = F.rms_norm(qk, (self.D,), None, self.eps) * layer.qk_norm
@@ -135,11 +146,28 @@ class Decoder:
         x = torch.addmm(x, mixed, layer.out)
         if layer.out_bias is not None:
             x += layer.out_bias
-        gate, up = torch.mm(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+        both = torch.mm(self._normed(x, layer.mlp_norm), layer.gate_up)
+        if self.compiled:
+            return torch.addmm(x, native.swiglu(both), layer.down)
+        gate, up = both.chunk(2, -1)
         return torch.addmm(x, F.silu(gate).mul_(up), layer.down)
+
+    def _through(self, tokens: Tensor, row: Tensor, position: Tensor, longest: int, last: bool) -> Tensor:
+        """Tokens of any rows through all layers, by kernels: each sees the columns of its row up to its own. Unless the ``last``
+        layer's output is wanted, only its keys and values are computed."""
+        x = F.embedding(tokens, self.embedding)
+        for i, layer in enumerate(self.layers):
+            flat, keys, values = self._flat(layer, x), self.slots.keys[i], self.slots.values[i]
+            kernels.seat(flat, self.half_cos, self.half_sin, row, position, keys, values)
+            if i < len(self.layers) - 1 or last:
+                x = self._rest(layer, x, kernels.look(flat, row, position, keys, values, longest, self.scale))
+        return x
 
     def read(self, layout: Reading) -> None:
         """Keys and values of packed tokens. The last layer's attention and MLP feed only logits, which nobody wants."""
+        if self.compiled and layout.width <= kernels.LONGEST:
+            self._through(layout.tokens, layout.rows[layout.batch], layout.position, layout.width, False)
+            return
         x = F.embedding(layout.tokens, self.embedding)
         cos, sin = self.cos[layout.position], self.sin[layout.position]
         for i, layer in enumerate(self.layers):
@@ -151,6 +179,9 @@ class Decoder:
             x = self._rest(layer, x, layout.attend(i, q, k, v, self.scale, None).view(len(x), -1))
 
     def step(self, tokens: Tensor, layout: Stepping) -> Tensor:
+        if self.compiled:
+            x = self._through(tokens, layout.row, layout.position, layout.width, True)
+            return torch.mm(self._normed(x, self.norm), self.head)
         x = F.embedding(tokens, self.embedding)
         cos, sin = self.cos[layout.position], self.sin[layout.position]
         for i, layer in enumerate(self.layers):

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from turnwise.data import Sampling, Stop
 from turnwise.engines.driver import Driver, settle
 from turnwise.engines.lanes import Lanes, Request
-from turnwise.engines.network import Network
+from turnwise.engines.network import SHORTEST, Network
 from turnwise.engines.sessions import LocalSession
 from turnwise.errors import SettingError
 
@@ -59,8 +59,8 @@ class LocalGenerator:
         dtype: torch.dtype | None = None,
         threads: int | None = None,
     ) -> None:
-        if min(slots, context - 1, 1 if tick is None else tick) < 1:
-            raise SettingError(f"slots={slots}, context={context}, tick={tick}; write at least 1, 2 and 1")
+        if min(slots, 1 + context - SHORTEST, 1 if tick is None else tick) < 1:
+            raise SettingError(f"slots={slots}, context={context}, tick={tick}; write at least 1, {SHORTEST} and 1")
         decode: Callable[[list[int]], str] | None = getattr(tokenizer, "decode", tokenizer)
         self.context, self.deterministic, self.patience = context, deterministic, patience
         self.network = Network(model, slots, context, torch.device(device or model.device), fast, dtype)

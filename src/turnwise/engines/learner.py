@@ -185,11 +185,29 @@ class LocalLearner:
         if objective.foresees:
             batch = batch.put(self.measure(batch, objective.foresees))
         planned = objective.plan(batch)
-        for number, micro in enumerate(self._split(planned)):
+        moving, silent = self._apart_from_silent(planned)
+        for number, micro in enumerate(self._split(moving)):
             micro = micro.to(self.device)
             with self.noise.on(self.steps, number) if self.noise else nullcontext():
                 policy = self.measuring.live(micro, objective.live)
             yield planned, micro, policy
+        for micro in self._split(silent) if silent is not None else ():
+            micro = micro.to(self.device)
+            with torch.no_grad():
+                policy = self.measuring.live(micro, objective.live)
+            yield planned, micro, policy
+
+    def _apart_from_silent(self, planned: Batch) -> tuple[Batch, Batch | None]:
+        """What has a gradient, and what the objective says has none: that is read for its statistics alone. If nothing has one,
+        some of it is differentiated all the same: an optimiser with momentum moves on a gradient of zero, not on none."""
+        quiet = planned.columns.get("silent")
+        if quiet is None or self.noise is not None:
+            return planned, None
+        rows = quiet.x.to(torch.int64).tolist()
+        moving, silent = ([k for k, still in enumerate(rows) if still == kind] for kind in (0, 1))
+        if not moving:
+            moving, silent = silent[:1], silent[1:]
+        return (planned.select(moving), planned.select(silent)) if silent else (planned, None)
 
     def _split(self, batch: Batch) -> Iterator[Batch]:
         """Micro-batches. Only a GPU reads ragged sequences without padding them."""

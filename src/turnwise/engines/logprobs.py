@@ -6,8 +6,8 @@ Legend: N rows, D hidden width, V vocabulary.
     ∂logp/∂z = onehot(y) − p  ∂H/∂z = −p·(log p + H)
 
 Rows are taken a chunk at a time; the backward pass computes a chunk's logits again. When all of them are small p is kept
-instead, which is faster. On a GPU one kernel reads a chunk's logits, and keeps p − onehot(y) in half precision where there is
-room: two products are then all that is left of the backward pass. Sums run in float32
+instead, which is faster. Where there are kernels, one reads a chunk's logits, and keeps p − onehot(y) where there is room: two
+products are then all that is left of the backward pass. Sums run in float32
 (float64 for float64 inputs) whatever the inputs are.
 
 This module knows nothing of models, sequences or objectives.
@@ -27,7 +27,7 @@ from turnwise.engines.arithmetic import ops_for
 CHUNK_BYTES = 16 << 20  # of the logits of one chunk; two or three buffers of this size live at once
 CHUNK_BYTES_CUDA = 512 << 20  # smaller chunks leave a large GPU waiting for launches
 KEEP_BYTES = 32 << 20  # up to here p (and log p, where entropy is wanted) of all rows is kept for the backward pass
-KEEP_BYTES_CUDA = 2 << 30  # the same on a GPU, where p − onehot is kept in half precision
+KEEP_BYTES_CUDA = 2 << 30  # the same on a GPU
 
 
 def token_logprobs(
@@ -50,11 +50,9 @@ def token_logprobs(
     wide = _wide(hidden)
     row = vocabulary * wide.itemsize
     by_hand = ops_for(hidden) is plain
-    keep = chunk is None and (
-        n * row * (2 if want_entropy else 1) <= KEEP_BYTES
-        if by_hand
-        else _narrow(hidden) != wide and n * row // 2 <= KEEP_BYTES_CUDA and _differentiated(hidden, weight)
-    )
+    each = row * (2 if want_entropy else 1) if by_hand else vocabulary * _narrow(hidden).itemsize
+    room = KEEP_BYTES_CUDA if hidden.is_cuda else KEEP_BYTES
+    keep = chunk is None and n * each <= room and (by_hand or _differentiated(hidden, weight))
     whole = max(1, n) if keep and by_hand else 0
     size = whole or chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row)
     t = torch.as_tensor(temperature, dtype=wide, device=hidden.device)
@@ -116,9 +114,9 @@ class _TokenLogprobs(torch.autograd.Function):
         logp, lse = (torch.empty(hidden.shape[0], dtype=wide, device=hidden.device) for _ in range(2))
         entropy = torch.empty_like(logp) if want_entropy else None
         kept: tuple[Tensor | None, Tensor | None] = (None, None)
+        ctx.kernels = kernels = ops_for(hidden)  # asked while autocast is what it was
         with torch.autocast(hidden.device.type, enabled=False):
             h, w = hidden.to(narrow), weight.to(narrow)
-            kernels = ops_for(hidden)
             if keep and kernels is not plain:
                 kept = (torch.empty(hidden.shape[0], weight.shape[0], dtype=narrow, device=hidden.device), None)
             for a in range(0, hidden.shape[0], size):
@@ -157,7 +155,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_w = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_w else None
         grad_b = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if need_b else None
         h, w = hidden.to(ctx.narrow), weight.to(ctx.narrow)
-        kernels = ops_for(hidden)
+        kernels = ctx.kernels
         if kernels is not plain and kept_p is not None and g_logp is not None and g_entropy is None:
             return *_from_kept(kept_p, h, w, g_logp * -inverse, hidden, (need_h, need_w, need_b)), *[None] * 5
         for a in range(0, hidden.shape[0], ctx.size):

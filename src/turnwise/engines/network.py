@@ -26,6 +26,7 @@ from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)
 
+PROOF, SHORTEST = 12, 4  # ids read and stepped to prove a path, and the shortest context in which that says anything
 READ_BUDGET = 4096  # tokens of one packed reading: bounds its memory ...
 READ_BUDGET_CUDA = 1 << 15  # ... smaller ones leave a large GPU waiting for launches
 
@@ -68,6 +69,8 @@ class Network:
     ) -> None:
         """``dtype``: of weights and slots; float8_e4m3fn: weights of the layers in fp8, all else in bfloat16 (on a CPU in the
         model's own)."""
+        if context < SHORTEST:
+            raise SettingError(f"context={context} is too short to prove a model in; write at least {SHORTEST}")
         self.narrow = dtype == torch.float8_e4m3fn
         if self.narrow:
             dtype = torch.bfloat16 if device.type == "cuda" else None
@@ -76,14 +79,13 @@ class Network:
         for p in self.model.parameters():  # not the buffers: rounded rotary frequencies are off by half a turn soon
             p.data = p.data.to(dtype or p.dtype)
         self.device = device
-        ids = torch.randint(
-            0, model.config.get_text_config().vocab_size, (12,), generator=torch.Generator().manual_seed(0)
-        )
+        many, vocabulary = min(PROOF, context), model.config.get_text_config().vocab_size
+        ids = torch.randint(0, vocabulary, (many,), generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
             reference = self.model(input_ids=ids[None].to(device), use_cache=False).logits[0]
             adopt(self.model)
             probe = _Probe()
-            self._forward(ids[None].to(device), torch.arange(12, device=device)[None], probe)
+            self._forward(ids[None].to(device), torch.arange(many, device=device)[None], probe)
             shapes = [probe.shapes[layer] for layer in sorted(probe.shapes)]
             if list(probe.shapes) != list(range(len(shapes))):
                 raise SettingError(f"{type(model).__name__} does not route every layer through its attention interface")

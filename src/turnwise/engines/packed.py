@@ -3,8 +3,8 @@
 Legend: L packed positions, S sequences, P padded positions, H heads, D width.
 
 Attention pads sequences of like length on the right into buckets. Under a causal mask no real position ever sees the
-padding, so plain causal attention is exact and no mask is built. On a GPU in half precision nothing is padded: one call reads
-ragged sequences. A beginning that several sequences share is read once.
+padding, so plain causal attention is exact and no mask is built. On a GPU in half precision and by the C kernels of a CPU
+nothing is padded: one call reads ragged sequences. A beginning that several sequences share is read once.
 
 This module does not know what the hidden states are for: no log-probabilities, no sampled tokens, no losses.
 """
@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from turnwise.batch import Sequences
 from turnwise.engines import attention, blocks
 from turnwise.engines.arithmetic import kind_of
+from turnwise.engines.native import attention as kernels
 from turnwise.engines.prefixes import Copy, Shared
 from turnwise.engines.ragged import Ragged
 from turnwise.errors import SettingError
@@ -57,6 +58,7 @@ class PackedLayout:
         self.slot = None if total == len(whole.first) and torch.equal(slot, here) else slot
         self.copy = None if self.slot is None else Copy(whole, slot, total)
         self._masks: dict[tuple[int, int], Tensor] = {}
+        self.packing = kernels.Packing.of(whole.row, whole.first, start) if start.device.type == "cpu" else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]."""
@@ -65,6 +67,8 @@ class PackedLayout:
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
         """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]."""
+        if self.packing is not None and window is None and kernels.fits(q, k, v, self.packing):
+            return kernels.attend(q, k, v, scale, self.packing)
         if self.copy is not None:
             q, k, v = (self.copy.spread(x) for x in (q, k, v))  # [P, H, D]
         parts, at = [], 0

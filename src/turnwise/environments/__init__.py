@@ -60,16 +60,20 @@ def make(name: str, difficulty: int = 1, split: str = "train") -> Any:
     """A new episode of ``load(name)``. A class that takes no difficulty or split has only the first of each."""
     cls = load(name)
     wanted: dict[str, Any] = {"difficulty": difficulty, "split": split}
-    taken = settings(cls)  # type: ignore[arg-type]  # a class is hashable
+    taken = settings(cls)
     for key, only in (("difficulty", 1), ("split", "train")):
         if key not in taken and wanted.pop(key) != only:
             raise SettingError(f"environment {name!r} has only {key} {only!r}: its __init__ takes no keyword {key!r}")
     return cls(**wanted)
 
 
-@cache
 def settings(cls: type[Any]) -> frozenset[str]:
-    """Which of ``difficulty`` and ``split`` a class can be made with. Remembered: looking costs more than an episode's turn."""
+    """Which of ``difficulty`` and ``split`` a class can be made with. Asked for every episode, looked up once."""
+    return _settings(cls)  # type: ignore[arg-type]  # a class is hashable
+
+
+@cache
+def _settings(cls: type[Any]) -> frozenset[str]:
     try:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a class written in C

@@ -46,7 +46,8 @@ class RunDir:
         path = Path(path)
         if not (path / "run.json").is_file():
             known = [run.path.name for run in runs(path.parent)]
-            raise StoreError(f"there is no run at {path}: {nearest(path.name, known)}")
+            hint = nearest(path.name, known) if known else f"{path.parent} holds no runs at all"
+            raise StoreError(f"there is no run at {path}: {hint}")
         return cls(path)
 
     def facts(self) -> dict[str, Any]:

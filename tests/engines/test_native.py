@@ -1,0 +1,195 @@
+"""The C kernels of a CPU compute what their plain twins say, whatever the sizes and the number of threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from turnwise.engines import decoder, packed, plain
+from turnwise.engines.layouts import Job
+from turnwise.engines.native import attention, build, ops
+from turnwise.engines.network import Network
+from turnwise.engines.prefixes import Shared
+
+needs_compiler = pytest.mark.skipif(build.library()[0] is None, reason=f"no kernels: {build.library()[1]}")
+KIND = torch.float32
+
+
+def rows(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def close(found, expected):
+    for a, b in zip(found, expected):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("length,width", [(1, 8), (33, 24), (64, 128), (257, 36)])
+def test_norms(length, width):
+    x, delta, weight, beside = (
+        rows(length, width),
+        rows(length, width, seed=1),
+        rows(width),
+        rows(length, width, seed=2),
+    )
+    for added in (None, delta):
+        close(ops.add_norm(x, added, weight, 1e-6, KIND), plain.add_norm(x, added, weight, 1e-6, KIND))
+    for more in (None, beside):
+        close(ops.norm_backward(x, delta, weight, 1e-6, more), plain.norm_backward(x, delta, weight, 1e-6, more))
+
+
+@needs_compiler
+@pytest.mark.parametrize("length,size", [(1, 8), (19, 16), (40, 64)])
+def test_turning(length, size):
+    angle = rows(length, size // 2)
+    cos, sin = angle.cos(), angle.sin()
+    mine, theirs = (rows(length, 8 * size) for _ in range(2))
+    ops.rotate_(mine, cos, sin, 6, size)
+    plain.rotate_(theirs, cos, sin, 6, size)
+    close([mine], [theirs])
+    for parts in (rows(length, 8, size).split([4, 2, 2], 1), [rows(length, n, size) for n in (4, 2, 2)]):
+        expected = plain.unrotate(*parts, cos, sin)
+        close([ops.unrotate(*parts, cos, sin)], [expected])
+
+
+@needs_compiler
+@pytest.mark.parametrize("length,width", [(1, 3), (50, 48), (65, 384)])
+def test_activation(length, width):
+    both, d = 6 * rows(length, 2 * width), rows(length, width)
+    both[0, 0], both[0, 1] = 200.0, -200.0
+    close([ops.swiglu(both)], [plain.swiglu(both)])
+    close(ops.swiglu_backward(both, d), plain.swiglu_backward(both, d))
+
+
+@needs_compiler
+@pytest.mark.parametrize("n,vocabulary", [(1, 5), (70, 61), (40, 512)])
+@pytest.mark.parametrize("entropies", [True, False])
+def test_scores_and_their_gradient(n, vocabulary, entropies):
+    logits, targets, inverse = 5 * rows(n, vocabulary), torch.arange(n) % vocabulary, rows(n).abs() + 0.5
+    kept = [torch.empty_like(logits) for _ in range(2)]
+    found = ops.scores(logits, targets, inverse, entropies, kept[0])
+    close(found, plain.scores(logits, targets, inverse, entropies, kept[1]))
+    close(kept[:1], kept[1:])
+    given = (rows(n, seed=1), rows(n, seed=2) if entropies else None, found[2])
+    expected = plain.pull(logits, targets, inverse, found[1], *given, KIND)
+    close([ops.pull(logits.clone(), targets, inverse, found[1], *given, KIND)], [expected])
+
+
+@needs_compiler
+def test_what_is_not_finite_stays_so():
+    bad = rows(3, 8)
+    bad[1, 2] = torch.nan
+    assert ops.norm(bad, torch.ones(8), 1e-6)[1].isnan().all()
+    assert ops.swiglu(bad)[1].isnan().any()
+    assert ops.scores(bad, torch.zeros(3, dtype=torch.int64), torch.ones(3), True)[0].isnan().tolist() == [
+        False,
+        True,
+        False,
+    ]
+    endless = torch.full((1, 8), torch.inf)
+    assert not ops.swiglu(endless).isfinite().any()
+
+
+def attention_of(ids, start, heads, size, native, scale=0.3):
+    """Output and gradient of one attention call over what is read."""
+    shared = Shared.of(ids, start)
+    layout = packed.PackedLayout(start, shared)
+    layout.packing = layout.packing if native else None
+    qkv = rows(len(shared.first), sum(heads), size).requires_grad_()
+    out = layout.attend_rows(*qkv.split(heads, 1), scale)
+    (out * rows(*out.shape, seed=3)).sum().backward()
+    return out, qkv.grad
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "heads,size", [([4, 2, 2], 8), ([3, 1, 1], 16), ([6, 3, 3], 64), ([2, 2, 2], 24), ([4, 4, 4], 128)]
+)
+def test_attention_over_shared_beginnings(heads, size):
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([1, 30, 7, 30, 64, 2])
+    start = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids = torch.randint(2, (int(start[-1]),), generator=generator)  # few ids: long common beginnings
+    close(attention_of(ids, start, heads, size, True), attention_of(ids, start, heads, size, False))
+
+
+@needs_compiler
+def test_threads_change_nothing():
+    start = torch.tensor([0, 40, 90, 130])
+    ids = torch.arange(130) % 3
+    before, found = torch.get_num_threads(), []
+    both, x = rows(300, 96), rows(300, 48)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            made = (*attention_of(ids, start, [4, 2, 2], 16, True), *ops.swiglu_backward(both, x))
+            found.append([*made, *ops.norm_backward(x, x, x[0], 1e-6, None)])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name,compiled", [("llama_tied", True), ("mistral_window", False), ("qwen3", False)])
+def test_the_decoder_by_kernels_gives_the_same_logits(kit, name, compiled, monkeypatch):
+    def logits():
+        network = Network(kit.make_model(name), 4, 64, torch.device("cpu"))
+        if network.decoder is not None:
+            assert network.decoder.compiled == (compiled and not off)
+            assert ("C kernels" in network.describe()) == (compiled and not off)
+        with torch.inference_mode():
+            network.read([Job(0, 0, [3, 4, 5, 6, 7]), Job(2, 0, [9, 8]), Job(1, 0, [1])])
+            network.read([Job(2, 2, [5, 5, 5])])  # behind what the row holds
+            layout = network_stepping(network, [5, 1, 5])
+            out = []
+            for tokens in ([10, 11, 12], [13, 14, 15]):
+                out.append(network.step(torch.tensor(tokens), layout).clone())
+                layout.advance()
+            return out
+
+    def network_stepping(network, lengths):
+        return decoder.Stepping(network.slots, lengths, 4)
+
+    off = False
+    mine = logits()
+    off = True
+    monkeypatch.setattr(ops, "library", lambda: (None, "off"))
+    torch.testing.assert_close(mine, logits(), rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_compiler_there_are_none(monkeypatch):
+    build.library.cache_clear()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert build.library() == (None, "no C compiler")
+    build.library.cache_clear()
+    monkeypatch.setenv("CC", "false")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent")
+    assert build.library()[0] is None
+    build.library.cache_clear()
+    monkeypatch.setenv("TURNWISE_NATIVE", "0")
+    assert build.library() == (None, "TURNWISE_NATIVE is 0")
+    assert not ops.fits(torch.zeros(2))
+    build.library.cache_clear()
+
+
+@needs_compiler
+def test_no_home_is_no_hindrance(monkeypatch, tmp_path):
+    """A cache that cannot be written to: the kernels are loaded from elsewhere."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    build.library.cache_clear()
+    try:
+        assert build.library()[0] is not None
+    finally:
+        build.library.cache_clear()
+
+
+def test_heads_of_odd_sizes_are_not_for_the_kernel():
+    packing = attention.Packing.of(torch.arange(3), torch.arange(3), torch.tensor([0, 3]))
+    assert not attention.fits(rows(3, 2, 12), rows(3, 2, 12), rows(3, 2, 12), packing)
+    assert not attention.fits(rows(3, 2, 16).double(), rows(3, 2, 16), rows(3, 2, 16), packing)
