@@ -177,9 +177,7 @@ class Objective:
             rho = self.ratio(now)
             gated = self.gate(rho, adv, now)
             objective = _total(weight * (gated * adv))
-        if (
-            "still" in batch.columns
-        ):  # the policy waits: no gradient at all, so that nothing of the optimiser moves it either
+        if "still" in batch.columns:  # the policy waits: no gradient at all, or the optimiser's momentum would move it
             objective = 0.0 * objective.detach()
         pull = _slope(objective, now.logp)
         sides = self.gradient.sides(weight, rho, gated, adv, now)
