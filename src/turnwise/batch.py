@@ -12,6 +12,7 @@ into micro-batches; the cuts then just sum.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -236,6 +237,12 @@ def pack(groups: Sequence[Group]) -> Batch:
     return packer.batch()
 
 
+def _tensor(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """``torch.tensor`` for long lists of numbers, which it would look at one by one."""
+    typed = array("q" if dtype == torch.int64 else "f", values)
+    return torch.frombuffer(typed, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
+
+
 class _Packer:
     """Flat lists that become one batch."""
 
@@ -244,7 +251,7 @@ class _Packer:
         self.start: list[int] = [0]
         self.owner: list[int] = []
         self.at: list[int] = []
-        self.flat: dict[str, list] = {name: [] for name in ("token", "behaviour", "mass", "version")}
+        self.flat: dict[str, list] = {name: [] for name in ("behaviour", "mass", "version")}
         self.turn_rows: list[tuple[float, float, int, int, int, int, int]] = []
         self.blind: list[int] = []
         self.acts: dict[tuple[int, ...], int] = {}
@@ -296,7 +303,6 @@ class _Packer:
         n = len(turn.tokens)
         if n and not turn.logp and trajectory.origin == Origin.POLICY:
             raise RecordError(f"trajectory {trajectory.id} has sampled tokens without log-probabilities")
-        self.flat["token"] += turn.tokens
         self.flat["behaviour"] += turn.logp or [0.0] * n
         self.flat["mass"] += turn.mass or [0.0] * n
         self.flat["version"] += turn.version or [0] * n
@@ -309,20 +315,18 @@ class _Packer:
     def batch(self) -> Batch:
         i64, f32 = torch.int64, torch.float32
         temperature, reward, state, agent, calls, tokens, act = zip(*self.turn_rows) if self.turn_rows else ((),) * 7
-        repeat = lambda counts: torch.repeat_interleave(torch.tensor(counts, dtype=i64))  # noqa: E731
+        repeat = lambda counts: torch.repeat_interleave(_tensor(counts, i64))  # noqa: E731
         tree = Tree(repeat(tokens), repeat(self.turns), repeat(self.trajectories), len(self.trajectories))
-        tensor = lambda values: torch.tensor(values, dtype=i64)  # noqa: E731
+        ids, start, owner, at = (_tensor(values, i64) for values in (self.ids, self.start, self.owner, self.at))
         names = sorted({name for t in self.members for name in t.rewards})
         verdicts = [float("nan") if t.success is None else float(t.success) for t in self.members]
         return Batch(
             tree=tree,
-            sequences=Sequences(
-                tensor(self.ids), tensor(self.start), tensor(self.owner), tensor(self.at), self._blind()
-            ),
-            token=tree.field(TOKEN, self.flat["token"], i64),
-            behaviour=tree.field(TOKEN, self.flat["behaviour"], f32),
-            mass=tree.field(TOKEN, self.flat["mass"], f32),
-            version=tree.field(TOKEN, self.flat["version"], i64),
+            sequences=Sequences(ids, start, owner, at, self._blind()),
+            token=tree.field(TOKEN, ids[at]),
+            behaviour=tree.field(TOKEN, _tensor(self.flat["behaviour"], f32)),
+            mass=tree.field(TOKEN, _tensor(self.flat["mass"], f32)),
+            version=tree.field(TOKEN, _tensor(self.flat["version"], i64)),
             temperature=tree.field(TURN, temperature, f32),
             reward=tree.field(TURN, reward, f32),
             state=tree.field(TURN, state, i64),

@@ -170,15 +170,15 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
         "truncated": sum(t.status == Status.TRUNCATED for t in trajectories) / n,
         "restarts": sum(turn.restart for turn in turns) / n,
         "groups_without_spread": flat / len(groups),
-        "staleness": sum(version - v for v in versions) / max(1, len(versions)),
+        "staleness": version - sum(versions) / len(versions) if versions else 0.0,
         "staleness/oldest": float(version - min(versions, default=version)),
-        "staleness/span": max((_span(t) for t in trajectories), default=0.0),  # versions inside one trajectory
+        "staleness/span": max(map(_span, trajectories), default=0.0),  # versions inside one trajectory
         **{f"reward/{name}": sum(t.rewards.get(name, 0.0) for t in trajectories) / n for name in named},
     }
 
 
 def _span(trajectory: Trajectory) -> float:
-    versions = [v for turn in trajectory.turns for v in turn.version]
+    versions = set().union(*(turn.version for turn in trajectory.turns))
     return float(max(versions) - min(versions)) if versions else 0.0
 
 

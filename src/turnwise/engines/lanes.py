@@ -236,16 +236,18 @@ class Lanes:
 
     def _collect(self, lanes: Sequence[int]) -> None:
         """Move what these lanes sampled in this stretch from the history into their requests."""
+        drawn = list(zip(*(h[0] for h in self._history)))
         logp = torch.stack([h[1] for h in self._history])[:, lanes].T.tolist()
         cut = self._history[0][2] is not None
         mass = torch.stack([h[2] for h in self._history if h[2] is not None])[:, lanes].T.tolist() if cut else None
         size = len(self._history)
+        none, version = [0.0] * size, [self.version] * size
         for at, lane in enumerate(lanes):
             request = self.running[lane]
-            request.sequence.extend([drawn[lane] for drawn, _, _ in self._history])
+            request.sequence.extend(drawn[lane])
             request.logp.extend(logp[at])
-            request.mass.extend(mass[at] if mass else [0.0] * size)
-            request.version.extend([self.version] * size)
+            request.mass.extend(none if mass is None else mass[at])
+            request.version.extend(version)
             self.slots.held[_row(request)] = request.sequence[:-1]
         self.count["tokens"] += size * len(lanes)
 

@@ -21,6 +21,7 @@ from turnwise.data import Message
 from turnwise.errors import RenderError
 from turnwise.ports import Action, ToolCall
 from turnwise.rollout import masking
+from turnwise.rollout.spelling import decoder
 
 CHATML = (
     "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -64,6 +65,7 @@ class Renderer:
             raise RenderError(
                 "this model's tokenizer has no chat template; give one with --template chatml or --template FILE.jinja"
             )
+        self.decode = decoder(tokenizer)
         self._openings: deque[tuple[list[Message], Sequence[dict[str, Any]], str, list[int]]] = deque(maxlen=RECENT)
         self.stop_ids = self._find_stop_ids()
         probe = self._text([{"role": "user", "content": "a 1\nb"}], (), True)
@@ -132,12 +134,6 @@ class Renderer:
     # ------------------------------------------------------------- pieces
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        fast = getattr(self.tokenizer, "backend_tokenizer", None)
-        if fast is not None:  # what ``decode`` comes to, which first looks a list through number by number
-            return fast.decode(list(ids), skip_special_tokens=False)
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], open_turn: bool) -> str:
         try:

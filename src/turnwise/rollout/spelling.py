@@ -1,0 +1,55 @@
+"""What ids spell. In a byte-level vocabulary each id stands for some bytes, so a text is a join over a table: five to ten times
+faster than asking the tokenizer, which a step with half a thousand episodes feels.
+
+Knows tokenizers; neither templates nor dialogues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers import decoders
+
+Decode = Callable[[Sequence[int]], str]
+SAMPLES = 64  # runs of ids on which a table must agree with its tokenizer before it is believed
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """The tokenizer's decoding with special tokens, by the fastest way that gives the same texts."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    # what ``tokenizer.decode`` comes to, which first looks a list through number by number
+    stock = lambda ids: backend.decode(list(ids), skip_special_tokens=False)  # noqa: E731
+    if not isinstance(backend.decoder, decoders.ByteLevel):
+        return stock
+    spelled = _Spelled(backend.id_to_token)
+    quick = lambda ids: b"".join([spelled[i] for i in ids]).decode("utf-8", "replace")  # noqa: E731
+    size = backend.get_vocab_size()
+    samples = ([(k * SAMPLES + j) * 7919 % size for j in range(SAMPLES)] for k in range(SAMPLES))
+    return quick if all(quick(ids) == stock(ids) for ids in samples) else stock
+
+
+class _Spelled(dict[int, bytes]):
+    """The bytes of each id, found when it is first met. Ids nobody has are silent, as in the tokenizer."""
+
+    def __init__(self, token_of: Callable[[int], str | None]) -> None:
+        self.token_of = token_of
+
+    def __missing__(self, one: int) -> bytes:
+        token = self.token_of(one) or ""
+        found = [BYTES.get(letter) for letter in token]
+        self[one] = token.encode() if None in found else bytes(b for b in found if b is not None)
+        return self[one]
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters by which byte-level vocabularies write bytes: those that can be seen stand for themselves, the others for the
+    letters from U+0100 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [b for b in range(256) if b not in seen]
+    return {chr(b): b for b in seen} | {chr(0x100 + n): b for n, b in enumerate(hidden)}
+
+
+BYTES = _byte_letters()
