@@ -40,6 +40,7 @@ from turnwise.signals import Signal
 from turnwise.sources.ranking import brief, ranking
 from turnwise.stages import Stages
 from turnwise.store.aside import write_json
+from turnwise.store.behind import Behind
 from turnwise.store.checkpoint import discard_after, latest, load_checkpoint, save_checkpoint, save_model
 from turnwise.store.ledger import Ledger
 from turnwise.store.rundir import RunDir
@@ -130,7 +131,7 @@ class Course:
 
     async def _learn(self, learner: LocalLearner, generator: Generator, tokenizer: Any) -> dict[str, Any]:
         s, exam = self.settings, Exam(self.world, self.renderer, generator)
-        with Ledger(self.run.ledger) as ledger:
+        with Ledger(self.run.ledger) as written, Behind(written) as ledger:
             start, collector, mixture = self._resume(learner, generator, ledger)
             with contextlib.closing(self._trackers(start)) as self.tracker:
                 await generator.publish(learner.weights(), start)
@@ -181,7 +182,7 @@ class Course:
         if page.is_file():
             self.stages.say(f"where the steps went: {page}")
 
-    def _collector(self, generator: Generator, ledger: Ledger) -> Source:
+    def _collector(self, generator: Generator, ledger: Behind) -> Source:
         """Rollouts, or the rows of a file."""
         s = self.settings
         if self.supply.offline:
@@ -199,7 +200,7 @@ class Course:
             s.max_draws,
         )
 
-    def _resume(self, learner: LocalLearner, generator: Generator, ledger: Ledger) -> tuple[int, Source, Mixture]:
+    def _resume(self, learner: LocalLearner, generator: Generator, ledger: Behind) -> tuple[int, Source, Mixture]:
         """Where the last checkpoint stands, a collector that owes what was in flight there, and what is mixed in."""
         s, collector = self.settings, self._collector(generator, ledger)
         mixture = self.supply.mixture(self.renderer, ledger.trajectory)

@@ -166,8 +166,11 @@ class Learner(Protocol):
 
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]: ...
 
-    def update(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        """Plan and take one optimiser step over the whole batch."""
+    def update(
+        self, batch: Batch, objective: Objective, meanwhile: Callable[[], object] | None = None
+    ) -> dict[str, float]:
+        """Plan and take one optimiser step over the whole batch. ``meanwhile`` is called when all of it is on its way and only
+        the device is waited for."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]: ...
@@ -211,6 +214,10 @@ class Ledger(Protocol):
     def drop(self, group_id: str, reason: str, step: int) -> None: ...
 
     def seal(self, step: int) -> None: ...
+
+    def drain(self) -> None:
+        """Write what was put off, if anything was."""
+        ...
 
 
 Listener = Callable[[str, Mapping[str, Any]], None]

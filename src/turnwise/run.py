@@ -67,7 +67,7 @@ class Loop:
         groups = await self.collector.gather(step)
         gathered = time.perf_counter()
         self.ledger.train([g.id for g in groups], step)
-        metrics = dict(describe(groups, self.learner.version))
+        metrics: dict[str, float] = {}
         if groups:
             self.collector.pump(step)  # with staleness, rollouts go on while the learner works
             mixed = await self.mixture.mix(groups, step)
@@ -75,6 +75,7 @@ class Loop:
             self.ledger.mix(extra, step)
             metrics |= {**origins(extra), **await self._improve(mixed, groups, step)}
         else:
+            metrics |= describe(groups, self.learner.version)
             self.listen(
                 "message", {"level": "warning", "text": f"step {step}: no group could be trained on; see dropped/*"}
             )
@@ -99,11 +100,17 @@ class Loop:
 
     async def _improve(self, mixed: Sequence[Group], fresh: Sequence[Group], step: int) -> dict[str, float]:
         seed, seen = stable_seed(self.seed, "passes", step), list[Batch]()
-        rest = (self.objective, self.probe, seen.append)
+        told: dict[str, float] = {}
+
+        def meanwhile() -> None:
+            told.update(describe(fresh, self.learner.version))
+            self.ledger.drain()
+
+        rest = (self.objective, self.probe, seen.append, meanwhile)
         work = lambda: improve(self.learner, self.recipe, mixed, seed, *rest)  # noqa: E731
         metrics = await asyncio.to_thread(work) if self.collector.staleness else work()
         self.mixture.observe(fresh, credited(seen[0]), step)
-        return metrics
+        return told | metrics
 
 
 def improve(
@@ -114,9 +121,10 @@ def improve(
     objective: Objective | None = None,
     probe: Callable[[Learner, Batch], float] | None = None,
     watch: Callable[[Batch], object] | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> dict[str, float]:
     """All optimiser steps on one batch of groups. An objective kept from step to step keeps the memory of its pieces;
-    ``watch`` sees the batch when it has been credited."""
+    ``watch`` sees the batch when it has been credited; ``meanwhile`` is called once, while the first step is computed."""
     objective = objective or recipe.objective
     batch = pack(groups)
     metrics: dict[str, float] = {}
@@ -126,14 +134,21 @@ def improve(
     batch = objective.credit(batch.put(measured))
     if watch is not None:
         watch(batch)
-    said = Counter[str]()
+    said, seen = Counter[str](), dict[str, float]()
+    aside: list[Callable[[], object]] = [lambda: seen.update(diagnose(batch)), *([meanwhile] if meanwhile else [])]
+
+    def spend() -> None:
+        while aside:
+            aside.pop(0)()
+
     for part in recipe.control.parts_of(batch, seed, learner.measure):
-        for name, value in diagnostics.finish(learner.update(part, objective)).items():
+        for name, value in diagnostics.finish(learner.update(part, objective, spend)).items():
             metrics[name] = metrics.get(name, 0.0) + value
             said[name] += 1
     summed = {"skipped"}  # everything else is a mean over the updates of the step that tell of it
     means = {name: v if name in summed or name == "probe" else v / said[name] for name, v in metrics.items()}
-    return means | diagnose(batch)
+    spend()  # where there was no step at all
+    return means | seen
 
 
 def credited(batch: Batch) -> dict[str, float]:

@@ -10,7 +10,7 @@ The learner does not know what it optimises: an objective arrives as a callable 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,11 @@ class LocalLearner:
         return rate * optimiser.preconditioner(self._optimiser, self.head.weight, self.settings)
 
     # ------------------------------------------------------------- updating
-    def update(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        """One optimiser step over the whole batch; if a loss or gradient is not finite, none, and nothing changes."""
+    def update(
+        self, batch: Batch, objective: Objective, meanwhile: Callable[[], object] | None = None
+    ) -> dict[str, float]:
+        """One optimiser step over the whole batch; if a loss or gradient is not finite, none, and nothing changes.
+        ``meanwhile`` is called while a GPU still computes."""
         self.measuring.learn(batch)
         factor = self.settings.factor(self.steps)
         try:
@@ -139,6 +142,8 @@ class LocalLearner:
         if self.settings.offload:
             optimiser.move(self._optimisers, torch.device("cpu"))
         sums |= dict(zip(("grad_norm", "grad_norm/critic"), norms)) | {"loss": loss, "taken": taken}
+        if meanwhile is not None:
+            meanwhile()
         told = torch.stack([value.double().to(self.device) for value in sums.values()]).tolist()  # the first look
         found = dict(zip(sums, told))
         if done := bool(found.pop("taken")):

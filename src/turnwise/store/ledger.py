@@ -124,6 +124,9 @@ class Ledger:
         with self._write(durable=True) as db:
             seal_moment(db, step, self._database.tick())
 
+    def drain(self) -> None:
+        """Everything is written at once here; :class:`turnwise.store.behind.Behind` puts it off."""
+
     def resume(self, step: int, keep_finished: bool = True) -> Resumed:
         """Go on from the checkpoint of ``step`` (0 when there is no checkpoint).
 
