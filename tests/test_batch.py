@@ -8,7 +8,7 @@ from helpers import COUNTS, records_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.batch import pack
+from turnwise.batch import _even, pack
 from turnwise.data import Fork, Group, Status, Task, Trajectory, Turn
 from turnwise.errors import RecordError, SignalError
 from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field
@@ -61,6 +61,13 @@ def test_sampled_tokens_are_found_in_what_the_model_reads(counts, seed, cut):
         assert (part.sequences.positions()[part.sequences.start[:-1]] == 0).all()
         assert len(part) == 1 or int(part.reading().sum()) <= cut
     assert sorted(key for part in parts for key in part.keys) == sorted(batch.keys)
+
+
+@given(count=st.integers(1, 200), each=st.integers(1, 40), limit=st.integers(1, 400))
+def test_micro_batches_of_equals_are_even(count, each, limit):
+    """Law: as few as can be, and none has two more than another."""
+    sizes = [len(part) for part in _even(range(count), [each] * count, limit)]
+    assert len(sizes) == -(-count // max(1, limit // each)) and max(sizes) - min(sizes) <= 1
 
 
 @settings(deadline=None, max_examples=50)

@@ -167,19 +167,13 @@ class Batch:
         return cost.index_add(0, self.sequences.trajectory, self.sequences.lengths)
 
     def split(self, positions: int, padded: bool = True) -> Iterator[Batch]:
-        """Micro-batches of whole trajectories, each of at most ``positions`` packed ids (or one trajectory).
+        """Micro-batches of whole trajectories, each of at most ``positions`` packed ids (or one trajectory), as few and as even
+        as can be: a small last one costs as many launches as a full one.
 
         ``padded``: alike lengths together, so that attention pads less. Otherwise siblings stay together, who share a prompt."""
         cost = self.reading().tolist()
-        part: list[int] = []
-        filled = 0
-        for k in sorted(range(len(cost)), key=lambda k: cost[k] if padded else 0):
-            if part and filled + cost[k] > positions:
-                yield self.select(part)
-                part, filled = [], 0
-            part.append(k)
-            filled += cost[k]
-        if part:
+        order = sorted(range(len(cost)), key=lambda k: cost[k] if padded else 0)
+        for part in _even(order, cost, positions):
             yield self.select(part)
 
     def to(self, device: torch.device | str) -> Batch:
@@ -196,6 +190,24 @@ class Batch:
         changes["facts"] = {name: move(f) for name, f in self.facts.items()}
         changes["columns"] = {name: move(f) for name, f in self.columns.items()}
         return replace(self, tree=tree, **changes)
+
+
+def _even(order: Sequence[int], cost: Sequence[int], limit: int) -> list[list[int]]:
+    """Runs of ``order`` of at most ``limit`` each (or one item), the first number of them for which even runs fit."""
+    whole, wanted = sum(cost), max(1, -(-sum(cost) // limit))
+    while True:
+        parts: list[list[int]] = [[]]
+        filled = done = 0
+        for k in order:
+            even = (whole - done) / max(1, wanted - len(parts) + 1)  # what each of the runs to come would hold
+            if parts[-1] and (filled + cost[k] > limit or filled + cost[k] / 2 > even):
+                parts.append([])
+                done, filled = done + filled, 0
+            parts[-1].append(k)
+            filled += cost[k]
+        if len(parts) <= wanted or wanted >= len(order):
+            return [part for part in parts if part]
+        wanted = min(len(parts), wanted + 1)
 
 
 def _uniform(x: Tensor) -> Tensor:

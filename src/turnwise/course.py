@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -18,20 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from turnwise import assemble
-from turnwise.batch import Batch
 from turnwise.coldstart import cold_start
 from turnwise.collect import Collector, usable
 from turnwise.data import Group
 from turnwise.ending import Ending
 from turnwise.engines.learner import LocalLearner
-from turnwise.engines.probe import fresh, same_policy
+from turnwise.engines.probe import Apart, Probe
 from turnwise.errors import SettingError
 from turnwise.exam import Exam
 from turnwise.mixing import Mixture, Source
 from turnwise.observe.metrics import JsonLines, TensorBoard, Trackers
 from turnwise.observe.profile import PAGE, Profile
 from turnwise.observe.services import SERVICES, service
-from turnwise.ports import Generator, Learner, Tracker
+from turnwise.ports import Generator, Tracker
 from turnwise.recipe import Recipe
 from turnwise.rollout.render import Renderer
 from turnwise.run import Loop
@@ -144,7 +142,7 @@ class Course:
                     collector=collector,
                     mixture=mixture,
                     ledger=ledger,
-                    probe=self._probe,
+                    probe=(Apart if self.recipe.smoothing else Probe)(assemble.tolerance_of(s)),
                     save=lambda step: self._save(step, learner, collector, mixture),
                     report=self._report,
                     listen=self.stages.listen,
@@ -228,13 +226,6 @@ class Course:
         own = {"sampler": collector.sampler.state_dict(), "memory": memory, "pulse": collector.pulse}
         facts = {"learner": state["scalars"], "mixture": mixture.state_dict(), **own}
         save_checkpoint(self.run.checkpoints, step, state["tensors"], facts, keep=self.settings.keep_checkpoints)
-
-    def _probe(self, learner: Learner, batch: Batch) -> float:
-        """Are generator and learner the same policy? Asked of a few fresh trajectories after each publication."""
-        owners = fresh(batch, learner.version)
-        if not owners.numel():
-            return math.nan
-        return same_policy(learner, batch.select(owners), assemble.tolerance_of(self.settings)).mean
 
     def _trackers(self, start: int) -> Trackers:
         return Trackers(

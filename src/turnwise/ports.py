@@ -180,6 +180,18 @@ class Learner(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Probe(Protocol):
+    """Are generator and learner the same policy? Raises if not."""
+
+    def mark(self, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch with what an update must know to tell the difference, and what is known already."""
+        ...
+
+    def judge(self, found: float, version: int) -> None:
+        """The mean difference the first update told of (not a number: of none)."""
+        ...
+
+
 # ------------------------------------------------------------- state, metrics
 
 

@@ -23,7 +23,7 @@ from turnwise.credit.diagnosis import diagnose
 from turnwise.data import Group, Status, Trajectory
 from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.mixing import Mixture, Source, foreign
-from turnwise.ports import Generator, Learner, Ledger, Listener
+from turnwise.ports import Generator, Learner, Ledger, Listener, Probe
 from turnwise.recipe import Recipe
 from turnwise.seeds import stable_seed
 
@@ -39,7 +39,7 @@ class Loop:
     collector: Source
     mixture: Mixture
     ledger: Ledger
-    probe: Callable[[Learner, Batch], float]
+    probe: Probe
     save: Callable[[int], None]
     report: Callable[[int, Mapping[str, float]], None]
     listen: Listener
@@ -119,7 +119,7 @@ def improve(
     groups: Sequence[Group],
     seed: int,
     objective: Objective | None = None,
-    probe: Callable[[Learner, Batch], float] | None = None,
+    probe: Probe | None = None,
     watch: Callable[[Batch], object] | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> dict[str, float]:
@@ -129,7 +129,7 @@ def improve(
     batch = pack(groups)
     metrics: dict[str, float] = {}
     if probe is not None:
-        metrics["probe"] = probe(learner, batch)
+        batch, metrics = probe.mark(learner, batch)
     measured = learner.measure(batch, objective.frozen) if objective.frozen else {}
     batch = objective.credit(batch.put(measured))
     if watch is not None:
@@ -142,11 +142,16 @@ def improve(
             aside.pop(0)()
 
     for part in recipe.control.parts_of(batch, seed, learner.measure):
-        for name, value in diagnostics.finish(learner.update(part, objective, spend)).items():
+        told = diagnostics.finish(learner.update(part, objective, spend))
+        found = told.pop("probe", math.nan)
+        if probe is not None and not said:  # afterwards the policy has moved
+            probe.judge(found, learner.version)
+            metrics.setdefault("probe", found)
+        for name, value in told.items():
             metrics[name] = metrics.get(name, 0.0) + value
             said[name] += 1
-    summed = {"skipped"}  # everything else is a mean over the updates of the step that tell of it
-    means = {name: v if name in summed or name == "probe" else v / said[name] for name, v in metrics.items()}
+    summed = {"skipped", "probe"}  # everything else is a mean over the updates of the step that tell of it
+    means = {name: v if name in summed else v / said[name] for name, v in metrics.items()}
     spend()  # where there was no step at all
     return means | seen
 

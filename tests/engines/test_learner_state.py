@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 from dataclasses import replace
 
@@ -12,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from turnwise import recipes
+from turnwise import run as run_module
+from turnwise.algebra.control import Passes
 from turnwise.batch import pack
 from turnwise.data import Group, Task, Trajectory, Turn
 from turnwise.engines.learner import VALUE_FILE, LearnerSettings, LocalLearner
-from turnwise.engines.probe import fresh, same_policy
+from turnwise.engines.probe import Apart, Probe, fresh, same_policy
 from turnwise.errors import PolicyMismatch, SettingError
 from turnwise.levels import TOKEN, Field
 from turnwise.signals import Signal
@@ -172,3 +176,51 @@ def test_a_probe_asks_for_enough_tokens(length, asked):
     owners = fresh(pack([Group("g", task, (old, *new))]), 1).tolist()
     assert owners == list(range(1, asked + 1))
     assert not fresh(pack([Group("g", task, (old,))]), 1).numel()
+
+
+# ------------------------------------------------------------------ the probe that costs nothing
+
+
+def told(learner, recipe, batch, probe):
+    """What one step over ``batch`` says of itself, as the loop asks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "pack", lambda groups: batch)
+        return run_module.improve(learner, recipe, (), 0, probe=probe)
+
+
+@pytest.mark.parametrize("positions", [8, 10**6])
+def test_the_first_update_tells_how_far_the_sampler_is(kit, positions):
+    """Over the fresh tokens of all micro-batches, and of the weights before the update, whatever the update does."""
+    learner = LocalLearner(kit.make_model(), LearnerSettings(lr=0.1, positions=positions))
+    batch = recorded(kit, learner)
+    old = torch.arange(batch.tree.count(TOKEN)) % 2
+    shift = 0.25 * (1 - old) + 3.0 * old  # what is stale may be as far away as it likes
+    batch = replace(
+        batch, version=Field(batch.tree, TOKEN, 1 - old), behaviour=batch.behaviour.map(lambda x: x - shift)
+    )
+    learner.version = 1
+    recipe = replace(recipes.build("grpo"), control=Passes(epochs=2))
+    assert told(learner, recipe, batch, Probe(1.0))["probe"] == pytest.approx(0.25, abs=1e-4)
+    with pytest.raises(PolicyMismatch, match=r"differ by 1\.6 on average"):
+        told(
+            LocalLearner(kit.make_model()),
+            recipe,
+            replace(batch, version=batch.version.map(torch.zeros_like)),
+            Probe(0.1),
+        )
+
+
+def test_a_probe_with_nothing_fresh_says_so(kit):
+    learner = LocalLearner(kit.make_model())
+    learner.version = 7
+    assert math.isnan(told(learner, recipes.build("grpo"), recorded(kit, learner), Probe())["probe"])
+
+
+def test_a_probe_that_reads_apart_judges_before_the_update(kit):
+    learner = LocalLearner(kit.make_model())
+    batch = recorded(kit, learner)
+    assert told(learner, recipes.build("grpo"), batch, Apart())["probe"] < 1e-5
+    steps = learner.steps
+    with pytest.raises(PolicyMismatch, match="at most"):
+        told(learner, recipes.build("grpo"), replace(batch, behaviour=batch.behaviour.map(lambda x: x - 1)), Apart())
+    assert learner.steps == steps

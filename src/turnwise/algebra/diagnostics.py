@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -44,7 +45,17 @@ def sums(now: Now, rho: Field, gated: Field, adv: Field, pull: Field) -> dict[st
     }
     if Signal.ENTROPY in now.policy:
         out["entropy"] = total(now[Signal.ENTROPY].detach())
+    if "fresh" in now.batch.columns:
+        out |= _probed(now)
     return out | _tails(moved) | _by_turn(now, clipped, pull) | _by_outcome(now, pull)
+
+
+def _probed(now: Now) -> dict[str, Tensor]:
+    """How far the sampler's log-probabilities of ``fresh`` tokens are from the learner's. What was cut away by top-p or top-k is
+    given back: the whole distribution is compared."""
+    fresh = now.batch["fresh"].x
+    gap = (now.logp.detach() - (now.batch.behaviour + now.batch.mass).to(now.logp.x.dtype)).x.abs()
+    return {"_probe/gap": torch.where(fresh, gap, 0.0).double().sum(), "_probe/tokens": fresh.double().sum()}
 
 
 def _tails(moved: Field) -> dict[str, Tensor]:
@@ -150,6 +161,8 @@ def finish(found: Mapping[str, float]) -> dict[str, float]:
             label = f"turn{k}" + ("+" if k == TURNS - 1 else "")
             out[f"clip_share/{label}"] = found[f"_clipped/turn{k}"] / tokens
             out[f"gradient_share/{label}"] = found[f"_pull/turn{k}"] / whole
+    if "_probe/tokens" in found:
+        out["probe"] = found["_probe/gap"] / found["_probe/tokens"] if found["_probe/tokens"] else math.nan
     return out | _finish_sources(found)
 
 

@@ -228,16 +228,21 @@ class Blocks:
         graphs = "CUDA graphs" if self.body.works and not self.recompute else "no CUDA graphs"
         return f"Triton kernels, {graphs}"
 
-    def __call__(self, ids: Tensor, position: Tensor, layout: Layout) -> Tensor:
-        """ids and position [L] -> what the LM head would read, [L, d], in ``kind``."""
+    def __call__(self, ids: Tensor, position: Tensor, layout: Layout, asked: Tensor | None = None) -> Tensor:
+        """ids and position [L] -> what the LM head would read, [L, d], in ``kind``; where rows are ``asked`` for, only theirs."""
         if isinstance(layout, Ragged) and not self.recompute:
             states = self.body(self._read, kind_of(self.weights[0]), ids, position, layout)
             if states is not None:
-                return states
-        return self._read(ids, position, layout)
+                return states if asked is None else states[asked]
+        return self._read(ids, position, layout, asked=asked)
 
     def _read(
-        self, ids: Tensor, position: Tensor, layout: Layout, own: Mapping[Tensor, Tensor] | None = None
+        self,
+        ids: Tensor,
+        position: Tensor,
+        layout: Layout,
+        own: Mapping[Tensor, Tensor] | None = None,
+        asked: Tensor | None = None,
     ) -> Tensor:
         """``own``: what stands for each of the weights."""
         as_own = (lambda p: own[p]) if own is not None else (lambda p: p)
@@ -249,7 +254,8 @@ class Blocks:
             cos, sin = (t[0, :, : self.size // 2].contiguous() for t in decoder.rotary_emb(x, position[None]))
             delta: Tensor | None = None
             for layer in decoder.layers:
-                given = (*self._cut(layer, kind, ops, as_own), x, delta, cos, sin, layout)
+                rows = asked if layer is decoder.layers[-1] else None
+                given = (*self._cut(layer, kind, ops, as_own), x, delta, cos, sin, layout, rows)
                 if self.recompute and torch.is_grad_enabled():
                     x, delta = checkpoint(self._layer, *given, use_reentrant=False, preserve_rng_state=False)
                 else:
@@ -257,12 +263,15 @@ class Blocks:
             return _FinalNorm.apply(ops, self.eps, kind, x, delta, as_own(decoder.norm.weight))
 
     def _layer(
-        self, enter: _Enter, leave: _Leave, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout
+        self, enter: _Enter, leave: _Leave, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout,
+        rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Of the last layer only some ``rows`` are wanted: what follows its attention is not computed for the others."""
         q, k, v, x = enter(x, delta, cos, sin)
         if enter.head_norms:
             q, k = (_normed_turned(t, w, self.eps, cos, sin) for t, w in zip((q, k), enter.head_norms))
-        return leave(layout.attend_rows(q, k, v, self.scale).flatten(1), x)
+        mixed = layout.attend_rows(q, k, v, self.scale).flatten(1)
+        return leave(mixed, x) if rows is None else leave(mixed.index_select(0, rows), x.index_select(0, rows))
 
     @torch.no_grad()
     def _cut(

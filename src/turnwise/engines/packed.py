@@ -149,15 +149,15 @@ class _Rows(torch.autograd.Function):
 
 def hidden_states(model: PreTrainedModel, sequences: Sequences, through: bool = False) -> Tensor:
     """What the LM head would read at every packed position, [L, D]."""
-    states = read(model, sequences, through)
+    states = read(model, sequences, through, whole=True)
     return states.at(torch.arange(len(states.row), device=states.row.device))
 
 
-def read(model: PreTrainedModel, sequences: Sequences, through: bool = False) -> States:
+def read(model: PreTrainedModel, sequences: Sequences, through: bool = False, whole: bool = False) -> States:
     """The states of packed sequences. The model must have been adopted.
 
-    If tokens were sampled, only states up to the last one needed for them are true: the rest is not computed. ``through``:
-    the sampled tokens themselves are wanted too, not only what came before them."""
+    If tokens were sampled, only the states they were sampled from are true: much of the rest is not computed. ``through``: those
+    after the sampled tokens are wanted too. ``whole``: and all that come before."""
     here = sequences.host or sequences  # what is looked at on the host keeps no GPU waiting
     to = partial(send, device=sequences.ids.device)
     kept, position, start = _worth_reading(here, through)
@@ -169,10 +169,20 @@ def read(model: PreTrainedModel, sequences: Sequences, through: bool = False) ->
     decoder, layout = model.get_decoder(), _layout(start, shared, model, to)
     ids, position = to(ids[shared.first]), to(position[shared.first])
     fast = blocks.of(decoder)
-    if fast is not None:
+    if fast is not None and isinstance(layout, PackedLayout) and here.at.numel() and not whole:
+        wanted = torch.cat([here.at - 1, here.at]) if through else here.at - 1
+        asked, place = _distinct(row[to(wanted)], len(ids))
+        return States(fast(ids, position, layout, asked), place[row])
+    if fast is not None:  # captured graphs have fixed sizes
         return States(fast(ids, position, layout), row)
     out = decoder(input_ids=ids[None], position_ids=position[None], use_cache=False, layout=layout)
     return States(out.last_hidden_state[0], row)
+
+
+def _distinct(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Some of ``size`` rows, each once, ascending; and the place of each row among them."""
+    chosen = torch.zeros(size, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+    return chosen.nonzero().squeeze(1), (chosen.long().cumsum(0) - 1).clamp_(min=0)
 
 
 def _worth_reading(sequences: Sequences, through: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Are generator and learner the same policy? Asked on a few fresh trajectories, answered by numbers.
+"""Are generator and learner the same policy? Asked of fresh tokens, answered by numbers.
 
 Off-policy corrections forgive a learner that has moved on; they also hide one that was never the same. This module does
 not know how either side computes, only what was recorded and what the learner says of it.
@@ -6,6 +6,7 @@ not know how either side computes, only what was recorded and what the learner s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,11 @@ TOLERANCE = 1e-3  # of the mean difference when both sides compute in float32
 TOLERANCE_BF16 = 3e-2  # when either computes in bfloat16
 TOKENS, TRAJECTORIES = 64, 4  # asked for by ``fresh``, at least
 TOLERANCES = {torch.bfloat16: TOLERANCE_BF16, torch.float16: TOLERANCE_BF16, torch.float8_e4m3fn: 0.3}
+
+CHECK = (
+    "Check that both hold the same weights (was the last publish taken?), compute in the same dtype (bfloat16 needs about "
+    f"{TOLERANCE_BF16}), recorded the temperature really used, and read the same ids (chat template, special tokens)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +65,7 @@ def same_policy(learner: Learner, records: Batch | Sequence[Trajectory], toleran
     if not report.same:
         raise PolicyMismatch(
             f"generator and learner disagree on {report.tokens} tokens of version {learner.version}: log-probabilities "
-            f"differ by {report.mean:.2g} on average and {report.max:.2g} at most (tolerance {tolerance:.2g}). Check "
-            "that both hold the same weights (was the last publish taken?), compute in the same dtype "
-            f"(bfloat16 needs about {TOLERANCE_BF16}), recorded the temperature really used, and read the same ids "
-            "(chat template, special tokens)"
+            f"differ by {report.mean:.2g} on average and {report.max:.2g} at most (tolerance {tolerance:.2g}). {CHECK}"
         )
     return report
 
@@ -74,6 +77,37 @@ def fresh(batch: Batch, version: int) -> Tensor:
     ours = ((tokens > 0) & ~(batch.expert | batch.replayed | batch.guided)).x.nonzero().squeeze(1)
     short = int((tokens.x[ours].cumsum(0) < TOKENS).sum())
     return ours[: max(TRAJECTORIES, short + 1)]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Asks it of every step, over all tokens that our own policy sampled at this version, of the pass that is differentiated
+    anyway: ``mark`` the tokens, let the first update tell the difference, ``judge`` it."""
+
+    tolerance: float = TOLERANCE
+
+    def mark(self, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The marked batch, and what is known of it before the update."""
+        ours = ~(batch.expert | batch.replayed | batch.guided)
+        return batch.put(fresh=ours.at(TOKEN) & batch.version.map(lambda v: v == learner.version)), {}
+
+    def judge(self, found: float, version: int) -> None:
+        """Raises PolicyMismatch; a difference that is not a number is nobody's (no token was fresh)."""
+        if found > self.tolerance:
+            raise PolicyMismatch(
+                f"generator and learner disagree on the tokens of version {version}: log-probabilities differ by {found:.2g} on "
+                f"average (tolerance {self.tolerance:.2g}). {CHECK}"
+            )
+
+
+@dataclass(frozen=True)
+class Apart(Probe):
+    """Reads a few trajectories by itself: where the differentiated pass is not the policy's own, as with noise in its layers."""
+
+    def mark(self, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        owners = fresh(batch, learner.version)
+        found = same_policy(learner, batch.select(owners), self.tolerance).mean if owners.numel() else math.nan
+        return batch, {"probe": found}
 
 
 def _pack(trajectories: Sequence[Trajectory]) -> Batch:

@@ -33,7 +33,7 @@ SPANS: tuple[tuple[str, str, str], ...] = (  # span, part of the loop, what it i
     ("prefill", "generator", "network.read"),
     ("decode", "generator", "lanes.run"),
     ("mix in", "mixture", "mix"),
-    ("check", "", "probe"),
+    ("check", "probe", "mark"),
     ("measure", "learner", "measure"),
     ("credit", "objective", "credit"),
     ("update", "learner", "update"),
