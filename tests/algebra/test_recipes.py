@@ -288,6 +288,29 @@ def test_contract_packing_and_micro_batches(name, counts, seed, cut, data):
 
 
 @pytest.mark.parametrize("name", recipes.METHODS)
+def test_statistics_are_the_same_before_and_after_the_backward_pass(name):
+    """A learner asks for them when the gradient is on its way, others before they take it."""
+    recipe, told = recipes.build(name), []
+    for late in (False, True):
+        batch, leaves = random_policy(pack(records_of([[[3, 2], [4], [1, 2]], [[2], [5]]], 3, asks=recipe.asks)), 3)
+        objective = recipes.build(name).objective
+        found = objective(objective.plan(objective.credit(batch)), policy_of(numbered(batch), leaves))
+        if not late:
+            told.append(dict(found.stats))
+        for side in found.sides.values():
+            if side.requires_grad:
+                torch.autograd.grad(side, list(leaves.values()), retain_graph=True, allow_unused=True)
+        if found.loss.requires_grad:
+            found.loss.backward()
+        if late:
+            told.append(dict(found.stats))
+    assert told[0].keys() == told[1].keys()
+    for key, value in told[0].items():
+        late, early = torch.as_tensor(told[1][key]), torch.as_tensor(value)
+        torch.testing.assert_close(late, early, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", recipes.METHODS)
 def test_memory_survives(name):
     """A method resumed from its memory goes on as if nothing had happened."""
     asks = recipes.build(name).asks

@@ -161,7 +161,9 @@ def test_reductions_to_grpo_and_dr_grpo(seed):
         for turn in t.turns:
             turn.reward *= 3
         t.turns[-1].reward += 2
-    same(credit("stratified_grpo", reference), before, 1e-4)  # positive affine maps of the reward
+    same(
+        credit("stratified_grpo", reference), before, 1e-2
+    )  # positive affine maps of the reward, but for ε beside a small std
 
 
 def test_difficulty_golden():

@@ -108,7 +108,7 @@ class Linear:
         assert set(policy) == self.live
         loss = torch.stack([(batch["w"] * f.map(lambda x: x + 0.1 * x**2)).x.sum() for f in policy.values()]).sum()
         stats = {"tokens": torch.tensor(float(batch.tree.count(TOKEN))), "mean_w": batch["w"].x.sum()}
-        return Loss(loss, stats, {})
+        return Loss(loss, lambda: stats, {})
 
 
 def weighted(batch: Batch, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:

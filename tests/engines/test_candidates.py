@@ -87,7 +87,7 @@ class Watching:
     def __call__(self, batch, policy):
         loss = policy[Signal.RIVALS].x.sum()
         self.seen.append(float(loss.detach()))
-        return Loss(loss, {}, {})
+        return Loss(loss, dict, {})
 
 
 def test_every_update_scores_the_candidates_of_the_measurement(kit):

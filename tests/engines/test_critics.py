@@ -48,7 +48,7 @@ class Towards:
             else:
                 aim = batch.reward if f.level == TURN else batch.reward.at(TOKEN)
                 parts.append((f.x - aim.to(f.x.dtype).x).square().mean())
-        return Loss(torch.stack(parts).sum(), {}, {})
+        return Loss(torch.stack(parts).sum(), dict, {})
 
 
 def make(kit, **options):
@@ -171,7 +171,7 @@ def test_a_gradient_of_either_that_is_not_finite_stops_both(kit, batch):
     class Broken(Towards):
         def __call__(self, batch, policy):
             x = policy[Signal.VALUE].x
-            return Loss(policy[Signal.LOGP].x.sum() + (x - x.detach()).clamp(min=0).sqrt().sum(), {}, {})
+            return Loss(policy[Signal.LOGP].x.sum() + (x - x.detach()).clamp(min=0).sqrt().sum(), dict, {})
 
     assert learner.update(batch, Broken(VALUES | {Signal.LOGP}))["skipped"] == 1
     after = learner.state_dict()["tensors"]
@@ -214,7 +214,7 @@ def test_micro_batches_do_not_matter(kit):
         @dataclass(frozen=True)
         class Sums(Towards):
             def __call__(self, batch, policy):
-                return Loss(sum(f.x.square().sum() + f.x.sum() for f in policy.values()), {}, {})
+                return Loss(sum(f.x.square().sum() + f.x.sum() for f in policy.values()), dict, {})
 
         for _ in range(3):
             learner.update(batch, Sums(VALUES | TURNS | {Signal.LOGP}))

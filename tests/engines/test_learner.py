@@ -123,7 +123,7 @@ class Broken:
     def __call__(self, batch, policy):
         x = policy[Signal.LOGP].x
         bad = x.sum() * torch.nan if self.where == "loss" else (x - x.detach()).clamp(min=0).sqrt().sum()
-        return Loss(bad, {"seen": torch.tensor(1.0)}, {})
+        return Loss(bad, lambda: {"seen": torch.tensor(1.0)}, {})
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -149,7 +149,7 @@ def test_an_objective_that_raises_leaves_no_gradient_behind(kit, batch):
             self.calls += 1
             if self.calls > 1:
                 raise RuntimeError("no")
-            return Loss(policy[Signal.LOGP].x.sum(), {}, {})
+            return Loss(policy[Signal.LOGP].x.sum(), dict, {})
 
     learner = LocalLearner(kit.make_model(), LearnerSettings(positions=1))
     with pytest.raises(RuntimeError):

@@ -6,8 +6,9 @@ at a time, and micro-batches just sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,8 +34,13 @@ class Loss:
     """What one micro-batch gives: a scalar to minimise, additive statistics, side scalars whose gradients are wanted."""
 
     loss: Tensor
-    stats: dict[str, Tensor]
+    tell: Callable[[], dict[str, Tensor]]
     sides: Mapping[str, Tensor]
+
+    @cached_property
+    def stats(self) -> dict[str, Tensor]:
+        """Computed when they are first asked for. Ask after the backward pass was begun, and a GPU is busy meanwhile."""
+        return self.tell()
 
 
 @dataclass(frozen=True)
@@ -179,22 +185,31 @@ class Objective:
             objective = _total(weight * (gated * adv))
         if "still" in batch.columns:  # the policy waits: no gradient at all, or the optimiser's momentum would move it
             objective = 0.0 * objective.detach()
-        pull = _slope(objective, now.logp)
         sides = self.gradient.sides(weight, rho, gated, adv, now)
-        stats = diagnostics.sums(now, rho, gated, adv, pull)
+        own = _slope(objective, now.logp) if self.penalties else None
+        costs: list[Tensor] = []
         for i, w in enumerate(self.penalties):
             if w.penalty.couples:
                 step = now.logp - now.logp.detach()
                 cost = _total(batch[f"pull{i}"].to(precision) * step + batch[f"cost{i}"].to(precision))
             else:
                 cost = self._cost(now, i, w.penalty)
-            stats[f"penalty/{type(w.penalty).__name__}"] = cost.detach()
-            stats = {**self._told(now, i, w.penalty), **stats}  # where two tell the same, the first is heard
+            costs.append(cost.detach())
             size = float(batch[w.weight].item) if isinstance(w.weight, Weight) else w.weight
             objective = objective - size * cost
-        stats["objective"] = objective.detach()
-        stats |= diagnostics.by_source(now, rho, gated, _slope(objective, now.logp) if self.penalties else pull)
-        return Loss(-objective, stats, sides)  # the only minus sign in the house
+        slope = _Slope(objective, now.logp)
+
+        @torch.no_grad()
+        def tell() -> dict[str, Tensor]:
+            whole = slope()
+            stats = diagnostics.sums(now, rho, gated, adv, whole if own is None else own)
+            for i, (w, cost) in enumerate(zip(self.penalties, costs)):
+                stats[f"penalty/{type(w.penalty).__name__}"] = cost
+                stats = {**self._told(now, i, w.penalty), **stats}  # where two tell the same, the first is heard
+            stats["objective"] = objective.detach()
+            return stats | diagnostics.by_source(now, rho, gated, whole)
+
+        return Loss(-objective, tell, sides)  # the only minus sign in the house
 
     def scales(self, batch: Batch, main: Grads, sides: Mapping[str, Grads]) -> Scales:
         """What the finished gradient of a planned step is multiplied with."""
@@ -210,6 +225,21 @@ def _silent(batch: Batch) -> Field:
     only statistics, and a learner need not differentiate them. Whole groups: siblings are cheaper to read together."""
     size = (batch["advantage"] * batch["weight"]).at(TOKEN).abs().sum(GROUP)
     return size.map(lambda x: x == 0).at(TRAJECTORY)
+
+
+class _Slope:
+    """∂ objective / ∂ log π, for the diagnostics: overheard when −objective is differentiated, or asked for before that."""
+
+    def __init__(self, objective: Tensor, logp: Field) -> None:
+        self.objective, self.logp = objective, logp
+        self.heard: list[Tensor] = []
+        if objective.requires_grad and logp.x.requires_grad:
+            logp.x.register_hook(self.heard.append)  # sides are differentiated before: the last one counts
+
+    def __call__(self) -> Field:
+        if self.heard:
+            return Field(self.logp.tree, TOKEN, -self.heard[-1])
+        return _slope(self.objective, self.logp)
 
 
 def _slope(objective: Tensor, logp: Field) -> Field:

@@ -167,13 +167,13 @@ class LocalLearner:
         step = batch
         for planned, micro, policy in self._micros(batch, objective):
             step, found = planned, objective(micro, policy)
-            total += found.loss.detach()
-            for name, value in found.stats.items():
-                sums[name] = sums.get(name, 0) + torch.as_tensor(value).detach()
             for name, side in found.sides.items():
                 self._add_side(sides.setdefault(name, []), side)
             if found.loss.requires_grad:  # a micro-batch without sampled tokens has nothing to say
                 found.loss.backward()
+            total += found.loss.detach()
+            for name, value in found.stats.items():  # a GPU is busy with the backward pass
+                sums[name] = sums.get(name, 0) + torch.as_tensor(value).detach()
         return total, sums, sides, step
 
     def _micros(self, batch: Batch, objective: Objective) -> Iterator[tuple[Batch, Batch, dict[Signal, Field]]]:
