@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.errors import LevelError
-from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, Tree, where
+from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, Tree, send_all, together, where
 
 TREE = Tree.ragged([[[2, 1], [3, 0]], [[1]]])  # 7 tokens, 5 turns (one empty), 3 trajectories, 2 groups
 X = TREE.field(TOKEN, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
@@ -140,3 +140,16 @@ def test_unsorted_labels_give_the_same_as_sorted():
     assert values(f.running_sum(TURN)) == [1, 2, 4, 6, 5]
     assert values(tree.index(TOKEN, TURN)) == [0, 0, 1, 1, 0]
     assert values(f.median(TURN)) == [3, 2, 5]
+
+
+def test_tensors_that_travel_together_arrive_as_they_were():
+    """As one buffer, whatever their kinds and sizes; to a GPU it is pinned, here it is plain memory."""
+    given_ = [
+        torch.arange(7), torch.tensor([True, False, True]), torch.zeros(0, dtype=torch.float64), torch.randn(3, 5),
+        torch.randn(9).to(torch.bfloat16), torch.arange(10)[::3], torch.tensor([1.5], dtype=torch.float64),
+    ]  # fmt: skip
+    sent = together(given_, lambda size: torch.empty(size, dtype=torch.uint8), "cpu")
+    for there, here in zip(sent, given_):
+        assert there.dtype == here.dtype and there.shape == here.shape and torch.equal(there, here)
+    assert len({x.untyped_storage().data_ptr() for x in sent}) == 1
+    assert [torch.equal(a, b) for a, b in zip(send_all(given_, "cpu"), given_)] == [True] * len(given_)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from turnwise.data import Facts, Group, Origin, Status, Trajectory, Turn
 from turnwise.errors import RecordError, SignalError
-from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree, send
+from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree, send_all
 from turnwise.signals import Signal
 
 
@@ -179,16 +179,19 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         if torch.device(device) == self.tree.device:
             return self
-        tree, s = self.tree.to(device), self.sequences
-        move = lambda f: Field(tree, f.level, send(f.x, device))  # noqa: E731
-        changes: dict[str, Any] = {name: move(f) for name, f in vars(self).items() if isinstance(f, Field)}
-        ids, start, trajectory, at = (send(x, device) for x in (s.ids, s.start, s.trajectory, s.at))
-        blind = None if s.blind is None else send(s.blind, device)
+        s = self.sequences
+        own = {name: f for name, f in vars(self).items() if isinstance(f, Field)}
+        books = {name: getattr(self, name) for name in ("named", "facts", "columns")}
+        loose = [*self.tree.parents, s.ids, s.start, s.trajectory, s.at, *([] if s.blind is None else [s.blind])]
+        fields = [f for book in (own, *books.values()) for f in book.values()]
+        sent = iter(send_all([*loose, *(f.x for f in fields)], device))
+        tree = self.tree.moved([next(sent) for _ in self.tree.parents])
+        ids, start, trajectory, at = (next(sent) for _ in range(4))
+        blind = None if s.blind is None else next(sent)
+        move = lambda book: {name: Field(tree, f.level, next(sent)) for name, f in book.items()}  # noqa: E731
+        changes: dict[str, Any] = {**move(own), **{name: move(book) for name, book in books.items()}}
         host = s if s.ids.device.type == "cpu" else None
         changes["sequences"] = Sequences(ids, start, trajectory, at, blind, host)
-        changes["named"] = {name: move(f) for name, f in self.named.items()}
-        changes["facts"] = {name: move(f) for name, f in self.facts.items()}
-        changes["columns"] = {name: move(f) for name, f in self.columns.items()}
         return replace(self, tree=tree, **changes)
 
 

@@ -36,6 +36,7 @@ class Level(IntEnum):
 
 
 TOKEN, TURN, TRAJECTORY, GROUP, BATCH = Level
+ALIGNED = 16  # bytes: where a tensor may begin in a buffer of several
 
 
 class Tree:
@@ -147,8 +148,9 @@ class Tree:
         tree = Tree(new_turn[self.parents[0][kept[0]]], position[self.parents[1][kept[1]]], group_of, groups.numel())
         return tree, tuple(kept)
 
-    def to(self, device: torch.device | str) -> Tree:
-        a, b, c = (send(p, device) for p in self.parents)
+    def moved(self, parents: Sequence[Tensor]) -> Tree:
+        """The same tree with its parents where somebody sent them."""
+        a, b, c = parents
         return Tree(a, b, c, self.count(GROUP), check=False)
 
     def __repr__(self) -> str:
@@ -164,6 +166,29 @@ def send(x: Tensor, device: torch.device | str) -> Tensor:
     """To a device; to a GPU without waiting for what it is doing."""
     ahead = x.device.type == "cpu" and torch.device(device).type == "cuda"
     return x.pin_memory().to(device, non_blocking=True) if ahead else x.to(device)
+
+
+def send_all(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+    """The same for many, as one copy if they lie on the host: dozens of small ones would keep it busy for milliseconds."""
+    if torch.device(device).type != "cuda" or any(x.device.type != "cpu" for x in tensors):
+        return [send(x, device) for x in tensors]
+    return together(tensors, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True), device)
+
+
+def together(tensors: Sequence[Tensor], room: Callable[[int], Tensor], device: torch.device | str) -> list[Tensor]:
+    """Copied side by side into one buffer, which is sent as a whole."""
+    starts, size = [], 0
+    for x in tensors:
+        starts.append(size)
+        size += -(-x.nbytes // ALIGNED) * ALIGNED
+    here = room(size)
+
+    def views(buffer: Tensor) -> list[Tensor]:
+        return [buffer[a : a + x.nbytes].view(x.dtype).view(x.shape) for a, x in zip(starts, tensors)]
+
+    for into, x in zip(views(here), tensors):
+        into.copy_(x)
+    return views(here.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True, eq=False)
