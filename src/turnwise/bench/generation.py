@@ -162,7 +162,9 @@ def _compared(
         width = torch.finfo(scene.dtype).bits // 8
         most = limits.generation(theirs, batch, scene.prompt, scene.new, width)
     gap = mismatch(scene, load(repeats).prompts, last["turnwise"])
-    told = f"sampler and learner differ by {gap['mean']:.1e} nats (99.9 %: {gap['p999']:.1e})"
+    told = (
+        f"sampler and learner differ by {gap['mean']:.1e} nats (99.9 %: {gap['p999']:.1e}; signed: {gap['signed']:.1e})"
+    )
     name, share = load(0).name, lambda rate: rate / most if most else None
     made = [
         Row("generation", name, who, rate, "tok/s", of_limit=share(rate), note=told if who == "turnwise" else "")
@@ -181,5 +183,7 @@ def mismatch(scene: Scene, prompts: Sequence[Sequence[int]], found: Sequence[Com
     turns = [Turn(tuple(i), tuple(c.tokens), tuple(c.logp), version=tuple(c.version)) for i, c in zip(prompts, found)]
     batch = pack([Group("0", task, tuple(Trajectory(str(k), task, (t,)) for k, t in enumerate(turns)))])
     logp = learner.measure(batch, frozenset({Signal.PROXIMAL}))[Signal.PROXIMAL].x.double().cpu()
-    gap = (logp - batch.behaviour.x.double()).abs()
-    return {"mean": float(gap.mean()), "p999": float(gap.quantile(0.999)), "largest": float(gap.max())}
+    apart = logp - batch.behaviour.x.double()
+    gap = apart.abs()
+    named = {"mean": gap.mean(), "signed": apart.mean(), "p999": gap.quantile(0.999), "largest": gap.max()}
+    return {name: float(value) for name, value in named.items()}
