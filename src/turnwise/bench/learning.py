@@ -18,6 +18,7 @@ from turnwise.data import Group, Task, Trajectory, Turn
 from turnwise.engines.learner import LearnerSettings, LocalLearner
 
 SIBLINGS = 8
+POSITIONS = 1 << 14  # of a micro-batch: half of what a GPU is given here
 
 
 def batch_of(sequences: int, length: int, vocabulary: int, shared: bool, siblings: int = SIBLINGS) -> Batch:
@@ -38,7 +39,7 @@ def batch_of(sequences: int, length: int, vocabulary: int, shared: bool, sibling
 def ours(scene: Scene, shared: bool) -> Callable[[], Any]:
     """A whole update: plan, forward, backward, clip, AdamW."""
     name = str(scene.dtype).removeprefix("torch.")
-    learner = LocalLearner(scene.model(), LearnerSettings(dtype=name, positions=1 << 15), device=scene.device)
+    learner = LocalLearner(scene.model(), LearnerSettings(dtype=name, positions=POSITIONS), device=scene.device)
     objective = recipes.build("grpo", beta=0.0).objective
     batch = batch_of(*scene.learn, scene.vocabulary, shared)
     if objective.frozen:
@@ -70,17 +71,19 @@ def plain(scene: Scene) -> Callable[[], Any]:
 
 
 def timed(call: Callable[[], Any], device: str, repeats: int) -> tuple[float, float]:
-    """(median seconds, highest bytes on the device); the first two calls warm up and compile."""
+    """(median seconds, bytes the device had to set aside, those of captured graphs too); the first two calls warm up, compile and
+    capture."""
     times = []
     for repeat in range(repeats + 2):
         if device == "cuda" and repeat == 2:
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         settle(device)
         began = time.perf_counter()
         call()
         settle(device)
         times.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    peak = torch.cuda.max_memory_reserved() if device == "cuda" else 0
     return statistics.median(times[2:]), peak
 
 

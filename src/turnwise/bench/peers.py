@@ -296,10 +296,10 @@ def peak_mb() -> float:
 
 
 def device_gb() -> float:
-    """Highest memory on the GPU, where there is one."""
+    """Memory set aside on the GPU, where there is one: captured graphs hold some that no live tensor shows."""
     import torch
 
-    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    return torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
 
 
 if __name__ == "__main__":
