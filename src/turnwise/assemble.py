@@ -267,18 +267,24 @@ def generator_of(
 def rollout_dtype_of(settings: Settings) -> torch.dtype | None:
     """What rollouts compute in; None: the model's own float32. On a CPU half precision saves nothing unless asked for."""
     if settings.rollout_dtype == "auto":
-        device = device_of(settings)
-        learned = LearnerSettings(dtype=settings.dtype).arithmetic(device)
+        device, learner = device_of(settings), LearnerSettings(dtype=settings.dtype)
+        if learner.narrow:
+            return torch.float8_e4m3fn
+        learned = learner.arithmetic(device)
         return torch.bfloat16 if device.type == "cuda" and learned == torch.bfloat16 else None
     kinds = {"fp8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return kinds.get(settings.rollout_dtype)
 
 
 def tolerance_of(settings: Settings) -> float:
-    """How far generator and learner may be apart on average: what was given, or what the coarser of the two allows."""
-    learned = LearnerSettings(dtype=settings.dtype).arithmetic(device_of(settings))
-    allowed = [TOLERANCES.get(kind or torch.float32, TOLERANCE) for kind in (learned, rollout_dtype_of(settings))]
-    return settings.probe_tolerance or max(allowed)
+    """How far generator and learner may be apart on average: what was given, or what the coarser of the two allows. Where both
+    round to fp8 they round alike."""
+    learner = LearnerSettings(dtype=settings.dtype)
+    learned, drawn = learner.arithmetic(device_of(settings)), rollout_dtype_of(settings)
+    kinds = [torch.float8_e4m3fn if learner.narrow else learned, drawn]
+    if kinds == [torch.float8_e4m3fn] * 2:
+        kinds = [learned]
+    return settings.probe_tolerance or max(TOLERANCES.get(kind or torch.float32, TOLERANCE) for kind in kinds)
 
 
 def sampling_of(settings: Settings, temperature: float | None = None) -> Sampling:

@@ -73,7 +73,7 @@ class Settings:
     context: int = knob(320, "ids a dialogue may hold")
     history: int = knob(0, "how many of the latest observations a prompt shows, besides the task; 0: all")
     slots: int = knob(256, "dialogues whose cache is kept at once")
-    rollout_dtype: str = knob("auto", "of rollouts: float32, bfloat16, float16, fp8, or auto: as the learner on a GPU")
+    rollout_dtype: str = knob("auto", "of rollouts: float32, bfloat16, float16, fp8, or auto: as the learner")
     env_seconds: float = knob(30.0, "wall time one call into the environment may take")
     # learning
     lr: float = knob(3e-4, "learning rate")
@@ -84,7 +84,10 @@ class Settings:
     critic: str = knob("shared", "shared: the critic reads the policy's states; separate: it is a model of its own")
     value_lr: float = knob(1e-3, "learning rate of the critic")
     positions: int = knob(0, "ids per micro-batch; 0: 8192 on a CPU, 16384 on a GPU")
-    dtype: str = knob("auto", "of the learner's products: float32, bfloat16, or auto: bfloat16 on a GPU, else float32")
+    dtype: str = knob(
+        "auto",
+        "of the learner's products: float32, bfloat16, fp8 (as fp8 rollouts), or auto: bfloat16 on a GPU, else float32",
+    )
     recompute: bool = knob(False, "compute layers again in the backward pass: less memory, more time")
     offload: bool = knob(False, "keep the optimiser's memory on the host between steps, where a GPU is short of it")
     lora_rank: int = knob(0, "train LoRA adapters of this rank; 0: all weights")

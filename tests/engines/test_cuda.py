@@ -468,6 +468,9 @@ def test_a_graph_is_captured_while_another_thread_allocates():
         ("cuda", "auto", "float32", None, 3e-2),
         ("cuda", "float32", "float16", torch.float16, 3e-2),
         ("cuda", "auto", "fp8", torch.float8_e4m3fn, 0.3),
+        ("cuda", "fp8", "auto", torch.float8_e4m3fn, 3e-2),
+        ("cpu", "fp8", "auto", torch.float8_e4m3fn, 1e-3),
+        ("cpu", "fp8", "float32", None, 0.3),
     ],
 )
 def test_rollouts_are_as_precise_as_the_learner_unless_told(monkeypatch, device, dtype, rollouts, expected, tolerance):

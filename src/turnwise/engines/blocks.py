@@ -28,9 +28,13 @@ from torch.utils.checkpoint import checkpoint
 from turnwise.engines import plain
 from turnwise.engines.arithmetic import kind_of, ops_for
 from turnwise.engines.cuda.body import Body
+from turnwise.engines.cuda.reference import quantise, widened
 from turnwise.engines.decoder import FAMILY, STEADY_ROPES
 from turnwise.engines.native import ops as native
 from turnwise.engines.ragged import Ragged
+from turnwise.errors import SettingError
+
+NARROW = "narrow_products"  # what says so on a decoder: its copies say it, too
 
 
 class Layout(Protocol):
@@ -42,9 +46,47 @@ class Layout(Protocol):
 # ------------------------------------------------------------------ products
 
 
-def _product(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Rounded:
+    """A weight in e4m3, a scale for each output, whose inputs are rounded likewise, a scale for each row: what a sampler's fp8
+    products compute. e4m3 numbers are exact in half precision, so only the order of sums differs."""
+
+    data: Tensor  # [n, d] e4m3 numbers in the products' dtype
+    scale: Tensor  # [n, 1]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Rounded:
+        data, scale = quantise(weight)
+        return cls(data.to(weight.dtype), scale)
+
+    def product(self, h: Tensor) -> Tensor:
+        data, scale = quantise(h)
+        a, b = data.to(h.dtype), self.data.t()
+        out = torch.mm(a, b, out_dtype=torch.float32) if h.is_cuda and h.dtype != torch.float32 else torch.mm(a, b)
+        return (out.float() * scale * self.scale.t()).to(h.dtype)
+
+    def wide(self) -> Tensor:
+        return widened(self.data, self.scale).to(self.data.dtype)
+
+
+Weight = Tensor | Rounded
+
+
+def _product(h: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """h Wᵀ + b in the dtype of h."""
+    if isinstance(weight, Rounded):
+        return weight.product(h) if bias is None else weight.product(h) + bias
     return torch.mm(h, weight.t()) if bias is None else torch.addmm(bias, h, weight.t())
+
+
+def _back(d: Tensor, weight: Weight) -> Tensor:
+    """d W: the gradient of a product's input. Rounding passes gradients through as they are."""
+    return torch.mm(d, weight.wide() if isinstance(weight, Rounded) else weight)
+
+
+def _seen(h: Tensor, weight: Weight) -> Tensor:
+    """What a product really multiplied."""
+    return widened(*quantise(h)).to(h.dtype) if isinstance(weight, Rounded) else h
 
 
 def _weight_gradient(d: Tensor, h: Tensor, like: Tensor) -> Tensor:
@@ -71,12 +113,13 @@ class _Enter:
     norm: Tensor
     own: tuple[Tensor, ...]  # q, k, v
     biases: tuple[Tensor, ...]
-    fused: Tensor
+    fused: Weight
     bias: Tensor | None
     head_norms: tuple[Tensor, ...]  # where there are any, q and k are normed and turned afterwards
     heads: int  # queries and keys
     size: int
     eps: float
+    kind: torch.dtype  # of products
 
     def __call__(
         self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor
@@ -90,7 +133,7 @@ class _EnterFunction(torch.autograd.Function):
     def forward(
         ctx: Any, half: _Enter, cos: Tensor, sin: Tensor, x: Tensor, delta: Tensor | None, norm: Tensor, *own: Tensor
     ) -> Any:
-        total, h = half.ops.add_norm(x, delta, norm, half.eps, half.fused.dtype)
+        total, h = half.ops.add_norm(x, delta, norm, half.eps, half.kind)
         qkv = _product(h, half.fused, half.bias)
         if not half.head_norms:
             half.ops.rotate_(qkv, cos, sin, half.heads, half.size)
@@ -109,11 +152,11 @@ class _EnterFunction(torch.autograd.Function):
             d = half.ops.unrotate(dq, dk, dv, cos, sin)
         else:
             d = torch.cat((dq, dk, dv), 1).flatten(1)
-        dx, d_kind, h, d_norm = half.ops.norm_backward(torch.mm(d, half.fused), total, norm, half.eps, d_total)
+        dx, d_kind, h, d_norm = half.ops.norm_backward(_back(d, half.fused), total, norm, half.eps, d_total)
         wanted = ctx.needs_input_grad[6:]
         grads: list[Tensor | None] = [None] * len(half.own)
         if any(wanted[: len(half.own)]):
-            grads = _parts(_weight_gradient(d, h, norm), half.own, wanted)
+            grads = _parts(_weight_gradient(d, _seen(h, half.fused), norm), half.own, wanted)
         biases = _parts(d.sum(0, dtype=norm.dtype), half.biases, wanted[len(half.own) :]) if half.biases else []
         return None, None, None, dx, d_kind if ctx.added else None, d_norm, *grads, *biases
 
@@ -126,10 +169,10 @@ class _Leave:
     own: tuple[Tensor, ...]  # out, gate, up, down
     norm: Tensor
     bias: Tensor | None
-    out: Tensor
+    out: Weight
     out_bias: Tensor | None
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
     eps: float
 
     def __call__(self, mixed: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,15 +198,16 @@ class _LeaveFunction(torch.autograd.Function):
         half: _Leave = ctx.half
         mixed, total, both, norm = ctx.saved_tensors
         want_bias, want_out, want_gate, want_up, want_down = ctx.needs_input_grad[4:]
-        d_both, act = half.ops.swiglu_backward(both, torch.mm(dy, half.down))
-        d_down = _weight_gradient(dy, act, norm) if want_down else None
-        dx, d_out, h, d_norm = half.ops.norm_backward(torch.mm(d_both, half.gate_up), total, norm, half.eps, d_total)
+        d_both, act = half.ops.swiglu_backward(both, _back(dy, half.down))
+        d_down = _weight_gradient(dy, _seen(act, half.down), norm) if want_down else None
+        dx, d_out, h, d_norm = half.ops.norm_backward(_back(d_both, half.gate_up), total, norm, half.eps, d_total)
         gate_up: list[Tensor | None] = [None, None]
         if want_gate or want_up:
-            gate_up = _parts(_weight_gradient(d_both, h, norm), half.own[1:3], (want_gate, want_up))
-        out = _weight_gradient(d_out, mixed, norm) if want_out else None
+            seen = _seen(h, half.gate_up)
+            gate_up = _parts(_weight_gradient(d_both, seen, norm), half.own[1:3], (want_gate, want_up))
+        out = _weight_gradient(d_out, _seen(mixed, half.out), norm) if want_out else None
         d_bias = d_out.sum(0, dtype=norm.dtype) if want_bias else None
-        return None, torch.mm(d_out, half.out), dx, d_norm, d_bias, out, *gate_up, d_down
+        return None, _back(d_out, half.out), dx, d_norm, d_bias, out, *gate_up, d_down
 
 
 class _FinalNorm(torch.autograd.Function):
@@ -198,6 +242,7 @@ class Blocks:
         self.eps, self.scale, self.size = config.rms_norm_eps, attention.scaling, attention.head_dim
         self.normed = hasattr(attention, "q_norm")
         self.recompute = False  # keep only what enters a layer, and run the layer again in the backward pass
+        self.narrow = getattr(decoder, NARROW, False)  # products of the layers in fp8
         self.weights = list(decoder.parameters())
         self.body = Body(self.weights)
 
@@ -223,10 +268,11 @@ class Blocks:
     def describe(self) -> str:
         """Which path reads, for a log."""
         ops = ops_for(self.weights[0])
+        fp8 = ", weights rounded to fp8" if self.narrow else ""
         if ops in (plain, native):
-            return "plain kernels" if ops is plain else "C kernels"
+            return ("plain kernels" if ops is plain else "C kernels") + fp8
         graphs = "CUDA graphs" if self.body.works and not self.recompute else "no CUDA graphs"
-        return f"Triton kernels, {graphs}"
+        return f"Triton kernels, {graphs}" + fp8
 
     def __call__(self, ids: Tensor, position: Tensor, layout: Layout, asked: Tensor | None = None) -> Tensor:
         """ids and position [L] -> what the LM head would read, [L, d], in ``kind``; where rows are ``asked`` for, only theirs."""
@@ -273,6 +319,11 @@ class Blocks:
         mixed = layout.attend_rows(q, k, v, self.scale).flatten(1)
         return leave(mixed, x) if rows is None else leave(mixed.index_select(0, rows), x.index_select(0, rows))
 
+    @staticmethod
+    def _rounded(weight: Tensor) -> Weight:
+        """To fp8, as the sampler of this device rounds: on a CPU the weights alone."""
+        return Rounded.of(weight) if weight.is_cuda else widened(*quantise(weight)).to(weight.dtype)
+
     @torch.no_grad()
     def _cut(
         self, layer: Any, kind: torch.dtype, ops: ModuleType, as_own: Callable[[Tensor], Tensor]
@@ -285,13 +336,14 @@ class Blocks:
         head_norms = tuple(as_own(n.weight) for n in (a.q_norm, a.k_norm)) if self.normed else ()
         out_bias = None if a.o_proj.bias is None else as_own(a.o_proj.bias)
         heads = (len(qkv[0]) + len(qkv[1])) // self.size
+        rounded = self._rounded if self.narrow else lambda w: w
+        fused, out, gate_up, down = (rounded(w.to(kind)) for w in (torch.cat(qkv), own[0], torch.cat(own[1:3]), own[3]))
         enter = _Enter(
-            ops, norms[0], qkv, biases, torch.cat(qkv).to(kind), torch.cat(biases).to(kind) if biases else None,
-            head_norms, heads, self.size, self.eps,
+            ops, norms[0], qkv, biases, fused, torch.cat(biases).to(kind) if biases else None,
+            head_norms, heads, self.size, self.eps, kind,
         )  # fmt: skip
         leave = _Leave(
-            ops, own, norms[1], out_bias, own[0].to(kind),
-            None if out_bias is None else out_bias.to(kind), torch.cat(own[1:3]).to(kind), own[3].to(kind), self.eps,
+            ops, own, norms[1], out_bias, out, None if out_bias is None else out_bias.to(kind), gate_up, down, self.eps
         )  # fmt: skip
         return enter, leave
 
@@ -318,6 +370,18 @@ def of(decoder: nn.Module) -> Blocks | None:
 def forbid(decoder: nn.Module, why: str) -> None:
     """Read this decoder by its stock forward from now on."""
     _known[decoder] = why
+
+
+def narrow(decoder: nn.Module) -> None:
+    """From now on round the layers' products to fp8, as a sampler does."""
+    fast = of(decoder)
+    if fast is None:
+        raise SettingError(
+            f"dtype fp8 needs hand-written layers, and these are read by their stock forward ({_known[decoder]}); "
+            "write --dtype auto, or --rollout-dtype fp8 with a method that corrects for the difference"
+        )
+    setattr(decoder, NARROW, True)
+    fast.narrow = True
 
 
 def describe(decoder: nn.Module) -> str:

@@ -71,6 +71,8 @@ class LocalLearner:
             blocks.forbid(
                 self.model.get_decoder(), "adapters" if self.settings.lora_rank else "noise between its layers"
             )
+        if self.settings.narrow:
+            blocks.narrow(self.model.get_decoder())
         self.version = 0
         self.steps = 0  # taken
         self.skipped = 0  # not taken, because a loss or gradient was not finite

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from turnwise.errors import SettingError, nearest
 
 SCHEDULES = ("constant", "linear", "cosine")
-DTYPES = ("auto", "float32", "bfloat16", "float64")
+DTYPES = ("auto", "float32", "bfloat16", "float64", "fp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,9 @@ class LearnerSettings:
     schedule: str = "constant"  # after the warm-up: constant, or to zero at total_steps: linear, cosine
     total_steps: int | None = None
     positions: int = 16384  # packed ids in one micro-batch: memory, never the result
-    dtype: str = "auto"  # of the arithmetic: float32 on CPU, bfloat16 (weights stay float32) on CUDA
+    dtype: str = (
+        "auto"  # of the arithmetic: float32 on CPU, bfloat16 (weights stay float32) on CUDA; fp8: that, rounded
+    )
     lora_rank: int = 0  # 0 trains every weight
     lora_alpha: float | None = None  # None: twice the rank
     value_lr: float | None = None  # of the critic; None: lr
@@ -65,9 +67,14 @@ class LearnerSettings:
             if value is not None and not (value >= least and math.isfinite(value)):
                 raise SettingError(f"{name} is {value}; write a number of at least {least}")
 
+    @property
+    def narrow(self) -> bool:
+        """Are the layers' products those of an fp8 sampler?"""
+        return self.dtype == "fp8"
+
     def arithmetic(self, device: torch.device) -> torch.dtype:
         """What ``dtype`` means on this device."""
-        if self.dtype == "auto":
+        if self.dtype in ("auto", "fp8"):
             return torch.bfloat16 if device.type == "cuda" else torch.float32
         return getattr(torch, self.dtype)
 
