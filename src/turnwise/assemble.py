@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from turnwise import catalogue, needs, recipes
 from turnwise.data import Sampling, Task, Trajectory
+from turnwise.engines.drafts import Drafting
 from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.learner import LearnerSettings, LocalLearner
 from turnwise.engines.probe import TOLERANCE, TOLERANCES
@@ -54,7 +55,9 @@ def recipe_of(settings: Settings, own: Recipe | None = None) -> Recipe:
 def examine(settings: Settings, own: Recipe | None = None) -> Recipe:
     """Refuses every setting that can be refused before anything is written or learned; the recipe of the run."""
     recipe, world = recipe_of(settings, own), World.of(settings)
+    settings = precise(settings, recipe)
     device_of(settings)
+    _same_numbers(settings, recipe)
     world.tasks("train")
     sampling_of(settings), sampling_of(settings, settings.eval_temperature)
     learner_settings(settings, recipe)
@@ -244,6 +247,33 @@ def cold_learner_of(settings: Settings, model: PreTrainedModel, steps: int) -> L
         dtype=settings.dtype,
     )
     return LocalLearner(model, chosen, device=device_of(settings))
+
+
+def precise(settings: Settings, recipe: Recipe) -> Settings:
+    """The settings with the precision a method asks for, where nobody said otherwise."""
+    asked: dict[str, Any] = {"dtype": recipe.precision.learner, "rollout_dtype": recipe.precision.rollouts}
+    return replace(settings, **{k: v for k, v in asked.items() if v and getattr(settings, k) == "auto"})
+
+
+def _same_numbers(settings: Settings, recipe: Recipe) -> None:
+    """fp8 rollouts for a learner that computes in other numbers are off-policy data."""
+    narrow = LearnerSettings(dtype=settings.dtype).narrow
+    if rollout_dtype_of(settings) == torch.float8_e4m3fn and not narrow and not recipe.corrects:
+        raise SettingError(
+            f"{settings.title} takes its rollouts for samples of the learner's own policy, and in fp8 they are not; write "
+            "--dtype fp8 (the learner rounds likewise), or take a method with a ratio (grpo) or one that corrects (tis, mis)"
+        )
+
+
+def drafting_of(
+    settings: Settings, recipe: Recipe, model: PreTrainedModel, renderer: Renderer, deterministic: bool, dialogues: int
+) -> LocalGenerator | Drafting:
+    """The run's generator, with a cheap one before it where the recipe wants drafts in other numbers."""
+    exact = generator_of(settings, model, renderer, deterministic, dialogues)
+    if not recipe.precision.drafts:
+        return exact
+    cheap = replace(settings, rollout_dtype=recipe.precision.drafts, eval_tasks=1, eval_samples=1)
+    return Drafting(exact, generator_of(cheap, model, renderer, deterministic))
 
 
 def generator_of(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from turnwise.data import Group, Status, Task, Trajectory
 from turnwise.errors import EnvironmentFault
-from turnwise.ports import Generator, Ledger
+from turnwise.ports import Generator, Ledger, Session
 from turnwise.recipe import Recipe
 from turnwise.rollout.strategy import Play
 from turnwise.seeds import stable_seed
@@ -49,9 +50,14 @@ class Collector:
             key, task = self.again.popleft() if self.again else self._draw()
             self.ledger.issue(key, task, step, self.generator.version)
             number = key.split("~")[0]
-            open_session = lambda i, n=number: self.generator.open(stable_seed(self.seed, "sample", n, i))  # noqa: E731
+            open_session = partial(self._open, number)
             grow = self.recipe.strategy.begin(key, task, self.recipe.budget.size, open_session, self.play, self.pulse)
             self.running[asyncio.ensure_future(grow)] = key
+
+    def _open(self, number: str, i: int, draft: bool = False) -> Session:
+        """The i-th session of a group. A draft draws the random numbers of its exact twin."""
+        seed = stable_seed(self.seed, "sample", number, i)
+        return self.generator.open(seed, draft=True) if draft else self.generator.open(seed)
 
     def _draw(self) -> tuple[str, Task]:
         number, task = self.sampler.next()

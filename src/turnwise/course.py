@@ -60,6 +60,7 @@ class Course:
 
     def __post_init__(self) -> None:
         self.recipe: Recipe = assemble.recipe_of(self.settings, self.own)
+        self.settings = assemble.precise(self.settings, self.recipe)
         self.objective = self.recipe.objective
         self.world = World.of(self.settings)
         self.held_back: list[Group] = []
@@ -84,7 +85,7 @@ class Course:
         self._tell_tools()
         s, budget = self.settings, self.recipe.budget
         dialogues = budget.groups * budget.size * (s.staleness + 1)
-        generator = assemble.generator_of(s, model, self.renderer, s.staleness == 0, dialogues)
+        generator = assemble.drafting_of(s, self.recipe, model, self.renderer, s.staleness == 0, dialogues)
         learner = assemble.learner_of(self.settings, model, self.recipe)
         engines = {"generator": generator, "learner": learner}
         self.paths = {name: e.describe() for name, e in engines.items() if hasattr(e, "describe")}

@@ -94,7 +94,9 @@ class Generator(Protocol):
 
     version: int
 
-    def open(self, seed: int) -> Session: ...
+    def open(self, seed: int, draft: bool = False) -> Session:
+        """``draft``: what it samples need not be exact, only cheap, where a generator knows the difference."""
+        ...
 
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take new weights between two tokens; requests in flight go on under them."""

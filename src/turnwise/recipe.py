@@ -18,6 +18,7 @@ from turnwise.algebra.smoothing import LayerNoise
 from turnwise.algebra.term import Term
 from turnwise.errors import RecipeError
 from turnwise.levels import TRAJECTORY
+from turnwise.rollout.precision import Precision
 from turnwise.rollout.strategy import Independent, Strategy
 from turnwise.signals import CRITIC, Signal
 from turnwise.tasks.admission import Admission, Everything
@@ -45,6 +46,7 @@ class Recipe:
     control: Control = field(default_factory=Passes)  # in which optimiser steps?
     gradient: Gradient = field(default_factory=Plain)  # how does a gradient become a step?
     smoothing: LayerNoise | None = None  # is the policy smoothed by noise while it learns?
+    precision: Precision = field(default_factory=Precision)  # in which numbers?
 
     def __post_init__(self) -> None:
         if self.advantage.compares and self.budget.size < 2:
@@ -67,6 +69,11 @@ class Recipe:
         roots = (self.advantage, self.reward, self.ratio, self.gate, self.keep, *self.penalties)
         grown = getattr(self.strategy, "asks", frozenset[str]())
         return grown.union(self.replay.wants, *(root.asks for root in roots))
+
+    @property
+    def corrects(self) -> bool:
+        """Whether its loss looks at how far the learner is from what sampled the data."""
+        return self.ratio.corrects or Signal.PROXIMAL in self.objective.needs
 
     @property
     def critics(self) -> int:

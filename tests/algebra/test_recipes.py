@@ -31,6 +31,12 @@ ORACLES = {
     "gspo_token": objectives.gspo_token,
     "ppo": objectives.ppo,
     "turn_ppo": objectives.turn_ppo,
+    "jet_rl": lambda batch: objectives.grpo(
+        batch, beta=0.0
+    ),  # the loss is GRPO's; tests/engines/test_narrow.py has the precision
+    "sol_rl": lambda batch: objectives.grpo(
+        batch, beta=0.0
+    ),  # the same of what was kept; tests/rollout/test_screened.py has the choice
     "epo": lambda batch: agents.epo(batch, history={}, weight=2.0),
     "red_drop": None,  # its own test: the dropping happens at admission
     "see_upo": None,  # its own test: one step for each turn

@@ -22,6 +22,11 @@ class Ratio(Piece):
         """Whether a token's ratio depends on other trajectories, so that it can only be told of the whole step."""
         return False
 
+    @property
+    def corrects(self) -> bool:
+        """Whether it compares the policy with what sampled the data."""
+        return True
+
     def __call__(self, now: Now) -> Field:
         raise NotImplementedError
 
@@ -91,6 +96,10 @@ class PerToken(Ratio):
 @dataclass(frozen=True)
 class OnPolicy(Ratio):
     """ρ = 1 with the gradient of log π: the data counts as sampled from the current policy."""
+
+    @property
+    def corrects(self) -> bool:
+        return False
 
     def __call__(self, now: Now) -> Field:
         return (now.logp - now.logp.detach()).exp()

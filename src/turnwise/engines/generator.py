@@ -84,7 +84,8 @@ class LocalGenerator:
     def version(self, value: int) -> None:
         self.lanes.version = value
 
-    def open(self, seed: int) -> LocalSession:
+    def open(self, seed: int, draft: bool = False) -> LocalSession:
+        """Drafts are sampled like all else: whoever has something cheaper stands before this one (``engines/drafts.py``)."""
         session = LocalSession(self, seed, self._opened)
         self.sessions[self._opened] = session
         self._opened += 1

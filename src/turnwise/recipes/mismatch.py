@@ -14,6 +14,8 @@ from turnwise.algebra.ratio import Importance
 from turnwise.algebra.smoothing import LayerNoise
 from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.recipe import Recipe
+from turnwise.rollout.precision import Precision
+from turnwise.rollout.strategy import Screened
 
 INF = float("inf")
 
@@ -211,3 +213,36 @@ def alp_sequence(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate:
     """
     noise = LayerNoise(sigma, rate)
     return Recipe(advantage=Standardise(), ratio=Importance(TRAJECTORY), gate=Clip(low, high), smoothing=noise)
+
+
+# --------------------------------------------------------------------- precision
+
+
+def jet_rl(clip: float = 0.2) -> Recipe:
+    """Jet-RL: rollouts and learner compute in the same fp8, so that what is fast is still on-policy.
+
+    ŵ = scale · e4m3(w / scale) in both;  y = ĥ ŵ;  ∂/∂w = ∂/∂ŵ;  L as GRPO's
+
+    Paper: Jet-RL: Enabling On-Policy FP8 Reinforcement Learning with Unified Precision Flow, arXiv 2601.14243.
+    Settings: e4m3, one precision flow for both sides, wide master weights; the loss is GRPO's.
+    Deviation: scales belong to outputs and tokens, not to blocks of 128; backward products and the LM head are not rounded. On a
+    CPU only the weights are.
+    Sure of: the principle (abstract), scales and roundings (reconstructed).
+    """
+    return Recipe(advantage=Standardise(), gate=Clip(clip, clip), precision=Precision(learner="fp8"))
+
+
+def sol_rl(clip: float = 0.2, drafts: int = 0) -> Recipe:
+    """Sol-RL: many cheap drafts explore, the best and the worst are sampled again exactly, and only those are learned from.
+
+    drafts ~ π̂ (fp8), n of them;  kept: the best and the worst k/2 by reward;  the same random numbers again under π;  L as GRPO's
+
+    Paper: FP4 Explore, BF16 Train: Diffusion Reinforcement Learning via Efficient Rollout Scaling, arXiv 2604.06916.
+    Settings: four drafts for each trajectory kept is ours (drafts 0), clip 0.2.
+    Deviation: for language models; a seed fixes the numbers drawn, not the text, so a draft sampled again may part from itself.
+    fp8 instead of NVFP4. Advantages are z-scores among the kept.
+    Sure of: the two stages and the choice of extremes (abstract and notes), the rest is ours.
+    """
+    return Recipe(
+        advantage=Standardise(), gate=Clip(clip, clip), strategy=Screened(drafts), precision=Precision(drafts="fp8")
+    )

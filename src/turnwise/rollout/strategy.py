@@ -7,8 +7,8 @@ it returns plays the episodes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from turnwise.data import Group, Status, Task, Trajectory
@@ -31,9 +31,15 @@ Pulse = Mapping[str, float]
 """What the last training step measured (entropy, success ...); empty before the first."""
 
 
+class Open(Protocol):
+    """Opens the i-th session of a group; a ``draft`` of it draws the same random numbers, perhaps in cheaper arithmetic."""
+
+    def __call__(self, i: int, draft: bool = False) -> Session: ...
+
+
 class Strategy(Protocol):
     def begin(
-        self, group: str, task: Task, size: int, open_session: Callable[[int], Session], play: Play, pulse: Pulse
+        self, group: str, task: Task, size: int, open_session: Open, play: Play, pulse: Pulse
     ) -> Coroutine[Any, Any, Group]: ...
 
 
@@ -42,7 +48,7 @@ class Independent:
     """Every trajectory on its own, all at once."""
 
     def begin(
-        self, group: str, task: Task, size: int, open_session: Callable[[int], Session], play: Play, pulse: Pulse
+        self, group: str, task: Task, size: int, open_session: Open, play: Play, pulse: Pulse
     ) -> Coroutine[Any, Any, Group]:
         return _together(group, task, [open_session(i) for i in range(size)], [1.0] * size, play)
 
@@ -63,7 +69,7 @@ class Thermostat:
             raise RecipeError(f"need 0 < cold <= 1 <= hot and 0 <= share < 1, got {self}")
 
     def begin(
-        self, group: str, task: Task, size: int, open_session: Callable[[int], Session], play: Play, pulse: Pulse
+        self, group: str, task: Task, size: int, open_session: Open, play: Play, pulse: Pulse
     ) -> Coroutine[Any, Any, Group]:
         heat = self.hot if pulse.get("entropy", 0.0) <= self.target else self.cold
         tempered = int(size * self.share)
@@ -90,7 +96,7 @@ class Branch:
             raise RecipeError(f"need trunks >= 1 and where one of {', '.join(PLACES)}; got {self}")
 
     def begin(
-        self, group: str, task: Task, size: int, open_session: Callable[[int], Session], play: Play, pulse: Pulse
+        self, group: str, task: Task, size: int, open_session: Open, play: Play, pulse: Pulse
     ) -> Coroutine[Any, Any, Group]:
         return self._grow(group, task, [open_session(i) for i in range(size)], play)
 
@@ -141,7 +147,7 @@ class Hinted:
             raise RecipeError(f"{self.more} hinted trajectories; write 0 (as many as plain ones) or a positive number")
 
     def begin(
-        self, group: str, task: Task, size: int, open_session: Callable[[int], Session], play: Play, pulse: Pulse
+        self, group: str, task: Task, size: int, open_session: Open, play: Play, pulse: Pulse
     ) -> Coroutine[Any, Any, Group]:
         return self._grow(group, task, [open_session(i) for i in range(size + (self.more or size))], size, play)
 
@@ -165,6 +171,50 @@ def _stuck(group: Group) -> bool:
 
 
 PLACES = ("surprise", "even", "every")
+
+
+@dataclass(frozen=True)
+class Screened:
+    """``drafts`` (0: four times the group) are sampled cheaply; the best and the worst of them, half of the group each, are
+    sampled again exactly, with the same random numbers, and only those are kept. What the draft earned is the fact ``draft``."""
+
+    drafts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.drafts < 0:
+            raise RecipeError(f"{self.drafts} drafts; write 0 (four times the group) or a positive number")
+
+    def begin(
+        self, group: str, task: Task, size: int, open_session: Open, play: Play, pulse: Pulse
+    ) -> Coroutine[Any, Any, Group]:
+        count = self.drafts or 4 * size
+        if count < size:
+            raise RecipeError(f"{count} drafts for groups of {size}; write at least as many, or 0")
+        cheap, exact = ([open_session(i, draft) for i in range(count)] for draft in (True, False))
+        return self._grow(group, task, cheap, exact, size, play)
+
+    async def _grow(
+        self, group: str, task: Task, cheap: list[Session], exact: list[Session], size: int, play: Play
+    ) -> Group:
+        for session in exact:
+            session.park()  # they do not ask before the drafts have ended
+        seen = await asyncio.gather(*(play(f"{group}.draft{i}", task, s) for i, s in enumerate(cheap)))
+        chosen = sorted(_extremes([t.reward for t in seen if t.status != Status.FAILED], size))
+        whole = [i for i, t in enumerate(seen) if t.status != Status.FAILED]
+        kept = [whole[k] for k in chosen] + [i for i in range(len(seen)) if i not in whole][: size - len(chosen)]
+        for i, session in enumerate(exact):
+            if i not in kept:
+                session.close()
+        played = await asyncio.gather(*(play(f"{group}.{i}", task, exact[i]) for i in kept))
+        told = [replace(t, facts={**t.facts, "draft": float(seen[i].reward)}) for i, t in zip(kept, played)]
+        return Group(group, task, tuple(told))
+
+
+def _extremes(values: list[float], size: int) -> list[int]:
+    """Where the best half and the worst half of ``size`` values stand; of equals the first."""
+    order = sorted(range(len(values)), key=lambda i: -values[i])
+    best = (size + 1) // 2
+    return order if len(order) <= size else [*order[:best], *order[len(order) - (size - best) :]]
 
 
 async def _together(group: str, task: Task, sessions: list[Session], heats: list[float], play: Play) -> Group:

@@ -1,0 +1,144 @@
+"""Drafts explore, the exact policy samples the extremes again: who is kept, with which random numbers, by which engine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_hints import Resting
+
+from turnwise import assemble, recipes
+from turnwise.data import Status, Task, Trajectory, Turn
+from turnwise.engines.drafts import Drafting
+from turnwise.errors import RecipeError, SettingError
+from turnwise.rollout.render import Renderer
+from turnwise.rollout.strategy import Independent, Screened, _extremes
+from turnwise.world import World, settle
+
+TASK = Task("x", 0)
+
+
+def grown(rewards, size, drafts=0, failed=()):
+    """A group whose i-th draft earns ``rewards[i]``, and the sessions it opened: (drafts, exact ones)."""
+    opened = {True: [], False: []}
+
+    def open_session(i, draft=False):
+        assert i == len(opened[draft])
+        opened[draft].append(Resting())
+        return opened[draft][-1]
+
+    async def play(key, task, session):
+        draft = session in opened[True]
+        i = opened[draft].index(session)
+        status = Status.FAILED if i in failed else Status.FINISHED
+        return Trajectory(key, task, (Turn((1,), (i,), (-0.1,), version=(0,), reward=rewards[i]),), status=status)
+
+    grow = Screened(drafts).begin("g", TASK, size, open_session, play, {})
+    assert len(opened[True]) == len(opened[False]) == (drafts or 4 * size), "the whole wave is known at once"
+    return asyncio.run(grow), opened
+
+
+def test_the_best_and_the_worst_are_played_again():
+    group, opened = grown([0.2, 0.9, 0.1, 0.5, 0.9, 0.0, 0.3, 0.4], 4, drafts=8)
+    assert [t.id for t in group.trajectories] == ["g.1", "g.2", "g.4", "g.5"]
+    assert [t.facts["draft"] for t in group.trajectories] == [0.9, 0.1, 0.9, 0.0]
+    assert all(s.parked for s in opened[False]) and not any(s.parked for s in opened[True])
+    assert [i for i, s in enumerate(opened[False]) if not s.closed] == [1, 2, 4, 5]
+
+
+def test_failed_drafts_are_the_last_resort():
+    group, _ = grown([0.5, 0.9, 0.1, 0.2], 2, drafts=4, failed={1, 2})
+    assert [t.id for t in group.trajectories] == ["g.0", "g.3"]
+    group, _ = grown([0.5, 0.9, 0.1, 0.2], 3, drafts=4, failed={1, 2, 3})
+    assert [t.id for t in group.trajectories] == ["g.0", "g.1", "g.2"]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=12), st.integers(1, 12))
+def test_extremes(values, size):
+    """Law: as many as asked for, each once; nobody left out is better than one of the best, or worse than one of the worst."""
+    chosen = _extremes(values, size)
+    assert len(set(chosen)) == len(chosen) == min(size, len(values))
+    if len(values) > size:
+        best, worst = chosen[: (size + 1) // 2], chosen[(size + 1) // 2 :]
+        left = [values[i] for i in range(len(values)) if i not in chosen]
+        assert max(left) <= min(values[i] for i in best)
+        assert not worst or min(left) >= max(values[i] for i in worst)
+
+
+def test_too_few_drafts_are_refused():
+    with pytest.raises(RecipeError, match="write at least as many"):
+        grown([0.0] * 3, 4, drafts=3)
+    with pytest.raises(RecipeError, match="-1 drafts"):
+        Screened(-1)
+
+
+# ------------------------------------------------------------------- real engines
+
+
+@pytest.fixture(scope="module")
+def stage():
+    chosen = replace(settle({"env": "calculator"}), hidden=32, layers=1, slots=16, max_tokens=12, eval_tasks=2)
+    world = World.of(chosen)
+    tokenizer = assemble.tokenizer_of(chosen, world)
+    return chosen, world, Renderer(tokenizer), assemble.model_of(chosen, len(tokenizer))
+
+
+def played(stage, strategy, drafts):
+    chosen, world, renderer, model = stage
+    recipe = replace(recipes.build("sol_rl"), precision=replace(recipes.build("sol_rl").precision, drafts=drafts))
+    generator = assemble.drafting_of(chosen, recipe, model, renderer, True, 8)
+    play = assemble.player(world, renderer, assemble.sampling_of(chosen))
+    open_session = lambda i, draft=False: generator.open(i, draft)  # noqa: E731
+    group = asyncio.run(_alone(strategy.begin("0", Task("calculator", 3), 4, open_session, play, {})))
+    return group, generator
+
+
+async def _alone(grow):
+    return await grow
+
+
+def test_an_exact_draft_is_given_back_to_the_letter(stage):
+    """Identity: in equal numbers the second sampling is the first, and with as many drafts as trajectories nothing is chosen."""
+    screened, generator = played(stage, Screened(4), "float32")
+    plain, _ = played(stage, Independent(), "")
+    said = lambda group: [[turn.tokens for turn in t.turns] for t in group.trajectories]  # noqa: E731
+    assert said(screened) == said(plain) and len(said(plain)) == 4
+    assert all(t.facts["draft"] == t.reward for t in screened.trajectories)
+    assert isinstance(generator, Drafting) and "drafts: " in generator.describe()
+
+
+def test_drafts_are_sampled_in_fp8_and_what_is_kept_is_not(stage):
+    model = stage[-1]
+    _, generator = played(stage, Screened(8), "fp8")
+    drawn = generator.stats()
+    assert drawn["drafts/tokens"] > drawn["tokens"] > 0
+    assert "fp8" in generator.cheap.describe() and "fp8" not in generator.exact.describe()
+
+    async def publish():
+        await generator.publish({n: p * 0 for n, p in model.named_parameters()}, 5)
+
+    asyncio.run(publish())
+    assert generator.version == generator.exact.version == generator.cheap.version == 5
+    for engine in (generator.exact, generator.cheap):
+        assert not any(p.any() for p in engine.network.model.parameters())
+
+
+@pytest.mark.parametrize(("method", "precision"), [("jet_rl", ("fp8", "auto")), ("sol_rl", ("auto", "auto"))])
+def test_a_method_says_in_which_numbers_unless_somebody_else_does(method, precision):
+    chosen = settle({"method": method, "env": "calculator"})
+    made = assemble.precise(chosen, recipes.build(method))
+    assert (made.dtype, made.rollout_dtype) == precision
+    other = replace(chosen, dtype="float32", rollout_dtype="bfloat16")
+    assert assemble.precise(other, recipes.build(method)) == other
+
+
+def test_fp8_rollouts_need_a_learner_or_a_method_that_knows():
+    for method, more in (("reinforce", {"dtype": "fp8"}), ("grpo", {}), ("tis", {}), ("jet_rl", {})):
+        assemble.examine(settle({"method": method, "env": "calculator", "rollout_dtype": "fp8", **more}))
+    with pytest.raises(SettingError, match="--dtype fp8"):
+        assemble.examine(settle({"method": "reinforce", "env": "calculator", "rollout_dtype": "fp8"}))
+    assert torch.float8_e4m3fn == assemble.rollout_dtype_of(settle({"dtype": "fp8"}))
