@@ -70,8 +70,10 @@ def test_extremes(values, size):
 
 
 def test_too_few_drafts_are_refused():
-    with pytest.raises(RecipeError, match="write at least as many"):
-        grown([0.0] * 3, 4, drafts=3)
+    with pytest.raises(RecipeError, match="3 drafts for groups of 4; write at least as many"):
+        assemble.examine(
+            settle({"method": "sol_rl", "env": "calculator", "group_size": 4, "method_options": {"drafts": 3}})
+        )
     with pytest.raises(RecipeError, match="-1 drafts"):
         Screened(-1)
 

@@ -184,12 +184,15 @@ class Screened:
         if self.drafts < 0:
             raise RecipeError(f"{self.drafts} drafts; write 0 (four times the group) or a positive number")
 
+    def suits(self, size: int) -> None:
+        """Refuses groups it cannot grow."""
+        if 0 < self.drafts < size:
+            raise RecipeError(f"{self.drafts} drafts for groups of {size}; write at least as many, or 0")
+
     def begin(
         self, group: str, task: Task, size: int, open_session: Open, play: Play, pulse: Pulse
     ) -> Coroutine[Any, Any, Group]:
         count = self.drafts or 4 * size
-        if count < size:
-            raise RecipeError(f"{count} drafts for groups of {size}; write at least as many, or 0")
         cheap, exact = ([open_session(i, draft) for i in range(count)] for draft in (True, False))
         return self._grow(group, task, cheap, exact, size, play)
 
