@@ -19,7 +19,7 @@ from turnwise.algebra.term import Term
 from turnwise.errors import RecipeError
 from turnwise.levels import TRAJECTORY
 from turnwise.rollout.precision import Precision
-from turnwise.rollout.strategy import Independent, Screened, Strategy
+from turnwise.rollout.strategy import Independent, Strategy
 from turnwise.signals import CRITIC, Signal
 from turnwise.tasks.admission import Admission, Everything
 from turnwise.tasks.budget import Fixed
@@ -54,9 +54,6 @@ class Recipe:
                 f"{text(self.advantage)} compares the trajectories of a group, but groups have {self.budget.size}; "
                 "write --group-size 2 or more, or take a method with a critic (ppo) or without a baseline (reinforce)"
             )
-
-        if isinstance(self.strategy, Screened):
-            self.strategy.suits(self.budget.size)
 
     @property
     def objective(self) -> Objective:

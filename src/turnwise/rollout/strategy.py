@@ -192,6 +192,7 @@ class Screened:
     def begin(
         self, group: str, task: Task, size: int, open_session: Open, play: Play, pulse: Pulse
     ) -> Coroutine[Any, Any, Group]:
+        self.suits(size)
         count = self.drafts or 4 * size
         cheap, exact = ([open_session(i, draft) for i in range(count)] for draft in (True, False))
         return self._grow(group, task, cheap, exact, size, play)
