@@ -43,7 +43,7 @@ MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
     "recipes": "errors typed levels signals algebra credit tasks rollout.strategy rollout.precision recipe",
     "collect": f"{DATA} seeds recipe rollout.strategy tasks",
     "mixing": "data tasks",
-    "run": f"{DATA} seeds levels batch recipe mixing algebra.objective algebra.diagnostics credit.diagnosis",
+    "run": f"{DATA} seeds levels batch recipe mixing rollout.strategy algebra.objective algebra.diagnostics credit.diagnosis",
     "padded": "errors levels batch signals algebra recipe recipes",
     "integrations": "errors levels batch signals algebra credit recipe recipes padded tasks.admission",
     "evaluate": "errors data maths",

@@ -25,6 +25,7 @@ from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.mixing import Mixture, Source, foreign
 from turnwise.ports import Generator, Learner, Ledger, Listener, Probe
 from turnwise.recipe import Recipe
+from turnwise.rollout.strategy import DRAFT_TOKENS
 from turnwise.seeds import stable_seed
 
 
@@ -178,10 +179,12 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
     versions = [v for turn in turns for v in turn.version]
     flat = sum(len({t.reward for t in g.trajectories}) == 1 for g in groups)
     named = sorted({name for t in trajectories for name in t.rewards})
+    drafted = sum(float(t.facts.get(DRAFT_TOKENS, 0.0)) for t in trajectories)
     return {
         "groups": float(len(groups)),
         "trajectories": float(n),
         "tokens": float(sum(t.sampled for t in trajectories)),
+        **({"tokens/drafts": drafted} if drafted else {}),
         "success": sum(judged) / len(judged) if judged else float("nan"),
         "reward": sum(t.reward for t in trajectories) / n,
         "turns": len(turns) / n,

@@ -17,6 +17,7 @@ from turnwise.engines.drafts import Drafting
 from turnwise.errors import RecipeError, SettingError
 from turnwise.rollout.render import Renderer
 from turnwise.rollout.strategy import Independent, Screened, _extremes
+from turnwise.run import describe
 from turnwise.world import World, settle
 
 TASK = Task("x", 0)
@@ -46,6 +47,8 @@ def test_the_best_and_the_worst_are_played_again():
     group, opened = grown([0.2, 0.9, 0.1, 0.5, 0.9, 0.0, 0.3, 0.4], 4, drafts=8)
     assert [t.id for t in group.trajectories] == ["g.1", "g.2", "g.4", "g.5"]
     assert [t.facts["draft"] for t in group.trajectories] == [0.9, 0.1, 0.9, 0.0]
+    assert sum(t.facts["draft_tokens"] for t in group.trajectories) == 8
+    assert describe([group], 0)["tokens/drafts"] == 8 and describe([group], 0)["tokens"] == 4
     assert all(s.parked for s in opened[False]) and not any(s.parked for s in opened[True])
     assert [i for i, s in enumerate(opened[False]) if not s.closed] == [1, 2, 4, 5]
 

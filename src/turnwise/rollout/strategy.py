@@ -171,6 +171,7 @@ def _stuck(group: Group) -> bool:
 
 
 PLACES = ("surprise", "even", "every")
+DRAFT_TOKENS = "draft_tokens"
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,9 @@ class Screened:
             if i not in kept:
                 session.close()
         played = await asyncio.gather(*(play(f"{group}.{i}", task, exact[i]) for i in kept))
-        told = [replace(t, facts={**t.facts, "draft": float(seen[i].reward)}) for i, t in zip(kept, played)]
+        share = sum(t.sampled for t in seen) / max(1, len(kept))  # what exploring cost, shared out
+        facts = lambda i: {"draft": float(seen[i].reward), DRAFT_TOKENS: share}  # noqa: E731
+        told = [replace(t, facts={**t.facts, **facts(i)}) for i, t in zip(kept, played)]
         return Group(group, task, tuple(told))
 
 
