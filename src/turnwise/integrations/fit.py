@@ -65,6 +65,8 @@ def lacks(recipe: Recipe, has: frozenset[Signal]) -> list[str]:
         found.append(f"it has optimiser steps of its own ({recipe.control!r})")
     if recipe.smoothing is not None:
         found.append(f"it puts learned noise into every layer ({recipe.smoothing!r})")
+    if recipe.precision.learner:
+        found.append(f"it rounds what the learner's layers multiply ({recipe.precision!r})")
     if type(recipe.strategy) is not type(DEFAULT.strategy):
         found.append(f"it grows its groups in its own way ({recipe.strategy!r})")
     return found + [f"it {reason}" for reason in untold(recipe, roots(recipe))]

@@ -115,6 +115,8 @@ def loss_lacks(recipe: Recipe) -> list[str]:
     found += untold(recipe, pieces)
     if recipe.smoothing is not None:
         found.append("adds learned noise inside every layer")
+    if recipe.precision.learner:
+        found.append(f"rounds what the learner's layers multiply ({recipe.precision!r})")
     if not isinstance(recipe.control, Passes):
         found.append("updates turn by turn, the last first, in optimiser steps of its own")
     if not isinstance(recipe.gradient, Plain):
