@@ -272,7 +272,7 @@ def drafting_of(
     exact = generator_of(settings, model, renderer, deterministic, dialogues)
     if not recipe.precision.drafts:
         return exact
-    cheap = replace(settings, rollout_dtype=recipe.precision.drafts, eval_tasks=1, eval_samples=1)
+    cheap = replace(settings, rollout_dtype=recipe.precision.drafts)
     return Drafting(exact, generator_of(cheap, model, renderer, deterministic))
 
 

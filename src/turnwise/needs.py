@@ -13,7 +13,7 @@ from turnwise import environments
 from turnwise.environments.base import Environment
 from turnwise.errors import SettingError
 from turnwise.recipe import Recipe
-from turnwise.rollout.strategy import Independent, Screened
+from turnwise.rollout.strategy import Independent
 from turnwise.settings import Settings
 from turnwise.signals import Signal
 from turnwise.tasks.replay import Nothing
@@ -40,8 +40,9 @@ def examine(recipe: Recipe, settings: Settings, world: World) -> None:
     wanted = asked(recipe)
     for word in sorted(wanted):
         _meet(word, recipe, settings, world)
-    if isinstance(recipe.strategy, Screened):
-        recipe.strategy.suits(recipe.budget.size)
+    suits = getattr(recipe.strategy, "suits", None)  # a strategy may refuse groups it cannot grow
+    if suits is not None:
+        suits(recipe.budget.size)
     if settings.data and settings.demos:
         raise SettingError("--data learns from a file alone, --demos beside rollouts; write one of them")
     for word, (name, _) in FLAGS.items():

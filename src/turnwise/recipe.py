@@ -73,7 +73,8 @@ class Recipe:
     @property
     def corrects(self) -> bool:
         """Whether its loss looks at how far the learner is from what sampled the data."""
-        return self.ratio.corrects or Signal.PROXIMAL in self.objective.needs
+        weighing = (self.gate, self.keep, *self.penalties)
+        return self.ratio.corrects or any(Signal.PROXIMAL in root.needs for root in weighing)
 
     @property
     def critics(self) -> int:

@@ -144,6 +144,7 @@ def test_a_method_says_in_which_numbers_unless_somebody_else_does(method, precis
 def test_fp8_rollouts_need_a_learner_or_a_method_that_knows():
     for method, more in (("reinforce", {"dtype": "fp8"}), ("grpo", {}), ("tis", {}), ("jet_rl", {})):
         assemble.examine(settle({"method": method, "env": "calculator", "rollout_dtype": "fp8", **more}))
-    with pytest.raises(SettingError, match="--dtype fp8"):
-        assemble.examine(settle({"method": "reinforce", "env": "calculator", "rollout_dtype": "fp8"}))
+    for method in ("reinforce", "rloo_kl"):  # the second measures the learner's old policy, for its reward alone
+        with pytest.raises(SettingError, match="--dtype fp8"):
+            assemble.examine(settle({"method": method, "env": "calculator", "rollout_dtype": "fp8"}))
     assert torch.float8_e4m3fn == assemble.rollout_dtype_of(settle({"dtype": "fp8"}))

@@ -51,10 +51,9 @@ def sums(now: Now, rho: Field, gated: Field, adv: Field, pull: Field) -> dict[st
 
 
 def _probed(now: Now) -> dict[str, Tensor]:
-    """How far the sampler's log-probabilities of ``fresh`` tokens are from the learner's. What was cut away by top-p or top-k is
-    given back: the whole distribution is compared."""
+    """How far the sampler's log-probabilities of ``fresh`` tokens are from the learner's."""
     fresh = now.batch["fresh"].x
-    gap = (now.logp.detach() - (now.batch.behaviour + now.batch.mass).to(now.logp.x.dtype)).x.abs()
+    gap = (now.logp.detach() - behaviour(now.batch).to(now.logp.x.dtype)).x.abs()
     return {"_probe/gap": torch.where(fresh, gap, 0.0).double().sum(), "_probe/tokens": fresh.double().sum()}
 
 

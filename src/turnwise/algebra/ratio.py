@@ -65,6 +65,10 @@ class Importance(Ratio):
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.PROXIMAL}) if self.proximal else NOTHING
 
+    @property
+    def corrects(self) -> bool:
+        return not self.proximal
+
     def __call__(self, now: Now) -> Field:
         return moved(now, self.proximal).mean(self.level).clamp(high=self.cap).exp()
 
@@ -87,6 +91,10 @@ class PerToken(Ratio):
 
     ratio: Ratio
     cap: float = LOG_RATIO_LIMIT
+
+    @property
+    def corrects(self) -> bool:
+        return self.ratio.corrects
 
     def __call__(self, now: Now) -> Field:
         own = now.logp - now.logp.detach()

@@ -18,7 +18,6 @@ from turnwise.data import Group, Task, Trajectory, Turn
 from turnwise.engines.learner import LearnerSettings, LocalLearner
 
 SIBLINGS = 8
-POSITIONS = 1 << 14  # of a micro-batch: half of what a GPU is given here
 
 
 def batch_of(sequences: int, length: int, vocabulary: int, shared: bool, siblings: int = SIBLINGS) -> Batch:
@@ -39,7 +38,7 @@ def batch_of(sequences: int, length: int, vocabulary: int, shared: bool, sibling
 def ours(scene: Scene, shared: bool) -> Callable[[], Any]:
     """A whole update: plan, forward, backward, clip, AdamW."""
     name = str(scene.dtype).removeprefix("torch.")
-    learner = LocalLearner(scene.model(), LearnerSettings(dtype=name, positions=POSITIONS), device=scene.device)
+    learner = LocalLearner(scene.model(), LearnerSettings(dtype=name), device=scene.device)
     objective = recipes.build("grpo", beta=0.0).objective
     batch = batch_of(*scene.learn, scene.vocabulary, shared)
     if objective.frozen:

@@ -276,10 +276,10 @@ class Blocks:
 
     def __call__(self, ids: Tensor, position: Tensor, layout: Layout, asked: Tensor | None = None) -> Tensor:
         """ids and position [L] -> what the LM head would read, [L, d], in ``kind``; where rows are ``asked`` for, only theirs."""
-        if isinstance(layout, Ragged) and not self.recompute:
+        if asked is None and isinstance(layout, Ragged) and not self.recompute:
             states = self.body(self._read, kind_of(self.weights[0]), ids, position, layout)
             if states is not None:
-                return states if asked is None else states[asked]
+                return states
         return self._read(ids, position, layout, asked=asked)
 
     def _read(

@@ -32,9 +32,7 @@ class LearnerSettings:
     schedule: str = "constant"  # after the warm-up: constant, or to zero at total_steps: linear, cosine
     total_steps: int | None = None
     positions: int = 16384  # packed ids in one micro-batch: memory, never the result
-    dtype: str = (
-        "auto"  # of the arithmetic: float32 on CPU, bfloat16 (weights stay float32) on CUDA; fp8: that, rounded
-    )
+    dtype: str = "auto"  # float32 on CPU, bfloat16 (weights stay float32) on CUDA; fp8: that, its layers rounded
     lora_rank: int = 0  # 0 trains every weight
     lora_alpha: float | None = None  # None: twice the rank
     value_lr: float | None = None  # of the critic; None: lr

@@ -1,4 +1,4 @@
-"""What ids spell. In a byte-level vocabulary each id stands for some bytes, so a text is a join over a table: five to ten times
+"""What ids spell. In a byte-level vocabulary each id stands for some bytes, so a text is a join over a table: five times
 faster than asking the tokenizer, which a step with half a thousand episodes feels.
 
 Knows tokenizers; neither templates nor dialogues.
