@@ -26,7 +26,7 @@ from transformers import (
 from turnwise import assemble
 from turnwise.batch import pack
 from turnwise.data import Completion, Group, Sampling, Stop, Task, Trajectory, Turn
-from turnwise.engines import network
+from turnwise.engines import lanes, network
 from turnwise.engines.cuda import reference
 from turnwise.engines.cuda.graphs import AHEAD, LISTEN, GraphDecoder, buckets
 from turnwise.engines.generator import LocalGenerator
@@ -336,11 +336,30 @@ def test_drawing_ends_early_when_a_quarter_is_done(ahead: House):
     assert stats["steps"] == AHEAD * LISTEN  # of the first run; the second ends with its last answer, uncounted
 
 
-def test_a_tick_may_be_longer_than_the_decoders_memory(ahead: House):
+def test_a_tick_may_be_longer_than_the_decoders_memory(ahead: House, monkeypatch):
+    monkeypatch.setattr(lanes, "HISTORY", 64)
     model = make()
     (done,) = ask(ahead(model, tick=1000, context=256), [[1, 2]], Sampling(max_tokens=150))
     assert len(done.tokens) == 150
     check_logp(model, [1, 2], done, atol=5e-4)
+
+
+def test_while_everybody_lives_drawing_goes_on(ahead: House):
+    """A tick is when newcomers may come; as long as nobody's place can be taken there is nothing to stop for."""
+    g = ahead(make(), slots=4, context=256, tick=8)
+    runs, real = [], g.lanes._stretch
+    g.lanes._stretch = lambda *args: runs.append(1) or real(*args)
+    done = ask(g, prompts(4), Sampling(max_tokens=100))
+    assert len(runs) == 1 and [len(c.tokens) for c in done] == [100] * 4
+    assert g.stats()["tokens"] == 400
+
+
+def test_after_a_death_drawing_ends_with_the_tick(ahead: House):
+    g = ahead(make(), slots=8, context=256, tick=32)
+    runs, real = [], g.lanes._stretch
+    g.lanes._stretch = lambda *args: runs.append(1) or real(*args)
+    done = ask(g, prompts(8), [Sampling(max_tokens=m) for m in (9, *[100] * 7)])
+    assert len(runs) == 2 and [len(c.tokens) for c in done] == [9, *[100] * 7]
 
 
 def test_buckets_reach_every_number_of_lanes():

@@ -1,4 +1,4 @@
-"""In which dtype a learner's products run, and which kernels compute what lies between them."""
+"""In which dtype a learner's products run, which kernels compute what lies between them, and by how many threads a host helps."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ def ops_for(x: Tensor) -> ModuleType:
 
         return training
     return native if native.fits(x) else plain
+
+
+def calm(device: torch.device) -> None:
+    """One thread for the host beside a GPU, in this whole process: what it computes there are small index tensors, and waking the
+    threads of a large machine for each costs milliseconds (a learner's step took a third longer)."""
+    if device.type == "cuda":
+        torch.set_num_threads(1)

@@ -237,7 +237,11 @@ class LocalGenerator:
     def _compute(self, waiting: Sequence[Request], report: Callable[[Request], None]) -> Iterator[None]:
         if waiting:
             self.lanes.admit(waiting)
-        yield from self.lanes.run(self.tick, report, lambda: self._urgent and not self.deterministic)
+        yield from self.lanes.run(self.tick, report, self._interrupted)
+
+    def _interrupted(self, steps: int) -> bool:
+        """Something changed: at once where anybody may come at any time, otherwise after a tick."""
+        return self._urgent and (not self.deterministic or steps >= self.tick)
 
     @torch.inference_mode()
     def _load(self, weights: Mapping[str, Tensor], version: int) -> None:

@@ -27,6 +27,7 @@ COUNTS = (
 )  # fmt: skip
 THIN = 7 / 8  # share of living lanes at which the others close ranks, where that can happen after any step ...
 THIN_AHEAD = 3 / 4  # ... and where some steps more are on their way already
+HANDFUL = 32  # steps after which what a GPU has drawn is handed out, and others may say something
 BLOCK = 8  # steps between two looks of the host at a GPU without graphs
 TAIL = 8  # extra tokens decoded before the stop string's own length, so that no word boundary hides it
 
@@ -127,31 +128,32 @@ class Lanes:
     # ------------------------------------------------------------------ stepping
 
     def run(
-        self, steps: int, report: Callable[[Request], None], interrupted: Callable[[], bool]
+        self, tick: int, report: Callable[[Request], None], interrupted: Callable[[int], bool]
     ) -> Generator[None, None, None]:
-        """Up to ``steps`` tokens for every lane; newcomers can only be admitted between two runs. Pauses (yields) where
-        requests were done, so that whoever drives it can serve them first."""
+        """``tick`` tokens for every lane, or as many as it takes; newcomers can only be admitted between two runs. Pauses
+        (yields) where requests were done, so that whoever drives it can serve them first. ``interrupted``: whether to stop after
+        so many steps."""
         done = 0
-        while self.running and done < steps and not interrupted():
-            done += yield from self._stretch(steps - done, report, interrupted)
-            if (
-                self.network.graphs is not None
-            ):  # ticks are long there: whoever can be admitted need not wait for the rest
+        while self.running and done < tick and not interrupted(done):
+            done += yield from self._stretch(tick - done, report, interrupted)
+            if self.network.graphs is not None:  # its stretches end when somebody can be admitted
                 break
 
     def _stretch(
-        self, steps: int, report: Callable[[Request], None], interrupted: Callable[[], bool]
+        self, tick: int, report: Callable[[Request], None], interrupted: Callable[[int], bool]
     ) -> Generator[None, None, int]:
         """Step an unchanging set of rows until enough lanes are dead to be worth closing ranks. A decoder that draws ahead is
-        told so, and what it has drawn by then is not thrown away."""
+        told so, and what it has drawn by then is not thrown away; it goes on beyond the tick while everybody lives: nobody's
+        place could be taken."""
         began, lanes = time.perf_counter(), self.running
-        steps = min(steps, max(r.budget - r.sampled for r in lanes))
+        ahead, few, died = self.network.graphs is not None, False, False
+        steps = min(HISTORY if ahead else tick, max(r.budget - r.sampled for r in lanes))
         watch = [i for i, r in enumerate(lanes) if r.sampling.stop]
         due: dict[int, list[int]] = {}
         for i, request in enumerate(lanes):
             due.setdefault(request.budget - request.sampled - 1, []).append(i)
-        ahead, few = self.network.graphs is not None, False
-        drawing = self._ahead(steps, lambda: few or interrupted()) if ahead else self._one_by_one(steps)
+        enough = lambda launched: few or interrupted(launched) or (died and launched >= tick)  # noqa: E731
+        drawing = self._ahead(steps, enough) if ahead else self._one_by_one(steps)
         self._history, step = [], 0
         for drawn, logp, mass in drawing:
             self._history.append((drawn, logp, mass))
@@ -159,13 +161,17 @@ class Lanes:
             step += 1
             if ended:
                 self._finish(ended, report)
+                died = True
                 few = sum(r.stop is None for r in lanes) <= (THIN_AHEAD if ahead else THIN) * len(lanes)
                 if few and not ahead:
                     break
+            if pause := ahead and len(self._history) >= min(tick, HANDFUL):  # a GPU draws on meanwhile
+                self._collect_living()
+            if ended or pause:
                 self.seconds += time.perf_counter() - began
                 yield
                 began = time.perf_counter()
-            if interrupted() and not ahead:
+            if interrupted(step) and not ahead:
                 break
         self._close_ranks()
         self.count["steps"] += step
@@ -195,13 +201,13 @@ class Lanes:
             for ids, (_, logp, mass) in zip(torch.stack([x[0] for x in found]).tolist(), found):
                 yield ids, logp, mass
 
-    def _ahead(self, steps: int, enough: Callable[[], bool]) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
+    def _ahead(self, steps: int, enough: Callable[[int], bool]) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
         """The same, drawn by a decoder that needs no host; lanes that end in between ride along."""
         lanes, graphs = self.running, self.network.graphs
         assert graphs is not None
         cuts = [(r.sampling.top_k, r.sampling.top_p, r.sampling.min_p) for r in lanes]
         return graphs.run(
-            min(steps, HISTORY),
+            steps,
             [r.sequence[-1] for r in lanes],
             [len(r.sequence) - 1 for r in lanes],
             [r.seed for r in lanes],
@@ -226,10 +232,10 @@ class Lanes:
         """Does the decoded tail hold a stop string that the last token completed?"""
         assert self.decode is not None
         request = self.running[lane]
-        tail = [*request.sequence[request.given :], *(drawn[lane] for drawn, _, _ in self._history)]
         # every token carries at least a byte, so these tokens cover the string and some context before it
         size = TAIL + max(len(string.encode()) for string in request.sampling.stop)
-        text = self.decode(tail[-size:])
+        before = request.sequence[max(request.given, len(request.sequence) - size) :]
+        text = self.decode([*before, *(drawn[lane] for drawn, _, _ in self._history[-size:])][-size:])
         return any(string in text for string in request.sampling.stop)
 
     # ------------------------------------------------------------------ handing out
@@ -237,9 +243,9 @@ class Lanes:
     def _collect(self, lanes: Sequence[int]) -> None:
         """Move what these lanes sampled in this stretch from the history into their requests."""
         drawn = list(zip(*(h[0] for h in self._history)))
-        logp = torch.stack([h[1] for h in self._history])[:, lanes].T.tolist()
-        cut = self._history[0][2] is not None
-        mass = torch.stack([h[2] for h in self._history if h[2] is not None])[:, lanes].T.tolist() if cut else None
+        mine = lambda rows: torch.stack(rows)[:, lanes].T.tolist()  # noqa: E731
+        logp = mine([h[1] for h in self._history])
+        mass = mine([h[2] for h in self._history]) if self._history[0][2] is not None else None
         size = len(self._history)
         none, version = [0.0] * size, [self.version] * size
         for at, lane in enumerate(lanes):
@@ -257,12 +263,15 @@ class Lanes:
             self.running[lane].stop = stop
             report(self.running[lane])
 
-    def _close_ranks(self) -> None:
-        """Collect from the living, drop the dead and move the living together."""
+    def _collect_living(self) -> None:
         living = [i for i, r in enumerate(self.running) if r.stop is None]
-        if living:
+        if living and self._history:
             self._collect(living)
         self._history = []
+
+    def _close_ranks(self) -> None:
+        """Collect from the living, drop the dead and move the living together."""
+        self._collect_living()
         self.drop(lambda r: r.stop is not None)
 
     def drop(self, gone: Callable[[Request], bool]) -> list[Request]:

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from turnwise.batch import Batch
 from turnwise.engines import blocks, lora, optimiser, packed
+from turnwise.engines.arithmetic import calm
 from turnwise.engines.critics import Critics
 from turnwise.engines.measuring import Measuring
 from turnwise.engines.noise import Noise
@@ -55,6 +56,7 @@ class LocalLearner:
         an optimiser of its own. ``teacher``: a frozen model of the same vocabulary."""
         self.settings = settings or LearnerSettings()
         self.device = torch.device(device)
+        calm(self.device)
         self.dtype = self.settings.arithmetic(self.device)
         self.master = torch.float64 if self.dtype == torch.float64 else torch.float32
         model.to(device=self.device, dtype=self.master)  # type: ignore[call-arg]

@@ -25,7 +25,7 @@ from turnwise.engines import plain
 from turnwise.engines.arithmetic import ops_for
 
 CHUNK_BYTES = 16 << 20  # of the logits of one chunk; two or three buffers of this size live at once
-CHUNK_BYTES_CUDA = 512 << 20  # smaller chunks leave a large GPU waiting for launches
+CHUNK_BYTES_CUDA = 256 << 20  # smaller chunks leave a large GPU waiting for launches
 KEEP_BYTES = 32 << 20  # up to here p (and log p, where entropy is wanted) of all rows is kept for the backward pass
 KEEP_BYTES_CUDA = 2 << 30  # the same on a GPU
 

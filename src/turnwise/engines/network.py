@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from turnwise.engines.arithmetic import calm
 from turnwise.engines.attention import adopt
 from turnwise.engines.cuda.graphs import GraphDecoder
 from turnwise.engines.decoder import Decoder
@@ -79,6 +80,7 @@ class Network:
         for p in self.model.parameters():  # not the buffers: rounded rotary frequencies are off by half a turn soon
             p.data = p.data.to(dtype or p.dtype)
         self.device = device
+        calm(device)
         many, vocabulary = min(PROOF, context), model.config.get_text_config().vocab_size
         ids = torch.randint(0, vocabulary, (many,), generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
