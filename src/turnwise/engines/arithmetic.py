@@ -18,13 +18,26 @@ def kind_of(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
+def _for_triton(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+
+
 def ops_for(x: Tensor) -> ModuleType:
     """Triton's kernels on a GPU, C kernels on a CPU, where there is a compiler for them; else their plain twins."""
-    if x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+    if _for_triton(x):
         from turnwise.engines.cuda import training
 
         return training
     return native if native.fits(x) else plain
+
+
+def attention_for(q: Tensor, k: Tensor) -> ModuleType | None:
+    """Triton's attention for q [L, H, D] and k [L, Hkv, D]; None where it knows no such heads, or there is no Triton."""
+    if not _for_triton(q):
+        return None
+    from turnwise.engines.cuda import attention
+
+    return attention if attention.fits(q, k) else None
 
 
 def calm(device: torch.device) -> None:

@@ -1,12 +1,16 @@
 """The pieces of a decoder layer between its matrix products, forward and backward, in plain PyTorch.
 
-Legend: L positions, d width, H query heads, K key heads, D head size, F MLP width. ``kind``: the dtype of products; the residual
-stream and all sums are wide (float32, or float64 for float64).
+Legend: L positions, d width, H query heads, K key heads, D head size, F MLP width, U and R rows. ``kind``: the dtype of products;
+the residual stream and all sums are wide (float32, or float64 for float64).
 
-This is what ``cuda/training.py`` computes in one kernel each, and what runs where there is no Triton.
+This is what ``cuda/training.py`` computes in one kernel each, and what runs where there is no Triton. ``attend``, slow and for
+tests, is what ``cuda/attention.py`` computes.
 """
 
 from __future__ import annotations
+
+import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -85,6 +89,28 @@ def collect(dx: Tensor, dy: Tensor, first: Tensor, members: Tensor) -> tuple[Ten
     wide = lambda d: d[places].to(torch.promote_types(d.dtype, torch.float32))  # noqa: E731
     out = [wide(d).new_zeros(len(count), *d.shape[1:]).index_add_(0, owner, wide(d)).to(d.dtype) for d in (dx, dy)]
     return out[0], out[1]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, source: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q [U, H, D], k and v [R, K, D] -> out [U, H, D], and log₂ Σ exp of the scores, [H, U].
+
+    Sequence s asks rows ``queries[s]:queries[s + 1]`` over keys ``keys[s]:keys[s + 1]`` of k and v, or of their rows ``source``.
+    Its last query stands over its last key. A query that sees no key, or is of no sequence, gets zeros; its sum is infinite."""
+    if source is not None:
+        k, v = k[source], v[source]
+    wide, group = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1).to(wide) for x in (k, v))
+    out, lse = k.new_zeros(q.shape), k.new_full((q.shape[1], len(q)), torch.inf)
+    for (a, b), (c, d) in zip(pairwise(queries.tolist()), pairwise(keys.tolist())):
+        z = torch.einsum("qhd,khd->hqk", q[a:b].to(wide), k[c:d]) * scale
+        sees = torch.ones_like(z[0], dtype=torch.bool).tril((d - c) - (b - a))
+        some = sees.any(1)
+        z = z[:, some].masked_fill(~sees[some], -torch.inf)
+        out[a:b][some] = torch.einsum("hqk,khd->qhd", z.softmax(2), v[c:d])
+        lse[:, a:b][:, some] = z.detach().logsumexp(2) / math.log(2)
+    return out.to(q.dtype), lse
 
 
 def scores(

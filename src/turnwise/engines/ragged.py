@@ -1,22 +1,24 @@
-"""Ragged sequences in one call of flash attention, in half precision on a GPU: nothing is padded.
+"""Ragged sequences in one call of attention, in half precision on a GPU: nothing is padded.
 
 Legend: L positions, S sequences, H heads, D width, U rows that are read, M keys.
 
-A beginning that several sequences share is read once; its keys and values are copied to all of them, and what flows back to the
-copies is summed. Knows boundaries and copies; neither models nor what the states are for.
+A beginning that several sequences share is read once. Our kernels look its keys and values up for all of them; torch's flash
+attention, which serves windows and heads that those do not know, gets copies. What flows back from each is summed.
+Knows boundaries and copies; neither models nor what the states are for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from turnwise.engines.arithmetic import ops_for
+from turnwise.engines.arithmetic import attention_for, ops_for
 from turnwise.engines.prefixes import Shared
 
 
@@ -66,6 +68,9 @@ class Ragged:
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
         """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]. The last query of a sequence stands over its last key."""
+        kernels = attention_for(q, k) if window is None else None
+        if kernels is not None:
+            return _Attended.apply(q, k, v, self, kernels, scale)
         if self.copies is not None:
             k, v = _Copied.apply(k, v, self.copies)
         sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
@@ -86,3 +91,25 @@ class _Copied(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
         return *ctx.ops.collect(dk, dv, ctx.copies.first, ctx.copies.members), None
+
+
+class _Attended(torch.autograd.Function):
+    """The kernels' attention: keys and values are looked up where they lie."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Ragged, kernels: ModuleType, scale: float) -> Tensor:
+        source = None if layout.copies is None else layout.copies.source
+        ctx.layout, ctx.kernels = layout, kernels
+        ctx.where = (layout.queries, layout.keys, source, layout.longest, scale)
+        out, lse = kernels.forward(q, k, v, *ctx.where)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+        dq, dk, dv = ctx.kernels.backward(d_out, *ctx.saved_tensors, *ctx.where)
+        copies = ctx.layout.copies
+        if copies is not None:
+            dk, dv = ops_for(dk).collect(dk, dv, copies.first, copies.members)
+        return dq, dk, dv, None, None, None

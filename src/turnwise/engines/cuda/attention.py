@@ -1,0 +1,127 @@
+"""Causal attention over ragged sequences with grouped queries, forward and backward, in Triton.
+
+Legend: S sequences, U rows of queries, R rows of keys and values, M places of keys, H query heads, K key heads, D head size.
+
+Sequence s asks rows ``queries[s]:queries[s + 1]`` of q over the places ``keys[s]:keys[s + 1]``; place m holds row ``source[m]``
+of k and v, or row m where there is no ``source``. Its last query stands over its last key. ``longest``: no sequence has more
+queries and keys. Rows and places beyond the last sequence get zeros. ``plain.attend`` is the twin that says what is computed.
+
+Scores are powers of two: log₂e rides on the scale, and the logsumexp that goes from forward to backward is in base 2. Sums are
+float32; probabilities and their gradients are rounded to the inputs' dtype before they are multiplied. Nothing is added by
+atomics: a program of the backward pass owns what it writes, first queries (which leave Σ out·dout to the others), then keys, over
+all query heads of their group. So the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from turnwise.engines.cuda import attention_kernels as kernels
+
+
+class Blocks(NamedTuple):
+    """How many queries and keys a program looks at at once, and how it is compiled."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Plan(NamedTuple):
+    forward: Blocks
+    d_queries: Blocks
+    d_keys: Blocks
+
+
+PLANS = {  # by head size, for numbers of two bytes
+    16: Plan(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)),
+    32: Plan(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)),
+    64: Plan(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)),
+    128: Plan(Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
+}
+EXACT = Plan(*[Blocks(32, 32, 4, 1)] * 3)  # for float32, where it is digits that count
+LOG2E = 1.4426950408889634
+
+
+def fits(q: Tensor, k: Tensor) -> bool:
+    """Whether the kernels know these heads."""
+    return q.shape[2] in PLANS and q.shape[1] % k.shape[1] == 0
+
+
+def plan_of(q: Tensor) -> Plan:
+    return EXACT if q.dtype == torch.float32 else PLANS[q.shape[2]]
+
+
+def _together(x: Tensor) -> Tensor:
+    """Heads side by side in each row; rows may lie apart."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, source: Tensor | None, longest: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [U, H, D], k and v [R, K, D], queries and keys [S + 1] int32, source [M] -> out [U, H, D], lse [H, U] in base 2."""
+    q, k, v = _together(q), _together(k), _together(v)
+    (rows, H, size), S = q.shape, len(queries) - 1
+    out, lse = q.new_empty(rows, H, size), q.new_empty(H, rows, dtype=torch.float32)
+    m, n, warps, stages = plan_of(q).forward
+    if rows:
+        kernels.forward[(S * H, triton.cdiv(longest[0], m))](
+            q, k, v, out, lse, queries, keys, keys if source is None else source,
+            q.stride(0), k.stride(0), v.stride(0), scale * LOG2E, rows, S,
+            H, H // k.shape[1], size, source is not None, q.dtype == torch.float32, m, n, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: Tensor, keys: Tensor,
+    source: Tensor | None, longest: tuple[int, int], scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> dq [U, H, D], dk and dv [M, K, D]: of every place, where there is a ``source``."""
+    q, k, v, d_out = _together(q), _together(k), _together(v), _together(d_out)
+    K, size = k.shape[1:]
+    places = len(k if source is None else source)
+    dq = torch.empty_like(out)
+    dk, dv = k.new_empty(2, places, K, size)
+    dq, delta = d_queries(d_out, q, k, v, out, lse, queries, keys, source, longest, scale, dq)
+    d_keys(d_out, q, k, v, lse, delta, queries, keys, source, longest, scale, dk, dv)
+    return dq, dk, dv
+
+
+def d_queries(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: Tensor, keys: Tensor,
+    source: Tensor | None, longest: tuple[int, int], scale: float, dq: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Fills dq [U, H, D]; and Σ out·dout [H, U], which ``d_keys`` asks for."""
+    (rows, H, size), S, delta = q.shape, len(queries) - 1, torch.empty_like(lse)
+    m, n, warps, stages = plan_of(q).d_queries
+    if rows:
+        kernels.d_queries[(S * H, triton.cdiv(longest[0], m))](
+            q, k, v, out, d_out, lse, delta, dq, queries, keys, keys if source is None else source,
+            q.stride(0), k.stride(0), v.stride(0), d_out.stride(0), dq.stride(0), scale * LOG2E, scale, rows, S,
+            H, H // k.shape[1], size, source is not None, q.dtype == torch.float32, m, n, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return dq, delta
+
+
+def d_keys(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, queries: Tensor, keys: Tensor,
+    source: Tensor | None, longest: tuple[int, int], scale: float, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
+    """Fills dk and dv [M, K, D]."""
+    (rows, H, size), S, K = q.shape, len(queries) - 1, k.shape[1]
+    m, n, warps, stages = plan_of(q).d_keys
+    if len(dk):
+        kernels.d_keys[(S * K, triton.cdiv(longest[1], n))](
+            q, k, v, d_out, lse, delta, dk, dv, queries, keys, keys if source is None else source,
+            q.stride(0), k.stride(0), v.stride(0), d_out.stride(0), dk.stride(0), dv.stride(0), scale * LOG2E, scale,
+            rows, len(dk), S,
+            K, H // K, size, source is not None, q.dtype == torch.float32, m, n, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
