@@ -228,6 +228,31 @@ def test_two_open_passes_and_two_backward_passes_are_right(kit):
 
 
 @GPU
+def test_graphs_add_to_the_gradients_that_are_there(kit):
+    """As a learner asks, over several passes and beside gradients from elsewhere; what autograd.grad asks disturbs nothing."""
+    fast, stock = twins(kit, "llama", "cuda")
+    batches = [sequences([n + k for n in RAGGED], kit.vocabulary, "cuda") for k in (0, 0, 0, 1)]
+    mix = lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x.device)  # noqa: E731
+    grads = []
+    for model in (fast, stock):
+        for _ in range(2):  # the second time into gradients that were set to None
+            model.zero_grad(set_to_none=True)
+            for s in batches:
+                with torch.autocast("cuda", torch.bfloat16):
+                    states = packed.hidden_states(model, s).float()
+                loss = (states * mix(states)).sum() + (packed.head(model).weight ** 2).sum()
+                aside = torch.autograd.grad(loss, packed.head(model).weight, retain_graph=True)[0]
+                with blocks.adding(model.get_decoder(), None):
+                    loss.backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None} | {"aside": aside})
+    body = blocks.of(fast.get_decoder()).body
+    assert any(key.grad for key in body.graphs) and not body.adds
+    assert all(p.grad is own for p, own in zip(body.parameters, body.grads))
+    for name, g in grads[1].items():
+        assert (grads[0][name] - g).norm() <= 3e-2 * g.norm(), name
+
+
+@GPU
 def test_ragged_attention_equals_padded_attention(kit):
     s = sequences(RAGGED, 61, "cuda", 6)
     shared = Shared.of(s.ids, s.start)

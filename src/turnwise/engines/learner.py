@@ -174,7 +174,8 @@ class LocalLearner:
             for name, side in found.sides.items():
                 self._add_side(sides.setdefault(name, []), side)
             if found.loss.requires_grad:  # a micro-batch without sampled tokens has nothing to say
-                found.loss.backward()
+                with blocks.adding(self.model.get_decoder(), self.critics.trunk):
+                    found.loss.backward()
             total += found.loss.detach()
             for name, value in found.stats.items():  # a GPU is busy with the backward pass
                 sums[name] = sums.get(name, 0) + torch.as_tensor(value).detach()

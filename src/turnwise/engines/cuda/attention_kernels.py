@@ -211,8 +211,9 @@ def _pull_keys(
 ):  # fmt: skip
     """``each`` blocks of queries from ``begin`` on, of every head of the group; ``first`` [keys]: the first query that sees each.
     The last block of a masked look may be apart from the others: it begins ``rest`` after ``begin``."""
+    per = tl.maximum(each, 1)  # a division by none, even in a loop of none, lets a compiler believe that there is one
     for step in range(G * each):  # one loop, not two: what is loaded ahead need not stop at a head's end
-        head, block = step // each, step % each
+        head, block = step // per, step % per
         start = begin + block * M
         if MASKED:
             start = tl.where(block == each - 1, begin + rest, start)

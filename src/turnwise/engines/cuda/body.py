@@ -3,7 +3,7 @@
 A graph has fixed sizes, so rows, keys and sequences are padded up to buckets. Padded rows are sequences of their own that nobody
 asks anything of: their gradient is zero. A bucket is captured when it comes a second time. All graphs share one pool of memory,
 which is right because a backward pass follows its own forward pass before another begins; whoever breaks that rule is read
-without a graph.
+without a graph. A learner that adds up gradients (``blocks.adding``) has the graphs do it: no copy of them is made on the way.
 
 Knows blocks and layouts; neither what the states are for nor who asks.
 """
@@ -14,7 +14,8 @@ import bisect
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,8 @@ class Body:
         self.seen: Counter[Key] = Counter()
         self.graphs: dict[Key, _Graph] = {}
         self.pool: Any = None
-        self.grads: list[Tensor] = []  # of the parameters, where every graph leaves them
+        self.grads: list[Tensor] = []  # of the parameters, to which every graph adds
+        self.adds = False  # whether these are the parameters' own, or what autograd is to hand on
         self.works = True
         self._pending: Callable[[], object | None] = lambda: None  # of the last forward pass with a gradient
 
@@ -75,6 +77,35 @@ class Body:
         token = _Token()
         self._pending = weakref.ref(token)
         return _Replay.apply(graph, token, len(ids), *self.parameters)
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        self.adds = True
+        try:
+            yield
+        finally:
+            self.adds = False
+
+    def gradients(self, replay: Callable[[], None]) -> Sequence[Tensor | None]:
+        """What a backward pass gives to each parameter; nothing where it was added to the parameter's own already."""
+        if not self.adds:
+            before = [g.clone() for g in self.grads]  # somebody may be adding up in them
+            torch._foreach_zero_(self.grads)
+            replay()
+            found = [g.clone() for g in self.grads]
+            torch._foreach_copy_(self.grads, before)
+            return found
+        new = []
+        for p, own in zip(self.parameters, self.grads):
+            if p.grad is None:
+                new.append(own)
+            elif p.grad is not own:
+                own.copy_(p.grad)
+            p.grad = own
+        if new:
+            torch._foreach_zero_(new)
+        replay()
+        return [None] * len(self.grads)
 
     def _key(self, ids: Tensor, layout: Ragged, kind: torch.dtype, grad: bool) -> Key:
         rows = _up(ROWS, len(ids))
@@ -120,7 +151,7 @@ class _Graph:
             self.d_out = torch.zeros_like(self.out)
             body.grads = body.grads or [torch.zeros_like(p) for p in body.parameters]
             with torch.cuda.graph(self.backward, pool=body.pool, capture_error_mode="thread_local"):
-                torch._foreach_copy_(body.grads, torch.autograd.grad(out, leaves, self.d_out))
+                torch._foreach_add_(body.grads, torch.autograd.grad(out, leaves, self.d_out))
 
     def _read(self, read: Read) -> tuple[Tensor, list[Tensor]]:
         """The states, and the leaves to differentiate by: the parameters themselves may still be part of another pass."""
@@ -182,10 +213,10 @@ class _Replay(torch.autograd.Function):
             graph.forward.replay()
         graph.d_out[: ctx.rows] = d
         graph.d_out[ctx.rows :] = 0
-        graph.backward.replay()
+        found = graph.body.gradients(graph.backward.replay)
         graph.spent = True
         ctx.token = None  # the next forward pass may come, unless this one is still held for another backward pass
-        return None, None, None, *graph.body.grads  # held by us, so whoever accumulates them makes a copy
+        return None, None, None, *found
 
 
 def _up(sizes: Sequence[int], n: int) -> int:
