@@ -13,8 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from turnwise.engines import plain, ragged
+from turnwise.batch import Sequences
+from turnwise.engines import blocks, packed, plain, ragged
+from turnwise.engines.prefixes import Shared
 from turnwise.engines.ragged import Copies, Ragged
 
 GPU = torch.cuda.is_available()
@@ -150,24 +153,84 @@ def test_heads_may_lie_apart(kernels):
     compare(kernels, q, k, v, n, n, None, (20, 20), 0.25)
 
 
-@needs_triton
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_layout_sums_what_flows_back_to_a_row(kernels, shared, monkeypatch):
-    """Through autograd, as a learner asks: one prompt of 20 rows, asked by the first of three siblings."""
+@pytest.fixture
+def siblings(kernels, monkeypatch):
+    """A layout of 35 rows that asks the kernels: one prompt of 20 rows, asked by the first of three; and its sources."""
     from turnwise.engines.cuda import training
 
-    monkeypatch.setattr(ragged, "attention_for", lambda q, k: kernels)
+    monkeypatch.setattr(ragged, "attention_for", lambda x, size: kernels)
     monkeypatch.setattr(ragged, "ops_for", lambda x: training)
-    lengths = ([25, 7, 3], [25, 27, 23]) if shared else ([25, 7, 3], [25, 7, 3])
-    source = torch.tensor([*range(25), *range(20), *range(25, 32), *range(20), *range(32, 35)], device=DEVICE)
-    layout = Ragged(*map(starts, lengths), (25, 27), Copies.of(source, 35) if shared else None)
+
+    def layout(shared):
+        asked, held = [25, 7, 3], [25, 27, 23] if shared else [25, 7, 3]
+        source = torch.tensor([*range(25), *range(20), *range(25, 32), *range(20), *range(32, 35)], device=DEVICE)
+        copies = Copies.of(source, 35) if shared else None
+        return Ragged(starts(asked), starts(held), (25, 27), copies), source if shared else None
+
+    return layout
+
+
+@needs_triton
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_layout_sums_what_flows_back_to_a_row(siblings, shared):
+    layout, source = siblings(shared)
     leaves = [make(35, h, 16, seed=h).requires_grad_() for h in (4, 2, 2)]
     d = make(35, 4, 16, seed=5)
     found = layout.attend_rows(*leaves, 0.25)
-    expected = plain.attend(*leaves, layout.queries, layout.keys, source if shared else None, 0.25)[0]
+    expected = plain.attend(*leaves, layout.queries, layout.keys, source, 0.25)[0]
     close(found, expected, torch.float32, "out")
     for ours, theirs in zip(torch.autograd.grad(found, leaves, d), torch.autograd.grad(expected, leaves, d)):
         close(ours, theirs, torch.float32, "gradient")
+
+
+@needs_triton
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_product_is_turned_and_its_gradient_turned_back(siblings, shared):
+    layout, source = siblings(shared)
+    product, d, angle = make(35, 8, 16).requires_grad_(), make(35, 4, 16, seed=5), make(35, 8, seed=6)
+    cos, sin = angle.cos(), angle.sin()
+    turned = plain._turn(product[:, :6], cos[:, None], sin[:, None])
+    q, k, v = turned[:, :4], turned[:, 4:], product[:, 6:]
+    expected = plain.attend(q, k, v, layout.queries, layout.keys, source, 0.25)[0]
+    theirs = torch.autograd.grad(expected, product, d)[0]
+    own = product.detach().clone().requires_grad_()
+    found = layout.attend_product(own, 2, cos, sin, 0.25)
+    close(found, expected, torch.float32, "out")
+    close(torch.autograd.grad(found, own, d)[0], theirs, torch.float32, "gradient")
+
+
+@needs_triton
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_decoder_over_these_kernels_is_itself(siblings, shared, recompute):
+    """Its states and all its gradients, against its layers over padded sequences."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(DEVICE).eval()
+    decoder = packed.adopt(model).get_decoder()
+    ids, start = torch.arange(40) % 7, torch.tensor([0, 9, 10, 22, 40])
+    ids[10:22] = torch.arange(12) % 7  # begins as the first sequence does
+    position = torch.cat([torch.arange(n) for n in start.diff().tolist()])
+    prefixes = Shared.of(ids, start) if shared else Shared.none(ids)
+    rows = prefixes.first
+    assert (len(rows) < 40) == shared
+    d = make(len(rows), 32, seed=3)
+
+    def pulled(states):
+        (states * d).sum().backward()
+        grads = [p.grad.clone() for p in decoder.parameters()]
+        decoder.zero_grad()
+        return states.detach(), *grads
+
+    whole = Sequences(ids.to(DEVICE), start.to(DEVICE), torch.arange(4, device=DEVICE), start[:0].to(DEVICE))
+    expected = pulled(packed.hidden_states(model, whole)[rows.to(DEVICE)])
+    layers = blocks.of(decoder)
+    assert Ragged.turns(d, 16)
+    layers.recompute = recompute
+    to = lambda x: x.to(DEVICE)  # noqa: E731
+    found = pulled(layers(to(ids[rows]), to(position[rows]), Ragged.of(start, prefixes, to)))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])

@@ -10,7 +10,7 @@ import torch
 from test_blocks import FAMILY, RAGGED, alike, make, pulled, sequences
 
 from turnwise.data import Sampling, Task, Trajectory, Turn
-from turnwise.engines import blocks, packed
+from turnwise.engines import blocks, packed, products
 from turnwise.engines.cuda import reference
 from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.learner import LearnerSettings, LocalLearner
@@ -47,17 +47,17 @@ def test_a_product_of_a_gpu_is_the_samplers(kit, kind):
         torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) for shape in ((7, 32), (24, 32))
     )
     h, weight = h.to(kind), weight.to(kind)
-    made = blocks.Rounded.of(weight)
+    made = products.Rounded.of(weight)
     expected = reference.narrow_product(h, *reference.quantise(weight))
     torch.testing.assert_close(made.product(h), expected, rtol=2e-2 if kind == torch.bfloat16 else 1e-5, atol=1e-5)
-    exact = blocks._back(torch.eye(24, dtype=kind), made)
+    exact = products.back(torch.eye(24, dtype=kind), made)
     torch.testing.assert_close(exact, reference.widened(*reference.quantise(weight)).to(kind))
-    assert torch.equal(blocks._seen(h, weight), h) and not torch.equal(blocks._seen(h, made), h)
+    assert torch.equal(products.seen(h, weight), h) and not torch.equal(products.seen(h, made), h)
 
 
 def test_products_with_rounded_inputs_have_gradients(kit, monkeypatch):
     """The way of a GPU, on a CPU: close to the way of a CPU, and what flows back to weights is of what was multiplied."""
-    monkeypatch.setattr(blocks.Blocks, "_rounded", staticmethod(blocks.Rounded.of))
+    monkeypatch.setattr(blocks.Blocks, "_rounded", staticmethod(products.Rounded.of))
     model = packed.adopt(make(kit, "llama"))
     plain = pulled(copy.deepcopy(model), s := sequences(RAGGED, kit.vocabulary))
     blocks.narrow(model.get_decoder())

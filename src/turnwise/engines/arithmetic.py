@@ -31,13 +31,13 @@ def ops_for(x: Tensor) -> ModuleType:
     return native if native.fits(x) else plain
 
 
-def attention_for(q: Tensor, k: Tensor) -> ModuleType | None:
-    """Triton's attention for q [L, H, D] and k [L, Hkv, D]; None where it knows no such heads, or there is no Triton."""
-    if not _for_triton(q):
+def attention_for(x: Tensor, size: int) -> ModuleType | None:
+    """Triton's attention for heads of this size; None where it does not know them, or there is no Triton."""
+    if not _for_triton(x):
         return None
     from turnwise.engines.cuda import attention
 
-    return attention if attention.fits(q, k) else None
+    return attention if attention.fits(size) else None
 
 
 def calm(device: torch.device) -> None:

@@ -14,7 +14,7 @@ neither what the states are for nor who asks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,11 +27,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from turnwise.engines import plain
-from turnwise.engines.arithmetic import kind_of, ops_for
+from turnwise.engines.arithmetic import attention_for, kind_of, ops_for
 from turnwise.engines.cuda.body import Body
 from turnwise.engines.cuda.reference import quantise, widened
 from turnwise.engines.decoder import FAMILY, STEADY_ROPES
 from turnwise.engines.native import ops as native
+from turnwise.engines.products import Rounded, Weight, back, parts_of, product, seen, weight_gradient
 from turnwise.engines.ragged import Ragged
 from turnwise.errors import SettingError
 
@@ -42,65 +43,6 @@ class Layout(Protocol):
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]."""
         ...
-
-
-# ------------------------------------------------------------------ products
-
-
-@dataclass(frozen=True, eq=False)
-class Rounded:
-    """A weight in e4m3, a scale for each output, whose inputs are rounded likewise, a scale for each row: what a sampler's fp8
-    products compute. e4m3 numbers are exact in half precision, so only the order of sums differs."""
-
-    data: Tensor  # [n, d] e4m3 numbers in the products' dtype
-    scale: Tensor  # [n, 1]
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Rounded:
-        data, scale = quantise(weight)
-        return cls(data.to(weight.dtype), scale)
-
-    def product(self, h: Tensor) -> Tensor:
-        data, scale = quantise(h)
-        a, b = data.to(h.dtype), self.data.t()
-        out = torch.mm(a, b, out_dtype=torch.float32) if h.is_cuda and h.dtype != torch.float32 else torch.mm(a, b)
-        return (out.float() * scale * self.scale.t()).to(h.dtype)
-
-    def wide(self) -> Tensor:
-        return widened(self.data, self.scale).to(self.data.dtype)
-
-
-Weight = Tensor | Rounded
-
-
-def _product(h: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """h Wᵀ + b in the dtype of h."""
-    if isinstance(weight, Rounded):
-        return weight.product(h) if bias is None else weight.product(h) + bias
-    return torch.mm(h, weight.t()) if bias is None else torch.addmm(bias, h, weight.t())
-
-
-def _back(d: Tensor, weight: Weight) -> Tensor:
-    """d W: the gradient of a product's input. Rounding passes gradients through as they are."""
-    return torch.mm(d, weight.wide() if isinstance(weight, Rounded) else weight)
-
-
-def _seen(h: Tensor, weight: Weight) -> Tensor:
-    """What a product really multiplied."""
-    return widened(*quantise(h)).to(h.dtype) if isinstance(weight, Rounded) else h
-
-
-def _weight_gradient(d: Tensor, h: Tensor, like: Tensor) -> Tensor:
-    """dᵀ h, accumulated and returned in the dtype of the master weights."""
-    if d.dtype == like.dtype:
-        return torch.mm(d.t(), h)
-    return torch.mm(d.t(), h, out_dtype=like.dtype) if d.is_cuda else torch.mm(d.t(), h).to(like.dtype)
-
-
-def _parts(grad: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """One gradient of a fused product, cut into those of its weights."""
-    cut = grad.split([len(w) for w in weights])
-    return [g if want else None for g, want in zip(cut, wanted)]
 
 
 # ------------------------------------------------------------------ functions
@@ -117,15 +59,15 @@ class _Enter:
     fused: Weight
     bias: Tensor | None
     head_norms: tuple[Tensor, ...]  # where there are any, q and k are normed and turned afterwards
-    heads: int  # queries and keys
+    whole: bool  # q, k and v are handed over as one, and turned by whoever attends
+    heads: int  # of queries and keys
+    keys: int  # of keys alone
     size: int
     eps: float
     kind: torch.dtype  # of products
 
-    def __call__(
-        self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x and delta [L, d] -> q [L, H, D], k and v [L, Hkv, D], and the sum x + delta."""
+    def __call__(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """x and delta [L, d] -> q [L, H, D], k and v [L, Hkv, D], or all in one, and the sum x + delta."""
         return _EnterFunction.apply(self, cos, sin, x, delta, self.norm, *self.own, *self.biases)
 
 
@@ -135,30 +77,32 @@ class _EnterFunction(torch.autograd.Function):
         ctx: Any, half: _Enter, cos: Tensor, sin: Tensor, x: Tensor, delta: Tensor | None, norm: Tensor, *own: Tensor
     ) -> Any:
         total, h = half.ops.add_norm(x, delta, norm, half.eps, half.kind)
-        qkv = _product(h, half.fused, half.bias)
-        if not half.head_norms:
-            half.ops.rotate_(qkv, cos, sin, half.heads, half.size)
+        qkv = product(h, half.fused, half.bias)
         ctx.half, ctx.added = half, delta is not None
         ctx.save_for_backward(cos, sin, total, norm)
-        kv = len(half.own[1]) // half.size
-        q, k, v = qkv.view(len(x), -1, half.size).split([half.heads - kv, kv, kv], 1)
-        return q, k, v, total.view_as(total)
+        parts = qkv.view(len(x), -1, half.size)
+        if half.whole:
+            return parts, total.view_as(total)
+        if not half.head_norms:
+            half.ops.rotate_(qkv, cos, sin, half.heads, half.size)
+        return *parts.split([half.heads - half.keys, half.keys, half.keys], 1), total.view_as(total)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, d_total: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *pulls: Any) -> tuple[Any, ...]:
         half: _Enter = ctx.half
         cos, sin, total, norm = ctx.saved_tensors
-        if not half.head_norms:
-            d = half.ops.unrotate(dq, dk, dv, cos, sin)
+        *parts, d_total = pulls
+        if half.whole or half.head_norms:
+            d = (parts[0] if half.whole else torch.cat(parts, 1)).flatten(1)
         else:
-            d = torch.cat((dq, dk, dv), 1).flatten(1)
-        dx, d_kind, h, d_norm = half.ops.norm_backward(_back(d, half.fused), total, norm, half.eps, d_total)
+            d = half.ops.unrotate(*parts, cos, sin)
+        dx, d_kind, h, d_norm = half.ops.norm_backward(back(d, half.fused), total, norm, half.eps, d_total)
         wanted = ctx.needs_input_grad[6:]
         grads: list[Tensor | None] = [None] * len(half.own)
         if any(wanted[: len(half.own)]):
-            grads = _parts(_weight_gradient(d, _seen(h, half.fused), norm), half.own, wanted)
-        biases = _parts(d.sum(0, dtype=norm.dtype), half.biases, wanted[len(half.own) :]) if half.biases else []
+            grads = parts_of(weight_gradient(d, seen(h, half.fused), norm), half.own, wanted)
+        biases = parts_of(d.sum(0, dtype=norm.dtype), half.biases, wanted[len(half.own) :]) if half.biases else []
         return None, None, None, dx, d_kind if ctx.added else None, d_norm, *grads, *biases
 
 
@@ -186,9 +130,9 @@ class _LeaveFunction(torch.autograd.Function):
     def forward(
         ctx: Any, half: _Leave, mixed: Tensor, x: Tensor, norm: Tensor, bias: Tensor | None, *own: Tensor
     ) -> Any:
-        total, h = half.ops.add_norm(x, _product(mixed, half.out, half.out_bias), norm, half.eps, mixed.dtype)
-        both = _product(h, half.gate_up)
-        y = _product(half.ops.swiglu(both), half.down)
+        total, h = half.ops.add_norm(x, product(mixed, half.out, half.out_bias), norm, half.eps, mixed.dtype)
+        both = product(h, half.gate_up)
+        y = product(half.ops.swiglu(both), half.down)
         ctx.half = half
         ctx.save_for_backward(mixed, total, both, norm)
         return total, y
@@ -199,16 +143,16 @@ class _LeaveFunction(torch.autograd.Function):
         half: _Leave = ctx.half
         mixed, total, both, norm = ctx.saved_tensors
         want_bias, want_out, want_gate, want_up, want_down = ctx.needs_input_grad[4:]
-        d_both, act = half.ops.swiglu_backward(both, _back(dy, half.down))
-        d_down = _weight_gradient(dy, _seen(act, half.down), norm) if want_down else None
-        dx, d_out, h, d_norm = half.ops.norm_backward(_back(d_both, half.gate_up), total, norm, half.eps, d_total)
+        d_both, act = half.ops.swiglu_backward(both, back(dy, half.down))
+        d_down = weight_gradient(dy, seen(act, half.down), norm) if want_down else None
+        dx, d_out, h, d_norm = half.ops.norm_backward(back(d_both, half.gate_up), total, norm, half.eps, d_total)
         gate_up: list[Tensor | None] = [None, None]
         if want_gate or want_up:
-            seen = _seen(h, half.gate_up)
-            gate_up = _parts(_weight_gradient(d_both, seen, norm), half.own[1:3], (want_gate, want_up))
-        out = _weight_gradient(d_out, _seen(mixed, half.out), norm) if want_out else None
+            found = weight_gradient(d_both, seen(h, half.gate_up), norm)
+            gate_up = parts_of(found, half.own[1:3], (want_gate, want_up))
+        out = weight_gradient(d_out, seen(mixed, half.out), norm) if want_out else None
         d_bias = d_out.sum(0, dtype=norm.dtype) if want_bias else None
-        return None, _back(d_out, half.out), dx, d_norm, d_bias, out, *gate_up, d_down
+        return None, back(d_out, half.out), dx, d_norm, d_bias, out, *gate_up, d_down
 
 
 class _FinalNorm(torch.autograd.Function):
@@ -273,7 +217,8 @@ class Blocks:
         if ops in (plain, native):
             return ("plain kernels" if ops is plain else "C kernels") + fp8
         graphs = "CUDA graphs" if self.body.works and not self.recompute else "no CUDA graphs"
-        return f"Triton kernels, {graphs}" + fp8
+        flash = "" if attention_for(self.weights[0], self.size) else ", flash attention of PyTorch"
+        return f"Triton kernels{flash}, {graphs}" + fp8
 
     def __call__(self, ids: Tensor, position: Tensor, layout: Layout, asked: Tensor | None = None) -> Tensor:
         """ids and position [L] -> what the LM head would read, [L, d], in ``kind``; where rows are ``asked`` for, only theirs."""
@@ -300,9 +245,10 @@ class Blocks:
             x = F.embedding(ids, as_own(embedding.weight), embedding.padding_idx)
             cos, sin = (t[0, :, : self.size // 2].contiguous() for t in decoder.rotary_emb(x, position[None]))
             delta: Tensor | None = None
+            whole = isinstance(layout, Ragged) and not self.normed and layout.turns(x, self.size)
             for layer in decoder.layers:
                 rows = asked if layer is decoder.layers[-1] else None
-                given = (*self._cut(layer, kind, ops, as_own), x, delta, cos, sin, layout, rows)
+                given = (*self._cut(layer, kind, ops, as_own, whole), x, delta, cos, sin, layout, rows)
                 if self.recompute and torch.is_grad_enabled():
                     x, delta = checkpoint(self._layer, *given, use_reentrant=False, preserve_rng_state=False)
                 else:
@@ -314,10 +260,14 @@ class Blocks:
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Of the last layer only some ``rows`` are wanted: what follows its attention is not computed for the others."""
-        q, k, v, x = enter(x, delta, cos, sin)
-        if enter.head_norms:
-            q, k = (_normed_turned(t, w, self.eps, cos, sin) for t, w in zip((q, k), enter.head_norms))
-        mixed = layout.attend_rows(q, k, v, self.scale).flatten(1)
+        *parts, x = enter(x, delta, cos, sin)
+        if enter.whole and isinstance(layout, Ragged):
+            mixed = layout.attend_product(parts[0], enter.keys, cos, sin, self.scale).flatten(1)
+        else:
+            q, k, v = parts
+            if enter.head_norms:
+                q, k = (_normed_turned(t, w, self.eps, cos, sin) for t, w in zip((q, k), enter.head_norms))
+            mixed = layout.attend_rows(q, k, v, self.scale).flatten(1)
         return leave(mixed, x) if rows is None else leave(mixed.index_select(0, rows), x.index_select(0, rows))
 
     @staticmethod
@@ -327,7 +277,7 @@ class Blocks:
 
     @torch.no_grad()
     def _cut(
-        self, layer: Any, kind: torch.dtype, ops: ModuleType, as_own: Callable[[Tensor], Tensor]
+        self, layer: Any, kind: torch.dtype, ops: ModuleType, as_own: Callable[[Tensor], Tensor], whole: bool
     ) -> tuple[_Enter, _Leave]:
         a, m = layer.self_attn, layer.mlp
         qkv = tuple(as_own(p.weight) for p in (a.q_proj, a.k_proj, a.v_proj))
@@ -341,7 +291,7 @@ class Blocks:
         fused, out, gate_up, down = (rounded(w.to(kind)) for w in (torch.cat(qkv), own[0], torch.cat(own[1:3]), own[3]))
         enter = _Enter(
             ops, norms[0], qkv, biases, fused, torch.cat(biases).to(kind) if biases else None,
-            head_norms, heads, self.size, self.eps, kind,
+            head_norms, whole, heads, len(qkv[1]) // self.size, self.size, self.eps, kind,
         )  # fmt: skip
         leave = _Leave(
             ops, own, norms[1], out_bias, out, None if out_bias is None else out_bias.to(kind), gate_up, down, self.eps

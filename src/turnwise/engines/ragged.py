@@ -68,7 +68,7 @@ class Ragged:
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
         """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]. The last query of a sequence stands over its last key."""
-        kernels = attention_for(q, k) if window is None else None
+        kernels = attention_for(q, q.shape[2]) if window is None else None
         if kernels is not None:
             return _Attended.apply(q, k, v, self, kernels, scale)
         if self.copies is not None:
@@ -77,6 +77,20 @@ class Ragged:
         flash = torch.ops.aten._flash_attention_forward
         starts = (self.queries, self.keys)
         return flash(q, k, v, *starts, *self.longest, 0.0, True, False, scale=scale, **sides)[0]
+
+    @staticmethod
+    def turns(x: Tensor, size: int) -> bool:
+        """Whether there is ``attend_product`` for heads of this size, where x lies."""
+        return attention_for(x, size) is not None
+
+    def attend_product(self, qkv: Tensor, keys: int, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+        """qkv [L, H + 2 Hkv, D] as a product leaves them -> [L, H, D]: q and k are turned by the angles [L, D/2] on the way, in
+        place. Kernels leave the gradient as that product wants it: not in parts, and not turned."""
+        return _Turned.apply(qkv, cos, sin, self, keys, scale)
+
+    def where(self, scale: float) -> tuple[Any, ...]:
+        """What kernels must know."""
+        return self.queries, self.keys, None if self.copies is None else self.copies.source, self.longest, scale
 
 
 class _Copied(torch.autograd.Function):
@@ -98,9 +112,7 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Ragged, kernels: ModuleType, scale: float) -> Tensor:
-        source = None if layout.copies is None else layout.copies.source
-        ctx.layout, ctx.kernels = layout, kernels
-        ctx.where = (layout.queries, layout.keys, source, layout.longest, scale)
+        ctx.kernels, ctx.where, ctx.copies = kernels, layout.where(scale), layout.copies
         out, lse = kernels.forward(q, k, v, *ctx.where)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -109,7 +121,37 @@ class _Attended(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         dq, dk, dv = ctx.kernels.backward(d_out, *ctx.saved_tensors, *ctx.where)
-        copies = ctx.layout.copies
-        if copies is not None:
-            dk, dv = ops_for(dk).collect(dk, dv, copies.first, copies.members)
+        if ctx.copies is not None:
+            dk, dv = ops_for(dk).collect(dk, dv, ctx.copies.first, ctx.copies.members)
         return dq, dk, dv, None, None, None
+
+
+class _Turned(torch.autograd.Function):
+    """The same of a whole product, whose q and k are turned first."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, layout: Ragged, keys: int, scale: float) -> Tensor:
+        ctx.ops, ctx.kernels = ops_for(qkv), attention_for(qkv, qkv.shape[2])
+        ctx.parts, ctx.where, ctx.copies = [qkv.shape[1] - 2 * keys, keys, keys], layout.where(scale), layout.copies
+        ctx.ops.rotate_(qkv.flatten(1), cos, sin, qkv.shape[1] - keys, qkv.shape[2])  # nobody else reads it
+        out, lse = ctx.kernels.forward(*qkv.split(ctx.parts, 1), *ctx.where)
+        ctx.save_for_backward(qkv, cos, sin, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+        qkv, cos, sin, out, lse = ctx.saved_tensors
+        d, d_out = torch.empty_like(qkv), d_out.contiguous()
+        (q, k, v), (dq, dk, dv) = qkv.split(ctx.parts, 1), d.split(ctx.parts, 1)
+        delta = ctx.kernels.d_queries(d_out, q, k, v, out, lse, *ctx.where, dq, (cos, sin))
+        given = (d_out, q, k, v, lse, delta, *ctx.where)
+        if ctx.copies is None:
+            ctx.kernels.d_keys(*given, dk, dv, (cos, sin))
+        else:  # a row's copies are summed first
+            each = d.new_empty(2, len(ctx.copies.source), *dk.shape[1:])
+            ctx.kernels.d_keys(*given, *each)
+            sums = ctx.ops.collect(*each, ctx.copies.first, ctx.copies.members)
+            ctx.ops.turn_back(sums[0], dk, cos, sin)
+            dv.copy_(sums[1])
+        return d, None, None, None, None, None

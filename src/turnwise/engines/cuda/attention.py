@@ -48,9 +48,9 @@ EXACT = Plan(*[Blocks(32, 32, 4, 1)] * 3)  # for float32, where it is digits tha
 LOG2E = 1.4426950408889634
 
 
-def fits(q: Tensor, k: Tensor) -> bool:
-    """Whether the kernels know these heads."""
-    return q.shape[2] in PLANS and q.shape[1] % k.shape[1] == 0
+def fits(size: int) -> bool:
+    """Whether the kernels know heads of this size."""
+    return size in PLANS
 
 
 def plan_of(q: Tensor) -> Plan:
@@ -80,48 +80,53 @@ def forward(
     return out, lse
 
 
+Angles = tuple[Tensor, Tensor]
+"""cos and sin [U, D/2], by which the rows of q and k were turned."""
+
+
 def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: Tensor, keys: Tensor,
     source: Tensor | None, longest: tuple[int, int], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """-> dq [U, H, D], dk and dv [M, K, D]: of every place, where there is a ``source``."""
     q, k, v, d_out = _together(q), _together(k), _together(v), _together(d_out)
-    K, size = k.shape[1:]
-    places = len(k if source is None else source)
+    where = (queries, keys, source, longest, scale)
     dq = torch.empty_like(out)
-    dk, dv = k.new_empty(2, places, K, size)
-    dq, delta = d_queries(d_out, q, k, v, out, lse, queries, keys, source, longest, scale, dq)
-    d_keys(d_out, q, k, v, lse, delta, queries, keys, source, longest, scale, dk, dv)
+    dk, dv = k.new_empty(2, len(k if source is None else source), *k.shape[1:])
+    delta = d_queries(d_out, q, k, v, out, lse, *where, dq)
+    d_keys(d_out, q, k, v, lse, delta, *where, dk, dv)
     return dq, dk, dv
 
 
 def d_queries(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: Tensor, keys: Tensor,
-    source: Tensor | None, longest: tuple[int, int], scale: float, dq: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fills dq [U, H, D]; and Σ out·dout [H, U], which ``d_keys`` asks for."""
+    source: Tensor | None, longest: tuple[int, int], scale: float, dq: Tensor, angles: Angles | None = None,
+) -> Tensor:  # fmt: skip
+    """Fills dq [U, H, D], turned back by the angles; -> Σ out·dout [H, U], which ``d_keys`` asks for."""
     (rows, H, size), S, delta = q.shape, len(queries) - 1, torch.empty_like(lse)
     m, n, warps, stages = plan_of(q).d_queries
     if rows:
         kernels.d_queries[(S * H, triton.cdiv(longest[0], m))](
-            q, k, v, out, d_out, lse, delta, dq, queries, keys, keys if source is None else source,
+            q, k, v, out, d_out, lse, delta, dq, queries, keys, keys if source is None else source, *(angles or (lse, lse)),
             q.stride(0), k.stride(0), v.stride(0), d_out.stride(0), dq.stride(0), scale * LOG2E, scale, rows, S,
-            H, H // k.shape[1], size, source is not None, q.dtype == torch.float32, m, n, num_warps=warps, num_stages=stages,
+            H, H // k.shape[1], size, source is not None, q.dtype == torch.float32, angles is not None, m, n,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return dq, delta
+    return delta
 
 
 def d_keys(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, queries: Tensor, keys: Tensor,
-    source: Tensor | None, longest: tuple[int, int], scale: float, dk: Tensor, dv: Tensor,
+    source: Tensor | None, longest: tuple[int, int], scale: float, dk: Tensor, dv: Tensor, angles: Angles | None = None,
 ) -> None:  # fmt: skip
-    """Fills dk and dv [M, K, D]."""
+    """Fills dk, turned back by the angles, and dv [M, K, D]."""
     (rows, H, size), S, K = q.shape, len(queries) - 1, k.shape[1]
     m, n, warps, stages = plan_of(q).d_keys
     if len(dk):
         kernels.d_keys[(S * K, triton.cdiv(longest[1], n))](
-            q, k, v, d_out, lse, delta, dk, dv, queries, keys, keys if source is None else source,
+            q, k, v, d_out, lse, delta, dk, dv, queries, keys, keys if source is None else source, *(angles or (lse, lse)),
             q.stride(0), k.stride(0), v.stride(0), d_out.stride(0), dk.stride(0), dv.stride(0), scale * LOG2E, scale,
             rows, len(dk), S,
-            K, H // K, size, source is not None, q.dtype == torch.float32, m, n, num_warps=warps, num_stages=stages,
+            K, H // K, size, source is not None, q.dtype == torch.float32, angles is not None, m, n,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip

@@ -64,6 +64,22 @@ def _store(base, at, row, x, inside, D: tl.constexpr):
 
 
 @triton.jit
+def _store_back(
+    base, at, row, x, inside, cos, sin, first, D: tl.constexpr, SIZE: tl.constexpr, TURN: tl.constexpr
+):  # fmt: skip
+    """Gradients of turned rows; with TURN of what was turned, in pairs (i, i + D/2), by the angles of row ``first + at``."""
+    if TURN:
+        a, b = tl.split(tl.permute(tl.reshape(x, (SIZE, 2, D // 2)), (0, 2, 1)))
+        here = (first + at).to(tl.int64)[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
+        c = tl.load(cos + here, mask=inside[:, None], other=0.0)
+        s = tl.load(sin + here, mask=inside[:, None], other=0.0)
+        _store(base, at, row, a * c + b * s, inside, D // 2)
+        _store(base + D // 2, at, row, b * c - a * s, inside, D // 2)
+    else:
+        _store(base, at, row, x, inside, D)
+
+
+@triton.jit
 def _clear(base, row, first, end, block, blocks, D: tl.constexpr, SIZE: tl.constexpr):
     """Zeros to the rows from ``first`` to ``end``: this is one of ``blocks`` programs that share them."""
     for start in range(first + block * SIZE, end, blocks * SIZE):
@@ -162,8 +178,9 @@ def _pull_queries(
 
 @triton.jit(do_not_specialize=["U", "S"])
 def d_queries(
-    q, k, v, out, d_out, lse, delta, dq, queries, keys, source, q_row, k_row, v_row, d_out_row, dq_row, scale, unit, U, S,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr,
+    q, k, v, out, d_out, lse, delta, dq, queries, keys, source, cos, sin, q_row, k_row, v_row, d_out_row, dq_row, scale, unit,
+    U, S,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
@@ -201,7 +218,7 @@ def d_queries(
     grad = _pull_queries(
         qq, k, v, pull, source, k_row, v_row, scale, last, known, down, nk, whole, end, grad, D, SHARED, EXACT, N, True
     )  # fmt: skip
-    _store(dq + q0 * dq_row + head * D, i, dq_row, grad * unit, i < nq, D)
+    _store_back(dq + q0 * dq_row + head * D, i, dq_row, grad * unit, i < nq, cos, sin, q0, D, M, TURN)
 
 
 @triton.jit
@@ -236,9 +253,9 @@ def _pull_keys(
 
 @triton.jit(do_not_specialize=["U", "places", "S"])
 def d_keys(
-    q, k, v, d_out, lse, delta, dk, dv, queries, keys, source, q_row, k_row, v_row, d_out_row, dk_row, dv_row, scale, unit,
-    U, places, S,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr,
+    q, k, v, d_out, lse, delta, dk, dv, queries, keys, source, cos, sin, q_row, k_row, v_row, d_out_row, dk_row, dv_row,
+    scale, unit, U, places, S,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0) // K, tl.program_id(0) % K
@@ -280,5 +297,5 @@ def d_keys(
         d_kk, d_vv, G, D, EXACT, M, False,
     )  # fmt: skip
     k0 = k0.to(tl.int64)
-    _store(dk + k0 * dk_row + head * D, j, dk_row, d_kk * unit, j < nk, D)
+    _store_back(dk + k0 * dk_row + head * D, j, dk_row, d_kk * unit, j < nk, cos, sin, k0, D, N, TURN)
     _store(dv + k0 * dv_row + head * D, j, dv_row, d_vv, j < nk, D)

@@ -101,11 +101,16 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, size: int) -> Non
     _turned(turned, turned, cos, sin, 1.0)
 
 
+def turn_back(d: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Gradient of turned heads -> of what was turned; both [L, heads, D]."""
+    _turned(d, out, cos, sin, -1.0)
+
+
 def unrotate(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (rows, H, size), K = dq.shape, dk.shape[1]
     out = torch.empty(rows, H + 2 * K, size, dtype=dq.dtype, device=dq.device)
-    _turned(dq, out[:, :H], cos, sin, -1.0)
-    _turned(dk, out[:, H : H + K], cos, sin, -1.0)
+    turn_back(dq, out[:, :H], cos, sin)
+    turn_back(dk, out[:, H : H + K], cos, sin)
     out[:, H + K :] = dv
     return out.flatten(1)
 
