@@ -11,9 +11,9 @@ into micro-batches; the cuts then just sum.
 
 from __future__ import annotations
 
+import struct
 import zlib
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -253,9 +253,11 @@ def pack(groups: Sequence[Group]) -> Batch:
 
 
 def _tensor(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """``torch.tensor`` for long lists of numbers, which it would look at one by one."""
-    typed = array("q" if dtype == torch.int64 else "f", values)
-    return torch.frombuffer(typed, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
+    """``torch.tensor`` for long lists of numbers, which it would look at twice each."""
+    if not values:
+        return torch.zeros(0, dtype=dtype)
+    letter, kind = ("q", torch.int64) if dtype == torch.int64 else ("d", torch.float64)
+    return torch.frombuffer(bytearray(struct.pack(f"{len(values)}{letter}", *values)), dtype=kind).to(dtype)
 
 
 class _Packer:
@@ -265,19 +267,14 @@ class _Packer:
         self.ids: list[int] = []
         self.start: list[int] = [0]
         self.owner: list[int] = []
-        self.at: list[int] = []
-        self.flat: dict[str, list] = {name: [] for name in ("behaviour", "mass", "version")}
-        self.turn_rows: list[tuple[float, float, int, int, int, int, int]] = []
-        self.blind: list[int] = []
-        self.acts: dict[tuple[int, ...], int] = {}
-        self.turn_facts: list[Facts] = []
+        self.begins: list[int] = []  # of each turn, where its sampled tokens lie
+        self.masked: list[tuple[int, Sequence[int]]] = []  # where a context lies, and what it is to the blind
+        self.acted: list[Turn] = []
         self.turns: list[int] = []
         self.trajectories: list[int] = []
         self.members: list[Trajectory] = []
         self.states: dict[str, int] = {}
-        self.agents: dict[str, int] = {}
-        self.domains: dict[str, int] = {}
-        self.kinds: list[int] = []
+        self.kinds: list[str] = []
         self.tasks: list[str] = []
 
     def add(self, trajectory: Trajectory, shared: list[int]) -> None:
@@ -285,28 +282,28 @@ class _Packer:
             raise RecordError(f"trajectory {trajectory.id} failed ({trajectory.reason}) and cannot be trained on")
         me = len(self.members)
         self.ids += shared
-        self.blind += shared
         for turn in trajectory.turns:
             if turn.restart and len(self.ids) > self.start[-1]:
                 self._close(me)
+            if turn.blind:
+                self.masked.append((len(self.ids), turn.blind))
             self.ids += turn.context
-            self.blind += turn.blind or turn.context
             if turn.tokens and len(self.ids) == self.start[-1]:
                 raise RecordError(
                     f"trajectory {trajectory.id} samples its first token from nothing; its first turn needs a context"
                 )
-            self.at += range(len(self.ids), len(self.ids) + len(turn.tokens))
+            if turn.tokens and not turn.logp and trajectory.origin == Origin.POLICY:
+                raise RecordError(f"trajectory {trajectory.id} has sampled tokens without log-probabilities")
+            self.begins.append(len(self.ids))
             self.ids += turn.tokens
-            self.blind += turn.tokens
-            self._row(turn, trajectory)
         if len(self.ids) > self.start[-1]:
             self._close(me)
+        self.acted += trajectory.turns
         self.turns.append(len(trajectory.turns))
         self.members.append(trajectory)
 
     def close(self, group: Group) -> None:
-        kind = f"{group.task.environment}/{group.task.difficulty}"
-        self.kinds.append(self.domains.setdefault(kind, len(self.domains)))
+        self.kinds.append(f"{group.task.environment}/{group.task.difficulty}")
         self.trajectories.append(len(group.trajectories))
         self.tasks.append(group.task.key)
 
@@ -314,40 +311,40 @@ class _Packer:
         self.start.append(len(self.ids))
         self.owner.append(owner)
 
-    def _row(self, turn: Turn, trajectory: Trajectory) -> None:
-        n = len(turn.tokens)
-        if n and not turn.logp and trajectory.origin == Origin.POLICY:
-            raise RecordError(f"trajectory {trajectory.id} has sampled tokens without log-probabilities")
-        self.flat["behaviour"] += turn.logp or [0.0] * n
-        self.flat["mass"] += turn.mass or [0.0] * n
-        self.flat["version"] += turn.version or [0] * n
-        state = -1 if turn.state is None else self._state(turn.state)
-        agent = self.agents.setdefault(turn.agent, len(self.agents))
-        act = self.acts.setdefault(tuple(turn.tokens), len(self.acts))
-        self.turn_rows.append((turn.temperature, turn.reward, state, agent, turn.tool_calls, n, act))
-        self.turn_facts.append(turn.facts)
+    def _spoken(self, name: str, dtype: torch.dtype) -> Tensor:
+        """What the turns know of each sampled token; 0 where one of them knows nothing."""
+        known = [getattr(turn, name) for turn in self.acted]
+        if not any(known):
+            return torch.zeros(sum(len(turn.tokens) for turn in self.acted), dtype=dtype)
+        flat: list[float] = []
+        for turn, values in zip(self.acted, known):
+            flat += values or [0] * len(turn.tokens)
+        return _tensor(flat, dtype)
 
     def batch(self) -> Batch:
         i64, f32 = torch.int64, torch.float32
-        temperature, reward, state, agent, calls, tokens, act = zip(*self.turn_rows) if self.turn_rows else ((),) * 7
-        repeat = lambda counts: torch.repeat_interleave(_tensor(counts, i64))  # noqa: E731
-        tree = Tree(repeat(tokens), repeat(self.turns), repeat(self.trajectories), len(self.trajectories))
-        ids, start, owner, at = (_tensor(values, i64) for values in (self.ids, self.start, self.owner, self.at))
+        acted, sizes = self.acted, _tensor([len(turn.tokens) for turn in self.acted], i64)
+        ids, start, owner, begins = (_tensor(values, i64) for values in (self.ids, self.start, self.owner, self.begins))
+        of_token, of_turn, of_trajectory = (
+            torch.repeat_interleave(n) for n in (sizes, _tensor(self.turns, i64), _tensor(self.trajectories, i64))
+        )
+        tree = Tree(of_token, of_turn, of_trajectory, len(self.trajectories))
+        at = torch.arange(of_token.numel()) + (begins - (sizes.cumsum(0) - sizes))[of_token]
         names = sorted({name for t in self.members for name in t.rewards})
         verdicts = [float("nan") if t.success is None else float(t.success) for t in self.members]
         return Batch(
             tree=tree,
-            sequences=Sequences(ids, start, owner, at, self._blind()),
+            sequences=Sequences(ids, start, owner, at, self._blind(ids)),
             token=tree.field(TOKEN, ids[at]),
-            behaviour=tree.field(TOKEN, _tensor(self.flat["behaviour"], f32)),
-            mass=tree.field(TOKEN, _tensor(self.flat["mass"], f32)),
-            version=tree.field(TOKEN, _tensor(self.flat["version"], i64)),
-            temperature=tree.field(TURN, temperature, f32),
-            reward=tree.field(TURN, reward, f32),
-            state=tree.field(TURN, state, i64),
-            action=tree.field(TURN, act, i64),
-            agent=tree.field(TURN, agent, i64),
-            tool_calls=tree.field(TURN, calls, i64),
+            behaviour=tree.field(TOKEN, self._spoken("logp", f32)),
+            mass=tree.field(TOKEN, self._spoken("mass", f32)),
+            version=tree.field(TOKEN, self._spoken("version", i64)),
+            temperature=tree.field(TURN, [t.temperature for t in acted], f32),
+            reward=tree.field(TURN, [t.reward for t in acted], f32),
+            state=tree.field(TURN, [self._state(t.state) for t in acted], i64),
+            action=tree.field(TURN, _numbered(tuple(t.tokens) for t in acted), i64),
+            agent=tree.field(TURN, _numbered(t.agent for t in acted), i64),
+            tool_calls=tree.field(TURN, [t.tool_calls for t in acted], i64),
             truncated=tree.field(TRAJECTORY, [t.status == Status.TRUNCATED for t in self.members], torch.bool),
             expert=tree.field(TRAJECTORY, [t.origin == Origin.EXPERT for t in self.members], torch.bool),
             replayed=tree.field(TRAJECTORY, [t.origin == Origin.REPLAY for t in self.members], torch.bool),
@@ -357,24 +354,26 @@ class _Packer:
             parent=tree.field(TRAJECTORY, [number(t.fork.parent) if t.fork else -1 for t in self.members], i64),
             fork=tree.field(TRAJECTORY, [t.fork.turn if t.fork else 0 for t in self.members], i64),
             fork_token=tree.field(TRAJECTORY, [t.fork.token if t.fork else 0 for t in self.members], i64),
-            end=tree.field(TRAJECTORY, [-1 if t.end is None else self._state(t.end) for t in self.members], i64),
+            end=tree.field(TRAJECTORY, [self._state(t.end) for t in self.members], i64),
             group=tree.field(GROUP, range(len(self.trajectories)), i64),
-            domain=tree.field(GROUP, self.kinds, i64),
+            domain=tree.field(GROUP, _numbered(self.kinds), i64),
             answers=tuple(tuple(t.answer) for t in self.members) if any(t.answer for t in self.members) else (),
             named={
                 n: tree.field(TRAJECTORY, [t.rewards.get(n, float("nan")) for t in self.members], f32) for n in names
             },
-            facts=_facts(tree, TRAJECTORY, [t.facts for t in self.members]) | _facts(tree, TURN, self.turn_facts),
+            facts=_facts(tree, TRAJECTORY, self.members) | _facts(tree, TURN, acted),
             keys=tuple(t.id for t in self.members),
             tasks=tuple(self.tasks),
         )
 
-    def _state(self, key: str) -> int:
-        return self.states.setdefault(key, len(self.states))
+    def _state(self, key: str | None) -> int:
+        return -1 if key is None else self.states.setdefault(key, len(self.states))
 
-    def _blind(self) -> Tensor | None:
-        asked = any(turn.blind for t in self.members for turn in t.turns)
-        return torch.tensor(self.blind, dtype=torch.int64) if asked else None
+    def _blind(self, ids: Tensor) -> Tensor | None:
+        blind = ids.clone()
+        for at, words in self.masked:
+            blind[at : at + len(words)] = _tensor(words, torch.int64)
+        return blind if self.masked else None
 
 
 def number(key: str) -> int:
@@ -382,8 +381,15 @@ def number(key: str) -> int:
     return zlib.crc32(key.encode())
 
 
-def _facts(tree: Tree, level: Level, said: Sequence[Facts]) -> dict[str, Field]:
+def _numbered(keys: Iterable[Hashable]) -> list[int]:
+    """Equal keys get equal numbers, from 0 on in the order they turn up."""
+    seen: dict[Hashable, int] = {}
+    return [seen.setdefault(key, len(seen)) for key in keys]
+
+
+def _facts(tree: Tree, level: Level, items: Sequence[Trajectory] | Sequence[Turn]) -> dict[str, Field]:
     """Facts by name as numbers; labels are numbered in the order they turn up; NaN where nobody said."""
+    said: list[Facts] = [item.facts for item in items]
     labels: dict[str, int] = {}
     value = lambda x: float(labels.setdefault(x, len(labels)) if isinstance(x, str) else x)  # noqa: E731
     names = sorted({name for facts in said for name in facts})
