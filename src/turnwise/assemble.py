@@ -330,8 +330,10 @@ def sampling_of(settings: Settings, temperature: float | None = None) -> Samplin
 def player(world: World, renderer: Renderer, sampling: Sampling, blind: bool = False) -> Any:
     """A ``Play``: one episode of one task with one session. ``blind``: what it heard is recorded masked, too."""
 
+    limits = world.limits
+
     async def play(key: str, task: Task, session: Session, heat: float = 1.0, **more: Any) -> Trajectory:
-        env, limits = world.attempt(task), world.limits
+        env = world.attempt(task)
         return await Episode(key, task, env, session, renderer, sampling, limits, heat, blind, **more).run()
 
     return partial(play)

@@ -132,5 +132,8 @@ def usable(group: Group) -> tuple[Group, list[str]]:
     while len(kept) != len(good):  # forks of forks fall one after another
         good, ids = kept, {t.id for t in kept}
         kept = [t for t in good if t.fork is None or t.fork.parent in ids]
-    reasons = [t.reason or "nothing was sampled" for t in group.trajectories if t not in good]
+    if len(good) == len(group.trajectories):
+        return group, []
+    ids = {t.id for t in good}
+    reasons = [t.reason or "nothing was sampled" for t in group.trajectories if t.id not in ids]
     return replace(group, trajectories=tuple(good)), reasons

@@ -128,7 +128,8 @@ class Episode:
         self.key, self.task, self.environment, self.session = key, task, environment, session
         self.renderer, self.limits, self.blind = renderer, limits, blind
         self.policy_temperature = sampling.temperature or 1.0  # of the policy that learns, whatever this is sampled at
-        self.heat, self.sampling = heat, replace(sampling, temperature=sampling.temperature * heat)
+        self.heat = heat
+        self.sampling = sampling if heat == 1 else replace(sampling, temperature=sampling.temperature * heat)
         self.inline = bool(getattr(type(environment), "inline", False))
         self.turns: list[Turn] = []
         self.rewards: dict[str, float] = {}
