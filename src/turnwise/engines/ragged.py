@@ -113,8 +113,8 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Ragged, kernels: ModuleType, scale: float) -> Tensor:
         ctx.kernels, ctx.where, ctx.copies = kernels, layout.where(scale), layout.copies
-        out, lse = kernels.forward(q, k, v, *ctx.where)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, stats = kernels.forward(q, k, v, *ctx.where)
+        ctx.save_for_backward(q, k, v, out, stats)
         return out
 
     @staticmethod
@@ -134,18 +134,18 @@ class _Turned(torch.autograd.Function):
         ctx.ops, ctx.kernels = ops_for(qkv), attention_for(qkv, qkv.shape[2])
         ctx.parts, ctx.where, ctx.copies = [qkv.shape[1] - 2 * keys, keys, keys], layout.where(scale), layout.copies
         ctx.ops.rotate_(qkv.flatten(1), cos, sin, qkv.shape[1] - keys, qkv.shape[2])  # nobody else reads it
-        out, lse = ctx.kernels.forward(*qkv.split(ctx.parts, 1), *ctx.where)
-        ctx.save_for_backward(qkv, cos, sin, out, lse)
+        out, stats = ctx.kernels.forward(*qkv.split(ctx.parts, 1), *ctx.where)
+        ctx.save_for_backward(qkv, cos, sin, out, stats)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        qkv, cos, sin, out, lse = ctx.saved_tensors
+        qkv, cos, sin, out, stats = ctx.saved_tensors
         d, d_out = torch.empty_like(qkv), d_out.contiguous()
         (q, k, v), (dq, dk, dv) = qkv.split(ctx.parts, 1), d.split(ctx.parts, 1)
-        delta = ctx.kernels.d_queries(d_out, q, k, v, out, lse, *ctx.where, dq, (cos, sin))
-        given = (d_out, q, k, v, lse, delta, *ctx.where)
+        ctx.kernels.d_queries(d_out, q, k, v, out, stats, *ctx.where, dq, (cos, sin))
+        given = (d_out, q, k, v, stats, *ctx.where)
         if ctx.copies is None:
             ctx.kernels.d_keys(*given, dk, dv, (cos, sin))
         else:  # a row's copies are summed first

@@ -42,7 +42,7 @@ PLANS = {  # by head size, for numbers of two bytes; heads of 64 measured on an 
     16: Plan(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)),
     32: Plan(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)),
     64: Plan(Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 3), Blocks(64, 64, 4, 3)),
-    128: Plan(Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
+    128: Plan(Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 128, 8, 2)),
 }
 EXACT = Plan(*[Blocks(32, 32, 4, 1)] * 3)  # for float32, where it is digits that count
 LOG2E = 1.4426950408889634
@@ -66,18 +66,19 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, source: Tensor | None, longest: tuple[int, int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [U, H, D], k and v [R, K, D], queries and keys [S + 1] int32, source [M] -> out [U, H, D], lse [H, U] in base 2."""
+    """q [U, H, D], k and v [R, K, D], queries and keys [S + 1] int32, source [M] -> out [U, H, D], and for the
+    backward pass [H, U, 2]: log₂ Σ exp of the scores, and room for Σ out·dout."""
     q, k, v = _together(q), _together(k), _together(v)
     (rows, H, size), S = q.shape, len(queries) - 1
-    out, lse = q.new_empty(rows, H, size), q.new_empty(H, rows, dtype=torch.float32)
+    out, stats = q.new_empty(rows, H, size), q.new_empty(H, rows, 2, dtype=torch.float32)
     m, n, warps, stages = plan_of(q).forward
     if rows:
         kernels.forward[(S * H, triton.cdiv(longest[0], m))](
-            q, k, v, out, lse, queries, keys, keys if source is None else source,
+            q, k, v, out, stats, queries, keys, keys if source is None else source,
             q.stride(0), k.stride(0), v.stride(0), scale * LOG2E, rows, S,
             H, H // k.shape[1], size, source is not None, q.dtype == torch.float32, m, n, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return out, lse
+    return out, stats
 
 
 Angles = tuple[Tensor, Tensor]
@@ -85,7 +86,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 def backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: Tensor, keys: Tensor,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, queries: Tensor, keys: Tensor,
     source: Tensor | None, longest: tuple[int, int], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """-> dq [U, H, D], dk and dv [M, K, D]: of every place, where there is a ``source``."""
@@ -93,30 +94,29 @@ def backward(
     where = (queries, keys, source, longest, scale)
     dq = torch.empty_like(out)
     dk, dv = k.new_empty(2, len(k if source is None else source), *k.shape[1:])
-    delta = d_queries(d_out, q, k, v, out, lse, *where, dq)
-    d_keys(d_out, q, k, v, lse, delta, *where, dk, dv)
+    d_queries(d_out, q, k, v, out, stats, *where, dq)
+    d_keys(d_out, q, k, v, stats, *where, dk, dv)
     return dq, dk, dv
 
 
 def d_queries(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: Tensor, keys: Tensor,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, queries: Tensor, keys: Tensor,
     source: Tensor | None, longest: tuple[int, int], scale: float, dq: Tensor, angles: Angles | None = None,
-) -> Tensor:  # fmt: skip
-    """Fills dq [U, H, D], turned back by the angles; -> Σ out·dout [H, U], which ``d_keys`` asks for."""
-    (rows, H, size), S, delta = q.shape, len(queries) - 1, torch.empty_like(lse)
+) -> None:  # fmt: skip
+    """Fills dq [U, H, D], turned back by the angles, and what ``stats`` has room for: ``d_keys`` comes after."""
+    (rows, H, size), S = q.shape, len(queries) - 1
     m, n, warps, stages = plan_of(q).d_queries
     if rows:
         kernels.d_queries[(S * H, triton.cdiv(longest[0], m))](
-            q, k, v, out, d_out, lse, delta, dq, queries, keys, keys if source is None else source, *(angles or (lse, lse)),
+            q, k, v, out, d_out, stats, dq, queries, keys, keys if source is None else source, *(angles or (stats, stats)),
             q.stride(0), k.stride(0), v.stride(0), d_out.stride(0), dq.stride(0), scale * LOG2E, scale, rows, S,
             H, H // k.shape[1], size, source is not None, q.dtype == torch.float32, angles is not None, m, n,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return delta
 
 
 def d_keys(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, queries: Tensor, keys: Tensor,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, queries: Tensor, keys: Tensor,
     source: Tensor | None, longest: tuple[int, int], scale: float, dk: Tensor, dv: Tensor, angles: Angles | None = None,
 ) -> None:  # fmt: skip
     """Fills dk, turned back by the angles, and dv [M, K, D]."""
@@ -124,7 +124,7 @@ def d_keys(
     m, n, warps, stages = plan_of(q).d_keys
     if len(dk):
         kernels.d_keys[(S * K, triton.cdiv(longest[1], n))](
-            q, k, v, d_out, lse, delta, dk, dv, queries, keys, keys if source is None else source, *(angles or (lse, lse)),
+            q, k, v, d_out, stats, dk, dv, queries, keys, keys if source is None else source, *(angles or (stats, stats)),
             q.stride(0), k.stride(0), v.stride(0), d_out.stride(0), dk.stride(0), dv.stride(0), scale * LOG2E, scale,
             rows, len(dk), S,
             K, H // K, size, source is not None, q.dtype == torch.float32, angles is not None, m, n,

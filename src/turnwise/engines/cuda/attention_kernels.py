@@ -114,7 +114,7 @@ def _look(
 
 @triton.jit(do_not_specialize=["U", "S"])
 def forward(
-    q, k, v, out, lse, queries, keys, source, q_row, k_row, v_row, scale, U, S,
+    q, k, v, out, stats, queries, keys, source, q_row, k_row, v_row, scale, U, S,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +151,8 @@ def forward(
     )  # fmt: skip
     seen = total > 0
     total = tl.where(seen, total, 1.0)
-    tl.store(lse + head.to(tl.int64) * U + q0 + i, tl.where(seen, best + tl.log2(total), float("inf")), mask=i < nq)
+    stats += (head.to(tl.int64) * U + q0 + i) * 2
+    tl.store(stats, tl.where(seen, best + tl.log2(total), float("inf")), mask=i < nq)
     _store(out + q0.to(tl.int64) * (H * D) + head * D, i, H * D, mixed / total[:, None], i < nq, D)
 
 
@@ -169,7 +170,7 @@ def _pull_queries(
         kk = _rows(k, at, k_row, j < nk, D, MASKED)
         p = tl.exp2(_scores(q, kk, EXACT) * scale - lse[:, None])
         if MASKED:
-            p = tl.where((j[None, :] <= last[:, None]) & (j < nk)[None, :], p, 0.0)
+            p = tl.where(j[None, :] <= last[:, None], p, 0.0)
         pull = _scores(d_out, _rows(v, at, v_row, j < nk, D, MASKED), EXACT)
         ds = p * (pull - delta[:, None])
         dq = _product(ds.to(kk.dtype), kk, dq, EXACT)
@@ -178,7 +179,7 @@ def _pull_queries(
 
 @triton.jit(do_not_specialize=["U", "S"])
 def d_queries(
-    q, k, v, out, d_out, lse, delta, dq, queries, keys, source, cos, sin, q_row, k_row, v_row, d_out_row, dq_row, scale, unit,
+    q, k, v, out, d_out, stats, dq, queries, keys, source, cos, sin, q_row, k_row, v_row, d_out_row, dq_row, scale, unit,
     U, S,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
@@ -206,9 +207,9 @@ def d_queries(
     pull = _rows(d_out + q0 * d_out_row + head * D, i, d_out_row, i < nq, D, True)
     mixed = _rows(out + q0 * (H * D) + head * D, i, H * D, i < nq, D, True)
     down = tl.sum(pull.to(tl.float32) * mixed.to(tl.float32), 1)
-    stats = head.to(tl.int64) * U + q0 + i
-    tl.store(delta + stats, down, mask=i < nq)
-    known = tl.load(lse + stats, mask=i < nq, other=float("inf"))
+    stats += (head.to(tl.int64) * U + q0 + i) * 2
+    tl.store(stats + 1, down, mask=i < nq)
+    known = tl.load(stats, mask=i < nq, other=float("inf"))
     whole = tl.maximum(block * M + (nk - nq) + 1, 0) // N * N
     end = tl.minimum(block * M + M + (nk - nq), nk)
     grad = tl.zeros((M, D), tl.float32)
@@ -223,7 +224,7 @@ def d_queries(
 
 @triton.jit
 def _pull_keys(
-    q, d_out, k, v, lse, delta, q_row, d_out_row, scale, first, nq, U, begin, each, rest, dk, dv,
+    q, d_out, k, v, stats, q_row, d_out_row, scale, first, nq, U, begin, each, rest, dk, dv,
     G: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """``each`` blocks of queries from ``begin`` on, of every head of the group; ``first`` [keys]: the first query that sees each.
@@ -234,17 +235,21 @@ def _pull_keys(
         start = begin + block * M
         if MASKED:
             start = tl.where(block == each - 1, begin + rest, start)
-        i = start + tl.arange(0, M)
-        qq = _rows(q + head * D, i, q_row, i < nq, D, MASKED)
-        stats = head.to(tl.int64) * U + i
+        here = head.to(tl.int64)  # pointers move as scalars: what is added to them is the same in every step
+        row, i = tl.arange(0, M), start + tl.arange(0, M)
+        qq = _rows(q + here * D + tl.cast(start, tl.int64) * q_row, row, q_row, i < nq, D, MASKED)
+        pair = stats + (here * U + start) * 2 + row[:, None] * 2 + tl.arange(0, 2)[None, :]
         if MASKED:
-            known, down = tl.load(lse + stats, mask=i < nq, other=0.0), tl.load(delta + stats, mask=i < nq, other=0.0)
+            both = tl.load(pair, mask=(i < nq)[:, None], other=0.0)
         else:
-            known, down = tl.load(lse + stats), tl.load(delta + stats)
+            both = tl.load(pair)
+        known, down = tl.split(
+            both
+        )  # loaded as one: alone, each would be loaded many times over, by every thread that asks
         p = tl.exp2(_scores(k, qq, EXACT) * scale - known[None, :])  # [keys, queries]
         if MASKED:
-            p = tl.where((i[None, :] >= first[:, None]) & (i < nq)[None, :], p, 0.0)
-        pull = _rows(d_out + head * D, i, d_out_row, i < nq, D, MASKED)
+            p = tl.where(i[None, :] >= first[:, None], p, 0.0)  # beyond the end are zeros, which pull at nothing
+        pull = _rows(d_out + here * D + tl.cast(start, tl.int64) * d_out_row, row, d_out_row, i < nq, D, MASKED)
         dv = _product(p.to(pull.dtype), pull, dv, EXACT)
         ds = p * (_scores(v, pull, EXACT) - down[None, :])
         dk = _product(ds.to(qq.dtype), qq, dk, EXACT)
@@ -253,7 +258,7 @@ def _pull_keys(
 
 @triton.jit(do_not_specialize=["U", "places", "S"])
 def d_keys(
-    q, k, v, d_out, lse, delta, dk, dv, queries, keys, source, cos, sin, q_row, k_row, v_row, d_out_row, dk_row, dv_row,
+    q, k, v, d_out, stats, dk, dv, queries, keys, source, cos, sin, q_row, k_row, v_row, d_out_row, dk_row, dv_row,
     scale, unit, U, places, S,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
@@ -278,7 +283,7 @@ def d_keys(
     vv = _rows(v + head * D, at, v_row, j < nk, D, True)
     q += q0.to(tl.int64) * q_row + head * G * D
     d_out += q0.to(tl.int64) * d_out_row + head * G * D
-    stats = (head * G).to(tl.int64) * U + q0
+    stats += ((head * G).to(tl.int64) * U + q0) * 2
     first = j - (nk - nq)
     begin = tl.maximum(block * N - (nk - nq), 0)
     # the blocks of queries that see these keys: some on the diagonal, whole ones, and one that the end cuts off
@@ -289,11 +294,11 @@ def d_keys(
     rest = (tl.where(masked > some, tl.cdiv(every, M), some) - 1) * M
     d_kk, d_vv = tl.zeros((N, D), tl.float32), tl.zeros((N, D), tl.float32)
     d_kk, d_vv = _pull_keys(
-        q, d_out, kk, vv, lse + stats, delta + stats, q_row, d_out_row, scale, first, nq, U, begin, masked, rest, d_kk, d_vv,
+        q, d_out, kk, vv, stats, q_row, d_out_row, scale, first, nq, U, begin, masked, rest, d_kk, d_vv,
         G, D, EXACT, M, True,
     )  # fmt: skip
     d_kk, d_vv = _pull_keys(
-        q, d_out, kk, vv, lse + stats, delta + stats, q_row, d_out_row, scale, first, nq, U, begin + some * M, whole, rest,
+        q, d_out, kk, vv, stats, q_row, d_out_row, scale, first, nq, U, begin + some * M, whole, rest,
         d_kk, d_vv, G, D, EXACT, M, False,
     )  # fmt: skip
     k0 = k0.to(tl.int64)
