@@ -99,14 +99,14 @@ def test_in_the_blocks_of_the_plan(kernels, kind, D, monkeypatch):
 
 
 pairs = st.tuples(st.sampled_from([0, 1, 3, 17, 31, 33, 65]), st.sampled_from([0, 0, 1, 5, 16, 40]))
-sides = st.sampled_from([16, 32])
+sides = st.sampled_from([32] if GPU else [16, 32])  # every block and head size is compiled anew
 
 
 @needs_triton
-@settings(max_examples=40 if GPU else 10, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(pairs, min_size=1, max_size=5), st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 2), (6, 2)]),
-    st.sampled_from([16, 32]), st.booleans(), st.tuples(sides, sides), st.integers(0, 2**31),
+    st.sampled_from([16] if GPU else [16, 32]), st.booleans(), st.tuples(sides, sides), st.integers(0, 2**31),
 )  # fmt: skip
 def test_any_layout(kernels, sequences, heads, D, shared, blocks, seed):
     """Queries fewer than keys; sequences that ask nothing, or have nothing; bounds that are larger than need be."""

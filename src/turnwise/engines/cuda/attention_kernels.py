@@ -243,9 +243,7 @@ def _pull_keys(
             both = tl.load(pair, mask=(i < nq)[:, None], other=0.0)
         else:
             both = tl.load(pair)
-        known, down = tl.split(
-            both
-        )  # loaded as one: alone, each would be loaded many times over, by every thread that asks
+        known, down = tl.split(both)  # as one: alone, each would be loaded many times over, by all threads that ask
         p = tl.exp2(_scores(k, qq, EXACT) * scale - known[None, :])  # [keys, queries]
         if MASKED:
             p = tl.where(i[None, :] >= first[:, None], p, 0.0)  # beyond the end are zeros, which pull at nothing
