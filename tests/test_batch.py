@@ -8,10 +8,12 @@ from helpers import COUNTS, records_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.batch import _even, pack
+from turnwise.batch import pack
 from turnwise.data import Fork, Group, Status, Task, Trajectory, Turn
+from turnwise.engines.prefixes import Shared
 from turnwise.errors import RecordError, SignalError
 from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field
+from turnwise.maths.runs import even_runs
 from turnwise.padded import from_padded, to_padded
 
 TASK = Task("test", 1)
@@ -66,8 +68,34 @@ def test_sampled_tokens_are_found_in_what_the_model_reads(counts, seed, cut):
 @given(count=st.integers(1, 200), each=st.integers(1, 40), limit=st.integers(1, 400))
 def test_micro_batches_of_equals_are_even(count, each, limit):
     """Law: as few as can be, and none has two more than another."""
-    sizes = [len(part) for part in _even(range(count), [each] * count, limit)]
+    sizes = [len(part) for part in even_runs(range(count), [each] * count, [each] * count, limit)]
     assert len(sizes) == -(-count // max(1, limit // each)) and max(sizes) - min(sizes) <= 1
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=6)), min_size=1, max_size=5
+    ),
+    cut=st.integers(1, 60),
+)
+def test_a_beginning_that_siblings_share_counts_once(groups, cut):
+    """Law: what a model has to read of a micro-batch fits; and if it fits into one, it is one."""
+    made = []
+    for g, (prompt, answers) in enumerate(groups):
+        context = [100 * g + k for k in range(prompt)]
+        turns = [turn(context, [1000 * (10 * g + i) + k for k in range(n)]) for i, n in enumerate(answers)]
+        made.append(Group(str(g), TASK, tuple(Trajectory(f"{g}.{i}", TASK, (t,)) for i, t in enumerate(turns))))
+    batch = pack(made)
+    alike = [0 if i == 0 else prompt for prompt, answers in groups for i in range(len(answers))]
+    assert batch.alike.x.tolist() == alike
+    parts = list(batch.split(cut, padded=False))
+    for part in parts:
+        s = part.sequences
+        assert len(part) == 1 or len(Shared.of(s.ids, s.start).first) <= cut
+    assert [key for part in parts for key in part.keys] == list(batch.keys)
+    if len(Shared.of(batch.sequences.ids, batch.sequences.start).first) <= cut:
+        assert len(parts) == 1
 
 
 @settings(deadline=None, max_examples=50)

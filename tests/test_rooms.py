@@ -26,7 +26,7 @@ MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
     "settings": "errors typed",
     "levels": "errors maths",
     "data": "errors",
-    "batch": "errors data levels signals",
+    "batch": "errors maths data levels signals",
     "ports": "errors data",
     "answers": DATA,
     "algebra": "errors maths levels batch signals",
@@ -84,7 +84,7 @@ LATE = {  # for those who ask for it: TensorBoard's writer, the profiler
 CORE = {
     "errors", "levels", "data", "batch", "ports", "signals", "maths", "algebra", "recipe", "collect", "run",
 }  # fmt: skip
-CORE_LINES, BODY_LINES, FILE_LINES = 5200, 60, 400
+CORE_LINES, BODY_LINES, FILE_LINES = 5250, 60, 400
 LONG_BODIES: set[str] = set()  # "file.py:function"
 LONG_FILES: set[str] = set()
 

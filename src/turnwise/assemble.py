@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from turnwise import catalogue, needs, recipes
 from turnwise.data import Sampling, Task, Trajectory
+from turnwise.engines.arithmetic import handful
 from turnwise.engines.drafts import Drafting
 from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.learner import LearnerSettings, LocalLearner
@@ -199,8 +200,7 @@ def _is_path(source: str) -> bool:
 
 
 def positions_of(settings: Settings) -> int:
-    """Ids per micro-batch: a GPU wants larger ones to be busy."""
-    return settings.positions or (16384 if device_of(settings).type == "cuda" else 8192)
+    return settings.positions or handful(device_of(settings))
 
 
 def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:

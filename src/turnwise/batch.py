@@ -23,6 +23,7 @@ from torch import Tensor
 from turnwise.data import Facts, Group, Origin, Status, Trajectory, Turn
 from turnwise.errors import RecordError, SignalError
 from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree, send_all
+from turnwise.maths.runs import even_runs
 from turnwise.signals import Signal
 
 
@@ -107,6 +108,7 @@ class Batch:
     keys: tuple[str, ...] = ()  # trajectory ids, in order
     tasks: tuple[str, ...] = ()  # GROUP: the task's key
     fork_token: Field | None = None  # TRAJECTORY: after how many sampled tokens of that turn; None: before all of them
+    alike: Field | None = None  # TRAJECTORY: with how many ids another of its group, packed before it, begins, too
 
     def __len__(self) -> int:
         return self.tree.count(TRAJECTORY)
@@ -170,11 +172,18 @@ class Batch:
         """Micro-batches of whole trajectories, each of at most ``positions`` packed ids (or one trajectory), as few and as even
         as can be: a small last one costs as many launches as a full one.
 
-        ``padded``: alike lengths together, so that attention pads less. Otherwise siblings stay together, who share a prompt."""
+        ``padded``: alike lengths together, so that attention pads less. Otherwise siblings stay together, and a beginning they
+        share counts once."""
         cost = self.reading().tolist()
         order = sorted(range(len(cost)), key=lambda k: cost[k] if padded else 0)
-        for part in _even(order, cost, positions):
+        beside = cost if padded or self.alike is None else self._beside(cost, self.alike.x.tolist())
+        for part in even_runs(order, cost, beside, positions):
             yield self.select(part)
+
+    def _beside(self, cost: list[int], alike: list[int]) -> list[int]:
+        """What each trajectory costs beside the one before it."""
+        group = self.group.at(TRAJECTORY).x.tolist()
+        return [n - (a if k and group[k - 1] == group[k] else 0) for k, (n, a) in enumerate(zip(cost, alike))]
 
     def to(self, device: torch.device | str) -> Batch:
         if torch.device(device) == self.tree.device:
@@ -193,24 +202,6 @@ class Batch:
         host = s if s.ids.device.type == "cpu" else None
         changes["sequences"] = Sequences(ids, start, trajectory, at, blind, host)
         return replace(self, tree=tree, **changes)
-
-
-def _even(order: Sequence[int], cost: Sequence[int], limit: int) -> list[list[int]]:
-    """Runs of ``order`` of at most ``limit`` each (or one item), the first number of them for which even runs fit."""
-    whole, wanted = sum(cost), max(1, -(-sum(cost) // limit))
-    while True:
-        parts: list[list[int]] = [[]]
-        filled = done = 0
-        for k in order:
-            even = (whole - done) / max(1, wanted - len(parts) + 1)  # what each of the runs to come would hold
-            if parts[-1] and (filled + cost[k] > limit or filled + cost[k] / 2 > even):
-                parts.append([])
-                done, filled = done + filled, 0
-            parts[-1].append(k)
-            filled += cost[k]
-        if len(parts) <= wanted or wanted >= len(order):
-            return [part for part in parts if part]
-        wanted = min(len(parts), wanted + 1)
 
 
 def _uniform(x: Tensor) -> Tensor:
@@ -268,6 +259,8 @@ class _Packer:
         self.start: list[int] = [0]
         self.owner: list[int] = []
         self.begins: list[int] = []  # of each turn, where its sampled tokens lie
+        self.alike: list[int] = []
+        self.opening: list[int] = []  # of the trajectory before, in the same group
         self.masked: list[tuple[int, Sequence[int]]] = []  # where a context lies, and what it is to the blind
         self.acted: list[Turn] = []
         self.turns: list[int] = []
@@ -298,11 +291,15 @@ class _Packer:
             self.ids += turn.tokens
         if len(self.ids) > self.start[-1]:
             self._close(me)
+        opening = list(trajectory.turns[0].context) if trajectory.turns else []
+        self.alike.append(len(shared) or (len(opening) if opening == self.opening else 0))
+        self.opening = opening
         self.acted += trajectory.turns
         self.turns.append(len(trajectory.turns))
         self.members.append(trajectory)
 
     def close(self, group: Group) -> None:
+        self.opening = []
         self.kinds.append(f"{group.task.environment}/{group.task.difficulty}")
         self.trajectories.append(len(group.trajectories))
         self.tasks.append(group.task.key)
@@ -353,6 +350,7 @@ class _Packer:
             seed=tree.field(TRAJECTORY, [number(t.id) for t in self.members], i64),
             parent=tree.field(TRAJECTORY, [number(t.fork.parent) if t.fork else -1 for t in self.members], i64),
             fork=tree.field(TRAJECTORY, [t.fork.turn if t.fork else 0 for t in self.members], i64),
+            alike=tree.field(TRAJECTORY, self.alike, i64),
             fork_token=tree.field(TRAJECTORY, [t.fork.token if t.fork else 0 for t in self.members], i64),
             end=tree.field(TRAJECTORY, [self._state(t.end) for t in self.members], i64),
             group=tree.field(GROUP, range(len(self.trajectories)), i64),

@@ -83,7 +83,7 @@ class Settings:
     clip_norm: float = knob(1.0, "largest gradient norm")
     critic: str = knob("shared", "shared: the critic reads the policy's states; separate: it is a model of its own")
     value_lr: float = knob(1e-3, "learning rate of the critic")
-    positions: int = knob(0, "ids per micro-batch; 0: 8192 on a CPU, 16384 on a GPU")
+    positions: int = knob(0, "ids per micro-batch; 0: 8192 on a CPU, 16384 on a GPU, 24576 on one with over 60 GiB")
     dtype: str = knob(
         "auto",
         "of the learner's products: float32, bfloat16, fp8 (as fp8 rollouts), or auto: bfloat16 on a GPU, else float32",
