@@ -175,8 +175,9 @@ class _Graph:
             into[:n] = value
             into[n:] = 0
         pads = self.key.rows - n
-        extra = torch.arange(1, -(-pads // self.key.longest[0]) + 1).mul_(self.key.longest[0]).clamp_(max=pads)
-        extra = extra.to(device, non_blocking=True)  # where the padding's own sequences end
+        # where the padding's own sequences end: made there, since a copy from ordinary memory would wait for all before it
+        extra = torch.arange(1, -(-pads // self.key.longest[0]) + 1, device=device).mul_(self.key.longest[0])
+        extra.clamp_(max=pads)
         for into, value in ((self.layout.queries, layout.queries), (self.layout.keys, layout.keys)):
             into[: len(value)] = value
             into[len(value) :] = into[len(value) - 1]
