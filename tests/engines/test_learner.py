@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,6 +17,7 @@ from turnwise.batch import pack
 from turnwise.data import Group, Task, Trajectory, Turn
 from turnwise.engines.learner import LearnerSettings, LocalLearner
 from turnwise.engines.logprobs import token_logprobs
+from turnwise.engines.reading import Reading
 from turnwise.errors import SettingError
 from turnwise.levels import TOKEN, TRAJECTORY
 from turnwise.recipes.critic_free import dr_grpo, grpo
@@ -191,6 +193,19 @@ def test_signals_of_the_same_states_share_one_pass(kit, monkeypatch):
     passes.clear()
     apart.measure(kit.make_batch(1), frozenset({Signal.LOGP, Signal.VALUE, *UTTERANCE, *SLOW}))
     assert len(passes) == len(set(passes)) == 3  # policy, critic, its slow copy
+
+
+def test_what_was_read_is_forgotten_with_its_micro_batch(kit, batch):
+    """Without the collector of cycles: it comes late, and a GPU would hold the states of many micro-batches until then."""
+    learner = LocalLearner(kit.make_model(), LearnerSettings(positions=40), critic=True, teacher=kit.make_model(seed=1))
+    gc.collect()
+    gc.disable()
+    try:
+        learner.measure(batch, frozenset({Signal.REFERENCE, Signal.TEACHER}))
+        learner.update(batch, kit.Linear(ALL))
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, Reading)]
+    finally:
+        gc.enable()
 
 
 def test_nothing_sampled_is_no_fault(kit):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -156,13 +155,19 @@ class Measuring:
         return _logp(self._reader(batch, frozenset())("policy"))
 
     def _reader(self, batch: Batch, wanted: frozenset[Signal]) -> Read:
-        @cache
+        """A micro-batch before every model, read once by each. Nothing here refers to itself, so what was read is forgotten with
+        its micro-batch, not when cycles are next looked for."""
+        readings: dict[str, Reading] = {}
+
         def read(who: str) -> Reading:
             model = self._model(who)
             if model is None:
-                return read("policy")
-            switched_off = who == "reference" and bool(self.house.settings.lora_rank)
-            return Reading(batch, model, lambda: self._during(switched_off), bool(wanted & THROUGH) and who in ENTERED)
+                who, model = "policy", self.house.model
+            if who not in readings:
+                switched_off = who == "reference" and bool(self.house.settings.lora_rank)
+                through = bool(wanted & THROUGH) and who in ENTERED
+                readings[who] = Reading(batch, model, lambda: self._during(switched_off), through)
+            return readings[who]
 
         return read
 
