@@ -47,6 +47,7 @@ from turnwise.world import World
 
 COLD_STEPS = 100
 TRACKERS = ("tensorboard", *SERVICES)
+SELDOM = 50_000  # new containers before cycles are looked for; Python says 700, and a step makes tens of thousands
 
 
 @dataclass
@@ -290,10 +291,13 @@ def _write(path: Path, *writers: Callable[[Path], Any]) -> None:
 @contextlib.contextmanager
 def _standing() -> Iterator[None]:
     """What is there before the first step stays until the last: the collector of cycles need not walk through a million objects
-    of libraries every few hundred episodes."""
+    of libraries every few hundred episodes. Nor need it walk through the tokens of each few dozen: a step leaves no cycles."""
+    often = gc.get_threshold()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(SELDOM, *often[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*often)
         gc.unfreeze()
