@@ -252,7 +252,7 @@ class Field:
         return Field(self.tree, over, reduce(self.x, self.tree.ancestor(self.level, over), self.tree.count(over)))
 
     def sum(self, over: Peers) -> Field:
-        return self._gather(over, segments.total)
+        return self if over == self.level else self._gather(over, segments.total)
 
     def mean(self, over: Peers) -> Field:
         return self._gather(over, segments.mean)

@@ -29,7 +29,7 @@ class Mean:
 
     def __call__(self, kept: Field) -> Field:
         inside = kept.sum(self.over)
-        return kept / (items(kept, self.over) * inside.clamp(low=1))
+        return kept / (items(inside) * inside.clamp(low=1))
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Sum:
         check(self.length > 0, f"length is {self.length}; write a positive number of tokens")
 
     def __call__(self, kept: Field) -> Field:
-        return kept / (items(kept, self.over) * self.length)
+        return kept / (items(kept.sum(self.over)) * self.length)
 
 
-def items(kept: Field, level: Level) -> float:
-    """How many items of a level hold at least one kept token."""
-    return max(1.0, float((kept.sum(level).x > 0).sum()))
+def items(inside: Field) -> float:
+    """How many items hold at least one kept token; ``inside``: how many each of them holds."""
+    return max(1.0, float((inside.x > 0).sum()))
 
 
 __all__ = ["Aggregate", "Mean", "Sum"]

@@ -196,7 +196,7 @@ class MeanOfTurns:
     def __call__(self, kept: Field) -> Field:
         tokens = kept.sum(TURN)
         turns = where(tokens > 0, 1.0, 0.0).sum(TRAJECTORY)
-        return kept / (items(kept, TRAJECTORY) * turns.clamp(low=1) * tokens.clamp(low=1))
+        return kept / (items(kept.sum(TRAJECTORY)) * turns.clamp(low=1) * tokens.clamp(low=1))
 
 
 __all__ = [
