@@ -101,16 +101,17 @@ class Loop:
 
     async def _improve(self, mixed: Sequence[Group], fresh: Sequence[Group], step: int) -> dict[str, float]:
         seed, seen = stable_seed(self.seed, "passes", step), list[Batch]()
-        told: dict[str, float] = {}
+        told, credit = dict[str, float](), dict[str, float]()
 
         def meanwhile() -> None:
             told.update(describe(fresh, self.learner.version))
+            credit.update(credited(seen[0]))
             self.ledger.drain()
 
         rest = (self.objective, self.probe, seen.append, meanwhile)
         work = lambda: improve(self.learner, self.recipe, mixed, seed, *rest)  # noqa: E731
         metrics = await asyncio.to_thread(work) if self.collector.staleness else work()
-        self.mixture.observe(fresh, credited(seen[0]), step)
+        self.mixture.observe(fresh, credit, step)
         return told | metrics
 
 
