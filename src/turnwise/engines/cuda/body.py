@@ -130,6 +130,7 @@ class _Token:
 
 class _Graph:
     def __init__(self, key: Key, body: Body, read: Read, device: torch.device) -> None:
+        torch.cuda.empty_cache()  # what passes without a graph have left: a graph's pool cannot use it, and it is as large
         whole = lambda size: torch.zeros(size, dtype=torch.int64, device=device)  # noqa: E731
         self.key, self.body = key, weakref.proxy(body)
         self.ids, self.position = whole(key.rows), whole(key.rows)
