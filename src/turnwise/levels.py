@@ -393,5 +393,5 @@ def where(condition: Field, yes: Field | float, no: Field | float) -> Field:
         raise LevelError("fields of different trees cannot be combined")
     a, b = (f.at(level).x if isinstance(f, Field) else f for f in (yes, no))
     if len(fields) == 1:  # two numbers: not to be rounded before they meet a field
-        a = torch.full((), a, dtype=torch.float64, device=condition.x.device)
+        a = torch.full((), float(a), dtype=torch.float64, device=condition.x.device)
     return Field(condition.tree, level, torch.where(condition.at(level).x, a, b))
