@@ -30,7 +30,7 @@ QUICK = spelling.decoder(TOKENIZER)
 
 
 def test_the_table_is_what_decodes():
-    assert any(isinstance(cell.cell_contents, spelling._Spelled) for cell in QUICK.__closure__)
+    assert isinstance(QUICK, spelling._Spelled)
 
 
 @given(st.lists(st.integers(0, len(TOKENIZER) + 5), max_size=40))

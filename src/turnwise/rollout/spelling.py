@@ -7,6 +7,7 @@ Knows tokenizers; neither templates nor dialogues.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 Decode = Callable[[Sequence[int]], str]
@@ -22,24 +23,34 @@ def decoder(tokenizer: Any) -> Decode:
     stock = lambda ids: backend.decode(list(ids), skip_special_tokens=False)  # noqa: E731
     if type(backend.decoder).__name__ != "ByteLevel":
         return stock
-    spelled = _Spelled(backend.id_to_token)
-    quick = lambda ids: b"".join(map(spelled.__getitem__, ids)).decode("utf-8", "replace")  # noqa: E731
-    size = backend.get_vocab_size()
+    quick, size = _Spelled(backend.id_to_token), backend.get_vocab_size()
     samples = ([(k * SAMPLES + j) * 7919 % size for j in range(SAMPLES)] for k in range(SAMPLES))
     return quick if all(quick(ids) == stock(ids) for ids in samples) else stock
 
 
-class _Spelled(dict[int, bytes]):
-    """The bytes of each id, found when it is first met. Ids nobody has are silent, as in the tokenizer."""
+class _Spelled:
+    """The bytes of each id in a list, found when it is first met. Ids nobody has are silent, as in the tokenizer."""
 
     def __init__(self, token_of: Callable[[int], str | None]) -> None:
         self.token_of = token_of
+        self.table: list[bytes | None] = []
 
-    def __missing__(self, one: int) -> bytes:
-        token = self.token_of(one) or ""
-        found = [BYTES.get(letter) for letter in token]
-        self[one] = token.encode() if None in found else bytes(b for b in found if b is not None)
-        return self[one]
+    def __call__(self, ids: Sequence[int]) -> str:
+        try:  # a list, not a dict, and all at once: a large vocabulary lies all over the memory
+            said = b"".join(itemgetter(*ids)(self.table))
+        except (TypeError, IndexError):  # some are met for the first time; or there are fewer than two
+            said = b"".join(map(self._met, ids))
+        return said.decode("utf-8", "replace")
+
+    def _met(self, one: int) -> bytes:
+        self.table += [None] * (one + 1 - len(self.table))
+        known = self.table[one]
+        if known is None:
+            token = self.token_of(one) or ""
+            found = [BYTES.get(letter) for letter in token]
+            known = token.encode() if None in found else bytes(b for b in found if b is not None)
+            self.table[one] = known
+        return known
 
 
 def _byte_letters() -> dict[str, int]:
