@@ -245,3 +245,26 @@ def test_the_twin_is_softmax_over_what_may_be_seen(kind):
         torch.testing.assert_close(out[row], z.softmax(0).mT @ v[first : last + 1, 0])
         torch.testing.assert_close(lse[:, row], z.logsumexp(0) / torch.log(torch.tensor(2.0, dtype=kind)))
     assert not out[6].any() and lse[:, 6].isinf().all()
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [16, 64])
+def test_it_is_proven_before_it_is_used(kernels, size):
+    limit = kernels.TOLERANCE / 2 if GPU else 1e-5
+    assert kernels.gap(size, torch.device(DEVICE), torch.bfloat16 if GPU else torch.float32) < limit
+
+
+@needs_triton
+@pytest.mark.parametrize("broken", ["raises", "differs"])
+def test_one_that_fails_its_proof_is_not_used(kernels, monkeypatch, caplog, broken):
+    def gap(*args):
+        if broken == "raises":
+            raise RuntimeError("out of resource: shared memory")
+        return 0.7
+
+    monkeypatch.setattr(kernels, "gap", gap)
+    kernels.fits.cache_clear()
+    assert not kernels.fits(64, torch.device(DEVICE)) and not kernels.fits(64, torch.device(DEVICE))
+    assert len(caplog.records) == 1 and ("shared memory" if broken == "raises" else "0.7") in caplog.text
+    assert not kernels.fits(80, torch.device(DEVICE)) and len(caplog.records) == 1  # no such heads: nothing to warn of
+    kernels.fits.cache_clear()

@@ -32,12 +32,12 @@ def ops_for(x: Tensor) -> ModuleType:
 
 
 def attention_for(x: Tensor, size: int) -> ModuleType | None:
-    """Triton's attention for heads of this size; None where it does not know them, or there is no Triton."""
+    """Triton's attention for heads of this size; None where it does not know them or does not work, or there is no Triton."""
     if not _for_triton(x):
         return None
     from turnwise.engines.cuda import attention
 
-    return attention if attention.fits(size) else None
+    return attention if attention.fits(size, x.device) else None
 
 
 def calm(device: torch.device) -> None:

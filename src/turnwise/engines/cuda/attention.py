@@ -14,13 +14,18 @@ all query heads of their group. So the same inputs give the same bits.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from turnwise.engines import plain
 from turnwise.engines.cuda import attention_kernels as kernels
+
+log = logging.getLogger(__name__)
 
 
 class Blocks(NamedTuple):
@@ -46,11 +51,51 @@ PLANS = {  # by head size, for numbers of two bytes; heads of 64 measured on an 
 }
 EXACT = Plan(*[Blocks(32, 32, 4, 1)] * 3)  # for float32, where it is digits that count
 LOG2E = 1.4426950408889634
+TOLERANCE = 0.05  # of the norm: bfloat16 is off by half a hundredth, a mistake by much more
 
 
-def fits(size: int) -> bool:
-    """Whether the kernels know heads of this size."""
-    return size in PLANS
+@cache
+def fits(size: int, device: torch.device) -> bool:
+    """Whether the kernels know heads of this size, and on this device compile and give what their twin gives."""
+    if size not in PLANS:
+        return False
+    try:
+        off = gap(size, device, torch.bfloat16)
+        why = "" if off <= TOLERANCE else f"it was off by {off:.2g}"
+    except Exception as fault:  # an old GPU, too little of its fast memory, a new compiler ...
+        why = f"it failed: {(str(fault).strip().splitlines() or [type(fault).__name__])[0]}"
+    if why:
+        log.warning("attention over heads of %d is PyTorch's, not ours: %s", size, why)
+    return not why
+
+
+@torch.inference_mode(False)  # whoever asks first
+def gap(size: int, device: torch.device, kind: torch.dtype) -> float:
+    """How far two ragged sequences and all their gradients are from what the twin says, as a part of it."""
+    g, rows, parts = torch.Generator().manual_seed(0), 75, [2, 1, 1]
+    make = lambda *shape: torch.randn(*shape, generator=g).to(device)  # noqa: E731
+    qkv, d_out, angle = (
+        make(rows, sum(parts), size).to(kind),
+        make(rows, parts[0], size).to(kind),
+        make(rows, size // 2),
+    )
+    starts, angles, scale = (
+        torch.tensor([0, 70, rows], dtype=torch.int32, device=device),
+        (angle.cos(), angle.sin()),
+        0.3,
+    )
+    where = (starts, starts, None, (70, 70), scale)
+    (q, k, v), d = qkv.split(parts, 1), torch.empty_like(qkv)
+    out, stats = forward(q, k, v, *where)
+    dq, dk, dv = d.split(parts, 1)
+    d_queries(d_out, q, k, v, out, stats, *where, dq, angles)
+    d_keys(d_out, q, k, v, stats, *where, dk, dv, angles)
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        a, b, c = (x.float().requires_grad_() for x in (q, k, v))
+        expected = plain.attend(a, b, c, starts, starts, None, scale)[0]
+        da, db, dc = torch.autograd.grad(expected, (a, b, c), d_out.float())
+    pairs = ((out, expected.detach()), (d.flatten(1), plain.unrotate(da, db, dc, *angles)))
+    return max(float((found.float() - right).norm() / right.norm()) for found, right in pairs)
 
 
 def plan_of(q: Tensor) -> Plan:
