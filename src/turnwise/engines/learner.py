@@ -196,16 +196,12 @@ class LocalLearner:
             batch = batch.put(self.measure(batch, objective.foresees))
         planned = objective.plan(batch)
         moving, silent = self._apart_from_silent(planned)
-        for number, micro in enumerate(self._split(moving)):
-            micro = micro.to(self.device)
-            with self.noise.on(self.steps, number) if self.noise else nullcontext():
-                policy = self.measuring.live(micro, objective.live)
-            yield planned, micro, policy
-        for micro in self._split(silent) if silent is not None else ():
-            micro = micro.to(self.device)
-            with torch.no_grad():
-                policy = self.measuring.live(micro, objective.live)
-            yield planned, micro, policy
+        for part, pulled in ((moving, True), (silent, False)):
+            for number, micro in enumerate(() if part is None else self._split(part)):
+                micro = micro.to(self.device)
+                with torch.set_grad_enabled(pulled), self.noise.on(self.steps, number) if self.noise else nullcontext():
+                    policy = self.measuring.live(micro, objective.live)
+                yield planned, micro, policy
 
     def _apart_from_silent(self, planned: Batch) -> tuple[Batch, Batch | None]:
         """What has a gradient, and what the objective says has none: that is read for its statistics alone. If nothing has one,
