@@ -203,7 +203,7 @@ def test_what_was_read_is_forgotten_with_its_micro_batch(kit, batch):
     try:
         learner.measure(batch, frozenset({Signal.REFERENCE, Signal.TEACHER}))
         learner.update(batch, kit.Linear(ALL))
-        assert not [thing for thing in gc.get_objects() if isinstance(thing, Reading)]
+        assert not [thing for thing in gc.get_objects() if type(thing) is Reading]
     finally:
         gc.enable()
 
