@@ -59,9 +59,8 @@ class Tree:
         self.sizes = (turn_of_token.numel(), trajectory_of_turn.numel(), group_of_trajectory.numel(), groups, 1)
         for level, parent in enumerate(self.parents):
             if parent.dtype != torch.int64 or parent.dim() != 1:
-                raise LevelError(
-                    f"parents of {Level(level)!r} must be a flat int64 tensor, got {parent.dtype} {parent.shape}"
-                )
+                seen = f"{parent.dtype} {parent.shape}"
+                raise LevelError(f"parents of {Level(level)!r} must be a flat int64 tensor, got {seen}")
             if check and parent.numel() and not (int(parent.min()) >= 0 and int(parent.max()) < self.sizes[level + 1]):
                 raise LevelError(f"parents of {Level(level)!r} point outside the {self.sizes[level + 1]} items above")
         self._labels: dict[tuple[Level, Level], Tensor] = {}
@@ -116,11 +115,15 @@ class Tree:
         """These trajectories as a slice, where they are neighbours and the tree lies in order on the host: then so do all their
         items, and what is kept of them can be cut out instead of picked out."""
         first, last = (trajectories[0], trajectories[-1]) if len(trajectories) else (0, -1)
-        if self.device.type != "cpu" or list(trajectories) != list(range(first, last + 1)):
-            return None
+        near = self.in_order and list(trajectories) == list(range(first, last + 1))
+        return slice(first, last + 1) if near else None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether tokens lie as their turns do and turns as their trajectories; on a GPU nobody looks."""
         if self._in_order is None:
-            self._in_order = all(bool((p[1:] >= p[:-1]).all()) for p in self.parents[:2])
-        return slice(first, last + 1) if self._in_order else None
+            self._in_order = self.device.type == "cpu" and all(bool((p[1:] >= p[:-1]).all()) for p in self.parents[:2])
+        return self._in_order
 
     def cut(self, run: slice) -> tuple[Tree, tuple[Any, ...]]:
         """``select`` of a run of trajectories: slices instead of indices."""
@@ -136,13 +139,13 @@ class Tree:
         position = torch.full((self.count(TRAJECTORY),), -1, dtype=torch.int64, device=self.device)
         position[trajectories] = torch.arange(trajectories.numel(), device=self.device)
         kept: list[Tensor] = []
+        ascend = self.in_order and bool((trajectories[1:] > trajectories[:-1]).all())
         for level in (TOKEN, TURN):
             new = position[self.ancestor(level, TRAJECTORY)]
-            order = torch.argsort(new, stable=True)
-            kept.append(order[new[order] >= 0])
-        kept.append(trajectories)
+            found = (new >= 0).nonzero().squeeze(1)
+            kept.append(found if ascend else found[torch.argsort(new[found], stable=True)])
         groups, group_of = torch.unique(self.parents[2][trajectories], return_inverse=True)
-        kept += [groups, torch.zeros(1, dtype=torch.int64, device=self.device)]
+        kept += [trajectories, groups, torch.zeros(1, dtype=torch.int64, device=self.device)]
         new_turn = torch.full((self.count(TURN),), -1, dtype=torch.int64, device=self.device)
         new_turn[kept[1]] = torch.arange(kept[1].numel(), device=self.device)
         tree = Tree(new_turn[self.parents[0][kept[0]]], position[self.parents[1][kept[1]]], group_of, groups.numel())
