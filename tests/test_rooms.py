@@ -33,7 +33,7 @@ MAY_IMPORT = {  # room: rooms, or single files of a room ("rollout.strategy")
     "credit": "errors maths levels batch signals algebra",
     "tasks": "errors data seeds",
     "rollout": f"{DATA} answers seeds tasks",
-    "engines": f"{DATA} levels batch signals",
+    "engines": f"{DATA} maths levels batch signals",
     "environments": f"{DATA} answers tools",
     "tools": DATA,
     "store": "errors data",

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from turnwise import catalogue, needs, recipes
 from turnwise.data import Sampling, Task, Trajectory
-from turnwise.engines.arithmetic import handful
+from turnwise.engines.arithmetic import ids_at_once
 from turnwise.engines.drafts import Drafting
 from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.learner import LearnerSettings, LocalLearner
@@ -200,7 +200,7 @@ def _is_path(source: str) -> bool:
 
 
 def positions_of(settings: Settings) -> int:
-    return settings.positions or handful(device_of(settings))
+    return settings.positions or ids_at_once(device_of(settings))
 
 
 def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:

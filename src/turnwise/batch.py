@@ -11,7 +11,6 @@ into micro-batches; the cuts then just sum.
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from torch import Tensor
 from turnwise.data import Facts, Group, Origin, Status, Trajectory, Turn
 from turnwise.errors import RecordError, SignalError
 from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree, send_all
+from turnwise.maths.numbers import tensor_of
 from turnwise.maths.runs import even_runs
 from turnwise.signals import Signal
 
@@ -243,14 +243,6 @@ def pack(groups: Sequence[Group]) -> Batch:
     return packer.batch()
 
 
-def _tensor(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """``torch.tensor`` for long lists of numbers, which it would look at twice each."""
-    if not values:
-        return torch.zeros(0, dtype=dtype)
-    letter, kind = ("q", torch.int64) if dtype == torch.int64 else ("d", torch.float64)
-    return torch.frombuffer(bytearray(struct.pack(f"{len(values)}{letter}", *values)), dtype=kind).to(dtype)
-
-
 class _Packer:
     """Flat lists that become one batch."""
 
@@ -316,14 +308,16 @@ class _Packer:
         flat: list[float] = []
         for turn, values in zip(self.acted, known):
             flat += values or [0] * len(turn.tokens)
-        return _tensor(flat, dtype)
+        return tensor_of(flat, dtype)
 
     def batch(self) -> Batch:
         i64, f32 = torch.int64, torch.float32
-        acted, sizes = self.acted, _tensor([len(turn.tokens) for turn in self.acted], i64)
-        ids, start, owner, begins = (_tensor(values, i64) for values in (self.ids, self.start, self.owner, self.begins))
+        acted, sizes = self.acted, tensor_of([len(turn.tokens) for turn in self.acted], i64)
+        ids, start, owner, begins = (
+            tensor_of(values, i64) for values in (self.ids, self.start, self.owner, self.begins)
+        )
         of_token, of_turn, of_trajectory = (
-            torch.repeat_interleave(n) for n in (sizes, _tensor(self.turns, i64), _tensor(self.trajectories, i64))
+            torch.repeat_interleave(n) for n in (sizes, tensor_of(self.turns, i64), tensor_of(self.trajectories, i64))
         )
         tree = Tree(of_token, of_turn, of_trajectory, len(self.trajectories))
         at = torch.arange(of_token.numel()) + (begins - (sizes.cumsum(0) - sizes))[of_token]
@@ -370,7 +364,7 @@ class _Packer:
     def _blind(self, ids: Tensor) -> Tensor | None:
         blind = ids.clone()
         for at, words in self.masked:
-            blind[at : at + len(words)] = _tensor(words, torch.int64)
+            blind[at : at + len(words)] = tensor_of(words, torch.int64)
         return blind if self.masked else None
 
 

@@ -291,7 +291,7 @@ def _write(path: Path, *writers: Callable[[Path], Any]) -> None:
 @contextlib.contextmanager
 def _standing() -> Iterator[None]:
     """What is there before the first step stays until the last: the collector of cycles need not walk through a million objects
-    of libraries every few hundred episodes. Nor need it walk through the tokens of each few dozen: a step leaves no cycles."""
+    of libraries every few hundred episodes. Nor need it walk through the tokens of each few dozen: a step leaves few cycles."""
     often = gc.get_threshold()
     gc.collect()
     gc.freeze()

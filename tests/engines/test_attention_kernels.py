@@ -7,10 +7,10 @@ block comes up: above, on and below the diagonal, and cut off by the end of a se
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
+from devices import DEVICE, GPU, KINDS, needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,14 +20,6 @@ from turnwise.engines import blocks, packed, plain, ragged
 from turnwise.engines.prefixes import Shared
 from turnwise.engines.ragged import Copies, Ragged
 
-GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not (GPU or INTERPRETED),
-    reason="needs Triton and a GPU, or its interpreter",
-)
-DEVICE = "cuda" if GPU else "cpu"
-KINDS = [torch.float32, torch.bfloat16] if GPU else [torch.float32]  # NumPy, which interprets, has no bfloat16
 LENGTHS = [1, 3, 17, 63, 64, 65, 130]
 
 

@@ -6,24 +6,17 @@ The twin of ``draw`` computes the very noise (Philox) and is compared token by t
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE, FOUND, GPU, needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from turnwise.engines.cuda import reference
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-FOUND = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(
-    not FOUND or not (GPU or INTERPRETED), reason="no Triton" if not FOUND else "no GPU, and TRITON_INTERPRET is not 1"
-)
 some = settings(max_examples=25 if GPU else 8, deadline=None)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 multiplied = dtypes if GPU else st.just(torch.float32)  # the interpreter multiplies the bits of bfloat16 as integers

@@ -5,23 +5,14 @@ On a GPU where there is one; with TRITON_INTERPRET=1 and Triton installed also o
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
+from devices import DEVICE, GPU, KINDS, needs_triton
 
 from turnwise.engines import plain
 from turnwise.engines.ragged import Copies
 
-GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not (GPU or INTERPRETED),
-    reason="needs Triton and a GPU, or its interpreter",
-)
-DEVICE = "cuda" if GPU else "cpu"
-KINDS = [torch.float32, torch.bfloat16] if GPU else [torch.float32]  # NumPy, which interprets, has no bfloat16
+pytestmark = needs_triton
 SHAPES = [(1, 3), (5, 32), (37, 100), (1030, 576)] if GPU else [(1, 3), (5, 32), (7, 100)]
 
 

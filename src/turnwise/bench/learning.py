@@ -15,7 +15,7 @@ from turnwise.bench.limits import Limits, settle
 from turnwise.bench.rows import Row, against
 from turnwise.bench.shapes import Scene
 from turnwise.data import Group, Task, Trajectory, Turn
-from turnwise.engines.arithmetic import handful
+from turnwise.engines.arithmetic import ids_at_once
 from turnwise.engines.learner import LearnerSettings, LocalLearner
 
 SIBLINGS = 8
@@ -39,7 +39,7 @@ def batch_of(sequences: int, length: int, vocabulary: int, shared: bool, sibling
 def ours(scene: Scene, shared: bool) -> Callable[[], Any]:
     """A whole update: plan, forward, backward, clip, AdamW."""
     name = str(scene.dtype).removeprefix("torch.")
-    settings = LearnerSettings(dtype=name, positions=handful(torch.device(scene.device)))
+    settings = LearnerSettings(dtype=name, positions=ids_at_once(torch.device(scene.device)))
     learner = LocalLearner(scene.model(), settings, device=scene.device)
     objective = recipes.build("grpo", beta=0.0).objective
     batch = batch_of(*scene.learn, scene.vocabulary, shared)

@@ -42,12 +42,12 @@ def attention_for(x: Tensor, size: int) -> ModuleType | None:
 
 def calm(device: torch.device) -> None:
     """One thread for the host beside a GPU, in this whole process: what it computes there are small index tensors, and waking the
-    threads of a large machine for each costs milliseconds (a learner's step took a third longer)."""
+    threads of a large machine for each costs milliseconds (a learner's step took a quarter longer)."""
     if device.type == "cuda":
         torch.set_num_threads(1)
 
 
-def handful(device: torch.device) -> int:
+def ids_at_once(device: torch.device) -> int:
     """Ids per micro-batch where nobody says: a GPU wants larger ones to be busy, and one with much memory has room for them."""
     if device.type != "cuda":
         return 8192

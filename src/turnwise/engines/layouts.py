@@ -5,16 +5,15 @@ Both write their keys and values into the slots first and attend to them from th
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from turnwise.engines.slots import Slots
+from turnwise.maths.numbers import tensor_of
 
 BUCKET = 16  # attended widths are multiples of this: few shapes, little waste
 
@@ -41,8 +40,7 @@ class Reading:
         longest = max(job.start + size for job, size in zip(jobs, sizes))
         slots.reserve(longest)
         self.slots, self.width = slots, _width(longest, slots)
-        ids = array("q", chain.from_iterable(job.ids for job in jobs))  # thrice as fast as torch.tensor
-        self.tokens = torch.frombuffer(ids, dtype=torch.int64).to(device, copy=True)
+        self.tokens = tensor_of([t for job in jobs for t in job.ids], torch.int64).to(device)
         self.rows = torch.tensor([job.row for job in jobs], device=device)
         start, size = (torch.tensor(x, device=device) for x in ([job.start for job in jobs], sizes))
         self.batch = torch.repeat_interleave(torch.arange(len(jobs), device=device), size)

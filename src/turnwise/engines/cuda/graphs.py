@@ -153,7 +153,7 @@ class GraphDecoder(Decoder):
 
     def _logits(self, tokens: Tensor, position: Tensor) -> Tensor:
         """Feed one token a lane; float32 logits of the next."""
-        x = self.embedding[tokens]  # not F.embedding: four times slower for a handful
+        x = self.embedding[tokens]  # not F.embedding: 12.5 µs for 16 lanes, where this takes 2
         delta: Tensor | None = None
         for i, layer in enumerate(self.layers):
             qkv = self._product(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias)
