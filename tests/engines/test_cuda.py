@@ -27,7 +27,7 @@ from turnwise import assemble
 from turnwise.batch import pack
 from turnwise.data import Completion, Group, Sampling, Stop, Task, Trajectory, Turn
 from turnwise.engines import lanes, network
-from turnwise.engines.cuda import reference
+from turnwise.engines.cuda import graphs, reference
 from turnwise.engines.cuda.graphs import AHEAD, LISTEN, GraphDecoder, buckets
 from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.learner import LearnerSettings, LocalLearner
@@ -202,6 +202,36 @@ def test_a_shared_prompt_is_read_once(house: House):
         check_logp(model, ids, c, atol=5e-4)
 
 
+def test_siblings_look_together(ahead: House, monkeypatch: pytest.MonkeyPatch):
+    """Neighbours read what they share once, also when the ranks have closed and some have other neighbours: same tokens."""
+    model, (a, b, c) = make("mistral"), prompts(3, 40, 60)
+    asked = [a] * 4 + [b] * 5 + [c, b[:20] + c] + [a] * 2
+    settings = [Sampling(max_tokens=8 + 5 * i) for i in range(len(asked))]
+    found = {}
+    for crowd in (0, 10**9):
+        monkeypatch.setattr(graphs, "CROWD", crowd)
+        g = ahead(model, slots=16, context=160)
+        found[crowd] = ask(g, asked, settings)
+        assert g.network.graphs is not None
+        assert any(together for _, _, together in g.network.graphs.graphs) == (crowd == 0)
+    for x, y in zip(*found.values()):
+        assert x.tokens == y.tokens
+        torch.testing.assert_close(torch.tensor(x.logp), torch.tensor(y.logp), atol=1e-4, rtol=0)
+
+
+def test_lanes_look_together_where_it_pays(ahead: House, monkeypatch: pytest.MonkeyPatch):
+    g = ahead(make(), slots=16).network.graphs
+    assert g is not None
+    held, alike = [40] * 6, [0, 40, 40, 40, 7, 30]
+    assert g._together(8, 8, held, alike) is None  # a few lanes keep no GPU busy
+    monkeypatch.setattr(graphs, "CROWD", 16)
+    assert g._together(8, 8, held, alike) == [[40, 30], [0, 4]]  # not 7: that is what two fours have in common
+    assert g._together(8, 500, held, alike) is None  # mostly their own columns
+    assert g._together(8, 8, held, [0] * 6) is None
+    assert g._together(8, 8, [40], [0]) is None
+    assert g._together(8, 8, held, ()) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_publish_in_the_middle(house: House, dtype: torch.dtype):
     old, new = make("qwen3", 0), make("qwen3", 1)
@@ -300,6 +330,14 @@ def test_cut_distributions_draw_what_the_plain_sampler_draws(ahead: House, cut: 
         whole = full_logp(model, ids, a, sampling.temperature)
         torch.testing.assert_close(torch.tensor(a.logp) + torch.tensor(a.mass), whole, atol=5e-4, rtol=0)
         assert min(a.mass) < 0
+
+
+def test_a_cpu_draws_the_same_tokens(ahead: House):
+    """One rule and the same random numbers everywhere: only rounding can tell two devices apart."""
+    model, asked, sampling = make(), prompts(8), Sampling(temperature=1.3, max_tokens=30)
+    plain = LocalGenerator(model, slots=4, context=128, stop_ids=(), fast=False)
+    same = [a.tokens == b.tokens for a, b in zip(ask(ahead(model), asked, sampling), ask(plain, asked, sampling))]
+    assert sum(same) >= 7
 
 
 def test_a_whole_lane_ignores_a_cut_neighbour(ahead: House):

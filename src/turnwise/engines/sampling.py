@@ -13,8 +13,8 @@ from torch import Tensor
 
 from turnwise.data import Sampling
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number, and the two multipliers of splitmix64
-_MIX = ((30, -4658895280553007687), (27, -7723592293110705685))
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number, and the two multipliers of splitmix64
+MIX = ((30, -4658895280553007687), (27, -7723592293110705685))
 
 ALL = 1 << 31  # a top-k that cuts nothing
 
@@ -26,7 +26,7 @@ def signed(seed: int) -> int:
 
 def _mix(x: Tensor) -> Tensor:
     """The finaliser of splitmix64. ``&`` turns the arithmetic shift into a logical one."""
-    for shift, factor in _MIX:
+    for shift, factor in MIX:
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
@@ -35,7 +35,7 @@ def uniforms(seed: Tensor, position: Tensor) -> Tensor:
     """Uniform float64 numbers in [0, 1), a hash of (seed, position), broadcast against each other.
 
     52 bits, so that u·total < total also after rounding: the last token of a CDF is never overshot."""
-    x = _mix(_mix(seed + _GOLDEN) + position * _GOLDEN)
+    x = _mix(_mix(seed + GOLDEN) + position * GOLDEN)
     return ((x >> 12) & ((1 << 52) - 1)).double() * 2.0**-52
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from turnwise.engines.cuda.reference import quantise
+from turnwise.engines.cuda.reference import SISTERS, quantise
 from turnwise.engines.decoder import Decoder, _Layer
 from turnwise.engines.layouts import Reading, Stepping
 from turnwise.engines.sampling import ALL, pick, truncate, uniforms
@@ -34,8 +34,14 @@ HISTORY = 512  # steps of a run at most
 LISTEN = 8  # steps after which the host hears what was drawn ...
 AHEAD = 2  # ... while as many blocks less one are on their way: at most these ride on when enough is enough
 
+CROWD = 768  # programs (lanes times key heads) from which on lanes look together: fewer would leave a GPU idle ...
+SAVED = 0.25  # ... and the share of columns that need not be read again: four lanes a program cost some time themselves
+
 Cut = tuple[int, float, float]
 """(top-k, top-p, min-p) of a lane; (0, 1, 0) cuts nothing."""
+
+Shape = tuple[int, bool, bool]
+"""What a graph is made for: lanes, whether some look at a part of the distribution only, whether lanes look together."""
 
 
 def buckets(most: int) -> list[int]:
@@ -78,11 +84,12 @@ class GraphDecoder(Decoder):
         self.top_k = torch.full((rows, 1), ALL, device=device)
         self.top_p = torch.ones(rows, 1, dtype=torch.float64, device=device)
         self.min_p = torch.zeros_like(self.top_p)
+        self.shared = torch.zeros(2, -(-rows // SISTERS), dtype=torch.int64, device=device)
         self.drawn = torch.zeros(HISTORY, rows, dtype=torch.int64, device=device)
         self.logp, self.mass = torch.zeros(2, HISTORY, rows, device=device)
         told = [torch.zeros_like(x, device="cpu") for x in (self.drawn, self.logp, self.mass)]
         self._told = [x.pin_memory() for x in told] if self.on_gpu else told
-        self.graphs: dict[tuple[int, bool], Callable[[], None]] = {}  # by lanes, and whether some look at a part only
+        self.graphs: dict[Shape, Callable[[], None]] = {}
         self.pool: Any = None
         self.faults: set[str] = set()  # why a step had to run without a graph
 
@@ -151,7 +158,7 @@ class GraphDecoder(Decoder):
         act = self.kernels.swiglu(both, torch.empty(len(x), both.shape[1] // 2, dtype=self.kind, device=x.device))
         return self._product(act, layer.down)
 
-    def _logits(self, tokens: Tensor, position: Tensor) -> Tensor:
+    def _logits(self, tokens: Tensor, position: Tensor, shared: Tensor | None = None) -> Tensor:
         """Feed one token a lane; float32 logits of the next."""
         x = self.embedding[tokens]  # not F.embedding: 12.5 µs for 16 lanes, where this takes 2
         delta: Tensor | None = None
@@ -160,7 +167,7 @@ class GraphDecoder(Decoder):
             mixed = torch.empty(len(x), self.H * self.D, dtype=self.kind, device=x.device)
             k, v = self.slots.keys[i], self.slots.values[i]
             self.kernels.attend(
-                qkv, k, v, self.cos, self.sin, layer.qk_norm, position, mixed, self.scale, self.eps
+                qkv, k, v, self.cos, self.sin, layer.qk_norm, position, mixed, self.scale, self.eps, shared
             )  # fmt: skip
             delta = self._mlp(x, self._product(mixed, layer.out, layer.out_bias), layer)
         return _wide_product(self._norm(x, delta, self.norm), self.head)
@@ -202,10 +209,11 @@ class GraphDecoder(Decoder):
 
     # ------------------------------------------------------------------ many steps
 
-    def _advance(self, lanes: int, cuts: bool) -> None:
+    def _advance(self, lanes: int, cuts: bool, together: bool) -> None:
         cut = slice(0, lanes)
         place = self.position[cut].clone() if cuts else None
-        logits = self._logits(self.tokens[cut], self.position[cut])
+        shared = self.shared.flatten()[: 2 * -(-lanes // SISTERS)].view(2, -1) if together else None
+        logits = self._logits(self.tokens[cut], self.position[cut], shared)
         self.kernels.draw(
             logits, self.cold[cut], self.seed[cut], self.tokens[cut], self.position[cut], self.begin[cut], self.drawn,
             self.logp,
@@ -230,32 +238,33 @@ class GraphDecoder(Decoder):
             into[step, lane] = torch.where(mine, value, into[step, lane])
         self.tokens[cut] = torch.where(mine, token[:, 0], self.tokens[cut])
 
-    def _replay(self, lanes: int, cuts: bool) -> Callable[[], None]:
+    def _replay(self, *shape: *Shape) -> Callable[[], None]:
         """Takes one step of a bucket: a captured graph, or where that failed the step itself."""
-        if (lanes, cuts) not in self.graphs:
-            self.graphs[lanes, cuts] = partial(self._advance, lanes, cuts)
+        if shape not in self.graphs:
+            self.graphs[shape] = partial(self._advance, *shape)
             if self.on_gpu:
                 try:
-                    self.graphs[lanes, cuts] = self._capture(lanes, cuts)
+                    self.graphs[shape] = self._capture(*shape)
                 except RuntimeError as fault:
+                    lanes, cuts, _ = shape
                     why = f"no graph of {lanes} lanes{' with cut distributions' * cuts}: {str(fault).splitlines()[0]}"
                     self.faults.add(why)
                     log.warning("%s; its steps run without one, and slower", why)
-        return self.graphs[lanes, cuts]
+        return self.graphs[shape]
 
-    def _capture(self, lanes: int, cuts: bool) -> Callable[[], None]:
+    def _capture(self, *shape: *Shape) -> Callable[[], None]:
         saved = self.position.clone()
         self.position.fill_(-1)  # rehearse with every lane at rest
         try:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self._advance(lanes, cuts)
+                self._advance(*shape)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # a learner may allocate in another thread meanwhile: only this one must not
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                self._advance(lanes, cuts)
+                self._advance(*shape)
         finally:
             self.position.copy_(saved)
         self.pool = self.pool or graph.pool()
@@ -273,17 +282,20 @@ class GraphDecoder(Decoder):
         temperatures: Sequence[float],
         cuts: Sequence[Cut] | None = None,
         enough: Callable[[int], bool] = lambda launched: False,
+        alike: Sequence[int] = (),
     ) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
         """``steps`` tokens of every lane [0, n), step by step: ids, log-probabilities, and with ``cuts`` the kept log mass [n].
         The host hears of a block of steps while the GPU draws the next. Once so many are ``enough`` nothing more is launched;
         what was, is told.
 
-        ``held``: columns each row holds. A temperature of 0 is greedy. Beyond the context a lane rests."""
+        ``held``: columns each row holds; ``alike``: how many of them it has in common with the row before it. A temperature of
+        0 is greedy. Beyond the context a lane rests."""
         assert steps <= HISTORY, f"{steps} steps in a run; at most {HISTORY}"
         n = len(tokens)
         lanes = next(size for size in buckets(self.slots.rows) if size >= n)
-        replay = self._replay(lanes, cuts is not None)
-        self._set_out(lanes, tokens, held, seeds, temperatures, cuts)
+        shared = self._together(lanes, steps, held, alike)
+        replay = self._replay(lanes, cuts is not None, shared is not None)
+        self._set_out(lanes, tokens, held, seeds, temperatures, cuts, shared)
         heard: deque[tuple[Any, list[Tensor]]] = deque()
         begin = 0
         while True:
@@ -298,6 +310,17 @@ class GraphDecoder(Decoder):
                 told.synchronize()
             masses = mass[:, :n].clone() if cuts is not None else [None] * len(drawn)
             yield from zip(drawn[:, :n].tolist(), logp[:, :n].clone(), masses)
+
+    def _together(self, lanes: int, steps: int, held: Sequence[int], alike: Sequence[int]) -> list[list[int]] | None:
+        """By fours of lanes: the columns they share, and the row these are read in. None where that would not pay."""
+        if not alike or lanes * self.Hkv < CROWD:
+            return None
+        fours = range(0, lanes, SISTERS)
+        common = [min(alike[at + 1 : at + SISTERS], default=0) for at in fours]
+        looked = sum(held) + len(held) * steps // 2
+        if (SISTERS - 1) * sum(common) < SAVED * looked:
+            return None
+        return [common, list(fours)]
 
     def _launch(self, replay: Callable[[], None], block: slice) -> tuple[Any, list[Tensor]]:
         """Some steps, and the way home of what they draw."""
@@ -318,9 +341,13 @@ class GraphDecoder(Decoder):
         seeds: Sequence[int],
         temperatures: Sequence[float],
         cuts: Sequence[Cut] | None,
+        shared: Sequence[Sequence[int]] | None,
     ) -> None:
         """Where every lane of a bucket begins; the unused ones rest."""
         n, device = len(tokens), self.slots.device
+        if shared is not None:
+            flat = torch.tensor(shared).flatten()
+            self.shared.flatten()[: len(flat)] = flat.to(device, non_blocking=True)
         free = lanes - n
         rows = ([*tokens, *[0] * free], [*held, *[-1] * free], [*held, *[0] * free], [*seeds, *[0] * free])
         there = torch.tensor(rows).to(device, non_blocking=True)

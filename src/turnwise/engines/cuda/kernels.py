@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turnwise.engines import sampling
+from turnwise.engines.cuda.reference import SISTERS
+
 
 @triton.jit
 def _add_norm(x, delta, weight, total, out, d, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
@@ -75,56 +78,87 @@ def _turned(x, other, cos, sin, norm, eps, D: tl.constexpr, NORM: tl.constexpr, 
 
 @triton.jit
 def _attend(
-    qkv, keys, values, cos, sin, qk_norm, position, out, scale, eps, width,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr,
-    BLOCK: tl.constexpr, EXACT: tl.constexpr,
+    qkv, keys, values, cos, sin, qk_norm, position, shared, out, scale, eps, width, lanes,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, L: tl.constexpr, PAD: tl.constexpr,
+    NORM: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    lane, head = tl.program_id(0), tl.program_id(1)
-    place = tl.load(position + lane)
-    if (place >= 0) & (place < width):
-        kind = keys.dtype.element_ty
-        d = tl.arange(0, D)
-        roll = (d + D // 2) % D
-        base = qkv + lane.to(tl.int64) * (H + 2 * K) * D
-        c, s = tl.load(cos + place * D + d)[None, :], tl.load(sin + place * D + d)[None, :]
-        one = tl.zeros((1, 1), tl.int32)
-        # this token's key and value
-        k = tl.load(base + (H + head) * D + one + d[None, :]).to(tl.float32)
-        k2 = tl.load(base + (H + head) * D + one + roll[None, :]).to(tl.float32)
-        w = tl.load(qk_norm + (H + head) * D + d)[None, :] if NORM else k
-        w2 = tl.load(qk_norm + (H + head) * D + roll)[None, :] if NORM else k
-        k = _turned(k, k2, c, s, w, eps, D, NORM, w2).to(kind)
-        v = tl.load(base + (H + K + head) * D + one + d[None, :])
-        row = (lane.to(tl.int64) * K + head) * width * D
-        tl.store(keys + row + place * D + one + d[None, :], k)
-        tl.store(values + row + place * D + one + d[None, :], v)
-        # the queries of this key, padded to what a matrix product takes
-        g = tl.arange(0, PAD)
-        mine = (g < G)[:, None]
-        q = tl.load(base + (head * G + g)[:, None] * D + d[None, :], mask=mine, other=0.0).to(tl.float32)
-        q2 = tl.load(base + (head * G + g)[:, None] * D + roll[None, :], mask=mine, other=0.0).to(tl.float32)
-        w = tl.load(qk_norm + (head * G + g)[:, None] * D + d[None, :], mask=mine, other=0.0) if NORM else q
-        w2 = tl.load(qk_norm + (head * G + g)[:, None] * D + roll[None, :], mask=mine, other=0.0) if NORM else q
-        q = _turned(q, q2, c, s, w, eps, D, NORM, w2).to(kind)
-        best = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale  # [PAD]
-        total = tl.full((PAD,), 1.0, tl.float32)
-        mixed = tl.zeros((PAD, D), tl.float32) + v.to(tl.float32)
-        for start in range(0, place, BLOCK):
-            n = start + tl.arange(0, BLOCK)
-            known = n < place
-            at = row + n[:, None] * D + d[None, :]
-            kk = tl.load(keys + at, mask=known[:, None], other=0.0)
-            score = tl.dot(q, tl.trans(kk), input_precision="ieee" if EXACT else "tf32") * scale  # [PAD, BLOCK]
-            score = tl.where(known[None, :], score, float("-inf"))
-            top = tl.maximum(best, tl.max(score, axis=1))
-            fade = tl.exp(best - top)
-            p = tl.exp(score - top[:, None])
-            vv = tl.load(values + at, mask=known[:, None], other=0.0)
-            mixed = mixed * fade[:, None] + tl.dot(p.to(kind), vv, input_precision="ieee" if EXACT else "tf32")
-            total = total * fade + tl.sum(p, axis=1)
-            best = top
-        done = (mixed / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + (lane * H + head * G + g)[:, None] * D + d[None, :], done, mask=mine)
+    first, head = tl.program_id(0) * L, tl.program_id(1)
+    kind = keys.dtype.element_ty
+    # the queries of this key, of L lanes, padded to what a matrix product takes; each beside its lane's new key and value
+    g, d = tl.arange(0, PAD), tl.arange(0, D)[None, :]
+    sister = g // G
+    lane = first + sister
+    place = tl.load(position + lane, mask=(sister < L) & (lane < lanes), other=-1)
+    mine = ((place >= 0) & (place < width))[:, None]
+    place = tl.where((place >= 0) & (place < width), place, 0)
+    roll = (d + D // 2) % D
+    base = qkv + (lane.to(tl.int64) * (H + 2 * K) * D)[:, None]
+    c = tl.load(cos + place[:, None] * D + d, mask=mine, other=0.0)
+    s = tl.load(sin + place[:, None] * D + d, mask=mine, other=0.0)
+    k = tl.load(base + (H + head) * D + d, mask=mine, other=0.0).to(tl.float32)
+    k2 = tl.load(base + (H + head) * D + roll, mask=mine, other=0.0).to(tl.float32)
+    w = tl.load(qk_norm + (H + head) * D + d) if NORM else k
+    w2 = tl.load(qk_norm + (H + head) * D + roll) if NORM else k
+    k = _turned(k, k2, c, s, w, eps, D, NORM, w2).to(kind)
+    v = tl.load(base + (H + K + head) * D + d, mask=mine, other=0.0)
+    into = ((lane.to(tl.int64) * K + head) * width + place)[:, None] * D + d
+    once = mine & (g % G == 0)[:, None]
+    tl.store(keys + into, k, mask=once)
+    tl.store(values + into, v, mask=once)
+    query = (head * G + g % G)[:, None] * D
+    q = tl.load(base + query + d, mask=mine, other=0.0).to(tl.float32)
+    q2 = tl.load(base + query + roll, mask=mine, other=0.0).to(tl.float32)
+    w = tl.load(qk_norm + query + d) if NORM else q
+    w2 = tl.load(qk_norm + query + roll) if NORM else q
+    q = _turned(q, q2, c, s, w, eps, D, NORM, w2).to(kind)
+    best = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale  # [PAD]
+    total = tl.full((PAD,), 1.0, tl.float32)
+    mixed = tl.zeros((PAD, D), tl.float32) + v.to(tl.float32)
+    # blocks of columns, one after another: those that the lanes share, then each lane's own
+    common = tl.load(shared + tl.program_id(0)).to(tl.int32) if L > 1 else 0
+    leader = tl.load(shared + tl.num_programs(0) + tl.program_id(0)) if L > 1 else 0
+    p0 = _last(position, first, lanes, width, common)
+    p1 = _last(position, first + 1, lanes, width, common) if L > 1 else p0
+    p2 = _last(position, first + 2, lanes, width, common) if L > 1 else p0
+    p3 = _last(position, first + 3, lanes, width, common) if L > 1 else p0
+    ours = tl.cdiv(common, BLOCK)
+    e0 = ours + tl.cdiv(p0 - common, BLOCK)
+    e1 = e0 + tl.cdiv(p1 - common, BLOCK) if L > 1 else e0
+    e2 = e1 + tl.cdiv(p2 - common, BLOCK) if L > 1 else e0
+    e3 = e2 + tl.cdiv(p3 - common, BLOCK) if L > 1 else e0
+    for t in range(e3):
+        row, start, end, asks = first, t * BLOCK, p0, sister == 0
+        if L > 1:
+            alone = t >= ours
+            who = (t >= e0).to(tl.int32) + (t >= e1).to(tl.int32) + (t >= e2).to(tl.int32)
+            since = tl.where(t >= e2, e2, tl.where(t >= e1, e1, tl.where(t >= e0, e0, ours)))
+            end = tl.where(t >= e2, p3, tl.where(t >= e1, p2, tl.where(t >= e0, p1, p0)))
+            row = tl.where(alone, first + who, leader)
+            start = tl.where(alone, common + (t - since) * BLOCK, start)
+            end = tl.where(alone, end, common)
+            asks = (sister == who) | (t < ours)
+        n = start + tl.arange(0, BLOCK)
+        known = n < end
+        at = ((row.to(tl.int64) * K + head) * width + n)[:, None] * D + d
+        kk = tl.load(keys + at, mask=known[:, None], other=0.0)
+        score = tl.dot(q, tl.trans(kk), input_precision="ieee" if EXACT else "tf32") * scale  # [PAD, BLOCK]
+        score = tl.where(known[None, :] & asks[:, None], score, float("-inf"))
+        top = tl.maximum(best, tl.max(score, axis=1))
+        fade = tl.exp(best - top)
+        p = tl.exp(score - top[:, None])
+        vv = tl.load(values + at, mask=known[:, None], other=0.0)
+        mixed = mixed * fade[:, None] + tl.dot(p.to(kind), vv, input_precision="ieee" if EXACT else "tf32")
+        total = total * fade + tl.sum(p, axis=1)
+        best = top
+    done = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + lane.to(tl.int64)[:, None] * H * D + query + d, done, mask=mine)
+
+
+@triton.jit
+def _last(position, lane, lanes, width, common):
+    """Columns a lane looks at; of one at rest none but the common."""
+    place = tl.load(position + lane, mask=lane < lanes, other=-1)
+    return tl.where((place >= 0) & (place < width), place, common).to(tl.int32)
 
 
 class Look(NamedTuple):
@@ -135,25 +169,29 @@ class Look(NamedTuple):
     stages: int
 
 
-LOOKS = {256: Look(64, 4, 3), 1024: Look(64, 4, 2), sys.maxsize: Look(32, 1, 2)}
+LOOKS = {256: Look(64, 4, 3), 1024: Look(64, 2, 2), sys.maxsize: Look(32, 1, 2)}
 """By programs: few must each be fast, many must all find a place at once. Measured on an H200."""
+LOOK_TOGETHER = Look(64, 4, 3)
 
 
 def attend(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, position: Tensor,
-    out: Tensor, scale: float, eps: float,
+    out: Tensor, scale: float, eps: float, shared: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Rotate q and k of one new token a lane, write k and v into column ``position`` of its slot row, attend to all columns
-    up to it. qkv [B, (H + 2K) D], keys and values [rows, K, W, D], out [B, H D]. Lanes with position −1 rest."""
+    up to it. qkv [B, (H + 2K) D], keys and values [rows, K, W, D], out [B, H D]. Lanes with position −1 rest.
+
+    ``shared`` [2, B / 4]: how many first columns four neighbouring lanes have in common, and in which row those are read, once
+    for all four."""
     lanes, heads, width, size = out.shape[0], keys.shape[1], keys.shape[2], keys.shape[3]
     queries = out.shape[1] // size
-    group = queries // heads
-    pad = max(16, triton.next_power_of_2(group))
+    group, sisters = queries // heads, 1 if shared is None else SISTERS
+    pad = max(16, triton.next_power_of_2(group * sisters))
     norm = cos if qk_norm is None else qk_norm
-    look = next(look for most, look in LOOKS.items() if lanes * heads <= most)
-    _attend[(lanes, heads)](
-        qkv, keys, values, cos, sin, norm, position, out, scale, eps, width,
-        queries, heads, size, group, pad, qk_norm is not None, look.columns, keys.dtype == torch.float32,
+    look = next(look for most, look in LOOKS.items() if lanes * heads <= most) if shared is None else LOOK_TOGETHER
+    _attend[(triton.cdiv(lanes, sisters), heads)](
+        qkv, keys, values, cos, sin, norm, position, position if shared is None else shared, out, scale, eps, width, lanes,
+        queries, heads, size, group, sisters, pad, qk_norm is not None, look.columns, keys.dtype == torch.float32,
         num_warps=look.warps, num_stages=look.stages,
     )  # fmt: skip
     return out
@@ -205,90 +243,113 @@ def settle(
 
 
 LOWEST = tl.constexpr(-1e30)  # not −inf: the difference of two of them is no number
+GOLDEN = tl.constexpr(sampling.GOLDEN)
+FIRST, SECOND = tl.constexpr(sampling.MIX[0][1]), tl.constexpr(sampling.MIX[1][1])
 
 
 @triton.jit
-def _scan(logits, cold, seed, position, tops, ids, bests, sums, V, CHUNKS, BLOCK: tl.constexpr, PART: tl.constexpr):
-    lane, chunk = tl.program_id(0), tl.program_id(1)
-    inverse = tl.load(cold + lane)  # 1/temperature; 0 for greedy
-    greedy = inverse == 0.0
-    heat = tl.where(greedy, 1.0, inverse)
-    mine, place = tl.load(seed + lane), tl.load(position + lane)
-    quarter = tl.arange(0, BLOCK // 4)
-    top = tl.full((BLOCK // 4,), LOWEST, tl.float32)  # running statistics of each column of the block
-    total = tl.zeros((BLOCK // 4,), tl.float32)
-    best = tl.full((BLOCK // 4,), float("-inf"), tl.float32)
-    chosen = quarter
-    for start in range(0, PART, BLOCK):
-        first = chunk * PART + start
-        noise = tl.rand4x(mine ^ (place.to(tl.int64) << 33), first + quarter)  # one hash gives four numbers
-        for part in tl.static_range(4):
-            at = first + part * (BLOCK // 4) + quarter
-            z = tl.load(logits + lane.to(tl.int64) * V + at, mask=at < V, other=LOWEST)
-            z = tl.maximum(z * heat, LOWEST)  # a tiny temperature must not make an infinity of it
-            high = tl.maximum(top, z)
-            total = total * tl.exp(top - high) + tl.exp(z - high)
-            top = high
-            u = noise[part]  # steps of 2⁻³¹ near 0, of 2⁻²⁴ near 1: the winners must come from the fine end
-            wait = tl.where(u < 1e-3, u + 0.5 * u * u, -tl.log(1.0 - u))
-            noisy = tl.where(greedy, z, z - tl.log(tl.maximum(wait, 2e-10)))
-            chosen = tl.where(noisy > best, at, chosen)
-            best = tl.maximum(best, noisy)
-    slot = lane * CHUNKS + chunk
-    high = tl.max(top)
-    peak = tl.max(best)
+def _mix(x):
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * FIRST
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * SECOND
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """``sampling.uniforms``, bit by bit."""
+    x = _mix(_mix(seed + GOLDEN) + position * GOLDEN)
+    return ((x >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) * 2.220446049250313e-16
+
+
+@triton.jit
+def _tempered(logits, lane, first, heat, V, PART: tl.constexpr):
+    """(entries of the vocabulary, their logits over the temperature); −inf beyond the last."""
+    at = first + tl.arange(0, PART)
+    z = tl.load(logits + lane.to(tl.int64) * V + at, mask=at < V, other=0.0)
+    z = tl.maximum(z * heat, LOWEST)  # a tiny temperature must not make an infinity of it
+    return at, tl.where(at < V, z, float("-inf"))
+
+
+@triton.jit
+def _weigh(logits, cold, tops, sums, ids, V, PARTS, PART: tl.constexpr):
+    lane, part = tl.program_id(0), tl.program_id(1)
+    heat = tl.load(cold + lane)  # 1/temperature; 0 for greedy
+    at, z = _tempered(logits, lane, part * PART, tl.where(heat == 0.0, 1.0, heat), V, PART)
+    high = tl.max(z)
+    slot = lane * PARTS + part
     tl.store(tops + slot, high)
-    tl.store(sums + slot, tl.sum(total * tl.exp(top - high)))
-    tl.store(bests + slot, peak)
-    tl.store(ids + slot, tl.minimum(tl.min(tl.where(best == peak, chosen, V)), V - 1))  # V: when peak is no number
+    tl.store(sums + slot, tl.sum(tl.exp(z - high)))
+    if heat == 0.0:
+        tl.store(ids + slot, tl.min(tl.where(z == high, at, V - 1)))  # V − 1: when high is no number
 
 
 @triton.jit
 def _choose(
-    logits, cold, tops, ids, bests, sums, tokens, position, begin, drawn, logp, V, CHUNKS, lanes, PAD: tl.constexpr
+    logits, cold, seed, tops, sums, ids, tokens, position, begin, drawn, logp, V, PARTS, lanes,
+    PAD: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0)
     place = tl.load(position + lane)
     if place >= 0:
-        c = tl.arange(0, PAD)
-        there = c < CHUNKS
-        top = tl.load(tops + lane * CHUNKS + c, mask=there, other=float("-inf"))
+        heat = tl.load(cold + lane)
+        part = tl.arange(0, PAD)
+        there = part < PARTS
+        top = tl.load(tops + lane * PARTS + part, mask=there, other=float("-inf"))
         high = tl.max(top)
-        total = tl.sum(tl.load(sums + lane * CHUNKS + c, mask=there, other=0.0) * tl.exp(top - high))
-        best = tl.load(bests + lane * CHUNKS + c, mask=there, other=float("-inf"))
-        which = tl.minimum(tl.min(tl.where(best == tl.max(best), c, PAD)), CHUNKS - 1)
-        token = tl.load(ids + lane * CHUNKS + which)
-        inverse = tl.load(cold + lane)
-        z = tl.load(logits + lane.to(tl.int64) * V + token) * tl.where(inverse == 0.0, 1.0, inverse)
+        weight = tl.load(sums + lane * PARTS + part, mask=there, other=0.0) * tl.exp(top - high)
+        total = tl.sum(weight.to(tl.float64))
+        if heat == 0.0:
+            which = tl.minimum(tl.min(tl.where(top == high, part, PAD)), PARTS - 1)
+            token = tl.load(ids + lane * PARTS + which)
+        else:
+            goal = _uniform(tl.load(seed + lane), place + 1) * total
+            which, left = _fall(weight, goal)
+            z = _tempered(logits, lane, which * PART, heat, V, PART)[1]
+            e = tl.exp(z - tl.max(z))
+            token = which * PART + _fall(e, left * tl.sum(e.to(tl.float64)))[0]
+        token = tl.minimum(token, V - 1)
+        z = tl.load(logits + lane.to(tl.int64) * V + token) * tl.where(heat == 0.0, 1.0, heat)
         z = tl.maximum(z, LOWEST)
         step = place - tl.load(begin + lane)
         tl.store(drawn + step * lanes + lane, token)
-        tl.store(logp + step * lanes + lane, z - high - tl.log(total))
+        tl.store(logp + step * lanes + lane, z - high - tl.log(total.to(tl.float32)))
         tl.store(tokens + lane, token)
         tl.store(position + lane, place + 1)
 
 
-PART = 4096  # entries of the vocabulary one program scans
+@triton.jit
+def _fall(weight, goal):
+    """Into which entry the goal falls when the weights are laid end to end, and how far into it, from 0 to 1."""
+    wide = weight.to(tl.float64)
+    end = tl.cumsum(wide)
+    at = tl.arange(0, weight.shape[0])
+    last = tl.max(tl.where(weight > 0, at, 0))  # rounding must not push the goal beyond it
+    which = tl.minimum(tl.sum((end <= goal).to(tl.int32)), last)
+    mine = at == which
+    width = tl.sum(tl.where(mine, wide, 0.0))
+    return which, (goal - tl.sum(tl.where(mine, end, 0.0)) + width) / width
+
+
+PART = 1024  # entries of the vocabulary one program weighs
 
 
 def draw(
     logits: Tensor, cold: Tensor, seed: Tensor, tokens: Tensor, position: Tensor, begin: Tensor, drawn: Tensor,
     logp: Tensor,
 ) -> None:  # fmt: skip
-    """One token a lane by the Gumbel-max trick with noise hashed from (seed, position, entry), and its log-probability.
+    """One token a lane and its log-probability, by the rule of ``sampling``: the token is where u(seed, position) falls in the
+    summed probabilities. Parts of the vocabulary are weighed side by side; then a part is drawn, and a token of it.
 
     logits [B, V] float32; ``cold`` 1/temperature (0: greedy). Writes the token where the next step reads it, the history's row
     ``position − begin``, and moves the position on. Lanes with position −1 rest."""
     lanes, vocabulary = logits.shape
-    chunks = triton.cdiv(vocabulary, PART)
-    part = logits.new_empty(3, lanes, chunks)
-    ids = torch.empty(lanes, chunks, dtype=torch.int32, device=logits.device)
-    _scan[(lanes, chunks)](
-        logits, cold, seed, position, part[0], ids, part[1], part[2], vocabulary, chunks, 1024, PART, num_warps=4
-    )  # fmt: skip
+    parts = triton.cdiv(vocabulary, PART)
+    tops, sums = logits.new_empty(2, lanes, parts)
+    ids = torch.empty(lanes, parts, dtype=torch.int32, device=logits.device)
+    _weigh[(lanes, parts)](logits, cold, tops, sums, ids, vocabulary, parts, PART, num_warps=4)
     _choose[(lanes,)](
-        logits, cold, part[0], ids, part[1], part[2], tokens, position, begin, drawn, logp, vocabulary, chunks,
-        drawn.shape[1], triton.next_power_of_2(chunks), num_warps=1,
+        logits, cold, seed, tops, sums, ids, tokens, position, begin, drawn, logp, vocabulary, parts, drawn.shape[1],
+        triton.next_power_of_2(parts), PART, num_warps=4,
     )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from turnwise.engines.sampling import pick, uniforms
+
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
     if delta is not None:
@@ -24,9 +26,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, eps: floa
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
+SISTERS = 4  # neighbouring lanes that look together at what their rows have in common
+
+
 def attend(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, position: Tensor,
-    out: Tensor, scale: float, eps: float,
+    out: Tensor, scale: float, eps: float, shared: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     K, D = keys.shape[1], keys.shape[3]
     H = out.shape[1] // D
@@ -36,8 +41,9 @@ def attend(
         heads = qkv[lane].view(-1, D)
         qk = _rotated(heads[: H + K].float(), cos[place], sin[place], qk_norm, eps).to(keys.dtype)
         keys[lane, :, place], values[lane, :, place] = qk[H:], heads[H + K :]
-        k = keys[lane, :, : place + 1].float().repeat_interleave(H // K, 0)
-        v = values[lane, :, : place + 1].float().repeat_interleave(H // K, 0)
+        common, leader = (0, lane) if shared is None else shared[:, lane // SISTERS].tolist()
+        whole = lambda t: torch.cat((t[leader, :, :common], t[lane, :, common : place + 1]), 1)  # noqa: B023, E731
+        k, v = (whole(t).float().repeat_interleave(H // K, 0) for t in (keys, values))
         p = torch.softmax(torch.einsum("hd,hnd->hn", qk[:H].float(), k) * scale, 1)
         out[lane] = torch.einsum("hn,hnd->hd", p, v).flatten().to(out.dtype)
     return out
@@ -57,30 +63,7 @@ def settle(
 
 # ---------------------------------------------------------------------- drawing
 
-MASK = (1 << 32) - 1
 LOWEST = -1e30
-
-
-def philox(seed: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32-10 with key ``seed`` (64 bits) and counter (offset, 0, 0, 0): four 32-bit numbers, as int64."""
-    low, high = seed & MASK, (seed >> 32) & MASK
-    a, b, c, d = offset & MASK, offset * 0, offset * 0, offset * 0
-    for _ in range(10):
-        left, right = a * 0xD2511F53, c * 0xCD9E8D57  # 64 bits: wrapped products keep them all
-        a, b, c, d = ((right >> 32) & MASK) ^ b ^ low, right & MASK, ((left >> 32) & MASK) ^ d ^ high, left & MASK
-        low, high = (low + 0x9E3779B9) & MASK, (high + 0xBB67AE85) & MASK
-    return a, b, c, d
-
-
-def noise(seed: Tensor, position: Tensor, size: int) -> Tensor:
-    """Gumbel noise [B, size] of (seed, position, entry): entries of a block of 1,024 share 256 counters, four by four."""
-    entry = torch.arange(size, device=seed.device)
-    key = (seed ^ (position << 33))[:, None]
-    four = torch.stack(philox(key, (entry - entry % 1024 + entry % 256)[None]))
-    bits = four.gather(0, (entry % 1024 // 256).expand(1, len(seed), -1))[0]
-    u = torch.where(bits >= 1 << 31, MASK - bits, bits).float() * 4.6566127342e-10  # −x − 1 of a negative number
-    wait = torch.where(u < 1e-3, u + 0.5 * u * u, -torch.log(1 - u))
-    return -torch.log(wait.clamp(min=2e-10))
 
 
 def draw(
@@ -89,7 +72,10 @@ def draw(
 ) -> None:  # fmt: skip
     greedy = (cold == 0)[:, None]
     z = (logits * torch.where(greedy, 1.0, cold[:, None])).clamp(min=LOWEST)
-    token = torch.where(greedy, z, z + noise(seed, position, logits.shape[1])).argmax(1)
+    picked = pick(z.softmax(1), uniforms(seed, position + 1))[:, 0]
+    token = torch.where(
+        greedy[:, 0], z.argmax(1), picked.clamp(max=logits.shape[1] - 1)
+    )  # beyond the last: not a number
     lane = (position >= 0).nonzero()[:, 0]
     step = (position - begin)[lane]
     drawn[step, lane] = tokens[lane] = token[lane]
