@@ -91,6 +91,13 @@ def test_copies_there_and_back(kernels, kind, rows, heads, size):
     found = kernels.collect(dx, dy, copies.first, copies.members)
     close(found, plain.collect(dx, dy, copies.first, copies.members), kind)
     close([found[0][0]], [dx[: len(source)][source == 0].float().sum(0).to(kind)], kind)
+    angle, rows = make(len(copies.first) - 1, size // 2, seed=4), len(copies.first) - 1
+    wide = [torch.full((rows, 3 * heads, size), 7.0, dtype=kind, device=DEVICE) for _ in range(2)]
+    for ops, out in zip((kernels, plain), wide):  # into parts of wider rows, turned back
+        into = (out[:, :heads], out[:, heads : 2 * heads])
+        ops.collect(dx, dy, copies.first, copies.members, into, (angle.cos(), angle.sin()))
+    close(wide[:1], wide[1:], kind)
+    assert (wide[0][:, 2 * heads :] == 7).all() and torch.equal(wide[0][:, heads : 2 * heads], found[1])
 
 
 @pytest.mark.parametrize("vocabulary", [2, 61, 4096, 4099] if not GPU else [2, 61, 4096, 4099, 49152])

@@ -81,14 +81,21 @@ def copies(x: Tensor, y: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     return x[source], y[source]
 
 
-def collect(dx: Tensor, dy: Tensor, first: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    """dx and dy [M, K, D] -> sums over each row's copies [U, K, D]: row u has ``members[first[u]:first[u + 1]]``."""
+def collect(
+    dx: Tensor, dy: Tensor, first: Tensor, members: Tensor, into: tuple[Tensor, Tensor] | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx and dy [M, K, D] -> sums over each row's copies [U, K, D]: row u has ``members[first[u]:first[u + 1]]``. ``into``: where
+    to put them. ``angles``: cos and sin [U, D/2] by which the rows of x were turned; their gradient is turned back."""
     count = (first[1:] - first[:-1]).long()
     owner = torch.repeat_interleave(torch.arange(len(count), device=dx.device), count)
     places = members[: len(owner)].long()
     wide = lambda d: d[places].to(torch.promote_types(d.dtype, torch.float32))  # noqa: E731
-    out = [wide(d).new_zeros(len(count), *d.shape[1:]).index_add_(0, owner, wide(d)).to(d.dtype) for d in (dx, dy)]
-    return out[0], out[1]
+    x, y = (wide(d).new_zeros(len(count), *d.shape[1:]).index_add_(0, owner, wide(d)) for d in (dx, dy))
+    if angles is not None:
+        x = _turn(x, angles[0][:, None], -angles[1][:, None])
+    x_out, y_out = into or (torch.empty_like(x, dtype=dx.dtype), torch.empty_like(y, dtype=dy.dtype))
+    return x_out.copy_(x), y_out.copy_(y)
 
 
 def attend(

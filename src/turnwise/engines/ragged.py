@@ -151,7 +151,5 @@ class _Turned(torch.autograd.Function):
         else:  # a row's copies are summed first
             each = d.new_empty(2, len(ctx.copies.source), *dk.shape[1:])
             ctx.kernels.d_keys(*given, *each)
-            sums = ctx.ops.collect(*each, ctx.copies.first, ctx.copies.members)
-            ctx.ops.turn_back(sums[0], dk, cos, sin)
-            dv.copy_(sums[1])
+            ctx.ops.collect(*each, ctx.copies.first, ctx.copies.members, (dk, dv), (cos, sin))
         return d, None, None, None, None, None

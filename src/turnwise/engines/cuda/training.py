@@ -101,16 +101,11 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, size: int) -> Non
     _turned(turned, turned, cos, sin, 1.0)
 
 
-def turn_back(d: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Gradient of turned heads -> of what was turned; both [L, heads, D]."""
-    _turned(d, out, cos, sin, -1.0)
-
-
 def unrotate(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (rows, H, size), K = dq.shape, dk.shape[1]
     out = torch.empty(rows, H + 2 * K, size, dtype=dq.dtype, device=dq.device)
-    turn_back(dq, out[:, :H], cos, sin)
-    turn_back(dk, out[:, H : H + K], cos, sin)
+    _turned(dq, out[:, :H], cos, sin, -1.0)
+    _turned(dk, out[:, H : H + K], cos, sin, -1.0)
     out[:, H + K :] = dv
     return out.flatten(1)
 
@@ -170,32 +165,50 @@ def copies(x: Tensor, y: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _collect(dx, dy, x_out, y_out, first, members, U, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = tl.arange(0, BLOCK)[None, :]
+def _collect(
+    dx, dy, x_out, y_out, first, members, cos, sin, U, C, x_row, y_row,
+    D: tl.constexpr, HALF: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    row, pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
+    at, there = pair // HALF * D + pair % HALF, 2 * pair < C  # the first of a pair that is turned together
     begin = tl.load(first + row, mask=row < U, other=0)
     count = tl.load(first + row + 1, mask=row < U, other=0) - begin
-    x_sum = tl.zeros((ROWS, BLOCK), tl.float32)
-    y_sum = tl.zeros((ROWS, BLOCK), tl.float32)
-    for k in range(tl.max(count)):
-        place = tl.load(members + begin + k, mask=k < count, other=0).to(tl.int64)[:, None]
-        inside = (k < count)[:, None] & (at < C)
-        x_sum += tl.load(dx + place * C + at, mask=inside, other=0.0).to(tl.float32)
-        y_sum += tl.load(dy + place * C + at, mask=inside, other=0.0).to(tl.float32)
-    here, inside = row.to(tl.int64)[:, None] * C + at, (row < U)[:, None] & (at < C)
-    tl.store(x_out + here, x_sum.to(x_out.dtype.element_ty), mask=inside)
-    tl.store(y_out + here, y_sum.to(y_out.dtype.element_ty), mask=inside)
+    xa = tl.zeros((ROWS, BLOCK), tl.float32)
+    xb, ya, yb = xa, xa, xa
+    for k in range(0, tl.max(count), AHEAD):
+        for j in tl.static_range(AHEAD):  # asked for at once: what all sequences of a batch share has a hundred copies
+            more = k + j < count
+            here = tl.load(members + begin + k + j, mask=more, other=0).to(tl.int64)[:, None] * C + at
+            inside = more[:, None] & there
+            xa += tl.load(dx + here, mask=inside, other=0.0).to(tl.float32)
+            xb += tl.load(dx + here + HALF, mask=inside, other=0.0).to(tl.float32)
+            ya += tl.load(dy + here, mask=inside, other=0.0).to(tl.float32)
+            yb += tl.load(dy + here + HALF, mask=inside, other=0.0).to(tl.float32)
+    kind, inside, wide = x_out.dtype.element_ty, (row < U)[:, None] & there, row.to(tl.int64)[:, None]
+    if TURN:
+        c = tl.load(cos + wide * HALF + pair % HALF, mask=inside, other=0.0)
+        s = tl.load(sin + wide * HALF + pair % HALF, mask=inside, other=0.0)
+        xa, xb = xa * c + xb * s, xb * c - xa * s
+    tl.store(x_out + wide * x_row + at, xa.to(kind), mask=inside)
+    tl.store(x_out + wide * x_row + at + HALF, xb.to(kind), mask=inside)
+    tl.store(y_out + wide * y_row + at, ya.to(kind), mask=inside)
+    tl.store(y_out + wide * y_row + at + HALF, yb.to(kind), mask=inside)
 
 
-def collect(dx: Tensor, dy: Tensor, first: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    rows, width = len(first) - 1, dx.shape[1] * dx.shape[2]
+def collect(
+    dx: Tensor, dy: Tensor, first: Tensor, members: Tensor, into: tuple[Tensor, Tensor] | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows, (heads, size) = len(first) - 1, dx.shape[1:]
     dx, dy = dx.contiguous(), dy.contiguous()
-    out = torch.empty(2, rows, *dx.shape[1:], dtype=dx.dtype, device=dx.device)
+    x, y = into or torch.empty(2, rows, heads, size, dtype=dx.dtype, device=dx.device)
+    assert all(t.stride()[1:] == (size, 1) for t in (x, y)) and size % 2 == 0
     if rows:
         _collect[(triton.cdiv(rows, 4),)](
-            dx, dy, out[0], out[1], first, members, rows, width, 4, triton.next_power_of_2(width)
-        )
-    return out[0], out[1]
+            dx, dy, x, y, first, members, *(angles or (dx, dx)), rows, heads * size, x.stride(0), y.stride(0),
+            size, size // 2, angles is not None, 4, triton.next_power_of_2(heads * size // 2), 4,
+        )  # fmt: skip
+    return x, y
 
 
 # -------------------------------------------------------------------- scores
