@@ -14,7 +14,7 @@ from torch import Tensor
 
 from turnwise.engines.cuda import kernels
 
-PROGRAMS = 1024  # that share the rows of a norm's backward pass: each sums its own part of the weight's gradient
+PROGRAMS = 1056  # that share the rows of a norm's backward pass: each sums its own part of the weight's gradient
 SCAN = 4096  # entries of the vocabulary read at once
 
 
@@ -63,7 +63,7 @@ def norm_backward(
     block = triton.next_power_of_2(d)
     _norm_backward[(programs,)](
         dh, total, weight, total if beside is None else beside, d_total, d_kind, out, parts, rows, d, eps,
-        beside is not None, not same, block, num_warps=4 if block <= 2048 else 8,
+        beside is not None, not same, block, num_warps=2 if block <= 1024 else 4 if block <= 2048 else 8,
     )  # fmt: skip
     return d_total, d_kind, out, parts.sum(0)
 
@@ -184,7 +184,8 @@ def _collect(
             xb += tl.load(dx + here + HALF, mask=inside, other=0.0).to(tl.float32)
             ya += tl.load(dy + here, mask=inside, other=0.0).to(tl.float32)
             yb += tl.load(dy + here + HALF, mask=inside, other=0.0).to(tl.float32)
-    kind, inside, wide = x_out.dtype.element_ty, (row < U)[:, None] & there, row.to(tl.int64)[:, None]
+    kind = x_out.dtype.element_ty
+    inside, wide = (row < U)[:, None] & there, row.to(tl.int64)[:, None]
     if TURN:
         c = tl.load(cos + wide * HALF + pair % HALF, mask=inside, other=0.0)
         s = tl.load(sin + wide * HALF + pair % HALF, mask=inside, other=0.0)
