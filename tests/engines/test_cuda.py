@@ -460,7 +460,7 @@ def test_other_head_sizes_are_done_without(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.skipif(not GPU, reason="no GPU")
 def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch: pytest.MonkeyPatch):
-    def fails(self: Any, lanes: int, cuts: bool) -> Any:
+    def fails(self: Any, *shape: Any) -> Any:
         raise RuntimeError("capture refused")
 
     monkeypatch.setattr(GraphDecoder, "_capture", fails)
