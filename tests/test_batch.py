@@ -72,6 +72,24 @@ def test_micro_batches_of_equals_are_even(count, each, limit):
     assert len(sizes) == -(-count // max(1, limit // each)) and max(sizes) - min(sizes) <= 1
 
 
+@settings(deadline=None, max_examples=200)
+@given(
+    costs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 90)), min_size=1, max_size=40), limit=st.integers(1, 300)
+)
+def test_micro_batches_are_few(costs, limit):
+    """Law: no other runs of neighbours are fewer that leave room for the longest shared beginning; without any, none at all."""
+    beside, alone = [own for own, _ in costs], [own + shared for own, shared in costs]
+    runs = even_runs(range(len(costs)), alone, beside, limit)
+    assert [k for run in runs for k in run] == list(range(len(costs)))
+    cost = lambda run: alone[run[0]] + sum(beside[k] for k in run[1:])  # noqa: E731
+    assert all(len(run) == 1 or cost(run) <= limit for run in runs)
+    fewest, less = [0], limit - max(shared for _, shared in costs)  # of the first n items
+    for n in range(1, len(costs) + 1):
+        fits = [m for m in range(n) if m == n - 1 or cost(range(m, n)) <= less]
+        fewest.append(1 + min(fewest[m] for m in fits))
+    assert len(runs) <= fewest[-1]
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     groups=st.lists(

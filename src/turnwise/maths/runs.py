@@ -6,19 +6,23 @@ from collections.abc import Sequence
 
 
 def even_runs(order: Sequence[int], alone: Sequence[int], beside: Sequence[int], limit: int) -> list[list[int]]:
-    """Runs of ``order`` of at most ``limit`` each (or one item), the first number of them for which even runs fit. The first item
-    of a run costs what it does ``alone``, the others what they do ``beside`` the one before."""
-    whole, wanted = sum(beside), max(1, -(-sum(beside) // limit))
-    while True:
-        parts: list[list[int]] = [[]]
-        filled = done = 0
-        for k in order:
-            even = (whole - done) / max(1, wanted - len(parts) + 1)  # what each of the runs to come would hold
-            if parts[-1] and (filled + beside[k] > limit or filled + beside[k] / 2 > even):
-                parts.append([])
-                done, filled = done + filled, 0
-            filled += beside[k] if parts[-1] else alone[k]
-            parts[-1].append(k)
-        if len(parts) <= wanted or wanted >= len(order):
-            return [part for part in parts if part]
-        wanted = min(len(parts), wanted + 1)
+    """Runs of ``order`` of at most ``limit`` each (or one item): as many as there are if each is filled, and then as even as that
+    allows. The first item of a run costs what it does ``alone``, the others what they do ``beside`` the one before, never more."""
+    full = _cut(order, alone, beside, limit, 1)
+    even = _cut(order, alone, beside, limit, len(full))
+    return even if len(even) <= len(full) else full
+
+
+def _cut(order: Sequence[int], alone: Sequence[int], beside: Sequence[int], limit: int, wanted: int) -> list[list[int]]:
+    """Each run ends where it holds its share of what it and the ``wanted`` runs to come must hold, or is full."""
+    parts: list[list[int]] = []
+    filled, rest = 0, sum(beside[k] for k in order)
+    for k in order:
+        share = (filled + rest) / max(1, wanted - len(parts) + 1)
+        if not parts or filled + beside[k] > limit or filled + beside[k] / 2 > share:
+            parts.append([])
+            filled = 0
+        filled += beside[k] if parts[-1] else alone[k]
+        rest -= beside[k]
+        parts[-1].append(k)
+    return parts
