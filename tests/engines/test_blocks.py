@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from turnwise.batch import Sequences
 from turnwise.engines import blocks, lora, packed, plain
-from turnwise.engines.cuda.body import Key, _Graph, _up
+from turnwise.engines.cuda.body import OFTEN, SLACK, Body, Key, _Graph, _up
 from turnwise.engines.prefixes import Shared
 from turnwise.engines.ragged import Copies, Ragged, _Copied
 
@@ -146,31 +149,85 @@ def slow_attention(q, k, v, layout, scale):
 
 
 @pytest.mark.parametrize("shared", [0, 6])
-def test_padding_to_a_bucket_changes_no_real_row(shared):
+@pytest.mark.parametrize(("rows", "keys", "ends", "longest"), [(256, 300, 64, 64), (256, 512, 64, 128), (320, 512, 256, 512)])
+def test_padding_to_a_bucket_changes_no_real_row(shared, rows, keys, ends, longest):
     s = sequences(RAGGED, 61, shared=shared)
     layout = Ragged.of(s.start, Shared.of(s.ids, s.start) if shared else Shared.none(s.ids))
     n = int(layout.queries[-1])
-    key = Key(256, 300 if shared else 0, 64, (64, 64), torch.float32, False)
+    key = Key(rows, keys if shared else 0, ends, (longest, longest), torch.float32, False)
     graph = object.__new__(_Graph)
-    graph.key, graph.ids, graph.position = key, *torch.full((2, 256), 7)
+    graph.key, graph.ids, graph.position = key, *torch.full((2, rows), 7)
     junk = lambda size: torch.full((size,), 99, dtype=torch.int32)  # noqa: E731
-    copies = Copies(torch.full((300,), 3), junk(257), junk(300)) if shared else None
-    graph.layout = Ragged(junk(65), junk(65), (64, 64), copies)
+    copies = Copies(torch.full((keys,), 3), junk(rows + 1), junk(keys)) if shared else None
+    graph.layout = Ragged(junk(ends + 1), junk(ends + 1), key.longest, copies)
     graph.fill(s.ids[:n], s.positions()[:n], layout)
-    assert graph.layout.queries.diff().min() >= 0 and graph.layout.queries[-1] == 256  # every row has a sequence
-    assert graph.layout.queries.diff().max() <= 64 and graph.layout.keys.diff().max() <= 64
-    q, k, v = torch.randn(3, 256, 2, 4, generator=torch.Generator().manual_seed(0))
+    assert graph.layout.queries.diff().min() >= 0 and graph.layout.queries[-1] == rows  # every row has a sequence
+    assert graph.layout.queries.diff().max() <= longest and graph.layout.keys.diff().max() <= longest
+    q, k, v = torch.randn(3, rows, 2, 4, generator=torch.Generator().manual_seed(0))
     found = slow_attention(q, k, v, graph.layout, 0.5)
     assert found.isfinite().all()
     torch.testing.assert_close(found[:n], slow_attention(q[:n], k[:n], v[:n], layout, 0.5))
     if shared:  # what flows back: every copy to its row, padding to padding
-        dk, dv = torch.randn(2, 300, 2, 4, generator=torch.Generator().manual_seed(1))
+        dk, dv = torch.randn(2, keys, 2, 4, generator=torch.Generator().manual_seed(1))
         padded, plainly = (
             plain.collect(dk[: len(c.source)], dv[: len(c.source)], c.first, c.members)
             for c in (graph.layout.copies, layout.copies)
         )
         for a, b in zip(padded, plainly):
             torch.testing.assert_close(a[:n], b)
+
+
+class Passes(Body):
+    """Makes graphs of nothing, and remembers."""
+
+    def __init__(self):
+        super().__init__([])
+        self.captured, self.filled = [], []
+
+    def _capture(self, key, read, device):
+        graph = object.__new__(_Graph)
+        graph.forward, graph.out = SimpleNamespace(replay=lambda: None), torch.zeros(key.rows, 1)
+        graph.fill = lambda ids, position, layout: self.filled.append((key, len(ids), layout))
+        self.graphs[key] = graph
+        self.captured.append(key)
+        return True
+
+    def ask(self, lengths, shared=0):
+        s = sequences(lengths, 61, shared=shared)
+        layout = Ragged.of(s.start, Shared.of(s.ids, s.start) if shared else Shared.none(s.ids))
+        n = int(layout.queries[-1])
+        return self(None, torch.float32, s.ids[:n], s.ids[:n], layout) is not None
+
+
+def test_a_bucket_is_captured_when_it_comes_again():
+    body = Passes()
+    assert [body.ask([200, 100]) for _ in range(3)] == [False, True, True]
+    assert len(body.captured) == 1 and body.captured[0].rows == 320
+
+
+def test_what_comes_seldom_borrows_a_graph_a_little_larger():
+    body = Passes()
+    assert [body.ask([200, 180]), body.ask([200, 180])] == [False, True]  # 380 rows: a bucket of 384
+    assert body.ask([200, 110]) and len(body.captured) == 1  # 310: fits
+    assert not body.ask([200, 70])  # 270: too much would be padding
+    assert not body.ask([400]) and not body.ask([140] * 2 + [1] * 70)  # too long, too many
+    assert not body.ask([200, 110], shared=40)  # looks up copies
+    assert [body.ask([200, 110]) for _ in range(OFTEN)] == [True] * OFTEN
+    assert [key.rows for key in body.captured] == [384, 320]  # in the end it has one of its own
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.sampled_from([0, 5])), max_size=30))
+def test_whatever_a_graph_is_given_has_room_in_it(asked):
+    """Law: rows, keys and ends of sequences with all their padding fit."""
+    body = Passes()
+    for lengths, shared in asked * 2:
+        body.ask(lengths, shared)
+    for key, n, layout in body.filled:
+        keys = 0 if layout.copies is None else len(layout.copies.source) + key.rows - n
+        assert n <= key.rows <= SLACK * 9 / 8 * max(n, 256) and keys <= key.keys and bool(keys) == bool(key.keys)
+        assert len(layout.queries) + -(-(key.rows - n) // key.longest[0]) <= key.sequences
+        assert max(layout.longest) <= min(key.longest)
 
 
 def test_copies_send_back_what_ordinary_autograd_would():

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def even_runs(order: Sequence[int], alone: Sequence[int], beside: Sequence[int], limit: int) -> list[list[int]]:
-    """Runs of ``order`` of at most ``limit`` each (or one item): as many as there are if each is filled, and then as even as that
-    allows. The first item of a run costs what it does ``alone``, the others what they do ``beside`` the one before, never more."""
+    """Runs of ``order`` of at most ``limit`` each (or one item): as many as there are if each is filled, then as even as that
+    allows. The first item of a run costs what it does ``alone``, the others what they do ``beside`` another, never more."""
     full = _cut(order, alone, beside, limit, 1)
     even = _cut(order, alone, beside, limit, len(full))
     return even if len(even) <= len(full) else full

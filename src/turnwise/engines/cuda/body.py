@@ -1,9 +1,10 @@
 """The layers of a decoder captured as CUDA graphs, forward and backward: a pass costs the host two launches, not a thousand.
 
 A graph has fixed sizes, so rows, keys and sequences are padded up to buckets. Padded rows are sequences of their own that nobody
-asks anything of: their gradient is zero. A bucket is captured when it comes a second time. All graphs share one pool of memory,
-which is right because a backward pass follows its own forward pass before another begins; whoever breaks that rule is read
-without a graph. A learner that adds up gradients (``blocks.adding``) has the graphs do it: no copy of them is made on the way.
+asks anything of: their gradient is zero. A bucket is captured when it comes a second time; one that comes seldom borrows a graph
+that is a little larger, since a capture costs as much as several passes without one. All graphs share one pool of memory, which
+is right because a backward pass follows its own forward pass before another begins; whoever breaks that rule is read without.
+A learner that adds up gradients (``blocks.adding``) has the graphs do it: no copy of them is made on the way.
 
 Knows blocks and layouts; neither what the states are for nor who asks.
 """
@@ -26,9 +27,12 @@ from turnwise.engines.ragged import Copies, Ragged
 
 log = logging.getLogger(__name__)
 
-ROWS = [2**k * eighths // 8 for k in range(8, 24) for eighths in range(8, 16)]  # sizes of buckets
-SEQUENCES = [4**k for k in range(2, 10)]
+ROWS = [2**k * eighths // 8 for k in range(8, 24) for eighths in range(8, 16)]  # sizes of buckets: rows cost time ...
+KEYS = [2**k for k in range(8, 24)]  # ... the others next to none
+SEQUENCES = [4**k for k in range(3, 10)]
 LONGEST = [2**k for k in range(7, 24)]
+SLACK = 1.26  # times the rows of its bucket, two or three steps larger, may a pass borrow a graph of ...
+OFTEN = 8  # ... until it has come so often
 
 
 class Key(NamedTuple):
@@ -65,11 +69,13 @@ class Body:
         grad = torch.is_grad_enabled() and bool(self.parameters)
         key = self._key(ids, layout, kind, grad)
         self.seen[key] += 1
-        if not self.works or self.seen[key] < 2 or self._pending() is not None:
+        if not self.works or self._pending() is not None:
             return None
-        if key not in self.graphs and not self._capture(key, read, ids.device):
+        graph = self.graphs.get(key) or self._borrowed(key, len(ids), layout)
+        if graph is None and self.seen[key] >= 2 and self._capture(key, read, ids.device):
+            graph = self.graphs[key]
+        if graph is None:
             return None
-        graph = self.graphs[key]
         graph.fill(ids, position, layout)
         if not grad:
             graph.forward.replay()
@@ -108,12 +114,21 @@ class Body:
         return [None] * len(self.grads)
 
     def _key(self, ids: Tensor, layout: Ragged, kind: torch.dtype, grad: bool) -> Key:
-        rows = _up(ROWS, len(ids))
-        longest = (_up(LONGEST, layout.longest[0]), _up(LONGEST, layout.longest[1]))
-        pads = rows - len(ids)
-        keys = 0 if layout.copies is None else _up(ROWS, len(layout.copies.source) + pads)
-        sequences = _up(SEQUENCES, len(layout.queries) + -(-pads // longest[0]))
-        return Key(rows, keys, sequences, longest, kind, grad)
+        rows, longest = _up(ROWS, len(ids)), _up(LONGEST, max(layout.longest))
+        keys, sequences = _needs(layout, rows - len(ids), longest)
+        return Key(rows, keys and _up(KEYS, keys), _up(SEQUENCES, sequences), (longest, longest), kind, grad)
+
+    def _borrowed(self, key: Key, n: int, layout: Ragged) -> _Graph | None:
+        """The smallest graph that has room for n rows of this layout, unless it would waste too much, too often."""
+        if self.seen[key] >= OFTEN:
+            return None
+        for other in sorted(self.graphs, key=lambda k: k[:4]):
+            alike = (other.kind, other.grad, bool(other.keys)) == (key.kind, key.grad, bool(key.keys))
+            if alike and key.rows <= other.rows <= SLACK * key.rows and other.longest >= key.longest:
+                keys, sequences = _needs(layout, other.rows - n, other.longest[0])
+                if keys <= other.keys and sequences <= other.sequences:
+                    return self.graphs[other]
+        return None
 
     def _capture(self, key: Key, read: Read, device: torch.device) -> bool:
         try:
@@ -219,6 +234,12 @@ class _Replay(torch.autograd.Function):
         graph.spent = True
         ctx.token = None  # the next forward pass may come, unless this one is still held for another backward pass
         return None, None, None, *found
+
+
+def _needs(layout: Ragged, pads: int, longest: int) -> tuple[int, int]:
+    """Keys (0: those of its own rows) and ends of sequences, with so many rows of padding."""
+    keys = 0 if layout.copies is None else len(layout.copies.source) + pads
+    return keys, len(layout.queries) + -(-pads // longest)
 
 
 def _up(sizes: Sequence[int], n: int) -> int:
