@@ -66,7 +66,7 @@ class Objective:
         roots = (self.ratio, self.gate, self.keep, self.gradient, *self.penalties)
         yield from dict.fromkeys(piece for root in roots for piece in root.parts)
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[Signal]:
         """Every signal any piece reads. Entropy always rides along: every run logs it."""
         pieces = [*self._crediting(), *self._planning()]
@@ -82,7 +82,7 @@ class Objective:
         """The signals that come with the gradient, in every forward pass of an update."""
         return self.needs & LIVE
 
-    @property
+    @cached_property
     def foresees(self) -> frozenset[Signal]:
         """The signals of the present policy that ``plan`` must find on the batch."""
         asked = NOTHING.union(*(p.foresight for p in self._planning()))

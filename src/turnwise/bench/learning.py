@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -101,6 +102,7 @@ def rows(scene: Scene, limits: Limits, repeats: int) -> list[Row]:
         speed.append(Row("learning", load, who, rate, "tok/s", of_limit=rate / most, note=same))
         memory.append(Row("memory", f"learning, {load}", who, peak / 2**30, "GiB"))
         if scene.device == "cuda":
+            gc.collect()  # a learner is full of cycles, and its graphs' memory would be counted with the next one's
             torch.cuda.empty_cache()
     speed.append(Row("learning", load, "limit of the machine", most, "tok/s", of_limit=1.0, note="peak / 6 N"))
     return against(speed, "plain step") + (against(memory, "plain step") if scene.device == "cuda" else [])
