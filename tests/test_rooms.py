@@ -76,9 +76,10 @@ HEAVY = {  # who may touch a heavy library
     "peft": "engines",
     "numpy": "maths evaluate observe store engines integrations",
 }
-LATE = {  # for those who ask for it: TensorBoard's writer, the profiler
+LATE = {  # for those who ask for it: TensorBoard's writer, the profiler, a tokenizer's template
     "observe/metrics.py": {"torch"},
     "observe/profile.py": {"torch"},
+    "rollout/template.py": {"transformers"},
 }
 
 CORE = {

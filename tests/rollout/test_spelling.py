@@ -63,3 +63,29 @@ def test_a_tokenizer_in_python_is_asked_itself():
             return "".join(map(chr, ids))
 
     assert spelling.decoder(Slow())((104, 105)) == "hi"
+
+
+ENCODE = spelling.encoder(TOKENIZER)
+
+
+@given(st.text(max_size=30) | st.sampled_from([*TEXTS, "<|end|> a<é数>", ""]))
+def test_any_text_has_the_same_ids(text):
+    assert list(ENCODE(text)) == TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def test_what_others_set_is_not_ours():
+    made = _tokenizer(decoders.ByteLevel())
+    encode = spelling.encoder(made)
+    long = " ".join(TEXTS)
+    made(long, truncation=True, max_length=3, add_special_tokens=False)
+    assert made.backend_tokenizer.truncation is not None
+    assert list(encode(long)) == TOKENIZER.encode(long, add_special_tokens=False)
+
+
+def test_without_a_backend_the_tokenizer_is_asked():
+    class Slow:
+        def encode(self, text, add_special_tokens):
+            assert not add_special_tokens
+            return [ord(letter) for letter in text]
+
+    assert spelling.encoder(Slow())("ab") == (97, 98)

@@ -21,7 +21,8 @@ from turnwise.data import Message
 from turnwise.errors import RenderError
 from turnwise.ports import Action, ToolCall
 from turnwise.rollout import masking
-from turnwise.rollout.spelling import decoder
+from turnwise.rollout.spelling import decoder, encoder
+from turnwise.rollout.template import renderer
 
 CHATML = (
     "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -65,7 +66,7 @@ class Renderer:
             raise RenderError(
                 "this model's tokenizer has no chat template; give one with --template chatml or --template FILE.jinja"
             )
-        self.decode = decoder(tokenizer)
+        self.decode, self._encode, self._render = decoder(tokenizer), encoder(tokenizer), renderer(tokenizer)
         self._openings: deque[tuple[list[Message], Sequence[dict[str, Any]], str, list[int]]] = deque(maxlen=RECENT)
         self.stop_ids = self._find_stop_ids()
         probe = self._text([{"role": "user", "content": "a 1\nb"}], (), True)
@@ -133,13 +134,11 @@ class Renderer:
 
     # ------------------------------------------------------------- pieces
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return list(self._encode(text))
 
     def _text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], open_turn: bool) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn
-            )
+            return self._render(messages, tools, open_turn)
         except Exception as fault:  # templates raise whatever they like
             roles = [m.get("role") for m in messages]
             raise RenderError(f"the chat template refused a dialogue with roles {roles}: {fault}") from fault

@@ -1,5 +1,6 @@
-"""What ids spell. In a byte-level vocabulary each id stands for some bytes, so a text is a join over a table: five times
-faster than asking the tokenizer, which a step with half a thousand episodes feels.
+"""What ids spell, and the ids of a text. In a byte-level vocabulary each id stands for some bytes, so a text is a join over a
+table: five times faster than asking the tokenizer, which a step with half a thousand episodes feels. Environments repeat
+themselves (siblings ask alike), so the ids of the latest texts are remembered.
 
 Knows tokenizers; neither templates nor dialogues.
 """
@@ -7,10 +8,13 @@ Knows tokenizers; neither templates nor dialogues.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
 Decode = Callable[[Sequence[int]], str]
+Encode = Callable[[str], tuple[int, ...]]
+REMEMBERED = 4096  # texts
 SAMPLES = 64  # runs of ids on which a table must agree with its tokenizer before it is believed
 
 
@@ -26,6 +30,23 @@ def decoder(tokenizer: Any) -> Decode:
     quick, size = _Spelled(backend.id_to_token), backend.get_vocab_size()
     samples = ([(k * SAMPLES + j) * 7919 % size for j in range(SAMPLES)] for k in range(SAMPLES))
     return quick if all(quick(ids) == stock(ids) for ids in samples) else stock
+
+
+def encoder(tokenizer: Any) -> Encode:
+    """The tokenizer's encoding, without special tokens of its own."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+
+    @lru_cache(REMEMBERED)
+    def encode(text: str) -> tuple[int, ...]:
+        # ``tokenizer.encode`` first sets what others may have set otherwise, and asks for a batch of one
+        if backend is None or backend.truncation or backend.padding or tokenizer.split_special_tokens:
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+        return tuple(backend.encode(text, add_special_tokens=False).ids)
+
+    probe = "a 1\nb <|c|> é  d"
+    if backend is not None and list(encode(probe)) != list(tokenizer.encode(probe, add_special_tokens=False)):
+        return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
+    return encode
 
 
 class _Spelled:

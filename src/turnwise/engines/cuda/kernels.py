@@ -91,26 +91,17 @@ def _attend(
     place = tl.load(position + lane, mask=(sister < L) & (lane < lanes), other=-1)
     mine = ((place >= 0) & (place < width))[:, None]
     place = tl.where((place >= 0) & (place < width), place, 0)
-    roll = (d + D // 2) % D
     base = qkv + (lane.to(tl.int64) * (H + 2 * K) * D)[:, None]
     c = tl.load(cos + place[:, None] * D + d, mask=mine, other=0.0)
     s = tl.load(sin + place[:, None] * D + d, mask=mine, other=0.0)
-    k = tl.load(base + (H + head) * D + d, mask=mine, other=0.0).to(tl.float32)
-    k2 = tl.load(base + (H + head) * D + roll, mask=mine, other=0.0).to(tl.float32)
-    w = tl.load(qk_norm + (H + head) * D + d) if NORM else k
-    w2 = tl.load(qk_norm + (H + head) * D + roll) if NORM else k
-    k = _turned(k, k2, c, s, w, eps, D, NORM, w2).to(kind)
+    k = _head(base, (H + head) * D, mine, c, s, qk_norm, eps, D, NORM).to(kind)
     v = tl.load(base + (H + K + head) * D + d, mask=mine, other=0.0)
     into = ((lane.to(tl.int64) * K + head) * width + place)[:, None] * D + d
     once = mine & (g % G == 0)[:, None]
     tl.store(keys + into, k, mask=once)
     tl.store(values + into, v, mask=once)
     query = (head * G + g % G)[:, None] * D
-    q = tl.load(base + query + d, mask=mine, other=0.0).to(tl.float32)
-    q2 = tl.load(base + query + roll, mask=mine, other=0.0).to(tl.float32)
-    w = tl.load(qk_norm + query + d) if NORM else q
-    w2 = tl.load(qk_norm + query + roll) if NORM else q
-    q = _turned(q, q2, c, s, w, eps, D, NORM, w2).to(kind)
+    q = _head(base, query, mine, c, s, qk_norm, eps, D, NORM).to(kind)
     best = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale  # [PAD]
     total = tl.full((PAD,), 1.0, tl.float32)
     mixed = tl.zeros((PAD, D), tl.float32) + v.to(tl.float32)
@@ -129,13 +120,11 @@ def _attend(
     for t in range(e3):
         row, start, end, asks = first, t * BLOCK, p0, sister == 0
         if L > 1:
-            alone = t >= ours
             who = (t >= e0).to(tl.int32) + (t >= e1).to(tl.int32) + (t >= e2).to(tl.int32)
-            since = tl.where(t >= e2, e2, tl.where(t >= e1, e1, tl.where(t >= e0, e0, ours)))
-            end = tl.where(t >= e2, p3, tl.where(t >= e1, p2, tl.where(t >= e0, p1, p0)))
-            row = tl.where(alone, first + who, leader)
-            start = tl.where(alone, common + (t - since) * BLOCK, start)
-            end = tl.where(alone, end, common)
+            since, end = _which(who, ours, e0, e1, e2), _which(who, p0, p1, p2, p3)
+            row = tl.where(t < ours, leader, first + who)
+            start = tl.where(t < ours, start, common + (t - since) * BLOCK)
+            end = tl.where(t < ours, common, end)
             asks = (sister == who) | (t < ours)
         n = start + tl.arange(0, BLOCK)
         known = n < end
@@ -152,6 +141,23 @@ def _attend(
         best = top
     done = (mixed / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + lane.to(tl.int64)[:, None] * H * D + query + d, done, mask=mine)
+
+
+@triton.jit
+def _head(base, at, mine, cos, sin, norm, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """A head of each row, normalised and rotated, [rows, D]."""
+    d = tl.arange(0, D)[None, :]
+    roll = (d + D // 2) % D
+    x = tl.load(base + at + d, mask=mine, other=0.0).to(tl.float32)
+    other = tl.load(base + at + roll, mask=mine, other=0.0).to(tl.float32)
+    w = tl.load(norm + at + d) if NORM else x
+    w2 = tl.load(norm + at + roll) if NORM else x
+    return _turned(x, other, cos, sin, w, eps, D, NORM, w2)
+
+
+@triton.jit
+def _which(i, a, b, c, d):
+    return tl.where(i == 0, a, tl.where(i == 1, b, tl.where(i == 2, c, d)))
 
 
 @triton.jit
