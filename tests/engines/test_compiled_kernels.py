@@ -1,0 +1,132 @@
+"""Every kernel compiles for a GPU, without one: Triton brings its compiler along (``pip install triton``). What the interpreter
+forgives, a compiler does not. Launchers are called as they are; only the launch itself is replaced."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from devices import FOUND, INTERPRETED
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not FOUND or INTERPRETED, reason="no Triton, or one that interprets")
+
+NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+KINDS = [torch.bfloat16, torch.float32]
+
+
+class Compiler:
+    """Stands for the launch of a kernel: compiles it for what it is given."""
+
+    def __init__(self, generation: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target, self.seen = GPUTarget("cuda", generation, 32), set[str]()
+
+    def __call__(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        import triton
+        from triton.compiler import ASTSource
+
+        fixed = {(p.num,): args[p.num] for p in kernel.params if p.is_constexpr}
+        kinds = {p.name: "constexpr" if p.is_constexpr else _kind(args[p.num]) for p in kernel.params}
+        built = triton.compile(ASTSource(kernel, kinds, fixed), target=self.target, options=options)
+        assert len(built.asm["ptx"]) > 0
+        self.seen.add(kernel.__name__)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "*" + NAMES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+@pytest.fixture(params=[80, 90], ids=["ampere", "hopper"])
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    from triton.runtime.jit import JITFunction
+
+    made = Compiler(request.param)
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **options: made(kernel, *args, **options))
+    return made
+
+
+def load(name: str) -> Any:
+    return importlib.import_module(f"turnwise.engines.cuda.{name}")
+
+
+def zeros(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(*shape, dtype=kind)
+
+
+def whole(*shape: int) -> Tensor:
+    return zeros(*shape, kind=torch.int64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding(compiler: Compiler, kind: torch.dtype):
+    k, lanes, H, K, D, W = load("kernels"), 6, 9, 3, 64, 40
+    x, qkv = zeros(lanes, 96), zeros(lanes, (H + 2 * K) * D, kind=kind)
+    for delta in (None, zeros(lanes, 96, kind=kind)):
+        k.add_norm(x, delta, zeros(96), zeros(lanes, 96, kind=kind), 1e-5)
+    k.swiglu(zeros(lanes, 200, kind=kind), zeros(lanes, 100, kind=kind))
+    cache = [zeros(lanes, K, W, D, kind=kind) for _ in range(2)]
+    for norm in (None, zeros(H + K, D)):
+        around = (*cache, zeros(W, D), zeros(W, D), norm)
+        for shared in (None, whole(2, 2)):
+            k.attend(qkv, *around, whole(lanes), zeros(lanes, H * D, kind=kind), 0.1, 1e-5, shared)
+        out = [zeros(lanes, heads, D, kind=kind) for heads in (H, K, K)]
+        k.settle(qkv, *around, whole(lanes), whole(lanes), whole(lanes), *out, 1e-5)
+    drawn = (whole(8, lanes), zeros(8, lanes))
+    k.draw(zeros(lanes, 3000), zeros(lanes), whole(lanes), whole(lanes), whole(lanes), whole(lanes), *drawn)
+    if compiler.target.arch >= 90 and kind == torch.bfloat16:  # older ones have no such numbers
+        k.quantise(zeros(lanes, 96, kind=kind))
+    assert compiler.seen >= {"_add_norm", "_swiglu", "_attend", "_settle", "_weigh", "_choose"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning(compiler: Compiler, kind: torch.dtype):
+    t, rows, d, D, V = load("training"), 6, 96, 64, 5000
+    x, dh, weight = zeros(rows, d), zeros(rows, d, kind=kind), zeros(d)
+    t.add_norm(x, dh, weight, 1e-5, kind)
+    for beside in (None, x):
+        t.norm_backward(dh, x, weight, 1e-5, beside)
+    angles = (zeros(rows, D // 2), zeros(rows, D // 2))
+    t.rotate_(zeros(rows, 15 * D, kind=kind), *angles, 12, D)
+    heads = [zeros(rows, n, D, kind=kind) for n in (9, 3, 3)]
+    t.unrotate(*heads, *angles)
+    both = zeros(rows, 200, kind=kind)
+    t.swiglu_backward(both, t.swiglu(both))
+    x, y = t.copies(heads[1], heads[2], whole(rows))
+    ends, members = torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    for turned in (None, angles):
+        t.collect(x, y, ends, members, None, turned)
+    logits, target, heat = zeros(rows, V), whole(rows), zeros(rows)
+    for entropy in (False, True):
+        for keep in (None, zeros(rows, V, kind=kind)):
+            _, lse, found = t.scores(logits, target, heat, entropy, keep)
+        t.pull(logits, target, heat, lse, heat, heat if entropy else None, found, kind)
+    assert compiler.seen >= {"_norm_backward", "_rotate", "_swiglu_backward", "_copies", "_collect", "_scores", "_pull"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [16, 64, 128])
+def test_attention(compiler: Compiler, kind: torch.dtype, size: int):
+    a, rows, H, K = load("attention"), 10, 4, 2
+    d = zeros(rows, H + 2 * K, size, kind=kind)
+    (q, k, v), (dq, dk, dv) = (zeros(rows, H + 2 * K, size, kind=kind).split([H, K, K], 1), d.split([H, K, K], 1))
+    ends = torch.tensor([0, 4, rows], dtype=torch.int32)
+    angles = (zeros(rows, size // 2), zeros(rows, size // 2))
+    for source in (None, whole(rows)):
+        where = (ends, ends, source, (6, 6), 0.1)
+        out, stats = a.forward(q, k, v, *where)
+        a.backward(out, q, k, v, out, stats, *where)
+        a.d_queries(out, q, k, v, out, stats, *where, dq, angles)
+        a.d_keys(out, q, k, v, stats, *where, dk, dv, angles)
+    assert compiler.seen >= {"forward", "d_queries", "d_keys"}
