@@ -20,7 +20,8 @@ NAMES = {
     torch.int32: "i32",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-KINDS = [torch.bfloat16, torch.float32]
+AMPERE, HOPPER = 80, 90
+BOTH = [(AMPERE, torch.bfloat16), (HOPPER, torch.bfloat16)]
 
 
 class Compiler:
@@ -48,11 +49,11 @@ def _kind(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-@pytest.fixture(params=[80, 90], ids=["ampere", "hopper"])
-def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+@pytest.fixture
+def compiler(generation: int, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     from triton.runtime.jit import JITFunction
 
-    made = Compiler(request.param)
+    made = Compiler(generation)
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **options: made(kernel, *args, **options))
     return made
 
@@ -69,7 +70,7 @@ def whole(*shape: int) -> Tensor:
     return zeros(*shape, kind=torch.int64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("generation", "kind"), [*BOTH, (HOPPER, torch.float32)])
 def test_decoding(compiler: Compiler, kind: torch.dtype):
     k, lanes, H, K, D, W = load("kernels"), 6, 9, 3, 64, 40
     x, qkv = zeros(lanes, 96), zeros(lanes, (H + 2 * K) * D, kind=kind)
@@ -85,12 +86,12 @@ def test_decoding(compiler: Compiler, kind: torch.dtype):
         k.settle(qkv, *around, whole(lanes), whole(lanes), whole(lanes), *out, 1e-5)
     drawn = (whole(8, lanes), zeros(8, lanes))
     k.draw(zeros(lanes, 3000), zeros(lanes), whole(lanes), whole(lanes), whole(lanes), whole(lanes), *drawn)
-    if compiler.target.arch >= 90 and kind == torch.bfloat16:  # older ones have no such numbers
+    if compiler.target.arch >= HOPPER and kind == torch.bfloat16:  # older ones have no such numbers
         k.quantise(zeros(lanes, 96, kind=kind))
     assert compiler.seen >= {"_add_norm", "_swiglu", "_attend", "_settle", "_weigh", "_choose"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("generation", "kind"), [*BOTH, (HOPPER, torch.float32)])
 def test_learning(compiler: Compiler, kind: torch.dtype):
     t, rows, d, D, V = load("training"), 6, 96, 64, 5000
     x, dh, weight = zeros(rows, d), zeros(rows, d, kind=kind), zeros(d)
@@ -115,8 +116,10 @@ def test_learning(compiler: Compiler, kind: torch.dtype):
     assert compiler.seen >= {"_norm_backward", "_rotate", "_swiglu_backward", "_copies", "_collect", "_scores", "_pull"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("generation", "kind", "size"),
+    [*[(*each, 64) for each in BOTH], (HOPPER, torch.bfloat16, 128), (HOPPER, torch.float32, 16)],
+)
 def test_attention(compiler: Compiler, kind: torch.dtype, size: int):
     a, rows, H, K = load("attention"), 10, 4, 2
     d = zeros(rows, H + 2 * K, size, kind=kind)
