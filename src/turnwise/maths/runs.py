@@ -14,7 +14,7 @@ def even_runs(order: Sequence[int], alone: Sequence[int], beside: Sequence[int],
 
 
 def _cut(order: Sequence[int], alone: Sequence[int], beside: Sequence[int], limit: int, wanted: int) -> list[list[int]]:
-    """Each run ends where it holds its share of what it and the ``wanted`` runs to come must hold, or is full."""
+    """Each run ends when it is full, or holds its share of what is left for the rest of the ``wanted`` runs."""
     parts: list[list[int]] = []
     filled, rest = 0, sum(beside[k] for k in order)
     for k in order:

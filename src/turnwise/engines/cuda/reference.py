@@ -73,9 +73,8 @@ def draw(
     greedy = (cold == 0)[:, None]
     z = (logits * torch.where(greedy, 1.0, cold[:, None])).clamp(min=LOWEST)
     picked = pick(z.softmax(1), uniforms(seed, position + 1))[:, 0]
-    token = torch.where(
-        greedy[:, 0], z.argmax(1), picked.clamp(max=logits.shape[1] - 1)
-    )  # beyond the last: not a number
+    picked.clamp_(max=logits.shape[1] - 1)  # where the logits are no numbers it is beyond the last
+    token = torch.where(greedy[:, 0], z.argmax(1), picked)
     lane = (position >= 0).nonzero()[:, 0]
     step = (position - begin)[lane]
     drawn[step, lane] = tokens[lane] = token[lane]
