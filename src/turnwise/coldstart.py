@@ -46,7 +46,7 @@ def cold_start(
         raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
     tasks = world.tasks("train", "cold start")
     count = min(settings.cold_demos, steps * settings.cold_batch)
-    with stages.stage("demonstrations", count):
+    with stages.stage("demonstrations", count, "episodes"):
         drawn = [tasks.draw(n) for n in range(count)]
         demos = demonstrations(drawn, world.open, Renderer(tokenizer), world.limits)
     share = sum(bool(t.success) for t in demos) / len(demos)

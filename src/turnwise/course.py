@@ -268,7 +268,7 @@ class Course:
         if not self.settings.eval_tasks:
             return {"summary": brief(json.loads((self.run.path / f"ranking_{when}.json").read_text())), "rows": []}
         if not path.is_file():
-            with self.stages.stage(f"evaluate {when}", self.settings.eval_tasks):
+            with self.stages.stage(f"evaluate {when}", self.settings.eval_tasks, "tasks"):
                 found = await exam.sit()
             rows = [
                 {"task": t.key, "success": bool(r[0].success), "messages": list(r[0].messages)}

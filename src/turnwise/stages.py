@@ -21,8 +21,8 @@ class Stages:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int = 0) -> Iterator[None]:
-        self.listen("stage", {"name": name, "total": total})
+    def stage(self, name: str, total: int = 0, of: str = "steps") -> Iterator[None]:
+        self.listen("stage", {"name": name, "total": total, "of": of})
         began = time.perf_counter()
         try:
             yield

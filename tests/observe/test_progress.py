@@ -36,6 +36,8 @@ def test_the_plain_log_is_aligned():
     drive(listener, reward=0.25, tokens_per_second=1234.5, entropy=float("nan"))
     lines = out.file.getvalue().splitlines()
     assert lines[0] == "== reinforce, 5 steps"
+    PlainLog(out)("stage", {"name": "evaluate before", "total": 200, "of": "tasks"})
+    assert "== evaluate before, 200 tasks" in out.file.getvalue()
     header, rows = lines[1], lines[2:7]
     assert header.split()[:3] == ["step", "success", "reward"]
     assert {len(row) for row in rows} == {len(header)}

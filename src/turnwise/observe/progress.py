@@ -1,6 +1,6 @@
 """Live progress: a panel on a terminal, an aligned log elsewhere. A listener of the loop's events.
 
-    "stage"   {name, total}                     "step"  {stage, step, total, and figures, flat or under "metrics"}
+    "stage"   {name, total, of what}            "step"  {stage, step, total, and figures, flat or under "metrics"}
     "message" {text, level}                     "end"   {}
 
 ``step`` is the number of steps completed. Never raises on an odd value; knows no figure's meaning.
@@ -114,7 +114,7 @@ class PlainLog:
         if event == "stage":
             self._state.begin(facts)
             self._headed, self._last = False, float("-inf")
-            total = f", {self._state.total} steps" if self._state.total else ""
+            total = f", {self._state.total} {facts.get('of', 'steps')}" if self._state.total else ""
             self._write(f"== {self._state.stage}{total}")
         elif event == "step":
             self._state.advance(facts)
