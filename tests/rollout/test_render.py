@@ -8,7 +8,7 @@ import string
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from turnwise.errors import RenderError
@@ -172,6 +172,28 @@ def test_the_templates_end_comes_before_the_tokenizers():
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = CHATML
     assert Renderer(tokenizer).stop_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id)
+
+
+def test_an_end_that_the_tokenizer_does_not_name_is_found_all_the_same(caplog):
+    """Transformers 5.17 reads SmolLM2's file as if its turns ended with what opens them."""
+    tokenizer = tiny_tokenizer([], 300)
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.eos_token = "<|im_start|>"
+    tokenizer.chat_template = CHATML
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end not in tokenizer.all_special_ids
+    renderer = Renderer(tokenizer)
+    dialogue = renderer.open([{"role": "user", "content": "a"}])
+    renderer.hear(dialogue, renderer.encode_turn("b"))
+    renderer.tell(dialogue, [{"role": "user", "content": "c"}])
+    assert renderer.stop_ids[0] == end and not dialogue.restarted and not caplog.records
+
+
+def test_a_template_that_does_not_go_on_where_a_turn_ended_is_warned_of(caplog):
+    tokenizer = tiny_tokenizer([], 300)
+    tokenizer.chat_template = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    Renderer(tokenizer)
+    assert "read and learned from the beginning" in caplog.text and tokenizer.eos_token in caplog.text
 
 
 def test_without_any_end_a_tokenizer_is_refused():

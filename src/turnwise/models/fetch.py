@@ -27,6 +27,7 @@ from turnwise.store.aside import aside, remove
 
 HOME = "TURNWISE_MODELS"  # the environment variable that says where models lie
 FACTS = "fetched.json"  # written last: a folder with it is whole
+FORM = 2  # of what is written: a folder of an older one is made again
 Say = Callable[[str], None]
 
 # The model's own template knows no tools, so a model would never hear of them. Without tools nothing is added.
@@ -78,7 +79,8 @@ def resolve(name: str) -> str:
         return name
     folder = home() / name
     if not whole(folder):
-        raise SettingError(f"the model {name} is not in {home()}; write: turnwise model fetch {name}")
+        where = f"in {home()} is of an older form" if _older(folder) else f"is not in {home()}"
+        raise SettingError(f"the model {name} {where}; write: turnwise model fetch {name}")
     return str(folder)
 
 
@@ -92,10 +94,14 @@ def facts(folder: Path) -> dict[str, Any]:
 
 def whole(folder: Path, thoroughly: bool = False) -> bool:
     """Whether everything noted lies there in its size; ``thoroughly``: and byte for byte."""
-    files: Mapping[str, Any] = facts(folder).get("files", {})
+    files: Mapping[str, Any] = {} if _older(folder) else facts(folder).get("files", {})
     sound = lambda path, noted: path.is_file() and path.stat().st_size == noted["bytes"]  # noqa: E731
     same = all(sound(folder / file, noted) for file, noted in files.items())
     return bool(files) and same and (not thoroughly or all(digest(folder / f) == n["sha256"] for f, n in files.items()))
+
+
+def _older(folder: Path) -> bool:
+    return bool(noted := facts(folder)) and noted.get("form", 1) < FORM
 
 
 def rows(to: str = "", thoroughly: bool = False) -> list[dict[str, Any]]:
@@ -104,7 +110,8 @@ def rows(to: str = "", thoroughly: bool = False) -> list[dict[str, Any]]:
 
 
 def _row(name: str, source: Source, folder: Path, thoroughly: bool) -> dict[str, Any]:
-    state = "not fetched" if not folder.exists() else "ready" if whole(folder, thoroughly) else "damaged"
+    worn = "of an older form" if _older(folder) else "damaged"
+    state = "not fetched" if not folder.exists() else "ready" if whole(folder, thoroughly) else worn
     size = sum(noted["bytes"] for noted in facts(folder).get("files", {}).values())
     return {"model": name, "state": state, "MB": round(size / 1e6), "folder": str(folder), "about": source.about}
 
@@ -183,9 +190,26 @@ def convert(file: Path) -> tuple[Any, Any]:
     if hasattr(model.config, "quantization_config"):  # it has been undone, but marks would forbid saving
         del model.config.quantization_config
     model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
+    _as_written(tokenizer, file)
     if tokenizer.chat_template:
         tokenizer.chat_template = WITH_TOOLS.replace("%s", tokenizer.chat_template)
     return model.to(torch.bfloat16), tokenizer
+
+
+def _as_written(tokenizer: Any, file: Path) -> None:
+    """Special tokens and decoding as the file has them. Transformers 5.17 takes the neighbour of the one that ends a turn, the one
+    that begins it: then no dialogue can be followed."""
+    from gguf import GGUFReader
+    from tokenizers import decoders
+
+    fields = GGUFReader(file).fields
+    part = lambda field, n: field.parts[field.data[n]]  # noqa: E731
+    names = fields["tokenizer.ggml.tokens"]
+    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        if (field := fields.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
+            setattr(tokenizer, f"{ours}_token", bytes(part(names, int(part(field, 0)[0]))).decode())
+    if bytes(part(fields["tokenizer.ggml.model"], 0)) == b"gpt2":  # byte-level, whatever else was guessed
+        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
 
 
 def _write(path: Path, name: str, source: Source, model: Any, tokenizer: Any) -> None:
@@ -195,6 +219,7 @@ def _write(path: Path, name: str, source: Source, model: Any, tokenizer: Any) ->
         tokenizer.save_pretrained(path)
     files = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in sorted(path.iterdir())}
     noted = {
+        "form": FORM,
         "model": name,
         "about": source.about,
         "package": f"{source.package} {source.version}",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from turnwise.ports import Action, ToolCall
 from turnwise.rollout import masking
 from turnwise.rollout.spelling import decoder, encoder
 from turnwise.rollout.template import renderer
+
+log = logging.getLogger(__name__)
 
 CHATML = (
     "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -73,6 +76,12 @@ class Renderer:
         if self.decode(self.encode(probe)) != probe:
             raise RenderError(
                 "this tokenizer does not give back the text it was given; dialogues could not be followed exactly"
+            )
+        if not self._goes_on():
+            log.warning(
+                "the chat template does not go on where a turn ended: every turn is read and learned from the beginning of its "
+                "dialogue. Does it close turns with %r, and is that a special token of the tokenizer?",
+                self.decode(self.stop_ids[:1]),
             )
 
     # ----------------------------------------------------------- dialogue
@@ -133,6 +142,16 @@ class Renderer:
         return self._text(asked, tools, True) != self._text(asked, (), True)
 
     # ------------------------------------------------------------- pieces
+    def _goes_on(self) -> bool:
+        """Whether a plain dialogue grows behind what was said."""
+        dialogue = self.open([{"role": "user", "content": "a"}])
+        self.hear(dialogue, self.encode_turn("b"))
+        try:
+            self.tell(dialogue, [{"role": "user", "content": "c"}])
+        except RenderError:  # a template for other dialogues
+            return True
+        return not dialogue.restarted
+
     def encode(self, text: str) -> list[int]:
         return list(self._encode(text))
 
@@ -150,7 +169,8 @@ class Renderer:
         if marker not in text:
             raise RenderError("the chat template leaves out what the assistant said; dialogues could not be followed")
         behind = self.encode(text[text.rindex(marker) + len(marker) :])
-        special = set(self.tokenizer.all_special_ids)
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        special = {*self.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
         ends = [i for i in behind if i in special][:1]
         eos = self.tokenizer.eos_token_id
         if eos is not None and eos not in ends:
