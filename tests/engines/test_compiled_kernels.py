@@ -82,13 +82,14 @@ def test_decoding(compiler: Compiler, kind: torch.dtype):
         around = (*cache, zeros(W, D), zeros(W, D), norm)
         for shared in (None, whole(2, 2)):
             k.attend(qkv, *around, whole(lanes), zeros(lanes, H * D, kind=kind), 0.1, 1e-5, shared)
-        out = [zeros(lanes, heads, D, kind=kind) for heads in (H, K, K)]
-        k.settle(qkv, *around, whole(lanes), whole(lanes), whole(lanes), *out, 1e-5)
+        q = zeros(lanes, H * D, kind=kind)
+        k.settle(qkv, *around, whole(lanes), whole(lanes), q, 1e-5)
+    k.look_back(q, *cache, whole(lanes + 1), whole(lanes), whole(lanes), 64, q, 0.1)
     drawn = (whole(8, lanes), zeros(8, lanes))
     k.draw(zeros(lanes, 3000), zeros(lanes), whole(lanes), whole(lanes), whole(lanes), whole(lanes), *drawn)
     if compiler.target.arch >= HOPPER and kind == torch.bfloat16:  # older ones have no such numbers
         k.quantise(zeros(lanes, 96, kind=kind))
-    assert compiler.seen >= {"_add_norm", "_swiglu", "_attend", "_settle", "_weigh", "_choose"}
+    assert compiler.seen >= {"_add_norm", "_swiglu", "_attend", "_settle", "look_back", "_weigh", "_choose"}
 
 
 @pytest.mark.parametrize(("generation", "kind"), [*BOTH, (HOPPER, torch.float32)])

@@ -216,15 +216,42 @@ def test_settle(kernels, seed, tokens, heads, size, dtype, normed):
     cos, sin = rotary(width, size)
     norm = 1 + 0.1 * dice.normal(H + K, size) if normed else None
     cells = torch.randperm(rows * width, generator=dice.generator)[:tokens].to(DEVICE)  # no two tokens in one place
-    slot = torch.randperm(tokens + 5, generator=dice.generator)[:tokens].to(DEVICE)
+    place, none = cells % width, torch.rand(tokens, generator=dice.generator).to(DEVICE) < 0.2
+    place[none] = -1
     both = []
     for module in (kernels, reference):
-        k, v = keys.clone(), values.clone()
-        padded = [torch.zeros(tokens + 5, h, size, dtype=dtype, device=DEVICE) for h in (H, K, K)]
-        module.settle(qkv, k, v, cos, sin, norm, cells % width, cells // width, slot, *padded, 1e-6)
-        both.append((k, v, *padded))
+        k, v, q = keys.clone(), values.clone(), torch.zeros(tokens, H * size, dtype=dtype, device=DEVICE)
+        module.settle(qkv, k, v, cos, sin, norm, place, cells // width, q, 1e-6)
+        both.append((k, v, q))
     for found, expected in zip(*both):
         close(found, expected, dtype)
+
+
+@needs_triton
+@some
+@given(
+    seed=seeds,
+    jobs=st.lists(st.tuples(st.integers(0, 150), st.sampled_from([0, 1, 2, 31, 70])), min_size=1, max_size=4),
+    heads=HEADS,
+    size=st.sampled_from([16, 64, 256]),
+    dtype=multiplied,
+)
+def test_look_back(kernels, seed, jobs, heads, size, dtype):
+    """Jobs of any size behind any number of columns, in any rows; what lies behind them, or between, does not matter."""
+    dice, (H, K), width, rows = Dice(seed), heads, 233, 5
+    ends = torch.tensor([0, *(n for _, n in jobs)]).cumsum(0).to(DEVICE)
+    start = torch.tensor([before for before, _ in jobs], device=DEVICE)
+    row = torch.randperm(rows, generator=dice.generator)[: len(jobs)].to(DEVICE)
+    q = dice.normal(int(ends[-1]) + 3, H * size, dtype=dtype)
+    keys, values = (dice.normal(rows, K, width, size, dtype=dtype) for _ in range(2))
+    for at, (before, n) in zip(row.tolist(), jobs):
+        keys[at, :, before + n :] = values[at, :, before + n :] = torch.inf
+    free = [at for at in range(rows) if at not in row.tolist()]
+    keys[free] = values[free] = torch.nan
+    both = [torch.full_like(q, 7.0) for _ in range(2)]
+    for module, out in zip((kernels, reference), both):
+        module.look_back(q, keys, values, ends, start, row, 128, out, size**-0.5)
+    close(*both, dtype, steps=2)
 
 
 # ---------------------------------------------------------------------- drawing

@@ -165,11 +165,12 @@ class Decoder:
 
     def read(self, layout: Reading) -> None:
         """Keys and values of packed tokens. The last layer's attention and MLP feed only logits, which nobody wants."""
+        there = layout.there
         if self.compiled and layout.width <= kernels.LONGEST:
-            self._through(layout.tokens, layout.rows[layout.batch], layout.position, layout.width, False)
+            self._through(there.tokens, there.row, there.position, layout.width, False)
             return
-        x = F.embedding(layout.tokens, self.embedding)
-        cos, sin = self.cos[layout.position], self.sin[layout.position]
+        x = F.embedding(there.tokens, self.embedding)
+        cos, sin = self.cos[there.position], self.sin[there.position]
         for i, layer in enumerate(self.layers):
             qk, v = self._qkv(layer, x, cos, sin)
             q, k, v = (t.transpose(0, 1)[None] for t in (qk[:, : self.H], qk[:, self.H :], v))

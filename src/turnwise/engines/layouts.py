@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from turnwise.engines.slots import Slots
+from turnwise.levels import send_all
 from turnwise.maths.numbers import tensor_of
 
 BUCKET = 16  # attended widths are multiples of this: few shapes, little waste
@@ -31,29 +34,44 @@ class Job:
     ids: list[int]
 
 
+class Packed(NamedTuple):
+    """N tokens of J jobs, one job behind the other."""
+
+    tokens: Tensor  # [N] ids
+    position: Tensor  # [N] the column of its row that each is to have
+    row: Tensor  # [N]
+    job: Tensor  # [N]
+    offset: Tensor  # [N] from the beginning of its job
+    rows: Tensor  # [J]
+    start: Tensor  # [J] columns that the row holds already
+    ends: Tensor  # [J + 1] where jobs begin and end
+
+
 class Reading:
     """Packed tokens of some rows, each behind what its row already holds."""
 
     def __init__(self, slots: Slots, jobs: Sequence[Job]) -> None:
-        device = slots.device
         sizes = [len(job.ids) for job in jobs]
         longest = max(job.start + size for job, size in zip(jobs, sizes))
         slots.reserve(longest)
-        self.slots, self.width = slots, _width(longest, slots)
-        self.tokens = tensor_of([t for job in jobs for t in job.ids], torch.int64).to(device)
-        self.rows = torch.tensor([job.row for job in jobs], device=device)
-        start, size = (torch.tensor(x, device=device) for x in ([job.start for job in jobs], sizes))
-        self.batch = torch.repeat_interleave(torch.arange(len(jobs), device=device), size)
-        self.offset = torch.arange(len(self.tokens), device=device) - (size.cumsum(0) - size)[self.batch]
-        self.position = start[self.batch] + self.offset
-        self.depth = max(sizes)
-        self.begins = not any(job.start for job in jobs)  # every row is read from its first column
-        self.start = start
+        self.slots, self.width, self.depth = slots, _width(longest, slots), max(sizes)
+        rows, start = torch.tensor([j.row for j in jobs]), torch.tensor([j.start for j in jobs])
+        ends = torch.tensor([0, *sizes]).cumsum(0)
+        tokens = tensor_of([t for job in jobs for t in job.ids], torch.int64)
+        job = torch.repeat_interleave(torch.arange(len(jobs)), ends.diff())
+        offset = torch.arange(len(tokens)) - ends[job]
+        self.host = Packed(tokens, start[job] + offset, rows[job], job, offset, rows, start, ends)
         self.masks: dict[int | None, Tensor] = {}
+
+    @cached_property
+    def there(self) -> Packed:
+        """The same where the slots are."""
+        return Packed(*send_all(self.host, self.slots.device))
 
     def mask(self, window: int | None) -> Tensor:
         if window not in self.masks:
-            query = self.start[:, None] + torch.arange(self.depth, device=self.start.device)  # [J, depth]
+            start = self.there.start
+            query = start[:, None] + torch.arange(self.depth, device=start.device)  # [J, depth]
             age = query[:, :, None] - torch.arange(
                 self.width, device=query.device
             )  # [J, depth, width]; negative = future
@@ -62,24 +80,24 @@ class Reading:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k and v [1, Hkv, N, D] into their rows."""
-        row = self.rows[self.batch]
-        self.slots.keys[layer][row, :, self.position] = k[0].transpose(0, 1)
-        self.slots.values[layer][row, :, self.position] = v[0].transpose(0, 1)
+        row, position = self.there.row, self.there.position
+        self.slots.keys[layer][row, :, position] = k[0].transpose(0, 1)
+        self.slots.values[layer][row, :, position] = v[0].transpose(0, 1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         self.write(layer, k, v)
-        keys, values = self.slots.keys[layer], self.slots.values[layer]
-        padded = q.new_zeros(len(self.rows), self.depth, q.shape[1], q.shape[3])
-        padded[self.batch, self.offset] = q[0].transpose(0, 1)
+        keys, values, there = self.slots.keys[layer], self.slots.values[layer], self.there
+        padded = q.new_zeros(len(there.rows), self.depth, q.shape[1], q.shape[3])
+        padded[there.job, there.offset] = q[0].transpose(0, 1)
         out = F.scaled_dot_product_attention(
             padded.transpose(1, 2),
-            keys[self.rows, :, : self.width],
-            values[self.rows, :, : self.width],
+            keys[there.rows, :, : self.width],
+            values[there.rows, :, : self.width],
             attn_mask=self.mask(window),
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.transpose(1, 2)[self.batch, self.offset][None]  # [1, N, H, D]
+        return out.transpose(1, 2)[there.job, there.offset][None]  # [1, N, H, D]
 
 
 class Stepping:

@@ -189,8 +189,9 @@ class Network:
             if self.decoder is not None:
                 self.decoder.read(layout)
             else:
-                base = self.model.base_model  # no logits are needed: a request's last id is read by its first step
-                base(input_ids=layout.tokens[None], position_ids=layout.position[None], layout=layout, use_cache=False)
+                base, (ids, position, *_) = self.model.base_model, layout.there
+                # no logits are needed: a request's last id is read by its first step
+                base(input_ids=ids[None], position_ids=position[None], layout=layout, use_cache=False)
         return sum(len(job.ids) for job in jobs)
 
     def step(self, tokens: Tensor, layout: Stepping) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -15,3 +16,8 @@ def tensor_of(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.zeros(0, dtype=dtype)
     letter, kind = ("q", torch.int64) if dtype == torch.int64 else ("d", torch.float64)
     return torch.frombuffer(bytearray(struct.pack(f"{len(values)}{letter}", *values)), dtype=kind).to(dtype)
+
+
+def at_least(sizes: Sequence[int], n: int) -> int:
+    """The smallest of the ascending sizes that holds n."""
+    return sizes[bisect_left(sizes, n)]

@@ -197,8 +197,8 @@ def convert(file: Path) -> tuple[Any, Any]:
 
 
 def _as_written(tokenizer: Any, file: Path) -> None:
-    """Special tokens and decoding as the file has them. Transformers 5.17 takes the neighbour of the one that ends a turn, the one
-    that begins it: then no dialogue can be followed."""
+    """Special tokens and decoding as the file has them. Transformers 5.17 takes as the token that ends a turn the one that opens
+    it: then no dialogue can be followed."""
     from gguf import GGUFReader
     from tokenizers import decoders
 

@@ -1,4 +1,5 @@
-"""The kernels of ``attention.py``, which says what they compute and launches them: one forward, two backward.
+"""The kernels of ``attention.py``, which says what they compute and launches them: one forward, two backward. And a forward over
+slots, for the generator.
 
 Legend: S sequences, U rows of queries, H query heads, K key heads, G = H/K, D head size; M by N is a block of scores, queries by
 keys. A program has one block of queries, or of keys, of one head of one sequence; grids are as large as the largest sequence may
@@ -153,6 +154,37 @@ def forward(
     total = tl.where(seen, total, 1.0)
     stats += (head.to(tl.int64) * U + q0 + i) * 2
     tl.store(stats, tl.where(seen, best + tl.log2(total), float("inf")), mask=i < nq)
+    _store(out + q0.to(tl.int64) * (H * D) + head * D, i, H * D, mixed / total[:, None], i < nq, D)
+
+
+@triton.jit
+def look_back(
+    q, keys, values, out, ends, starts, rows, scale, width,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The same over slots: a sequence's keys are the columns of its row, of which some were there before its queries."""
+    job, head = tl.program_id(0) // H, tl.program_id(0) % H
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    q0, nq = _span(ends, job)
+    if block * M >= nq:
+        return
+    before = tl.load(starts + job).to(tl.int32)
+    base = (tl.load(rows + job).to(tl.int64) * K + head // (H // K)) * width * D
+    k, v = keys + base, values + base
+    i = block * M + tl.arange(0, M)
+    last, nk = i + before, before + nq.to(tl.int32)
+    qq = _rows(q + q0.to(tl.int64) * (H * D) + head * D, i, H * D, i < nq, D, True)
+    whole = (block * M + before + 1) // N * N
+    end = tl.minimum(block * M + M + before, nk)
+    best = tl.full((M,), LOWEST, tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    mixed = tl.zeros((M, D), tl.float32)
+    best, total, mixed = _look(
+        qq, k, v, k, D, D, scale, last, nk, 0, whole, best, total, mixed, D, False, EXACT, N, False
+    )  # fmt: skip
+    best, total, mixed = _look(
+        qq, k, v, k, D, D, scale, last, nk, whole, end, best, total, mixed, D, False, EXACT, N, True
+    )  # fmt: skip
     _store(out + q0.to(tl.int64) * (H * D) + head * D, i, H * D, mixed / total[:, None], i < nq, D)
 
 

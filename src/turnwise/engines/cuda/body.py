@@ -11,7 +11,6 @@ Knows blocks and layouts; neither what the states are for nor who asks.
 
 from __future__ import annotations
 
-import bisect
 import logging
 import weakref
 from collections import Counter
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from turnwise.engines.ragged import Copies, Ragged
+from turnwise.maths.numbers import at_least
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +114,9 @@ class Body:
         return [None] * len(self.grads)
 
     def _key(self, ids: Tensor, layout: Ragged, kind: torch.dtype, grad: bool) -> Key:
-        rows, longest = _up(ROWS, len(ids)), _up(LONGEST, max(layout.longest))
+        rows, longest = at_least(ROWS, len(ids)), at_least(LONGEST, max(layout.longest))
         keys, sequences = _needs(layout, rows - len(ids), longest)
-        return Key(rows, keys and _up(KEYS, keys), _up(SEQUENCES, sequences), (longest, longest), kind, grad)
+        return Key(rows, keys and at_least(KEYS, keys), at_least(SEQUENCES, sequences), (longest, longest), kind, grad)
 
     def _borrowed(self, key: Key, n: int, layout: Ragged) -> _Graph | None:
         """The smallest graph that has room for n rows of this layout, unless it would waste too much, too often."""
@@ -240,8 +240,3 @@ def _needs(layout: Ragged, pads: int, longest: int) -> tuple[int, int]:
     """Keys (0: those of its own rows) and ends of sequences, with so many rows of padding."""
     keys = 0 if layout.copies is None else len(layout.copies.source) + pads
     return keys, len(layout.queries) + -(-pads // longest)
-
-
-def _up(sizes: Sequence[int], n: int) -> int:
-    """The smallest bucket that holds n."""
-    return sizes[bisect.bisect_left(sizes, n)]

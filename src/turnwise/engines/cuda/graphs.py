@@ -1,9 +1,10 @@
 """Decoding on a GPU: one step of all lanes, from token to token, captured as a CUDA graph and replayed without a word from
 the host.
 
-A graph is captured for each bucket of lanes when it is first needed. Lanes of a bucket that nobody uses rest (position −1):
-their slot rows, which may keep a waiting dialogue, are neither read nor written. Weights and slots stay where they are for
-as long as a graph lives; new weights are copied into place. Where a graph cannot be captured the same step runs without one.
+A graph is captured for each bucket of lanes when it is first needed, and for each bucket of readings when it comes again. Lanes
+of a bucket that nobody uses rest (position −1): their slot rows, which may keep a waiting dialogue, are neither read nor written.
+Weights and slots stay where they are for as long as a graph lives; new weights are copied into place. Where a graph cannot be
+captured the same step runs without one.
 
 Knows weights, slots and how a token is drawn; neither requests nor text.
 """
@@ -11,15 +12,14 @@ Knows weights, slots and how a token is drawn; neither requests nor text.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from turnwise.engines.cuda.reference import SISTERS, quantise
@@ -27,6 +27,8 @@ from turnwise.engines.decoder import Decoder, _Layer
 from turnwise.engines.layouts import Reading, Stepping
 from turnwise.engines.sampling import ALL, pick, truncate, uniforms
 from turnwise.engines.slots import Slots
+from turnwise.levels import send
+from turnwise.maths.numbers import at_least
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,46 @@ def buckets(most: int) -> list[int]:
     """Numbers of lanes that graphs are made for: powers of two and their midpoints."""
     sizes = [2**k for k in range(31)] + [3 * 2**k for k in range(4, 30)]
     return sorted({min(size, most) for size in sizes if size < 2 * most})
+
+
+TOKENS = [2**k * quarters // 4 for k in range(8, 24) for quarters in range(4, 8)]  # buckets of what is read at once ...
+JOBS = [4**k for k in range(2, 12)]  # ... of which these two cost next to nothing
+DEPTHS = [2**k for k in range(6, 24)]
+CAPTURED = 8192  # tokens up to which reading is captured: from there on launches hide behind products
+
+
+class Size(NamedTuple):
+    """A bucket of readings: tokens, jobs, tokens of the longest job."""
+
+    tokens: int
+    jobs: int
+    depth: int
+
+
+class Page:
+    """What a reading of some size is told, where a graph finds it; beyond what is given, tokens that are none."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        self.size = size
+        self.flat = self._blank().to(device)
+        self.tokens, self.position, self.row, self.rows, self.start, self.ends = self._parts(self.flat)
+
+    def _blank(self) -> Tensor:
+        blank = torch.zeros(3 * self.size.tokens + 3 * self.size.jobs + 1, dtype=torch.int64)
+        self._parts(blank)[1].fill_(-1)
+        return blank
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        n, jobs, _ = self.size
+        return list(flat.split([n, n, n, jobs, jobs, jobs + 1]))
+
+    def fill(self, layout: Reading) -> None:
+        given = self._blank()
+        host, parts = layout.host, self._parts(given)
+        for into, value in zip(parts, (host.tokens, host.position, host.row, host.rows, host.start, host.ends)):
+            into[: len(value)] = value
+        parts[-1][len(host.ends) :] = len(host.tokens)
+        self.flat.copy_(send(given, self.flat.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +132,8 @@ class GraphDecoder(Decoder):
         told = [torch.zeros_like(x, device="cpu") for x in (self.drawn, self.logp, self.mass)]
         self._told = [x.pin_memory() for x in told] if self.on_gpu else told
         self.graphs: dict[Shape, Callable[[], None]] = {}
+        self.readers: dict[Size, tuple[Page, Callable[[], None]]] = {}
+        self.seen: Counter[Size] = Counter()
         self.pool: Any = None
         self.faults: set[str] = set()  # why a step had to run without a graph
 
@@ -173,35 +217,36 @@ class GraphDecoder(Decoder):
         return _wide_product(self._norm(x, delta, self.norm), self.head)
 
     def read(self, layout: Reading) -> None:
-        """Keys and values of packed tokens; the last layer's attention and MLP feed only logits, which nobody wants."""
-        x = F.embedding(layout.tokens, self.embedding)
-        jobs, depth = len(layout.rows), layout.depth
-        row, slot = layout.rows[layout.batch], layout.batch * depth + layout.offset
-        zeros = lambda heads: torch.zeros(jobs * depth, heads, self.D, dtype=self.kind, device=x.device)  # noqa: E731
-        q, k, v = zeros(self.H), zeros(self.Hkv), zeros(self.Hkv)  # rows of jobs, padded to the longest
-        full = len(x) == jobs * depth
+        """Keys and values of packed tokens. Sizes that come again are captured, where launching would take longer than they."""
+        host = layout.host
+        size = Size(at_least(TOKENS, len(host.tokens)), at_least(JOBS, len(host.rows)), at_least(DEPTHS, layout.depth))
+        page, read = self.readers.get(size) or self._reader(size)
+        page.fill(layout)
+        read()
+
+    def _reader(self, size: Size) -> tuple[Page, Callable[[], None]]:
+        page = Page(size, self.slots.device)
+        read = partial(self._read, page)
+        self.seen[size] += 1
+        if self.seen[size] == 1 or size.tokens > CAPTURED:
+            return page, read
+        self.readers[size] = page, self._captured(read, f"of {size.tokens} tokens to read")
+        return self.readers[size]
+
+    def _read(self, page: Page) -> None:
+        """The last layer's attention and MLP feed only logits, which nobody wants."""
+        x = self.embedding[page.tokens]
         delta: Tensor | None = None
+        q, mixed = torch.empty(2, len(x), self.H * self.D, dtype=self.kind, device=x.device)
         for i, layer in enumerate(self.layers):
             qkv = self._product(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias)
+            k, v = self.slots.keys[i], self.slots.values[i]
             self.kernels.settle(
-                qkv, self.slots.keys[i], self.slots.values[i], self.cos, self.sin, layer.qk_norm, layout.position, row,
-                slot, q, k, v, self.eps,
+                qkv, k, v, self.cos, self.sin, layer.qk_norm, page.position, page.row, q, self.eps
             )  # fmt: skip
-            if i == len(self.layers) - 1:
-                return
-            out = self._look_back(i, layout, *(t.view(jobs, depth, -1, self.D).transpose(1, 2) for t in (q, k, v)))
-            mixed = out.transpose(1, 2).reshape(jobs * depth, -1)
-            mixed = mixed if full else mixed[slot]
-            delta = self._mlp(x, self._product(mixed, layer.out, layer.out_bias), layer)
-
-    def _look_back(self, i: int, layout: Reading, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [J, H, depth, D] attends to its own row: to itself alone where every row begins here, else to the slots."""
-        grouped = self.Hkv != self.H
-        if layout.begins:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
-        keys, values = (t[layout.rows, :, : layout.width] for t in (self.slots.keys[i], self.slots.values[i]))
-        mask = layout.mask(None)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scale, enable_gqa=grouped)
+            if i < len(self.layers) - 1:
+                self.kernels.look_back(q, k, v, page.ends, page.start, page.rows, page.size.depth, mixed, self.scale)
+                delta = self._mlp(x, self._product(mixed, layer.out, layer.out_bias), layer)
 
     def step(self, tokens: Tensor, layout: Stepping) -> Tensor:
         """One step by itself, to compare with other forwards."""
@@ -241,32 +286,33 @@ class GraphDecoder(Decoder):
     def _replay(self, *shape: *Shape) -> Callable[[], None]:
         """Takes one step of a bucket: a captured graph, or where that failed the step itself."""
         if shape not in self.graphs:
-            self.graphs[shape] = partial(self._advance, *shape)
-            if self.on_gpu:
-                try:
-                    self.graphs[shape] = self._capture(*shape)
-                except RuntimeError as fault:
-                    lanes, cuts, _ = shape
-                    why = f"no graph of {lanes} lanes{' with cut distributions' * cuts}: {str(fault).splitlines()[0]}"
-                    self.faults.add(why)
-                    log.warning("%s; its steps run without one, and slower", why)
+            lanes, cuts, _ = shape
+            saved = self.position.clone()
+            self.position.fill_(-1)  # rehearse with every lane at rest
+            what = f"of {lanes} lanes{' with cut distributions' * cuts}"
+            self.graphs[shape] = self._captured(partial(self._advance, *shape), what)
+            self.position.copy_(saved)
         return self.graphs[shape]
 
-    def _capture(self, *shape: *Shape) -> Callable[[], None]:
-        saved = self.position.clone()
-        self.position.fill_(-1)  # rehearse with every lane at rest
+    def _captured(self, run: Callable[[], None], what: str) -> Callable[[], None]:
+        """As a graph, or where that fails as it is. It is rehearsed here: nothing it is given may matter."""
+        if not self.on_gpu:
+            return run
         try:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self._advance(*shape)
+                run()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # a learner may allocate in another thread meanwhile: only this one must not
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                self._advance(*shape)
-        finally:
-            self.position.copy_(saved)
+                run()
+        except RuntimeError as fault:
+            why = f"no graph {what}: {str(fault).splitlines()[0]}"
+            self.faults.add(why)
+            log.warning("%s; it runs without one, and slower", why)
+            return run
         self.pool = self.pool or graph.pool()
         return graph.replay
 

@@ -1,4 +1,5 @@
-"""The kernels of a decode step, in Triton: add-and-normalise, attend, SwiGLU, draw; settle for reading, quantise for fp8.
+"""The kernels of a decode step, in Triton: add-and-normalise, attend, SwiGLU, draw; settle and look back for reading, quantise
+for fp8.
 
 Legend: B lanes, d width, H query heads, K key heads, D head size, W slot width, F MLP width, V vocabulary.
 
@@ -17,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from turnwise.engines import sampling
+from turnwise.engines.cuda import attention_kernels
+from turnwise.engines.cuda.attention import EXACT, LOG2E, PLANS
 from turnwise.engines.cuda.reference import SISTERS
 
 
@@ -205,16 +208,17 @@ def attend(
 
 @triton.jit
 def _settle(
-    qkv, keys, values, cos, sin, qk_norm, position, row, slot, q_out, k_out, v_out, eps, width,
+    qkv, keys, values, cos, sin, qk_norm, position, row, q_out, eps, width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)
     place, mine = tl.load(position + token), tl.load(row + token)
-    into = tl.load(slot + token).to(tl.int64)
+    if place < 0:
+        return
     kind = keys.dtype.element_ty
     d, h = tl.arange(0, D)[None, :], tl.arange(0, PAD)[:, None]
     roll = (d + D // 2) % D
-    base = qkv + token.to(tl.int64) * (H + 2 * K) * D
+    base = qkv + token * (H + 2 * K) * D
     turned = h < H + K
     x = tl.load(base + h * D + d, mask=turned, other=0.0).to(tl.float32)
     other = tl.load(base + h * D + roll, mask=turned, other=0.0).to(tl.float32)
@@ -222,30 +226,45 @@ def _settle(
     w2 = tl.load(qk_norm + h * D + roll, mask=turned, other=0.0) if NORM else x
     c, s = tl.load(cos + place * D + d), tl.load(sin + place * D + d)
     x = _turned(x, other, c, s, w, eps, D, NORM, w2).to(kind)
-    tl.store(q_out + into * H * D + h * D + d, x, mask=h < H)
-    key = turned & (h >= H)
-    tl.store(k_out + into * K * D + (h - H) * D + d, x, mask=key)
+    tl.store(q_out + token * H * D + h * D + d, x, mask=h < H)
     column = (mine.to(tl.int64) * K * width + place) * D
-    tl.store(keys + column + (h - H) * width * D + d, x, mask=key)
+    tl.store(keys + column + (h - H) * width * D + d, x, mask=turned & (h >= H))
     value = (h >= H + K) & (h < H + 2 * K)
     v = tl.load(base + h * D + d, mask=value, other=0.0)
-    tl.store(v_out + into * K * D + (h - H - K) * D + d, v, mask=value)
     tl.store(values + column + (h - H - K) * width * D + d, v, mask=value)
 
 
 def settle(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, position: Tensor,
-    row: Tensor, slot: Tensor, q: Tensor, k: Tensor, v: Tensor, eps: float,
+    row: Tensor, q: Tensor, eps: float,
 ) -> None:  # fmt: skip
-    """Many tokens at once: rotate q and k, write k and v into column ``position`` of slot row ``row``, and all three into
-    place ``slot`` of padded buffers q [P, H, D], k and v [P, K, D]."""
+    """Many tokens at once: rotate q and k, write q to q [N, H D], k and v into column ``position`` of slot row ``row``. Tokens
+    with position −1 are none."""
     heads, size, width = keys.shape[1], keys.shape[3], keys.shape[2]
-    pad = triton.next_power_of_2(q.shape[1] + 2 * heads)
+    queries = q.shape[1] // size
+    pad = triton.next_power_of_2(queries + 2 * heads)
     norm = cos if qk_norm is None else qk_norm
     _settle[(len(qkv),)](
-        qkv, keys, values, cos, sin, norm, position, row, slot, q, k, v, eps, width,
-        q.shape[1], heads, size, pad, qk_norm is not None, num_warps=4,
+        qkv, keys, values, cos, sin, norm, position, row, q, eps, width,
+        queries, heads, size, pad, qk_norm is not None, num_warps=4,
     )  # fmt: skip
+
+
+def look_back(
+    q: Tensor, keys: Tensor, values: Tensor, ends: Tensor, start: Tensor, rows: Tensor, longest: int, out: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Job j's queries q[ends[j]:ends[j + 1]] attend to the columns of slot row ``rows[j]``: the first of them to ``start[j]`` and
+    all before it, each other one to one more. q and out [N, H D]; no job has more than ``longest`` queries."""
+    heads, width, size = keys.shape[1:]
+    queries, exact = q.shape[1] // size, q.dtype == torch.float32
+    plan = PLANS.get(size)
+    m, n, warps, stages = plan.forward if plan is not None and not exact else EXACT.forward
+    attention_kernels.look_back[(len(rows) * queries, triton.cdiv(longest, m))](
+        q, keys, values, out, ends, start, rows, scale * LOG2E, width, queries, heads, size, exact, m, n,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
 
 
 LOWEST = tl.constexpr(-1e30)  # not −inf: the difference of two of them is no number

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -51,14 +53,30 @@ def attend(
 
 def settle(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, position: Tensor,
-    row: Tensor, slot: Tensor, q: Tensor, k: Tensor, v: Tensor, eps: float,
+    row: Tensor, q: Tensor, eps: float,
 ) -> None:  # fmt: skip
-    H, K, D = q.shape[1], keys.shape[1], keys.shape[3]
-    heads = qkv.view(len(qkv), -1, D)
+    real = position >= 0
+    row, position, D, K = row[real], position[real], keys.shape[3], keys.shape[1]
+    heads, H = qkv.view(len(qkv), -1, D)[real], q.shape[1] // D
     norm = None if qk_norm is None else qk_norm[None]
     qk = _rotated(heads[:, : H + K].float(), cos[position, None], sin[position, None], norm, eps).to(keys.dtype)
-    q[slot], k[slot], v[slot] = qk[:, :H], qk[:, H:], heads[:, H + K :]
+    q[real] = qk[:, :H].flatten(1)
     keys[row, :, position], values[row, :, position] = qk[:, H:], heads[:, H + K :]
+
+
+def look_back(
+    q: Tensor, keys: Tensor, values: Tensor, ends: Tensor, start: Tensor, rows: Tensor, longest: int, out: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    K, D = keys.shape[1], keys.shape[3]
+    H = q.shape[1] // D
+    for (a, b), before, row in zip(pairwise(ends.tolist()), start.tolist(), rows.tolist()):
+        asked = q[a:b].float().view(b - a, K, H // K, D)  # the heads that share a key side by side
+        k, v = (t[row, :, : before + b - a].float() for t in (keys, values))
+        score = torch.einsum("nkgd,kmd->kgnm", asked, k) * scale
+        p = torch.softmax(score + torch.full(score.shape[2:], -torch.inf, device=q.device).triu(before + 1), 3)
+        out[a:b] = torch.einsum("kgnm,kmd->nkgd", p, v).flatten(1).to(out.dtype)
+    return out
 
 
 # ---------------------------------------------------------------------- drawing
