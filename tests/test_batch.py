@@ -13,7 +13,7 @@ from turnwise.data import Fork, Group, Status, Task, Trajectory, Turn
 from turnwise.engines.prefixes import Shared
 from turnwise.errors import RecordError, SignalError
 from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field
-from turnwise.maths.runs import even_runs
+from turnwise.maths.runs import even_runs, shared_beginnings
 from turnwise.padded import from_padded, to_padded
 
 TASK = Task("test", 1)
@@ -105,8 +105,8 @@ def test_a_beginning_that_siblings_share_counts_once(groups, cut):
         turns = [turn(context, [1000 * (10 * g + i) + k for k in range(n)]) for i, n in enumerate(answers)]
         made.append(Group(str(g), TASK, tuple(Trajectory(f"{g}.{i}", TASK, (t,)) for i, t in enumerate(turns))))
     batch = pack(made)
-    alike = [0 if i == 0 else prompt for prompt, answers in groups for i in range(len(answers))]
-    assert batch.alike.x.tolist() == alike
+    again = [0 if i == 0 else prompt for prompt, answers in groups for i in range(len(answers))]
+    assert shared_beginnings(batch.sequences.ids, batch.sequences.start).tolist() == again
     parts = list(batch.split(cut, padded=False))
     for part in parts:
         s = part.sequences
@@ -114,6 +114,25 @@ def test_a_beginning_that_siblings_share_counts_once(groups, cut):
     assert [key for part in parts for key in part.keys] == list(batch.keys)
     if len(Shared.of(batch.sequences.ids, batch.sequences.start).first) <= cut:
         assert len(parts) == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    talks=st.lists(
+        st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=3), st.booleans()), max_size=4),
+        min_size=1, max_size=9,
+    ),
+    cut=st.integers(1, 40),
+)  # fmt: skip
+def test_what_is_read_once_counts_once(talks, cut):
+    """Law: however trajectories share their beginnings, restart or say nothing, what a model reads of a micro-batch fits."""
+    every = [tuple(turn(ids, [2], restart=restart) for ids, restart in talk) for talk in talks]
+    batch = pack([Group("g", TASK, tuple(Trajectory(str(k), TASK, turns) for k, turns in enumerate(every)))])
+    parts = list(batch.split(cut, padded=False))
+    for part in parts:
+        s = part.sequences
+        assert len(part) == 1 or len(Shared.of(s.ids, s.start).first) <= cut
+    assert [key for part in parts for key in part.keys] == list(batch.keys)
 
 
 @settings(deadline=None, max_examples=50)

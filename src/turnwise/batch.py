@@ -23,7 +23,7 @@ from turnwise.data import Facts, Group, Origin, Status, Trajectory, Turn
 from turnwise.errors import RecordError, SignalError
 from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree, send_all
 from turnwise.maths.numbers import tensor_of
-from turnwise.maths.runs import even_runs
+from turnwise.maths.runs import even_runs, shared_beginnings
 from turnwise.signals import Signal
 
 
@@ -108,7 +108,6 @@ class Batch:
     keys: tuple[str, ...] = ()  # trajectory ids, in order
     tasks: tuple[str, ...] = ()  # GROUP: the task's key
     fork_token: Field | None = None  # TRAJECTORY: after how many sampled tokens of that turn; None: before all of them
-    alike: Field | None = None  # TRAJECTORY: with how many ids another of its group, packed before it, begins, too
 
     def __len__(self) -> int:
         return self.tree.count(TRAJECTORY)
@@ -172,18 +171,23 @@ class Batch:
         """Micro-batches of whole trajectories, each of at most ``positions`` packed ids (or one trajectory), as few and as even
         as can be: a small last one costs as many launches as a full one.
 
-        ``padded``: alike lengths together, so that attention pads less. Otherwise siblings stay together, and a beginning they
-        share counts once."""
-        cost = self.reading().tolist()
-        order = sorted(range(len(cost)), key=lambda k: cost[k] if padded else 0)
-        beside = cost if padded or self.alike is None else self._beside(cost, self.alike.x.tolist())
-        for part in even_runs(order, cost, beside, positions):
+        ``padded``: alike lengths together, so that attention pads less. Otherwise neighbours stay neighbours, and what one begins
+        with as the one before it does is read once and counts once."""
+        cost = self.reading()
+        order = sorted(range(len(cost)), key=lambda k: int(cost[k]) if padded else 0)
+        alone, beside = (cost, cost) if padded else self._once(cost)
+        for part in even_runs(order, alone.tolist(), beside.tolist(), positions):
             yield self.select(part)
 
-    def _beside(self, cost: list[int], alike: list[int]) -> list[int]:
-        """What each trajectory costs beside the one before it."""
-        group = self.group.at(TRAJECTORY).x.tolist()
-        return [n - (a if k and group[k - 1] == group[k] else 0) for k, (n, a) in enumerate(zip(cost, alike))]
+    def _once(self, cost: Tensor) -> tuple[Tensor, Tensor]:
+        """What each trajectory costs alone, and beside the one before it."""
+        s = self.sequences
+        if not len(s.trajectory) or bool((s.trajectory[1:] < s.trajectory[:-1]).any()):
+            return cost, cost
+        step = s.trajectory.diff(prepend=s.trajectory[:1] - 2)  # 0: another sequence of the same one; 1: of the next
+        again = shared_beginnings(s.ids, s.start)
+        alone = cost.index_add(0, s.trajectory, -again.where(step == 0, 0))
+        return alone, alone.index_add(0, s.trajectory, -again.where(step == 1, 0))
 
     def to(self, device: torch.device | str) -> Batch:
         if torch.device(device) == self.tree.device:
@@ -251,8 +255,6 @@ class _Packer:
         self.start: list[int] = [0]
         self.owner: list[int] = []
         self.begins: list[int] = []  # of each turn, where its sampled tokens lie
-        self.alike: list[int] = []
-        self.opening: list[int] = []  # of the trajectory before, in the same group
         self.masked: list[tuple[int, Sequence[int]]] = []  # where a context lies, and what it is to the blind
         self.acted: list[Turn] = []
         self.turns: list[int] = []
@@ -283,15 +285,11 @@ class _Packer:
             self.ids += turn.tokens
         if len(self.ids) > self.start[-1]:
             self._close(me)
-        opening = list(trajectory.turns[0].context) if trajectory.turns else []
-        self.alike.append(len(shared) or (len(opening) if opening == self.opening else 0))
-        self.opening = opening
         self.acted += trajectory.turns
         self.turns.append(len(trajectory.turns))
         self.members.append(trajectory)
 
     def close(self, group: Group) -> None:
-        self.opening = []
         self.kinds.append(f"{group.task.environment}/{group.task.difficulty}")
         self.trajectories.append(len(group.trajectories))
         self.tasks.append(group.task.key)
@@ -344,7 +342,6 @@ class _Packer:
             seed=tree.field(TRAJECTORY, [number(t.id) for t in self.members], i64),
             parent=tree.field(TRAJECTORY, [number(t.fork.parent) if t.fork else -1 for t in self.members], i64),
             fork=tree.field(TRAJECTORY, [t.fork.turn if t.fork else 0 for t in self.members], i64),
-            alike=tree.field(TRAJECTORY, self.alike, i64),
             fork_token=tree.field(TRAJECTORY, [t.fork.token if t.fork else 0 for t in self.members], i64),
             end=tree.field(TRAJECTORY, [self._state(t.end) for t in self.members], i64),
             group=tree.field(GROUP, range(len(self.trajectories)), i64),

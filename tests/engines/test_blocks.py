@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from turnwise.batch import Sequences
 from turnwise.engines import blocks, lora, packed, plain
-from turnwise.engines.cuda.body import OFTEN, SLACK, Body, Key, _Graph, _up
+from turnwise.engines.cuda.body import OFTEN, SLACK, Body, Key, _Graph
 from turnwise.engines.prefixes import Shared
 from turnwise.engines.ragged import Copies, Ragged, _Copied
 
@@ -199,21 +199,35 @@ class Passes(Body):
         return self(None, torch.float32, s.ids[:n], s.ids[:n], layout) is not None
 
 
-def test_a_bucket_is_captured_when_it_comes_again():
+def test_the_first_graph_is_of_a_coarse_size_and_others_borrow_it():
     body = Passes()
-    assert [body.ask([200, 100]) for _ in range(3)] == [False, True, True]
-    assert len(body.captured) == 1 and body.captured[0].rows == 320
+    assert all(body.ask(lengths) for lengths in ([200, 160], [200, 160], [200, 170], [300, 110]))
+    assert [key.rows for key in body.captured] == [416]
+    assert body.ask([200, 100]) and len(body.captured) == 2  # too much would be padding
+    assert body.ask([600]) and body.ask([140] * 2 + [1] * 70) and len(body.captured) == 4  # too long, too many
+    assert body.ask([200, 160], shared=40) and len(body.captured) == 5  # looks up copies
 
 
-def test_what_comes_seldom_borrows_a_graph_a_little_larger():
+def test_what_comes_often_has_a_graph_of_its_own():
     body = Passes()
-    assert [body.ask([200, 180]), body.ask([200, 180])] == [False, True]  # 380 rows: a bucket of 384
-    assert body.ask([200, 110]) and len(body.captured) == 1  # 310: fits
-    assert not body.ask([200, 70])  # 270: too much would be padding
-    assert not body.ask([400]) and not body.ask([140] * 2 + [1] * 70)  # too long, too many
-    assert not body.ask([200, 110], shared=40)  # looks up copies
-    assert [body.ask([200, 110]) for _ in range(OFTEN)] == [True] * OFTEN
-    assert [key.rows for key in body.captured] == [384, 320]  # in the end it has one of its own
+    assert all(body.ask([200, 160]) for _ in range(OFTEN + 2))
+    assert [key.rows for key in body.captured] == [416, 384]
+
+
+def test_a_capture_that_fails_unrehearsed_is_rehearsed(monkeypatch, caplog):
+    tried, body = [], Body([])
+
+    def made(key, body, read, device, rehearse):
+        tried.append((key, rehearse))
+        if (key, rehearse) in faults:
+            raise RuntimeError("no room\nmore")
+
+    monkeypatch.setattr("turnwise.engines.cuda.body._Graph", made)
+    first, second, third = (Key(rows, 0, 64, (512, 512), torch.float32, True) for rows in (256, 320, 416))
+    faults = {(second, False), (third, False), (third, True)}
+    assert body._capture(first, None, None) and body._capture(second, None, None) and not caplog.records
+    assert not body._capture(third, None, None) and "from now on: no room" in caplog.text and not body.works
+    assert tried == [(first, True), (second, False), (second, True), (third, False), (third, True)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -242,18 +256,13 @@ def test_copies_send_back_what_ordinary_autograd_would():
         torch.testing.assert_close(a, b)
 
 
-def test_buckets_hold_what_they_are_asked_for():
-    sizes = [2, 4, 8]
-    assert [_up(sizes, n) for n in (1, 2, 3, 8)] == [2, 2, 4, 8]
-
-
 @GPU
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("shared", [0, 6])
 def test_replayed_passes_equal_plain_ones(kit, name, shared):
     fast, stock = twins(kit, name, "cuda")
     body = blocks.of(fast.get_decoder()).body
-    for turn in range(3):  # seen, captured, replayed with other ids of other lengths
+    for turn in range(3):  # captured, then replayed with other ids of other lengths
         s = sequences([n + turn for n in RAGGED], kit.vocabulary, "cuda", shared)
         alike(pulled(fast, s, torch.bfloat16), pulled(stock, s, torch.bfloat16), 3e-2)
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):

@@ -1,8 +1,11 @@
-"""Runs of items that fit somewhere, as even as can be."""
+"""Runs of items that fit somewhere, as even as can be; and what neighbours begin with alike."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 
 def even_runs(order: Sequence[int], alone: Sequence[int], beside: Sequence[int], limit: int) -> list[list[int]]:
@@ -26,3 +29,12 @@ def _cut(order: Sequence[int], alone: Sequence[int], beside: Sequence[int], limi
         rest -= beside[k]
         parts[-1].append(k)
     return parts
+
+
+def shared_beginnings(ids: Tensor, start: Tensor) -> Tensor:
+    """Packed sequences, the last entry of ``start`` their end: with how many ids each begins as the one before it does, [S]."""
+    numbers, ends, found = ids.numpy(), start.tolist(), [0]
+    for a, b, c in zip(ends, ends[1:], ends[2:]):
+        apart = numbers[a : a + min(b - a, c - b)] != numbers[b : b + min(b - a, c - b)]
+        found.append(int(apart.argmax()) if apart.any() else len(apart))
+    return torch.tensor(found[: len(ends) - 1])

@@ -1,4 +1,4 @@
-"""Causal attention over ragged sequences with grouped queries, forward and backward, in Triton.
+"""Causal attention over ragged sequences with grouped queries, forward and backward, in Triton; and forward over KV slots.
 
 Legend: S sequences, U rows of queries, R rows of keys and values, M places of keys, H query heads, K key heads, D head size.
 
@@ -175,3 +175,19 @@ def d_keys(
             K, H // K, size, source is not None, q.dtype == torch.float32, angles is not None, m, n,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
+
+
+def look_back(
+    q: Tensor, keys: Tensor, values: Tensor, ends: Tensor, start: Tensor, rows: Tensor, longest: int, out: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Job j's queries q[ends[j]:ends[j + 1]] attend to the columns of slot row ``rows[j]``: the first of them to ``start[j]`` and
+    all before it, each other one to one more. q and out [N, H D]; no job has more than ``longest`` queries."""
+    heads, width, size = keys.shape[1:]
+    queries, exact = q.shape[1] // size, q.dtype == torch.float32
+    m, n, warps, stages = (EXACT if exact or size not in PLANS else PLANS[size]).forward
+    kernels.look_back[(len(rows) * queries, triton.cdiv(longest, m))](
+        q, keys, values, out, ends, start, rows, scale * LOG2E, width, queries, heads, size, exact, m, n,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out

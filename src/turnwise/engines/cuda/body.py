@@ -1,9 +1,10 @@
 """The layers of a decoder captured as CUDA graphs, forward and backward: a pass costs the host two launches, not a thousand.
 
 A graph has fixed sizes, so rows, keys and sequences are padded up to buckets. Padded rows are sequences of their own that nobody
-asks anything of: their gradient is zero. A bucket is captured when it comes a second time; one that comes seldom borrows a graph
-that is a little larger, since a capture costs as much as several passes without one. All graphs share one pool of memory, which
-is right because a backward pass follows its own forward pass before another begins; whoever breaks that rule is read without.
+asks anything of: their gradient is zero. Real runs hardly have the same sizes twice, and a capture costs as much as many passes:
+the first graphs are of coarse sizes, which passes a little smaller borrow; sizes that come often get one of their own. All graphs
+share one pool of memory, which is right because a backward pass follows its own forward pass before another begins; whoever
+breaks that rule is read without.
 A learner that adds up gradients (``blocks.adding``) has the graphs do it: no copy of them is made on the way.
 
 Knows blocks and layouts; neither what the states are for nor who asks.
@@ -28,11 +29,12 @@ from turnwise.maths.numbers import at_least
 log = logging.getLogger(__name__)
 
 ROWS = [2**k * eighths // 8 for k in range(8, 24) for eighths in range(8, 16)]  # sizes of buckets: rows cost time ...
+COARSE = [2**k * eighths // 8 for k in range(8, 24) for eighths in (8, 10, 13)]
 KEYS = [2**k for k in range(8, 24)]  # ... the others next to none
 SEQUENCES = [4**k for k in range(3, 10)]
-LONGEST = [2**k for k in range(7, 24)]
-SLACK = 1.26  # times the rows of its bucket, two or three steps larger, may a pass borrow a graph of ...
-OFTEN = 8  # ... until it has come so often
+LONGEST = [2**k for k in range(9, 24)]
+SLACK = 1.26  # times the rows of its bucket may a pass borrow a graph of ...
+OFTEN = 16  # ... until it has come so often
 
 
 class Key(NamedTuple):
@@ -57,6 +59,7 @@ class Body:
         self.weights: list[Tensor] = list(weights)
         self.parameters = [p for p in weights if p.requires_grad]
         self.seen: Counter[Key] = Counter()
+        self.rehearsed: set[tuple[torch.dtype, bool, bool]] = set()
         self.graphs: dict[Key, _Graph] = {}
         self.pool: Any = None
         self.grads: list[Tensor] = []  # of the parameters, to which every graph adds
@@ -72,10 +75,11 @@ class Body:
         if not self.works or self._pending() is not None:
             return None
         graph = self.graphs.get(key) or self._borrowed(key, len(ids), layout)
-        if graph is None and self.seen[key] >= 2 and self._capture(key, read, ids.device):
-            graph = self.graphs[key]
         if graph is None:
-            return None
+            key = key if self.seen[key] >= OFTEN else self._key(ids, layout, kind, grad, COARSE)
+            if not self._capture(key, read, ids.device):
+                return None
+            graph = self.graphs[key]
         graph.fill(ids, position, layout)
         if not grad:
             graph.forward.replay()
@@ -113,8 +117,8 @@ class Body:
         replay()
         return [None] * len(self.grads)
 
-    def _key(self, ids: Tensor, layout: Ragged, kind: torch.dtype, grad: bool) -> Key:
-        rows, longest = at_least(ROWS, len(ids)), at_least(LONGEST, max(layout.longest))
+    def _key(self, ids: Tensor, layout: Ragged, kind: torch.dtype, grad: bool, sizes: Sequence[int] = ROWS) -> Key:
+        rows, longest = at_least(sizes, len(ids)), at_least(LONGEST, max(layout.longest))
         keys, sequences = _needs(layout, rows - len(ids), longest)
         return Key(rows, keys and at_least(KEYS, keys), at_least(SEQUENCES, sequences), (longest, longest), kind, grad)
 
@@ -131,12 +135,19 @@ class Body:
         return None
 
     def _capture(self, key: Key, read: Read, device: torch.device) -> bool:
-        try:
-            self.graphs[key] = _Graph(key, self, read, device)
-        except (RuntimeError, torch.AcceleratorError) as fault:  # an old driver, too little memory ...
-            self.works = False
-            log.warning("the learner reads without CUDA graphs from now on: %s", str(fault).splitlines()[0])
-        return self.works
+        """Rehearsed where nothing like it was: whatever is compiled or loaded then, others find. If one misses something all the
+        same, it is rehearsed after all."""
+        like = (key.kind, key.grad, bool(key.keys))
+        for rehearse in (True,) if like not in self.rehearsed else (False, True):
+            try:
+                self.graphs[key] = _Graph(key, self, read, device, rehearse)
+                self.rehearsed.add(like)
+                return True
+            except (RuntimeError, torch.AcceleratorError) as fault:  # an old driver, too little memory ...
+                why = str(fault).splitlines()[0]
+        self.works = False
+        log.warning("the learner reads without CUDA graphs from now on: %s", why)
+        return False
 
 
 class _Token:
@@ -144,8 +155,7 @@ class _Token:
 
 
 class _Graph:
-    def __init__(self, key: Key, body: Body, read: Read, device: torch.device) -> None:
-        torch.cuda.empty_cache()  # what passes without a graph have left: a graph's pool cannot use it, and it is as large
+    def __init__(self, key: Key, body: Body, read: Read, device: torch.device, rehearse: bool) -> None:
         whole = lambda size: torch.zeros(size, dtype=torch.int64, device=device)  # noqa: E731
         self.key, self.body = key, weakref.proxy(body)
         self.ids, self.position = whole(key.rows), whole(key.rows)
@@ -157,7 +167,9 @@ class _Graph:
         ends = torch.tensor([0, len(first)])
         alone = Copies.of(first, len(first)) if key.keys else None
         self.fill(torch.zeros_like(first), first, Ragged(ends, ends, key.longest, alone))
-        self._rehearse(read)
+        if rehearse:
+            self._rehearse(read)
+            torch.cuda.empty_cache()  # what it leaves a graph's pool cannot use, and it is as large
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.forward, pool=body.pool, capture_error_mode="thread_local"):
             out, leaves = self._read(read)

@@ -16,19 +16,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from turnwise.engines.cuda.pages import CAPTURED, Page, Size
 from turnwise.engines.cuda.reference import SISTERS, quantise
 from turnwise.engines.decoder import Decoder, _Layer
 from turnwise.engines.layouts import Reading, Stepping
 from turnwise.engines.sampling import ALL, pick, truncate, uniforms
 from turnwise.engines.slots import Slots
-from turnwise.levels import send
-from turnwise.maths.numbers import at_least
 
 log = logging.getLogger(__name__)
 
@@ -50,46 +49,6 @@ def buckets(most: int) -> list[int]:
     """Numbers of lanes that graphs are made for: powers of two and their midpoints."""
     sizes = [2**k for k in range(31)] + [3 * 2**k for k in range(4, 30)]
     return sorted({min(size, most) for size in sizes if size < 2 * most})
-
-
-TOKENS = [2**k * quarters // 4 for k in range(8, 24) for quarters in range(4, 8)]  # buckets of what is read at once ...
-JOBS = [4**k for k in range(2, 12)]  # ... of which these two cost next to nothing
-DEPTHS = [2**k for k in range(6, 24)]
-CAPTURED = 8192  # tokens up to which reading is captured: from there on launches hide behind products
-
-
-class Size(NamedTuple):
-    """A bucket of readings: tokens, jobs, tokens of the longest job."""
-
-    tokens: int
-    jobs: int
-    depth: int
-
-
-class Page:
-    """What a reading of some size is told, where a graph finds it; beyond what is given, tokens that are none."""
-
-    def __init__(self, size: Size, device: torch.device) -> None:
-        self.size = size
-        self.flat = self._blank().to(device)
-        self.tokens, self.position, self.row, self.rows, self.start, self.ends = self._parts(self.flat)
-
-    def _blank(self) -> Tensor:
-        blank = torch.zeros(3 * self.size.tokens + 3 * self.size.jobs + 1, dtype=torch.int64)
-        self._parts(blank)[1].fill_(-1)
-        return blank
-
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        n, jobs, _ = self.size
-        return list(flat.split([n, n, n, jobs, jobs, jobs + 1]))
-
-    def fill(self, layout: Reading) -> None:
-        given = self._blank()
-        host, parts = layout.host, self._parts(given)
-        for into, value in zip(parts, (host.tokens, host.position, host.row, host.rows, host.start, host.ends)):
-            into[: len(value)] = value
-        parts[-1][len(host.ends) :] = len(host.tokens)
-        self.flat.copy_(send(given, self.flat.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +177,7 @@ class GraphDecoder(Decoder):
 
     def read(self, layout: Reading) -> None:
         """Keys and values of packed tokens. Sizes that come again are captured, where launching would take longer than they."""
-        host = layout.host
-        size = Size(at_least(TOKENS, len(host.tokens)), at_least(JOBS, len(host.rows)), at_least(DEPTHS, layout.depth))
+        size = Size.of(layout)
         page, read = self.readers.get(size) or self._reader(size)
         page.fill(layout)
         read()
@@ -237,7 +195,9 @@ class GraphDecoder(Decoder):
         """The last layer's attention and MLP feed only logits, which nobody wants."""
         x = self.embedding[page.tokens]
         delta: Tensor | None = None
-        q, mixed = torch.empty(2, len(x), self.H * self.D, dtype=self.kind, device=x.device)
+        q, mixed = torch.zeros(
+            2, len(x), self.H * self.D, dtype=self.kind, device=x.device
+        )  # tokens that are none stay numbers
         for i, layer in enumerate(self.layers):
             qkv = self._product(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias)
             k, v = self.slots.keys[i], self.slots.values[i]

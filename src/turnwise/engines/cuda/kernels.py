@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from turnwise.engines import sampling
-from turnwise.engines.cuda import attention_kernels
-from turnwise.engines.cuda.attention import EXACT, LOG2E, PLANS
+from turnwise.engines.cuda.attention import look_back
 from turnwise.engines.cuda.reference import SISTERS
+
+__all__ = ["add_norm", "attend", "draw", "look_back", "narrow_product", "quantise", "settle", "swiglu"]
 
 
 @triton.jit
@@ -248,23 +249,6 @@ def settle(
         qkv, keys, values, cos, sin, norm, position, row, q, eps, width,
         queries, heads, size, pad, qk_norm is not None, num_warps=4,
     )  # fmt: skip
-
-
-def look_back(
-    q: Tensor, keys: Tensor, values: Tensor, ends: Tensor, start: Tensor, rows: Tensor, longest: int, out: Tensor,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    """Job j's queries q[ends[j]:ends[j + 1]] attend to the columns of slot row ``rows[j]``: the first of them to ``start[j]`` and
-    all before it, each other one to one more. q and out [N, H D]; no job has more than ``longest`` queries."""
-    heads, width, size = keys.shape[1:]
-    queries, exact = q.shape[1] // size, q.dtype == torch.float32
-    plan = PLANS.get(size)
-    m, n, warps, stages = plan.forward if plan is not None and not exact else EXACT.forward
-    attention_kernels.look_back[(len(rows) * queries, triton.cdiv(longest, m))](
-        q, keys, values, out, ends, start, rows, scale * LOG2E, width, queries, heads, size, exact, m, n,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    return out
 
 
 LOWEST = tl.constexpr(-1e30)  # not −inf: the difference of two of them is no number
