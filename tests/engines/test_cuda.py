@@ -28,7 +28,8 @@ from turnwise.batch import pack
 from turnwise.data import Completion, Group, Sampling, Stop, Task, Trajectory, Turn
 from turnwise.engines import lanes, network
 from turnwise.engines.cuda import graphs, reference
-from turnwise.engines.cuda.graphs import AHEAD, LISTEN, GraphDecoder, buckets
+from turnwise.engines.cuda.graphs import AHEAD, LISTEN, buckets
+from turnwise.engines.cuda.pages import Size
 from turnwise.engines.generator import LocalGenerator
 from turnwise.engines.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
@@ -361,6 +362,32 @@ def test_frequencies_match_the_distribution(ahead: House):
     assert n * p.min() > 5 and chi2 < 63 + 5 * (2 * 63) ** 0.5
 
 
+# ---------------------------------------------------------------------- reading
+
+
+def test_a_reading_whose_size_comes_again_is_told_in_the_same_place(ahead: House):
+    """Longer, then shorter, from other rows: nothing of what was read before is left in it."""
+    model, g = make("llama3"), ahead(make("llama3"), slots=6)
+    for turn, most in enumerate((60, 60, 9, 40, 1, 60)):
+        asked = prompts(6, 1, most, seed=turn) if turn % 2 else [[V - 1, *ids] for ids in prompts(3, 1, most, seed=turn)]
+        for ids, done in zip(asked, ask(g, asked, Sampling(max_tokens=5))):
+            check_logp(model, ids, done, atol=5e-4)
+    decoder = g.network.graphs
+    assert decoder is not None and list(decoder.readers) == [Size(256, 16, 64)] and not decoder.faults
+
+
+def test_a_large_reading_is_not_kept(ahead: House, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(graphs, "CAPTURED", 300)
+    model = make()
+    g = ahead(model, slots=2, context=400)
+    for factor in (1, 3, 5):
+        ids = [factor * k % V for k in range(1, 340 + factor)]
+        (done,) = ask(g, [ids], Sampling(max_tokens=3))
+        check_logp(model, ids, done, atol=5e-4)
+    decoder = g.network.graphs
+    assert decoder is not None and not decoder.readers
+
+
 # ---------------------------------------------------------------------- when to look up
 
 
@@ -460,10 +487,10 @@ def test_other_head_sizes_are_done_without(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.skipif(not GPU, reason="no GPU")
 def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch: pytest.MonkeyPatch):
-    def fails(self: Any, *shape: Any) -> Any:
+    def fails(*args: Any, **options: Any) -> Any:
         raise RuntimeError("capture refused")
 
-    monkeypatch.setattr(GraphDecoder, "_capture", fails)
+    monkeypatch.setattr(torch.cuda, "graph", fails)
     model = make()
     g = LocalGenerator(model, slots=2, context=64, stop_ids=(), device="cuda")
     (done,) = ask(g, [[1, 2, 3]], Sampling(max_tokens=9))

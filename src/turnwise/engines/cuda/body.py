@@ -145,6 +145,7 @@ class Body:
                 return True
             except (RuntimeError, torch.AcceleratorError) as fault:  # an old driver, too little memory ...
                 why = str(fault).splitlines()[0]
+                log.debug("no graph of %s%s: %s", key, "" if rehearse else " unrehearsed", why)
         self.works = False
         log.warning("the learner reads without CUDA graphs from now on: %s", why)
         return False
