@@ -46,11 +46,13 @@ class Moment:
 
 async def guarded(function: Callable[..., Any], *args: Any, seconds: float, inline: bool) -> Any:
     """Call into an environment. A plain function that may block runs in a daemon thread and is given up at the limit."""
+    if inline:  # of a coroutine function this is the coroutine
+        try:
+            return function(*args)
+        except UNFIT as fault:
+            raise RuntimeError(repr(fault)) from None
     if inspect.iscoroutinefunction(function):
         return await within(function(*args), seconds)
-    if inline:
-        with tame():
-            return function(*args)
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -84,12 +86,15 @@ async def within(awaitable: Awaitable[Any], seconds: float) -> Any:
         raise EnvironmentFault(f"no answer within {seconds:g} s") from None
 
 
+UNFIT = (StopIteration, SystemExit)
+"""A future cannot carry the one, and the other would end the whole run: both become an ordinary error."""
+
+
 @contextlib.contextmanager
 def tame() -> Iterator[None]:
-    """A future cannot carry StopIteration, and SystemExit would end the whole run: both become an ordinary error."""
     try:
         yield
-    except (StopIteration, SystemExit) as fault:
+    except UNFIT as fault:
         raise RuntimeError(repr(fault)) from None  # with a StopIteration as cause, contextlib would hand that back
 
 
