@@ -173,7 +173,7 @@ class Batch:
 
         ``padded``: alike lengths together, so that attention pads less. Otherwise neighbours stay neighbours, and what one begins
         with as the one before it does is read once and counts once."""
-        cost = self.reading()
+        cost = self.reading().cpu()
         order = sorted(range(len(cost)), key=lambda k: int(cost[k]) if padded else 0)
         alone, beside = (cost, cost) if padded else self._once(cost)
         for part in even_runs(order, alone.tolist(), beside.tolist(), positions):
@@ -181,13 +181,14 @@ class Batch:
 
     def _once(self, cost: Tensor) -> tuple[Tensor, Tensor]:
         """What each trajectory costs alone, and beside the one before it."""
-        s = self.sequences
-        if not len(s.trajectory) or bool((s.trajectory[1:] < s.trajectory[:-1]).any()):
+        s = self.sequences.host or self.sequences
+        owner = s.trajectory.cpu()
+        if not len(owner) or bool((owner.diff() < 0).any()):
             return cost, cost
-        step = s.trajectory.diff(prepend=s.trajectory[:1] - 2)  # 0: another sequence of the same one; 1: of the next
-        again = shared_beginnings(s.ids, s.start)
-        alone = cost.index_add(0, s.trajectory, -again.where(step == 0, 0))
-        return alone, alone.index_add(0, s.trajectory, -again.where(step == 1, 0))
+        step = owner.diff(prepend=owner[:1] - 2)  # 0: another sequence of the same trajectory; 1: of the next
+        again = shared_beginnings(s.ids.cpu(), s.start)
+        alone = cost.index_add(0, owner, -again.where(step == 0, 0))
+        return alone, alone.index_add(0, owner, -again.where(step == 1, 0))
 
     def to(self, device: torch.device | str) -> Batch:
         if torch.device(device) == self.tree.device:

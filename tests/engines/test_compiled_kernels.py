@@ -84,7 +84,9 @@ def test_decoding(compiler: Compiler, kind: torch.dtype):
             k.attend(qkv, *around, whole(lanes), zeros(lanes, H * D, kind=kind), 0.1, 1e-5, shared)
         q = zeros(lanes, H * D, kind=kind)
         k.settle(qkv, *around, whole(lanes), whole(lanes), q, 1e-5)
-    k.look_back(q, *cache, whole(lanes + 1), whole(lanes), whole(lanes), 64, q, 0.1)
+    for size in (D, 128, 256):
+        q, rows = zeros(lanes, H * size, kind=kind), zeros(lanes, K, W, size, kind=kind)
+        k.look_back(q, rows, rows, whole(lanes + 1), whole(lanes), whole(lanes), 64, q, 0.1)
     drawn = (whole(8, lanes), zeros(8, lanes))
     k.draw(zeros(lanes, 3000), zeros(lanes), whole(lanes), whole(lanes), whole(lanes), whole(lanes), *drawn)
     if compiler.target.arch >= HOPPER and kind == torch.bfloat16:  # older ones have no such numbers

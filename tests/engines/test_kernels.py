@@ -233,7 +233,7 @@ def test_settle(kernels, seed, tokens, heads, size, dtype, normed):
     seed=seeds,
     jobs=st.lists(st.tuples(st.integers(0, 150), st.sampled_from([0, 1, 2, 31, 70])), min_size=1, max_size=4),
     heads=HEADS,
-    size=st.sampled_from([16, 64, 256]),
+    size=st.sampled_from([16, 64, 128, 256]),
     dtype=multiplied,
 )
 def test_look_back(kernels, seed, jobs, heads, size, dtype):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from turnwise.launch import train
-from turnwise.observe.profile import PAGE, TRACE, Clock, operators, windows
+from turnwise.observe.profile import PAGE, TRACE, Clock, Profile, operators, windows
 
 SMALL = {
     "method": "grpo", "env": "calculator", "difficulty": (1,), "groups": 1, "group_size": 2, "eval_tasks": 1, "hidden": 16,
@@ -29,7 +29,7 @@ def numbers(page: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("start", [0, 11])
-@pytest.mark.parametrize("left", range(1, 12))
+@pytest.mark.parametrize("left", [*range(1, 12), 23, 24, 100])
 def test_windows_lie_within_the_run(start, left):
     timed, traced = windows(start, start + left)
     assert timed and traced
@@ -49,6 +49,23 @@ def test_own_times_sum_to_the_whole():
     assert clock.calls == {("outer",): 1, ("outer", "inner"): 2}
     assert clock.seconds["outer", "inner"] >= 0.02 and clock.seconds["outer",] >= 0.02
     assert sum(clock.seconds.values()) == pytest.approx(whole, abs=2e-3)
+
+
+def test_captures_are_one_row_wherever_they_happen(tmp_path):
+    profile = Profile(tmp_path)
+    profile.clock.running = True
+    profile.timed, profile.traced, profile.total, profile.cuda = range(1, 2), range(2, 3), 1.0, False
+    for outer in ("update", "measure"):
+        with profile.clock.span(outer), profile.clock.span("capture"), profile.clock.span("backward"):
+            time.sleep(0.01)
+    profile._seal()
+    rows = {name: (seconds, calls) for name, seconds, calls in profile.rows()}
+    assert {*rows} == {
+        "capture graphs of new sizes", "measure signals", "update: forward and loss",
+        "the rest (packing, statistics, the loop itself)",
+    }  # fmt: skip
+    assert rows["capture graphs of new sizes"][0] >= 0.02 and rows["capture graphs of new sizes"][1] == 2
+    assert rows["update: forward and loss"][0] < 0.01
 
 
 def test_functions_coroutines_and_generators_keep_their_answers():

@@ -101,6 +101,12 @@ class LocalLearner:
         return f"{how}, {arithmetic} on {self.device.type}" + (f", weights {master}" if master != arithmetic else "")
 
     @property
+    def graphs(self) -> Any:
+        """What captures its passes; None where nothing does."""
+        fast = blocks.of(self.model.get_decoder())
+        return None if fast is None else fast.body
+
+    @property
     def _optimisers(self) -> list[torch.optim.Optimizer]:
         """The policy's, then that of a separate critic."""
         return [self._optimiser] if self._apart is None else [self._optimiser, self._apart]

@@ -26,12 +26,15 @@ Path_ = tuple[str, ...]
 PAGE, TRACE = "profile.md", "trace.json.gz"
 TOP = 15
 HOST, DEVICE = ("cpu_op",), ("kernel", "gpu_memcpy", "gpu_memset")  # kinds of events of a trace
+CAPTURE = "capture"  # of CUDA graphs, wherever it happens: sizes that come for the first time, no part of a usual step
 BESIDE = ("prefill", "decode")  # where they are inside nothing, they run beside the loop
 
 SPANS: tuple[tuple[str, str, str], ...] = (  # span, part of the loop, what it is asked
     ("gather", "collector", "gather"),
     ("prefill", "generator", "network.read"),
     ("decode", "generator", "lanes.run"),
+    (CAPTURE, "generator", "network.decoder._captured"),
+    (CAPTURE, "learner", "graphs._capture"),
     ("mix in", "mixture", "mix"),
     ("check", "probe", "mark"),
     ("measure", "learner", "measure"),
@@ -56,19 +59,28 @@ MEANING = {  # of the time that is a span's own
     ("update", "optimiser"): "update: optimiser",
     ("update", "measure"): "update: signals of the whole step",
     ("publish",): "publish weights",
+    (CAPTURE,): "capture graphs of new sizes",
 }
+
+
+def _kind(path: Path_) -> Path_:
+    return (CAPTURE,) if CAPTURE in path else path
 
 
 def windows(start: int, steps: int) -> tuple[range, range]:
     """(steps that are timed, steps that are traced), counted from 1: a few in the middle, or what there is.
 
     >>> windows(0, 100)
+    (range(11, 16), range(16, 18))
+    >>> windows(0, 20)
     (range(3, 6), range(6, 8))
     >>> windows(0, 1)
     (range(1, 2), range(1, 2))
     """
     left = steps - start
-    if left >= 7:
+    if left >= 24:  # early steps compile and capture
+        timed, traced = (11, 16), (16, 18)
+    elif left >= 7:
         timed, traced = (3, 6), (6, 8)
     elif left >= 3:
         timed, traced = (2, left), (left, left + 1)
@@ -154,6 +166,8 @@ class Profile:
     _began: float = 0.0
     _watcher: Any = None
     _operators: Sequence[tuple[str, int, float]] = ()
+    _times: dict[Path_, float] = field(default_factory=dict)
+    _calls: Counter[Path_] = field(default_factory=Counter)
 
     @contextlib.contextmanager
     def over(self, loop: Any, **others: tuple[Any, Sequence[str]]) -> Iterator[None]:
@@ -271,8 +285,13 @@ class Profile:
 
     def _seal(self) -> None:
         """The times are taken: what is traced after them must not be added."""
-        self.clock.seconds, self._times = defaultdict(float), self.clock.seconds
-        self.clock.calls, self._calls = Counter(), self.clock.calls
+        seconds, calls = self.clock.seconds, self.clock.calls
+        self.clock.seconds, self.clock.calls = defaultdict(float), Counter()
+        self._times, self._calls = defaultdict(float), Counter()
+        for path, took in seconds.items():
+            self._times[_kind(path)] += took
+            if CAPTURE not in path[:-1]:  # a backward pass in it is no call of its own
+                self._calls[_kind(path)] += calls[path]
 
     def page(self) -> str:
         steps, last = len(self.timed), self.timed.stop - 1

@@ -195,9 +195,8 @@ class GraphDecoder(Decoder):
         """The last layer's attention and MLP feed only logits, which nobody wants."""
         x = self.embedding[page.tokens]
         delta: Tensor | None = None
-        q, mixed = torch.zeros(
-            2, len(x), self.H * self.D, dtype=self.kind, device=x.device
-        )  # tokens that are none stay numbers
+        # zeros, since tokens that are none must stay numbers
+        q, mixed = torch.zeros(2, len(x), self.H * self.D, dtype=self.kind, device=x.device)
         for i, layer in enumerate(self.layers):
             qkv = self._product(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias)
             k, v = self.slots.keys[i], self.slots.values[i]
