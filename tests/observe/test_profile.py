@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from turnwise.launch import train
-from turnwise.observe.profile import PAGE, TRACE, Clock, Profile, operators, windows
+from turnwise.observe.clock import Clock
+from turnwise.observe.profile import PAGE, TRACE, Profile, operators, windows
 
 SMALL = {
     "method": "grpo", "env": "calculator", "difficulty": (1,), "groups": 1, "group_size": 2, "eval_tasks": 1, "hidden": 16,

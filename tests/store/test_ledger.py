@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from turnwise.data import Fork, Group, Origin, Status, Stop, Task, Trajectory, Turn
 from turnwise.errors import RecordError, StoreError
-from turnwise.store import Ledger
+from turnwise.store import Ledger, database
 from turnwise.store.records import decode, encode
 
 
@@ -255,6 +255,30 @@ def test_damaged_foreign_and_future_files(tmp_path):
         Ledger(path)
     with pytest.raises(StoreError, match="no ledger"):
         Ledger(tmp_path / "none.sqlite", readonly=True)
+
+
+@pytest.mark.parametrize("moment", ["BIRTH", "_prepare"])
+def test_a_ledger_killed_at_its_birth_is_none_or_whole(tmp_path, monkeypatch, moment):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "ledger.sqlite"
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, StoreError)):
+        patch.setattr(database, moment, killed if moment == "_prepare" else f"{database.TABLES} BROKEN")
+        Ledger(path)
+    assert path.exists() == (moment == "_prepare") and not list(tmp_path.glob(".*"))
+    if path.exists():
+        with Ledger(path, readonly=True) as ledger:
+            assert ledger.balance().issued == 0
+    Ledger(path).close()
+
+
+def test_an_empty_file_becomes_a_ledger(tmp_path):
+    """What older versions left when they were killed at a ledger's birth."""
+    path = tmp_path / "ledger.sqlite"
+    path.touch()
+    with Ledger(path) as ledger:
+        assert ledger.balance().issued == 0
 
 
 # --------------------------------------------------------------- round trip

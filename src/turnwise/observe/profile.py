@@ -9,12 +9,10 @@ different steps wherever a run has two.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gzip
 import inspect
 import json
 import resource
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Path_ = tuple[str, ...]
+from turnwise.observe.clock import Clock, Route
+
 PAGE, TRACE = "profile.md", "trace.json.gz"
 TOP = 15
 HOST, DEVICE = ("cpu_op",), ("kernel", "gpu_memcpy", "gpu_memset")  # kinds of events of a trace
@@ -63,7 +62,7 @@ MEANING = {  # of the time that is a span's own
 }
 
 
-def _kind(path: Path_) -> Path_:
+def _kind(path: Route) -> Route:
     return (CAPTURE,) if CAPTURE in path else path
 
 
@@ -90,71 +89,6 @@ def windows(start: int, steps: int) -> tuple[range, range]:
 
 
 @dataclass
-class Clock:
-    """Own time and calls of nested spans, by path; each thread has a stack of its own."""
-
-    seconds: dict[Path_, float] = field(default_factory=lambda: defaultdict(float))
-    calls: Counter[Path_] = field(default_factory=Counter)
-    running: bool = False
-    settle: Callable[[], None] = lambda: None  # waits for the device
-    mark: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # names the span in a trace
-    _local: threading.local = field(default_factory=threading.local)
-
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        if not self.running:
-            yield
-            return
-        stack: list[list[Any]] = self._local.__dict__.setdefault("stack", [])
-        path = (*(stack[-1][0] if stack else ()), name)
-        frame: list[Any] = [path, 0.0]  # and what the spans inside it took
-        stack.append(frame)
-        began = time.perf_counter()
-        try:
-            with self.mark(name):
-                yield
-                self.settle()
-        finally:
-            took = time.perf_counter() - began
-            stack.pop()
-            self.seconds[path] += took - frame[1]
-            self.calls[path] += 1
-            if stack:
-                stack[-1][1] += took
-
-    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, coroutine or generator, with its time noted."""
-        if inspect.iscoroutinefunction(call):
-
-            @functools.wraps(call)
-            async def wait(*args: Any, **kwargs: Any) -> Any:
-                with self.span(name):
-                    return await call(*args, **kwargs)
-
-            return wait
-        if inspect.isgeneratorfunction(call):
-
-            @functools.wraps(call)
-            def turn(*args: Any, **kwargs: Any) -> Iterator[Any]:
-                inner, over = call(*args, **kwargs), object()
-                while True:
-                    with self.span(name):
-                        found = next(inner, over)
-                    if found is over:
-                        return
-                    yield found
-
-            return turn
-
-        @functools.wraps(call)
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            with self.span(name):
-                return call(*args, **kwargs)
-
-        return ask
-
-
-@dataclass
 class Profile:
     """``with Profile(folder).over(loop): await loop.run()`` leaves a page and a trace in the folder."""
 
@@ -166,8 +100,8 @@ class Profile:
     _began: float = 0.0
     _watcher: Any = None
     _operators: Sequence[tuple[str, int, float]] = ()
-    _times: dict[Path_, float] = field(default_factory=dict)
-    _calls: Counter[Path_] = field(default_factory=Counter)
+    _times: dict[Route, float] = field(default_factory=dict)
+    _calls: Counter[Route] = field(default_factory=Counter)
 
     @contextlib.contextmanager
     def over(self, loop: Any, **others: tuple[Any, Sequence[str]]) -> Iterator[None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import StoreError
+from turnwise.store.aside import aside
 
 VERSION = 1
 APPLICATION = 0x54574C31  # "TWL1": no other program's database is mistaken for a ledger
@@ -53,6 +54,8 @@ CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT INTO facts VALUES ('issued', 0), ('clock', 0);
 """
 
+BIRTH = f"BEGIN IMMEDIATE; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; COMMIT;"
+
 MIXED = """
 CREATE TABLE IF NOT EXISTS mixed (          -- past or foreign trajectories that a step also learned from
     clock      INTEGER NOT NULL,
@@ -72,6 +75,8 @@ class Database:
             raise StoreError(f"there is no ledger at {path}")
         self.path = path
         self._guard = threading.RLock()
+        if not path.exists():
+            _create(path)
         where = f"{path.resolve().as_uri()}?mode={'ro' if readonly else 'rwc'}"
         with in_words(path):
             self._db = sqlite3.connect(where, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
@@ -127,12 +132,17 @@ def in_words(path: Path) -> Iterator[None]:
         raise StoreError(f"the ledger {path} failed: {error}") from error
 
 
+def _create(path: Path) -> None:
+    """Aside: SQLite makes the file first and fills it then, and a kill in between would leave a ledger that is none."""
+    with aside(path) as new, contextlib.closing(sqlite3.connect(new)) as db, in_words(path):
+        db.executescript(BIRTH)
+
+
 def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     fresh = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
     if fresh and db.execute("PRAGMA application_id").fetchone()[0] == 0:
-        marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
-        db.executescript(f"BEGIN IMMEDIATE; {TABLES} {marks} COMMIT;")
+        db.executescript(BIRTH)  # an older version was killed before it had filled the file
     if db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION:
         db.execute(MIXED)  # a ledger of an older version had none
 
