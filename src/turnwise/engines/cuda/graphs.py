@@ -249,8 +249,10 @@ class GraphDecoder(Decoder):
             saved = self.position.clone()
             self.position.fill_(-1)  # rehearse with every lane at rest
             what = f"of {lanes} lanes{' with cut distributions' * cuts}"
-            self.graphs[shape] = self._captured(partial(self._advance, *shape), what)
-            self.position.copy_(saved)
+            try:
+                self.graphs[shape] = self._captured(partial(self._advance, *shape), what)
+            finally:
+                self.position.copy_(saved)
         return self.graphs[shape]
 
     def _captured(self, run: Callable[[], None], what: str) -> Callable[[], None]:
