@@ -1,4 +1,4 @@
-"""Lists of numbers as tensors, fast."""
+"""Lists of numbers: as tensors, fast; and the first of them that is large enough."""
 
 from __future__ import annotations
 

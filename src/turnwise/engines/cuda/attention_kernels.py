@@ -113,6 +113,27 @@ def _look(
     return best, total, mixed
 
 
+@triton.jit
+def _softmax(
+    q, k, v, source, k_row, v_row, scale, first, last, nk,
+    D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """M queries over the keys they may see, the first of them up to ``first``: Σ of the powers, their largest exponent, and the
+    values mixed, not yet divided."""
+    whole = tl.maximum(first + 1, 0) // N * N  # keys that every one of these queries sees, in blocks
+    end = tl.minimum(first + M, nk)
+    best = tl.full((M,), LOWEST, tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    mixed = tl.zeros((M, D), tl.float32)
+    best, total, mixed = _look(
+        q, k, v, source, k_row, v_row, scale, last, nk, 0, whole, best, total, mixed, D, SHARED, EXACT, N, False
+    )  # fmt: skip
+    best, total, mixed = _look(
+        q, k, v, source, k_row, v_row, scale, last, nk, whole, end, best, total, mixed, D, SHARED, EXACT, N, True
+    )  # fmt: skip
+    return total, best, mixed
+
+
 @triton.jit(do_not_specialize=["U", "S"])
 def forward(
     q, k, v, out, stats, queries, keys, source, q_row, k_row, v_row, scale, U, S,
@@ -139,16 +160,8 @@ def forward(
         k += k0.to(tl.int64) * k_row
         v += k0.to(tl.int64) * v_row
     qq = _rows(q, i, q_row, i < nq, D, True)
-    whole = tl.maximum(block * M + (nk - nq) + 1, 0) // N * N  # keys that every one of these queries sees, in blocks
-    end = tl.minimum(block * M + M + (nk - nq), nk)
-    best = tl.full((M,), LOWEST, tl.float32)
-    total = tl.zeros((M,), tl.float32)
-    mixed = tl.zeros((M, D), tl.float32)
-    best, total, mixed = _look(
-        qq, k, v, source, k_row, v_row, scale, last, nk, 0, whole, best, total, mixed, D, SHARED, EXACT, N, False
-    )  # fmt: skip
-    best, total, mixed = _look(
-        qq, k, v, source, k_row, v_row, scale, last, nk, whole, end, best, total, mixed, D, SHARED, EXACT, N, True
+    total, best, mixed = _softmax(
+        qq, k, v, source, k_row, v_row, scale, block * M + (nk - nq), last, nk, D, SHARED, EXACT, M, N
     )  # fmt: skip
     seen = total > 0
     total = tl.where(seen, total, 1.0)
@@ -174,17 +187,7 @@ def look_back(
     i = block * M + tl.arange(0, M)
     last, nk = i + before, before + nq.to(tl.int32)
     qq = _rows(q + q0.to(tl.int64) * (H * D) + head * D, i, H * D, i < nq, D, True)
-    whole = (block * M + before + 1) // N * N
-    end = tl.minimum(block * M + M + before, nk)
-    best = tl.full((M,), LOWEST, tl.float32)
-    total = tl.zeros((M,), tl.float32)
-    mixed = tl.zeros((M, D), tl.float32)
-    best, total, mixed = _look(
-        qq, k, v, k, D, D, scale, last, nk, 0, whole, best, total, mixed, D, False, EXACT, N, False
-    )  # fmt: skip
-    best, total, mixed = _look(
-        qq, k, v, k, D, D, scale, last, nk, whole, end, best, total, mixed, D, False, EXACT, N, True
-    )  # fmt: skip
+    total, _, mixed = _softmax(qq, k, v, k, D, D, scale, block * M + before, last, nk, D, False, EXACT, M, N)
     _store(out + q0.to(tl.int64) * (H * D) + head * D, i, H * D, mixed / total[:, None], i < nq, D)
 
 

@@ -12,7 +12,7 @@ Knows weights, slots and how a token is drawn; neither requests nor text.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -92,7 +92,7 @@ class GraphDecoder(Decoder):
         self._told = [x.pin_memory() for x in told] if self.on_gpu else told
         self.graphs: dict[Shape, Callable[[], None]] = {}
         self.readers: dict[Size, tuple[Page, Callable[[], None]]] = {}
-        self.seen: Counter[Size] = Counter()
+        self.met: set[Size] = set()  # read once, without a graph
         self.pool: Any = None
         self.faults: set[str] = set()  # why a step had to run without a graph
 
@@ -185,8 +185,8 @@ class GraphDecoder(Decoder):
     def _reader(self, size: Size) -> tuple[Page, Callable[[], None]]:
         page = Page(size, self.slots.device)
         read = partial(self._read, page)
-        self.seen[size] += 1
-        if self.seen[size] == 1 or size.tokens > CAPTURED:
+        if size not in self.met or size.tokens > CAPTURED:
+            self.met.add(size)
             return page, read
         self.readers[size] = page, self._captured(read, f"of {size.tokens} tokens to read")
         return self.readers[size]
