@@ -259,6 +259,23 @@ def test_publish_in_the_middle(house: House, dtype: torch.dtype):
     assert (got - full_logp(old, ids, done))[change:].abs().mean() > 0.3  # it is another policy
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_published_weights_find_their_places(ahead: House, kind: str):
+    """A decoder that was given another model's weights holds what one made of that model holds, in the same tensors."""
+    given = make(kind, 1)
+    g, expected = (ahead(made, dtype=torch.bfloat16).network.graphs for made in (make(kind, 0), given))
+    assert g is not None and expected is not None
+    every = lambda d: [d.embedding, d.norm, d.head, *(t for layer in d.layers for t in graphs._tensors(layer))]  # noqa: E731
+    before = [t.data_ptr() for t in every(g)]
+    weights = {name: p.detach().to(ahead.device) for name, p in given.named_parameters()}
+    with torch.inference_mode():
+        g.model.load_state_dict(weights, strict=False)  # a tied head is not published
+        g.refresh(weights)
+    assert before == [t.data_ptr() for t in every(g)]
+    for found, right in zip(every(g), every(expected), strict=True):
+        assert torch.equal(found, right)
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_cancel_returns_what_there_is(house: House, deterministic: bool):
     model = make()

@@ -213,8 +213,7 @@ class Network:
                 raise SettingError(
                     f"weight {name!r} has shape {tuple(value.shape)}; the model's is {tuple(own[name].shape)}"
                 )
-        for name, value in weights.items():
-            own[name].copy_(value)
+        torch._foreach_copy_([own[name] for name in weights], list(weights.values()))
         if self.decoder is not None:
             self.decoder.refresh(weights)
         self.slots.forget()

@@ -15,13 +15,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from turnwise.engines.cuda import places
 from turnwise.engines.cuda.pages import CAPTURED, Page, Size
 from turnwise.engines.cuda.reference import SISTERS, quantise
 from turnwise.engines.decoder import Decoder, _Layer
@@ -104,7 +105,11 @@ class GraphDecoder(Decoder):
     # ------------------------------------------------------------------ weights
 
     def refresh(self, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Fuse the weights anew, in place. ``weights``: what was published, before it was rounded to the slots' dtype."""
+        """Take the model's weights anew, in place. ``weights``: what was published, before it was rounded to the slots' dtype."""
+        if hasattr(self, "layers") and not self.narrow:
+            for name, place, own in self._places:
+                place.copy_((weights or {}).get(name, own))
+            return
         base = self.model.model
         exact = lambda name, own: (weights or {}).get(name, own).detach().to(self.slots.device, torch.float32)  # noqa: E731
         embedding = exact("model.embed_tokens.weight", base.embed_tokens.weight)
@@ -118,6 +123,15 @@ class GraphDecoder(Decoder):
         old = [self.embedding, self.norm, self.head, *(t for layer in self.layers for t in _tensors(layer))]
         for into, value in zip(old, new):
             into.copy_(value)
+
+    @cached_property
+    def _places(self) -> list[tuple[str, Tensor, Tensor]]:
+        """A weight's name, where it lies here, and the model's own."""
+        every = list(places.outside(self.embedding, self.norm, self.head))
+        for i, layer in enumerate(self.layers):
+            every += places.inside(i, layer, self.H, self.Hkv, self.D)
+        own = self.model.state_dict()
+        return [(name, place, own[name]) for name, place in every if name in own]
 
     def _exact_norms(self, name: str, module: Any, exact: Any) -> _Layer:
         """A layer's products in ``kind``, its norms in float32 as they were published."""
