@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from turnwise.batch import Sequences
 from turnwise.engines import blocks, packed, plain, ragged
 from turnwise.engines.prefixes import Shared
-from turnwise.engines.ragged import Copies, Ragged
+from turnwise.engines.ragged import Ragged
 
 LENGTHS = [1, 3, 17, 63, 64, 65, 130]
 
@@ -158,8 +158,8 @@ def siblings(kernels, monkeypatch):
     def layout(shared):
         asked, held = [25, 7, 3], [25, 27, 23] if shared else [25, 7, 3]
         source = torch.tensor([*range(25), *range(20), *range(25, 32), *range(20), *range(32, 35)], device=DEVICE)
-        copies = Copies.of(source, 35) if shared else None
-        return Ragged(starts(asked), starts(held), (25, 27), copies), source if shared else None
+        source = source if shared else None
+        return Ragged(starts(asked), starts(held), (25, 27), source, 35), source
 
     return layout
 
@@ -221,8 +221,7 @@ def test_a_decoder_over_these_kernels_is_itself(siblings, shared, recompute):
     layers = blocks.of(decoder)
     assert Ragged.turns(d, 16)
     layers.recompute = recompute
-    to = lambda x: x.to(DEVICE)  # noqa: E731
-    found = pulled(layers(to(ids[rows]), to(position[rows]), Ragged.of(start, prefixes, to)))
+    found = pulled(layers(ids[rows], position[rows], Ragged.of(start, prefixes)))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 

@@ -136,8 +136,8 @@ def test_layers_that_fail_their_proof_are_not_used(kit, monkeypatch, broken, cap
 
 def slow_attention(q, k, v, layout, scale):
     """One sequence at a time; the last query stands over the last key."""
-    if layout.copies is not None:
-        k, v = k[layout.copies.source], v[layout.copies.source]
+    if layout.source is not None:
+        k, v = k[layout.source], v[layout.source]
     out = torch.full_like(q, torch.nan)
     for i in range(len(layout.queries) - 1):
         (a, b), (c, d) = (x[i : i + 2].tolist() for x in (layout.queries, layout.keys))
@@ -149,31 +149,32 @@ def slow_attention(q, k, v, layout, scale):
 
 
 @pytest.mark.parametrize("shared", [0, 6])
-@pytest.mark.parametrize(("rows", "keys", "ends", "longest"), [(256, 300, 64, 64), (256, 512, 64, 128), (320, 512, 256, 512)])
+@pytest.mark.parametrize(
+    ("rows", "keys", "ends", "longest"), [(256, 300, 64, 64), (256, 512, 64, 128), (320, 512, 256, 512)]
+)
 def test_padding_to_a_bucket_changes_no_real_row(shared, rows, keys, ends, longest):
     s = sequences(RAGGED, 61, shared=shared)
     layout = Ragged.of(s.start, Shared.of(s.ids, s.start) if shared else Shared.none(s.ids))
     n = int(layout.queries[-1])
     key = Key(rows, keys if shared else 0, ends, (longest, longest), torch.float32, False)
     graph = object.__new__(_Graph)
-    graph.key, graph.ids, graph.position = key, *torch.full((2, rows), 7)
-    junk = lambda size: torch.full((size,), 99, dtype=torch.int32)  # noqa: E731
-    copies = Copies(torch.full((keys,), 3), junk(rows + 1), junk(keys)) if shared else None
-    graph.layout = Ragged(junk(ends + 1), junk(ends + 1), key.longest, copies)
+    graph.key, graph.flat = key, torch.full((sum(key.sizes),), 99)
     graph.fill(s.ids[:n], s.positions()[:n], layout)
-    assert graph.layout.queries.diff().min() >= 0 and graph.layout.queries[-1] == rows  # every row has a sequence
-    assert graph.layout.queries.diff().max() <= longest and graph.layout.keys.diff().max() <= longest
+    ids, position, padded = graph.given()
+    assert torch.equal(ids[:n], s.ids[:n]) and torch.equal(position[:n], s.positions()[:n]) and not ids[n:].any()
+    assert padded.queries.diff().min() >= 0 and padded.queries[-1] == rows  # every row has a sequence
+    assert padded.queries.diff().max() <= longest and padded.keys.diff().max() <= longest
     q, k, v = torch.randn(3, rows, 2, 4, generator=torch.Generator().manual_seed(0))
-    found = slow_attention(q, k, v, graph.layout, 0.5)
+    found = slow_attention(q, k, v, padded, 0.5)
     assert found.isfinite().all()
     torch.testing.assert_close(found[:n], slow_attention(q[:n], k[:n], v[:n], layout, 0.5))
     if shared:  # what flows back: every copy to its row, padding to padding
         dk, dv = torch.randn(2, keys, 2, 4, generator=torch.Generator().manual_seed(1))
-        padded, plainly = (
+        summed, plainly = (
             plain.collect(dk[: len(c.source)], dv[: len(c.source)], c.first, c.members)
-            for c in (graph.layout.copies, layout.copies)
+            for c in (padded.copies, layout.copies)
         )
-        for a, b in zip(padded, plainly):
+        for a, b in zip(summed, plainly):
             torch.testing.assert_close(a[:n], b)
 
 
@@ -231,7 +232,9 @@ def test_a_capture_that_fails_unrehearsed_is_rehearsed(monkeypatch, caplog):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.sampled_from([0, 5])), max_size=30))
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.sampled_from([0, 5])), max_size=30)
+)
 def test_whatever_a_graph_is_given_has_room_in_it(asked):
     """Law: rows, keys and ends of sequences with all their padding fit."""
     body = Passes()
@@ -325,7 +328,7 @@ def test_ragged_attention_equals_padded_attention(kit):
     g = torch.Generator("cuda").manual_seed(0)
     read = [torch.randn(len(shared.first), h, 16, device="cuda", generator=g).requires_grad_() for h in (4, 2, 2)]
     weight = torch.randn(len(shared.first), 4, 16, device="cuda", generator=g)
-    few = Ragged.of(s.start, shared).attend_rows(*(x.bfloat16() for x in read), 0.3).float()
+    few = Ragged.of(s.start, shared).to("cuda").attend_rows(*(x.bfloat16() for x in read), 0.3).float()
     all_of_them = packed.PackedLayout(s.start, shared).attend_rows(*read, 0.3)
     torch.testing.assert_close(few, all_of_them, rtol=3e-2, atol=3e-2)
     for a, b in zip(*(torch.autograd.grad((x * weight).sum(), read) for x in (few, all_of_them))):

@@ -106,7 +106,7 @@ def test_the_gradient_of_rivals(kit):
     learner = LocalLearner(kit.make_model("gpt2"), LearnerSettings(dtype="float64"))
     batch = kit.make_batch(4)
     batch = batch.put(learner.measure(batch, ASK))
-    found = learner.measuring.live(batch, frozenset({Signal.RIVALS}))[Signal.RIVALS].x.sum()
+    found = learner.measuring.live(batch, frozenset({Signal.RIVALS}))[1][Signal.RIVALS].x.sum()
     drawn = candidates.known(batch)
     plain = (distributions(learner, batch).gather(1, drawn) * (drawn != batch.token.x[:, None])).sum()
     parameters = list(learner.policy())

@@ -35,6 +35,7 @@ from turnwise.engines.native import ops as native
 from turnwise.engines.products import Rounded, Weight, back, parts_of, product, seen, weight_gradient
 from turnwise.engines.ragged import Ragged
 from turnwise.errors import SettingError
+from turnwise.levels import send
 
 NARROW = "narrow_products"  # what says so on a decoder: its copies say it, too
 
@@ -221,11 +222,15 @@ class Blocks:
         return f"Triton kernels{flash}, {graphs}" + fp8
 
     def __call__(self, ids: Tensor, position: Tensor, layout: Layout, asked: Tensor | None = None) -> Tensor:
-        """ids and position [L] -> what the LM head would read, [L, d], in ``kind``; where rows are ``asked`` for, only theirs."""
+        """ids and position [L] -> what the LM head would read, [L, d], in ``kind``; where rows are ``asked`` for, only theirs. A
+        ragged layout comes from the host, with ids and positions."""
         if asked is None and isinstance(layout, Ragged) and not self.recompute:
             states = self.body(self._read, kind_of(self.weights[0]), ids, position, layout)
             if states is not None:
                 return states
+        if isinstance(layout, Ragged):
+            device = self.weights[0].device
+            ids, position, layout = send(ids, device), send(position, device), layout.to(device)
         return self._read(ids, position, layout, asked=asked)
 
     def _read(

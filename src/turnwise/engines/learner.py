@@ -193,8 +193,7 @@ class LocalLearner:
         batch = batch.put(vocabulary=batch.tree.full(BATCH, float(self.head.weight.shape[0])))
         parts = list(self._split(batch)) if objective.foresees else []
         if len(parts) == 1 and objective.foresees <= LIVE and self.noise is None:
-            micro = parts[0].to(self.device)
-            policy = self.measuring.live(micro, objective.live)
+            micro, policy = self.measuring.live(parts[0], objective.live)
             planned = objective.plan(micro.put({s: f.detach() for s, f in policy.items()}))
             yield planned, planned, policy
             return
@@ -203,10 +202,9 @@ class LocalLearner:
         planned = objective.plan(batch)
         moving, silent = self._apart_from_silent(planned)
         for part, pulled in ((moving, True), (silent, False)):
-            for number, micro in enumerate(() if part is None else self._split(part)):
-                micro = micro.to(self.device)
+            for number, cut in enumerate(() if part is None else self._split(part)):
                 with torch.set_grad_enabled(pulled), self.noise.on(self.steps, number) if self.noise else nullcontext():
-                    policy = self.measuring.live(micro, objective.live)
+                    micro, policy = self.measuring.live(cut, objective.live)
                 yield planned, micro, policy
 
     def _apart_from_silent(self, planned: Batch) -> tuple[Batch, Batch | None]:

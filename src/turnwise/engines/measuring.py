@@ -45,6 +45,8 @@ THROUGH = RANKS | PUPILS | {Signal.Q, Signal.Q_TWIN, Signal.SLOW_Q, Signal.SLOW_
 ENTERED = ("policy", "critic", "slow")
 """... and whose reading may go so far."""
 
+BY_POLICY = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.RIVALS})
+
 Found = dict[Any, Field]
 Read = Callable[[str], Reading]
 """A micro-batch as the named model reads it: policy, reference, previous, teacher, critic, slow."""
@@ -131,13 +133,17 @@ class Measuring:
         return out
 
     # ------------------------------------------------------- one micro-batch
-    def live(self, batch: Batch, wanted: frozenset[Signal]) -> dict[Signal, Field]:
-        """The live signals of one micro-batch, with their gradient."""
-        return self._live(batch, wanted, self._reader(batch, wanted))
+    def live(self, batch: Batch, wanted: frozenset[Signal]) -> tuple[Batch, dict[Signal, Field]]:
+        """One micro-batch, on the device, and its live signals, with their gradient. The policy begins to read before all else is
+        sent: what a GPU does not need yet it need not wait for."""
+        early = wanted & BY_POLICY and batch.sequences.ids.numel() and self.house.device.type == "cuda"
+        states = self._reader(batch, wanted)("policy").states if early else None
+        batch = batch.to(self.house.device)
+        return batch, self._live(batch, wanted, self._reader(batch, wanted, states))
 
     def _live(self, batch: Batch, wanted: frozenset[Signal], read: Read) -> dict[Signal, Field]:
         out: dict[Signal, Field] = {}
-        if wanted & {Signal.LOGP, Signal.ENTROPY, Signal.RIVALS}:
+        if wanted & BY_POLICY:
             logp, entropy = read("policy").logp(Signal.ENTROPY in wanted)
             out[Signal.LOGP] = Field(batch.tree, TOKEN, logp)
             if entropy is not None:
@@ -154,9 +160,9 @@ class Measuring:
         """log π of a batch, with its gradient where gradients are on."""
         return _logp(self._reader(batch, frozenset())("policy"))
 
-    def _reader(self, batch: Batch, wanted: frozenset[Signal]) -> Read:
+    def _reader(self, batch: Batch, wanted: frozenset[Signal], states: packed.States | None = None) -> Read:
         """A micro-batch before every model, read once by each. Nothing here refers to itself, so what was read is forgotten with
-        its micro-batch, not when cycles are next looked for."""
+        its micro-batch, not when cycles are next looked for. ``states``: what the policy read already."""
         readings: dict[str, Reading] = {}
 
         def read(who: str) -> Reading:
@@ -166,7 +172,8 @@ class Measuring:
             if who not in readings:
                 switched_off = who == "reference" and bool(self.house.settings.lora_rank)
                 through = bool(wanted & THROUGH) and who in ENTERED
-                readings[who] = Reading(batch, model, lambda: self._during(switched_off), through)
+                known = states if who == "policy" else None
+                readings[who] = Reading(batch, model, lambda: self._during(switched_off), through, known)
             return readings[who]
 
         return read

@@ -99,7 +99,7 @@ def _layout(
 ) -> PackedLayout | Ragged:
     weight = next(model.parameters())
     if weight.is_cuda and kind_of(weight) in (torch.bfloat16, torch.float16):
-        return Ragged.of(start, shared, to)
+        return Ragged.of(start, shared)
     return PackedLayout(to(start), Shared(to(shared.first), to(shared.row)))
 
 
@@ -159,21 +159,25 @@ def read(model: PreTrainedModel, sequences: Sequences, through: bool = False, wh
     If tokens were sampled, only the states they were sampled from are true: much of the rest is not computed. ``through``: those
     after the sampled tokens are wanted too. ``whole``: and all that come before."""
     here = sequences.host or sequences  # what is looked at on the host keeps no GPU waiting
-    to = partial(send, device=sequences.ids.device)
+    to = partial(send, device=next(model.parameters()).device)
     kept, position, start = _worth_reading(here, through)
     ids = here.ids[kept]
     # stock norms pass gradients through float32 even in a float64 model, where a rounded sum is not the sum of the
     # rounded: exactness is what float64 is asked for, so there nothing is shared
     shared = Shared.none(ids) if model.dtype == torch.float64 else Shared.of(ids, start)
-    row = to(torch.zeros_like(here.ids).index_copy(0, kept, shared.row))
+    row = torch.zeros_like(here.ids).index_copy(0, kept, shared.row)
     decoder, layout = model.get_decoder(), _layout(start, shared, model, to)
-    ids, position = to(ids[shared.first]), to(position[shared.first])
+    ids, position = ids[shared.first], position[shared.first]
     fast = blocks.of(decoder)
-    if fast is not None and isinstance(layout, PackedLayout) and here.at.numel() and not whole:
+    if isinstance(layout, Ragged) and fast is not None:  # captured graphs have fixed sizes
+        return States(fast(ids, position, layout), to(row))
+    ids, position, row = to(ids), to(position), to(row)
+    layout = layout.to(ids.device) if isinstance(layout, Ragged) else layout
+    if fast is not None and here.at.numel() and not whole:
         wanted = torch.cat([here.at - 1, here.at]) if through else here.at - 1
         asked, place = _distinct(row[to(wanted)], len(ids))
         return States(fast(ids, position, layout, asked), place[row])
-    if fast is not None:  # captured graphs have fixed sizes
+    if fast is not None:
         return States(fast(ids, position, layout), row)
     out = decoder(input_ids=ids[None], position_ids=position[None], use_cache=False, layout=layout)
     return States(out.last_hidden_state[0], row)

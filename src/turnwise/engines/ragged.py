@@ -9,8 +9,8 @@ Knows boundaries and copies; neither models nor what the states are for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from turnwise.engines.arithmetic import attention_for, ops_for
 from turnwise.engines.prefixes import Shared
+from turnwise.levels import send
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,35 +32,48 @@ class Copies:
     members: Tensor  # [M] int32
 
     @classmethod
-    def of(cls, source: Tensor, rows: int) -> Copies:
-        ordered, members = source.sort(stable=True)
-        first = torch.searchsorted(ordered, torch.arange(rows + 1, device=source.device))
+    def of(cls, source: Tensor, rows: int, end: Tensor | None = None) -> Copies:
+        """``end``: from this key on they are nobody's."""
+        here = torch.arange(max(rows + 1, len(source)), device=source.device)
+        owner = source if end is None else source.where(here[: len(source)] < end, rows)
+        ordered, members = owner.sort(stable=True)
+        first = torch.searchsorted(ordered, here[: rows + 1])
         return cls(source, first.int(), members.int())
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Where ragged sequences begin among queries and keys, [S + 1] int32, and whose copies the keys are (None: each its own)."""
+    """Where ragged sequences begin among queries and keys, [S + 1], and which of U ``rows`` each key is a copy of, [M] (None:
+    each is its own). It is made on the host; kernels want it on their device, with boundaries in int32."""
 
     queries: Tensor
     keys: Tensor
     longest: tuple[int, int]
-    copies: Copies | None = None
+    source: Tensor | None = None
+    rows: int = 0
 
     @classmethod
-    def of(cls, start: Tensor, shared: Shared, to: Callable[[Tensor], Tensor] = lambda x: x) -> Ragged:
-        """The layout of sequences that begin at ``start``; ``to`` sends what it holds to the model's device.
-
-        The queries of a shared beginning are asked once, by the first sequence that has it."""
+    def of(cls, start: Tensor, shared: Shared) -> Ragged:
+        """The layout of sequences that begin at ``start``. The queries of a shared beginning are asked once, by the first
+        sequence that has it."""
         lengths = start[1:] - start[:-1]
         queries = torch.searchsorted(shared.first, start).diff()  # how many of each sequence's positions are read
         asks = queries > 0  # a sequence that is all copy asks nothing
-        copies = None
-        if len(shared.first) < len(shared.row):
-            copies = Copies.of(to(shared.row[asks.repeat_interleave(lengths)]), len(shared.first))
+        copied = len(shared.first) < len(shared.row)
+        source = shared.row[asks.repeat_interleave(lengths)] if copied else None
         queries, lengths = queries[asks], lengths[asks]
-        begin, keys = (to(torch.cat([n.new_zeros(1), n.cumsum(0)]).to(torch.int32)) for n in (queries, lengths))
-        return cls(begin, keys, (int(queries.max()), int(lengths.max())), copies)
+        begin, keys = (torch.cat([n.new_zeros(1), n.cumsum(0)]) for n in (queries, lengths))
+        return cls(begin, keys, (int(queries.max()), int(lengths.max())), source, len(shared.first))
+
+    def to(self, device: torch.device | str) -> Ragged:
+        queries, keys = (send(x.to(torch.int32), device) for x in (self.queries, self.keys))
+        source = None if self.source is None else send(self.source, device)
+        return Ragged(queries, keys, self.longest, source, self.rows)
+
+    @cached_property
+    def copies(self) -> Copies | None:
+        """Whose copies the keys are; those behind the last sequence are nobody's."""
+        return None if self.source is None else Copies.of(self.source, self.rows, self.keys[-1])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]: as stock layers ask."""
@@ -90,7 +104,7 @@ class Ragged:
 
     def where(self, scale: float) -> tuple[Any, ...]:
         """What kernels must know."""
-        return self.queries, self.keys, None if self.copies is None else self.copies.source, self.longest, scale
+        return self.queries, self.keys, self.source, self.longest, scale
 
 
 class _Copied(torch.autograd.Function):

@@ -27,10 +27,19 @@ During = Callable[[], AbstractContextManager[Any]]
 
 
 class Reading:
-    def __init__(self, batch: Batch, model: PreTrainedModel, during: During, through: bool = False) -> None:
-        """``through``: the state after each sampled token is wanted too."""
+    def __init__(
+        self,
+        batch: Batch,
+        model: PreTrainedModel,
+        during: During,
+        through: bool = False,
+        states: packed.States | None = None,
+    ) -> None:
+        """``through``: the state after each sampled token is wanted too. ``states``: where they are there already."""
         self.batch, self.model, self.during, self.through = batch, model, during, through
         self._scored: tuple[Tensor, Tensor | None] | None = None
+        if states is not None:
+            self.states = states
 
     @cached_property
     def states(self) -> packed.States:

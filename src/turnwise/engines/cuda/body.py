@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from turnwise.engines.ragged import Copies, Ragged
+from turnwise.engines.ragged import Ragged
 from turnwise.maths.numbers import at_least
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,11 @@ class Key(NamedTuple):
     longest: tuple[int, int]
     kind: torch.dtype
     grad: bool
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of what a pass is given: ids, positions, where queries and keys begin, whose copies the keys are."""
+        return [self.rows, self.rows, self.sequences + 1, self.sequences + 1, self.keys]
 
 
 Read = Callable[[Tensor, Tensor, Ragged, Mapping[Tensor, Tensor]], Tensor]
@@ -77,7 +82,7 @@ class Body:
         graph = self.graphs.get(key) or self._borrowed(key, len(ids), layout)
         if graph is None:
             key = key if self.seen[key] >= OFTEN else self._key(ids, layout, kind, grad, COARSE)
-            if not self._capture(key, read, ids.device):
+            if not self._capture(key, read, next(iter(self.weights), ids).device):
                 return None
             graph = self.graphs[key]
         graph.fill(ids, position, layout)
@@ -157,17 +162,14 @@ class _Token:
 
 class _Graph:
     def __init__(self, key: Key, body: Body, read: Read, device: torch.device, rehearse: bool) -> None:
-        whole = lambda size: torch.zeros(size, dtype=torch.int64, device=device)  # noqa: E731
         self.key, self.body = key, weakref.proxy(body)
-        self.ids, self.position = whole(key.rows), whole(key.rows)
-        short = lambda size: torch.zeros(size, dtype=torch.int32, device=device)  # noqa: E731
-        copies = Copies(whole(key.keys), short(key.rows + 1), short(key.keys)) if key.keys else None
-        self.layout = Ragged(short(key.sequences + 1), short(key.sequences + 1), key.longest, copies)
+        self.flat = torch.zeros(sum(key.sizes), dtype=torch.int64, device=device)
         self.spent, self.turn = False, 0  # whether a backward pass used it up; how many forward passes there were
-        first = torch.arange(min(key.rows, key.longest[0]), device=device)
+        first = torch.arange(min(key.rows, key.longest[0]))
         ends = torch.tensor([0, len(first)])
-        alone = Copies.of(first, len(first)) if key.keys else None
-        self.fill(torch.zeros_like(first), first, Ragged(ends, ends, key.longest, alone))
+        self.fill(
+            torch.zeros_like(first), first, Ragged(ends, ends, key.longest, first if key.keys else None, len(first))
+        )
         if rehearse:
             self._rehearse(read)
             torch.cuda.empty_cache()  # what it leaves a graph's pool cannot use, and it is as large
@@ -185,7 +187,13 @@ class _Graph:
     def _read(self, read: Read) -> tuple[Tensor, list[Tensor]]:
         """The states, and the leaves to differentiate by: the parameters themselves may still be part of another pass."""
         own = {p: p.detach().requires_grad_(p.requires_grad) for p in self.body.weights}
-        return read(self.ids, self.position, self.layout, own), [own[p] for p in self.body.parameters]
+        return read(*self.given(), own), [own[p] for p in self.body.parameters]
+
+    def given(self) -> tuple[Tensor, Tensor, Ragged]:
+        """What was last filled in: ids, positions, layout."""
+        ids, position, queries, keys, source = self.flat.split(self.key.sizes)
+        copied = source if self.key.keys else None
+        return ids, position, Ragged(queries.int(), keys.int(), self.key.longest, copied, self.key.rows)
 
     def _rehearse(self, read: Read) -> None:
         """Once without a graph, on a stream of its own: kernels are compiled, libraries take their workspaces."""
@@ -198,32 +206,24 @@ class _Graph:
         torch.cuda.current_stream().wait_stream(side)
 
     def fill(self, ids: Tensor, position: Tensor, layout: Ragged) -> None:
-        """A batch of this bucket, and the padding that makes it whole."""
-        n, device = len(ids), self.ids.device
-        for into, value in ((self.ids, ids), (self.position, position)):
+        """A batch of this bucket, and the padding that makes it whole: put together on the host and sent as one, since every word
+        to a GPU takes the host longer than a thousand numbers."""
+        n, pads, longest = len(ids), self.key.rows - len(ids), self.key.longest[0]
+        here = torch.zeros(len(self.flat), dtype=torch.int64, pin_memory=self.flat.is_cuda)
+        *rows, queries, keys, source = here.split(self.key.sizes)
+        for into, value in zip(rows, (ids, position)):
             into[:n] = value
-            into[n:] = 0
-        pads = self.key.rows - n
-        # where the padding's own sequences end: made there, since a copy from ordinary memory would wait for all before it
-        extra = torch.arange(1, -(-pads // self.key.longest[0]) + 1, device=device).mul_(self.key.longest[0])
-        extra.clamp_(max=pads)
-        for into, value in ((self.layout.queries, layout.queries), (self.layout.keys, layout.keys)):
-            into[: len(value)] = value
-            into[len(value) :] = into[len(value) - 1]
-            into[len(value) : len(value) + len(extra)] += extra
-            into[len(value) + len(extra) :] += pads
-        if layout.copies is not None and self.layout.copies is not None:
-            self._fill_copies(self.layout.copies, layout.copies, n, pads)
-
-    def _fill_copies(self, into: Copies, given: Copies, n: int, pads: int) -> None:
-        """Each row of the padding has one copy; keys beyond those are nobody's."""
-        m, extra = len(given.source), torch.arange(pads, device=self.ids.device)
-        for ours, theirs, more in ((into.source, given.source, n), (into.members, given.members, m)):
-            ours[:m] = theirs
-            ours[m : m + pads] = extra + more
-            ours[m + pads :] = 0
-        into.first[: n + 1] = given.first
-        into.first[n + 1 :] = extra + (m + 1)
+        ends = torch.arange(1, -(-pads // longest) + 1).mul_(longest).clamp_(max=pads)  # of the padding's own sequences
+        for into, value in ((queries, layout.queries.cpu()), (keys, layout.keys.cpu())):
+            given, whole = len(value), len(value) + len(ends)
+            into[:given] = value
+            into[given:whole] = ends + value[-1]
+            into[whole:] = value[-1] + pads
+        if layout.source is not None:  # each row of the padding has one copy; keys beyond those are nobody's
+            m = len(layout.source)
+            source[:m] = layout.source
+            source[m : m + pads] = torch.arange(n, n + pads)
+        self.flat.copy_(here, non_blocking=True)
 
 
 class _Replay(torch.autograd.Function):
@@ -251,5 +251,5 @@ class _Replay(torch.autograd.Function):
 
 def _needs(layout: Ragged, pads: int, longest: int) -> tuple[int, int]:
     """Keys (0: those of its own rows) and ends of sequences, with so many rows of padding."""
-    keys = 0 if layout.copies is None else len(layout.copies.source) + pads
+    keys = 0 if layout.source is None else len(layout.source) + pads
     return keys, len(layout.queries) + -(-pads // longest)

@@ -1,4 +1,4 @@
-"""Where each weight of a model lies in a decoder that keeps them fused and turned: a published one goes straight there, by one copy.
+"""Where each weight of a model lies in a decoder that keeps them fused and turned: a published one goes there by one copy.
 
 Knows names and views; neither what is computed with them nor who publishes.
 """
