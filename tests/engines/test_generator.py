@@ -193,15 +193,21 @@ def test_wrong_use_is_refused():
 # ---------------------------------------------------------------------- reading
 
 
-def test_readings_are_bounded_with_their_padding():
+@pytest.mark.parametrize("padded", [True, False])
+def test_readings_are_bounded_with_their_padding(padded: bool):
     rng = random.Random(0)
     jobs = [Job(row, row % 3, list(range(rng.choice([1, 3, 40, 250])))) for row in range(60)]
-    parts = _parts(jobs, 100)
+    parts = _parts(jobs, 100, padded)
     for part in parts:
         sizes = [len(job.ids) for job in part]
-        assert sum(sizes) <= 100 and len(part) * max(sizes) <= 200
+        assert sum(sizes) <= 100 and (not padded or len(part) * max(sizes) <= 200)
         assert len({job.row for job in part}) == len(part)
     for job in jobs:  # every row whole and in order
         mine = [piece for part in parts for piece in part if piece.row == job.row]
         assert [i for piece in mine for i in piece.ids] == job.ids
         assert [piece.start for piece in mine] == [job.start + 100 * k for k in range(len(mine))]
+
+
+def test_one_long_reply_among_short_ones_is_one_reading_where_nothing_is_padded():
+    jobs = [Job(row, 0, [1] * (50 if row == 7 else 2)) for row in range(20)]
+    assert len(_parts(jobs, 100, False)) == 1 < len(_parts(jobs, 100, True))

@@ -17,6 +17,7 @@ from turnwise.bench.rows import Row, against
 from turnwise.bench.shapes import Scene
 from turnwise.data import Group, Task, Trajectory, Turn
 from turnwise.engines.arithmetic import ids_at_once
+from turnwise.engines.cuda.body import OFTEN
 from turnwise.engines.learner import LearnerSettings, LocalLearner
 
 SIBLINGS = 8
@@ -73,11 +74,11 @@ def plain(scene: Scene) -> Callable[[], Any]:
 
 
 def timed(call: Callable[[], Any], device: str, repeats: int) -> tuple[float, float]:
-    """(median seconds, bytes the device had to set aside, those of captured graphs too); the first two calls warm up, compile and
-    capture."""
-    times = []
-    for repeat in range(repeats + 2):
-        if device == "cuda" and repeat == 2:
+    """(median seconds, bytes the device had to set aside, those of captured graphs too); the first calls warm up, compile and
+    capture, on a GPU until a size has come so often that it has a graph of its own."""
+    times, warm = [], 2 + (OFTEN if device == "cuda" else 0)
+    for repeat in range(repeats + warm):
+        if device == "cuda" and repeat == warm:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         settle(device)
@@ -86,7 +87,7 @@ def timed(call: Callable[[], Any], device: str, repeats: int) -> tuple[float, fl
         settle(device)
         times.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_reserved() if device == "cuda" else 0
-    return statistics.median(times[2:]), peak
+    return statistics.median(times[warm:]), peak
 
 
 def rows(scene: Scene, limits: Limits, repeats: int) -> list[Row]:

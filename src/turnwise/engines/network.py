@@ -184,7 +184,8 @@ class Network:
 
     def read(self, jobs: Sequence[Job]) -> int:
         """Compute the KV of these ids. Returns how many tokens were read."""
-        for part in _parts(jobs, READ_BUDGET_CUDA if self.device.type == "cuda" else READ_BUDGET):
+        budget = READ_BUDGET_CUDA if self.device.type == "cuda" else READ_BUDGET
+        for part in _parts(jobs, budget, padded=self.graphs is None):
             layout = Reading(self.slots, part)
             if self.decoder is not None:
                 self.decoder.read(layout)
@@ -219,9 +220,9 @@ class Network:
         self.slots.forget()
 
 
-def _parts(jobs: Sequence[Job], budget: int) -> list[list[Job]]:
-    """Cut into packed passes of a bounded number of tokens, of at most twice as many with the padding to the longest; long jobs
-    first, so that like is read with like. The pieces of a long job follow one another."""
+def _parts(jobs: Sequence[Job], budget: int, padded: bool) -> list[list[Job]]:
+    """Cut into packed passes of a bounded number of tokens, and where jobs are padded to the longest of at most twice as many with
+    the padding; long jobs first, so that like is read with like. The pieces of a long job follow one another."""
     pieces = [
         Job(job.row, job.start + at, job.ids[at : at + budget])
         for job in sorted(jobs, key=lambda job: -len(job.ids))
@@ -231,7 +232,7 @@ def _parts(jobs: Sequence[Job], budget: int) -> list[list[Job]]:
     room = depth = 0
     for piece in pieces:
         depth = max(depth, len(piece.ids))
-        wide = bool(parts) and (len(parts[-1]) + 1) * depth > 2 * budget
+        wide = padded and bool(parts) and (len(parts[-1]) + 1) * depth > 2 * budget
         if not parts or len(piece.ids) > room or wide or parts[-1][-1].row == piece.row:
             parts.append([])
             room, depth = budget, len(piece.ids)
