@@ -221,8 +221,8 @@ class Network:
 
 
 def _parts(jobs: Sequence[Job], budget: int, padded: bool) -> list[list[Job]]:
-    """Cut into packed passes of a bounded number of tokens, and where jobs are padded to the longest of at most twice as many with
-    the padding; long jobs first, so that like is read with like. The pieces of a long job follow one another."""
+    """Cut into packed passes of a bounded number of tokens, and where jobs are padded to the longest, of at most twice as many
+    with the padding; long jobs first, so that like is read with like. The pieces of a long job follow one another."""
     pieces = [
         Job(job.row, job.start + at, job.ids[at : at + budget])
         for job in sorted(jobs, key=lambda job: -len(job.ids))
