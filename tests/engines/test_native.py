@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from turnwise.engines import decoder, packed, plain
 from turnwise.engines.layouts import Job
-from turnwise.engines.native import attention, build, ops
+from turnwise.engines.native import attention, build, few, ops
 from turnwise.engines.network import Network
 from turnwise.engines.prefixes import Shared
 
 needs_compiler = pytest.mark.skipif(build.library()[0] is None, reason=f"no kernels: {build.library()[1]}")
 KIND = torch.float32
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def rows(*shape, seed=0):
@@ -76,6 +81,59 @@ def test_scores_and_their_gradient(n, vocabulary, entropies):
     given = (rows(n, seed=1), rows(n, seed=2) if entropies else None, found[2])
     expected = plain.pull(logits, targets, inverse, found[1], *given, KIND)
     close([ops.pull(logits.clone(), targets, inverse, found[1], *given, KIND)], [expected])
+
+
+@needs_compiler
+@pytest.mark.parametrize("length", [1, 5, 6, 7, 13, 64])
+@pytest.mark.parametrize("inner,outer", [(3, 16), (128, 48), (200, 256)])
+def test_products_of_few_rows(length, inner, outer):
+    x, weight, add = rows(length, inner), rows(inner, outer), rows(length, outer)
+    panels = few.panels(weight)
+    found = few.product(x, panels)
+    close([found], [x @ weight])
+    for i in range(length):  # nor does a row depend on the others
+        assert torch.equal(few.product(x[i : i + 1], panels)[0], found[i])
+    for more, apart in ((add, outer), (add[:1], 0)):
+        out, lib = torch.empty(length, outer), build.library()[0]
+        lib.product(ops.at(x), ops.at(panels), ops.at(more), apart, ops.at(out), length, inner, outer)
+        close([out], [x @ weight + more])
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "biased", "odd"])
+def test_few_rows_go_another_way_to_the_same_logits(kit, kind, monkeypatch):
+    """One call for all layers, with the products in it, beside PyTorch's products."""
+    shape = {**SHAPE, "attention_bias": kind == "biased", "vocab_size": 61 if kind == "odd" else 64}
+    made = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=kind == "llama_tied")).eval()
+    for name, p in made.named_parameters():
+        torch.nn.init.normal_(p, mean=float("norm" in name), std=0.2)
+
+    def logits(most):
+        monkeypatch.setattr(few, "FEW", most)
+        monkeypatch.setattr(few, "pays", lambda: True)
+        network = Network(made, 4, 64, torch.device("cpu"))
+        assert network.decoder.few is not None
+        with torch.inference_mode():
+            network.read([Job(0, 0, [3, 4, 5, 6, 7]), Job(2, 0, [9, 8]), Job(1, 0, [1])])
+            layout = decoder.Stepping(network.slots, [5, 1, 2], 4)
+            out = []
+            for tokens in ([10, 11, 12], [13, 14, 15]):
+                out.append(network.step(torch.tensor(tokens), layout).clone())
+                layout.advance()
+            network.load({name: p + 0.01 for name, p in made.named_parameters()})
+            network.read([Job(0, 0, [3, 4])])
+            return [*out, network.step(torch.tensor([5]), decoder.Stepping(network.slots, [2], 4))]
+
+    few_way, many_way = logits(64), logits(0)
+    torch.testing.assert_close(few_way, many_way, rtol=1e-4, atol=1e-4)
+    assert (few_way[-1] - few_way[0][:1]).abs().max() > 1e-2  # other weights
+
+
+def test_widths_that_make_no_panels_are_left_alone(monkeypatch):
+    monkeypatch.setattr(few, "pays", lambda: True)
+    assert few.fits([rows(8, 32)]) and not few.fits([rows(8, 32), rows(8, 40)])
+    monkeypatch.setattr(few, "MOST", 1000)
+    assert not few.fits([rows(8, 32)])
 
 
 @needs_compiler

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from turnwise.engines.cuda.reference import quantise, widened
 from turnwise.engines.layouts import Reading, Stepping
 from turnwise.engines.native import attention as kernels
+from turnwise.engines.native import few
 from turnwise.engines.native import ops as native
 from turnwise.engines.slots import Slots
 
@@ -83,6 +84,7 @@ class Decoder:
         self.half_cos, self.half_sin = (t[0, :, :half].contiguous() for t in (cos, sin))
         plain = self.D % kernels.STEP == 0 and all(layer.qk_norm is None for layer in self.layers)
         self.compiled = plain and type(self) is Decoder and native.fits(self.norm)  # a heir has kernels of its own
+        self.few = self._in_panels()
 
     def describe(self) -> str:
         kind = str(self.slots.dtype).removeprefix("torch.")
@@ -99,6 +101,19 @@ class Decoder:
         self.head = self.model.lm_head.weight.detach().t().contiguous()
         self.norm = base.norm.weight.detach()
         self.layers = [self._fuse(layer) for layer in base.layers]
+        self.few = self._in_panels()
+
+    def _in_panels(self) -> tuple[few.Layers, Tensor | None] | None:
+        """The layers and the head as a few rows go through them fastest, where that is another way."""
+        if not getattr(self, "compiled", False) or not self.slots.uniform:
+            return None
+        products = [w for layer in self.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        if not few.fits(products):
+            return None
+        return few.Layers(self.layers), few.panels(self.head) if few.fits([self.head]) else None
+
+    def _for(self, rows: int) -> tuple[few.Layers, Tensor | None] | None:
+        return self.few if rows <= few.FEW else None
 
     def _fuse(self, layer: Any) -> _Layer:
         a, m = layer.self_attn, layer.mlp
@@ -156,6 +171,9 @@ class Decoder:
         """Tokens of any rows through all layers, by kernels: each sees the columns of its row up to its own. Unless the ``last``
         layer's output is wanted, only its keys and values are computed."""
         x = F.embedding(tokens, self.embedding)
+        if (narrow := self._for(len(x))) is not None:
+            given = (self.half_cos, self.half_sin, row, position, self.H, longest, self.scale, self.eps, last)
+            return narrow[0](x, self.slots, *given)
         for i, layer in enumerate(self.layers):
             flat, keys, values = self._flat(layer, x), self.slots.keys[i], self.slots.values[i]
             kernels.seat(flat, self.half_cos, self.half_sin, row, position, keys, values)
@@ -182,7 +200,9 @@ class Decoder:
     def step(self, tokens: Tensor, layout: Stepping) -> Tensor:
         if self.compiled:
             x = self._through(tokens, layout.row, layout.position, layout.width, True)
-            return torch.mm(self._normed(x, self.norm), self.head)
+            h, narrow = self._normed(x, self.norm), self._for(len(x))
+            head = None if narrow is None else narrow[1]
+            return torch.mm(h, self.head) if head is None else few.product(h, head)
         x = F.embedding(tokens, self.embedding)
         cos, sin = self.cos[layout.position], self.sin[layout.position]
         for i, layer in enumerate(self.layers):

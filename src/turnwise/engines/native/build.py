@@ -36,6 +36,8 @@ SIGNATURES = {
     "attend_backward": (P, P, P, P, P, P, P, P, P, P, P, P, N, N, N, N, N, N, N, R),
     "seat": (P, P, P, P, P, P, P, N, N, N, N, N),
     "look": (P, P, P, P, P, P, N, N, N, N, N, N, R),
+    "product": (P, P, P, N, P, N, N, N),
+    "through": (*[P] * 9, *[N] * 10, R, R),
 }
 
 

@@ -1,4 +1,5 @@
-/* What lies between the matrix products of a decoder layer, one pass over memory each, in float32.
+/* What lies between the matrix products of a decoder layer, one pass over memory each, in float32; and, for a few rows, the
+ * products too.
  *
  * Legend: L positions, d width, H query heads, K key heads, D head size, F MLP width, N tokens, V vocabulary.
  *
@@ -30,23 +31,33 @@ typedef int64_t i64;
     default: call(D); \
     }
 
-/* e^x to 2 ulp for -87 < x < 88, in steps a compiler can vectorise. */
-INLINE float quick_exp(float x) {
+/* To [-87, 88], and NaN to NaN, by what this machine has one instruction for. */
+#ifdef __ARM_NEON
+INLINE float bounded(float x) { return fminf(fmaxf(x, -87.0f), 88.0f); } /* these leave NaN out */
+INLINE float unless_nan(float x, float y) { return x == x ? y : x; }
+#else
+INLINE float bounded(float x) {
     x = x < -87.0f ? -87.0f : x; /* written so that NaN passes */
-    x = x > 88.0f ? 88.0f : x;
-    float n = rintf(x * 1.44269504f);
+    return x > 88.0f ? 88.0f : x;
+}
+INLINE float unless_nan(float x, float y) { return y; }
+#endif
+
+/* e^x to 2 ulp for -87 < x < 88, in steps a compiler can vectorise, of which few wait for one another. */
+INLINE float quick_exp(float given) {
+    union { uint32_t i; float f; } near, two;
+    float x = bounded(given);
+    near.f = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: what is left of the sum is a whole number, in the last bits */
+    float n = near.f - 12582912.0f;
     float r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } two;
-    two.i = ((int32_t)n + 127) << 23;
-    return p * two.f;
+    float square = r * r;
+    float high = 1.3981999507e-3f + 1.9875691500e-4f * r;
+    float middle = 4.1665795894e-2f + 8.3334519073e-3f * r;
+    float low = 5.0000001201e-1f + 1.6666665459e-1f * r;
+    float p = (low + square * (middle + square * high)) * square + (r + 1.0f);
+    two.i = (near.i << 23) + (127u << 23);
+    return unless_nan(given, p * two.f);
 }
 
 #ifdef __AVX__
@@ -401,5 +412,75 @@ void look(const float *qkv, const i64 *row, const i64 *position, const float *ke
 #undef ONE
         }
         free(p);
+    }
+}
+
+/* ------------------------------------------------------------------ few rows through all layers */
+
+#define WIDE 16 /* columns of a panel of weights */
+#define VECTORS (WIDE / LANES)
+#define TALL 6 /* rows of a tile: it stays in registers */
+
+/* Some rows of a [.., n] times a panel [n, WIDE], plus ``add`` where there is one. */
+INLINE void tile(const float *a, i64 n, const float *panel, const float *add, i64 apart, float *out, i64 stride, int rows) {
+    lanes s[TALL][VECTORS];
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < VECTORS; v++) s[i][v] = add ? *(const lanes *)(add + i * apart + v * LANES) : (lanes){0};
+    for (i64 k = 0; k < n; k++) {
+        lanes w[VECTORS];
+        for (int v = 0; v < VECTORS; v++) w[v] = *(const lanes *)(panel + k * WIDE + v * LANES);
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < VECTORS; v++) s[i][v] += a[i * n + k] * w[v];
+    }
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < VECTORS; v++) *(lanes *)(out + i * stride + v * LANES) = s[i][v];
+}
+
+/* out [L, N] = a [L, n] times panels [N / WIDE, n, WIDE], plus ``add``: rows ``apart`` from each other (0: one for all), which
+ * may be out itself. What becomes of a row does not depend on the others. */
+void product(const float *a, const float *panels, const float *add, i64 apart, float *out, i64 L, i64 n, i64 N) {
+#pragma omp parallel for schedule(static) if (L * n * N > MANY)
+    for (i64 p = 0; p < N / WIDE; p++) {
+        const float *panel = panels + p * n * WIDE;
+#define ROWS(count) \
+    tile(a + i * n, n, panel, add ? add + i * apart + p * WIDE : NULL, apart, out + i * N + p * WIDE, N, count)
+        i64 i = 0;
+        for (; i + TALL <= L; i += TALL) ROWS(TALL);
+        switch (L - i) {
+        case 1: ROWS(1); break;
+        case 2: ROWS(2); break;
+        case 3: ROWS(3); break;
+        case 4: ROWS(4); break;
+        case 5: ROWS(5); break;
+        }
+#undef ROWS
+    }
+}
+
+typedef struct {
+    const float *norm, *qkv, *qkv_bias, *out, *out_bias, *mlp_norm, *gate_up, *down;
+} layer;
+
+/* Tokens x [L, d] of any rows of slots through all layers, in place; each sees the columns of its row up to its own. Unless the
+ * ``last`` layer's output is wanted, only its keys and values are computed. ``room`` holds
+ * L * (d + (H + 2K) D + H D + 3 F) numbers. */
+void through(float *x, const layer *layers, float *const *keys, float *const *values, const float *cos, const float *sin,
+             const i64 *row, const i64 *position, float *room, i64 L, i64 count, i64 last, i64 d, i64 F, i64 H, i64 K, i64 D,
+             i64 width, i64 longest, float scale, float eps) {
+    i64 wide = (H + 2 * K) * D;
+    float *h = room, *qkv = h + L * d, *mixed = qkv + L * wide, *both = mixed + L * H * D, *act = both + L * 2 * F;
+    for (i64 i = 0; i < count; i++) {
+        const layer *w = layers + i;
+        add_norm(x, NULL, w->norm, eps, NULL, h, L, d);
+        product(h, w->qkv, w->qkv_bias, 0, qkv, L, d, wide);
+        seat(qkv, cos, sin, row, position, keys[i], values[i], L, H, K, D, width);
+        if (i == count - 1 && !last) return;
+        look(qkv, row, position, keys[i], values[i], mixed, L, longest, H, K, D, width, scale);
+        product(mixed, w->out, x, d, x, L, H * D, d);
+        for (i64 t = 0; w->out_bias && t < L; t++) axpy(x + t * d, 1.0f, w->out_bias, d);
+        add_norm(x, NULL, w->mlp_norm, eps, NULL, h, L, d);
+        product(h, w->gate_up, NULL, 0, both, L, d, 2 * F);
+        swiglu(both, act, L, F);
+        product(act, w->down, x, d, x, L, F, d);
     }
 }
