@@ -112,7 +112,7 @@ def test_few_rows_go_another_way_to_the_same_logits(kit, kind, monkeypatch):
         monkeypatch.setattr(few, "FEW", most)
         monkeypatch.setattr(few, "pays", lambda: True)
         network = Network(made, 4, 64, torch.device("cpu"))
-        assert network.decoder.few is not None
+        assert network.decoder.few is not None and "C kernels and products" in network.describe()
         with torch.inference_mode():
             network.read([Job(0, 0, [3, 4, 5, 6, 7]), Job(2, 0, [9, 8]), Job(1, 0, [1])])
             layout = decoder.Stepping(network.slots, [5, 1, 2], 4)

@@ -88,7 +88,7 @@ class Decoder:
 
     def describe(self) -> str:
         kind = str(self.slots.dtype).removeprefix("torch.")
-        how = "C kernels, " if self.compiled else ""
+        how = "" if not self.compiled else "C kernels, " if self.few is None else "C kernels and products, "
         return f"hand-written decoder, {how}{kind}" + (", weights rounded to fp8" if self.narrow else "")
 
     def rehearse(self) -> None:
