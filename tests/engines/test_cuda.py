@@ -386,9 +386,7 @@ def test_a_reading_whose_size_comes_again_is_told_in_the_same_place(ahead: House
     """Longer, then shorter, from other rows: nothing of what was read before is left in it."""
     model, g = make("llama3"), ahead(make("llama3"), slots=6)
     for turn, most in enumerate((60, 60, 9, 40, 1, 60)):
-        asked = (
-            prompts(6, 1, most, seed=turn) if turn % 2 else [[V - 1, *ids] for ids in prompts(3, 1, most, seed=turn)]
-        )
+        asked = prompts(6, 1, most, seed=turn) if turn % 2 else [[V - 1, *ids] for ids in prompts(3, 1, most, seed=turn)]
         for ids, done in zip(asked, ask(g, asked, Sampling(max_tokens=5))):
             check_logp(model, ids, done, atol=5e-4)
     decoder = g.network.graphs

@@ -75,6 +75,7 @@ class Decoder:
         self.H, self.Hkv, self.D = config.num_attention_heads, slots.shapes[0][0][0], slots.shapes[0][0][1]
         self.eps = config.rms_norm_eps
         self.scale = model.model.layers[0].self_attn.scaling
+        self.compiled = False  # until the weights were seen
         self.refresh()
         position = torch.arange(slots.context, device=slots.device)[None]
         cos, sin = model.model.rotary_emb(self.embedding, position)
@@ -103,16 +104,13 @@ class Decoder:
         self.layers = [self._fuse(layer) for layer in base.layers]
         self.few = self._in_panels()
 
-    def _in_panels(self) -> tuple[few.Layers, Tensor | None] | None:
+    def _in_panels(self) -> few.Layers | None:
         """The layers and the head as a few rows go through them fastest, where that is another way."""
-        if not getattr(self, "compiled", False) or not self.slots.uniform:
-            return None
         products = [w for layer in self.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        if not few.fits(products):
-            return None
-        return few.Layers(self.layers), few.panels(self.head) if few.fits([self.head]) else None
+        fits = self.compiled and self.slots.uniform and few.fits(products)
+        return few.Layers(self.layers, self.head) if fits else None
 
-    def _for(self, rows: int) -> tuple[few.Layers, Tensor | None] | None:
+    def _for(self, rows: int) -> few.Layers | None:
         return self.few if rows <= few.FEW else None
 
     def _fuse(self, layer: Any) -> _Layer:
@@ -171,9 +169,9 @@ class Decoder:
         """Tokens of any rows through all layers, by kernels: each sees the columns of its row up to its own. Unless the ``last``
         layer's output is wanted, only its keys and values are computed."""
         x = F.embedding(tokens, self.embedding)
-        if (narrow := self._for(len(x))) is not None:
+        if (layers := self._for(len(x))) is not None:
             given = (self.half_cos, self.half_sin, row, position, self.H, longest, self.scale, self.eps, last)
-            return narrow[0](x, self.slots, *given)
+            return layers(x, self.slots, *given)
         for i, layer in enumerate(self.layers):
             flat, keys, values = self._flat(layer, x), self.slots.keys[i], self.slots.values[i]
             kernels.seat(flat, self.half_cos, self.half_sin, row, position, keys, values)
@@ -200,9 +198,8 @@ class Decoder:
     def step(self, tokens: Tensor, layout: Stepping) -> Tensor:
         if self.compiled:
             x = self._through(tokens, layout.row, layout.position, layout.width, True)
-            h, narrow = self._normed(x, self.norm), self._for(len(x))
-            head = None if narrow is None else narrow[1]
-            return torch.mm(h, self.head) if head is None else few.product(h, head)
+            h, layers = self._normed(x, self.norm), self._for(len(x))
+            return torch.mm(h, self.head) if layers is None or layers.head is None else few.product(h, layers.head)
         x = F.embedding(tokens, self.embedding)
         cos, sin = self.cos[layout.position], self.sin[layout.position]
         for i, layer in enumerate(self.layers):

@@ -214,7 +214,8 @@ class Network:
                 raise SettingError(
                     f"weight {name!r} has shape {tuple(value.shape)}; the model's is {tuple(own[name].shape)}"
                 )
-        torch._foreach_copy_([own[name] for name in weights], list(weights.values()))
+        if weights:
+            torch._foreach_copy_([own[name] for name in weights], list(weights.values()))
         if self.decoder is not None:
             self.decoder.refresh(weights)
         self.slots.forget()

@@ -21,7 +21,7 @@ from turnwise.engines.native.ops import at
 
 WIDE = 16  # columns of a panel, as in kernels.c
 FEW = 64  # rows up to which it is faster
-MOST = 1 << 30  # bytes of weights that may lie there a second time
+MOST = 1 << 30  # bytes of the layers' weights, or of the head's, that may lie there a second time
 
 
 @cache
@@ -48,9 +48,10 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Layers:
-    """The layers of a decoder, their products in panels."""
+    """The layers of a decoder, their products in panels, and its head where that fits."""
 
-    def __init__(self, layers: Sequence[Any]) -> None:
+    def __init__(self, layers: Sequence[Any], head: Tensor) -> None:
+        self.head = panels(head) if fits([head]) else None
         self.d, self.F = layers[0].down.shape[1], layers[0].down.shape[0]
         self.kept: list[Tensor] = []  # what the table points to
         table = [pointer for layer in layers for pointer in self._pointers(layer)]
