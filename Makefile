@@ -32,27 +32,27 @@ kernels: $(READY)
 	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest tests/engines/test_compiled_kernels.py $(ARGS)
 
 lint: $(READY)
-	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff check src tests benchmarks experiments examples
 	$(BIN)/ruff format --check src
 	$(BIN)/mypy
 
 format: $(READY)
 	$(BIN)/ruff format src
-	$(BIN)/ruff check --fix src tests bench examples
+	$(BIN)/ruff check --fix src tests benchmarks experiments examples
 
 docs: $(READY)
-	$(BIN)/python -m turnwise.catalogue docs/methods.md
+	$(BIN)/python -m turnwise.recipes.catalogue docs/methods.md
 
 bench: $(READY)
-	$(BIN)/python bench/engine.py
-	$(BIN)/python bench/memory.py
-	$(BIN)/python bench/step.py
+	$(BIN)/python benchmarks/generation.py
+	$(BIN)/python benchmarks/logprob_memory.py
+	$(BIN)/python benchmarks/training_step.py
 
 learning: $(READY)
-	$(BIN)/python bench/sweep.py --table bench/results/learning.jsonl bench/results/offpolicy.jsonl bench/results/methods.jsonl --write docs/learning.md
+	$(BIN)/python experiments/learning_sweep.py --table experiments/results/learning.jsonl experiments/results/offpolicy.jsonl experiments/results/methods.jsonl --write docs/learning.md
 
 seeds: $(READY)
-	$(BIN)/python bench/seeds.py --write bench/seeds.md
+	$(BIN)/python experiments/default_seeds.py --write experiments/default_seeds.md
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

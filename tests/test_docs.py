@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise import catalogue, cli
+from turnwise.cli import main as cli
+from turnwise.recipes import catalogue
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import from_oracle
 from oracles import records, trust
+from support.batches import from_oracle
 
 from turnwise.algebra.penalty import KL
 from turnwise.algebra.piece import Now
-from turnwise.signals import Signal
+from turnwise.core.signals import Signal
 
 NAMES = {"k1": KL("k1"), "k2": KL("k2"), "k3": KL("k3"), "k3+": KL("k3+"), "weighted k3": KL("k3", corrected=True)}
 

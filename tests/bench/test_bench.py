@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from turnwise.bench import generation, learning, limits, loads, peers, rows, shapes, steps, table
-from turnwise.bench.rows import Row
-from turnwise.cli import main
-from turnwise.engines.generator import LocalGenerator
+from turnwise.bench import generation, hardware_limits, learning, report, step_worker, table, training_step, workloads
+from turnwise.bench import models as shapes
+from turnwise.bench.report import Row
+from turnwise.cli.main import main
+from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.models.tiny import tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,11 +36,11 @@ SCENE = replace(
 
 def test_more_tokens_or_fewer_seconds_are_better():
     fast, slow = Row("p", "l", "a", 30.0, "tok/s"), Row("p", "l", "b", 10.0, "tok/s")
-    assert rows.better(fast, slow) == 3.0
-    assert rows.better(Row("p", "l", "a", 2.0, "s"), Row("p", "l", "b", 6.0, "s")) == 3.0
-    assert rows.better(Row("p", "l", "a", None, "s"), slow) is None
-    assert [r.times for r in rows.against([fast, slow], "b")] == [3.0, None]
-    assert [r.times for r in rows.against([fast, slow], "absent")] == [None, None]
+    assert report.better(fast, slow) == 3.0
+    assert report.better(Row("p", "l", "a", 2.0, "s"), Row("p", "l", "b", 6.0, "s")) == 3.0
+    assert report.better(Row("p", "l", "a", None, "s"), slow) is None
+    assert [r.times for r in report.against([fast, slow], "b")] == [3.0, None]
+    assert [r.times for r in report.against([fast, slow], "absent")] == [None, None]
 
 
 def test_the_limit_is_the_harder_of_reading_and_computing():
@@ -47,9 +48,9 @@ def test_the_limit_is_the_harder_of_reading_and_computing():
     n = shapes.parameters(model)
     token = 2 * 4 * 2 * 2 * 32  # keys and values, four bytes, two layers, two heads of 32
     reads = 4 * n + 8 * token * (10 + 6 / 2)
-    assert limits.Limits(1e3, 1e30).generation(model, 8, 10, 6, 4) == pytest.approx(8 / (reads / 1e3))
-    assert limits.Limits(1e30, 1e3).generation(model, 8, 10, 6, 4) == pytest.approx(1e3 / (2 * n))
-    assert limits.Limits(1.0, 6e9).learning(model) == pytest.approx(1e9 / n)
+    assert hardware_limits.Limits(1e3, 1e30).generation(model, 8, 10, 6, 4) == pytest.approx(8 / (reads / 1e3))
+    assert hardware_limits.Limits(1e30, 1e3).generation(model, 8, 10, 6, 4) == pytest.approx(1e3 / (2 * n))
+    assert hardware_limits.Limits(1.0, 6e9).learning(model) == pytest.approx(1e9 / n)
 
 
 def test_small_and_large_are_the_models_they_say():
@@ -59,18 +60,18 @@ def test_small_and_large_are_the_models_they_say():
 
 
 def test_loads_ask_for_what_they_say():
-    load = loads.equal(3, 5, 7, seed=1)
+    load = workloads.equal(3, 5, 7, seed=1)
     assert load.tokens == 21 and [len(p) for p in load.prompts] == [5] * 3
-    assert load.prompts != loads.equal(3, 5, 7, seed=2).prompts  # no cache may help
-    classic = {load.name: load for load in loads.classics()}
+    assert load.prompts != workloads.equal(3, 5, 7, seed=2).prompts  # no cache may help
+    classic = {load.name: load for load in workloads.classics()}
     assert classic["dialogue"].tokens == 64 * 4 * 24 and len(classic["ragged"].prompts) == 256
 
 
 def test_a_table_in_markdown_and_json():
     made = [Row("generation", "batch 2", "turnwise", 12_345.6, "tok/s", 2.0, 0.5), Row("step", "", "TRL", None, "s")]
-    text = rows.markdown("a machine", made)
+    text = report.markdown("a machine", made)
     assert "| 12,346 tok/s | 2.00 | 50.0% |" in text and "| TRL | – |" in text
-    assert json.loads(rows.as_json({"machine": "m"}, made))["rows"][0]["times"] == 2.0
+    assert json.loads(report.as_json({"machine": "m"}, made))["rows"][0]["times"] == 2.0
 
 
 # ------------------------------------------------------------------------- engines
@@ -79,14 +80,14 @@ def test_a_table_in_markdown_and_json():
 def test_engines_take_turns_and_the_first_round_does_not_count():
     seen: list[str] = []
     engines = {name: lambda load, name=name: seen.append(name) for name in ("a", "b")}
-    rates, _ = generation.measure(engines, lambda n: loads.equal(2, 2, 2), 2)
+    rates, _ = generation.measure(engines, lambda n: workloads.equal(2, 2, 2), 2)
     assert seen == ["a", "b"] * 3 and set(rates) == {"a", "b"}
 
 
 def test_both_generators_sample_the_same_number():
     net = SCENE.model()
     generator = LocalGenerator(net, slots=3, context=64, stop_ids=())
-    load = loads.ragged(3, vocabulary=512)
+    load = workloads.ragged(3, vocabulary=512)
     load = replace(load, asked=[[2], [5], [3]], prompts=[p[:8] for p in load.prompts])
     done = generation.local(generator)(load)
     assert [len(c.tokens) for c in done] == [2, 5, 3]
@@ -96,7 +97,7 @@ def test_both_generators_sample_the_same_number():
 
 
 def test_rows_of_generation_and_learning():
-    known = limits.Limits(1e9, 1e9)
+    known = hardware_limits.Limits(1e9, 1e9)
     made = generation.rows(SCENE, known, 1)
     assert {r.who for r in made} == {"turnwise", "transformers.generate", "limit of the machine"}
     assert all(r.value and r.value > 0 for r in made) and all(r.times for r in made if r.who == "turnwise")
@@ -118,12 +119,12 @@ def test_siblings_share_a_prompt_or_do_not(shared):
 
 
 def test_what_a_tool_said_is_not_counted():
-    assert peers.sampled([1, 2, 8, 5, 5, 9, 3], 8, 9) == 3
+    assert step_worker.sampled([1, 2, 8, 5, 5, 9, 3], 8, 9) == 3
 
 
 def test_a_wider_tokenizer_reads_the_same_and_speaks_every_row():
-    plain = tiny_tokenizer(peers.corpus(), 512)
-    wide = peers.widened(plain, 600)
+    plain = tiny_tokenizer(step_worker.corpus(), 512)
+    wide = step_worker.widened(plain, 600)
     text = "<|user|>12+34=?<|end|>"
     assert len(wide) == 600 and wide.encode(text) == plain.encode(text)
     assert wide.decode([599]) == "w00599"
@@ -131,27 +132,27 @@ def test_a_wider_tokenizer_reads_the_same_and_speaks_every_row():
 
 def test_medians_and_highest_memory():
     one = {"seconds": 1.0, "tokens": 4.0, "turns": 1.0, "tool_calls": 0.0, "peak_mb": 5.0, "device_gb": 0.0}
-    found = steps.summary([one, {**one, "seconds": 3.0, "peak_mb": 9.0}, {**one, "seconds": 2.0}])
+    found = training_step.summary([one, {**one, "seconds": 3.0, "peak_mb": 9.0}, {**one, "seconds": 2.0}])
     assert (found["seconds"], found["fastest"], found["slowest"], found["peak_mb"]) == (2.0, 1.0, 3.0, 9.0)
 
 
 def test_what_is_not_installed_is_said(monkeypatch):
     mine = {"seconds": 1.0, "fastest": 1.0, "slowest": 1.0, "tokens": 2048.0, "peak_mb": 5.0, "device_gb": 0.0}
-    monkeypatch.setattr(steps, "compare", lambda *a: {"turnwise": mine})
-    made = steps.rows("single", "cpu", None, 1, 1)
+    monkeypatch.setattr(training_step, "compare", lambda *a: {"turnwise": mine})
+    made = training_step.rows("single", "cpu", None, 1, 1)
     assert [r.note for r in made if r.who == "TRL"] == ["not installed"] * 2
     assert made[0].value == 1.0
 
 
 def test_a_side_imports_nothing_of_ours_before_it_must():
-    code = f"import runpy, sys; runpy.run_path({peers.__file__!r}); print('turnwise' in sys.modules)"
+    code = f"import runpy, sys; runpy.run_path({step_worker.__file__!r}); print('turnwise' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 @pytest.mark.slow
 def test_one_real_step():
-    found = steps.compare("single", "cpu", None, 1, 1)
+    found = training_step.compare("single", "cpu", None, 1, 1)
     assert found["turnwise"]["tokens"] == 64 * 32 and found["turnwise"]["seconds"] > 0
 
 
@@ -185,9 +186,9 @@ def test_mistakes_are_answered_in_words(capsys):
         assert "no usable GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["engine", "memory", "step", "gpu"])
+@pytest.mark.parametrize("script", ["generation", "logprob_memory", "training_step", "gpu"])
 def test_scripts_are_thin_and_start(script):
-    path = ROOT / "bench" / f"{script}.py"
+    path = ROOT / "benchmarks" / f"{script}.py"
     assert len(path.read_text().splitlines()) < 100
     done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True, check=True)
     assert re.search(r"usage: ", done.stdout)

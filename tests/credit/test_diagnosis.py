@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import COUNTS, records_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.batches import COUNTS, records_of
 
 from turnwise import recipes
-from turnwise.batch import pack
-from turnwise.credit.diagnosis import calibration, diagnose, index_bias
-from turnwise.levels import TRAJECTORY
+from turnwise.core.batch import pack
+from turnwise.core.levels import TRAJECTORY
+from turnwise.credit.metrics import calibration, diagnose, index_bias
 
 
 @settings(deadline=None, max_examples=40)

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from credit.group_helpers import NAN, credit, packed, rich, same
-from credit.test_groups import PROVEN
 from oracles.test_credit_groups import group, named, one
+from support.group_helpers import NAN, credit, packed, rich, same
+from support.test_groups import PROVEN
 
 from turnwise import recipes
-from turnwise.credit.risk import Sheets, TailRisk
+from turnwise.core.levels import TRAJECTORY, TURN, Field
+from turnwise.credit.multi_reward import Rewards, component
 from turnwise.credit.sets import SetValue
-from turnwise.credit.several import Rewards, component
-from turnwise.credit.strata import Told, last_told, words
+from turnwise.credit.stratified import Told, last_told, words
+from turnwise.credit.tail_risk import Sheets, TailRisk
 from turnwise.errors import SignalError
-from turnwise.levels import TRAJECTORY, TURN, Field
 
 LONE = {"v0", "mssr", "copo", "gdpo"}  # need no siblings, or compare over the batch as well
 ALIKE = {"risk_po": {"bundle": 1}}

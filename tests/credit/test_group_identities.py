@@ -9,24 +9,24 @@ from itertools import pairwise
 
 import pytest
 import torch
-from credit.group_helpers import SEEDS, credit, packed, remembering, rich, same
 from hypothesis import given, settings
 from oracles import credit_groups as cg
 from oracles import objectives, records
 from oracles.test_credit_groups import group, named, one
+from support.group_helpers import SEEDS, credit, packed, remembering, rich, same
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.value import Outcome
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
+from turnwise.core.signals import Signal
 from turnwise.credit.baselines import OverMeanDeviation
 from turnwise.credit.history import WithEntropy
 from turnwise.credit.likelihood import Misranked, Novel
-from turnwise.credit.risk import TailRisk
+from turnwise.credit.multi_reward import beta_shape, log_beta
 from turnwise.credit.sets import disagreement
-from turnwise.credit.several import beta_shape, log_beta
-from turnwise.credit.strata import Told
-from turnwise.levels import GROUP, TOKEN, TRAJECTORY, Field
-from turnwise.signals import Signal
+from turnwise.credit.stratified import Told
+from turnwise.credit.tail_risk import TailRisk
 
 
 def test_medians_golden():

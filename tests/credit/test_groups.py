@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from credit.group_helpers import NAN, SEEDS, credit, packed, remembering, rich, same, slopes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import credit_groups as cg
 from oracles import records
+from support.group_helpers import NAN, SEEDS, credit, packed, remembering, rich, same, slopes
 
 from turnwise import recipes
-from turnwise.credit.risk import LEVELS
-from turnwise.levels import TOKEN, TRAJECTORY, Field
-from turnwise.signals import Signal
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field
+from turnwise.core.signals import Signal
+from turnwise.credit.tail_risk import LEVELS
 
 QUANTILES = [0.1 * i + 0.0123456 for i in range(19)]  # between the scores: no ties to be decided
 

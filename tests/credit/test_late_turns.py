@@ -7,18 +7,18 @@ import math
 from dataclasses import dataclass
 
 import torch
-from credit.turn_helpers import converted, credit, made, near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import records
 from oracles.test_credit_turns import enrich_plain, path
+from support.turn_helpers import converted, credit, made, near
 
 from turnwise.algebra.advantage import LeaveOneOut, Standardise
 from turnwise.algebra.peers import Kin, Same
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import ReturnToGo
+from turnwise.core.levels import GROUP, TRAJECTORY, TURN, Field, Partition
 from turnwise.credit.turns import AtSameTurn
-from turnwise.levels import GROUP, TRAJECTORY, TURN, Field, Partition
 
 SEEDS = st.integers(0, 10**6)
 

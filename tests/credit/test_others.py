@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from credit.other_helpers import built, enriched, near, packed, plain, proven, ran, rewarded, row, same, slope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import offpolicy, others, records
+from support.other_helpers import built, enriched, near, packed, plain, proven, ran, rewarded, row, same, slope
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise
@@ -20,13 +20,13 @@ from turnwise.algebra.penalty import NegativeLogLikelihood, Weighted
 from turnwise.algebra.piece import Now
 from turnwise.algebra.ratio import Importance, OnPolicy
 from turnwise.algebra.value import Constant
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field
+from turnwise.core.signals import Signal
+from turnwise.credit.by_origin import Shaped
 from turnwise.credit.imitation import Imitation, WarmCosine, falling
-from turnwise.credit.origin import Shaped
-from turnwise.credit.rows import From, Patched, Unrewarded
-from turnwise.credit.selfimitation import PastMedian
-from turnwise.levels import TOKEN, TRAJECTORY, Field
-from turnwise.recipe import Recipe
-from turnwise.signals import Signal
+from turnwise.credit.selectors import From, Patched, Unrewarded
+from turnwise.credit.self_imitation import PastMedian
+from turnwise.recipes.recipe import Recipe
 
 PROVEN = [
     "chord", "hpt", "luffy", "guide", "arpo_gui", "spear_replay", "r1v2", "bepa", "opd", "opd_corrected", "scope", "otr",

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from credit.other_helpers import built, enriched, near, packed, plain, proven, ran, rewarded, row, same, slope
-from helpers import from_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import others, records
+from support.batches import from_oracle
+from support.other_helpers import built, enriched, near, packed, plain, proven, ran, rewarded, row, same, slope
 
 from turnwise import recipes
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.penalty import NegativeLogLikelihood, Weighted
 from turnwise.algebra.piece import Now
 from turnwise.algebra.value import Constant
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
+from turnwise.core.signals import Signal
 from turnwise.credit.pairs import FormedPairs, ToldPairs, WinRate
 from turnwise.credit.preference import LogRatio, ideal_ranking, ranking
-from turnwise.levels import GROUP, TOKEN, TRAJECTORY, Field
-from turnwise.recipe import Recipe
-from turnwise.signals import Signal
+from turnwise.recipes.recipe import Recipe
 
 PROVEN = ["dpo", "rdpo", "simpo", "inpo", "spo_minimax", "srpo", "mapl", "dpa"]
 SEEDS = st.integers(0, 10**6)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from credit import forests
-from credit.test_segments import asked, credit, criticised, kept, made, slopes, told
-from helpers import from_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import credit_segments as oracle
 from oracles import records
 from oracles.records import Trajectory, Turn, token
+from support.batches import from_oracle
+from support.test_segments import asked, credit, criticised, kept, made, slopes, told
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise
@@ -23,16 +23,16 @@ from turnwise.algebra.gate import Clip
 from turnwise.algebra.ratio import Importance
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Constant
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
+from turnwise.core.records import Group
+from turnwise.core.records import Trajectory as Episode
+from turnwise.core.signals import UTTERANCE, Signal
+from turnwise.credit.effective_rank import Bonus
 from turnwise.credit.fact import Fact
-from turnwise.credit.rank import Bonus
+from turnwise.credit.forks import Earned, Forks, Through
 from turnwise.credit.shaping import Thrift, Uncovered
 from turnwise.credit.tracker import DriftSince, Forgetting, Tracker
-from turnwise.credit.tree import Earned, Forks, Through
-from turnwise.data import Group
-from turnwise.data import Trajectory as Episode
-from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
-from turnwise.signals import UTTERANCE, Signal
-from turnwise.tasks.sampler import Tasks
+from turnwise.tasks.samplers import Tasks
 from turnwise.tasks.uncertain import Uncertain
 
 SEEDS = st.integers(0, 10**6)

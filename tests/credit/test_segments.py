@@ -8,21 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 from credit import forests
-from helpers import from_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import credit_segments as oracle
 from oracles import objectives, records
 from oracles.records import Trajectory, Turn
+from support.batches import from_oracle
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.penalty import Weighted
+from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field
+from turnwise.core.signals import SLOW, UTTERANCE, Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.segments import segment_of
 from turnwise.credit.tracker import Forgetting, Solved, Tracker
-from turnwise.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field
-from turnwise.signals import SLOW, UTTERANCE, Signal
 
 PROVEN = [
     "spo_chain", "spo_tree", "spo_single", "arpo", "ipa", "dcpo", "archer", "direct_advantage", "r3l", "spear", "verl_rank",

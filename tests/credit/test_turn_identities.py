@@ -8,27 +8,27 @@ import random
 from dataclasses import dataclass, replace
 
 import torch
-from credit.turn_helpers import converted, credit, made, near, value
-from helpers import COUNTS, records_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import credit_turns as oracle
 from oracles import objectives, records
 from oracles.test_credit_turns import critic, enrich_plain, one_turn, path
+from support.batches import COUNTS, records_of
+from support.turn_helpers import converted, credit, made, near, value
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise, Whiten
 from turnwise.algebra.reward import Drift, Environment, OnTokens
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import GAE, LambdaReturn, ReturnToGo
-from turnwise.batch import pack
+from turnwise.core.batch import pack
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition
+from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.information import AnswerRise, FeedbackGain, WhereAlike, masked
-from turnwise.credit.states import Nested, Recent, SameStep
+from turnwise.credit.same_state import Nested, Recent, SameStep
 from turnwise.credit.turns import TwoLevelGAE, UnbrokenReturn, ValueHead
 from turnwise.credit.voters import Drawn
-from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition
-from turnwise.signals import Signal
 
 SEEDS = st.integers(0, 10**6)
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from credit.turn_helpers import converted, made, near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import credit_turns as oracle
 from oracles import objectives, records
 from oracles.objectives import BOUND, bounded, constant, larger, smaller
 from oracles.result import Result
+from support.turn_helpers import converted, made, near
 
 from turnwise import recipes
 from turnwise.algebra.objective import Objective
+from turnwise.core.levels import TOKEN
+from turnwise.core.signals import Signal
 from turnwise.credit.voters import Roles, Voters
-from turnwise.levels import TOKEN
-from turnwise.signals import Signal
 
 PROVEN = ["bilevel_gae", "gigpo", "hgpo", "salt", "igpo", "infopo", "mars", "trloo", "flow_grpo", "srgpo", "ui_s1"]
 

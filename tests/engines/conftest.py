@@ -22,10 +22,10 @@ from transformers import (
 
 from turnwise.algebra.gradient import Scales
 from turnwise.algebra.objective import Loss
-from turnwise.batch import Batch, pack
-from turnwise.data import Group, Task, Trajectory, Turn
-from turnwise.levels import TOKEN
-from turnwise.signals import Signal
+from turnwise.core.batch import Batch, pack
+from turnwise.core.levels import TOKEN
+from turnwise.core.records import Group, Task, Trajectory, Turn
+from turnwise.core.signals import Signal
 
 VOCABULARY = 61
 SPECIAL = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}

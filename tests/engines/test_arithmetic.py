@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from turnwise.engines import arithmetic
+from turnwise.engines.kernels import dispatch
 
 
 @pytest.mark.parametrize(("kind", "told"), [("cpu", []), ("cuda", [1])])
 def test_the_host_beside_a_gpu_keeps_to_one_thread(monkeypatch, kind, told):
     said: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", said.append)
-    arithmetic.calm(torch.device(kind))
+    dispatch.calm(torch.device(kind))
     assert said == told
 
 
@@ -22,9 +22,9 @@ def test_the_host_beside_a_gpu_keeps_to_one_thread(monkeypatch, kind, told):
 def test_a_gpu_with_room_reads_more_at_once(monkeypatch, gib, ids):
     card = lambda device: SimpleNamespace(total_memory=gib << 30)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_properties", card)
-    assert arithmetic.ids_at_once(torch.device("cuda")) == ids
-    assert arithmetic.ids_at_once(torch.device("cpu")) == 8192
+    assert dispatch.ids_at_once(torch.device("cuda")) == ids
+    assert dispatch.ids_at_once(torch.device("cpu")) == 8192
 
 
 def test_attention_on_a_cpu_is_not_tritons():
-    assert arithmetic.attention_for(torch.zeros(2, 3), 64) is None
+    assert dispatch.attention_for(torch.zeros(2, 3), 64) is None

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from turnwise.batch import pack
-from turnwise.data import Fork, Group, Task, Trajectory, Turn
-from turnwise.engines.learner import LearnerSettings, LocalLearner
+from turnwise.core.batch import pack
+from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
+from turnwise.core.signals import Signal
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
-from turnwise.signals import Signal
 
 BOTH = frozenset({Signal.BLIND, Signal.LOGP})
 

@@ -10,22 +10,23 @@ import importlib.util
 
 import pytest
 import torch
-from devices import DEVICE, GPU, KINDS, needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.devices import DEVICE, GPU, KINDS, needs_triton
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from turnwise.batch import Sequences
-from turnwise.engines import blocks, packed, plain, ragged
-from turnwise.engines.prefixes import Shared
-from turnwise.engines.ragged import Ragged
+from turnwise.core.batch import Sequences
+from turnwise.engines.kernels import reference
+from turnwise.engines.learner import llama_layers, packed_forward, varlen_attention
+from turnwise.engines.learner.shared_prefix import Shared
+from turnwise.engines.learner.varlen_attention import Ragged
 
 LENGTHS = [1, 3, 17, 63, 64, 65, 130]
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    return importlib.import_module("turnwise.engines.cuda.attention")
+    return importlib.import_module("turnwise.engines.kernels.triton.attention")
 
 
 def starts(lengths):
@@ -55,7 +56,7 @@ def compare(kernels, q, k, v, queries, keys, source, longest, scale):
     kind = q.dtype
     own = (k, v) if source is None else (k[source], v[source])
     leaves = [x.float().clone().requires_grad_() for x in (q, *own)]
-    expected, sums = plain.attend(*leaves, queries, keys, None, scale)
+    expected, sums = reference.attend(*leaves, queries, keys, None, scale)
     d = make(*q.shape, kind=kind, seed=9)
     grads = torch.autograd.grad(expected, leaves, d.float())
     out, stats = kernels.forward(q, k, v, queries, keys, source, longest, scale)
@@ -150,10 +151,10 @@ def test_heads_may_lie_apart(kernels):
 @pytest.fixture
 def siblings(kernels, monkeypatch):
     """A layout of 35 rows that asks the kernels: one prompt of 20 rows, asked by the first of three; and its sources."""
-    from turnwise.engines.cuda import training
+    from turnwise.engines.kernels.triton import layers as training
 
-    monkeypatch.setattr(ragged, "attention_for", lambda x, size: kernels)
-    monkeypatch.setattr(ragged, "ops_for", lambda x: training)
+    monkeypatch.setattr(varlen_attention, "attention_for", lambda x, size: kernels)
+    monkeypatch.setattr(varlen_attention, "ops_for", lambda x: training)
 
     def layout(shared):
         asked, held = [25, 7, 3], [25, 27, 23] if shared else [25, 7, 3]
@@ -171,7 +172,7 @@ def test_a_layout_sums_what_flows_back_to_a_row(siblings, shared):
     leaves = [make(35, h, 16, seed=h).requires_grad_() for h in (4, 2, 2)]
     d = make(35, 4, 16, seed=5)
     found = layout.attend_rows(*leaves, 0.25)
-    expected = plain.attend(*leaves, layout.queries, layout.keys, source, 0.25)[0]
+    expected = reference.attend(*leaves, layout.queries, layout.keys, source, 0.25)[0]
     close(found, expected, torch.float32, "out")
     for ours, theirs in zip(torch.autograd.grad(found, leaves, d), torch.autograd.grad(expected, leaves, d)):
         close(ours, theirs, torch.float32, "gradient")
@@ -183,9 +184,9 @@ def test_a_product_is_turned_and_its_gradient_turned_back(siblings, shared):
     layout, source = siblings(shared)
     product, d, angle = make(35, 8, 16).requires_grad_(), make(35, 4, 16, seed=5), make(35, 8, seed=6)
     cos, sin = angle.cos(), angle.sin()
-    turned = plain._turn(product[:, :6], cos[:, None], sin[:, None])
+    turned = reference._turn(product[:, :6], cos[:, None], sin[:, None])
     q, k, v = turned[:, :4], turned[:, 4:], product[:, 6:]
-    expected = plain.attend(q, k, v, layout.queries, layout.keys, source, 0.25)[0]
+    expected = reference.attend(q, k, v, layout.queries, layout.keys, source, 0.25)[0]
     theirs = torch.autograd.grad(expected, product, d)[0]
     own = product.detach().clone().requires_grad_()
     found = layout.attend_product(own, 2, cos, sin, 0.25)
@@ -201,7 +202,7 @@ def test_a_decoder_over_these_kernels_is_itself(siblings, shared, recompute):
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(DEVICE).eval()
-    decoder = packed.adopt(model).get_decoder()
+    decoder = packed_forward.adopt(model).get_decoder()
     ids, start = torch.arange(40) % 7, torch.tensor([0, 9, 10, 22, 40])
     ids[10:22] = torch.arange(12) % 7  # begins as the first sequence does
     position = torch.cat([torch.arange(n) for n in start.diff().tolist()])
@@ -217,8 +218,8 @@ def test_a_decoder_over_these_kernels_is_itself(siblings, shared, recompute):
         return states.detach(), *grads
 
     whole = Sequences(ids.to(DEVICE), start.to(DEVICE), torch.arange(4, device=DEVICE), start[:0].to(DEVICE))
-    expected = pulled(packed.hidden_states(model, whole)[rows.to(DEVICE)])
-    layers = blocks.of(decoder)
+    expected = pulled(packed_forward.hidden_states(model, whole)[rows.to(DEVICE)])
+    layers = llama_layers.of(decoder)
     assert Ragged.turns(d, 16)
     layers.recompute = recompute
     found = pulled(layers(ids[rows], position[rows], Ragged.of(start, prefixes)))
@@ -230,7 +231,7 @@ def test_a_decoder_over_these_kernels_is_itself(siblings, shared, recompute):
 def test_the_twin_is_softmax_over_what_may_be_seen(kind):
     q, k, v = (torch.randn(7, h, 4, generator=torch.Generator().manual_seed(h), dtype=kind) for h in (2, 1, 1))
     ends = torch.tensor([0, 4, 4, 6]), torch.tensor([0, 4, 4, 7])  # the second asks nothing, the third has a key more
-    out, lse = plain.attend(q, k, v, *ends, None, 0.5)
+    out, lse = reference.attend(q, k, v, *ends, None, 0.5)
     for row, first, last in [(0, 0, 0), (3, 0, 3), (4, 4, 5), (5, 4, 6)]:
         z = 0.5 * k[first : last + 1, 0] @ q[row].mT  # [keys, H]
         torch.testing.assert_close(out[row], z.softmax(0).mT @ v[first : last + 1, 0])

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from turnwise.batch import Sequences
-from turnwise.engines import blocks, lora, packed, plain
-from turnwise.engines.cuda.body import OFTEN, SLACK, Body, Key, _Graph
-from turnwise.engines.prefixes import Shared
-from turnwise.engines.ragged import Copies, Ragged, _Copied
+from turnwise.core.batch import Sequences
+from turnwise.engines.kernels import reference
+from turnwise.engines.learner import llama_layers, lora, packed_forward
+from turnwise.engines.learner.cuda_graphs import OFTEN, SLACK, Body, Key, _Graph
+from turnwise.engines.learner.shared_prefix import Shared
+from turnwise.engines.learner.varlen_attention import Copies, Ragged, _Copied
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 FAMILY = ["llama", "llama_tied", "qwen3", "qwen2"]
@@ -35,9 +36,9 @@ def make(kit, name):
 
 def twins(kit, name, device="cpu"):
     """The same model twice: by hand-written layers, and by its stock forward."""
-    fast, stock = (packed.adopt(make(kit, name).to(device)) for _ in range(2))
-    blocks.forbid(stock.get_decoder(), "to compare with")
-    assert blocks.of(fast.get_decoder()) is not None
+    fast, stock = (packed_forward.adopt(make(kit, name).to(device)) for _ in range(2))
+    llama_layers.forbid(stock.get_decoder(), "to compare with")
+    assert llama_layers.of(fast.get_decoder()) is not None
     return fast, stock
 
 
@@ -53,7 +54,7 @@ def pulled(model, s, kind=None, seed=1):
     """States, and the gradient of a random projection of them by every weight."""
     device = s.ids.device.type
     with torch.autocast(device, kind, enabled=kind is not None):
-        states = packed.hidden_states(model, s)
+        states = packed_forward.hidden_states(model, s)
     weight = torch.randn(states.shape, generator=torch.Generator().manual_seed(seed)).to(device)
     model.zero_grad()
     (states.float() * weight).sum().backward()
@@ -71,7 +72,7 @@ def alike(found, expected, tolerance):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_states_and_gradients_are_the_stock_models(kit, name, recompute):
     fast, stock = twins(kit, name)
-    blocks.of(fast.get_decoder()).recompute = recompute
+    llama_layers.of(fast.get_decoder()).recompute = recompute
     s = sequences(RAGGED, kit.vocabulary, shared=6)
     alike(pulled(fast, s), pulled(stock, s), 1e-5)
 
@@ -93,7 +94,7 @@ def test_new_weights_are_read_at_once(kit):
     pulled(fast, s)
     for model in (fast, stock):
         model.zero_grad()
-        packed.hidden_states(model, s).sum().backward()
+        packed_forward.hidden_states(model, s).sum().backward()
         torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()  # does not move the weights' version
     alike(pulled(fast, s), pulled(stock, s), 1e-4)
 
@@ -107,14 +108,14 @@ def test_frozen_weights_get_no_gradient(kit):
 
 
 def test_what_does_not_fit_keeps_its_stock_forward(kit):
-    assert "gpt2" in blocks.describe(packed.adopt(kit.make_model("gpt2")).get_decoder())
-    assert "sliding" in blocks.describe(packed.adopt(kit.make_model("mistral_window")).get_decoder())
+    assert "gpt2" in llama_layers.describe(packed_forward.adopt(kit.make_model("gpt2")).get_decoder())
+    assert "sliding" in llama_layers.describe(packed_forward.adopt(kit.make_model("mistral_window")).get_decoder())
     adapted = kit.make_model("llama")
     lora.inject(adapted, 2, None)
-    assert "not plain" in blocks.describe(adapted.get_decoder())
+    assert "not plain" in llama_layers.describe(adapted.get_decoder())
     heard = kit.make_model("llama")
     heard.get_decoder().layers[0].register_forward_pre_hook(lambda *_: None)
-    assert "listens" in blocks.describe(heard.get_decoder())
+    assert "listens" in llama_layers.describe(heard.get_decoder())
 
 
 @pytest.mark.parametrize("broken", ["raises", "differs"])
@@ -124,10 +125,10 @@ def test_layers_that_fail_their_proof_are_not_used(kit, monkeypatch, broken, cap
             raise RuntimeError("no compiler here")
         return torch.ones(len(ids), 32)
 
-    monkeypatch.setattr(blocks.Blocks, "__call__", other)
-    model = packed.adopt(kit.make_model("llama"))
-    assert blocks.of(model.get_decoder()) is None
-    assert ("no compiler here" if broken == "raises" else "off by") in blocks.describe(model.get_decoder())
+    monkeypatch.setattr(llama_layers.Blocks, "__call__", other)
+    model = packed_forward.adopt(kit.make_model("llama"))
+    assert llama_layers.of(model.get_decoder()) is None
+    assert ("no compiler here" if broken == "raises" else "off by") in llama_layers.describe(model.get_decoder())
     assert "stock forward" in caplog.text
 
 
@@ -171,7 +172,7 @@ def test_padding_to_a_bucket_changes_no_real_row(shared, rows, keys, ends, longe
     if shared:  # what flows back: every copy to its row, padding to padding
         dk, dv = torch.randn(2, keys, 2, 4, generator=torch.Generator().manual_seed(1))
         summed, plainly = (
-            plain.collect(dk[: len(c.source)], dv[: len(c.source)], c.first, c.members)
+            reference.collect(dk[: len(c.source)], dv[: len(c.source)], c.first, c.members)
             for c in (padded.copies, layout.copies)
         )
         for a, b in zip(summed, plainly):
@@ -223,7 +224,7 @@ def test_a_capture_that_fails_unrehearsed_is_rehearsed(monkeypatch, caplog):
         if (key, rehearse) in faults:
             raise RuntimeError("no room\nmore")
 
-    monkeypatch.setattr("turnwise.engines.cuda.body._Graph", made)
+    monkeypatch.setattr("turnwise.engines.learner.cuda_graphs._Graph", made)
     first, second, third = (Key(rows, 0, 64, (512, 512), torch.float32, True) for rows in (256, 320, 416))
     faults = {(second, False), (third, False), (third, True)}
     assert body._capture(first, None, None) and body._capture(second, None, None) and not caplog.records
@@ -264,12 +265,12 @@ def test_copies_send_back_what_ordinary_autograd_would():
 @pytest.mark.parametrize("shared", [0, 6])
 def test_replayed_passes_equal_plain_ones(kit, name, shared):
     fast, stock = twins(kit, name, "cuda")
-    body = blocks.of(fast.get_decoder()).body
+    body = llama_layers.of(fast.get_decoder()).body
     for turn in range(3):  # captured, then replayed with other ids of other lengths
         s = sequences([n + turn for n in RAGGED], kit.vocabulary, "cuda", shared)
         alike(pulled(fast, s, torch.bfloat16), pulled(stock, s, torch.bfloat16), 3e-2)
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-            a, b = (packed.hidden_states(model, s) for model in (fast, stock))
+            a, b = (packed_forward.hidden_states(model, s) for model in (fast, stock))
         torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2)
     assert body.works and {key.grad for key in body.graphs} == {False, True}
 
@@ -285,7 +286,7 @@ def test_two_open_passes_and_two_backward_passes_are_right(kit):
     for model in (fast, stock):
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            states = [packed.hidden_states(model, x).float() for x in (s, other)]
+            states = [packed_forward.hidden_states(model, x).float() for x in (s, other)]
         mix = lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x.device)  # noqa: E731
         first, second = ((x * mix(x)).sum() for x in states)  # not Σ x², which a norm makes nearly constant
         second.backward(retain_graph=True)
@@ -308,13 +309,13 @@ def test_graphs_add_to_the_gradients_that_are_there(kit):
             model.zero_grad(set_to_none=True)
             for s in batches:
                 with torch.autocast("cuda", torch.bfloat16):
-                    states = packed.hidden_states(model, s).float()
-                loss = (states * mix(states)).sum() + (packed.head(model).weight ** 2).sum()
-                aside = torch.autograd.grad(loss, packed.head(model).weight, retain_graph=True)[0]
-                with blocks.adding(model.get_decoder(), None):
+                    states = packed_forward.hidden_states(model, s).float()
+                loss = (states * mix(states)).sum() + (packed_forward.head(model).weight ** 2).sum()
+                aside = torch.autograd.grad(loss, packed_forward.head(model).weight, retain_graph=True)[0]
+                with llama_layers.adding(model.get_decoder(), None):
                     loss.backward()
         grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None} | {"aside": aside})
-    body = blocks.of(fast.get_decoder()).body
+    body = llama_layers.of(fast.get_decoder()).body
     assert any(key.grad for key in body.graphs) and not body.adds
     assert all(p.grad is own for p, own in zip(body.parameters, body.grads))
     for name, g in grads[1].items():
@@ -329,7 +330,7 @@ def test_ragged_attention_equals_padded_attention(kit):
     read = [torch.randn(len(shared.first), h, 16, device="cuda", generator=g).requires_grad_() for h in (4, 2, 2)]
     weight = torch.randn(len(shared.first), 4, 16, device="cuda", generator=g)
     few = Ragged.of(s.start, shared).to("cuda").attend_rows(*(x.bfloat16() for x in read), 0.3).float()
-    all_of_them = packed.PackedLayout(s.start, shared).attend_rows(*read, 0.3)
+    all_of_them = packed_forward.PackedLayout(s.start, shared).attend_rows(*read, 0.3)
     torch.testing.assert_close(few, all_of_them, rtol=3e-2, atol=3e-2)
     for a, b in zip(*(torch.autograd.grad((x * weight).sum(), read) for x in (few, all_of_them))):
         assert (a - b).norm() <= 2e-2 * b.norm()
@@ -337,7 +338,7 @@ def test_ragged_attention_equals_padded_attention(kit):
 
 @GPU
 def test_the_learner_moves_alike_by_both_paths(kit):
-    from turnwise.engines.learner import LearnerSettings, LocalLearner
+    from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 
     batch, moved = kit.weighted(kit.make_batch(3)), []
     for forbidden in (False, True):
@@ -345,7 +346,7 @@ def test_the_learner_moves_alike_by_both_paths(kit):
             copy.deepcopy(kit.make_model()), LearnerSettings(lr=1e-3, dtype="bfloat16"), device="cuda"
         )
         if forbidden:
-            blocks.forbid(learner.model.get_decoder(), "to compare with")
+            llama_layers.forbid(learner.model.get_decoder(), "to compare with")
         seen = [learner.update(batch, kit.Linear()) for _ in range(4)]
         moved.append([row["loss"] for row in seen])
     assert moved[0] == pytest.approx(moved[1], rel=3e-2, abs=1e-3)

@@ -9,17 +9,18 @@ import torch
 
 from turnwise.algebra.gradient import Scales
 from turnwise.algebra.objective import Loss
-from turnwise.engines import candidates, packed
-from turnwise.engines.learner import LearnerSettings, LocalLearner
-from turnwise.levels import TOKEN
-from turnwise.signals import Signal
+from turnwise.core.levels import TOKEN
+from turnwise.core.signals import Signal
+from turnwise.engines.learner import packed_forward
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
+from turnwise.engines.learner.signals import candidates
 
 ASK = frozenset({Signal.HITS, Signal.RIVALS, Signal.LOGP})
 
 
 def distributions(learner, batch):
     """log π of the whole vocabulary at each sampled token, by the plain head."""
-    h = packed.hidden_states(learner.model, batch.sequences)[batch.sequences.at - 1]
+    h = packed_forward.hidden_states(learner.model, batch.sequences)[batch.sequences.at - 1]
     t = batch.temperature.at(TOKEN).x.to(h.dtype)
     return torch.log_softmax(learner.head(h) / torch.where(t == 0, 1.0, t)[:, None], 1)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import FOUND, INTERPRETED
+from support.devices import FOUND, INTERPRETED
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not FOUND or INTERPRETED, reason="no Triton, or one that interprets")

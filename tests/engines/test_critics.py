@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import records_of
+from support.batches import records_of
 
 from turnwise import recipes
 from turnwise.algebra.control import CriticsFirst
 from turnwise.algebra.gradient import Scales
 from turnwise.algebra.objective import Loss
-from turnwise.engines.learner import LearnerSettings, LocalLearner
-from turnwise.engines.packed import PackedLayout
-from turnwise.engines.prefixes import Shared
+from turnwise.core.levels import TOKEN, TURN
+from turnwise.core.signals import SLOW, UTTERANCE, Signal
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
+from turnwise.engines.learner.packed_forward import PackedLayout
+from turnwise.engines.learner.shared_prefix import Shared
 from turnwise.errors import RecipeError, SettingError
-from turnwise.levels import TOKEN, TURN
 from turnwise.models.tiny import tiny_model
-from turnwise.run import improve
-from turnwise.signals import SLOW, UTTERANCE, Signal
+from turnwise.training.loop import improve
 
 TURNS, SLOWLY = frozenset(UTTERANCE), frozenset(SLOW)
 VALUES = frozenset({Signal.VALUE, Signal.TWIN})

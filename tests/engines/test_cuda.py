@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from prompting import V, ask, bits, check_logp, dialogues, family, full_logp, peaked, prompts, run
+from support.prompting import V, ask, bits, check_logp, dialogues, family, full_logp, peaked, prompts, run
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -23,19 +23,19 @@ from transformers import (
     PreTrainedModel,
 )
 
-from turnwise import assemble
-from turnwise.batch import pack
-from turnwise.data import Completion, Group, Sampling, Stop, Task, Trajectory, Turn
-from turnwise.engines import lanes, network
-from turnwise.engines.cuda import graphs, reference
-from turnwise.engines.cuda.graphs import AHEAD, LISTEN, buckets
-from turnwise.engines.cuda.pages import Size
-from turnwise.engines.generator import LocalGenerator
-from turnwise.engines.learner import LearnerSettings, LocalLearner
+from turnwise.config.settings import Settings
+from turnwise.core.batch import pack
+from turnwise.core.levels import TRAJECTORY
+from turnwise.core.records import Completion, Group, Sampling, Stop, Task, Trajectory, Turn
+from turnwise.core.signals import Signal
+from turnwise.engines.generator import cuda_graphs, model_runner, scheduler
+from turnwise.engines.generator.cuda_graphs import AHEAD, LISTEN, buckets
+from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.generator.graph_inputs import Size
+from turnwise.engines.kernels import decode_reference
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
-from turnwise.levels import TRAJECTORY
-from turnwise.settings import Settings
-from turnwise.signals import Signal
+from turnwise.training import build
 
 GPU = torch.cuda.is_available()
 SHAPE = {
@@ -73,7 +73,7 @@ HOUSES = ["decoder", "twins", pytest.param("gpu", marks=pytest.mark.skipif(not G
 @pytest.fixture(params=HOUSES)
 def house(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> House:
     if request.param == "twins":
-        monkeypatch.setattr(network, "kernels_for", lambda device: (reference, ""))
+        monkeypatch.setattr(model_runner, "kernels_for", lambda device: (decode_reference, ""))
     return House("cuda" if request.param == "gpu" else "cpu", request.param != "decoder")
 
 
@@ -153,7 +153,7 @@ def test_interpreted_kernels_decode_like_their_twins(monkeypatch: pytest.MonkeyP
     settings = [Sampling(max_tokens=6), Sampling(temperature=0, max_tokens=4), Sampling(top_p=0.8, max_tokens=5)]
     for name in ("reference", "kernels"):
         module = importlib.import_module(f"turnwise.engines.cuda.{name}")
-        monkeypatch.setattr(network, "kernels_for", lambda device, module=module: (module, ""))
+        monkeypatch.setattr(model_runner, "kernels_for", lambda device, module=module: (module, ""))
         found.append(ask(House("cpu", True)(model), asked, settings))
     for a, b in zip(*found):
         assert list(a.tokens) == list(b.tokens)
@@ -210,7 +210,7 @@ def test_siblings_look_together(ahead: House, monkeypatch: pytest.MonkeyPatch):
     settings = [Sampling(max_tokens=8 + 5 * i) for i in range(len(asked))]
     found = {}
     for crowd in (0, 10**9):
-        monkeypatch.setattr(graphs, "CROWD", crowd)
+        monkeypatch.setattr(cuda_graphs, "CROWD", crowd)
         g = ahead(model, slots=16, context=160)
         found[crowd] = ask(g, asked, settings)
         assert g.network.graphs is not None
@@ -225,7 +225,7 @@ def test_lanes_look_together_where_it_pays(ahead: House, monkeypatch: pytest.Mon
     assert g is not None
     held, alike = [40] * 6, [0, 40, 40, 40, 7, 30]
     assert g._together(8, 8, held, alike) is None  # a few lanes keep no GPU busy
-    monkeypatch.setattr(graphs, "CROWD", 16)
+    monkeypatch.setattr(cuda_graphs, "CROWD", 16)
     assert g._together(8, 8, held, alike) == [[40, 30], [0, 4]]  # not 7: that is what two fours have in common
     assert g._together(8, 500, held, alike) is None  # mostly their own columns
     assert g._together(8, 8, held, [0] * 6) is None
@@ -265,7 +265,7 @@ def test_published_weights_find_their_places(ahead: House, kind: str):
     given = make(kind, 1)
     g, expected = (ahead(made, dtype=torch.bfloat16).network.graphs for made in (make(kind, 0), given))
     assert g is not None and expected is not None
-    every = lambda d: [d.embedding, d.norm, d.head, *(t for layer in d.layers for t in graphs._tensors(layer))]  # noqa: E731
+    every = lambda d: [d.embedding, d.norm, d.head, *(t for layer in d.layers for t in cuda_graphs._tensors(layer))]  # noqa: E731
     before = [t.data_ptr() for t in every(g)]
     weights = {name: p.detach().to(ahead.device) for name, p in given.named_parameters()}
     with torch.inference_mode():
@@ -394,7 +394,7 @@ def test_a_reading_whose_size_comes_again_is_told_in_the_same_place(ahead: House
 
 
 def test_a_large_reading_is_not_kept(ahead: House, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(graphs, "CAPTURED", 300)
+    monkeypatch.setattr(cuda_graphs, "CAPTURED", 300)
     model = make()
     g = ahead(model, slots=2, context=400)
     for factor in (1, 3, 5):
@@ -419,7 +419,7 @@ def test_drawing_ends_early_when_a_quarter_is_done(ahead: House):
 
 
 def test_a_tick_may_be_longer_than_the_decoders_memory(ahead: House, monkeypatch):
-    monkeypatch.setattr(lanes, "HISTORY", 64)
+    monkeypatch.setattr(scheduler, "HISTORY", 64)
     model = make()
     (done,) = ask(ahead(model, tick=1000, context=256), [[1, 2]], Sampling(max_tokens=150))
     assert len(done.tokens) == 150
@@ -485,7 +485,7 @@ class Broken:
 
 
 def test_kernels_that_do_not_compile_are_done_without(monkeypatch: pytest.MonkeyPatch, caplog):
-    monkeypatch.setattr(network, "kernels_for", lambda device: (Broken(), ""))
+    monkeypatch.setattr(model_runner, "kernels_for", lambda device: (Broken(), ""))
     model = make()
     g = LocalGenerator(model, slots=2, context=64, stop_ids=(), device="cuda" if GPU else "cpu")
     assert g.describe().startswith("hand-written decoder, ")
@@ -496,7 +496,7 @@ def test_kernels_that_do_not_compile_are_done_without(monkeypatch: pytest.Monkey
 
 
 def test_other_head_sizes_are_done_without(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(network, "kernels_for", lambda device: (reference, ""))
+    monkeypatch.setattr(model_runner, "kernels_for", lambda device: (decode_reference, ""))
     odd = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "head_dim": 24})).eval()
     text = LocalGenerator(odd, slots=2, context=64, stop_ids=()).describe()
     assert "hand-written decoder" in text and "head size 24" in text
@@ -575,10 +575,10 @@ def test_a_graph_is_captured_while_another_thread_allocates():
     ],
 )
 def test_rollouts_are_as_precise_as_the_learner_unless_told(monkeypatch, device, dtype, rollouts, expected, tolerance):
-    monkeypatch.setattr(assemble, "device_of", lambda settings: torch.device(device))
+    monkeypatch.setattr(build, "device_of", lambda settings: torch.device(device))
     chosen = Settings(dtype=dtype, rollout_dtype=rollouts)
-    assert assemble.rollout_dtype_of(chosen) == expected and assemble.tolerance_of(chosen) == tolerance
-    assert assemble.tolerance_of(replace(chosen, probe_tolerance=0.5)) == 0.5
+    assert build.rollout_dtype_of(chosen) == expected and build.tolerance_of(chosen) == tolerance
+    assert build.tolerance_of(replace(chosen, probe_tolerance=0.5)) == 0.5
 
 
 def test_an_unknown_precision_is_refused():

@@ -10,11 +10,11 @@ import torch
 from oracles import reweight
 
 from turnwise import recipes
-from turnwise.algebra.smoothing import LayerNoise
-from turnwise.engines.learner import LearnerSettings, LocalLearner
+from turnwise.algebra.layer_noise import LayerNoise
+from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
+from turnwise.core.signals import Signal
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SignalError
-from turnwise.levels import TOKEN, TRAJECTORY, TURN
-from turnwise.signals import Signal
 
 PUSHES = (Signal.PUSH, Signal.PUSH_SQUARE, Signal.PUSH_MEAN)
 
@@ -64,8 +64,8 @@ def test_hellinger_and_pushes(kit, exact, positions):
 
 
 def _causal(ids):
-    from turnwise.engines.packed import PackedLayout
-    from turnwise.engines.prefixes import Shared
+    from turnwise.engines.learner.packed_forward import PackedLayout
+    from turnwise.engines.learner.shared_prefix import Shared
 
     start = torch.tensor([0, len(ids)])
     return PackedLayout(start, Shared.of(ids, start))

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from prompting import V, ask, bits, check_logp, dialogues, family, full_logp, peaked, prompts, run
+from support.prompting import V, ask, bits, check_logp, dialogues, family, full_logp, peaked, prompts, run
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from turnwise.data import Sampling, Stop
-from turnwise.engines.generator import LocalGenerator
-from turnwise.engines.layouts import Job
-from turnwise.engines.network import _parts
+from turnwise.core.records import Sampling, Stop
+from turnwise.engines.generator.attention_layouts import Job
+from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.generator.model_runner import _parts
 from turnwise.errors import SettingError
 
 Decode = Callable[[list[int]], str]

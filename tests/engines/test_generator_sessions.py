@@ -7,11 +7,11 @@ import random
 
 import pytest
 import torch
-from prompting import V, check_logp, dialogues, prompts, run
+from support.prompting import V, check_logp, dialogues, prompts, run
 from test_generator import generator, make
 
-from turnwise.data import Sampling, Stop
-from turnwise.engines.sessions import LocalSession
+from turnwise.core.records import Sampling, Stop
+from turnwise.engines.generator.session import LocalSession
 from turnwise.errors import SettingError
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from oracles.credit_segments import rank_signals
 
-from turnwise.engines import flow, packed
-from turnwise.engines.learner import LearnerSettings, LocalLearner
-from turnwise.engines.ranks import ranks
-from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Tree
-from turnwise.signals import Signal
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Tree
+from turnwise.core.signals import Signal
+from turnwise.engines.learner import packed_forward
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
+from turnwise.engines.learner.signals import flow
+from turnwise.engines.learner.signals.effective_rank import ranks
 
 RANKS = (Signal.RANK, Signal.RANK_SPEED, Signal.RANK_PUSH)
 
@@ -41,7 +42,7 @@ def after_tokens(learner, batch):
     s, out = batch.sequences, []
     for a, b in zip(s.start[:-1].tolist(), s.start[1:].tolist()):
         alone = replace(s, ids=s.ids[a:b], start=torch.tensor([0, b - a]), at=s.at[:0], trajectory=s.trajectory[:1])
-        out.append(packed.hidden_states(learner.model, alone))
+        out.append(packed_forward.hidden_states(learner.model, alone))
     states = torch.cat(out).detach()
     return states[s.at], states[s.at - 1]
 

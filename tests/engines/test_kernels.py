@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICE, FOUND, GPU, needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.devices import DEVICE, FOUND, GPU, needs_triton
 from torch import Tensor
 
-from turnwise.engines.cuda import reference
-from turnwise.engines.sampling import uniforms
+from turnwise.engines.kernels import decode_reference
+from turnwise.engines.kernels.sampling import uniforms
 
 some = settings(max_examples=25 if GPU else 8, deadline=None)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
@@ -26,7 +26,7 @@ seeds = st.integers(0, 2**31)
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    return importlib.import_module("turnwise.engines.cuda.kernels")
+    return importlib.import_module("turnwise.engines.kernels.triton.decode")
 
 
 class Dice:
@@ -59,7 +59,7 @@ def test_add_norm(kernels, seed, rows, width, dtype, add):
     x, weight = dice.normal(rows, width, size=3.0), dice.normal(width)
     delta = dice.normal(rows, width, dtype=dtype) if add else None
     both = []
-    for module in (kernels, reference):
+    for module in (kernels, decode_reference):
         stream = x.clone()
         out = module.add_norm(stream, delta, weight, torch.empty(rows, width, dtype=dtype, device=DEVICE), 1e-5)
         both.append((stream, out))
@@ -73,7 +73,7 @@ def test_add_norm(kernels, seed, rows, width, dtype, add):
 def test_swiglu(kernels, seed, rows, width, dtype):
     both = Dice(seed).normal(rows, 2 * width, dtype=dtype, size=4.0)
     found, expected = (
-        m.swiglu(both, torch.empty(rows, width, dtype=dtype, device=DEVICE)) for m in (kernels, reference)
+        m.swiglu(both, torch.empty(rows, width, dtype=dtype, device=DEVICE)) for m in (kernels, decode_reference)
     )
     close(found, expected, dtype, steps=2)
 
@@ -84,7 +84,7 @@ def test_swiglu(kernels, seed, rows, width, dtype):
 def test_quantise(kernels, seed, rows, width, dtype, huge):
     x = Dice(seed).normal(rows, width, dtype=dtype, size=1e4 if huge else 0.1)
     x[0] = 0  # a row of nothing stays nothing
-    (data, scale), (expected, unit) = kernels.quantise(x), reference.quantise(x)
+    (data, scale), (expected, unit) = kernels.quantise(x), decode_reference.quantise(x)
     torch.testing.assert_close(scale, unit, rtol=1e-6, atol=0)
     same = data.float() == expected.float()
     if GPU:
@@ -92,7 +92,7 @@ def test_quantise(kernels, seed, rows, width, dtype, huge):
         assert same.float().mean() > 0.99 and ((data.float() - expected.float()).abs() <= step).all()
     else:
         assert same.float().mean() > 0.9  # the interpreter loses a carry when it rounds to fp8: 124.7 becomes 64
-    assert (reference.widened(data, scale)[0] == 0).all()
+    assert (decode_reference.widened(data, scale)[0] == 0).all()
 
 
 # ---------------------------------------------------------------------- attention
@@ -131,7 +131,7 @@ def test_attend(kernels, seed, lanes, heads, size, width, dtype, normed, rests):
     if rests and lanes > 2:
         place[1], place[2] = -1, width  # at rest, and beyond the context
     both = []
-    for module in (kernels, reference):
+    for module in (kernels, decode_reference):
         k, v, out = keys.clone(), values.clone(), torch.full((lanes, H * size), 7.0, dtype=dtype, device=DEVICE)
         module.attend(qkv, k, v, cos, sin, norm, place, out, size**-0.5, 1e-6)
         both.append((k, v, out))
@@ -163,16 +163,16 @@ def test_attend_together(kernels, seed, lanes, heads, size, most, dtype, normed,
     keys, values = (dice.normal(lanes, K, width, size, dtype=dtype) for _ in range(2))
     cos, sin = rotary(width, size)
     norm = 1 + 0.1 * dice.normal(H + K, size) if normed else None
-    fours = -(-lanes // reference.SISTERS)
+    fours = -(-lanes // decode_reference.SISTERS)
     common = dice.whole(0, most + 1, fours)
-    leader = torch.arange(fours, device=DEVICE) * reference.SISTERS
-    leader += dice.whole(0, reference.SISTERS, fours)
+    leader = torch.arange(fours, device=DEVICE) * decode_reference.SISTERS
+    leader += dice.whole(0, decode_reference.SISTERS, fours)
     shared = torch.stack((common, leader.clamp(max=lanes - 1)))
-    place = common.repeat_interleave(reference.SISTERS)[:lanes] + dice.whole(0, 170 - most, lanes)
+    place = common.repeat_interleave(decode_reference.SISTERS)[:lanes] + dice.whole(0, 170 - most, lanes)
     if rests:
         place[0] = -1
     both = []
-    for module in (kernels, reference):
+    for module in (kernels, decode_reference):
         k, v, out = keys.clone(), values.clone(), torch.full((lanes, H * size), 7.0, dtype=dtype, device=DEVICE)
         module.attend(qkv, k, v, cos, sin, norm, place, out, size**-0.5, 1e-6, shared)
         both.append((k, v, out))
@@ -219,7 +219,7 @@ def test_settle(kernels, seed, tokens, heads, size, dtype, normed):
     place, none = cells % width, torch.rand(tokens, generator=dice.generator).to(DEVICE) < 0.2
     place[none] = -1
     both = []
-    for module in (kernels, reference):
+    for module in (kernels, decode_reference):
         k, v, q = keys.clone(), values.clone(), torch.zeros(tokens, H * size, dtype=dtype, device=DEVICE)
         module.settle(qkv, k, v, cos, sin, norm, place, cells // width, q, 1e-6)
         both.append((k, v, q))
@@ -249,7 +249,7 @@ def test_look_back(kernels, seed, jobs, heads, size, dtype):
     free = [at for at in range(rows) if at not in row.tolist()]
     keys[free] = values[free] = torch.nan
     both = [torch.full_like(q, 7.0) for _ in range(2)]
-    for module, out in zip((kernels, reference), both):
+    for module, out in zip((kernels, decode_reference), both):
         module.look_back(q, keys, values, ends, start, row, 128, out, size**-0.5)
     close(*both, dtype, steps=2)
 
@@ -284,7 +284,7 @@ def test_draw(kernels, seed, lanes, size, spread):
     begin += position - dice.whole(0, 8, lanes)
     if lanes > 3:
         position[3] = -1
-    found, expected = (drawn(m, logits, cold, mine, position, begin) for m in (kernels, reference))
+    found, expected = (drawn(m, logits, cold, mine, position, begin) for m in (kernels, decode_reference))
     ties = _tied(logits, cold, mine, position, found[0], expected[0])
     same = (found[0] == expected[0]) | (position < 0)
     assert (same | ties).all()
@@ -298,7 +298,7 @@ def test_draw(kernels, seed, lanes, size, spread):
 
 def _tied(logits: Tensor, cold: Tensor, seed: Tensor, position: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Lanes whose random number falls, to rounding, on the border between the two tokens; greedy ones: equal logits."""
-    z = (logits * torch.where(cold == 0, 1.0, cold)[:, None]).clamp(min=reference.LOWEST)
+    z = (logits * torch.where(cold == 0, 1.0, cold)[:, None]).clamp(min=decode_reference.LOWEST)
     below = z.double().softmax(1).cumsum(1).gather(1, torch.minimum(a, b).clamp(min=0)[:, None])[:, 0]
     above = z.double().softmax(1).cumsum(1).gather(1, (torch.maximum(a, b) - 1).clamp(min=0)[:, None])[:, 0]
     u = uniforms(seed, position + 1)
@@ -336,7 +336,7 @@ def test_the_twin_draws_from_the_distribution():
     tokens, place = torch.zeros(2, n, dtype=torch.int64)
     history, logp = torch.zeros(1, n, dtype=torch.int64), torch.zeros(1, n)
     cold = torch.full((n,), 1 / 0.7)
-    reference.draw(logits.expand(n, -1), cold, torch.arange(n), tokens, place, torch.zeros_like(place), history, logp)
+    decode_reference.draw(logits.expand(n, -1), cold, torch.arange(n), tokens, place, torch.zeros_like(place), history, logp)
     p = (logits / 0.7).softmax(-1)[0]
     assert ((torch.bincount(tokens, minlength=24) - n * p) ** 2 / (n * p)).sum() < 60  # 23 degrees of freedom
     torch.testing.assert_close(logp[0], p.log()[tokens])
@@ -349,11 +349,11 @@ def test_eight_bits_are_off_by_a_sixteenth_at_most(shape: tuple[int, int, int]):
     rows, inner, outer = shape
     h, weight = dice.normal(rows, inner), dice.normal(outer, inner, size=0.02)
     weight[0] *= 1e-4  # a small output must not vanish beside a large one
-    data, scale = reference.quantise(weight)
-    wide = reference.widened(data, scale)
+    data, scale = decode_reference.quantise(weight)
+    wide = decode_reference.widened(data, scale)
     largest = weight.abs().amax(1, keepdim=True)
     assert ((wide - weight).abs() <= weight.abs() / 16 + largest * 2**-9 / 448).all()
-    found, exact = reference.narrow_product(h, data, scale), h @ weight.t()
+    found, exact = decode_reference.narrow_product(h, data, scale), h @ weight.t()
     scale = h.norm() / inner**0.5
     assert (found - exact)[:, 1:].norm() < 0.06 * scale * weight[1:].norm()
     assert (found - exact)[:, 0].norm() < 0.2 * scale * weight[0].norm()
@@ -365,7 +365,7 @@ def test_narrow_product(kernels, shape: tuple[int, int, int]):
     rows, inner, outer = shape
     dice = Dice(0)
     h = dice.normal(rows, inner, dtype=torch.bfloat16)
-    data, scale = reference.quantise(dice.normal(outer, inner, size=0.05))
-    found, expected = (m.narrow_product(h, data, scale) for m in (kernels, reference))
+    data, scale = decode_reference.quantise(dice.normal(outer, inner, size=0.05))
+    found, expected = (m.narrow_product(h, data, scale) for m in (kernels, decode_reference))
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from turnwise.algebra.gradient import Scales
 from turnwise.algebra.objective import Loss
-from turnwise.batch import pack
-from turnwise.data import Group, Task, Trajectory, Turn
-from turnwise.engines.learner import LearnerSettings, LocalLearner
-from turnwise.engines.logprobs import token_logprobs
-from turnwise.engines.reading import Reading
+from turnwise.core.batch import pack
+from turnwise.core.levels import TOKEN, TRAJECTORY
+from turnwise.core.records import Group, Task, Trajectory, Turn
+from turnwise.core.signals import SLOW, UTTERANCE, Signal, level_of
+from turnwise.engines.learner.forward_pass import Reading
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
+from turnwise.engines.learner.logprobs import token_logprobs
 from turnwise.errors import SettingError
-from turnwise.levels import TOKEN, TRAJECTORY
-from turnwise.recipes.critic_free import dr_grpo, grpo
-from turnwise.signals import SLOW, UTTERANCE, Signal, level_of
+from turnwise.recipes.families.critic_free import dr_grpo, grpo
 
 ALL = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE})
 
@@ -169,7 +169,7 @@ def test_gradients_are_clipped(kit, batch):
 
 
 def test_only_what_is_needed_is_computed(kit, batch, monkeypatch):
-    from turnwise.engines import reading as module
+    from turnwise.engines.learner import forward_pass as module
 
     asked = []
     spy = lambda *a, want_entropy, **k: asked.append(want_entropy) or token_logprobs(*a, want_entropy=want_entropy, **k)  # noqa: E731
@@ -182,12 +182,12 @@ def test_only_what_is_needed_is_computed(kit, batch, monkeypatch):
 
 
 def test_signals_of_the_same_states_share_one_pass(kit, monkeypatch):
-    from turnwise.engines import packed
+    from turnwise.engines.learner import packed_forward
 
-    passes, plain = [], packed.read
+    passes, plain = [], packed_forward.read
     learner = LocalLearner(kit.make_model(), critic=2, turn_critic=True, teacher=kit.make_model(seed=1))
     apart = LocalLearner(kit.make_model(), critic=2, turn_critic=True, separate_critic=True)
-    monkeypatch.setattr(packed, "read", lambda model, *rest: passes.append(id(model)) or plain(model, *rest))
+    monkeypatch.setattr(packed_forward, "read", lambda model, *rest: passes.append(id(model)) or plain(model, *rest))
     learner.measure(kit.make_batch(1), frozenset(Signal) - {Signal.GRADIENT_NORM, Signal.ANSWER, Signal.PREVIOUS})
     assert len(passes) == len(set(passes)) == 3  # policy, reference, teacher
     passes.clear()

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from turnwise import recipes
-from turnwise import run as run_module
 from turnwise.algebra.control import Passes
-from turnwise.batch import pack
-from turnwise.data import Group, Task, Trajectory, Turn
-from turnwise.engines.learner import VALUE_FILE, LearnerSettings, LocalLearner
-from turnwise.engines.probe import Apart, Probe, fresh, same_policy
+from turnwise.core.batch import pack
+from turnwise.core.levels import TOKEN, Field
+from turnwise.core.records import Group, Task, Trajectory, Turn
+from turnwise.core.signals import Signal
+from turnwise.engines.learner.learner import VALUE_FILE, LearnerSettings, LocalLearner
+from turnwise.engines.learner.policy_check import Apart, Probe, fresh, same_policy
 from turnwise.errors import PolicyMismatch, SettingError
-from turnwise.levels import TOKEN, Field
-from turnwise.signals import Signal
+from turnwise.training import loop as run_module
 
 LOGP = frozenset({Signal.LOGP})
 ALL = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE})

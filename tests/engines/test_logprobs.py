@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.engines import logprobs
-from turnwise.engines import plain as twins
-from turnwise.engines.logprobs import token_logprobs
+from turnwise.engines.kernels import reference as twins
+from turnwise.engines.learner import logprobs
+from turnwise.engines.learner.logprobs import token_logprobs
 
 
 def plain(h, w, b, y, t):

@@ -6,11 +6,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from turnwise.engines import decoder, packed, plain
-from turnwise.engines.layouts import Job
-from turnwise.engines.native import attention, build, few, ops
-from turnwise.engines.network import Network
-from turnwise.engines.prefixes import Shared
+from turnwise.engines.generator import llama_decoder
+from turnwise.engines.generator.attention_layouts import Job
+from turnwise.engines.generator.model_runner import Network
+from turnwise.engines.kernels import reference
+from turnwise.engines.kernels.cpu import attention, build, fused_layers, layers
+from turnwise.engines.learner import packed_forward
+from turnwise.engines.learner.shared_prefix import Shared
 
 needs_compiler = pytest.mark.skipif(build.library()[0] is None, reason=f"no kernels: {build.library()[1]}")
 KIND = torch.float32
@@ -41,9 +43,9 @@ def test_norms(length, width):
         rows(length, width, seed=2),
     )
     for added in (None, delta):
-        close(ops.add_norm(x, added, weight, 1e-6, KIND), plain.add_norm(x, added, weight, 1e-6, KIND))
+        close(layers.add_norm(x, added, weight, 1e-6, KIND), reference.add_norm(x, added, weight, 1e-6, KIND))
     for more in (None, beside):
-        close(ops.norm_backward(x, delta, weight, 1e-6, more), plain.norm_backward(x, delta, weight, 1e-6, more))
+        close(layers.norm_backward(x, delta, weight, 1e-6, more), reference.norm_backward(x, delta, weight, 1e-6, more))
 
 
 @needs_compiler
@@ -52,12 +54,12 @@ def test_turning(length, size):
     angle = rows(length, size // 2)
     cos, sin = angle.cos(), angle.sin()
     mine, theirs = (rows(length, 8 * size) for _ in range(2))
-    ops.rotate_(mine, cos, sin, 6, size)
-    plain.rotate_(theirs, cos, sin, 6, size)
+    layers.rotate_(mine, cos, sin, 6, size)
+    reference.rotate_(theirs, cos, sin, 6, size)
     close([mine], [theirs])
     for parts in (rows(length, 8, size).split([4, 2, 2], 1), [rows(length, n, size) for n in (4, 2, 2)]):
-        expected = plain.unrotate(*parts, cos, sin)
-        close([ops.unrotate(*parts, cos, sin)], [expected])
+        expected = reference.unrotate(*parts, cos, sin)
+        close([layers.unrotate(*parts, cos, sin)], [expected])
 
 
 @needs_compiler
@@ -65,8 +67,8 @@ def test_turning(length, size):
 def test_activation(length, width):
     both, d = 6 * rows(length, 2 * width), rows(length, width)
     both[0, 0], both[0, 1] = 200.0, -200.0
-    close([ops.swiglu(both)], [plain.swiglu(both)])
-    close(ops.swiglu_backward(both, d), plain.swiglu_backward(both, d))
+    close([layers.swiglu(both)], [reference.swiglu(both)])
+    close(layers.swiglu_backward(both, d), reference.swiglu_backward(both, d))
 
 
 @needs_compiler
@@ -75,17 +77,17 @@ def test_activation(length, width):
 def test_scores_and_their_gradient(n, vocabulary, entropies):
     logits, targets, inverse = 5 * rows(n, vocabulary), torch.arange(n) % vocabulary, rows(n).abs() + 0.5
     kept = [torch.empty_like(logits) for _ in range(2)]
-    found = ops.scores(logits, targets, inverse, entropies, kept[0])
-    close(found, plain.scores(logits, targets, inverse, entropies, kept[1]))
+    found = layers.scores(logits, targets, inverse, entropies, kept[0])
+    close(found, reference.scores(logits, targets, inverse, entropies, kept[1]))
     close(kept[:1], kept[1:])
     given = (rows(n, seed=1), rows(n, seed=2) if entropies else None, found[2])
-    expected = plain.pull(logits, targets, inverse, found[1], *given, KIND)
-    close([ops.pull(logits.clone(), targets, inverse, found[1], *given, KIND)], [expected])
+    expected = reference.pull(logits, targets, inverse, found[1], *given, KIND)
+    close([layers.pull(logits.clone(), targets, inverse, found[1], *given, KIND)], [expected])
 
 
 def stepped(network, held):
     """Logits of two steps of three rows."""
-    layout, out = decoder.Stepping(network.slots, held, 4), []
+    layout, out = llama_decoder.Stepping(network.slots, held, 4), []
     for tokens in ([10, 11, 12], [13, 14, 15]):
         out.append(network.step(torch.tensor(tokens), layout).clone())
         layout.advance()
@@ -97,14 +99,14 @@ def stepped(network, held):
 @pytest.mark.parametrize("inner,outer", [(3, 16), (128, 48), (200, 256)])
 def test_products_of_few_rows(length, inner, outer):
     x, weight, add = rows(length, inner), rows(inner, outer), rows(length, outer)
-    panels = few.panels(weight)
-    found = few.product(x, panels)
+    panels = fused_layers.panels(weight)
+    found = fused_layers.product(x, panels)
     close([found], [x @ weight])
     for i in range(length):  # nor does a row depend on the others
-        assert torch.equal(few.product(x[i : i + 1], panels)[0], found[i])
+        assert torch.equal(fused_layers.product(x[i : i + 1], panels)[0], found[i])
     for more, apart in ((add, outer), (add[:1], 0)):
         out, lib = torch.empty(length, outer), build.library()[0]
-        lib.product(ops.at(x), ops.at(panels), ops.at(more), apart, ops.at(out), length, inner, outer)
+        lib.product(layers.at(x), layers.at(panels), layers.at(more), apart, layers.at(out), length, inner, outer)
         close([out], [x @ weight + more])
 
 
@@ -119,8 +121,8 @@ def test_few_rows_go_another_way_to_the_same_logits(kind, monkeypatch):
         torch.nn.init.normal_(p, mean=float("norm" in name), std=0.2, generator=generator)
 
     def logits(most):
-        monkeypatch.setattr(few, "FEW", most)
-        monkeypatch.setattr(few, "pays", lambda: True)
+        monkeypatch.setattr(fused_layers, "FEW", most)
+        monkeypatch.setattr(fused_layers, "pays", lambda: True)
         network = Network(made, 4, 64, torch.device("cpu"))
         assert network.decoder.few is not None and "C kernels and products" in network.describe()
         with torch.inference_mode():
@@ -129,7 +131,7 @@ def test_few_rows_go_another_way_to_the_same_logits(kind, monkeypatch):
             network.load({})  # nothing new changes nothing
             network.load({name: p + 0.01 for name, p in made.named_parameters()})
             network.read([Job(0, 0, [3, 4])])
-            return [*out, network.step(torch.tensor([5]), decoder.Stepping(network.slots, [2], 4))]
+            return [*out, network.step(torch.tensor([5]), llama_decoder.Stepping(network.slots, [2], 4))]
 
     few_way, many_way = logits(64), logits(0)
     torch.testing.assert_close(few_way, many_way, rtol=1e-4, atol=1e-4)
@@ -137,31 +139,31 @@ def test_few_rows_go_another_way_to_the_same_logits(kind, monkeypatch):
 
 
 def test_widths_that_make_no_panels_are_left_alone(monkeypatch):
-    monkeypatch.setattr(few, "pays", lambda: True)
-    assert few.fits([rows(8, 32)]) and not few.fits([rows(8, 32), rows(8, 40)])
-    monkeypatch.setattr(few, "MOST", 1000)
-    assert not few.fits([rows(8, 32)])
+    monkeypatch.setattr(fused_layers, "pays", lambda: True)
+    assert fused_layers.fits([rows(8, 32)]) and not fused_layers.fits([rows(8, 32), rows(8, 40)])
+    monkeypatch.setattr(fused_layers, "MOST", 1000)
+    assert not fused_layers.fits([rows(8, 32)])
 
 
 @needs_compiler
 def test_what_is_not_finite_stays_so():
     bad = rows(3, 8)
     bad[1, 2] = torch.nan
-    assert ops.norm(bad, torch.ones(8), 1e-6)[1].isnan().all()
-    assert ops.swiglu(bad)[1].isnan().any()
-    assert ops.scores(bad, torch.zeros(3, dtype=torch.int64), torch.ones(3), True)[0].isnan().tolist() == [
+    assert layers.norm(bad, torch.ones(8), 1e-6)[1].isnan().all()
+    assert layers.swiglu(bad)[1].isnan().any()
+    assert layers.scores(bad, torch.zeros(3, dtype=torch.int64), torch.ones(3), True)[0].isnan().tolist() == [
         False,
         True,
         False,
     ]
     endless = torch.full((1, 8), torch.inf)
-    assert not ops.swiglu(endless).isfinite().any()
+    assert not layers.swiglu(endless).isfinite().any()
 
 
 def attention_of(ids, start, heads, size, native, scale=0.3):
     """Output and gradient of one attention call over what is read."""
     shared = Shared.of(ids, start)
-    layout = packed.PackedLayout(start, shared)
+    layout = packed_forward.PackedLayout(start, shared)
     layout.packing = layout.packing if native else None
     qkv = rows(len(shared.first), sum(heads), size).requires_grad_()
     out = layout.attend_rows(*qkv.split(heads, 1), scale)
@@ -190,8 +192,8 @@ def test_threads_change_nothing():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            made = (*attention_of(ids, start, [4, 2, 2], 16, True), *ops.swiglu_backward(both, x))
-            found.append([*made, *ops.norm_backward(x, x, x[0], 1e-6, None)])
+            made = (*attention_of(ids, start, [4, 2, 2], 16, True), *layers.swiglu_backward(both, x))
+            found.append([*made, *layers.norm_backward(x, x, x[0], 1e-6, None)])
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
@@ -214,7 +216,7 @@ def test_the_decoder_by_kernels_gives_the_same_logits(kit, name, compiled, monke
     off = False
     mine = logits()
     off = True
-    monkeypatch.setattr(ops, "library", lambda: (None, "off"))
+    monkeypatch.setattr(layers, "library", lambda: (None, "off"))
     torch.testing.assert_close(mine, logits(), rtol=1e-4, atol=1e-4)
 
 
@@ -229,7 +231,7 @@ def test_without_a_compiler_there_are_none(monkeypatch):
     build.library.cache_clear()
     monkeypatch.setenv("TURNWISE_NATIVE", "0")
     assert build.library() == (None, "TURNWISE_NATIVE is 0")
-    assert not ops.fits(torch.zeros(2))
+    assert not layers.fits(torch.zeros(2))
     build.library.cache_clear()
 
 

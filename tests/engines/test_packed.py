@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
-from turnwise.batch import Sequences
-from turnwise.engines import packed
-from turnwise.engines.packed import PackedLayout
+from turnwise.core.batch import Sequences
+from turnwise.engines.learner import packed_forward
+from turnwise.engines.learner.packed_forward import PackedLayout
 from turnwise.errors import SettingError
 
 MODELS = ["llama", "llama_tied", "qwen3", "gpt2", "mistral_window"]
@@ -27,11 +27,11 @@ def sequences(lengths, vocabulary, seed=0):
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_stock_model(kit, name):
     stock = kit.make_model(name).double()
-    model = packed.adopt(copy.deepcopy(stock))
+    model = packed_forward.adopt(copy.deepcopy(stock))
     lengths = [40, 3, 17, 1, 64, 40, 9]  # several buckets, out of order, longer than the window
     s = sequences(lengths, kit.vocabulary)
     with torch.no_grad():
-        found = packed.head(model)(packed.hidden_states(model, s))
+        found = packed_forward.head(model)(packed_forward.hidden_states(model, s))
         expected = torch.cat([stock(input_ids=part[None]).logits[0] for part in s.ids.split(lengths)])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
@@ -73,14 +73,14 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 def test_refuses_logit_softcapping():
     with pytest.raises(SettingError, match="final_logit_softcapping"):
-        packed.adopt(Gemma2ForCausalLM(Gemma2Config(**SMALL, **HEADS)))
+        packed_forward.adopt(Gemma2ForCausalLM(Gemma2Config(**SMALL, **HEADS)))
 
 
 def test_refuses_what_changes_the_logits():
     small = {k: v for k, v in SMALL.items() if k != "head_dim"}
     with pytest.raises(SettingError, match="other logits"):
-        packed.adopt(GraniteForCausalLM(GraniteConfig(**small, **HEADS, logits_scaling=8.0)))
+        packed_forward.adopt(GraniteForCausalLM(GraniteConfig(**small, **HEADS, logits_scaling=8.0)))
 
 
 def test_adopting_twice_is_harmless(kit):
-    packed.adopt(packed.adopt(kit.make_model()))
+    packed_forward.adopt(packed_forward.adopt(kit.make_model()))

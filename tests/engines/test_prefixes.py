@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.batch import Sequences
-from turnwise.engines import packed
-from turnwise.engines.packed import PackedLayout
-from turnwise.engines.prefixes import Shared
+from turnwise.core.batch import Sequences
+from turnwise.engines.learner import packed_forward
+from turnwise.engines.learner.packed_forward import PackedLayout
+from turnwise.engines.learner.shared_prefix import Shared
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=8)
 
@@ -52,13 +52,13 @@ def test_attention_and_its_gradient_are_those_of_the_copies(parts, seed):
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3", "gpt2", "mistral_window"])
 def test_states_and_gradients_before_sampled_tokens_are_the_stock_models(kit, name):
-    stock, model = kit.make_model(name), packed.adopt(kit.make_model(name))
+    stock, model = kit.make_model(name), packed_forward.adopt(kit.make_model(name))
     rng = torch.Generator().manual_seed(0)
     prompt = torch.randint(kit.vocabulary, (7,), generator=rng).tolist()
     parts = [prompt + torch.randint(kit.vocabulary, (n,), generator=rng).tolist() for n in (5, 5, 3, 9)]
     ids, start = pack(parts)
     at = torch.cat([torch.arange(int(a) + 7, int(b)) for a, b in pairwise(start)])
-    found = packed.head(model)(packed.hidden_states(model, Sequences(ids, start, torch.arange(4), at))[at - 1])
+    found = packed_forward.head(model)(packed_forward.hidden_states(model, Sequences(ids, start, torch.arange(4), at))[at - 1])
     expected = torch.cat([stock(input_ids=torch.tensor([part])).logits[0, 6:-1] for part in parts])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     weight = torch.randn(found.shape, generator=rng)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from turnwise.data import Sampling
-from turnwise.engines.sampling import Sampler, signed, uniforms
+from turnwise.core.records import Sampling
+from turnwise.engines.kernels.sampling import Sampler, signed, uniforms
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICE, GPU, KINDS, needs_triton
+from support.devices import DEVICE, GPU, KINDS, needs_triton
 
-from turnwise.engines import plain
-from turnwise.engines.ragged import Copies
+from turnwise.engines.kernels import reference
+from turnwise.engines.learner.varlen_attention import Copies
 
 pytestmark = needs_triton
 SHAPES = [(1, 3), (5, 32), (37, 100), (1030, 576)] if GPU else [(1, 3), (5, 32), (7, 100)]
@@ -18,9 +18,9 @@ SHAPES = [(1, 3), (5, 32), (37, 100), (1030, 576)] if GPU else [(1, 3), (5, 32),
 
 @pytest.fixture
 def kernels():
-    from turnwise.engines.cuda import training
+    from turnwise.engines.kernels.triton import layers
 
-    return training
+    return layers
 
 
 def make(*shape, kind=torch.float32, seed=0, scale=1.0):
@@ -44,10 +44,10 @@ def close(found, expected, kind=torch.float32, atol=1e-5):
 def test_norms(kernels, kind, rows, width, added):
     x, delta, weight = make(rows, width), make(rows, width, kind=kind, seed=1) if added else None, make(width, seed=2)
     found = kernels.add_norm(x, delta, weight, 1e-5, kind)
-    close(found, plain.add_norm(x, delta, weight, 1e-5, kind), kind)
+    close(found, reference.add_norm(x, delta, weight, 1e-5, kind), kind)
     dh, beside = make(rows, width, kind=kind, seed=3), make(rows, width, seed=4) if added else None
     given = (dh, found[0], weight, 1e-5, beside)
-    close(kernels.norm_backward(*given), plain.norm_backward(*given), kind)
+    close(kernels.norm_backward(*given), reference.norm_backward(*given), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,12 +57,12 @@ def test_turns_there_and_back(kernels, kind, H, K, D):
     angle = make(rows, D // 2, seed=5)
     qkv = make(rows, (H + 2 * K) * D, kind=kind)
     both = [qkv.clone(), qkv.clone()]
-    for ops, x in zip((kernels, plain), both):
+    for ops, x in zip((kernels, reference), both):
         ops.rotate_(x, angle.cos(), angle.sin(), H + K, D)
     close(both[:1], both[1:], kind)
     cut = both[0].view(rows, -1, D).split([H, K, K], 1)  # strided, as attention may hand gradients back
     back = kernels.unrotate(*cut, angle.cos(), angle.sin())
-    close([back], [plain.unrotate(*cut, angle.cos(), angle.sin())], kind)
+    close([back], [reference.unrotate(*cut, angle.cos(), angle.sin())], kind)
     close([back], [qkv], kind)
 
 
@@ -70,8 +70,8 @@ def test_turns_there_and_back(kernels, kind, H, K, D):
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_swiglu(kernels, kind, rows, width):
     both, d = make(rows, 2 * width, kind=kind, scale=3.0), make(rows, width, kind=kind, seed=1)
-    close([kernels.swiglu(both)], [plain.swiglu(both)], kind)
-    close(kernels.swiglu_backward(both, d), plain.swiglu_backward(both, d), kind)
+    close([kernels.swiglu(both)], [reference.swiglu(both)], kind)
+    close(kernels.swiglu_backward(both, d), reference.swiglu_backward(both, d), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,18 +82,18 @@ def test_copies_there_and_back(kernels, kind, rows, heads, size):
     x, y = wide[:, heads : 2 * heads], wide[:, 2 * heads :]  # strided, as parts of a product
     source = torch.randint(rows, (2 * rows + 3,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     source[-rows:] = 0
-    close(kernels.copies(x, y, source), plain.copies(x, y, source), kind)
+    close(kernels.copies(x, y, source), reference.copies(x, y, source), kind)
     copies = Copies.of(source, rows)
     dx, dy = (
         make(len(source) + 2, heads, size, kind=kind, seed=2),
         make(len(source) + 2, heads, size, kind=kind, seed=3),
     )
     found = kernels.collect(dx, dy, copies.first, copies.members)
-    close(found, plain.collect(dx, dy, copies.first, copies.members), kind)
+    close(found, reference.collect(dx, dy, copies.first, copies.members), kind)
     close([found[0][0]], [dx[: len(source)][source == 0].float().sum(0).to(kind)], kind)
     angle, rows = make(len(copies.first) - 1, size // 2, seed=4), len(copies.first) - 1
     wide = [torch.full((rows, 3 * heads, size), 7.0, dtype=kind, device=DEVICE) for _ in range(2)]
-    for ops, out in zip((kernels, plain), wide):  # into parts of wider rows, turned back
+    for ops, out in zip((kernels, reference), wide):  # into parts of wider rows, turned back
         into = (out[:, :heads], out[:, heads : 2 * heads])
         ops.collect(dx, dy, copies.first, copies.members, into, (angle.cos(), angle.sin()))
     close(wide[:1], wide[1:], kind)
@@ -108,10 +108,10 @@ def test_scores_and_their_pull(kernels, vocabulary, want_entropy, size):
     logits, heat = make(rows, vocabulary, scale=size), make(rows, seed=1).exp()
     targets = torch.arange(rows, device=DEVICE) % vocabulary
     found = kernels.scores(logits, targets, heat, want_entropy)
-    expected = plain.scores(logits, targets, heat, want_entropy)
+    expected = reference.scores(logits, targets, heat, want_entropy)
     close(found, expected, atol=1e-6 * 60 * size)  # logits this large have that few digits
     kept = [torch.empty_like(logits) for _ in range(2)]
-    for ops, keep in zip((kernels, plain), kept):
+    for ops, keep in zip((kernels, reference), kept):
         close(ops.scores(logits, targets, heat, want_entropy, keep), found, atol=1e-6 * 60 * size)
     close(kept[:1], kept[1:], atol=1e-6 * 60 * size)
     g, g2 = make(rows, seed=2), make(rows, seed=3) if want_entropy else None
@@ -119,4 +119,4 @@ def test_scores_and_their_pull(kernels, vocabulary, want_entropy, size):
         if given == (None, None):
             continue
         args = (logits, targets, heat, found[1], *given, found[2])
-        close([kernels.pull(*args, torch.float32)], [plain.pull(*args, torch.float32)], atol=2e-6 * 60 * size)
+        close([kernels.pull(*args, torch.float32)], [reference.pull(*args, torch.float32)], atol=2e-6 * 60 * size)

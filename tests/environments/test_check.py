@@ -4,11 +4,11 @@ import time
 
 import numpy as np
 import pytest
-from broken import BROKEN, Minimal, Sound, answer
+from support.broken import BROKEN, Minimal, Sound, answer
 
 from turnwise.environments import BUILT_IN, load, make
 from turnwise.environments.base import say
-from turnwise.environments.check import check_env
+from turnwise.environments.checker.check import check_env
 from turnwise.errors import SettingError
 
 
@@ -136,7 +136,7 @@ def test_text_says_how_often_and_where_first():
 
 
 def test_a_hang_costs_no_more_than_its_limit():
-    from broken import Hangs
+    from support.broken import Hangs
 
     began = time.monotonic()
     check_env(Hangs, episodes=2, seconds=0.2)
@@ -146,25 +146,25 @@ def test_a_hang_costs_no_more_than_its_limit():
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_environments_pass(name):
     if name == "calculator":
-        pytest.importorskip("turnwise.environments.calculator")
+        pytest.importorskip("turnwise.environments.builtin.calculator")
     report = check_env(name, episodes=4)
     assert report.ok, report.text()
     assert "oracle" in report.played and "demonstrate" in report.played
 
 
 def test_load_resolves_names_and_specs():
-    assert load("keydoor") is load("turnwise.environments.keydoor:KeyDoor")
-    assert load("broken:Sound") is Sound
+    assert load("keydoor") is load("turnwise.environments.builtin.keydoor:KeyDoor")
+    assert load("support.broken:Sound") is Sound
 
 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
         ("keydor", "did you mean 'keydoor'"),
-        ("turnwise.environments.keydoor:KeyDor", "did you mean 'KeyDoor'"),
+        ("turnwise.environments.builtin.keydoor:KeyDor", "did you mean 'KeyDoor'"),
         ("no_such_module_here:Thing", "no module 'no_such_module_here'"),
         (":Thing", "write module:Class"),
-        ("broken:answer", "has no class 'answer'"),
+        ("support.broken:answer", "has no class 'answer'"),
     ],
 )
 def test_load_says_what_to_write(spec, words):
@@ -173,7 +173,7 @@ def test_load_says_what_to_write(spec, words):
 
 
 def test_make_does_not_ignore_what_a_class_cannot_take():
-    assert make("broken:Minimal").reset(0)
+    assert make("support.broken:Minimal").reset(0)
     for settings in ({"difficulty": 2}, {"split": "held_out"}):
         with pytest.raises(SettingError, match="its __init__ takes no keyword"):
-            make("broken:Minimal", **settings)
+            make("support.broken:Minimal", **settings)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.environments.base import say
-from turnwise.environments.countdown import Countdown, Problem, Unreadable, evaluate, solve
+from turnwise.environments.builtin.countdown import Countdown, Problem, Unreadable, evaluate, solve
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@ import json
 import random
 
 import pytest
-from players import play
+from support.players import play
 
 from turnwise.environments.base import say
-from turnwise.environments.guess import ATTRIBUTES, QUESTIONS, THINGS, Guess, best, divide, in_time
+from turnwise.environments.builtin.guess import ATTRIBUTES, QUESTIONS, THINGS, Guess, best, divide, in_time
 
 FOUR = ("big red ball", "big blue ball", "small red ball", "small blue ball")
 

@@ -2,10 +2,10 @@ import json
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from players import SPLITS, play
+from support.players import SPLITS, play
 
 from turnwise.environments.base import say
-from turnwise.environments.keydoor import SIZES, WORDS, KeyDoor, Layout, State, distances, move, view
+from turnwise.environments.builtin.keydoor import SIZES, WORDS, KeyDoor, Layout, State, distances, move, view
 
 # S.#.   start, key below it, the door in the lower row, the goal behind it
 # KxD G  (x: an empty cell)

@@ -1,12 +1,12 @@
 import json
 import random
 
-from players import play
+from support.players import play
 
+from turnwise.core.protocols import Action, ToolCall
 from turnwise.environments.base import call, say
-from turnwise.environments.encyclopedia import COUNTS, WORLDS, Question, world
-from turnwise.environments.lookup import MOST_CALLS, Lookup
-from turnwise.ports import Action, ToolCall
+from turnwise.environments.builtin.encyclopedia import COUNTS, WORLDS, Question, world
+from turnwise.environments.builtin.lookup import MOST_CALLS, Lookup
 
 
 def test_worlds_hold_together():

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from turnwise.assemble import tokenizer_for_scripts
-from turnwise.data import Task
+from turnwise.core.records import Task
 from turnwise.environments.base import say
-from turnwise.environments.nim import HEAPS, Nim
+from turnwise.environments.builtin.nim import HEAPS, Nim
 from turnwise.rollout.episode import Limits
-from turnwise.rollout.players import play_script
-from turnwise.rollout.render import Renderer
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.scripted import play_script
+from turnwise.training.build import tokenizer_for_scripts
 
 
 def best(left: int, right: int, known: dict) -> bool:

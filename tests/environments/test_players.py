@@ -3,10 +3,10 @@
 import random
 
 import pytest
-from players import SPLITS, play, success_rate
+from support.players import SPLITS, play, success_rate
 
 from turnwise.environments import load, make
-from turnwise.environments.nonsense import nonsense
+from turnwise.environments.checker.nonsense import nonsense
 from turnwise.errors import SettingError
 
 NAMES = ("countdown", "guess", "keydoor", "lookup")

@@ -5,12 +5,12 @@ import random
 import sys
 
 import pytest
-from players import SPLITS, play
+from support.players import SPLITS, play
 
 from turnwise.environments import load, make
 from turnwise.environments.base import say
-from turnwise.environments.check import check_env
-from turnwise.environments.reasoning import FORM, RUN_ANSWERS, package, read
+from turnwise.environments.checker.check import check_env
+from turnwise.environments.families.reasoning_gym import FORM, RUN_ANSWERS, package, read
 from turnwise.errors import SettingError
 
 NAMES = ("basic_arithmetic", "chain_sum", "gcd", "gsm_symbolic", "lcm", "spell_backward")

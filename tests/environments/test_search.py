@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from turnwise.environments.search import Index, words
+from turnwise.environments.builtin.search import Index, words
 
 DOCUMENTS = ["red cat", "red red dog house", "blue bird"]
 

@@ -26,17 +26,17 @@ from turnwise.algebra.peers import Same
 from turnwise.algebra.penalty import KL, Weighted
 from turnwise.algebra.ratio import Importance, PerToken
 from turnwise.algebra.value import ReturnToGo
+from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.errors import RecipeError, SettingError
-from turnwise.integrations import fit
+from turnwise.integrations import method_support
 from turnwise.integrations.trl_arguments import CONFLICTS, HAS
-from turnwise.levels import TOKEN, TRAJECTORY, TURN
-from turnwise.recipe import Recipe
+from turnwise.recipes.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 HERE = importlib.util.find_spec("trl") is not None
 OTHER = os.environ.get("TURNWISE_TRL_PYTHON", "")
 needs_trl = pytest.mark.skipif(not HERE, reason="TRL is not importable here")
-WORKS = [name for name in recipes.METHODS if not fit.lacks(recipes.build(name), HAS)]
+WORKS = [name for name in recipes.METHODS if not method_support.lacks(recipes.build(name), HAS)]
 WORDS = ["say a letter please", "another one", "no, this one"]
 
 if HERE:
@@ -119,7 +119,7 @@ def close(a, b, rtol=2e-4):
 def as_trl(name, **hyper):
     """TRL divides by std + 1e-4."""
     recipe = recipes.build(name, **hyper)
-    return replace(recipe, advantage=replace(recipe.advantage, eps=1e-4), admission=fit.DEFAULT.admission)
+    return replace(recipe, advantage=replace(recipe.advantage, eps=1e-4), admission=method_support.DEFAULT.admission)
 
 
 # ------------------------------------------------------------------ equal to TRL
@@ -300,8 +300,7 @@ def test_turns_are_the_runs_of_the_tool_mask(folder):
 @needs_trl
 def test_turn_level_methods_run_in_trls_tool_loop(monkeypatch):
     """Random weights call no tool: two of three first turns are a scripted call, all later ones are sampled."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    bench = importlib.import_module("step")
+    bench = importlib.import_module("turnwise.bench.step_worker")
     tokenizer = tiny_tokenizer(bench.corpus(), 512)
     tokenizer.chat_template, tokenizer.response_template = bench.TEMPLATE, bench.RESPONSE
     mark = tokenizer.convert_tokens_to_ids("<|tool|>")
@@ -415,7 +414,7 @@ def test_memory_is_saved_resumed_and_left_alone_by_an_evaluation(folder):
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_in_words(method, reason):
     with pytest.raises(RecipeError, match=reason) as told:
-        fit.require(recipes.build(method), method, HAS, "TRL's GRPOTrainer")
+        method_support.require(recipes.build(method), method, HAS, "TRL's GRPOTrainer")
     assert f"turnwise train {method}" in str(told.value)
 
 

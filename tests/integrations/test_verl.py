@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise import Recipe, padded, recipes
+from turnwise import Recipe, recipes
 from turnwise.algebra.gate import Clip
 from turnwise.errors import SettingError
+from turnwise.integrations import padded
 
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed", allow_module_level=True)
@@ -26,7 +27,7 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig
 
-from turnwise.integrations import verl, verl_fit
+from turnwise.integrations import verl, verl_support
 
 pytestmark = pytest.mark.filterwarnings("ignore:turnwise/.* averages by")
 NAMES = verl.register()
@@ -83,13 +84,13 @@ def test_verls_own_lookup_finds_every_method():
     for name in NAMES.losses:
         assert core_algos.get_policy_loss_fn(name).__module__ == "turnwise.integrations.verl"
     for name in NAMES.estimators:
-        assert core_algos.get_adv_estimator_fn(name).__module__ == "turnwise.integrations.verl_credit"
+        assert core_algos.get_adv_estimator_fn(name).__module__ == "turnwise.integrations.verl_advantages"
     assert len(NAMES.losses) > 35 and len(NAMES.estimators) > 55
 
 
 def test_every_method_is_registered_or_left_out_with_a_reason():
     out = verl.left_out()
-    for name in verl_fit.METHODS:
+    for name in verl_support.METHODS:
         assert (name in LOSSES) != ("loss: it " in out.get(name, "")), name
         assert (name in ESTIMATORS) != ("advantage: it " in out.get(name, "")), name
 
@@ -208,20 +209,20 @@ def cut(data: dict, rows: slice) -> dict:
 
 def summed(name: str, data: dict, parts: list[slice], ranks: int = 1) -> torch.Tensor:
     """The slope as verl accumulates it: a loss for each micro-batch, gradients averaged over the ranks."""
-    config = actor(verl_fit.mode(recipes.build(name)))
+    config = actor(verl_support.mode(recipes.build(name)))
     config.global_batch_info.update(
         dp_size=ranks, batch_num_tokens=int(data["response_mask"].sum()), global_batch_size=ROWS, loss_scale_factor=None
     )
     return torch.cat([slope(verl.loss(name), cut(data, rows), config)[1] for rows in parts]) / ranks
 
 
-PLAIN = [name for name in LOSSES if not verl_fit.plans(recipes.build(name))]
+PLAIN = [name for name in LOSSES if not verl_support.plans(recipes.build(name))]
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_micro_batches_and_ranks_sum_to_the_whole(name):
     data = step(1)
-    whole = slope(verl.loss(name), data, actor(verl_fit.mode(recipes.build(name))))[1]
+    whole = slope(verl.loss(name), data, actor(verl_support.mode(recipes.build(name))))[1]
     for ranks in (1, 2):
         pieces = summed(name, data, [slice(0, 2), slice(2, 3), slice(3, 6)], ranks)
         torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-10)
@@ -236,10 +237,10 @@ def test_the_whole_step_equals_our_own_trainer(name):
     """``padded.loss`` is the objective of our learner; what verl adds itself is taken out of both."""
     data = step(2)
     fraction = {"clip_cov": {"fraction": 1.0}}.get(name, {})  # lots are drawn by other seeds there
-    recipe = verl_fit.bare(recipes.build(name, **fraction))
+    recipe = verl_support.bare(recipes.build(name, **fraction))
     logp = data["log_prob"].clone().requires_grad_()
     loss, _ = padded.loss(recipe, logp, data["old_log_prob"], data["response_mask"], advantages=data["advantages"])
-    ours = slope(verl.loss(name, **fraction), data, actor(verl_fit.mode(recipe)))
+    ours = slope(verl.loss(name, **fraction), data, actor(verl_support.mode(recipe)))
     torch.testing.assert_close(
         ours[1], torch.autograd.grad(loss, logp)[0] * data["response_mask"], rtol=1e-6, atol=1e-10
     )

@@ -13,14 +13,14 @@ import torch
 from tokenizers import AddedToken, decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from turnwise import assemble
-from turnwise.cli import main
-from turnwise.environments.calculator import TOOL
+from turnwise.cli.main import main
+from turnwise.environments.builtin.calculator import TOOL
 from turnwise.errors import SettingError, StoreError
 from turnwise.models import fetch
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
-from turnwise.rollout.render import CHATML, Renderer
-from turnwise.world import World, settle
+from turnwise.rollout.renderer import CHATML, Renderer
+from turnwise.training import build
+from turnwise.training.env_spec import World, settle
 
 NAME = "smollm2"
 
@@ -69,9 +69,9 @@ def test_is_fetched_once_and_loads(shelf, capsys):
 def test_a_name_means_its_folder_everywhere(shelf):
     fetch.fetch(NAME, say=silent)
     settings = settle({"model": NAME, "env": "calculator", "eval_tasks": 1})
-    assemble.examine(settings)
-    vocabulary = len(assemble.tokenizer_of(settings, World.of(settings)))
-    assert assemble.model_of(settings, 0).config.vocab_size == vocabulary
+    build.examine(settings)
+    vocabulary = len(build.tokenizer_of(settings, World.of(settings)))
+    assert build.model_of(settings, 0).config.vocab_size == vocabulary
     assert fetch.resolve("some/hub-id") == "some/hub-id"
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from turnwise.launch import train
-from turnwise.observe.clock import Clock
 from turnwise.observe.profile import PAGE, TRACE, Profile, operators, windows
+from turnwise.observe.span_timer import Clock
+from turnwise.training.api import train
 
 SMALL = {
     "method": "grpo", "env": "calculator", "difficulty": (1,), "groups": 1, "group_size": 2, "eval_tasks": 1, "hidden": 16,

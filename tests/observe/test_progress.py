@@ -11,7 +11,7 @@ from rich.console import Console
 
 from turnwise.maths.statistics import wilson
 from turnwise.observe import JsonLines, LivePanel, PlainLog, comparison, curves, show_progress, table, transcript
-from turnwise.observe.figures import duration
+from turnwise.observe.metric_names import duration
 from turnwise.observe.plot import smooth
 from turnwise.observe.progress import sparkline
 

@@ -7,16 +7,16 @@ import asyncio
 import pytest
 import torch
 
-from turnwise import assemble
-from turnwise.batch import pack, prefix
-from turnwise.data import Status, Task, Trajectory, Turn
-from turnwise.engines.learner import LearnerSettings, LocalLearner
+from turnwise.config.settings import Settings
+from turnwise.core.batch import pack, prefix
+from turnwise.core.records import Status, Task, Trajectory, Turn
+from turnwise.core.signals import Signal
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import RecipeError
-from turnwise.rollout.render import Renderer
-from turnwise.rollout.strategy import Branch
-from turnwise.settings import Settings
-from turnwise.signals import Signal
-from turnwise.world import World
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.strategies import Branch
+from turnwise.training import build
+from turnwise.training.env_spec import World
 
 
 @pytest.fixture(scope="module", params=["keydoor", "lookup"])
@@ -25,11 +25,11 @@ def grown(request):
     torch.manual_seed(0)
     chosen = Settings.of({"env": request.param, "hidden": 32, "max_tokens": 6, "max_turns": 6, "context": 600})
     world = World.of(chosen)
-    tokenizer = assemble.tokenizer_of(chosen, world)
-    model = assemble.model_of(chosen, len(tokenizer))
+    tokenizer = build.tokenizer_of(chosen, world)
+    model = build.model_of(chosen, len(tokenizer))
     renderer = Renderer(tokenizer)
-    generator = assemble.generator_of(chosen, model, renderer)
-    play = assemble.player(world, renderer, assemble.sampling_of(chosen))
+    generator = build.generator_of(chosen, model, renderer)
+    play = build.player(world, renderer, build.sampling_of(chosen))
 
     async def grow():
         tasks = [Task(request.param, seed) for seed in (1, 2)]

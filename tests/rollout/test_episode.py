@@ -8,12 +8,12 @@ import time
 import numpy as np
 import pytest
 
-from turnwise.data import Completion, Sampling, Status, Stop, Task
+from turnwise.core.protocols import Step
+from turnwise.core.records import Completion, Sampling, Status, Stop, Task
 from turnwise.models.tiny import tiny_tokenizer
-from turnwise.ports import Step
 from turnwise.rollout.episode import Episode, Limits
-from turnwise.rollout.render import Renderer
-from turnwise.rollout.strategy import Independent
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.strategies import Independent
 
 RENDERER = Renderer(tiny_tokenizer([], 300))
 TASK = Task("test", seed=7)

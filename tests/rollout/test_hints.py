@@ -8,18 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from turnwise import assemble, recipes
+from turnwise import recipes
 from turnwise.algebra.piece import Now
-from turnwise.batch import pack
-from turnwise.data import Status, Task, Trajectory, Turn
-from turnwise.engines.learner import LearnerSettings, LocalLearner
+from turnwise.core.batch import pack
+from turnwise.core.levels import TOKEN
+from turnwise.core.records import Status, Task, Trajectory, Turn
+from turnwise.core.signals import Signal
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.environments import make
 from turnwise.errors import RecipeError, SettingError
-from turnwise.levels import TOKEN
-from turnwise.rollout.render import Renderer
-from turnwise.rollout.strategy import Hinted
-from turnwise.signals import Signal
-from turnwise.world import World, settle
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.strategies import Hinted
+from turnwise.training import build as assemble
+from turnwise.training.env_spec import World, settle
 
 OFFERED = ("lookup", "keydoor", "calculator")
 

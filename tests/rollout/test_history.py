@@ -9,12 +9,12 @@ from typing import ClassVar
 import pytest
 from test_episode import LIMITS, RENDERER, Patient, Speaker, keyed, play, stepping
 
-from turnwise.data import Sampling, Status, Task
+from turnwise.config.settings import Settings
+from turnwise.core.protocols import Step
+from turnwise.core.records import Sampling, Status, Task
 from turnwise.errors import SettingError
-from turnwise.ports import Step
 from turnwise.rollout.episode import Episode, Limits
-from turnwise.settings import Settings
-from turnwise.world import World, settle
+from turnwise.training.env_spec import World, settle
 
 # ------------------------------------------------------------------- history
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.batch import pack
-from turnwise.data import Completion, Group, Sampling, Stop, Task
+from turnwise.core.batch import pack
+from turnwise.core.protocols import Step
+from turnwise.core.records import Completion, Group, Sampling, Stop, Task
 from turnwise.errors import RenderError
 from turnwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from turnwise.ports import Step
-from turnwise.rollout import masking
+from turnwise.rollout import observation_mask
 from turnwise.rollout.episode import Episode, Limits
-from turnwise.rollout.render import CHATML, Renderer
+from turnwise.rollout.renderer import CHATML, Renderer
 
 FORGETS = CHAT_TEMPLATE.replace("message.content", "message.content.split('</think>')[-1]")
 TRIMS = CHAT_TEMPLATE.replace("message.content", "message.content | trim")
@@ -31,7 +31,7 @@ def renderer(template: str = CHAT_TEMPLATE, corpus=("the answer is", "No informa
 
 
 PLAIN, FORGETTING, TRIMMING = renderer(), renderer(FORGETS), renderer(TRIMS)
-FILLER = PLAIN.encode(masking.PLACEHOLDER)
+FILLER = PLAIN.encode(observation_mask.PLACEHOLDER)
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
@@ -134,7 +134,7 @@ def test_a_tokenizer_without_offsets_is_refused():
         is_fast = False
 
     with pytest.raises(RenderError, match="fast tokenizer"):
-        masking.masked(Slow(), "a", [1], [(0, 1)])
+        observation_mask.masked(Slow(), "a", [1], [(0, 1)])
 
 
 # -------------------------------------------------------------------- episodes

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from turnwise.errors import RenderError
 from turnwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from turnwise.rollout.render import CHATML, Renderer, parse
+from turnwise.rollout.renderer import CHATML, Renderer, parse
 
 FORGETS_THOUGHTS = CHAT_TEMPLATE.replace("message.content", "message.content.split('</think>')[-1]")
 TRIMS = CHAT_TEMPLATE.replace("message.content", "message.content | trim")

@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_hints import Resting
 
-from turnwise import assemble, recipes
-from turnwise.data import Status, Task, Trajectory, Turn
-from turnwise.engines.drafts import Drafting
+from turnwise import recipes
+from turnwise.core.records import Status, Task, Trajectory, Turn
+from turnwise.engines.generator.drafts import Drafting
 from turnwise.errors import RecipeError, SettingError
-from turnwise.rollout.render import Renderer
-from turnwise.rollout.strategy import Independent, Screened, _extremes
-from turnwise.run import describe
-from turnwise.world import World, settle
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.strategies import Independent, Screened, _extremes
+from turnwise.training import build as assemble
+from turnwise.training.env_spec import World, settle
+from turnwise.training.loop import describe
 
 TASK = Task("x", 0)
 

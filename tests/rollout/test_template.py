@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers.utils import chat_template_utils
 
 from turnwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from turnwise.rollout import template
-from turnwise.rollout.render import CHATML
+from turnwise.rollout import chat_template as template
+from turnwise.rollout.renderer import CHATML
 
 STERN = (  # like published ones: no system, roles must take turns, specials, JSON of tools
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.data import Group, Task, Trajectory, Turn
+from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.errors import RecordError
 from turnwise.store import Ledger
-from turnwise.store.behind import Behind
+from turnwise.store.write_behind import Behind
 
 
 def group(n: int) -> Group:

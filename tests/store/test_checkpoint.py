@@ -23,7 +23,7 @@ from turnwise.store import (
     save_model,
 )
 from turnwise.store import checkpoint as module
-from turnwise.store.aside import aside
+from turnwise.store.atomic import aside
 
 
 def save(directory, step, **options):

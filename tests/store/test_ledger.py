@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from turnwise.data import Fork, Group, Origin, Status, Stop, Task, Trajectory, Turn
+from turnwise.core.records import Fork, Group, Origin, Status, Stop, Task, Trajectory, Turn
 from turnwise.errors import RecordError, StoreError
 from turnwise.store import Ledger, database
-from turnwise.store.records import decode, encode
+from turnwise.store.trajectory_codec import decode, encode
 
 
 def task(seed: int) -> Task:

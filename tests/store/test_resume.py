@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from turnwise.data import Group, Task, Trajectory, Turn
+from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.errors import RecordError
 from turnwise.store import Ledger, discard_after, load_checkpoint, save_checkpoint
 from turnwise.store.checkpoint import checkpoints

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import records_of
+from support.batches import records_of
 
 from turnwise import recipes
 from turnwise.algebra.objective import Objective
-from turnwise.batch import Batch, pack
-from turnwise.data import Task
-from turnwise.signals import level_of
-from turnwise.tasks.sampler import Tasks
+from turnwise.core.batch import Batch, pack
+from turnwise.core.records import Task
+from turnwise.core.signals import level_of
+from turnwise.tasks.samplers import Tasks
 
 STEPS = 50  # a short run
 REMEMBERING = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tool_pools import ISOLATING, NAMES, use
+from support.tool_pools import ISOLATING, NAMES, use
 
 from turnwise.tools import PythonTool, Session
 

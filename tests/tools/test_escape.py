@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tool_pools import LIMITS, use
+from support.tool_pools import LIMITS, use
 
 from turnwise.tools import PythonTool, Session
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tool_pools import LIMITS, use
+from support.tool_pools import LIMITS, use
 
 from turnwise.tools import Limits, PythonTool, Session
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
+from turnwise.core.protocols import Action, ToolCall
 from turnwise.errors import SettingError
-from turnwise.ports import Action, ToolCall
 from turnwise.tools import Toolbox
 
 

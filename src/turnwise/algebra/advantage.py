@@ -10,10 +10,10 @@ from turnwise.algebra.peers import Peers, among
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
-from turnwise.batch import Batch
-from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.signals import Signal
 from turnwise.maths import returns
-from turnwise.signals import Signal
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from turnwise.algebra.piece import check
-from turnwise.levels import TRAJECTORY, Field, Level
+from turnwise.core.levels import TRAJECTORY, Field, Level
 
 
 class Aggregate(Protocol):

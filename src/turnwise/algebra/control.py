@@ -10,9 +10,9 @@ import torch
 
 from turnwise.algebra.piece import Piece, check, text
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour
-from turnwise.batch import Batch
-from turnwise.levels import BATCH, GROUP, TRAJECTORY, TURN, Field, where
-from turnwise.signals import Signal
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, TURN, Field, where
+from turnwise.core.signals import Signal
 
 Measure = Callable[[Batch, frozenset[Signal]], dict[Signal, Field]]
 

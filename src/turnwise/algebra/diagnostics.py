@@ -10,10 +10,10 @@ from torch import Tensor
 
 from turnwise.algebra.piece import Now
 from turnwise.algebra.ratio import behaviour
-from turnwise.batch import Batch
-from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field
+from turnwise.core.batch import Batch
+from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
+from turnwise.core.signals import Signal
 from turnwise.maths.divergences import k1, k2, k3
-from turnwise.signals import Signal
 
 LEVELS = {"token": TOKEN, "turn": TURN, "trajectory": TRAJECTORY}
 TURNS = 4  # turn indices shown one by one; the last stands for all later ones

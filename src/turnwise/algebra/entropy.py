@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from turnwise.algebra.piece import Piece, Whole, check
-from turnwise.levels import Field, where
-from turnwise.signals import Signal
+from turnwise.core.levels import Field, where
+from turnwise.core.signals import Signal
 
 
 @dataclass(frozen=True)

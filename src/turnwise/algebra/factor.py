@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from turnwise.algebra.entropy import NormalisedEntropy
 from turnwise.algebra.piece import Now, Piece, Whole, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour, mismatch
-from turnwise.levels import BATCH, TOKEN, TRAJECTORY, Field, Level, where
-from turnwise.signals import Signal
+from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, Level, where
+from turnwise.core.signals import Signal
 
 
 class Factor(Piece):

@@ -8,8 +8,8 @@ import torch
 
 from turnwise.algebra.piece import NOTHING, Now, check
 from turnwise.algebra.ratio import Ratio, moved
-from turnwise.levels import GROUP, TOKEN, TRAJECTORY, Field, Partition, where
-from turnwise.signals import Signal
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, Partition, where
+from turnwise.core.signals import Signal
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from turnwise.algebra.mask import Mask
 from turnwise.algebra.piece import Now, Piece, Whole, check, text
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
-from turnwise.levels import TRAJECTORY, Field, where
+from turnwise.core.levels import TRAJECTORY, Field, where
 
 
 class Gate(Piece):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from turnwise.algebra.piece import Now, Piece, Whole, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, moved
-from turnwise.levels import BATCH, TOKEN, TRAJECTORY, Field, where
-from turnwise.signals import Signal
+from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, where
+from turnwise.core.signals import Signal
 
 Grads = Sequence[Tensor]
 

@@ -9,8 +9,8 @@ import torch
 
 from turnwise.algebra.piece import Now, Piece, Whole, check, text
 from turnwise.algebra.ratio import Ratio, behaviour, mismatch, moved
-from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Level, where
-from turnwise.signals import Signal
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Level, where
+from turnwise.core.signals import Signal
 
 
 class Mask(Piece):

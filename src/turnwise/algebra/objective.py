@@ -24,9 +24,9 @@ from turnwise.algebra.piece import NOTHING, Memory, Now, Piece, Whole
 from turnwise.algebra.ratio import Ratio
 from turnwise.algebra.term import Term
 from turnwise.algebra.weight import Weight
-from turnwise.batch import Batch
-from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field
-from turnwise.signals import FORESEEN, FROZEN, LIVE, Signal
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field
+from turnwise.core.signals import FORESEEN, FROZEN, LIVE, Signal
 
 
 @dataclass(frozen=True)

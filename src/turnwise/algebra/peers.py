@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnwise.algebra.piece import Piece
-from turnwise.batch import Batch
-from turnwise.levels import Level, Partition
+from turnwise.core.batch import Batch
+from turnwise.core.levels import Level, Partition
 
 
 class Kin(Piece):

@@ -14,9 +14,9 @@ from turnwise.algebra.piece import Now, Piece, State, Whole, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Importance, moved
 from turnwise.algebra.term import Term
 from turnwise.algebra.weight import Weight
-from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field, where
+from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, where
+from turnwise.core.signals import Signal
 from turnwise.maths.divergences import ESTIMATORS
-from turnwise.signals import Signal
 
 
 class Penalty(Piece):

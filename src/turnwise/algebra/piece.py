@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, Field
+from turnwise.core.signals import Signal
 from turnwise.errors import RecipeError
-from turnwise.levels import BATCH, Field
-from turnwise.signals import Signal
 
 NOTHING: frozenset[Signal] = frozenset()
 State = dict[str, Any]

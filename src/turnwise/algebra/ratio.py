@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from turnwise.algebra.piece import NOTHING, Now, Piece
-from turnwise.batch import Batch
-from turnwise.levels import TOKEN, TRAJECTORY, Field, Level, Tree
-from turnwise.signals import Signal
+from turnwise.core.batch import Batch
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field, Level, Tree
+from turnwise.core.signals import Signal
 
 LOG_RATIO_LIMIT = 20.0  # e²⁰ is far outside any trust region; beyond it only overflow waits
 

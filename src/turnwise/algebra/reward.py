@@ -9,10 +9,10 @@ import torch
 from turnwise.algebra.piece import State, Whole, check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import token_reward
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, where
+from turnwise.core.signals import Signal
 from turnwise.errors import SignalError
-from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field, where
-from turnwise.signals import Signal
 
 
 def paid_at_end(value: Field) -> Field:

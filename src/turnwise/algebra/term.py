@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnwise.algebra.piece import Piece, check, text
-from turnwise.batch import Batch
-from turnwise.levels import Field
+from turnwise.core.batch import Batch
+from turnwise.core.levels import Field
 
 
 class Term(Piece):

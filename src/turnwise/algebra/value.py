@@ -8,10 +8,10 @@ import torch
 
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
-from turnwise.batch import Batch
-from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, where
+from turnwise.core.batch import Batch
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, where
+from turnwise.core.signals import Signal
 from turnwise.maths import returns
-from turnwise.signals import Signal
 
 
 @dataclass(frozen=True)

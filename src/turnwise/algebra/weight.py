@@ -9,9 +9,9 @@ import torch
 
 from turnwise.algebra.piece import Piece, State, Whole, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, moved
-from turnwise.levels import BATCH, TRAJECTORY, Field, where
+from turnwise.core.levels import BATCH, TRAJECTORY, Field, where
+from turnwise.core.signals import Signal
 from turnwise.maths.divergences import k2
-from turnwise.signals import Signal
 
 
 class Weight(Piece):

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from turnwise.batch import pack
-from turnwise.bench.limits import Limits, settle
-from turnwise.bench.loads import Load, equal, ragged
-from turnwise.bench.rows import Row, against
-from turnwise.bench.shapes import Scene
-from turnwise.data import Completion, Group, Sampling, Task, Trajectory, Turn
-from turnwise.engines.generator import LocalGenerator
-from turnwise.engines.learner import LearnerSettings, LocalLearner
-from turnwise.signals import Signal
+from turnwise.bench.hardware_limits import Limits, settle
+from turnwise.bench.models import Scene
+from turnwise.bench.report import Row, against
+from turnwise.bench.workloads import Load, equal, ragged
+from turnwise.core.batch import pack
+from turnwise.core.records import Completion, Group, Sampling, Task, Trajectory, Turn
+from turnwise.core.signals import Signal
+from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 
 Engine = Callable[[Load], Any]
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from turnwise import recipes
-from turnwise.batch import Batch, pack
-from turnwise.bench.limits import Limits, settle
-from turnwise.bench.rows import Row, against
-from turnwise.bench.shapes import Scene
-from turnwise.data import Group, Task, Trajectory, Turn
-from turnwise.engines.arithmetic import ids_at_once
-from turnwise.engines.cuda.body import OFTEN
-from turnwise.engines.learner import LearnerSettings, LocalLearner
+from turnwise.bench.hardware_limits import Limits, settle
+from turnwise.bench.models import Scene
+from turnwise.bench.report import Row, against
+from turnwise.core.batch import Batch, pack
+from turnwise.core.records import Group, Task, Trajectory, Turn
+from turnwise.engines.kernels.dispatch import ids_at_once
+from turnwise.engines.learner.cuda_graphs import OFTEN
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 
 SIBLINGS = 8
 

@@ -14,8 +14,8 @@ import sys
 import time
 from typing import Any
 
-from turnwise.bench.peers import peak_mb
-from turnwise.bench.rows import Row, against
+from turnwise.bench.report import Row, against
+from turnwise.bench.step_worker import peak_mb
 
 BAR = 0.25  # ours must need at most this part of the plain peak
 
@@ -23,7 +23,7 @@ BAR = 0.25  # ours must need at most this part of the plain peak
 def child(kind: str, tokens: int, vocabulary: int, width: int) -> dict[str, float]:
     import torch
 
-    from turnwise.engines.logprobs import token_logprobs
+    from turnwise.engines.learner.logprobs import token_logprobs
 
     def step(h: Any, w: Any, y: Any) -> None:
         if kind == "chunked":

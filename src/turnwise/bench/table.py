@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import transformers
 
-from turnwise.bench import generation, learning, memory, steps
-from turnwise.bench.limits import Limits
-from turnwise.bench.rows import Row
-from turnwise.bench.shapes import Scene, parameters, scene
+from turnwise.bench import generation, learning, memory, training_step
+from turnwise.bench.hardware_limits import Limits
+from turnwise.bench.models import Scene, parameters, scene
+from turnwise.bench.report import Row
 from turnwise.errors import SettingError, nearest
 
 Say = Callable[[str], None]
@@ -57,10 +57,10 @@ def _jobs(chosen: Scene, limits: Limits, quick: bool) -> list[tuple[str, Callabl
     jobs: list[tuple[str, Callable[[], list[Row]]]] = [
         ("generation", lambda: generation.rows(chosen, limits, min(chosen.repeats, 2) if gpu else chosen.repeats)),
         ("learning", lambda: learning.rows(chosen, limits, chosen.repeats)),
-        ("step", lambda: steps.rows("single", chosen.device, size, count, threads)),
+        ("step", lambda: training_step.rows("single", chosen.device, size, count, threads)),
     ]
     if not gpu and not quick:
-        jobs.append(("step", lambda: steps.rows("tools", chosen.device, None, count, threads)))
+        jobs.append(("step", lambda: training_step.rows("tools", chosen.device, None, count, threads)))
     if not gpu:
         jobs.append(("memory", memory.rows))
     return jobs

@@ -1,0 +1,1 @@
+"""Credit: pieces that decide who earned what. Knows no engine and no method."""

@@ -9,12 +9,12 @@ import torch
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Partition, where
+from turnwise.core.signals import Signal
+from turnwise.credit.multi_reward import component
 from turnwise.credit.order import lower_median
-from turnwise.credit.rows import Rows
-from turnwise.credit.several import component
-from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Partition, where
-from turnwise.signals import Signal
+from turnwise.credit.selectors import Rows
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from torch.nn.functional import logsigmoid
 
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import Now, check
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
 from turnwise.credit.fact import Fact
 from turnwise.credit.pairs import Pairs, ToldPairs
 from turnwise.credit.preference import LogRatio, Score, averages, ranking, sides
-from turnwise.levels import BATCH, GROUP, TRAJECTORY, Field, where
 
 NAN = float("nan")
 ANSWERS, OF_REJECTED, OF_CHOSEN = 0, 1, 2  # the fact ``revises``

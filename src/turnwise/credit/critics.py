@@ -12,10 +12,10 @@ from turnwise.algebra.mask import Mask
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import Now, check
 from turnwise.algebra.term import Term
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.signals import SLOW, UTTERANCE, Signal
 from turnwise.credit.voters import neighbour
-from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, where
-from turnwise.signals import SLOW, UTTERANCE, Signal
 
 # ------------------------------------------------------------------- utterances
 

@@ -10,10 +10,10 @@ from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import Now, check
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.term import Term
-from turnwise.batch import Batch
-from turnwise.credit.rows import Rows
-from turnwise.levels import GROUP, TRAJECTORY, Field, where
-from turnwise.signals import Signal
+from turnwise.core.batch import Batch
+from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
+from turnwise.core.signals import Signal
+from turnwise.credit.selectors import Rows
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from turnwise.algebra.term import Term
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import TRAJECTORY, Field, Level
 from turnwise.errors import SignalError
-from turnwise.levels import TRAJECTORY, Field, Level
 
 
 @dataclass(frozen=True)

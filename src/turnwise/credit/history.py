@@ -10,11 +10,11 @@ import torch
 from turnwise.algebra.piece import State, Whole, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT
 from turnwise.algebra.term import Term
-from turnwise.batch import Batch
-from turnwise.credit.rows import From
-from turnwise.levels import BATCH, TOKEN, TRAJECTORY, Field, where
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, where
+from turnwise.core.signals import Signal
+from turnwise.credit.selectors import From
 from turnwise.maths.divergences import k3
-from turnwise.signals import Signal
 
 OWN = From("policy")
 

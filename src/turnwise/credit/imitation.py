@@ -13,7 +13,7 @@ from turnwise.algebra.factor import Factor
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import Now, Whole, check
 from turnwise.algebra.weight import Weight, clock
-from turnwise.levels import BATCH, Field
+from turnwise.core.levels import BATCH, Field
 
 COUNTS: dict[str, Callable[[Field], Field]] = {
     "none": lambda p: p.map(torch.ones_like),

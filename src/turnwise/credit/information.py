@@ -10,11 +10,11 @@ from turnwise.algebra.piece import check
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import ends
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.voters import neighbour
-from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
-from turnwise.signals import Signal
 
 
 @dataclass(frozen=True)

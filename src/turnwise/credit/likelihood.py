@@ -9,11 +9,11 @@ import torch
 from turnwise.algebra.piece import check
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.term import Term
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
+from turnwise.core.signals import Signal
+from turnwise.credit.multi_reward import component
 from turnwise.credit.order import pairs, place
-from turnwise.credit.several import component
-from turnwise.levels import GROUP, TRAJECTORY, Field, where
-from turnwise.signals import Signal
 
 
 def mean_logp(batch: Batch) -> Field:

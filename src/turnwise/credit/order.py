@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turnwise.batch import Batch
-from turnwise.levels import GROUP, TRAJECTORY, Field, Tree, where
+from turnwise.core.batch import Batch
+from turnwise.core.levels import GROUP, TRAJECTORY, Field, Tree, where
 from turnwise.maths import segments
 
 

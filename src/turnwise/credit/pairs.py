@@ -14,11 +14,11 @@ from turnwise.algebra.piece import check
 from turnwise.algebra.reward import Named
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome, Total
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import GROUP, TRAJECTORY, Field, Partition, where
 from turnwise.credit.fact import Fact
-from turnwise.credit.rows import Best, From, Rows
+from turnwise.credit.selectors import Best, From, Rows
 from turnwise.errors import nearest
-from turnwise.levels import GROUP, TRAJECTORY, Field, Partition, where
 
 
 class Pairs(Rows):

@@ -16,10 +16,10 @@ from torch.nn.functional import logsigmoid
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import NOTHING, Now, Piece, check
 from turnwise.algebra.ratio import behaviour
+from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
+from turnwise.core.signals import Signal
 from turnwise.credit.pairs import Pairs, ToldPairs
 from turnwise.errors import nearest
-from turnwise.levels import GROUP, TRAJECTORY, Field, where
-from turnwise.signals import Signal
 
 # ---------------------------------------------------------------------- scores
 

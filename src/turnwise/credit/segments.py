@@ -12,9 +12,9 @@ from turnwise.algebra.piece import Now, check
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.reward import paid_at_end
 from turnwise.algebra.term import Term
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.credit.fact import Fact
-from turnwise.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.maths import segments
 
 

@@ -11,10 +11,10 @@ from turnwise.algebra.gate import Clip, Gate
 from turnwise.algebra.peers import Kin
 from turnwise.algebra.piece import Now, Whole, check
 from turnwise.algebra.term import Term
-from turnwise.batch import Batch
-from turnwise.credit.several import Unit, component
-from turnwise.credit.strata import Told
-from turnwise.levels import BATCH, GROUP, TRAJECTORY, Field, where
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
+from turnwise.credit.multi_reward import Unit, component
+from turnwise.credit.stratified import Told
 from turnwise.maths import segments
 
 

@@ -10,12 +10,12 @@ import torch
 from turnwise.algebra.peers import Kin
 from turnwise.algebra.piece import State, Whole, check
 from turnwise.algebra.term import Term
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.segments import order_within
 from turnwise.credit.tracker import Solved, tasks_of
-from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
-from turnwise.signals import Signal
 
 # ------------------------------------------------------------------------ tools
 

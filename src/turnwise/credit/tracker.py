@@ -9,10 +9,10 @@ import torch
 from turnwise.algebra.piece import State, Whole, check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Constant
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
+from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
-from turnwise.levels import BATCH, GROUP, TRAJECTORY, Field, where
-from turnwise.signals import Signal
 
 
 @dataclass(frozen=True)

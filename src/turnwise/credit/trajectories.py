@@ -8,9 +8,9 @@ import torch
 
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
-from turnwise.batch import Batch
-from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
-from turnwise.signals import Signal
+from turnwise.core.batch import Batch
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.signals import Signal
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from turnwise.algebra.peers import Peers, among
 from turnwise.algebra.piece import Now, check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import ends, token_reward
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.voters import neighbour
-from turnwise.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.maths import returns
-from turnwise.signals import Signal
 
 # ---------------------------------------------------------------------- values
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from turnwise.algebra.peers import Kin
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
-from turnwise.batch import Batch
-from turnwise.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition
 from turnwise.maths import segments
 
 ROWS = {"turn": TURN, "trajectory": TRAJECTORY}

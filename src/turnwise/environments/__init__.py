@@ -18,15 +18,15 @@ from typing import Any
 from turnwise.errors import SettingError, nearest
 
 BUILT_IN = {
-    "calculator": "turnwise.environments.calculator:Calculator",
-    "countdown": "turnwise.environments.countdown:Countdown",
-    "guess": "turnwise.environments.guess:Guess",
-    "keydoor": "turnwise.environments.keydoor:KeyDoor",
-    "nim": "turnwise.environments.nim:Nim",
-    "lookup": "turnwise.environments.lookup:Lookup",
+    "calculator": "turnwise.environments.builtin.calculator:Calculator",
+    "countdown": "turnwise.environments.builtin.countdown:Countdown",
+    "guess": "turnwise.environments.builtin.guess:Guess",
+    "keydoor": "turnwise.environments.builtin.keydoor:KeyDoor",
+    "nim": "turnwise.environments.builtin.nim:Nim",
+    "lookup": "turnwise.environments.builtin.lookup:Lookup",
 }
 FAMILIES = {
-    "reasoning_gym": "turnwise.environments.reasoning"
+    "reasoning_gym": "turnwise.environments.families.reasoning_gym"
 }  # a module whose ``environment(member)`` makes the class
 
 

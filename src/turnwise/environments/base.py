@@ -15,9 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from turnwise.data import Message
+from turnwise.core.protocols import Action, Step, ToolCall
+from turnwise.core.records import Message
 from turnwise.errors import SettingError, nearest
-from turnwise.ports import Action, Step, ToolCall
 
 SPLITS = ("train", "held_out")
 HELD_OUT_SHARE = 10  # one problem in ten belongs to the held-out split

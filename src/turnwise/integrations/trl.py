@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from turnwise import padded
 from turnwise.algebra import diagnostics
 from turnwise.algebra.objective import Objective
-from turnwise.integrations.held import Held, Step, admitted, begin
+from turnwise.core.levels import TRAJECTORY, Field
+from turnwise.core.signals import Signal
+from turnwise.integrations import padded
+from turnwise.integrations.trainer_rows import Held, Step, admitted, begin
 from turnwise.integrations.trl_arguments import check, recipe_of
-from turnwise.levels import TRAJECTORY, Field
-from turnwise.recipe import Recipe
-from turnwise.signals import Signal
+from turnwise.recipes.recipe import Recipe
 
 try:
     import trl

@@ -8,10 +8,10 @@ from typing import Any
 
 from turnwise import recipes
 from turnwise.algebra.control import Passes
+from turnwise.core.signals import Signal
 from turnwise.errors import SettingError
-from turnwise.integrations import fit
-from turnwise.recipe import Recipe
-from turnwise.signals import Signal
+from turnwise.integrations import method_support
+from turnwise.recipes.recipe import Recipe
 
 HAS = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.PROXIMAL, Signal.REFERENCE, Signal.OLD_ENTROPY})
 OWN = "the method has its own; set it in method_options"
@@ -46,10 +46,10 @@ def recipe_of(method: str | Recipe, options: dict[str, Any]) -> Recipe:
 def check(recipe: Recipe, name: str, args: Any) -> None:
     """``args``: TRL's GRPOConfig."""
     who = f"method={name!r}" if name else "this recipe"
-    fit.require(recipe, name, HAS, "TRL's GRPOTrainer")
+    method_support.require(recipe, name, HAS, "TRL's GRPOTrainer")
     _conflicts(who, args)
     _steps(who, recipe, args)
-    if type(recipe.sampler) is not type(fit.DEFAULT.sampler):
+    if type(recipe.sampler) is not type(method_support.DEFAULT.sampler):
         warnings.warn(
             f"{who} would choose its tasks ({recipe.sampler!r}); here TRL's dataset order decides", stacklevel=3
         )
@@ -77,7 +77,7 @@ def _steps(who: str, recipe: Recipe, args: Any) -> None:
             f"would hold parts of two generations, but {who} must see all of a step at once; "
             f"write steps_per_generation={steps}, or leave it out"
         )
-    if slices > steps and fit.spans_groups(recipe):
+    if slices > steps and method_support.spans_groups(recipe):
         raise SettingError(
             f"{who} averages or compares whole groups inside an optimiser step, but TRL would scatter each group over "
             f"{slices // steps} of them; write steps_per_generation={steps}, or leave it out"

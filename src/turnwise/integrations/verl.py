@@ -20,14 +20,14 @@ from verl.trainer.ppo import core_algos
 
 from turnwise import recipes
 from turnwise.algebra import diagnostics
-from turnwise.batch import Batch
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, TOKEN, Field
+from turnwise.core.signals import Signal
 from turnwise.errors import SettingError
-from turnwise.integrations import verl_credit as credit
-from turnwise.integrations import verl_fit as fit
-from turnwise.integrations.verl_fit import PREFIX, Hyper, left_out
-from turnwise.levels import BATCH, TOKEN, Field
-from turnwise.recipe import Recipe
-from turnwise.signals import Signal
+from turnwise.integrations import verl_advantages as credit
+from turnwise.integrations import verl_support as fit
+from turnwise.integrations.verl_support import PREFIX, Hyper, left_out
+from turnwise.recipes.recipe import Recipe
 
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 SHOWN = ("ratio", "ratio/ess/token", "ratio/ess/trajectory", "entropy/covariance")  # the same keys on every rank

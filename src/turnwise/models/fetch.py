@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import SettingError, StoreError, nearest
-from turnwise.store.aside import aside, remove
+from turnwise.store.atomic import aside, remove
 
 HOME = "TURNWISE_MODELS"  # the environment variable that says where models lie
 FACTS = "fetched.json"  # written last: a folder with it is whole

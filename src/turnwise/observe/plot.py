@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.observe.figures import value
-from turnwise.observe.metrics import read_rows
+from turnwise.observe.metric_names import value
+from turnwise.observe.trackers import read_rows
 
 # Okabe and Ito's colours, distinguishable with every kind of colour blindness
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#555555"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.observe.clock import Clock, Route
+from turnwise.observe.span_timer import Clock, Route
 
 PAGE, TRACE = "profile.md", "trace.json.gz"
 TOP = 15

@@ -20,8 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from turnwise.observe.figures import MISSING, duration, number, text, value
-from turnwise.ports import Listener
+from turnwise.core.protocols import Listener
+from turnwise.observe.metric_names import MISSING, duration, number, text, value
 
 SHOWN: tuple[tuple[str, str, str], ...] = (  # figure, label, format
     ("success", "success", ".1%"),

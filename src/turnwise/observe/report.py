@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from turnwise.observe.figures import MISSING, number, text
+from turnwise.observe.metric_names import MISSING, number, text
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool reply"}
 

@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turnwise.answers import read_answer, read_facts, read_hint, read_messages, read_state_key, read_step
-from turnwise.data import Fork, Message, Sampling, Status, Stop, Task, Trajectory, Turn
+from turnwise.core.protocols import Action, Session, Step
+from turnwise.core.records import Fork, Message, Sampling, Status, Stop, Task, Trajectory, Turn
+from turnwise.environments.contract import read_answer, read_facts, read_hint, read_messages, read_state_key, read_step
 from turnwise.errors import EnvironmentFault, RenderError
-from turnwise.ports import Action, Session, Step
-from turnwise.rollout.hands import lend
-from turnwise.rollout.render import Dialogue, Renderer
+from turnwise.rollout.env_calls import lend
+from turnwise.rollout.renderer import Dialogue, Renderer
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from turnwise.errors import StoreError
-from turnwise.store.aside import aside, remove, sweep
-from turnwise.store.tree import pack, unpack
+from turnwise.store.atomic import aside, remove, sweep
+from turnwise.store.state_tree import pack, unpack
 
 FORMAT = 1
 NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import StoreError
-from turnwise.store.aside import aside
+from turnwise.store.atomic import aside
 
 VERSION = 1
 APPLICATION = 0x54574C31  # "TWL1": no other program's database is mistaken for a ledger

@@ -17,14 +17,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from turnwise.data import Group, Task, Trajectory
+from turnwise.core.records import Group, Task, Trajectory
 from turnwise.errors import RecordError, StoreError
 from turnwise.store import queries
 from turnwise.store.database import Database
 from turnwise.store.lock import Lock
 from turnwise.store.queries import Balance, Entry
-from turnwise.store.records import clean, decode_task, encode, encode_task
 from turnwise.store.resume import Issued, Resumed, seal_moment, settle
+from turnwise.store.trajectory_codec import clean, decode_task, encode, encode_task
 
 
 class Ledger:
@@ -125,7 +125,7 @@ class Ledger:
             seal_moment(db, step, self._database.tick())
 
     def drain(self) -> None:
-        """Everything is written at once here; :class:`turnwise.store.behind.Behind` puts it off."""
+        """Everything is written at once here; :class:`turnwise.store.write_behind.Behind` puts it off."""
 
     def resume(self, step: int, keep_finished: bool = True) -> Resumed:
         """Go on from the checkpoint of ``step`` (0 when there is no checkpoint).

@@ -6,11 +6,11 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from turnwise.data import Group, Task, Trajectory
+from turnwise.core.records import Group, Task, Trajectory
 from turnwise.errors import StoreError
 from turnwise.store.database import Database
-from turnwise.store.records import clean, decode, decode_task
 from turnwise.store.resume import Issued
+from turnwise.store.trajectory_codec import clean, decode, decode_task
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from turnwise.data import Group, Task
+from turnwise.core.records import Group, Task
 from turnwise.errors import RecordError, StoreError
 
 INTERRUPTED = "interrupted"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import SettingError, StoreError, nearest
-from turnwise.store.aside import aside, write_json
+from turnwise.store.atomic import aside, write_json
 
 PACKAGES = ("turnwise", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 

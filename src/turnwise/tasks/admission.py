@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from turnwise.data import Group
+from turnwise.core.records import Group
 
 
 class Admission(Protocol):

@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
-from turnwise.data import Task
+from turnwise.core.records import Task
 from turnwise.errors import SettingError
-from turnwise.tasks.sampler import Counter, LiveSampler, Tasks
+from turnwise.tasks.samplers import Counter, LiveSampler, Tasks
 
 
 @lru_cache(maxsize=8)

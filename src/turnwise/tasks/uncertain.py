@@ -7,9 +7,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.data import Group, Task
+from turnwise.core.records import Group, Task
 from turnwise.errors import SettingError
-from turnwise.tasks.sampler import LiveSampler, Tasks
+from turnwise.tasks.samplers import LiveSampler, Tasks
 
 
 @dataclass(frozen=True)

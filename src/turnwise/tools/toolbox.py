@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-from turnwise.data import Message
+from turnwise.core.protocols import Action, ToolCall
+from turnwise.core.records import Message
 from turnwise.errors import SettingError, nearest
-from turnwise.ports import Action, ToolCall
 
 Answer = tuple[str, bool]  # what the model reads, and whether it is an error
 _PLAIN: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}

@@ -1,0 +1,253 @@
+"""Does every credit go with every objective? Two real optimiser steps of each pair, as a table.
+
+    python experiments/composition_matrix.py                             everything; prints what fails
+    python experiments/composition_matrix.py --credits gigpo igpo        some rows
+    python experiments/composition_matrix.py --write docs/matrix.md      and writes the page
+    python experiments/composition_matrix.py --keep cells.jsonl          goes on from there, and tries again what failed
+
+One cold start and one set of rollouts serve all cells: each cell is `improve` on two stored batches with a fresh small
+learner. What no built-in environment tells (a fact, a named reward) is made up from the trajectory's id. A cell is *ok* if both
+steps were taken and every number is finite; *refused* if the two cannot go together, with the reason; else *FAILED*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import json
+import math
+import sys
+import time
+import traceback
+import zlib
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turnwise import recipes
+from turnwise.core.records import Group, Trajectory
+from turnwise.core.signals import SLOW, UTTERANCE, Signal
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
+from turnwise.errors import RecipeError
+from turnwise.recipes import catalogue
+from turnwise.recipes.compose import composed
+from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.strategies import Branch, Independent
+from turnwise.tasks.budgets import Fixed
+from turnwise.training import build as assemble
+from turnwise.training.cold_start import cold_start
+from turnwise.training.collector import Collector, usable
+from turnwise.training.env_spec import World, settle
+from turnwise.training.events import Stages
+from turnwise.training.loop import improve
+
+STEPS, GROUPS, SIZE = 2, 2, 3
+WITH_A_CRITIC = ("ppo", "rloo")  # plain credits that also go into every objective: one with a critic, one without
+
+
+class Blank:
+    """A ledger that forgets."""
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+@dataclass
+class Stock:
+    """What all cells share: a cold-started model and the rollouts of it, independent and forked."""
+
+    model: Any
+    plain: list[list[Group]]
+    forked: list[list[Group]]
+
+    @classmethod
+    def gather(cls) -> Stock:
+        settings = settle(
+            {"env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 512, "cold_steps": 40,
+             "cold_batch": 16, "max_tokens": 8, "max_turns": 2, "context": 160, "device": "cpu"}
+        )  # fmt: skip
+        world = World.of(settings)
+        tokenizer = assemble.tokenizer_of(settings, world)
+        model = assemble.model_of(settings, len(tokenizer))
+        cold_start(settings, world, tokenizer, model, settings.cold_steps, Stages())
+        weights = {name: w.detach().clone() for name, w in model.state_dict().items()}
+        model = assemble.model_of(settings, len(tokenizer))  # the other was taken over by its learner
+        model.load_state_dict(weights)
+        rollouts = lambda strategy: asyncio.run(_roll(settings, world, Renderer(tokenizer), model, strategy))  # noqa: E731
+        return cls(model, rollouts(Independent()), rollouts(Branch()))
+
+    def batches(self, asks: frozenset[str]) -> list[list[Group]]:
+        stored = self.forked if "forks" in asks else self.plain
+        return [[_told(group, asks) for group in groups] for groups in stored]
+
+    def learner(self, recipe: Recipe) -> LocalLearner:
+        needs = recipe.objective.needs
+        return LocalLearner(
+            copy.deepcopy(self.model),
+            LearnerSettings(lr=1e-3, positions=4096),
+            critic=recipe.critics,
+            turn_critic=bool(needs & {*UTTERANCE, *SLOW}),
+            teacher=copy.deepcopy(self.model) if Signal.TEACHER in needs else None,
+            noise=recipe.smoothing,
+        )
+
+
+async def _roll(settings: Any, world: World, renderer: Renderer, model: Any, strategy: Any) -> list[list[Group]]:
+    """Two batches, blind contexts included; a group whose episodes were all paid alike gets one that was not."""
+    recipe = replace(recipes.build("grpo"), budget=Fixed(GROUPS, SIZE), strategy=strategy)
+    generator = assemble.generator_of(settings, copy.deepcopy(model), renderer)
+    play = assemble.player(world, renderer, assemble.sampling_of(settings), blind=True)
+    source = Collector(recipe, generator, recipe.sampler.open(world.tasks("train")), Blank(), play, 0)
+    batches = []
+    for step in range(STEPS):
+        groups = [usable(group)[0] for group in await source.gather(step)]
+        source.training, source.ready = 0, deque()
+        batches.append([_uneven(group) for group in groups])
+    return batches
+
+
+def _uneven(group: Group) -> Group:
+    first, *rest = group.trajectories
+    if len({t.reward for t in group.trajectories}) > 1 or not rest:
+        return group
+    turns = (*first.turns[:-1], replace(first.turns[-1], reward=first.turns[-1].reward + 1.0))
+    return replace(group, trajectories=(replace(first, turns=turns, success=True), *rest))
+
+
+def _told(group: Group, asks: frozenset[str]) -> Group:
+    """With what is asked and was not told."""
+    names = lambda kind: [a.removeprefix(kind) for a in sorted(asks) if a.startswith(kind)]  # noqa: E731
+    lot = lambda *key: zlib.crc32("/".join(map(str, key)).encode()) % 3  # noqa: E731
+
+    def one(t: Trajectory) -> Trajectory:
+        turns = tuple(
+            replace(turn, facts={**{n: lot(t.id, i, n) for n in names("turn fact ")}, **turn.facts})
+            for i, turn in enumerate(t.turns)
+        )
+        facts = {**{n: lot(t.id, n) for n in names("fact ")}, **t.facts}
+        rewards = {**{n: lot(t.id, n) / 2 for n in names("reward ")}, **t.rewards}
+        return replace(t, turns=turns, facts=facts, rewards=rewards)
+
+    return replace(group, trajectories=tuple(map(one, group.trajectories)))
+
+
+# ----------------------------------------------------------------------- cells
+
+
+def cell(stock: Stock, objective: Recipe, credit: Recipe) -> tuple[str, str]:
+    """``ok``, ``refused`` or ``FAILED``, and why."""
+    try:
+        recipe = composed(objective, credit)
+    except RecipeError as fault:
+        return "refused", str(fault)
+    try:
+        learner, kept = stock.learner(recipe), recipe.objective
+        if kept.needs & {Signal.REFERENCE, Signal.HELLINGER}:
+            learner.reference()
+        for step, groups in enumerate(stock.batches(recipe.asks)):
+            metrics = improve(learner, recipe, groups, step, kept)
+            learner.version = step + 1
+            wrong = [name for name, value in metrics.items() if name != "probe" and not math.isfinite(value)]
+            if metrics.get("skipped", 0) or wrong:
+                return (
+                    "FAILED",
+                    f"step {step}: {'skipped' if metrics.get('skipped') else 'not finite: ' + ', '.join(wrong)}",
+                )
+        if not all(bool(torch.isfinite(w).all()) for w in learner.weights().values()):
+            return "FAILED", "weights are not finite"
+    except Exception as fault:
+        last = traceback.extract_tb(fault.__traceback__)[-1]
+        return "FAILED", f"{type(fault).__name__}: {str(fault)[:120]} ({Path(last.filename).name}:{last.lineno})"
+    return "ok", ""
+
+
+def of_kind(kind: str) -> list[str]:
+    return [name for name in recipes.METHODS if catalogue.kind(name) == kind]
+
+
+Cells = dict[tuple[str, str], tuple[str, str]]
+
+
+def fill(stock: Stock, credits: Sequence[str], objectives: Sequence[str], keep: Path | None = None) -> Cells:
+    built = {name: recipes.build(name) for name in {*credits, *objectives}}
+    known, done, began = kept(keep), 0, time.perf_counter()
+    found: Cells = {}
+    for credit in credits:
+        for objective in objectives:
+            if known.get((credit, objective), ("FAILED",))[0] == "FAILED":
+                known[credit, objective] = cell(stock, built[objective], built[credit])
+                done += 1
+                if keep is not None:
+                    with keep.open("a") as stream:
+                        print(json.dumps([credit, objective, *known[credit, objective]]), file=stream)
+            found[credit, objective] = verdict, why = known[credit, objective]
+            if verdict == "FAILED":
+                print(f"FAILED  {objective} --credit {credit}: {why}", flush=True)
+        rate = done / (time.perf_counter() - began)
+        print(f"{credit:24} {Counter(found[credit, o][0] for o in objectives)}  {rate:.1f} cells/s", file=sys.stderr)
+    return found
+
+
+def kept(path: Path | None) -> Cells:
+    """Cells of an earlier, interrupted filling; the last word on each counts."""
+    lines = path.read_text().splitlines() if path is not None and path.is_file() else []
+    return {(credit, objective): (verdict, why) for credit, objective, verdict, why in map(json.loads, lines)}
+
+
+def page(found: Cells, credits: Sequence[str], objectives: Sequence[str]) -> str:
+    """A table for each family of objectives; reasons as notes below."""
+    counts = Counter(verdict for verdict, _ in found.values())
+    notes: dict[str, int] = {}
+    lines = [
+        "# Every credit in every objective",
+        "",
+        "Written by `python experiments/composition_matrix.py --write docs/matrix.md`; do not edit. "
+        "`turnwise train OBJECTIVE --credit CREDIT`",
+        "takes the advantage, and what it lives on, from one method and everything else from another. Each cell is two real",
+        "optimiser steps of such a pair on stored rollouts of a tiny model: **ok** if both were taken and every number stayed",
+        "finite. It says that the pair runs, not that it learns well.",
+        "",
+        ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items(), key=lambda item: -item[1])) + ".",
+    ]
+    families: dict[str, list[str]] = {}
+    for name in objectives:
+        families.setdefault(recipes.method(name).__module__.rsplit(".", 1)[-1], []).append(name)
+    for family, names in families.items():
+        lines += ["", f"## {family}", "", f"| credit | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+        for credit in credits:
+            shown = []
+            for objective in names:
+                verdict, why = found[credit, objective]
+                mark = f" ({notes.setdefault(why, len(notes) + 1)})" if why else ""
+                shown.append(("no" if verdict == "refused" else verdict) + mark)
+            lines.append(f"| `{credit}` | {' | '.join(shown)} |")
+    if notes:
+        lines += ["", "## Why", "", *(f"{n}. {why}" for why, n in notes.items())]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--credits", nargs="*", default=None)
+    parser.add_argument("--objectives", nargs="*", default=None)
+    parser.add_argument("--write", type=Path, default=None)
+    parser.add_argument("--keep", type=Path, default=None)
+    space = parser.parse_args()
+    torch.set_num_threads(1)
+    credits = space.credits or [*WITH_A_CRITIC, *of_kind("credit")]
+    objectives = space.objectives or of_kind("objective")
+    found = fill(Stock.gather(), credits, objectives, space.keep)
+    print(", ".join(f"{n} {verdict}" for verdict, n in Counter(v for v, _ in found.values()).items()))
+    if space.write:
+        space.write.write_text(page(found, credits, objectives), encoding="utf-8")
+    return int(any(verdict == "FAILED" for verdict, _ in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Every method learns: a short seeded run of each from the same cold starts, many at a time. Writes docs/learning.md.
+
+    python experiments/learning_sweep.py                               every method, seed 0, as many at once as there are cores
+    python experiments/learning_sweep.py --methods sapo gspo --seeds 0 1 2
+    python experiments/learning_sweep.py --plan --jobs 15 --minutes 9 --rows rows.jsonl
+        experiments/learning_plan.py: each method where it is needed
+    python experiments/learning_sweep.py --table sweep.jsonl more.jsonl --write docs/learning.md
+        only the table, of finished sweeps
+
+Each run is a process of one thread: two of them on two cores are faster than one run on both. A row is written as soon as
+a run ends, so a sweep that is stopped loses nothing; ``--minutes`` starts nothing new after that time, and ends what a plan still
+runs then. A plan goes on where its ``--rows`` end: what they hold without an error is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import learning_plan
+from learning_jobs import play
+from learning_report import page
+from processes import Row, call, read
+
+from turnwise import recipes
+from turnwise.algebra.control import Passes
+
+PASSES = {"epochs", "minibatches"}
+
+
+def asked(method: str, options: argparse.Namespace) -> dict[str, str]:
+    """The settings of --set that this method has a place for: one with steps of its own takes no passes."""
+    given = dict(pair.split("=", 1) for pair in options.set)
+    own = not isinstance(recipes.build(method).control, Passes)
+    return {key: value for key, value in given.items() if not (own and key in PASSES)}
+
+
+def command(method: str, seed: int, options: argparse.Namespace, name: str) -> list[str]:
+    settings = {"env": options.env, "steps": options.steps, **asked(method, options)}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+    line = [sys.executable, "-m", "turnwise.cli.main", "train", method, f"--seed={seed}", *flags]
+    return [
+        *line,
+        f"--out={options.out}",
+        f"--name={name}",
+        "--json",
+        "--device=cpu",
+        f"--eval-tasks={options.eval_tasks}",
+    ]
+
+
+def cold(seed: int, options: argparse.Namespace) -> Path:
+    """The cold start that all methods of a seed share."""
+    folder = options.out / f"cold-{seed}" / "initial"
+    if not folder.is_dir():
+        line = [*command("reinforce", seed, options, f"cold-{seed}"), "--steps=1", "--eval-tasks=1"]
+        found = call(line)
+        if "error" in found:
+            raise SystemExit(found["error"])
+    return folder
+
+
+def job(method: str, seed: int, initial: Path, options: argparse.Namespace) -> dict[str, Any] | None:
+    if time.monotonic() > options.until:
+        return None
+    line = [*command(method, seed, options, f"{method}-{seed}"), f"--model={initial}", "--cold-steps=0"]
+    began = time.perf_counter()
+    found = call(line)
+    row: dict[str, Any] = {"method": method, "seed": seed, "seconds": round(time.perf_counter() - began, 1)}
+    row |= {"env": options.env, "steps": options.steps, "set": dict(pair.split("=", 1) for pair in options.set)}
+    if "error" in found:
+        return {**row, "error": found["error"]}
+    before, after = found["success_before"], found["success_after"]
+    return {**row, "before": before["success"], "after": after["success"], "interval": after["interval"]}
+
+
+def sweep(options: argparse.Namespace) -> list[Row]:
+    rows = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        initial = dict(zip(options.seeds, pool.map(lambda s: cold(s, options), options.seeds)))
+        jobs = [pool.submit(job, m, s, initial[s], options) for s in options.seeds for m in options.methods]
+        for one in jobs:
+            row = one.result()
+            if row is None:
+                continue
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if options.rows:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", action="store_true", help="run experiments/learning_plan.py: each method where it is needed")
+    parser.add_argument("--methods", nargs="+", help="default: all, or all of the plan")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--env", default="calculator")
+    parser.add_argument("--set", nargs="*", default=[], help="other settings of the runs: epochs=2 minibatches=4")
+    parser.add_argument("--steps", type=int, default=0, help="default: 60, or the plan's own")
+    parser.add_argument(
+        "--tasks", type=int, default=400, help="tasks that the players of an environment play for a plan's files"
+    )
+    parser.add_argument("--eval-tasks", type=int, default=100)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--out", type=Path, default=Path("runs") / f"sweep-{int(time.time())}")
+    parser.add_argument("--rows", type=Path, help="append one JSON line for each run here")
+    parser.add_argument("--table", type=Path, nargs="+", help="only show finished rows")
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args()
+    options.until = time.monotonic() + 60 * options.minutes
+    options.methods = options.methods or list(learning_plan.METHODS if options.plan else recipes.METHODS)
+    if options.table:
+        rows = read(options.table)
+    elif options.plan:
+        rows = play(options)
+    else:
+        options.steps = options.steps or 60
+        rows = sweep(options)
+    text = page(rows)
+    print(text)
+    if options.write:
+        options.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

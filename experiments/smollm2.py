@@ -1,0 +1,348 @@
+"""A real language model learns: SmolLM2-135M by RL from verifiable rewards. Writes docs/results.md and its picture.
+
+    python experiments/smollm2.py --tasks calculator lookup --methods grpo gspo --seeds 0 1 2 --jobs 4
+        --rows experiments/results/smollm2.jsonl
+    python experiments/smollm2.py --cold-only --tasks countdown --set cold-steps=300
+        where runs would begin, with other settings
+    python experiments/smollm2.py --table experiments/results/smollm2.jsonl --write docs/results.md
+
+All methods of a task and a seed begin from one cold start and have one budget: settings belong to a task (``TASKS``), never to a
+method. A method that must be told what a task does not tell is left out, with a line that says so. On one large GPU several runs
+go side by side (``--jobs``). A row is written as soon as its run ends, and what the rows already hold is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shlex
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+import processes  # noqa: E402
+
+from turnwise import recipes  # noqa: E402
+from turnwise.errors import SettingError  # noqa: E402
+from turnwise.maths.statistics import wilson  # noqa: E402
+from turnwise.training import requirements  # noqa: E402
+from turnwise.training.env_spec import World, settle  # noqa: E402
+
+BUDGET = {
+    "cold-steps": 30, "cold-batch": 32, "cold-lr": 1e-4, "steps": 60, "groups": 16, "group-size": 8, "lr": 1e-5,
+    "schedule": "constant", "context": 512, "max-tokens": 64, "slots": 192, "eval-every": 10, "eval-tasks": 100,
+}  # fmt: skip
+TASKS: dict[str, dict[str, Any]] = {
+    "calculator": {"env": "calculator"},
+    "lookup": {"env": "lookup"},
+    # Thirty supervised steps on all difficulties leave a player as good as a blind one, and RL from there first finds that "+"
+    # is right most often. So: two numbers, and a cold start that is long enough to show that the target matters. Steps are cheap.
+    "countdown": {
+        "env": "countdown", "difficulty": 1, "cold-steps": 400, "cold-demos": 12800, "steps": 150, "lr": 2e-5,
+        "max-tokens": 16, "context": 128, "eval-every": 25,
+    },
+    # The model knows hardly any sums, so it must learn some from the demonstrations, half of which miss narrowly.
+    "chain_sum": {
+        "env": "reasoning_gym:chain_sum,max_terms=2,max_digits=2", "cold-steps": 400, "cold-demos": 12800, "steps": 150,
+        "lr": 2e-5, "max-tokens": 16, "context": 128, "eval-every": 25,
+    },
+}  # fmt: skip
+METHODS = ("grpo", "gspo", "st_ppo", "gigpo", "igpo")
+OF_A_START = ("env", "model", "difficulty", "context", "hidden", "layers", "vocabulary")  # and all that begin with "cold"
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % points, by degrees of freedom
+Row = dict[str, Any]
+
+
+# ---------------------------------------------------------------------------- runs
+
+
+def budget(task: str, model: str, given: dict[str, str]) -> dict[str, str]:
+    """All settings of a task's runs, as they stand in a row: a model by its name, wherever it lies."""
+    if task not in TASKS:
+        raise SystemExit(f"there is no task {task!r}; write one of {', '.join(TASKS)}")
+    own = {**BUDGET, **TASKS[task], **given, "model": Path(model).name}
+    return {name: str(value) for name, value in own.items()}
+
+
+def refusal(method: str, settings: dict[str, str]) -> str:
+    """Why the task cannot be learned by this method; empty: it can."""
+    own = {name.replace("-", "_"): value for name, value in settings.items() if name != "model"}
+    try:
+        chosen = settle({**own, "method": method})
+        requirements.examine(recipes.build(method), chosen, World.of(chosen))
+    except SettingError as why:
+        return str(why)
+    return ""
+
+
+def key(row: Row) -> tuple[Hashable, ...]:
+    """What makes two runs the same run."""
+    return (row["task"], row["method"], row["seed"], *sorted(row["settings"].items()))
+
+
+def start_name(task: str, seed: int, settings: dict[str, str]) -> str:
+    """Changed settings of a cold start make another one."""
+    own = sorted((n, v) for n, v in settings.items() if n in OF_A_START or n.startswith("cold"))
+    return f"cold-{task}-{seed}-{hashlib.sha256(repr(own).encode()).hexdigest()[:8]}"
+
+
+def command(method: str, settings: dict[str, str], seed: int) -> list[str]:
+    return ["turnwise", "train", method, *(f"--{name}={value}" for name, value in settings.items()), f"--seed={seed}"]
+
+
+class Runs:
+    """Cold starts and then the runs from them, as jobs of a schedule."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.lock = options, threading.Lock()
+        self.given = dict(pair.split("=", 1) for pair in options.set)
+
+    def jobs(self) -> list[processes.Job]:
+        known = {key(row) for row in processes.read([self.options.rows])}
+        made: dict[Hashable, processes.Job] = {}
+        for task in self.options.tasks:
+            settings = budget(task, self.options.model, self.given)
+            for method in self.options.methods:
+                if why := refusal(method, settings):
+                    print(f"{task}, {method}: left out: {why}", flush=True)
+                    continue
+                for seed in self.options.seeds:
+                    row = {"task": task, "method": method, "seed": seed, "settings": settings}
+                    if key(row) in known:
+                        continue
+                    start = self.start(task, seed, settings)
+                    made[start.key] = start
+                    if not self.options.cold_only:
+                        made[key(row)] = self.run(row, start.key)
+        return list(made.values())
+
+    def call(self, method: str, settings: dict[str, str], seed: int, name: str, **more: Any) -> Row:
+        line = command(method, {**settings, "model": self.options.model, **more}, seed)
+        print("$", shlex.join(line), flush=True)
+        last = more.get("steps", settings["steps"])
+        own = [f"--out={self.options.runs}", f"--name={name}", f"--checkpoint-every={last}", "--trackers=", "--json"]
+        shutil.rmtree(self.options.runs / name, ignore_errors=True)  # what a stopped run left
+        return processes.call([sys.executable, "-m", "turnwise.cli.main", *line[1:], *own])
+
+    def start(self, task: str, seed: int, settings: dict[str, str]) -> processes.Job:
+        """The cold start that all methods of a task and a seed share."""
+        name = start_name(task, seed, settings)
+        folder = self.options.runs / name
+
+        def work(_: Any) -> Path | None:
+            if not (folder / "summary.json").is_file():
+                tasks = settings["eval-tasks"] if self.options.cold_only else 1
+                found = self.call("reinforce", settings, seed, name, **{"steps": 1, "eval-every": 0, "eval-tasks": tasks})
+                if "error" in found:
+                    print(f"{name}: {found['error']}", file=sys.stderr, flush=True)
+                    return None
+                tidy(folder, keep="initial")
+                if self.options.cold_only:
+                    print(f"{task}, seed {seed}: begins at {said(found['success_before'])}", flush=True)
+            return folder / "initial"
+
+        return processes.Job(name, work)
+
+    def run(self, row: Row, start: Hashable) -> processes.Job:
+        name = f"{start}-{row['method']}-{hashlib.sha256(repr(key(row)).encode()).hexdigest()[:8]}"
+
+        def work(done: dict[Hashable, Any]) -> None:
+            if done[start] is None:
+                return
+            more = {"model": done[start], "cold-steps": 0}
+            found = self.call(row["method"], row["settings"], row["seed"], name, **more)
+            if "error" in found:
+                print(f"{name}: {found['error']}", file=sys.stderr, flush=True)
+                return
+            whole = {**row, **result(self.options.runs / name)}
+            tidy(self.options.runs / name)
+            with self.lock, self.options.rows.open("a") as file:
+                file.write(json.dumps(whole) + "\n")
+            print(row["task"], row["method"], row["seed"], whole["before"][0], "->", whole["after"][0], flush=True)
+
+        return processes.Job(key(row), work, (start,), float(row["settings"]["steps"]))
+
+
+def tidy(run: Path, keep: str = "") -> None:
+    """A run of a real model leaves gigabytes; what is kept of it is the row."""
+    for part in {"initial", "model", "checkpoints"} - {keep}:
+        shutil.rmtree(run / part, ignore_errors=True)
+
+
+def result(run: Path) -> Row:
+    """What is kept of a run."""
+    found = json.loads((run / "summary.json").read_text())
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "seconds/learn" in line]
+    before, after = found["success_before"], found["success_after"]
+    curve = [(line["step"], line["eval/success"]) for line in lines if "eval/success" in line]
+    middle = lambda name: sorted(s[name] for s in steps)[len(steps) // 2]  # noqa: E731
+    return {
+        "before": [before["success"], *before["interval"]],
+        "after": [after["success"], *after["interval"]],
+        "curve": [(0, before["success"]), *curve, (found["steps"], after["success"])],
+        "tokens": found["tokens"],
+        "seconds": {name: round(value, 1) for name, value in found["seconds"].items()},
+        "step": {name: round(middle(f"seconds{name and '/' + name}"), 3) for name in ("", "gather", "learn", "publish")},
+        "mismatch": sum(s["mismatch/size"] for s in steps) / len(steps),
+        "engines": found.get("engines", {}),
+    }
+
+
+# -------------------------------------------------------------------------- tables
+
+
+def said(found: Row) -> str:
+    low, high = found["interval"]
+    return f"{found['success']:.0%} [{low:.0%}, {high:.0%}]"
+
+
+def kinds(rows: list[Row]) -> dict[str, list[Row]]:
+    """The rows of each task with the same settings, tasks in the order of their table; other settings than now have a number."""
+    found: dict[tuple[Hashable, ...], list[Row]] = {}
+    place = list(TASKS)
+    for r in sorted(rows, key=lambda r: place.index(r["task"])):
+        found.setdefault((r["task"], *sorted(r["settings"].items())), []).append(r)
+    named: dict[str, list[Row]] = {}
+    for mine in found.values():
+        task, model = mine[0]["task"], mine[0]["settings"]["model"]
+        now = mine[0]["settings"] == budget(task, model, {})
+        tries = sum(name.startswith(f"{task}, tried") for name in named)
+        named[task if now and task not in named else f"{task}, tried {tries + 1}"] = mine
+    return named
+
+
+def apart(settings: dict[str, str]) -> str:
+    """Where they differ from the budget that most tasks have."""
+    common = {name: str(value) for name, value in BUDGET.items()} | {"model": settings["model"]}
+    return ", ".join(f"`--{n} {v}`" for n, v in settings.items() if common.get(n) != v)
+
+
+def over_seeds(rows: list[Row], when: str) -> tuple[float, float, float]:
+    """The mean of seeds and a 95 % interval, the wider of two: of seeds (Student), and of all their tasks (Wilson)."""
+    values = [r[when][0] for r in rows]
+    trials = sum(int(r["settings"]["eval-tasks"]) for r in rows)
+    found = wilson(round(sum(v * trials / len(rows) for v in values)), trials)
+    mean, low, high = statistics.fmean(values), found.low, found.high
+    if len(values) > 1:
+        half = STUDENT.get(len(values) - 1, 2.571) * statistics.stdev(values) / len(values) ** 0.5
+        low, high = min(low, max(0.0, mean - half)), max(high, min(1.0, mean + half))
+    return mean, low, high
+
+
+def comparison(rows: list[Row]) -> str:
+    """A line for each task and method."""
+    lines = ["| task | method | seeds | RL steps | before | after | sampled tokens | RL, seconds |", "|" + "---|" * 8]
+    for name, mine in kinds(rows).items():
+        for method in order(mine):
+            own = [r for r in mine if r["method"] == method]
+            cells = [f"{x[0]:.0%} [{x[1]:.0%}, {x[2]:.0%}]" for x in (over_seeds(own, w) for w in ("before", "after"))]
+            tokens = statistics.fmean(r["tokens"] for r in own)
+            seconds = statistics.median(r["seconds"]["learn"] for r in own)
+            lines.append(
+                f"| {name} | {method} | {len(own)} | {own[0]['settings']['steps']} | {' | '.join(cells)} | {tokens:,.0f} "
+                f"| {seconds:.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def order(rows: list[Row]) -> list[str]:
+    ran = {r["method"] for r in rows}
+    return [m for m in METHODS if m in ran] + sorted(ran - set(METHODS))
+
+
+def details(rows: list[Row]) -> str:
+    """A line for each run."""
+    lines = ["| task | method | seed | before | after | mismatch | a step: gather + learn |", "|" + "---|" * 7]
+    for name, mine in kinds(rows).items():
+        for r in sorted(mine, key=lambda r: (order(mine).index(r["method"]), r["seed"])):
+            shares = [f"{x[0]:.0%} [{x[1]:.0%}, {x[2]:.0%}]" for x in (r["before"], r["after"])]
+            step = f"{r['step']['gather']:.2f} s + {r['step']['learn']:.2f} s"
+            cells = (name, r["method"], r["seed"], *shares, f"{r['mismatch']:.1e}", step)
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def report(rows: list[Row]) -> str:
+    own = [f"- {name}: {apart(mine[0]['settings'])}" for name, mine in kinds(rows).items()]
+    return "\n".join(
+        [
+            f"Common settings: `{' '.join(f'--{name} {value}' for name, value in BUDGET.items())}`. A task's own:\n",
+            *own,
+            "",
+            comparison(rows),
+            "\nEach run:\n",
+            details(rows),
+        ]
+    )
+
+
+def picture(rows: list[Row], path: Path) -> None:
+    """A panel for each task: the mean of a method's seeds, and each seed thin behind it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = kinds(rows)
+    figure, grid = pyplot.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.2), sharey=True, squeeze=False)
+    for axes, (name, mine) in zip(grid[0], panels.items()):
+        for method in order(mine):
+            curves = [r["curve"] for r in mine if r["method"] == method]
+            colour = f"C{(*METHODS, method).index(method)}"
+            for each in curves if len(curves) > 1 else ():
+                axes.plot(*zip(*each), color=colour, alpha=0.3, linewidth=0.7)
+            mean = [(points[0][0], statistics.fmean(y for _, y in points)) for points in zip(*curves)]
+            axes.plot(*zip(*mean), color=colour, marker="o", markersize=3, label=method)
+        episodes = int(mine[0]["settings"]["groups"]) * int(mine[0]["settings"]["group-size"])
+        axes.set(title=name, xlabel=f"RL steps of {episodes} episodes", ylim=(0, 1.02))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    grid[0][0].set(ylabel="held-out success")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def write(rows: list[Row], page: Path) -> None:
+    """The report between the page's marks, and the picture beside it."""
+    head, rest = page.read_text().split("<!-- rows -->\n")
+    tail = rest.split("<!-- end -->\n")[1]
+    page.write_text(f"{head}<!-- rows -->\n{report(rows)}\n<!-- end -->\n{tail}")
+    picture(rows, page.with_suffix(".png"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--model", default="smollm2", help="a name or a folder; rows keep only the name")
+    parser.add_argument("--set", nargs="*", default=[], help="other settings of all runs: cold-steps=300 lr=5e-5")
+    parser.add_argument("--cold-only", action="store_true", help="only make cold starts, and say how good each is")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=1e9, help="start nothing new after that time")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / "smollm2")
+    parser.add_argument("--rows", type=Path, default=Path("runs") / "smollm2.jsonl")
+    parser.add_argument("--table", type=Path, nargs="+", help="only show finished rows")
+    parser.add_argument("--write", type=Path, help="put the report into this page, between its marks, and the picture beside it")
+    options = parser.parse_args()
+    if not options.table:
+        options.rows.parent.mkdir(parents=True, exist_ok=True)
+        processes.schedule(Runs(options).jobs(), options.jobs, time.monotonic() + 60 * options.minutes)
+    if rows := processes.read(options.table or [options.rows]):
+        print(report(rows))
+        if options.write:
+            write(rows, options.write)
+
+
+if __name__ == "__main__":
+    main()

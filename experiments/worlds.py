@@ -1,0 +1,205 @@
+"""Environments for methods that must be told what no built-in one tells: a judge's finding, several rewards, an expert's move ...
+
+    turnwise train fapo --env worlds:Judged        with experiments/ on PYTHONPATH
+
+Each is a built-in one that says more, and looks the same to the agent unless it says otherwise; so it can share its cold start.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, ClassVar
+
+from turnwise.core.protocols import Action, Step
+from turnwise.core.records import Message
+from turnwise.environments.base import Environment, draw, say, user
+from turnwise.environments.builtin.calculator import Calculator
+from turnwise.environments.builtin.guess import FEATURES, PARTS, Guess
+from turnwise.environments.builtin.keydoor import KeyDoor
+from turnwise.environments.builtin.nim import PLAYERS, Nim
+
+LARGEST = 9  # heap of a duel: some ten starts are held out
+
+
+def telling(step: Step, **facts: float) -> Step:
+    """The step, with more facts of its turn."""
+    return replace(step, info={**step.info, "facts": {**step.info.get("facts", {}), **facts}})
+
+
+class Followed(KeyDoor):
+    """Keydoor beside an expert: ``match`` is 1 for a move that is the expert's."""
+
+    facts = ("match",)
+
+    def step(self, action: Action) -> Step:
+        expected = "" if self._over() else self.oracle().text
+        return telling(super().step(action), match=float(action.text.strip().lower().rstrip(".") == expected))
+
+
+class Interview(Guess):
+    """Guess, where the size, the colour and the shape of the hidden thing are pieces of information, each with its worth.
+
+    ``worth k`` is the Shapley value of piece k for 1 / (how many candidates agree with what is known); ``uncovered`` has bit k
+    where the question was answered with yes, or left no other value of that feature among the candidates."""
+
+    facts = ("question", "answer", "uncovered", "worth 0", "worth 1", "worth 2")
+
+    def step(self, action: Action) -> Step:
+        before = self._known()
+        step = super().step(action)
+        fresh = sum(1 << k for k in self._known() - before)
+        return telling(step, uncovered=float(fresh), **{f"worth {k}": w for k, w in enumerate(self._worth())})
+
+    def _known(self) -> set[int]:
+        """Features of which only one value is still possible."""
+        return {
+            k
+            for k, values in enumerate(FEATURES)
+            if len({v for t in self.remaining for v in values if v in PARTS[t]}) == 1
+        }
+
+    def _worth(self) -> list[float]:
+        pieces = range(len(FEATURES))
+        mine = [next(v for v in values if v in PARTS[self.problem.hidden]) for values in FEATURES]
+        agree = lambda known: sum(all(mine[k] in PARTS[t] for k in known) for t in self.problem.candidates)  # noqa: E731
+        value = {known: 1 / agree(known) for n in range(len(pieces) + 1) for known in combinations(pieces, n)}
+        weight = lambda n: math.factorial(n) * math.factorial(len(pieces) - n - 1) / math.factorial(len(pieces))  # noqa: E731
+        return [
+            sum(weight(len(s)) * (value[tuple(sorted((*s, k)))] - value[s]) for s in value if k not in s)
+            for k in pieces
+        ]
+
+
+class Duel(Nim):
+    """Nim with small heaps, learned against oneself. Held-out games are played first, against a player who moves at random:
+    how good one is cannot be seen from games against oneself, where both become better."""
+
+    difficulties = (1,)
+    opponent: random.Random
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        heaps = draw(lambda rng: (rng.randint(1, LARGEST), rng.randint(1, LARGEST)), seed, self.split, str)
+        self.begun, self.heaps, self.moves, self.lost = heaps, list(heaps), 0, None
+        self.opponent = random.Random(f"opponent/{seed}")
+        return [user(self._view())]
+
+    def step(self, action: Action) -> Step:
+        step = super().step(action)
+        if self.split == "train":
+            return step
+        if not step.terminated:
+            reply = super().step(self.random_action(self.opponent))
+            step = replace(reply, reward=-reply.reward, info={"paid": {PLAYERS[1]: reply.reward}})
+        return replace(step, info={**step.info, "success": self.winner == 0}) if step.terminated else step
+
+
+class Judged(Calculator):
+    """Calculator with a judge of the way: ``error`` is the first turn with an error, or the answer's if nothing was computed."""
+
+    facts = ("error",)
+    flaw = -1
+
+    async def step(self, action: Action) -> Step:
+        step = await super().step(action)
+        guessed = step.terminated and not self.replies
+        if self.flaw < 0 and (guessed or step.info.get("tool_errors")):
+            self.flaw = self.turn - 1
+        return telling(step, error=float(self.flaw))
+
+
+class Planned(Calculator):
+    """Calculator as a system of two: a planner calls the tool, the writer of the answer is not trained."""
+
+    facts = ("planner",)
+
+    async def step(self, action: Action) -> Step:
+        return telling(await super().step(action), planner=float(bool(action.calls or action.faults)))
+
+
+class Graded(Calculator):
+    """Calculator with several rewards: right, and, of a right answer, without an error on the way, in few turns.
+
+    Were a wrong answer paid for being clean and short, guessing at once would be the best there is: each reward compared by
+    itself, two that every guess earns outvote the one it fails, and success is no longer what was asked for."""
+
+    rewards = ("right", "clean", "short")
+    slips = 0
+
+    async def step(self, action: Action) -> Step:
+        step = await super().step(action)
+        self.slips += step.info.get("tool_errors", 0)
+        if not (step.terminated or step.truncated):
+            return step
+        right = step.reward
+        short = 1 - self.turn / self.max_turns
+        grades = {"right": right, "clean": right * (not self.slips), "short": right * short}
+        return replace(step, info={**step.info, "rewards": grades})
+
+
+class Directed(Calculator):
+    """Calculator that asks in words for a mix of two rewards: being right, and showing much of the work."""
+
+    facts = ("toward_helpfulness", "toward_verbosity")
+    rewards = ("helpfulness", "verbosity")
+
+    def reset(self, seed: int) -> list[Message]:
+        self.angle = random.Random(f"direction/{seed}").uniform(-math.pi / 4, math.pi / 4)
+        asked = f"[helpfulness*{round(100 * math.cos(self.angle))} + verbosity*{round(100 * math.sin(self.angle))}]"
+        return [user(f"{asked} {m['content']}") for m in super().reset(seed)]
+
+    async def step(self, action: Action) -> Step:
+        step = await super().step(action)
+        toward = {"toward_helpfulness": math.cos(self.angle), "toward_verbosity": math.sin(self.angle)}
+        if step.terminated or step.truncated:
+            paid = {"helpfulness": step.reward, "verbosity": self.turn / self.max_turns}
+            step = replace(step, info={**step.info, "rewards": paid})
+        return telling(step, **toward)
+
+
+KINDS = {
+    "fruit": ("apple", "pear", "plum", "fig", "lime", "mango", "grape", "peach"),
+    "birds": ("owl", "crow", "duck", "swan", "hawk", "robin", "stork", "wren"),
+    "tools": ("saw", "axe", "drill", "file", "plane", "rake", "spade", "wrench"),
+    "trees": ("oak", "elm", "ash", "fir", "pine", "birch", "maple", "yew"),
+}
+WORDINGS = (
+    "{who} wants {kind}. suggest some.",
+    "what {kind} for {who}?",
+    "suggest {kind} to {who}.",
+    "{kind} for {who}, please.",
+)
+ASKERS = ("ann", "ben", "cleo", "dan", "eva", "finn")
+ENOUGH = 5
+
+
+class Suggestions(Environment):
+    """One request, one answer: it helps if it names at least five different things of the kind asked for."""
+
+    max_turns = 1
+    inline = True
+    suggests: ClassVar[Mapping[str, Any]] = {"context": 96, "max_tokens": 16, "cold_batch": 32}
+    symbols: ClassVar[str] = "|".join(f" ?{name}" for names in KINDS.values() for name in names)
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        make = lambda rng: (rng.choice(list(KINDS)), rng.choice(WORDINGS), rng.choice(ASKERS))  # noqa: E731
+        self.kind, wording, who = draw(make, seed, self.split)
+        return [user(wording.format(who=who, kind=self.kind))]
+
+    def step(self, action: Action) -> Step:
+        named = set(re.findall(r"\w+", action.text.lower())) & set(KINDS[self.kind])
+        return Step([], float(len(named) >= ENOUGH), terminated=True, info={"success": len(named) >= ENOUGH})
+
+    def oracle(self) -> Action:
+        return say(" ".join(KINDS[self.kind][: ENOUGH + 1]))
+
+    def random_action(self, rng: random.Random) -> Action:
+        return say(" ".join(rng.choice(KINDS[self.kind]) for _ in range(rng.randint(1, ENOUGH))))
+
+    def demonstrate(self, rng: random.Random) -> Action:
+        """Names a few, some of them twice."""
+        return say(" ".join(rng.choice(KINDS[self.kind]) for _ in range(rng.randint(2, ENOUGH + 3))))

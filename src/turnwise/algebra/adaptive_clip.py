@@ -1,0 +1,148 @@
+"""Clips whose bounds are not two constants: growing along the text, centred elsewhere, searched for, or by entropy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from turnwise.algebra.advantage import answer_gain
+from turnwise.algebra.entropy import NormalisedEntropy
+from turnwise.algebra.gate import Gate
+from turnwise.algebra.piece import Now, Whole, check
+from turnwise.algebra.ratio import mismatch
+from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field, where
+from turnwise.core.signals import Signal
+
+
+def clipped(
+    rho: Field, adv: Field, low: Field | float, high: Field | float, dual: Field | float | None = None
+) -> Field:
+    """The weight of a clip to [low, high], bounds of the ratio itself: A > 0 is held from above, the rest from below."""
+    field = lambda x: x if isinstance(x, Field) else rho.detach() * 0 + x  # noqa: E731
+    below = rho.maximum(field(low))
+    return where(adv > 0, rho.minimum(field(high)), below if dual is None else below.minimum(field(dual)))
+
+
+@dataclass(frozen=True)
+class Around(Gate):
+    """Clip to c ± eps, c = sg[π_prox/μ]: for data of an older policy the window is centred where this batch began."""
+
+    eps: float = 0.2
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({Signal.PROXIMAL})
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        centre = mismatch(now, TOKEN).exp()
+        return clipped(rho, adv, centre - self.eps, centre + self.eps)
+
+
+@dataclass(frozen=True)
+class Growing(Gate):
+    """Clip in log space to [−low·tᵖ, high·tᵖ], dual at dual·tᵖ: the window widens along the text as a random walk does."""
+
+    low: float = 0.025
+    high: float = 0.05
+    dual: float = 0.05
+    power: float = 0.5
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        t = (now.batch.tree.index(TOKEN, TRAJECTORY) + 1).to(rho.x.dtype) ** self.power
+        low, high, dual = ((bound * t).exp() for bound in (-self.low, self.high, self.dual))
+        return clipped(rho, adv, low, high, dual)
+
+
+@dataclass(frozen=True)
+class Balanced(Gate):
+    """A clip [low, high] widened at every step until tokens with A > 0 carry at least ``share`` of the objective.
+
+    First the upper bound rises to ``high_end``, then the lower to ``low_end``. ``statistic``: what a token contributes,
+    its "gradient" ρ|A| unless clipped, or the "value" |min(ρA, clip(ρ)A)| (which a rising lower bound cannot lower)."""
+
+    share: float = 0.4
+    low: float = 0.6
+    high: float = 1.2
+    low_end: float = 0.9
+    high_end: float = 3.0
+    low_step: float = 0.02
+    high_step: float = 0.05
+    dual: float | None = 3.0
+    statistic: str = "gradient"
+
+    def __post_init__(self) -> None:
+        check(0 <= self.low <= self.low_end <= 1, f"need 0 <= low <= low_end <= 1, got {self.low}, {self.low_end}")
+        check(1 <= self.high <= self.high_end, f"need 1 <= high <= high_end, got {self.high}, {self.high_end}")
+        check(self.statistic in ("gradient", "value"), f"no statistic {self.statistic!r}; write gradient or value")
+
+    @property
+    def foresight(self) -> frozenset[Signal]:
+        return frozenset({Signal.LOGP})
+
+    def plan(self, whole: Whole) -> dict[object, Field]:
+        rho, adv = whole.ratio.at(TOKEN).x, whole.advantage.at(TOKEN).x
+        low, high, slack = self.low, self.high, 1e-9
+        while self._positive_share(rho, adv, low, high) < self.share:
+            if high < self.high_end - slack:
+                high = min(self.high_end, high + self.high_step)
+            elif low < self.low_end - slack:
+                low = min(self.low_end, low + self.low_step)
+            else:
+                break
+        full = lambda x: whole.batch.tree.full(BATCH, x, rho.dtype)  # noqa: E731
+        return {(self, "low"): full(low), (self, "high"): full(high)}
+
+    def _positive_share(self, rho: torch.Tensor, adv: torch.Tensor, low: float, high: float) -> float:
+        held = torch.where(adv > 0, rho.clamp(max=high), rho.clamp(min=low))
+        size = (held * adv).abs()
+        if self.statistic == "gradient":
+            size = torch.where(held == rho, size, 0.0)
+        total = float(size.sum())
+        return float(size[adv > 0].sum()) / total if total > 0 else 1.0
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        return clipped(rho, adv, now[self, "low"], now[self, "high"], self.dual)
+
+
+@dataclass(frozen=True)
+class EntropyClip(Gate):
+    """Clip with more room above for uncertain tokens, high(1 + αh), and below for sure ones, low(1 − αh)."""
+
+    entropy: NormalisedEntropy
+    alpha: float = 1.0
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = 10.0
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        low, high = self.entropy.bounds(now[self.entropy], self.low, self.high, self.alpha)
+        return clipped(rho, adv, 1 - low, 1 + high, self.dual)
+
+
+@dataclass(frozen=True)
+class InformedClip(Gate):
+    """Clip to [1 − low·c, 1 + high·c], c = 1 + β(2σ(z) − 1): turns that told much about the answer get a wider window.
+
+    z standardises the rise of the gold answer's log-probability; the answering turn has c = 1."""
+
+    beta: float = 0.3
+    low: float = 0.2
+    high: float = 0.2
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({Signal.ANSWER})
+
+    def plan(self, whole: Whole) -> dict[object, Field]:
+        tree = whole.batch.tree
+        final = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
+        scale = 1 + self.beta * (2 * answer_gain(whole.batch).map(torch.sigmoid) - 1)
+        return {self: where(final, 1.0, scale)}
+
+    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+        c = now[self].to(rho.x.dtype)
+        return clipped(rho, adv, 1 - self.low * c, 1 + self.high * c)
+
+
+__all__ = ["Around", "Balanced", "EntropyClip", "Growing", "InformedClip", "clipped"]

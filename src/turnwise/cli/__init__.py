@@ -1,0 +1,1 @@
+"""The command line. Parses flags, calls one function, prints. Computes nothing."""

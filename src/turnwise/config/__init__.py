@@ -1,0 +1,1 @@
+"""Settings of a run and their conversion from text. Does not know what any setting does."""

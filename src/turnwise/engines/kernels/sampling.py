@@ -1,0 +1,104 @@
+"""Drawing tokens: temperature, truncation, counter-based random numbers. All rows at once.
+
+A token is a pure function of (logits, sampling, seed, position): which rows share a batch, in which order and in which
+slot, cannot matter. Knows neither models nor requests, nor what a token means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from turnwise.core.records import Sampling
+
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number, and the two multipliers of splitmix64
+MIX = ((30, -4658895280553007687), (27, -7723592293110705685))
+
+ALL = 1 << 31  # a top-k that cuts nothing
+
+
+def signed(seed: int) -> int:
+    """Any Python integer as a signed 64-bit one."""
+    return ((seed + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64. ``&`` turns the arithmetic shift into a logical one."""
+    for shift, factor in MIX:
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def uniforms(seed: Tensor, position: Tensor) -> Tensor:
+    """Uniform float64 numbers in [0, 1), a hash of (seed, position), broadcast against each other.
+
+    52 bits, so that u·total < total also after rounding: the last token of a CDF is never overshot."""
+    x = _mix(_mix(seed + GOLDEN) + position * GOLDEN)
+    return ((x >> 12) & ((1 << 52) - 1)).double() * 2.0**-52
+
+
+class Sampler:
+    """The settings of some rows as columns. Truncation order is that of Transformers: top-k, top-p, then min-p."""
+
+    def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
+        self.greedy = _column([s.greedy for s in samplings], device) if any(s.greedy for s in samplings) else None
+        temperatures = [1.0 if s.greedy else s.temperature for s in samplings]
+        self.cold = any(t != 1.0 for t in temperatures)
+        self.temperature = _column(temperatures, device) if self.cold else None
+        self.cut = any(not (s.whole or s.greedy) for s in samplings)
+        if self.cut:
+            self.whole = _column([s.whole or s.greedy for s in samplings], device)
+            self.top_k = _column([s.top_k or ALL for s in samplings], device)
+            self.top_p = _column([s.top_p for s in samplings], device, torch.float64)
+            self.min_p = _column([s.min_p for s in samplings], device, torch.float64)
+        self.all_greedy = all(s.greedy for s in samplings)
+
+    def __call__(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """logits [B, V], u [B] -> token, logp, mass [B]; mass is None when no row cuts anything.
+
+        A greedy row's logp is that of the temperature-1 distribution: its own is always 0 and would teach nothing."""
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        if self.temperature is not None:
+            logits = logits / self.temperature.to(logits.dtype)
+        weight = full = logits.softmax(-1)  # the log is taken of the chosen ones only: one pass of exp fewer
+        mass = None
+        if self.cut:
+            weight, mass = truncate(full, self.whole, self.top_k, self.top_p, self.min_p)
+        best = logits.argmax(-1, keepdim=True) if self.greedy is not None else None
+        if self.all_greedy and best is not None:
+            token = best
+        else:
+            token = pick(weight, u)
+            if best is not None and self.greedy is not None:
+                token = torch.where(self.greedy, best, token)
+        chosen = full.gather(1, token)[:, 0].log()
+        return token[:, 0], (chosen if mass is None else chosen - mass), mass
+
+
+def pick(weight: Tensor, u: Tensor) -> Tensor:
+    """weight [B, V], u [B] -> [B, 1]: the entry in which u of the summed weight falls."""
+    cdf = weight.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
+
+
+def truncate(weight: Tensor, whole: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero what is cut; the kept log mass [B]. ``whole`` rows [B, 1] keep all. Sorted to decide, unsorted to draw: a row must
+    ignore its neighbours."""
+    p, order = weight.sort(dim=-1, descending=True, stable=True)
+    p = p.double()
+    rank = torch.arange(p.shape[1], device=p.device)
+    kept = torch.where(rank < top_k, p, 0.0)
+    before = kept.cumsum(-1) - kept
+    keep = (rank < top_k) & (before < top_p * kept.sum(-1, keepdim=True)) & (p >= min_p * p[:, :1])
+    keep |= whole | (rank == 0)
+    keep = torch.zeros_like(keep).scatter_(1, order, keep)
+    weight = weight * keep
+    mass = weight.sum(-1, dtype=torch.float64).log().clamp_(max=0.0)
+    return weight, torch.where(whole[:, 0], 0.0, mass).to(weight.dtype)
+
+
+def _column(values: Sequence[bool | int | float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.tensor(values, device=device, dtype=dtype)[:, None]

@@ -1,0 +1,224 @@
+"""Log-probabilities and entropies of chosen tokens without ever holding all the logits.
+
+Legend: N rows, D hidden width, V vocabulary.
+
+    z = (h·Wᵀ + b) / T        logp = z[y] − lse(z)        H = lse(z) − Σ p·z,  p = softmax(z)
+    ∂logp/∂z = onehot(y) − p  ∂H/∂z = −p·(log p + H)
+
+Rows are taken a chunk at a time; the backward pass computes a chunk's logits again. When all of them are small p is kept
+instead, which is faster. Where there are kernels, one reads a chunk's logits, and keeps p − onehot(y) where there is room: two
+products are then all that is left of the backward pass. Sums run in float32
+(float64 for float64 inputs) whatever the inputs are.
+
+This module knows nothing of models, sequences or objectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from turnwise.engines.kernels import reference
+from turnwise.engines.kernels.dispatch import ops_for
+
+CHUNK_BYTES = 16 << 20  # of the logits of one chunk; two or three buffers of this size live at once
+CHUNK_BYTES_CUDA = 256 << 20  # smaller chunks leave a large GPU waiting for launches
+KEEP_BYTES = 32 << 20  # up to here p (and log p, where entropy is wanted) of all rows is kept for the backward pass
+KEEP_BYTES_CUDA = 2 << 30  # the same on a GPU
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor | float = 1.0,
+    *,
+    want_entropy: bool = False,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``hidden`` [N, D], ``weight`` [V, D], ``bias`` [V], ``targets`` [N] -> log-probabilities [N], entropies [N].
+
+    ``temperature`` is a number or [N]; 0 stands for greedy decoding and is read as 1. The entropies are None unless
+    wanted. ``chunk`` rows are computed at a time (default: what fits in a few tens of MB, on a GPU a few hundred)."""
+    n, vocabulary = hidden.shape[0], weight.shape[0]
+    assert hidden.dim() == 2 and weight.shape[1] == hidden.shape[1], (hidden.shape, weight.shape)
+    assert targets.shape == (n,), (targets.shape, n)
+    wide = _wide(hidden)
+    row = vocabulary * wide.itemsize
+    by_hand = ops_for(hidden) is reference
+    each = row * (2 if want_entropy else 1) if by_hand else vocabulary * _narrow(hidden).itemsize
+    room = KEEP_BYTES_CUDA if hidden.is_cuda else KEEP_BYTES
+    keep = chunk is None and n * each <= room and (by_hand or _differentiated(hidden, weight))
+    whole = max(1, n) if keep and by_hand else 0
+    size = whole or chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row)
+    t = torch.as_tensor(temperature, dtype=wide, device=hidden.device)
+    inverse = torch.where(t == 0, torch.ones_like(t), t).reciprocal().expand(n)
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, inverse, want_entropy, size, keep)
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _narrow(x: Tensor) -> torch.dtype:
+    """The dtype matrix products run in: autocast's, decided here once so that both passes agree."""
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """a·b accumulated *and returned* in the wide dtype where the device can."""
+    if a.dtype == wide:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=wide)
+    return (a @ b).to(wide)
+
+
+def _logits(h: Tensor, w: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
+    """Of some rows, in the wide dtype; a fresh buffer that the caller may overwrite."""
+    z = _product(h, w.T, wide)
+    if bias is not None:
+        z += bias
+    return z
+
+
+def _scores(h: Tensor, w: Tensor, bias: Tensor | None, inverse: Tensor, wide: torch.dtype) -> Tensor:
+    """Logits of some rows over temperature."""
+    return _logits(h, w, bias, wide).mul_(inverse[:, None])
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        inverse: Tensor,
+        want_entropy: bool,
+        size: int,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        wide, narrow = _wide(hidden), _narrow(hidden)
+        logp, lse = (torch.empty(hidden.shape[0], dtype=wide, device=hidden.device) for _ in range(2))
+        entropy = torch.empty_like(logp) if want_entropy else None
+        kept: tuple[Tensor | None, Tensor | None] = (None, None)
+        ctx.kernels = kernels = ops_for(hidden)  # asked while autocast is what it was
+        with torch.autocast(hidden.device.type, enabled=False):
+            h, w = hidden.to(narrow), weight.to(narrow)
+            if keep and kernels is not reference:
+                kept = (torch.empty(hidden.shape[0], weight.shape[0], dtype=narrow, device=hidden.device), None)
+            for a in range(0, hidden.shape[0], size):
+                rows = slice(a, a + size)
+                if kernels is not reference:
+                    given = (targets[rows], inverse[rows], want_entropy, None if kept[0] is None else kept[0][rows])
+                    found = kernels.scores(_logits(h[rows], w, bias, wide), *given)
+                    for into, value in zip((logp, lse, entropy), found):
+                        if into is not None:
+                            into[rows] = value
+                    continue
+                z = _scores(h[rows], w, bias, inverse[rows], wide)
+                top = z.amax(1, keepdim=True)
+                p = z.sub_(top).exp()  # the only exponential of the forward pass
+                total = p.sum(1, keepdim=True)
+                lse[rows] = (top + total.log()).squeeze(1)
+                log_p = z.sub_(total.log())
+                logp[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
+                if entropy is not None or keep:
+                    p /= total
+                if entropy is not None:
+                    entropy[rows] = -torch.linalg.vecdot(p, log_p)
+                kept = (p if keep else None, log_p if keep and want_entropy else None)
+        ctx.save_for_backward(hidden, weight, bias, targets, inverse, lse, entropy, *kept)
+        ctx.narrow, ctx.size = narrow, size
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, inverse, lse, entropy, kept_p, kept_log_p = ctx.saved_tensors
+        wide = _wide(hidden)
+        need_h, need_w, need_b = ctx.needs_input_grad[:3]
+        grad_h = torch.empty_like(hidden) if need_h else None
+        grad_w = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_w else None
+        grad_b = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if need_b else None
+        h, w = hidden.to(ctx.narrow), weight.to(ctx.narrow)
+        kernels = ctx.kernels
+        if kernels is not reference and kept_p is not None and g_logp is not None and g_entropy is None:
+            return *_from_kept(kept_p, h, w, g_logp * -inverse, hidden, (need_h, need_w, need_b)), *[None] * 5
+        for a in range(0, hidden.shape[0], ctx.size):
+            rows = slice(a, a + ctx.size)
+            given = [None if g is None else g[rows] for g in (g_logp, g_entropy, entropy)]
+            if kernels is not reference and grad_b is None:
+                z = _logits(h[rows], w, bias, wide)
+                d = kernels.pull(z, targets[rows], inverse[rows], lse[rows], *given, ctx.narrow)
+                del z
+            else:
+                p, log_p = (kept_p, kept_log_p) if kernels is reference else (None, None)
+                if p is None:
+                    log_p = _scores(h[rows], w, bias, inverse[rows], wide).sub_(lse[rows, None])
+                    p = log_p.exp()
+                d = _pull(p, log_p, targets[rows], *given)
+                d *= inverse[rows, None]
+                if grad_b is not None:
+                    grad_b += d.sum(0)
+                d = d.to(ctx.narrow)
+            if grad_h is not None:
+                grad_h[rows] = _product(d, w, wide)
+            if grad_w is not None:
+                _accumulate(grad_w, d, h[rows])
+        grads = (grad_h, None if grad_w is None else grad_w.to(weight.dtype), grad_b)
+        return *grads, None, None, None, None, None
+
+
+def _from_kept(
+    away: Tensor, h: Tensor, w: Tensor, c: Tensor, hidden: Tensor, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden, weight and bias where d(logits) = c ⊙ away, ``away`` = p − onehot [N, V]: c goes to the other side."""
+    wide = _wide(hidden)
+    c = c[:, None]
+    grad_h = _product(away, w, wide).mul_(c).to(hidden.dtype) if needs[0] else None
+    grad_w = _product(away.T, (h * c).to(away.dtype), wide) if needs[1] else None
+    grad_b = _product(away.T, c.to(away.dtype), wide).squeeze(1) if needs[2] else None
+    return grad_h, grad_w, grad_b
+
+
+def _pull(
+    p: Tensor,
+    log_p: Tensor | None,
+    targets: Tensor,
+    g_logp: Tensor | None,
+    g_entropy: Tensor | None,
+    entropy: Tensor | None,
+) -> Tensor:
+    """g·∂logp/∂z + g′·∂H/∂z for some rows, in a fresh buffer: what was kept may serve a second backward pass."""
+    if g_entropy is None or entropy is None or log_p is None:
+        d = torch.zeros_like(p) if g_logp is None else p * -g_logp[:, None]
+    else:
+        d = (log_p + entropy[:, None]).mul_(-g_entropy[:, None])
+        if g_logp is not None:
+            d -= g_logp[:, None]
+        d *= p
+    if g_logp is not None:
+        d.scatter_add_(1, targets[:, None], g_logp[:, None])
+    return d
+
+
+def _accumulate(total: Tensor, d: Tensor, h: Tensor) -> None:
+    """total += dᵀ·h, without a temporary where the dtypes allow."""
+    if d.dtype == total.dtype:
+        total.addmm_(d.T, h)
+    else:
+        total += _product(d.T, h, total.dtype)

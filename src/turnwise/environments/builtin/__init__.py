@@ -1,0 +1,1 @@
+"""The environments that ship with Turnwise. They do not know who plays them."""

@@ -1,0 +1,1 @@
+"""Adapters to environments of other packages, one module per package, each an optional extra."""

@@ -1,0 +1,127 @@
+"""Where numbers go: a JSON-lines file, TensorBoard, and many trackers at once.
+
+Does not know what the numbers mean. Services that need an account are in ``services``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.core.protocols import Tracker
+from turnwise.errors import StoreError
+from turnwise.observe.metric_names import number
+
+
+class JsonLines:
+    """One line per call: ``{"step": 3, "time": 1700000000.0, "reward": 0.5}``. A value that is not finite becomes null.
+
+    ``resume=s`` first removes the lines of steps ≥ s, which the resumed run will write again: nothing is logged twice.
+    """
+
+    def __init__(self, path: str | Path, resume: int | None = None) -> None:
+        self.path = Path(path)
+        try:
+            _mend(self.path, resume)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise StoreError(f"cannot write metrics to {self.path}: {error}") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {"step": step, "time": round(time.time(), 3), **{name: number(seen) for name, seen in metrics.items()}}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file. A last line torn by a kill is left out; so is a missing file."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
+    return rows
+
+
+def _mend(path: Path, resume: int | None) -> None:
+    """Rewrite the file without torn lines and without steps to come; aside, so that a kill here loses nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        return
+    rows = read_rows(path)
+    kept = [row for row in rows if resume is None or row["step"] < resume]
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+class TensorBoard:
+    """Event files under ``directory``. ``resume=s`` tells TensorBoard to forget what it shows of steps ≥ s."""
+
+    def __init__(self, directory: str | Path, resume: int | None = None) -> None:
+        self._writer = _writer(str(directory), resume)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None:
+            return
+        for name, seen in metrics.items():
+            finite = number(seen)
+            if finite is not None:
+                self._writer.add_scalar(name, finite, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _writer(directory: str, resume: int | None) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            warnings.warn("no TensorBoard files are written: install tensorboardX to have them", stacklevel=3)
+            return None
+    return SummaryWriter(directory, purge_step=resume)
+
+
+class Trackers:
+    """Many trackers as one. One that fails is reported once and then left alone: it must not cost a run."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._alive = list(trackers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for tracker in list(self._alive):
+            try:
+                tracker.log(step, metrics)
+            except Exception as error:
+                self._alive.remove(tracker)
+                _report(tracker, error)
+
+    def close(self) -> None:
+        for tracker in self._alive:
+            try:
+                tracker.close()
+            except Exception as error:
+                _report(tracker, error)
+        self._alive = []
+
+
+def _report(tracker: Tracker, error: Exception) -> None:
+    warnings.warn(f"{type(tracker).__name__} failed and is not used any more: {error!r}", stacklevel=3)

@@ -1,0 +1,1 @@
+"""The papers, one function each, one file per family. No arithmetic: only pieces and their hyper-parameters."""

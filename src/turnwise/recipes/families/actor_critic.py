@@ -1,0 +1,218 @@
+"""Methods with a critic: a value head says how well it stands before each token."""
+
+from __future__ import annotations
+
+import math
+
+from turnwise.algebra.advantage import Whiten
+from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.gate import Clip, Toward
+from turnwise.algebra.gradient import OverClippingBias
+from turnwise.algebra.penalty import KL, CriticError, MedianError, SquaredError, TwinError, Weighted
+from turnwise.algebra.ratio import Importance, PerToken
+from turnwise.algebra.reward import Drift, OnTokens, RunningScale
+from turnwise.algebra.value import GAE, LambdaReturn, Outcome, ReturnToGo, SecondHead, SoftMin
+from turnwise.algebra.weight import Guard
+from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
+from turnwise.recipes.kind import Kind
+from turnwise.recipes.recipe import Recipe
+
+KIND = Kind.OBJECTIVE
+
+
+def ppo(
+    clip: float = 0.2,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    value_clip: float = 0.5,
+    value_weight: float = 1.0,
+    dual: float | None = None,
+) -> Recipe:
+    """PPO: a critic, generalised advantages over the sampled tokens of all turns, a clipped ratio for each token.
+
+    J = 1/N Σₜ min(ρₜAₜ, clip(ρₜ, 1±clip)Aₜ) − c ½ 1/N Σₜ max((v−G)², (clip(v, v_old±value_clip)−G)²)
+
+    Paper: Proximal Policy Optimization Algorithms, arXiv 1707.06347; dual clip from arXiv 1912.09729.
+    Settings: clip 0.2, gamma 1, lambda 0.95 to 1, value clip 0.5, advantages whitened over the batch, dual clip 3 or off.
+    Sure of: the formula (official-lineage code).
+    """
+    return Recipe(
+        advantage=Whiten(GAE(gamma, lam)),
+        gate=Clip(clip, clip, dual),
+        aggregate=Mean(TOKEN),
+        penalties=(Weighted(value_weight, CriticError(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
+    )
+
+
+def turn_ppo(
+    clip: float = 0.2, gamma: float = 1.0, lam: float = 1.0, value_clip: float = 0.5, value_weight: float = 1.0
+) -> Recipe:
+    """Turn-PPO: the ratio is judged a turn at a time, as an agent acts; each token keeps its own advantage.
+
+    wᵏ = exp( 1/nₖ Σ_{t∈turn k} log ρₜ );  wₜ = sg[wᵏ] · πₜ/sg[πₜ];  J = mean over trajectories of 1/|y| Σₜ clipped(wₜ, Aₜ)
+
+    Paper: ST-PPO: Stabilized Off-Policy PPO for Multi-Turn Agents Training, arXiv 2511.20718 (its first ingredient).
+    Settings: clip 0.2, gamma and lambda 1, several epochs of mini-batches.
+    Deviation: the paper leaves open whether the turn ratio is differentiated as a whole; here each token has its own gradient.
+    Sure of: the turn ratio (paper text), the routing of the gradient (reconstructed).
+    """
+    return Recipe(
+        advantage=Whiten(GAE(gamma, lam)),
+        ratio=PerToken(Importance(TURN)),
+        gate=Clip(clip, clip),
+        aggregate=Mean(TRAJECTORY),
+        penalties=(Weighted(value_weight, CriticError(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
+    )
+
+
+def st_ppo(
+    clip: float = 0.2,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    value_clip: float = 0.5,
+    value_weight: float = 1.0,
+    floor: float = 1.0,
+) -> Recipe:
+    """ST-PPO: Turn-PPO, and the step shrinks by the size of what the clip took away.
+
+    wₜ = sg[wᵏ] · πₜ/sg[πₜ];  C = ∇ of the clipped part;  g = ∇J_clip / max(‖C‖, floor), unchanged where nothing is clipped
+
+    Paper: ST-PPO: Stabilized Off-Policy PPO for Multi-Turn Agents Training, arXiv 2511.20718.
+    Settings: clip 0.2, gamma and lambda 1, several epochs of mini-batches.
+    Deviation: the floor is ours (1 makes it a pure shrink); each token has its own gradient inside a turn.
+    Sure of: turn ratio and bias (paper text), division by ‖C‖ (paper text and reviews), floor and routing (reconstructed).
+    """
+    return Recipe(
+        advantage=Whiten(GAE(gamma, lam)),
+        ratio=PerToken(Importance(TURN)),
+        gate=Clip(clip, clip),
+        penalties=(Weighted(value_weight, CriticError(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
+        gradient=OverClippingBias(floor),
+    )
+
+
+def s_ppo(
+    clip: float = 0.2,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    value_clip: float = 0.5,
+    value_weight: float = 1.0,
+    floor: float = 1.0,
+) -> Recipe:
+    """S-PPO: token ratios, and the step shrinks by the size of what the clip took away.
+
+    C = ∇ of the clipped part;  g = ∇J_clip / max(‖C‖, floor), unchanged where nothing is clipped
+
+    Paper: ST-PPO: Stabilized Off-Policy PPO for Multi-Turn Agents Training, arXiv 2511.20718 (its second ingredient).
+    Settings: clip 0.2, gamma and lambda 1, several epochs of mini-batches.
+    Deviation: the floor is ours.
+    Sure of: the division by ‖C‖ (paper text and reviews), the floor (reconstructed).
+    """
+    return Recipe(
+        advantage=Whiten(GAE(gamma, lam)),
+        gate=Clip(clip, clip),
+        penalties=(Weighted(value_weight, CriticError(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
+        gradient=OverClippingBias(floor),
+    )
+
+
+def bpo(
+    eps: float = 0.3,
+    softness: float = 1e-3,
+    value_weight: float = 0.5,
+    median_weight: float = 0.5,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> Recipe:
+    """BPO: the ratio is regressed onto a bounded target, 1 ± eps by the sign of (Q − median); outside it is pulled back.
+
+    ρ* = 1 − eps + 2 eps σ((Q − U)/softness);  L = |ρ − ρ*| |Q − V| + ½(V − Q)² + ½(softplus(Q − U) − ½(Q − U))
+
+    Paper: Bounded Ratio Reinforcement Learning, arXiv 2604.18578.
+    Settings: softness 1e-3, eps 0.3, gradient clip 1.
+    Deviation: no entropy term; Q is the lambda-return.
+    Sure of: the formula (official code).
+    """
+    q = LambdaReturn(gamma, lam)
+    return Recipe(
+        advantage=GAE(gamma, lam),
+        gate=Toward(LambdaReturn(gamma, lam) - SecondHead(), softness, eps, eps),
+        aggregate=Mean(TOKEN),
+        penalties=(Weighted(value_weight, SquaredError(q)), Weighted(median_weight, MedianError(q))),
+    )
+
+
+def t_ppo(clip: float = 0.2, gamma: float = 1.0, lam: float = 0.95, value_weight: float = 1.0) -> Recipe:
+    """T-PPO: an episode that a limit cut off is bootstrapped with the critic; the critic itself learns from finished ones.
+
+    unfinished: V(s_l) := V(s_{l−1}) in GAE;  critic: Monte-Carlo returns of finished episodes
+
+    Paper: Truncated Proximal Policy Optimization, arXiv 2506.15050.
+    Settings: clip 0.2; windows of 8k of 24k tokens (recalled).
+    Deviation: episodes are cut by the run's own limits and not continued in the next round; advantages not whitened.
+    Sure of: extended GAE (paper-level text), filters (partly reconstructed).
+    """
+    target = ReturnToGo(gamma, TOKEN)
+    return Recipe(
+        advantage=GAE(gamma, lam, bootstrap=True),
+        gate=Clip(clip, clip),
+        aggregate=Mean(TOKEN),
+        penalties=(Weighted(value_weight, CriticError(target, math.inf, finished=True)),),
+    )
+
+
+def ppo_max(
+    eta: float = 0.05,
+    clip: float = 0.2,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    value_clip: float = 0.5,
+    value_weight: float = 1.0,
+    limit: float = 10.0,
+    centre: bool = True,
+) -> Recipe:
+    """PPO-max: PPO with the reward over its running mean and std, clipped, and a k1 KL inside it.
+
+    R ← clip((R − mean)/std, ±limit);  rₜ = R·1[last] − η (log π_old − log π_ref);  GAE, clip, value clip
+
+    Paper: Secrets of RLHF in Large Language Models Part I: PPO, arXiv 2307.04964.
+    Settings: eta 0.05, gamma 1, lambda 0.95, clip 0.2. centre=False is the released script: it only divides by the std.
+    Deviation: the critic starts from the policy's states, not from a reward model; no language-model loss beside.
+    Sure of: the formula (paper text and official code; they differ in the centring), limit (ours).
+    """
+    return Recipe(
+        advantage=Whiten(GAE(gamma, lam)),
+        gate=Clip(clip, clip),
+        aggregate=Mean(TOKEN),
+        reward=OnTokens(RunningScale(limit, centre)) + eta * Drift(),
+        penalties=(Weighted(value_weight, CriticError(LambdaReturn(gamma, lam), value_clip)),),
+    )
+
+
+def safe(
+    clip: float = 0.2,
+    softness: float = 0.5,
+    penalty: float = 0.1,
+    value_weight: float = 0.5,
+    huber: float = 0.5,
+    value_clip: float = 0.2,
+) -> Recipe:
+    """SAFE: a pessimistic pair of critics, and a KL guard whose threshold follows the reward.
+
+    A = whiten(R − softmin(V₁, V₂));  guard: c (K − θ) max(½, 2/(H+0.1)) · KL once the smoothed KL K exceeds θ
+
+    Paper: SAFE: Stable Alignment Finetuning with Entropy-Aware Predictive Control for RLHF, arXiv 2602.04651.
+    Settings: softness 0.5, Kp 0.3, Ki 0.01, Kd 0.05, threshold within 0.1 to 0.6, Huber 0.5.
+    Deviation: the released penalty carries no gradient; here one factor of its square is the differentiable KL (k2). V is
+    the value before the first token. The preview of the step is left out; heads have no LayerNorm.
+    Sure of: the constants (official code), the rendering of the penalty (ours).
+    """
+    return Recipe(
+        advantage=Whiten(Outcome() - SoftMin(softness)),
+        gate=Clip(clip, clip),
+        aggregate=Mean(TOKEN),
+        penalties=(
+            Weighted(value_weight, TwinError(Outcome(), value_clip, huber)),
+            Weighted(Guard(penalty), KL("k2")),
+        ),
+    )

@@ -1,0 +1,251 @@
+"""Methods for a sampler that is not the learner's policy: other kernels, other precision, older weights.
+
+μ sampled the data, π_old is the learner's policy before the first update on it, ρ = π/π_old, mismatch = π_old/μ.
+"""
+
+from __future__ import annotations
+
+from turnwise.algebra.advantage import Standardise
+from turnwise.algebra.aggregate import Mean, Sum
+from turnwise.algebra.factor import Truncated
+from turnwise.algebra.gate import Cap, Clip
+from turnwise.algebra.layer_noise import LayerNoise
+from turnwise.algebra.mask import Agreeing, NotLeft, NoVeto, OneSided, SmallMismatch
+from turnwise.algebra.ratio import Importance
+from turnwise.core.levels import TOKEN, TRAJECTORY
+from turnwise.recipes.kind import Kind
+from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.precision import Precision
+from turnwise.rollout.strategies import Screened
+
+KIND = Kind.OBJECTIVE
+
+INF = float("inf")
+
+
+def tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Recipe:
+    """TIS: each token's loss is weighted by learner over sampler, truncated.
+
+    L = Σₜ min(π_old/μ, cap) · clipped(π/π_old, A)
+
+    Paper: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025 (a public note).
+    Settings: cap 2 (1.5 to 5), on a clip of 0.2/0.28 with token mean.
+    Sure of: the formula (official code of three trainers).
+    """
+    gate = Clip(low, high) * Truncated(cap)
+    return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
+
+
+def sequence_tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Recipe:
+    """Sequence TIS: one truncated weight for a whole trajectory; unbiased up to the cap, of larger variance.
+
+    L = Σₜ min(Πₛ π_old/μ, cap) · clipped(π/π_old, A)
+
+    Paper: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025 (a public note).
+    Settings: cap 2 to 10.
+    Sure of: the formula (official code of three trainers).
+    """
+    gate = Clip(low, high) * Truncated(cap, TRAJECTORY)
+    return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
+
+
+def mis(low: float = 0.5, high: float = 2.0) -> Recipe:
+    """MIS: tokens on which learner and sampler disagree are dropped, the others weighted.
+
+    L = mean over kept tokens of (π_old/μ) · clipped(π/π_old, A), kept where low ≤ π_old/μ ≤ high
+
+    Paper: When Speed Kills Stability, 2025 (a public note).
+    Settings: bounds 0.5 and 2; dropped tokens do not count in the mean.
+    Sure of: the formula (official code).
+    """
+    return Recipe(
+        advantage=Standardise(),
+        ratio=Importance(proximal=True),
+        gate=Clip(0.2, 0.28) * Truncated(INF),
+        aggregate=Mean(TOKEN),
+        keep=Agreeing(low, high),
+    )
+
+
+def sequence_mis(low: float = 0.5, high: float = 2.0) -> Recipe:
+    """Sequence MIS: whole trajectories on which learner and sampler disagree are dropped, the others weighted.
+
+    L = mean over kept tokens of W · clipped(π/π_old, A), W = Πₛ π_old/μ, kept where low ≤ W ≤ high
+
+    Paper: When Speed Kills Stability, 2025 (a public note).
+    Settings: bounds 0.5 and 2.
+    Sure of: the formula (official code).
+    """
+    return Recipe(
+        advantage=Standardise(),
+        ratio=Importance(proximal=True),
+        gate=Clip(0.2, 0.28) * Truncated(INF, TRAJECTORY),
+        aggregate=Mean(TOKEN),
+        keep=Agreeing(low, high, TRAJECTORY),
+    )
+
+
+def icepop(low: float = 0.5, high: float = 5.0) -> Recipe:
+    """IcePop: tokens on which learner and sampler disagree give no gradient, on either side.
+
+    L = mean over all tokens of (π_old/μ)·1[low ≤ π_old/μ ≤ high] · clipped(π/π_old, A)
+
+    Paper: Ring-1T, arXiv 2510.18855.
+    Settings: bounds 0.5 and 5; dropped tokens still count in the mean.
+    Sure of: the formula (official code).
+    """
+    gate = (Clip(0.2, 0.28) * Truncated(INF)).where(Agreeing(low, high))
+    return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
+
+
+def geo_rs(low: float = 0.999, high: float = 1.001) -> Recipe:
+    """Geo-RS: trajectories whose mean log mismatch is not tiny are rejected.
+
+    kept where low ≤ exp(meanₜ log π_old/μ) ≤ high; no weight
+
+    Paper: When Speed Kills Stability, 2025 (a public note).
+    Settings: bounds 0.999 and 1.001.
+    Sure of: the formula (official code).
+    """
+    return Recipe(
+        advantage=Standardise(),
+        ratio=Importance(proximal=True),
+        gate=Clip(0.2, 0.28),
+        aggregate=Mean(TOKEN),
+        keep=Agreeing(low, high, TRAJECTORY, mean=True),
+    )
+
+
+def k3_rs(limit: float = 1e-2) -> Recipe:
+    """K3-RS: trajectories with a large k3 of learner against sampler are rejected.
+
+    kept where meanₜ (r − 1 − log r) ≤ limit, r = π_old/μ; no weight
+
+    Paper: When Speed Kills Stability, 2025 (a public note).
+    Settings: limit 1e-3 to 1e-2.
+    Sure of: the formula (official code).
+    """
+    return Recipe(
+        advantage=Standardise(),
+        ratio=Importance(proximal=True),
+        gate=Clip(0.2, 0.28),
+        aggregate=Mean(TOKEN),
+        keep=SmallMismatch(limit),
+    )
+
+
+def veto(floor: float = 1e-4, cap: float = 2.0) -> Recipe:
+    """Veto: one token that the learner finds all but impossible rejects its trajectory; token TIS on the rest.
+
+    kept where minₜ π_old/μ ≥ floor
+
+    Paper: rollout correction of a public trainer (verl), 2025.
+    Settings: floor 1e-4, cap 2.
+    Sure of: the formula (official code).
+    """
+    return Recipe(
+        advantage=Standardise(),
+        ratio=Importance(proximal=True),
+        gate=Clip(0.2, 0.28) * Truncated(cap),
+        aggregate=Mean(TOKEN),
+        keep=NoVeto(floor),
+    )
+
+
+def sequence_mask(limit: float = 0.5, low: float = 0.2, high: float = 0.28) -> Recipe:
+    """Off-policy sequence mask: bad trajectories that the policy has already left are dropped; good ones never are.
+
+    dropped where A < 0 and meanₜ (log μ − log π) > limit
+
+    Paper: DeepSeek-V3.2, arXiv 2512.02556.
+    Settings: limit about 0.5 (third-party), clip 0.2/0.28, token mean.
+    Sure of: the rule (paper text), the limit (third-party).
+    """
+    return Recipe(advantage=Standardise(), gate=Clip(low, high), aggregate=Mean(TOKEN), keep=NotLeft(limit))
+
+
+def decoupled_ppo(clip: float = 0.2, cap: float = 5.0) -> Recipe:
+    """Decoupled PPO: clip around the policy this batch began with, weighted from the one that sampled it.
+
+    L = Σₜ sg[π_prox/μ] · clipped(π/π_prox, A), tokens with π_prox/μ > cap masked
+
+    Paper: AReaL, arXiv 2505.24298.
+    Settings: clip 0.2, staleness 4 to 8, cap 5 in its code.
+    Deviation: group z-score instead of ±5 rewards normalised over the batch.
+    Sure of: the formula (paper text and official code).
+    """
+    gate = (Clip(clip, clip) * Truncated(INF)).where(Agreeing(0.0, cap))
+    return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
+
+
+def minirl(low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Recipe:
+    """MiniRL: the first-order surrogate of the sequence objective: one capped weight π/μ, a mask by π/π_old, token sums.
+
+    ∇J = 1/G Σᵢ Σₜ Mₜ sg[min(π/μ, cap)] Aᵢ ∇ log πₜ,  M = 0 where π/π_old has left 1−low … 1+high in the direction of A
+
+    Paper: Stabilizing Reinforcement Learning with LLMs: Formulation and Practices, arXiv 2512.01374.
+    Settings: low 0.2, high 0.27, cap 5 (recalled).
+    Deviation: A = R − mean (whether the std is divided out is unconfirmed); routing replay has no place in dense models.
+    Sure of: the structure (paper text), the constants (recalled).
+    """
+    mask = OneSided(low, high, ratio=Importance(proximal=True))
+    return Recipe(advantage=Standardise(scale=False), gate=Cap(cap).where(mask), aggregate=Sum(TRAJECTORY))
+
+
+def alp(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate: float = 5e-4) -> Recipe:
+    """ALP: noise in every layer while learning makes the policy a smooth family that covers the sampler; one wide clip.
+
+    h_l ← h_l + σ_l e;  ρ = π_σ/μ;  J = token mean of min(ρA, clip(ρ, 1−low, 1+high)A)
+
+    Paper: Adaptive Layerwise Perturbation, arXiv 2603.19470.
+    Settings: sigma 1e-6 (1e-2 in an example), its learning rate 5e-4, low 0.5, high 3.
+    Sure of: the scheme (repository page and paper-level text), clip and sigma (its files conflict).
+    """
+    noise = LayerNoise(sigma, rate)
+    return Recipe(advantage=Standardise(), gate=Clip(low, high), aggregate=Mean(TOKEN), smoothing=noise)
+
+
+def alp_sequence(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate: float = 5e-4) -> Recipe:
+    """Seq-ALP: layer noise with the geometric-mean ratio of the whole trajectory.
+
+    s = exp(meanₜ log π_σ/μ);  J = mean of min(sA, clip(s, 1−low, 1+high)A)
+
+    Paper: Adaptive Layerwise Perturbation, arXiv 2603.19470.
+    Settings: as ALP.
+    Sure of: the scheme (repository page and paper-level text), clip and sigma (its files conflict).
+    """
+    noise = LayerNoise(sigma, rate)
+    return Recipe(advantage=Standardise(), ratio=Importance(TRAJECTORY), gate=Clip(low, high), smoothing=noise)
+
+
+# --------------------------------------------------------------------- precision
+
+
+def jet_rl(clip: float = 0.2) -> Recipe:
+    """Jet-RL: rollouts and learner compute in the same fp8, so that what is fast is still on-policy.
+
+    ŵ = scale · e4m3(w / scale) in both;  y = ĥ ŵ;  ∂/∂w = ∂/∂ŵ;  L as GRPO's
+
+    Paper: Jet-RL: Enabling On-Policy FP8 Reinforcement Learning with Unified Precision Flow, arXiv 2601.14243.
+    Settings: e4m3, one precision flow for both sides, wide master weights; the loss is GRPO's.
+    Deviation: scales belong to outputs and tokens, not to blocks of 128; backward products and the LM head are not rounded. On a
+    CPU only the weights are.
+    Sure of: the principle (abstract), scales and roundings (reconstructed).
+    """
+    return Recipe(advantage=Standardise(), gate=Clip(clip, clip), precision=Precision(learner="fp8"))
+
+
+def sol_rl(clip: float = 0.2, drafts: int = 0) -> Recipe:
+    """Sol-RL: many cheap drafts explore, the best and the worst are sampled again exactly, and only those are learned from.
+
+    drafts ~ π̂ (fp8), n of them;  kept: the best and the worst k/2 by reward;  the same random numbers again under π;  L as GRPO's
+
+    Paper: FP4 Explore, BF16 Train: Diffusion Reinforcement Learning via Efficient Rollout Scaling, arXiv 2604.06916.
+    Settings: four drafts for each trajectory kept is ours (drafts 0), clip 0.2.
+    Deviation: for language models; a seed fixes the numbers drawn, not the text, so a draft sampled again may part from itself.
+    fp8 instead of NVFP4. Advantages are z-scores among the kept.
+    Sure of: the two stages and the choice of extremes (abstract and notes), the rest is ours.
+    """
+    return Recipe(
+        advantage=Standardise(), gate=Clip(clip, clip), strategy=Screened(drafts), precision=Precision(drafts="fp8")
+    )

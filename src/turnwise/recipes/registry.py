@@ -1,0 +1,69 @@
+"""The registry of methods: every recipe function by its name, and how one is built. Holds no method itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from turnwise.config.convert import convert
+from turnwise.errors import SettingError, nearest
+from turnwise.recipes.families import (
+    actor_critic,
+    critic_free,
+    entropy,
+    experts_and_replay,
+    group_credit,
+    off_policy,
+    preferences,
+    reward_shaping,
+    sampler_mismatch,
+    segment_credit,
+    tool_agents,
+    trust_region,
+    turn_credit,
+)
+from turnwise.recipes.recipe import Recipe
+
+FAMILIES = (
+    critic_free,
+    actor_critic,
+    trust_region,
+    sampler_mismatch,
+    off_policy,
+    entropy,
+    tool_agents,
+    turn_credit,
+    group_credit,
+    segment_credit,
+    reward_shaping,
+    experts_and_replay,
+    preferences,
+)
+
+METHODS: dict[str, Callable[..., Recipe]] = {
+    name: function
+    for family in FAMILIES
+    for name, function in vars(family).items()
+    if inspect.isfunction(function) and function.__module__ == family.__name__
+}
+
+
+def method(name: str) -> Callable[..., Recipe]:
+    if name not in METHODS:
+        raise SettingError(f"no method {name!r}; {nearest(name, METHODS)}")
+    return METHODS[name]
+
+
+def parameters(name: str) -> dict[str, inspect.Parameter]:
+    """The hyper-parameters of a method, with types and defaults."""
+    return dict(inspect.signature(method(name), eval_str=True).parameters)
+
+
+def build(name: str, **hyper: Any) -> Recipe:
+    """The recipe of a method; an unknown hyper-parameter is refused with the nearest name, an ill-typed one in words."""
+    known = parameters(name)
+    for key in hyper:
+        if key not in known:
+            raise SettingError(f"{name} has no hyper-parameter {key!r}; {nearest(key, known)}")
+    return method(name)(**{key: convert(key, value, known[key].annotation) for key, value in hyper.items()})

@@ -1,0 +1,111 @@
+"""The supervised cold start: demonstrations of mixed quality, imitated for a short while.
+
+Imitation is the same algebra: no gain, and the negative log-likelihood as the only cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.diagnostics import finish
+from turnwise.algebra.gate import Open
+from turnwise.algebra.objective import Objective
+from turnwise.algebra.penalty import NegativeLogLikelihood, Weighted
+from turnwise.algebra.ratio import OnPolicy
+from turnwise.algebra.value import Constant
+from turnwise.config.settings import Settings
+from turnwise.core.batch import pack
+from turnwise.core.levels import TOKEN
+from turnwise.core.protocols import Learner
+from turnwise.core.records import Group, Status, Task, Trajectory
+from turnwise.core.seeds import stable_seed
+from turnwise.errors import EnvironmentFault, SettingError
+from turnwise.rollout.episode import Limits
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.scripted import play_script
+from turnwise.training import build
+from turnwise.training.env_spec import World
+from turnwise.training.events import Stages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IMITATION = Objective(Constant(0.0), OnPolicy(), Open(), Mean(TOKEN), (Weighted(1.0, NegativeLogLikelihood()),))
+
+
+def cold_start(
+    settings: Settings, world: World, tokenizer: Any, model: PreTrainedModel, steps: int, stages: Stages
+) -> None:
+    """Teach ``model``, in place, to imitate the environment's own demonstrator. A killed one begins again, alike."""
+    if not world.demonstrates:
+        raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
+    tasks = world.tasks("train", "cold start")
+    count = min(settings.cold_demos, steps * settings.cold_batch)
+    with stages.stage("demonstrations", count, "episodes"):
+        drawn = [tasks.draw(n) for n in range(count)]
+        demos = demonstrations(drawn, world.open, Renderer(tokenizer), world.limits)
+    share = sum(bool(t.success) for t in demos) / len(demos)
+    stages.say(f"{len(demos)} demonstrations of mixed quality: {share:.0%} of them succeed")
+    learner = build.cold_learner_of(settings, model, steps)
+    with stages.stage("cold start", steps):
+        began = time.perf_counter()
+
+        def report(step: int, metrics: dict[str, float]) -> None:
+            rate = metrics["tokens"] * step / (time.perf_counter() - began)
+            stages.step("cold start", step, steps, {**metrics, "tokens_per_second": rate})
+
+        imitate(learner, demos, steps, settings.cold_batch, stable_seed(settings.seed, "cold start"), report)
+
+
+def demonstrations(
+    tasks: Sequence[Task],
+    open_environment: Callable[[Task], object],
+    renderer: Renderer,
+    limits: Limits,
+    player: str = "demonstrator",
+) -> list[Trajectory]:
+    """One scripted episode of each task."""
+
+    async def play() -> list[Trajectory]:
+        played: list[Trajectory] = []
+        for i in range(0, len(tasks), 64):  # enough at once to hide the tools' latency, few enough to hold
+            some = enumerate(tasks[i : i + 64], start=i)
+            played += await asyncio.gather(
+                *(play_script(player, open_environment(task), f"demo.{n}", task, renderer, limits) for n, task in some)
+            )
+        return played
+
+    played = asyncio.run(play())
+    good = [t for t in played if t.status != Status.FAILED]
+    if not good:
+        raise EnvironmentFault(f"no demonstration could be played: {played[0].reason if played else 'no tasks'}")
+    return good
+
+
+def imitate(
+    learner: Learner,
+    demos: Sequence[Trajectory],
+    steps: int,
+    size: int,
+    seed: int,
+    report: Callable[[int, dict[str, float]], None],
+) -> None:
+    """``steps`` supervised steps of ``size`` demonstrations each, every pass in a new seeded order."""
+    order: list[int] = []
+    epoch = 0
+    for step in range(steps):
+        while len(order) < size:
+            fresh = list(range(len(demos)))
+            random.Random(f"{seed}/{epoch}").shuffle(fresh)
+            order, epoch = order + fresh, epoch + 1
+        chosen, order = [demos[i] for i in order[:size]], order[size:]
+        batch = pack([Group(str(i), t.task, (t,)) for i, t in enumerate(chosen)])
+        metrics = learner.update(IMITATION.credit(batch), IMITATION)
+        sampled = float(sum(t.sampled for t in chosen))
+        metrics = finish(metrics)
+        report(step + 1, {**metrics, "loss": metrics["penalty/NegativeLogLikelihood"], "tokens": sampled})

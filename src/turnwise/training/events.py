@@ -1,0 +1,36 @@
+"""The stages of a run: announced to whoever listens, timed for the summary. Does not know what is done in them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.core.protocols import Listener
+
+
+def silent(event: str, facts: Mapping[str, Any]) -> None:
+    """A listener that shows nothing."""
+
+
+@dataclass
+class Stages:
+    listen: Listener = silent
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int = 0, of: str = "steps") -> Iterator[None]:
+        self.listen("stage", {"name": name, "total": total, "of": of})
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def step(self, name: str, step: int, total: int, figures: Mapping[str, Any]) -> None:
+        self.listen("step", {"stage": name, "step": step, "total": total, **figures})
+
+    def say(self, text: str, level: str = "info") -> None:
+        self.listen("message", {"level": level, "text": text})

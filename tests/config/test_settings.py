@@ -1,0 +1,91 @@
+"""Settings: few, typed, and refused in words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from turnwise import recipes
+from turnwise.config.convert import convert
+from turnwise.config.settings import Settings, default_of, kind_of
+from turnwise.errors import SettingError
+
+MOST = 100
+
+
+def test_there_are_at_most_a_hundred():
+    method = Settings().method
+    assert len(fields(Settings)) - 1 + len(recipes.parameters(method)) <= MOST  # method_options is not a knob itself
+
+
+@pytest.mark.parametrize("name", recipes.METHODS)
+def test_no_method_has_a_knob_that_a_setting_already_has(name):
+    assert not set(recipes.parameters(name)) & {f.name for f in fields(Settings)}
+
+
+@pytest.mark.parametrize("field", fields(Settings), ids=lambda f: f.name)
+def test_every_setting_says_what_it_does_and_its_default_fits_its_type(field):
+    assert len(field.metadata["help"]) > 5
+    assert convert(field.name, default_of(field), kind_of(field)) == default_of(field)
+
+
+def test_the_default_method_exists():
+    assert Settings().method in recipes.METHODS
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("temprature", "temperature"), ("group", "groups"), ("eval_task", "eval_tasks"), ("zzz", "known")],
+)
+def test_an_unknown_name_gets_the_nearest(wrong, right):
+    with pytest.raises(SettingError, match=rf"no setting '{wrong}'.*{right}"):
+        Settings.of({wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("steps", "ten", "steps is 'ten', which is not int"),
+        ("steps", 1.5, "steps is 1.5, which is not int"),
+        ("steps", True, "steps is True, which is not int"),
+        ("steps", None, "steps is None, which is not int"),
+        ("steps", float("inf"), "steps is inf, which is not int"),
+        ("steps", float("nan"), "steps is nan, which is not int"),
+        ("lr", "fast", "lr is 'fast', which is not float"),
+        ("lr", False, "lr is False, which is not float"),
+        ("difficulty", "1,x", "difficulty is '1,x', which is not tuple"),
+        ("env", 3, "env is 3, which is not str"),
+        ("method_options", "clip", "method_options is 'clip', which is not dict"),
+        ("steps", 0, "steps is 0; write at least 1"),
+        ("context", -5, "context is -5; write at least 1"),
+        ("staleness", -1, "staleness is -1"),
+    ],
+)
+def test_an_ill_typed_or_impossible_value_is_refused_in_words(name, value, words):
+    with pytest.raises(SettingError) as caught:
+        Settings.of({name: value})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("3", int, 3),
+        ("1e-3", float, 1e-3),
+        ("none", float | None, None),
+        ("0.5", float | None, 0.5),
+        ("1, 2,3", tuple[int, ...], (1, 2, 3)),
+        ("", tuple[str, ...], ()),
+        ("yes", bool, True),
+        ("False", bool, False),
+    ],
+)
+def test_text_is_read_as_its_type(text, kind, value):
+    assert convert("x", text, kind) == value
+
+
+def test_settings_survive_json():
+    chosen = Settings(steps=3, difficulty=(2,), trackers=(), method="grpo", method_options={"clip": 0.3})
+    assert Settings.of(json.loads(json.dumps(chosen.as_dict()))) == chosen

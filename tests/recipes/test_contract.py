@@ -1,0 +1,413 @@
+"""Every method against its independent oracle, and the one contract all methods pass."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import statistics
+
+import pytest
+import torch
+from credit import test_groups, test_others, test_preferences, test_segments, test_turns
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from oracles import agents, objectives, offpolicy, records, reweight, trust
+from support.batches import COUNTS, from_oracle, records_of
+
+from turnwise import recipes
+from turnwise.core.batch import pack
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field
+from turnwise.core.signals import LIVE, Signal, level_of
+from turnwise.recipes.recipe import Recipe
+
+ORACLES = {
+    "reinforce": objectives.reinforce,
+    "rloo": objectives.rloo,
+    "grpo": objectives.grpo,
+    "dr_grpo": objectives.dr_grpo,
+    "dapo": lambda batch: objectives.dapo(batch, limit=192, cache=64),
+    "gspo": objectives.gspo,
+    "gspo_token": objectives.gspo_token,
+    "ppo": objectives.ppo,
+    "turn_ppo": objectives.turn_ppo,
+    "jet_rl": lambda batch: objectives.grpo(
+        batch, beta=0.0
+    ),  # the loss is GRPO's; tests/engines/test_narrow.py has the precision
+    "sol_rl": lambda batch: objectives.grpo(
+        batch, beta=0.0
+    ),  # the same of what was kept; tests/rollout/test_screened.py has the choice
+    "epo": lambda batch: agents.epo(batch, history={}, weight=2.0),
+    "red_drop": None,  # its own test: the dropping happens at admission
+    "see_upo": None,  # its own test: one step for each turn
+    "ppo_max": None,  # its own tests: they have a memory
+    "safe": None,
+}
+for module in (trust, offpolicy, reweight, agents):
+    for name in recipes.METHODS:
+        if name not in ORACLES and hasattr(module, name):
+            ORACLES[name] = getattr(module, name)
+
+PROOFS = (test_turns, test_groups, test_segments, test_others, test_preferences)
+HYPER = {"capo": {"objective": 1e-2, "policy": 1e-4}}  # where our defaults are not the card's
+
+SCORES = {  # their oracle's loss is −w A log π with w detached; ours has the same gradient and another value
+    "reinforce", "rloo", "rloo_kl", "cispo", "minpro", "dppo_tv", "dppo_kl", "topr", "vcpo", "rec_one_side", "rec_two_side",
+    "rec_ring", "rec_sequence", "red_weight", "kimi_opmd", "asym_re", "rep_forward", "opmd", "minirl", "scale_rl",
+    "fiberpo_domain", "aepo",
+}  # fmt: skip
+
+
+def test_every_method_has_an_oracle():
+    """Here, or beside the pieces of its family: those tests list what they prove."""
+    proven = [name for test in PROOFS for name in test.PROVEN]
+    assert sorted([*ORACLES, *proven]) == sorted(recipes.METHODS)
+
+
+def loss_of(recipe: Recipe, batch, policy):
+    objective = recipe.objective
+    found = objective(objective.plan(objective.credit(batch)), policy)
+    return found.loss, found.stats
+
+
+def agree(mine, theirs, policy, reference, value=True, terms=0.0):
+    """Loss and gradients of ours and of an oracle. ``terms``: how large what is summed up was, for rounding's sake."""
+    if value:
+        assert mine.item() == pytest.approx(theirs.item(), rel=1e-9, abs=1e-9 + 1e-15 * terms)
+    for signal in sorted(policy):
+        found = None
+        if mine.requires_grad:
+            found = torch.autograd.grad(mine, policy[signal].x, retain_graph=True, allow_unused=True)[0]
+        expected = torch.tensor(records.gradients(reference, theirs, str(signal)), dtype=torch.float64)
+        found = torch.zeros_like(expected) if found is None else found
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def tied(reference, advantage) -> bool:
+    """Whether the last covariance chosen and the first that is not are equal but for rounding: then either choice is right."""
+    found = sorted(reweight.covariances(reference, advantage), reverse=True)
+    n = reweight.quota(inspect.signature(reweight.kl_cov).parameters["fraction"].default, len(found))
+    return 0 < n < len(found) and found[n - 1] - found[n] < 1e-7
+
+
+@pytest.mark.parametrize("name", [name for name, oracle in ORACLES.items() if oracle])
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6), overflow=st.booleans())
+def test_oracle(name, seed, overflow):
+    reference = records.random_batch(seed, overflow=overflow)
+    batch, policy = from_oracle(reference)
+    advantage, expected, *_ = ORACLES[name](reference)
+    assume(name != "kl_cov" or not tied(reference, advantage))
+    recipe = recipes.build(name, **HYPER.get(name, {}))
+    credited = recipe.objective.credit(batch)
+    torch.testing.assert_close(
+        credited["advantage"].at(TOKEN).x, torch.tensor(advantage, dtype=torch.float64), rtol=1e-8, atol=1e-8
+    )
+    loss, stats = loss_of(recipe, batch, policy)
+    assert all(math.isfinite(float(v)) for v in stats.values())
+    # where nothing is clipped, terms of e²⁰ may cancel, and what rounding leaves of them depends on the order of the sum
+    size = (policy[Signal.LOGP] - batch.behaviour).x.detach().clamp(max=20).exp() * torch.tensor(advantage).abs()
+    agree(loss, expected, policy, reference, value=name not in SCORES, terms=float(size.sum()) / max(1, len(advantage)))
+
+
+# ------------------------------------------------- methods with more than a loss
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10**6))
+def test_see_upo_turn_by_turn(seed):
+    """Every yielded part is the oracle's loss of that turn, with the credit multiplied by how later turns have moved."""
+    reference = records.random_batch(seed)
+    batch, policy = from_oracle(reference)
+    recipe = recipes.build("see_upo")
+    objective = recipe.objective
+    credit = agents.see_upo_advantage(reference)
+    turns = max(len(t.turns) for t in records.trajectories(reference))
+    parts = recipe.control.parts_of(
+        objective.credit(batch), 0, lambda b, s: {Signal.LOGP: policy[Signal.LOGP].detach()}
+    )
+    for k, part in zip(range(turns - 1, -1, -1), parts, strict=True):
+        expected = agents.see_upo_turn(reference, k, credit)
+        agree(objective(objective.plan(part), policy).loss, expected.loss, policy, reference)
+        credit = agents.see_upo_next(credit, expected.extra["ratio"])
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10**6))
+def test_red_drop_after_its_dropping(seed):
+    reference = records.random_batch(seed)
+    batch, policy = from_oracle(reference)
+    expected = reweight.red_drop(reference)
+    kept = [i for i, k in enumerate(expected.extra["kept"]) if k]
+    batch = batch.put(_row=Field(batch.tree, TOKEN, torch.arange(batch.tree.count(TOKEN)))).select(kept)
+    mine = {s: Field(batch.tree, TOKEN, f.x[batch["_row"].x]) for s, f in policy.items()}
+    agree(loss_of(recipes.build("red_drop"), batch, mine)[0], expected.loss, policy, reference, value=False)
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10**6))
+def test_ppo_max_with_its_running_statistics(seed):
+    reference = records.random_batch(seed)
+    batch, policy = from_oracle(reference)
+    rewards = [records.total(t) for t in records.trajectories(reference)]
+    expected = agents.ppo_max(reference, mean=statistics.fmean(rewards), std=statistics.stdev(rewards))
+    loss, _ = loss_of(recipes.build("ppo_max"), batch, policy)
+    agree(loss, expected.loss, policy, reference)
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10**6), kl=st.floats(0.0, 1.0), threshold=st.floats(0.1, 0.6))
+def test_safe_with_a_state(seed, kl, threshold):
+    reference = records.random_batch(seed)
+    batch, policy = from_oracle(reference)
+    objective = recipes.build("safe").objective
+    guard = objective.penalties[1].weight
+    objective.memory.of(guard).update(kl=kl, threshold=threshold)
+    loss = objective(objective.plan(objective.credit(batch)), policy).loss
+    agree(loss, agents.safe(reference, kl_smoothed=kl, kl_threshold=threshold).loss, policy, reference)
+
+
+def test_epo_with_a_history():
+    reference = records.random_batch(4)
+    batch, policy = from_oracle(reference)
+    objective = recipes.build("epo").objective
+    band = objective.penalties[1].penalty
+    history = {0: 0.4, 1: 0.2, 2: 0.9}
+    for k, mean in history.items():
+        objective.memory.of(band).update({f"sum{k}": 5 * mean, f"count{k}": 5.0})
+    loss = objective(objective.plan(objective.credit(batch)), policy).loss
+    agree(loss, agents.epo(reference, history=history, weight=2.0).loss, policy, reference)
+    assert objective.memory.of(band)["count0"] > 5  # this batch has joined the history
+
+
+@pytest.mark.parametrize("name", ["st_ppo", "s_ppo", "so_grpo"])
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10**6))
+def test_clipping_bias(name, seed):
+    """The side gradient of the clip's normaliser is the gradient of the oracle's clipped part."""
+    reference = records.random_batch(seed)
+    batch, policy = from_oracle(reference)
+    objective = recipes.build(name).objective
+    found = objective(objective.plan(objective.credit(batch)), policy)
+    theirs = getattr(offpolicy, name)(reference).extra["bias"]
+    agree(found.sides["clipped"], theirs, policy, reference, value=False)
+    main, side = [torch.tensor([3.0, 4.0])], [torch.tensor([0.0, 2.0])]
+    assert objective.scales(batch, main, {"clipped": side}).gradient == 0.5
+    assert objective.scales(batch, main, {"clipped": [torch.zeros(2)]}).gradient == 1.0
+
+
+def test_vcpo_pace_and_r2vpo_price():
+    reference = records.random_batch(1)
+    batch, _ = from_oracle(reference)
+    objective = recipes.build("vcpo").objective
+    planned = objective.plan(objective.credit(batch))
+    assert objective.scales(planned, [], {}).rate == pytest.approx(offpolicy.vcpo(reference).extra["pace"], rel=1e-6)
+    objective = recipes.build("r2vpo").objective
+    objective.plan(objective.credit(batch))
+    violation = offpolicy.r2vpo(reference).extra["violation"]
+    price = objective.memory.of(objective.penalties[0].weight)["lambda"]
+    assert price == pytest.approx(offpolicy.dual_step(0.04, violation))
+
+
+def test_signal_to_noise_of_equal_parts():
+    objective = recipes.build("oblr_po").objective
+    parts = [[1.0, 2.0], [3.0, 1.0], [0.5, -1.0], [2.0, 2.0]]
+    sides = {str(k): [torch.tensor(g, dtype=torch.float64)] for k, g in enumerate(parts)}
+    assert objective.gradient.scales(None, [], sides).rate == pytest.approx(offpolicy.snr(parts))
+
+
+@pytest.mark.parametrize("statistic", ["gradient", "value"])
+def test_bapo_bounds(statistic):
+    for seed in range(5):
+        reference = records.random_batch(seed)
+        batch, _ = from_oracle(reference)
+        objective = recipes.build("bapo", statistic=statistic).objective
+        planned = objective.plan(objective.credit(batch))
+        bounds = tuple(float(planned[objective.gate, side].item) for side in ("low", "high"))
+        assert bounds == pytest.approx(offpolicy.bapo(reference, statistic=statistic).extra["bounds"])
+
+
+# --------------------------------------------------------------------- contract
+
+
+def random_policy(batch, seed: int):
+    """A policy that has moved, as leaves in float64, and every signal that can be asked for."""
+    g = torch.Generator().manual_seed(seed)
+    noise = lambda scale, level=TOKEN: scale * torch.randn(batch.tree.count(level), dtype=torch.float64, generator=g)  # noqa: E731
+    near = (Signal.REFERENCE, Signal.PROXIMAL, Signal.PREVIOUS)
+    columns = {s: Field(batch.tree, TOKEN, batch.behaviour.x.double() + noise(0.2)) for s in near}
+    rest = frozenset(Signal) - LIVE - set(near)
+    columns |= {s: Field(batch.tree, level_of(s), noise(0.5, level_of(s)).abs()) for s in sorted(rest)}
+    leaves = {s: noise(0.5, level_of(s)).abs().requires_grad_() for s in sorted(LIVE - {Signal.LOGP})}
+    leaves[Signal.LOGP] = (batch.behaviour.x.double() + noise(0.3)).requires_grad_()
+    columns |= {s: Field(batch.tree, level_of(s), x.detach()) for s, x in leaves.items()}
+    return batch.put({**columns, "vocabulary": batch.tree.full(BATCH, 16.0)}), leaves
+
+
+def numbered(batch):
+    """Each token and turn with its place in the whole batch."""
+    places = {level: Field(batch.tree, level, torch.arange(batch.tree.count(level))) for level in (TOKEN, TURN)}
+    return batch.put({("row", level): place for level, place in places.items()})
+
+
+def policy_of(part, leaves):
+    """The live signals of a cut."""
+    return {s: Field(part.tree, level_of(s), x[part["row", level_of(s)].x]) for s, x in leaves.items()}
+
+
+def gradient(recipe, batch, leaves, parts):
+    """Sum of loss and gradients over a cut of the batch into micro-batches of whole trajectories."""
+    objective = recipe.objective
+    batch = objective.plan(objective.credit(batch))
+    total = 0.0
+    for part in parts(numbered(batch)):
+        total = total + objective(part, policy_of(part, leaves)).loss
+    if not total.requires_grad:
+        return total.detach(), {}
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return total.detach(), {s: g for s, g in zip(leaves, found) if g is not None}
+
+
+@pytest.mark.parametrize("name", recipes.METHODS)
+@settings(deadline=None, max_examples=15)
+@given(counts=COUNTS, seed=st.integers(0, 10**6), cut=st.integers(1, 40), data=st.data())
+def test_contract_packing_and_micro_batches(name, counts, seed, cut, data):
+    """Finite; at a level; the same under any packing order and any cut into micro-batches, to 1e-10 in float64."""
+    recipe = recipes.build(name)
+    batch, leaves = random_policy(pack(records_of(counts, seed, asks=recipe.asks)), seed)
+    credited = recipe.objective.credit(batch)["advantage"]
+    assert credited.level <= GROUP and torch.isfinite(credited.x).all()
+    whole, grads = gradient(recipe, batch, leaves, lambda b: [b])
+    assert torch.isfinite(whole)
+    split, split_grads = gradient(recipe, batch, leaves, lambda b: b.split(cut))
+    torch.testing.assert_close(split, whole, rtol=1e-10, atol=1e-10)
+    order = data.draw(st.permutations(range(batch.tree.count(TRAJECTORY))))
+    shuffled = numbered(batch).select(order)
+    moved = {s: f.x.detach().requires_grad_() for s, f in policy_of(shuffled, leaves).items()}
+    again, again_grads = gradient(recipe, shuffled, moved, lambda b: [b])
+    torch.testing.assert_close(again, whole, rtol=1e-5, atol=1e-5)  # rewards are float32: sums depend on their order
+    for signal, g in grads.items():
+        torch.testing.assert_close(split_grads[signal], g, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            again_grads[signal], policy_of(shuffled, {signal: g})[signal].x, rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("name", recipes.METHODS)
+def test_statistics_are_the_same_before_and_after_the_backward_pass(name):
+    """A learner asks for them when the gradient is on its way, others before they take it."""
+    recipe, told = recipes.build(name), []
+    for late in (False, True):
+        batch, leaves = random_policy(pack(records_of([[[3, 2], [4], [1, 2]], [[2], [5]]], 3, asks=recipe.asks)), 3)
+        objective = recipes.build(name).objective
+        found = objective(objective.plan(objective.credit(batch)), policy_of(numbered(batch), leaves))
+        if not late:
+            told.append(dict(found.stats))
+        for side in found.sides.values():
+            if side.requires_grad:
+                torch.autograd.grad(side, list(leaves.values()), retain_graph=True, allow_unused=True)
+        if found.loss.requires_grad:
+            found.loss.backward()
+        if late:
+            told.append(dict(found.stats))
+    assert told[0].keys() == told[1].keys()
+    for key, value in told[0].items():
+        late, early = torch.as_tensor(told[1][key]), torch.as_tensor(value)
+        torch.testing.assert_close(late, early, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", recipes.METHODS)
+def test_memory_survives(name):
+    """A method resumed from its memory goes on as if nothing had happened."""
+    asks = recipes.build(name).asks
+    batch, leaves = random_policy(pack(records_of([[[2], [3, 1]], [[1, 2], [2]]], 1, asks=asks)), 1)
+    straight, first = recipes.build(name).objective, recipes.build(name).objective
+    second = recipes.build(name).objective
+    run = lambda o: o(o.plan(o.credit(batch)), policy_of(numbered(batch), leaves)).loss  # noqa: E731
+    expected = [run(straight), run(straight)][1]
+    run(first)
+    second.memory.load_state_dict(json.loads(json.dumps(first.memory.state_dict())))
+    assert run(second).item() == expected.item()
+
+
+@pytest.mark.parametrize("name", recipes.METHODS)
+def test_on_policy_it_is_weighted_reinforce(name):
+    """Where nothing has moved, the gradient of a token is a finite weight on ∇ log π, and 0 where all A are 0."""
+    asks = recipes.build(name).asks
+    batch, leaves = random_policy(pack(records_of([[[2], [3, 1], [2]], [[1, 2], [2]]], 2, asks=asks)), 2)
+    same = batch.behaviour.x.double()
+    columns = {
+        s: Field(batch.tree, TOKEN, same) for s in (Signal.PROXIMAL, Signal.REFERENCE, Signal.PREVIOUS, Signal.LOGP)
+    }
+    leaves[Signal.LOGP] = same.clone().requires_grad_()
+    loss, grads = gradient(recipes.build(name), batch.put(columns), leaves, lambda b: [b])
+    assert torch.isfinite(loss) and torch.isfinite(grads[Signal.LOGP]).all()
+
+
+@pytest.mark.parametrize("name", recipes.METHODS)
+def test_recipe_is_a_short_frozen_expression(name):
+    source = inspect.getsource(recipes.method(name))
+    body = source.split('"""')[-1]
+    assert len([line for line in body.splitlines() if line.strip()]) <= 12
+    recipe = recipes.build(name)
+    assert recipe == recipes.build(name) and hash(recipe) == hash(recipes.build(name))
+    doc = inspect.getdoc(recipes.method(name))
+    assert "Paper:" in doc and "Settings:" in doc and "Sure of:" in doc
+
+
+def test_gspo_is_grpo_ratio_for_one_token():
+    """Identity: with one token in each trajectory the sequence ratio is the token ratio."""
+    batch, leaves = random_policy(pack(records_of([[[1], [1], [1]], [[1], [1]]], 3)), 3)
+    left = gradient(recipes.build("gspo", low=0.2, high=0.2), batch, leaves, lambda b: [b])
+    right = gradient(recipes.build("grpo", clip=0.2, beta=0.0), batch, leaves, lambda b: [b])
+    torch.testing.assert_close(left[0], right[0])
+    torch.testing.assert_close(left[1][Signal.LOGP], right[1][Signal.LOGP])
+
+
+def test_dr_grpo_is_scaled_rloo_on_policy():
+    """Identity: A(Dr.GRPO) = (G−1)/G · A(RLOO)."""
+    batch = pack(records_of([[[2], [1, 3], [2], [1]]], 5))
+    left = recipes.build("dr_grpo").objective.credit(batch)["advantage"].x
+    right = recipes.build("rloo").objective.credit(batch)["advantage"].x
+    torch.testing.assert_close(left, right * 3 / 4)
+
+
+def test_turn_ppo_with_one_token_turns_is_token_ppo():
+    """Identity: one token for each turn makes the turn ratio the token ratio (same averaging and lambda)."""
+    batch, leaves = random_policy(pack(records_of([[[1, 1, 1]], [[1, 1, 1]]], 7)), 7)
+    left = gradient(recipes.build("turn_ppo", lam=0.9), batch, leaves, lambda b: [b])
+    right = gradient(recipes.build("ppo", lam=0.9), batch, leaves, lambda b: [b])
+    torch.testing.assert_close(left[1][Signal.LOGP], right[1][Signal.LOGP])
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("grpo", {"clip": -0.1}, "clip low is -0.1"),
+        ("grpo", {"beta": -1.0}, "weight of"),
+        ("ppo", {"gamma": 1.5}, "gamma is 1.5"),
+        ("dapo", {"cache": 0}, "overlong"),
+        ("dapo", {"dual": 0.5}, "dual clip"),
+        ("dr_grpo", {"length": 0}, "length is 0"),
+        ("grpo", {"bta": 1}, "did you mean 'beta'"),
+        ("grop", {}, "did you mean 'grpo'"),
+    ],
+)
+def test_bad_hyper_parameters_are_refused_in_words(name, options, words):
+    with pytest.raises(ValueError, match=words):
+        recipes.build(name, **options)
+
+
+def test_a_group_of_one_is_refused_where_peers_are_compared():
+    from dataclasses import replace
+
+    from turnwise.tasks.budgets import Fixed
+
+    with pytest.raises(ValueError, match="--group-size 2"):
+        replace(recipes.build("grpo"), budget=Fixed(8, 1))
+    replace(recipes.build("ppo"), budget=Fixed(8, 1))
+
+
+def test_a_penalty_of_weight_zero_costs_no_signal():
+    assert Signal.REFERENCE in recipes.build("grpo").objective.needs
+    assert Signal.REFERENCE not in recipes.build("grpo", beta=0.0).objective.needs

@@ -1,0 +1,128 @@
+"""At the door: what a method must be told and this environment or these flags cannot tell, with the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from turnwise import environments, recipes
+from turnwise.algebra.advantage import Standardise
+from turnwise.config.settings import Settings
+from turnwise.core.levels import TRAJECTORY, TURN
+from turnwise.credit.fact import Fact
+from turnwise.data.replay import ExpertCache, RecentBuffer
+from turnwise.environments.base import Environment
+from turnwise.errors import SettingError
+from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.strategies import Branch
+from turnwise.training import requirements
+from turnwise.training.env_spec import World
+
+
+def examine(recipe, **settings):
+    chosen = Settings.of({"env": "calculator", **settings})
+    requirements.examine(recipe, chosen, World.of(chosen))
+
+
+def refused(recipe, **settings) -> str:
+    with pytest.raises(SettingError) as caught:
+        examine(recipe, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_state_key():
+    said = refused(recipes.build("gigpo"))
+    assert "state_key" in said and "--env guess" in said and "calculator tells none" in said
+    for env in ("guess", "lookup", "keydoor"):
+        examine(recipes.build("gigpo"), env=env)
+
+
+def test_a_gold_answer():
+    assert "answer()" in refused(recipes.build("a2tgpo"), env="keydoor")
+    examine(recipes.build("a2tgpo"), env="lookup")
+
+
+def test_snapshots_to_fork_from():
+    forked = replace(recipes.build("grpo"), strategy=Branch())
+    assert "snapshot()" in refused(forked, env="calculator")
+    examine(forked, env="guess")
+
+
+def test_feedback_needs_a_second_turn():
+    assert "--max-turns 2" in refused(recipes.build("infopo"), max_turns=1)
+    examine(recipes.build("infopo"))
+
+
+class Telling(Environment):
+    facts = ("mood",)
+    rewards = ("style",)
+    agents = ("left", "right")
+
+    def reset(self, seed):
+        return []
+
+    def step(self, action):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def telling(monkeypatch):
+    monkeypatch.setitem(environments.BUILT_IN, "telling", f"{__name__}:Telling")
+    monkeypatch.setattr(
+        environments, "load", lambda name, load=environments.load: Telling if name == "telling" else load(name)
+    )
+
+
+def test_facts_rewards_and_agents(telling):
+    turn, whole = Recipe(advantage=Fact("mood", TURN)), Recipe(advantage=Fact("mood", TRAJECTORY))
+    assert "the fact 'mood' of each turn" in refused(turn, env="guess") and "--env telling" in refused(
+        turn, env="guess"
+    )
+    assert "the fact 'mood'" in refused(whole, env="guess")
+    examine(turn, env="telling", difficulty=(1,))
+    examine(whole, env="telling", difficulty=(1,))
+    examine(replace(whole, replay=RecentBuffer()))  # a buffer may tell it
+    for word, tells in (("reward style", "the reward 'style'"), ("agents", "which of several agents")):
+        recipe = Recipe(advantage=Wanting(word))
+        assert tells in refused(recipe, env="guess")
+        examine(recipe, env="telling", difficulty=(1,))
+
+
+class Wanting(Standardise):
+    """A credit that asks for one thing."""
+
+    def __init__(self, word):
+        super().__init__()
+        object.__setattr__(self, "_word", word)
+
+    @property
+    def wants(self):
+        return frozenset({self._word})
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "words"),
+    [("luffy", "demos", "--demos FILE"), ("dpo", "data", "--data FILE"), ("opd", "teacher", "--teacher PATH")],
+)
+def test_flags(name, flag, words):
+    recipe = recipes.build(name)
+    said = refused(recipe, method=name)
+    assert said.startswith(f"{name} learns from") and words in said
+    examine(recipe, **{flag: "something"})
+    assert f"leave --{flag} out" in refused(recipes.build("grpo"), method="grpo", **{flag: "something"})
+
+
+def test_a_buffer_that_asks_for_demonstrations():
+    cached = replace(recipes.build("grpo"), replay=ExpertCache())
+    assert "--demos" in refused(cached)
+    examine(cached, demos="oracle")
+
+
+def test_either_beside_rollouts_or_instead_of_them():
+    assert "write one of them" in refused(recipes.build("luffy"), data="a", demos="b")
+
+
+def test_replay_is_always_there():
+    examine(recipes.build("spear_replay"))
