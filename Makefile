@@ -9,6 +9,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Tests run in one process for each core, at most eight; WORKERS=0 runs them in one, for a debugger.
+WORKERS ?= auto
+PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+QUICK   := not slow and not integration and not gpu and not thorough
 
 .PHONY: train test extras quick kernels lint format docs bench learning seeds clean help
 
@@ -19,13 +23,13 @@ train: $(READY)
 	$(BIN)/turnwise train $(ARGS)
 
 test: $(READY) lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 extras: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning]'
 
 quick: $(READY)
-	$(BIN)/python -m pytest -m "not slow" -x $(ARGS)
+	$(PYTEST) -m "$(QUICK)" -x $(ARGS)
 
 kernels: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/triton triton==3.6.0
@@ -41,7 +45,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix src tests benchmarks experiments examples
 
 docs: $(READY)
-	$(BIN)/python -m turnwise.recipes.catalogue docs/methods.md
+	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings_handlers.python, latex2mathml' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/hooks/method_pages.py docs/methods
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(READY)
 	$(BIN)/python benchmarks/generation.py

@@ -1,10 +1,10 @@
-"""How far two bfloat16 forwards that differ by the order of their sums alone are apart, in nats of a sampled token.
+"""The difference of two bfloat16 forward passes that differ only in summation order, in nats per sampled token.
 
     python benchmarks/bf16_rounding.py [--layers 30] [--length 96]
 
-A decoder of SmolLM2's shape with random weights, computed in float32 and rounded where a model under autocast rounds. Another
-order of sums is imitated by noise of 1e-7 before each rounding: what a sampler and a learner cannot help to differ by.
-One line for all roundings, then some with a few of them left out: what kernels that keep more digits there would gain.
+A decoder of SmolLM2's shape with random weights runs in float32 and rounds where a model under autocast rounds. Noise of 1e-7
+before each rounding emulates another summation order: the difference between generator and learner that cannot be avoided.
+Prints one line with all roundings, then lines with some of them omitted: the gain of kernels with more precision there.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 WIDTH, INNER, HEADS, KEYS, SIZE, VOCABULARY = 576, 1536, 9, 3, 64, 8192
-LEFT_OUT: list[tuple[str, ...]] = [
+OMITTED: list[tuple[str, ...]] = [
     (), ("delta",), ("gate", "silu"), ("qkv",), ("p",), ("delta", "gate", "silu", "qkv"),
-    ("delta", "gate", "silu", "act", "qkv", "turned", "p", "mixed"),
+    ("delta", "gate", "silu", "act", "qkv", "rotated", "p", "mixed"),
 ]  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def rounded(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-class Decoder:
+class RoundedDecoder:
     def __init__(self, layers: int, length: int) -> None:
         torch.manual_seed(0)
         make = lambda *shape: torch.randn(*shape) * 0.02  # noqa: E731
@@ -39,31 +39,31 @@ class Decoder:
         self.cos, self.sin = angle.cos()[:, None], angle.sin()[:, None]
         self.future = torch.ones(length, length).triu(1).bool()
 
-    def turned(self, x: Tensor) -> Tensor:
+    def rotated(self, x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
         return torch.cat((a * self.cos - b * self.sin, b * self.cos + a * self.sin), -1)
 
     def __call__(self, order: int, exact: Collection[str]) -> Tensor:
-        """Log-probabilities [T, V], summed in the ``order``-th order, with some roundings left out."""
-        dice = torch.Generator().manual_seed(order)
+        """Log-probabilities [T, V] in the ``order``-th summation order, without the roundings named in ``exact``."""
+        rng = torch.Generator().manual_seed(order)
 
-        def near(x: Tensor, name: str) -> Tensor:
-            x = x * (1 + 1e-7 * torch.randn(x.shape, generator=dice))
+        def perturbed(x: Tensor, name: str) -> Tensor:
+            x = x * (1 + 1e-7 * torch.randn(x.shape, generator=rng))
             return x if name in exact else rounded(x)
 
-        norm = lambda x: near(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5), "normed")  # noqa: E731
+        norm = lambda x: perturbed(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5), "normed")  # noqa: E731
         x = self.embedding[self.ids]
         for qkv, out, gate_up, down in self.layers:
-            heads = near(norm(x) @ qkv.T, "qkv").view(len(x), -1, SIZE)
+            heads = perturbed(norm(x) @ qkv.T, "qkv").view(len(x), -1, SIZE)
             q, k, v = heads.split([HEADS, KEYS, KEYS], 1)
-            q, k = near(self.turned(q), "turned"), near(self.turned(k), "turned")
+            q, k = perturbed(self.rotated(q), "rotated"), perturbed(self.rotated(k), "rotated")
             k, v = (t.repeat_interleave(HEADS // KEYS, 1) for t in (k, v))
             score = torch.einsum("qhd,khd->hqk", q, k).mul(SIZE**-0.5).masked_fill(self.future, -1e30)
             p = (score - score.amax(-1, keepdim=True)).exp()
-            mixed = torch.einsum("hqk,khd->qhd", near(p, "p"), v) / p.sum(-1).T[:, :, None]
-            x = x + near(near(mixed.flatten(1), "mixed") @ out.T, "delta")
-            gate, up = near(norm(x) @ gate_up.T, "gate").chunk(2, 1)
-            x = x + near(near(near(F.silu(gate), "silu") * up, "act") @ down.T, "delta")
+            mixed = torch.einsum("hqk,khd->qhd", perturbed(p, "p"), v) / p.sum(-1).T[:, :, None]
+            x = x + perturbed(perturbed(mixed.flatten(1), "mixed") @ out.T, "delta")
+            gate, up = perturbed(norm(x) @ gate_up.T, "gate").chunk(2, 1)
+            x = x + perturbed(perturbed(perturbed(F.silu(gate), "silu") * up, "act") @ down.T, "delta")
         return (norm(x) @ rounded(self.embedding).T).log_softmax(-1)
 
 
@@ -72,14 +72,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--length", type=int, default=96)
-    given = parser.parse_args()
-    decoder = Decoder(given.layers, given.length)
-    for exact in LEFT_OUT:
+    options = parser.parse_args()
+    decoder = RoundedDecoder(options.layers, options.length)
+    for exact in OMITTED:
         one, other = decoder(1, exact), decoder(2, exact)
-        drawn = torch.multinomial(one.exp(), 64, generator=torch.Generator().manual_seed(3))
-        apart = (one - other).gather(1, drawn)
-        told = f"without {', '.join(exact)}" if exact else "rounded where autocast rounds"
-        print(f"{apart.abs().mean():.2e} (signed {apart.mean():+.1e})  {told}", flush=True)
+        sampled = torch.multinomial(one.exp(), 64, generator=torch.Generator().manual_seed(3))
+        difference = (one - other).gather(1, sampled)
+        label = f"without {', '.join(exact)}" if exact else "rounded where autocast rounds"
+        print(f"{difference.abs().mean():.2e} (signed {difference.mean():+.1e})  {label}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What credit costs: a million tokens in a hundred thousand turns, against one optimiser step on the same tokens.
+"""The cost of credit assignment: a million tokens in a hundred thousand turns, relative to one optimizer step on them.
 
     python benchmarks/credit.py [--tokens 1000000] [--turns 100000] [--methods gigpo,hgpo,...] [--json FILE]
 
-Credit is everything between the measured signals and the update: reward, advantage, memory. Extra forward passes are counted
-in benchmarks/signals.py. The step is a forward and backward pass of a model with a million parameters over the same tokens,
-measured on a part of them (--share) and scaled.
+Credit assignment is everything between the measured signals and the update: reward, advantage, memory. benchmarks/signals.py
+counts extra forward passes. The step is a forward and backward pass of a model with a million parameters over the same tokens,
+measured on a fraction of them (--share) and scaled up.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from turnwise import recipes
 from turnwise.core.batch import Batch, Sequences
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Tree
-from turnwise.core.signals import LIVE, Signal, level_of
+from turnwise.core.signals import WITH_GRADIENT, Signal, level_of
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.models.tiny import tiny_model
 
-GROUP_SIZE, TURNS = 8, 20  # trajectories of a group, turns of a trajectory
+GROUP_SIZE, TURNS = 8, 20  # trajectories per group, turns per trajectory
 
 
 def synthetic(tokens: int, turns: int, asks: frozenset[str], vocabulary: int = 512) -> Batch:
-    """A batch as packing would make it, with everything a method asks for, made of random numbers."""
+    """A batch of random numbers as packing would build it, with every fact and signal a method needs."""
     g = torch.Generator().manual_seed(0)
     per_turn = tokens // turns
     groups = turns // (TURNS * GROUP_SIZE)
@@ -50,7 +50,7 @@ def synthetic(tokens: int, turns: int, asks: frozenset[str], vocabulary: int = 5
     last = tree.index(TURN, TRAJECTORY).x == TURNS - 1
     reward = torch.where(last, (torch.rand(turns, generator=g) < 0.4).float(), 0.0)
     flags = lambda share: Field(tree, TRAJECTORY, torch.rand(trajectories, generator=g) < share)  # noqa: E731
-    measured = {s: -real(level_of(s)) for s in Signal if s not in LIVE}
+    measured = {s: -real(level_of(s)) for s in Signal if s not in WITH_GRADIENT}
     return Batch(
         tree=tree,
         sequences=Sequences(
@@ -77,16 +77,16 @@ def synthetic(tokens: int, turns: int, asks: frozenset[str], vocabulary: int = 5
         end=draw(TRAJECTORY, 50),
         group=Field(tree, GROUP, torch.arange(groups)),
         domain=draw(GROUP, 2),
-        named={name: real(TRAJECTORY) for name in names("reward")},
+        reward_components={name: real(TRAJECTORY) for name in names("reward")},
         facts=facts,
         columns=measured,
-        tasks=tuple(f"task {i}" for i in range(groups)),
-        keys=tuple(map(str, range(trajectories))),
+        task_keys=tuple(f"task {i}" for i in range(groups)),
+        trajectory_ids=tuple(map(str, range(trajectories))),
     )
 
 
 def step_seconds(tokens: int, turns: int, share: float) -> tuple[float, int]:
-    """One optimiser step of grpo over a part of the tokens, scaled to all; and the model's parameters."""
+    """Seconds of one grpo step over a fraction of the tokens, scaled to all; and the model's parameter count."""
     model = tiny_model(512, 0, hidden=192, layers=2, context=512)
     batch = synthetic(int(tokens * share), int(turns * share), frozenset())
     learner = LocalLearner(model, LearnerSettings(positions=16384))
@@ -104,22 +104,22 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.02)
     parser.add_argument("--methods", default="")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    names = given.methods.split(",") if given.methods else list(recipes.METHODS)
-    whole, parameters = step_seconds(given.tokens, given.turns, given.share)
-    print(f"a step of a model with {parameters:,} parameters: {whole:.1f} s for {given.tokens:,} tokens")
+    options = parser.parse_args()
+    names = options.methods.split(",") if options.methods else list(recipes.METHODS)
+    whole, parameters = step_seconds(options.tokens, options.turns, options.share)
+    print(f"a step of a model with {parameters:,} parameters: {whole:.1f} s for {options.tokens:,} tokens")
     print(f"{'method':<26}{'credit s':>10}{'of a step':>11}")
     rows = []
     for name in names:
         recipe = recipes.build(name)
-        batch = synthetic(given.tokens, given.turns, recipe.asks)
+        batch = synthetic(options.tokens, options.turns, recipe.requirements)
         try:
-            recipe.objective.credit(batch)  # the tree's labels are cached; every step of a run pays for its own
+            recipe.objective.credit(batch)  # warm-up; a tree caches its labels, so each timed call gets a new batch
             times = []
             for _ in range(3):
-                fresh = synthetic(given.tokens, given.turns, recipe.asks)
+                new_batch = synthetic(options.tokens, options.turns, recipe.requirements)
                 began = time.perf_counter()
-                recipe.objective.credit(fresh)
+                recipe.objective.credit(new_batch)
                 times.append(time.perf_counter() - began)
             seconds = sorted(times)[1]
         except Exception as fault:
@@ -129,9 +129,9 @@ def main() -> None:
         rows.append({"method": name, "seconds": seconds, "of_a_step": seconds / whole})
         print(f"{name:<26}{seconds:>10.3f}{seconds / whole:>11.2%}", flush=True)
     worst = max((r for r in rows if "seconds" in r), key=lambda r: r["seconds"])
-    print(f"the dearest is {worst['method']}: {worst['of_a_step']:.2%} of a step")
-    if given.json:
-        given.json.write_text(json.dumps({"step_seconds": whole, "parameters": parameters, "rows": rows}, indent=1))
+    print(f"the most expensive is {worst['method']}: {worst['of_a_step']:.2%} of a step")
+    if options.json:
+        options.json.write_text(json.dumps({"step_seconds": whole, "parameters": parameters, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

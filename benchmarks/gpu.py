@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--quick] [--parts generation learning] [--out FILE.json]
 
-The model has the architecture of SmolLM2-135M with random weights. The limit is what reading the weights once a step and
-every lane's keys and values once a token would take at the measured copy bandwidth.
+The model has the architecture of SmolLM2-135M with random weights. The limit is the rate at which the measured copy bandwidth
+allows reading the weights once per decode step and every sequence's KV cache once per token.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--parts", nargs="+", default=["generation", "learning"])
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    facts, found = table.measure("cuda", given.quick, parts=tuple(given.parts))
-    print(report.markdown(table.title(facts), found))
-    if given.out:
-        given.out.write_text(report.as_json(facts, found))
+    options = parser.parse_args()
+    facts, rows = table.measure("cuda", options.quick, parts=tuple(options.parts))
+    print(report.markdown(table.title(facts), rows))
+    if options.out:
+        options.out.write_text(report.as_json(facts, rows))
 
 
 if __name__ == "__main__":

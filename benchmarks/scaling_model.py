@@ -1,9 +1,9 @@
-"""A model on paper of tokens/s, memory and weight-sync time on many GPUs, and how far published figures are from it.
+"""An analytical model of tokens/s, memory and weight-sync time on many GPUs, compared with published figures.
 
     python benchmarks/scaling_model.py [--write docs/scaling.md] [--check]
 
-Formulas and sources: docs/scaling.md. Every constant below is measured here, quoted there, or reckoned (a guess, and said so).
-``--write`` renews the tables of the page between their marks.
+Formulas and sources: docs/scaling.md. Every constant below is measured here, quoted there, or an estimate (marked as such).
+``--write`` updates the tables of the page between their markers.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Model:
     n: float  # parameters
     layers: int
     width: int
-    kv: int  # keys' heads x their size
-    bytes: int = 2  # of a weight and of a cached number, while generating
+    kv: int  # key heads x head size
+    bytes: int = 2  # per weight and per cached number, while generating
 
     @property
     def cache(self) -> float:
-        """Bytes of keys and values of one token."""
+        """Bytes of the KV cache of one token."""
         return 2 * self.bytes * self.layers * self.kv
 
 
 H200 = Card("H200", 4.20e12, 790e12, 149.3e9)  # measured: copies, products; 139 GiB
-H200_FP8 = Card("H200, fp8", 4.20e12, 1580e12, 149.3e9)  # reckoned: twice the measured peak of bf16
-H100 = Card("H100", 2.93e12, 790e12, 80 * GB)  # 3.35 TB/s by its sheet, times what an H200 reaches of its own 4.8
-A100 = Card("A100", 1.555e12, 312e12, 40 * GB)  # by its sheet
+H200_FP8 = Card("H200, fp8", 4.20e12, 1580e12, 149.3e9)  # estimate: twice the measured peak of bf16
+H100 = Card("H100", 2.93e12, 790e12, 80 * GB)  # 3.35 TB/s by its data sheet, times the fraction an H200 reaches of its 4.8
+A100 = Card("A100", 1.555e12, 312e12, 40 * GB)  # by its data sheet
 
 SMOL = Model("SmolLM2-135M", 0.1345e9, 30, 576, 192)
 B1 = Model("1B", 1.24e9, 16, 2048, 512)  # Llama-3.2-1B
@@ -53,26 +53,26 @@ B32 = Model("Qwen3-32B", 32.8e9, 64, 5120, 1024)
 B70 = Model("70B", 70.6e9, 80, 8192, 1024)  # Llama-3.1-70B
 B70_FP8 = Model("Llama-3.3-70B, fp8", 70.6e9, 80, 8192, 1024, 1)
 
-ROOF = 0.5  # of the roof that batched decoding reaches; from TensorRT-LLM's tables, see the page
-HOST = 3e-3  # seconds of host work a decode step, from vLLM at one request (quoted)
-HOST_OURS = 1.0e-3  # what our own 1.7 ms a step leave beside the roof (measured, 135M, H200)
+ROOF = 0.5  # fraction of the roofline that batched decoding reaches; from TensorRT-LLM's tables, see the page
+HOST = 3e-3  # seconds of host work per decode step, from vLLM at one request (quoted)
+HOST_OURS = 1.0e-3  # the part of our 1.7 ms per step that the roofline does not explain (measured, 135M, H200)
 MFU = 0.45  # of the measured peak, FSDP2 on 8 GPUs and more (quoted: torchtitan)
-LINK, NET, LATENCY = 450 * GB, 50 * GB, 15e-6  # NVLink one way, network per GPU (by their sheets); an all-reduce (reckoned)
+LINK, NET, LATENCY = 450 * GB, 50 * GB, 15e-6  # NVLink one way, network per GPU (data sheets); an all-reduce (estimate)
 SYNC, SYNC_START = 65 * GB, 0.3  # bytes/s and seconds of a weight update (quoted: checkpoint-engine)
-LANES = 256  # vLLM's usual number of sequences at once
+LANES = 256  # vLLM's usual number of concurrent sequences
 
 
 def lanes(m: Model, card: Card, tp: int, length: float, most: float = LANES) -> int:
-    """How many dialogues that hold so many ids on average fit beside the weights: (0.9 M t − w N) / (c · length)."""
+    """How many sequences of this mean length fit beside the weights: (0.9 M t − w N) / (c · length)."""
     return max(0, min(most, int((0.9 * card.memory * tp - m.bytes * m.n) / (m.cache * length))))
 
 
 def decode_step(m: Model, card: Card, tp: int, batch: float, held: float, roof: float = ROOF, host: float = HOST) -> float:
-    """Seconds of one token of each lane: max(reads, products) / roof + host + two all-reduces a layer."""
+    """Seconds of one decode step: max(reads, products) / roof + host + two all-reduces per layer."""
     reads = (m.bytes * m.n + batch * m.cache * held) / (tp * card.bandwidth)
     products = 2 * m.n * batch / (tp * card.peak)
-    spoken = 2 * batch * m.width * 2 * (tp - 1) / tp / LINK
-    return max(reads, products) / roof + host + (2 * m.layers * (LATENCY + spoken) if tp > 1 else 0.0)
+    transfer = 2 * batch * m.width * 2 * (tp - 1) / tp / LINK
+    return max(reads, products) / roof + host + (2 * m.layers * (LATENCY + transfer) if tp > 1 else 0.0)
 
 
 def generation(
@@ -93,8 +93,8 @@ def learning(m: Model, card: Card, length: float, passes: float = 6.0, mfu: floa
 
 
 def learner_bytes(m: Model, gpus: int, tokens: int = 16384) -> float:
-    """Of one GPU: weights, gradients and two moments in float32, a reference in bf16, sharded; two gathered layers; one
-    activation a layer and id, and about 34 of them inside the layer that is computed again."""
+    """Bytes per GPU: weights, gradients and two moments in float32 and a reference in bf16, sharded; two gathered layers; one
+    activation per layer and id, and about 34 inside the layer that is being recomputed."""
     states = (16 + 2) * m.n / gpus
     return states + 2 * 2 * m.n / m.layers + 2 * tokens * m.width * (m.layers + 34)
 
@@ -104,7 +104,7 @@ def sync(m: Model) -> float:
 
 
 def tp_of(m: Model, card: Card, gpus: int, length: float) -> int:
-    """The smallest power of two of GPUs that holds the weights and 64 lanes, in one node."""
+    """The smallest power of two of GPUs in one node that holds the weights and 64 sequences."""
     fits = [t for t in (1, 2, 4, 8) if t <= gpus and lanes(m, card, t, length) >= 64]
     return fits[0] if fits else 0
 
@@ -112,9 +112,9 @@ def tp_of(m: Model, card: Card, gpus: int, length: float) -> int:
 def whole(
     m: Model, card: Card, gpus: int, tp: int, rows: int, prompt: int, new: int, longest: int
 ) -> tuple[float, float, float]:
-    """(seconds to generate, to learn, to sync) of a step in which all GPUs first generate and then learn. When the mean answer
-    is over the longest goes on nearly alone, a token a step; log-probabilities of the old policy cost 2 N more."""
-    busy = min(LANES, rows * tp / gpus)  # a replica has no more than its share
+    """(seconds to generate, to learn, to sync) of a step in which all GPUs first generate and then learn. After the mean length
+    only the longest sequences remain, one token per decode step; log-probabilities of the old policy cost another 2 N."""
+    busy = min(LANES, rows * tp / gpus)  # a replica decodes its share of the rows
     tail = (longest - new) * decode_step(m, card, tp, 1, prompt + longest, 1.0)
     return (
         rows * new / (generation(m, card, tp, prompt, new, busy) * gpus) + tail,
@@ -132,15 +132,15 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def projections(prompt: int = 512, new: int = 1024, longest: int = 4096, rows: int = 4096) -> str:
-    """What 1, 8 and 64 H200 would do."""
-    made = []
+    """The projected rates of 1, 8 and 64 H200."""
+    lines = []
     for m in (B1, B7, B70):
         for gpus in (1, 8, 64):
             held = prompt + new / 2
             tp = tp_of(m, H200, gpus, held)
             need = learner_bytes(m, gpus)
             if not tp:
-                made.append([m.name, str(gpus), "–", "does not fit", *["–"] * 2, f"{need / GB:,.0f}", "–", "–"])
+                lines.append([m.name, str(gpus), "–", "does not fit", *["–"] * 2, f"{need / GB:,.0f}", "–", "–"])
                 continue
             rate = generation(m, H200, tp, prompt, new) * gpus
             kv = lanes(m, H200, tp, held) * m.cache * held / tp
@@ -150,12 +150,12 @@ def projections(prompt: int = 512, new: int = 1024, longest: int = 4096, rows: i
             step = sum(whole(m, H200, gpus, tp, rows, prompt, new, longest)) if fits else 0.0
             both = [f"{learned / 1e3:,.1f} k", f"{rows * new / step / 1e3:,.1f} k"] if fits else ["does not fit", "–"]
             sizes = [f"{served / GB:,.0f}", f"{need / GB:,.0f}", f"{sync(m):.1f} s"]
-            made.append([m.name, str(gpus), str(tp), f"{rate / 1e3:,.0f} k", both[0], *sizes, both[1]])
+            lines.append([m.name, str(gpus), str(tp), f"{rate / 1e3:,.0f} k", both[0], *sizes, both[1]])
     heads = [
         "model", "GPUs", "TP", "generation, tok/s", "learning, tok/s", "generator, GB a GPU", "learner, GB a GPU",
         "weight sync", "whole step, sampled tok/s",
     ]  # fmt: skip
-    return table(heads, made)
+    return table(heads, lines)
 
 
 def checks() -> list[tuple[str, str, float, float, str]]:
@@ -197,19 +197,19 @@ def checked() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="renew the tables of this page")
+    parser.add_argument("--write", type=Path, help="update the tables of this page")
     parser.add_argument("--check", action="store_true", help="only the comparison with published figures")
-    given = parser.parse_args()
-    parts = {"checks": checked()} if given.check else {"projections": projections(), "checks": checked()}
-    if not given.write:
+    options = parser.parse_args()
+    parts = {"checks": checked()} if options.check else {"projections": projections(), "checks": checked()}
+    if not options.write:
         print("\n\n".join(parts.values()))
         return
-    text = given.write.read_text(encoding="utf-8")
-    for name, made in parts.items():
-        mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        assert mark.search(text), f"{given.write} has no place for {name}"
-        text = mark.sub(lambda found, made=made: found[1] + made + "\n" + found[2], text)
-    given.write.write_text(text, encoding="utf-8")
+    text = options.write.read_text(encoding="utf-8")
+    for name, content in parts.items():
+        marker = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        assert marker.search(text), f"{options.write} has no place for {name}"
+        text = marker.sub(lambda match, content=content: match[1] + content + "\n" + match[2], text)
+    options.write.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What each signal costs, as a multiple of one plain forward pass over the same batch.
+"""The cost of each signal, as a multiple of one plain forward pass over the same batch.
 
     python benchmarks/signals.py [--hidden 192] [--layers 2] [--vocabulary 512] [--groups 8] [--size 8] [--device cuda]
 
-Random episodes of two turns through the local learner. Live signals ride along with the pass that is taken anyway; the others
-are measured once per batch (frozen) or once per optimiser step (foreseen). What is learned beside the policy (a probe, a flow)
-learns once per batch; a separate critic takes a pass of its own.
+Random episodes of two turns through the local learner. Live signals come with a forward pass that runs anyway; the others are
+measured once per batch or once per optimizer step. Auxiliary models (reward probe, flow) train once per batch; a separate critic
+needs its own forward pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from turnwise.core.batch import Batch, pack
 from turnwise.core.records import Group, Task, Trajectory, Turn
-from turnwise.core.signals import FORESEEN, FROZEN, Signal
+from turnwise.core.signals import BEFORE_BATCH, BEFORE_STEP, Signal
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.models.tiny import tiny_model
 
@@ -24,16 +24,16 @@ from turnwise.models.tiny import tiny_model
 def episodes(groups: int, size: int, vocabulary: int) -> Batch:
     rng = random.Random(0)
     ids = lambda n: tuple(rng.randrange(vocabulary) for _ in range(n))  # noqa: E731
-    made = []
+    built = []
     for g in range(groups):
         task, prompt = Task("bench", g), ids(24)
         turns = lambda: (  # noqa: E731
             Turn(prompt, ids(16), (-1.0,) * 16),  # noqa: B023
-            Turn(ids(6), ids(8), (-1.0,) * 8, blind=ids(6), reward=rng.random()),
+            Turn(ids(6), ids(8), (-1.0,) * 8, masked_context=ids(6), reward=rng.random()),
         )
         rows = (Trajectory(f"{g}.{i}", task, turns(), answer=ids(3), success=i % 2 == 0) for i in range(size))
-        made.append(Group(str(g), task, tuple(rows)))
-    return pack(made)
+        built.append(Group(str(g), task, tuple(rows)))
+    return pack(built)
 
 
 def seconds(work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
@@ -68,20 +68,27 @@ def main() -> None:
     print(f"one forward pass for log-probabilities, {len(batch)} episodes: {1000 * plain:.1f} ms")
     print("| signal | when | times a plain pass |\n|---|---|---|")
     row = lambda name, when, cost: print(f"| {name} | {when} | {max(0.0, cost) / plain:.2f} |")  # noqa: E731
-    for signal in (Signal.PROBE, Signal.DEVIATION):  # that have learned something
+    for signal in (Signal.REWARD_PROBE, Signal.FLOW_DEVIATION):  # train them once: untrained ones skip their work
         learner.measure(batch, frozenset({signal}))
-        learner.measuring.learn(batch)
+        learner.measurer.train_auxiliary(batch)
     for signal in Signal:
-        when = "once per batch" if signal in FROZEN else "once per step" if signal in FORESEEN else "rides along"
+        when = "once per batch" if signal in BEFORE_BATCH else "once per step" if signal in BEFORE_STEP else "with every pass"
         row(signal, when, seconds(measured(learner, signal), o.repeats) - (0 if signal == Signal.LOGP else plain))
-    for signal in (Signal.PROBE, Signal.DEVIATION):
-        learning = seconds(lambda: learner.measuring.learn(batch), o.repeats, measured(learner, signal))
+    for signal in (Signal.REWARD_PROBE, Signal.FLOW_DEVIATION):
+        learning = seconds(lambda: learner.measurer.train_auxiliary(batch), o.repeats, measured(learner, signal))
         row(f"{signal}, learning", "once per batch", learning)
-    shared = (Signal.RANK, Signal.PROBE, Signal.DEVIATION, Signal.HITS, Signal.OLD_VALUE, Signal.SLOW_Q)
-    row("six of the policy's states together", "once per batch", seconds(measured(learner, *shared), o.repeats) - plain)
-    apart = LocalLearner(model(), LearnerSettings(), critic=2, turn_critic=True, separate_critic=True, device=o.device)
-    for signal in (Signal.VALUE, Signal.Q, Signal.SLOW_Q):
-        row(f"{signal}, separate critic", "rides along", seconds(measured(apart, signal), o.repeats) - plain)
+    shared = (
+        Signal.EFFECTIVE_RANK,
+        Signal.REWARD_PROBE,
+        Signal.FLOW_DEVIATION,
+        Signal.CANDIDATE_MATCHES,
+        Signal.OLD_VALUE,
+        Signal.TARGET_Q,
+    )
+    row("six signals of the policy's states together", "once per batch", seconds(measured(learner, *shared), o.repeats) - plain)
+    separate = LocalLearner(model(), LearnerSettings(), critic=2, turn_critic=True, separate_critic=True, device=o.device)
+    for signal in (Signal.VALUE, Signal.Q, Signal.TARGET_Q):
+        row(f"{signal}, separate critic", "with every pass", seconds(measured(separate, signal), o.repeats) - plain)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Seconds of one whole step beside TRL's: `turnwise.bench.training_step` as a script.
+"""Seconds of one whole training step beside TRL's: `turnwise.bench.training_step` as a script.
 
     python benchmarks/training_step.py [--steps 12] [--threads 2] [--json] [--tasks single tools] [--trl-python PATH]
 """

@@ -138,7 +138,9 @@ def grpo_step(
 # ----------------------------------------------------------------------------------------------------------- the loop
 
 
-def train(steps: int = 80, prompts: int = 8, group: int = 16, updates: int = 2, lr: float = 3e-3, seed: int = 0) -> list[float]:
+def train(
+    steps: int = 80, prompts: int = 8, group: int = 16, updates: int = 2, lr: float = 3e-3, seed: int = 0
+) -> list[float]:
     """The mean reward of each step."""
     model = make_model(seed)
     reference = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Does every credit go with every objective? Two real optimiser steps of each pair, as a table.
+"""Does every credit go with every objective? Two optimiser steps of each pair; the page lists the pairs that are refused.
 
     python experiments/composition_matrix.py                             everything; prints what fails
     python experiments/composition_matrix.py --credits gigpo igpo        some rows
@@ -31,21 +31,21 @@ import torch
 
 from turnwise import recipes
 from turnwise.core.records import Group, Trajectory
-from turnwise.core.signals import SLOW, UTTERANCE, Signal
+from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import RecipeError
 from turnwise.recipes import catalogue
-from turnwise.recipes.compose import composed
+from turnwise.recipes.compose import compose
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import Branch, Independent
 from turnwise.tasks.budgets import Fixed
-from turnwise.training import build as assemble
+from turnwise.training import build, engines
 from turnwise.training.cold_start import cold_start
 from turnwise.training.collector import Collector, usable
-from turnwise.training.env_spec import World, settle
-from turnwise.training.events import Stages
-from turnwise.training.loop import improve
+from turnwise.training.env_spec import EnvSpec, resolve_settings
+from turnwise.training.events import RunEvents
+from turnwise.training.loop import update_policy
 
 STEPS, GROUPS, SIZE = 2, 2, 3
 WITH_A_CRITIC = ("ppo", "rloo")  # plain credits that also go into every objective: one with a critic, one without
@@ -68,18 +68,18 @@ class Stock:
 
     @classmethod
     def gather(cls) -> Stock:
-        settings = settle(
+        settings = resolve_settings(
             {"env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 512, "cold_steps": 40,
              "cold_batch": 16, "max_tokens": 8, "max_turns": 2, "context": 160, "device": "cpu"}
         )  # fmt: skip
-        world = World.of(settings)
-        tokenizer = assemble.tokenizer_of(settings, world)
-        model = assemble.model_of(settings, len(tokenizer))
-        cold_start(settings, world, tokenizer, model, settings.cold_steps, Stages())
+        env_spec = EnvSpec.from_settings(settings)
+        tokenizer = build.load_tokenizer(settings, env_spec)
+        model = build.load_model(settings, len(tokenizer))
+        cold_start(settings, env_spec, tokenizer, model, settings.cold_steps, RunEvents())
         weights = {name: w.detach().clone() for name, w in model.state_dict().items()}
-        model = assemble.model_of(settings, len(tokenizer))  # the other was taken over by its learner
+        model = build.load_model(settings, len(tokenizer))  # the other was taken over by its learner
         model.load_state_dict(weights)
-        rollouts = lambda strategy: asyncio.run(_roll(settings, world, Renderer(tokenizer), model, strategy))  # noqa: E731
+        rollouts = lambda strategy: asyncio.run(_roll(settings, env_spec, Renderer(tokenizer), model, strategy))  # noqa: E731
         return cls(model, rollouts(Independent()), rollouts(Branch()))
 
     def batches(self, asks: frozenset[str]) -> list[list[Group]]:
@@ -87,26 +87,26 @@ class Stock:
         return [[_told(group, asks) for group in groups] for groups in stored]
 
     def learner(self, recipe: Recipe) -> LocalLearner:
-        needs = recipe.objective.needs
+        needs = recipe.objective.signals
         return LocalLearner(
             copy.deepcopy(self.model),
             LearnerSettings(lr=1e-3, positions=4096),
             critic=recipe.critics,
-            turn_critic=bool(needs & {*UTTERANCE, *SLOW}),
+            turn_critic=bool(needs & {*TURN_CRITIC, *TURN_CRITIC_TARGET}),
             teacher=copy.deepcopy(self.model) if Signal.TEACHER in needs else None,
             noise=recipe.smoothing,
         )
 
 
-async def _roll(settings: Any, world: World, renderer: Renderer, model: Any, strategy: Any) -> list[list[Group]]:
+async def _roll(settings: Any, env_spec: EnvSpec, renderer: Renderer, model: Any, strategy: Any) -> list[list[Group]]:
     """Two batches, blind contexts included; a group whose episodes were all paid alike gets one that was not."""
     recipe = replace(recipes.build("grpo"), budget=Fixed(GROUPS, SIZE), strategy=strategy)
-    generator = assemble.generator_of(settings, copy.deepcopy(model), renderer)
-    play = assemble.player(world, renderer, assemble.sampling_of(settings), blind=True)
-    source = Collector(recipe, generator, recipe.sampler.open(world.tasks("train")), Blank(), play, 0)
+    generator = engines.make_local_generator(settings, copy.deepcopy(model), renderer)
+    play = build.make_play(env_spec, renderer, build.sampling_settings(settings), record_masked=True)
+    source = Collector(recipe, generator, recipe.sampler.open(env_spec.tasks("train")), Blank(), play, 0)
     batches = []
     for step in range(STEPS):
-        groups = [usable(group)[0] for group in await source.gather(step)]
+        groups = [usable(group)[0] for group in await source.collect_step(step)]
         source.training, source.ready = 0, deque()
         batches.append([_uneven(group) for group in groups])
     return batches
@@ -143,15 +143,15 @@ def _told(group: Group, asks: frozenset[str]) -> Group:
 def cell(stock: Stock, objective: Recipe, credit: Recipe) -> tuple[str, str]:
     """``ok``, ``refused`` or ``FAILED``, and why."""
     try:
-        recipe = composed(objective, credit)
+        recipe = compose(objective, credit)
     except RecipeError as fault:
         return "refused", str(fault)
     try:
         learner, kept = stock.learner(recipe), recipe.objective
-        if kept.needs & {Signal.REFERENCE, Signal.HELLINGER}:
+        if kept.signals & {Signal.REFERENCE, Signal.HELLINGER}:
             learner.reference()
-        for step, groups in enumerate(stock.batches(recipe.asks)):
-            metrics = improve(learner, recipe, groups, step, kept)
+        for step, groups in enumerate(stock.batches(recipe.requirements)):
+            metrics = update_policy(learner, recipe, groups, step, kept)
             learner.version = step + 1
             wrong = [name for name, value in metrics.items() if name != "probe" and not math.isfinite(value)]
             if metrics.get("skipped", 0) or wrong:
@@ -201,35 +201,46 @@ def kept(path: Path | None) -> Cells:
 
 
 def page(found: Cells, credits: Sequence[str], objectives: Sequence[str]) -> str:
-    """A table for each family of objectives; reasons as notes below."""
+    """How many pairs were tried, and those that did not run, grouped by reason."""
     counts = Counter(verdict for verdict, _ in found.values())
-    notes: dict[str, int] = {}
     lines = [
-        "# Every credit in every objective",
+        "# Pairs that are refused",
         "",
-        "Written by `python experiments/composition_matrix.py --write docs/matrix.md`; do not edit. "
-        "`turnwise train OBJECTIVE --credit CREDIT`",
-        "takes the advantage, and what it lives on, from one method and everything else from another. Each cell is two real",
-        "optimiser steps of such a pair on stored rollouts of a tiny model: **ok** if both were taken and every number stayed",
-        "finite. It says that the pair runs, not that it learns well.",
+        "<!-- Written by `python experiments/composition_matrix.py --write docs/matrix.md`. Do not edit. -->",
         "",
-        ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items(), key=lambda item: -item[1])) + ".",
+        "`turnwise train OBJECTIVE --credit CREDIT` takes the advantage, and what it depends on, from one method and everything",
+        "else from another. Every pair was tried with two optimiser steps on stored rollouts of a tiny model. A pair passes if",
+        "both steps were taken and every number stayed finite. This shows that it runs, not that it learns well.",
+        "",
+        "| | pairs |",
+        "|---|---|",
+        f"| tried: {len(credits)} credits × {len(objectives)} objectives | {len(found):,} |",
+        f"| run | {counts['ok']:,} |",
+        f"| refused before the run | {counts['refused']:,} |",
+        f"| failed | {counts['FAILED']:,} |",
     ]
-    families: dict[str, list[str]] = {}
-    for name in objectives:
-        families.setdefault(recipes.method(name).__module__.rsplit(".", 1)[-1], []).append(name)
-    for family, names in families.items():
-        lines += ["", f"## {family}", "", f"| credit | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
-        for credit in credits:
-            shown = []
-            for objective in names:
-                verdict, why = found[credit, objective]
-                mark = f" ({notes.setdefault(why, len(notes) + 1)})" if why else ""
-                shown.append(("no" if verdict == "refused" else verdict) + mark)
-            lines.append(f"| `{credit}` | {' | '.join(shown)} |")
-    if notes:
-        lines += ["", "## Why", "", *(f"{n}. {why}" for why, n in notes.items())]
+    untried = [f"`{name}`" for name in of_kind("objective") if name not in objectives]
+    lines += ["", f"Objectives that were not tried: {', '.join(untried)}."] if untried else []
+    for reason, pairs in by_reason(found).items():
+        lines += ["", f"## {reason[:1].upper()}{reason[1:]}", "", f"{len(pairs)} pairs.", "", "| objective | credit | detail |"]
+        lines += ["|---|---|---|"]
+        same: dict[tuple[str, str], list[str]] = {}
+        for objective, credit, detail in pairs:
+            same.setdefault((objective, detail), []).append(credit)
+        for (objective, detail), names in same.items():
+            which = "every credit tried" if len(names) == len(credits) else ", ".join(f"`{name}`" for name in names)
+            lines.append(f"| `{objective}` | {which} | {detail.replace('|', chr(92) + '|')} |")
     return "\n".join(lines) + "\n"
+
+
+def by_reason(found: Cells) -> dict[str, list[tuple[str, str, str]]]:
+    """(objective, credit, detail) of every pair that did not run, by reason; a reason ends at its first colon."""
+    out: dict[str, list[tuple[str, str, str]]] = {}
+    for (credit, objective), (verdict, why) in found.items():
+        if verdict != "ok":
+            reason, _, detail = why.partition(": ")
+            out.setdefault(reason if verdict == "refused" else "failed", []).append((objective, credit, detail or why))
+    return out
 
 
 def main() -> int:

@@ -112,7 +112,7 @@ class Run:
 
 def planned(method: str) -> Run:
     recipe = recipes.build(method)
-    asks = requirements.asked(recipe)
+    asks = requirements.required_by(recipe)
     env = PLACED.get(method) or place(asks)
     flags, why = told(method, recipe, asks)
     spot, extra = PLACES[env], {k: v for word in asks for k, v in MORE.get(word, {}).items()}

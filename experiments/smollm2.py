@@ -34,7 +34,7 @@ from turnwise import recipes  # noqa: E402
 from turnwise.errors import SettingError  # noqa: E402
 from turnwise.maths.statistics import wilson  # noqa: E402
 from turnwise.training import requirements  # noqa: E402
-from turnwise.training.env_spec import World, settle  # noqa: E402
+from turnwise.training.env_spec import EnvSpec, resolve_settings  # noqa: E402
 
 BUDGET = {
     "cold-steps": 30, "cold-batch": 32, "cold-lr": 1e-4, "steps": 60, "groups": 16, "group-size": 8, "lr": 1e-5,
@@ -76,8 +76,8 @@ def refusal(method: str, settings: dict[str, str]) -> str:
     """Why the task cannot be learned by this method; empty: it can."""
     own = {name.replace("-", "_"): value for name, value in settings.items() if name != "model"}
     try:
-        chosen = settle({**own, "method": method})
-        requirements.examine(recipes.build(method), chosen, World.of(chosen))
+        chosen = resolve_settings({**own, "method": method})
+        requirements.check_requirements(recipes.build(method), chosen, EnvSpec.from_settings(chosen))
     except SettingError as why:
         return str(why)
     return ""

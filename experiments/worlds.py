@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, draw, say, user
+from turnwise.environments.base import Environment, sample_problem, text_action, user_message
 from turnwise.environments.builtin.calculator import Calculator
 from turnwise.environments.builtin.guess import FEATURES, PARTS, Guess
 from turnwise.environments.builtin.keydoor import KeyDoor
@@ -37,7 +37,7 @@ class Followed(KeyDoor):
     facts = ("match",)
 
     def step(self, action: Action) -> Step:
-        expected = "" if self._over() else self.oracle().text
+        expected = "" if self._is_over() else self.oracle().text
         return telling(super().step(action), match=float(action.text.strip().lower().rstrip(".") == expected))
 
 
@@ -83,10 +83,10 @@ class Duel(Nim):
     opponent: random.Random
 
     def reset(self, seed: int) -> Sequence[Message]:
-        heaps = draw(lambda rng: (rng.randint(1, LARGEST), rng.randint(1, LARGEST)), seed, self.split, str)
-        self.begun, self.heaps, self.moves, self.lost = heaps, list(heaps), 0, None
+        heaps = sample_problem(lambda rng: (rng.randint(1, LARGEST), rng.randint(1, LARGEST)), seed, self.split, str)
+        self.start, self.heaps, self.moves, self.lost = heaps, list(heaps), 0, None
         self.opponent = random.Random(f"opponent/{seed}")
-        return [user(self._view())]
+        return [user_message(self._view())]
 
     def step(self, action: Action) -> Step:
         step = super().step(action)
@@ -150,7 +150,7 @@ class Directed(Calculator):
     def reset(self, seed: int) -> list[Message]:
         self.angle = random.Random(f"direction/{seed}").uniform(-math.pi / 4, math.pi / 4)
         asked = f"[helpfulness*{round(100 * math.cos(self.angle))} + verbosity*{round(100 * math.sin(self.angle))}]"
-        return [user(f"{asked} {m['content']}") for m in super().reset(seed)]
+        return [user_message(f"{asked} {m['content']}") for m in super().reset(seed)]
 
     async def step(self, action: Action) -> Step:
         step = await super().step(action)
@@ -187,19 +187,19 @@ class Suggestions(Environment):
 
     def reset(self, seed: int) -> Sequence[Message]:
         make = lambda rng: (rng.choice(list(KINDS)), rng.choice(WORDINGS), rng.choice(ASKERS))  # noqa: E731
-        self.kind, wording, who = draw(make, seed, self.split)
-        return [user(wording.format(who=who, kind=self.kind))]
+        self.kind, wording, who = sample_problem(make, seed, self.split)
+        return [user_message(wording.format(who=who, kind=self.kind))]
 
     def step(self, action: Action) -> Step:
         named = set(re.findall(r"\w+", action.text.lower())) & set(KINDS[self.kind])
         return Step([], float(len(named) >= ENOUGH), terminated=True, info={"success": len(named) >= ENOUGH})
 
     def oracle(self) -> Action:
-        return say(" ".join(KINDS[self.kind][: ENOUGH + 1]))
+        return text_action(" ".join(KINDS[self.kind][: ENOUGH + 1]))
 
     def random_action(self, rng: random.Random) -> Action:
-        return say(" ".join(rng.choice(KINDS[self.kind]) for _ in range(rng.randint(1, ENOUGH))))
+        return text_action(" ".join(rng.choice(KINDS[self.kind]) for _ in range(rng.randint(1, ENOUGH))))
 
     def demonstrate(self, rng: random.Random) -> Action:
         """Names a few, some of them twice."""
-        return say(" ".join(rng.choice(KINDS[self.kind]) for _ in range(rng.randint(2, ENOUGH + 3))))
+        return text_action(" ".join(rng.choice(KINDS[self.kind]) for _ in range(rng.randint(2, ENOUGH + 3))))

@@ -1,20 +1,45 @@
-"""The documentation is run: every Python block of a page, in order, and every command it names exists."""
+"""The documentation holds: Python blocks run, commands, links, files and names exist, and public names are documented."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import os
 import re
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+import turnwise
 from turnwise.cli import main as cli
-from turnwise.recipes import catalogue
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCE = ROOT / "src" / "turnwise"
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+WRITTEN = [page for page in PAGES if page.parent.name not in ("methods", "reference")]  # by hand
+PUBLIC_ROOMS = ("core", "algebra", "credit", "tasks", "rollout", "recipes")  # and single modules of other rooms
+PUBLIC_MODULES = (
+    "environments/base.py",
+    "training/api.py",
+    "config/settings.py",
+    "integrations/padded.py",
+    "errors.py",
+)
+README_WORDS = 900
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+# --------------------------------------------------------------------- pages
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope: dict = {"__name__": page.stem}
@@ -22,21 +47,147 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         exec(compile(block, page.name, "exec"), scope)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_and_links_exist(page):
     text = page.read_text()
     for command in re.findall(r"^turnwise ([a-z-]+)", text, re.MULTILINE):
         assert command in cli.RUN
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+    for target in re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
         assert (page.parent / target).exists(), target
 
 
-def test_the_catalogue_page_is_up_to_date():
-    assert (ROOT / "docs" / "methods.md").read_text() == catalogue.markdown(), "run `make docs`"
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_files_that_pages_mention_exist(page):
+    """Paths in backticks: from the repository's root, or inside the package."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for path in re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|c|md|jsonl|json))(?:::\w+)?`", text):
+        assert (ROOT / path).exists() or (SOURCE / path).exists() or (ROOT / "experiments/results" / path).exists(), (
+            path
+        )
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.name != "CHANGELOG.md"], ids=name_of)
+def test_names_that_pages_mention_exist(page):
+    """CamelCase in backticks is a class of the package, or of a package we name."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    foreign = {"GRPOTrainer", "GRPOConfig", "ResourceWarning", "SystemExit", "AutoModelForCausalLM", "FSDP2"}
+    for span in re.findall(r"`([^`\n]+)`", text):
+        for word in re.findall(r"(?<![\w./-])([A-Z][a-z]+(?:[A-Z][a-z]*)+)(?![\w/-])", span):
+            assert word in class_names() | foreign, f"{word} in {page.name}"
+
+
+@cache
+def class_names() -> set[str]:
+    trees = [ast.parse(path.read_text()) for folder in (SOURCE, ROOT / "examples") for path in folder.rglob("*.py")]
+    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
+
+
+def test_pages_name_no_private_place():
+    for page in PAGES:
+        found = re.search(r"\.\./shared|/work/|/tmp/|localhost", page.read_text())
+        assert not found, f"{page.name}: {found and found.group()}"
 
 
 def test_the_environment_of_the_tutorial_passes_its_own_check(tmp_path, monkeypatch):
-    block = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "tutorial-environment.md").read_text(), re.DOTALL)
+    block = re.search(r"```python\n(.*?)```", (DOCS / "tutorial-environment.md").read_text(), re.DOTALL)
     (tmp_path / "reverse_of_the_tutorial.py").write_text(block.group(1))
     monkeypatch.syspath_prepend(str(tmp_path))
     assert cli.main(["check-env", "reverse_of_the_tutorial:Reverse", "--episodes", "5"]) == 0
+
+
+# ------------------------------------------------------------- generated pages
+
+
+def load_hook(name: str):
+    spec = importlib.util.spec_from_file_location(name, DOCS / "hooks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_of_methods_are_up_to_date():
+    made = load_hook("method_pages").pages()
+    assert {path.name: path.read_text() for path in (DOCS / "methods").glob("*.md")} == made, "run `make docs`"
+
+
+def test_every_family_has_a_title_and_a_place_in_the_navigation():
+    hook, navigation = load_hook("method_pages"), (ROOT / "mkdocs.yml").read_text()
+    for page in hook.pages():
+        assert f"methods/{page}" in navigation
+        assert page == "index.md" or page.removesuffix(".md") in hook.TITLES
+
+
+def test_equations_are_read():
+    equations = load_hook("equations")
+    assert equations.latex("Aᵢ = (Rᵢ − mean) / (std + ε)") == (
+        r"A_{i} = \frac{R_{i} - \operatorname{mean}}{\operatorname{std} + \varepsilon}"
+    )
+    assert equations.latex("π(y)/μ(y)") == r"\pi ( y ) / \mu ( y )"  # not a fraction of (y) and μ
+    assert equations.latex("1/2β") == r"\frac{1}{2 \beta}"
+    assert equations.lines("kept where A > 0 and p ≤ high", ["high"]) == [
+        ("prose", r"kept where $A > 0$ and $p \le \mathrm{high}$")
+    ]
+    with pytest.raises(equations.Unreadable):
+        equations.latex("A = ♥")
+
+
+# ------------------------------------------------------------------ public names
+
+
+def public_files() -> list[Path]:
+    rooms = [path for room in PUBLIC_ROOMS for path in sorted((SOURCE / room).rglob("*.py"))]
+    return [*rooms, *(SOURCE / path for path in PUBLIC_MODULES)]
+
+
+def public_definitions(path: Path) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return [n for n in ast.parse(path.read_text()).body if isinstance(n, kinds) and not n.name.startswith("_")]
+
+
+@pytest.mark.parametrize("path", public_files(), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_public_names_have_docstrings(path):
+    assert ast.get_docstring(ast.parse(path.read_text())), "the module has no docstring"
+    assert not [node.name for node in public_definitions(path) if not ast.get_docstring(node)]
+
+
+def test_public_names_are_in_the_api_reference():
+    pages = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
+    wanted = {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+        for path in public_files()
+        if path.name != "__init__.py" and "families" not in path.parts and public_definitions(path)
+    }
+    assert not wanted - shown, "add `::: MODULE` to a page of docs/reference"
+    gone = [name for name in shown if not module_exists(name)]
+    assert not gone
+    for name in turnwise.__all__:
+        assert f"[`{name}`][" in pages or name == "__version__", name
+
+
+def module_exists(name: str) -> bool:
+    path = SOURCE.parent.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+# ----------------------------------------------------------------------- the site
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="pip install 'turnwise[docs]'")
+def test_the_site_builds_and_fetches_nothing(tmp_path):
+    """Strict: a broken link, anchor or reference fails. No page loads anything from another host."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?://[^"]+)"', page.read_text())
+        assert not [url for url in loaded if 'rel="canonical"' not in url], page.name
+    assert "<math" in (tmp_path / "site" / "methods" / "critic_free.html").read_text()

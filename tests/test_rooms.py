@@ -222,3 +222,31 @@ def test_a_branch_on_a_methods_name_is_seen():
     for wrong in ('x == "grpo"', 'm in ("ppo", "gspo")', 'm.startswith("grpo")', 'match m:\n    case "dapo": pass'):
         assert named_methods(wrong), wrong
     assert named_methods('recipes.build("grpo")') == []
+
+
+# --------------------------------------------------------------------- tests
+
+TESTS = Path(__file__).parent
+
+
+def imported_modules(source: str) -> set[str]:
+    """Every part of every module path that a file imports, relative imports included."""
+    paths: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            paths |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            paths |= {f"{node.module or ''}.{alias.name}" for alias in node.names}
+    return {part for path in paths for part in path.split(".")}
+
+
+@pytest.mark.parametrize("path", [p.relative_to(TESTS).as_posix() for p in sorted(TESTS.rglob("*.py"))])
+def test_no_test_module_imports_another(path):
+    """Helpers that several test files share live in tests/support or in a fixture."""
+    test_modules = {p.stem for p in TESTS.rglob("test_*.py")} | {"conftest"}
+    assert not imported_modules((TESTS / path).read_text(encoding="utf-8")) & test_modules
+
+
+def test_an_import_of_a_test_module_is_seen():
+    for wrong in ("from test_rooms import x", "import oracles.test_trust", "from .test_trust import y", "from a import conftest"):
+        assert imported_modules(wrong) & {"test_rooms", "test_trust", "conftest"}, wrong

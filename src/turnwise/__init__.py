@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "train": "turnwise.training.api",
@@ -32,7 +32,7 @@ __all__ = ["__version__", *sorted(_PUBLIC)]
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when first used: `turnwise list` must not wait for torch's whole house."""
+    """Import public names on first use: `turnwise list` must not wait for torch to load."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'turnwise' has no attribute {name!r}")
     import importlib

@@ -1,18 +1,18 @@
 """Every error a user can cause, in one tree.
 
     TurnwiseError
-    ├── SettingError (ValueError)       a setting, method or file name is wrong: says what was seen and what to write
+    ├── SettingError (ValueError)       a setting, method or file name is wrong: the message says what was seen and what to write
     ├── LevelError (ValueError)         values of different trees or levels were combined
-    ├── RecordError (ValueError)        a task, turn or trajectory does not hold together
+    ├── RecordError (ValueError)        a task, turn or trajectory is inconsistent
     ├── RecipeError (ValueError)        pieces that cannot be combined, or hyper-parameters out of range
-    ├── SignalError (KeyError)          a piece asked for a signal that nobody measured
-    ├── RenderError (ValueError)        a tokenizer or chat template that cannot carry a dialogue
-    ├── EnvironmentFault (RuntimeError) an environment raised, hung or returned nonsense: recorded on its trajectory
-    ├── ToolFault (RuntimeError)        a tool could not be started; what a *model* does wrong is an answer, not a fault
-    ├── PolicyMismatch (RuntimeError)   generator and learner are not the same policy
+    ├── SignalError (KeyError)          a piece reads a signal that was not measured
+    ├── RenderError (ValueError)        a tokenizer or chat template that cannot encode a dialogue
+    ├── EnvironmentFault (RuntimeError) an environment raised, hung or returned invalid data: recorded on its trajectory
+    ├── ToolFault (RuntimeError)        a tool could not be started; a mistake of the *model* is a tool answer, not a fault
+    ├── PolicyMismatch (RuntimeError)   generator and learner compute different policies
     └── StoreError (RuntimeError)       a run directory is missing, damaged, full or in use
 
-A mistake of the user raises one of these. A mistake of ours is an ``assert``.
+A mistake of the user raises one of these. A bug in Turnwise is an ``assert``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 
 class TurnwiseError(Exception):
-    """Root of everything Turnwise raises on purpose."""
+    """Root of all errors that Turnwise raises."""
 
 
 class SettingError(TurnwiseError, ValueError):
@@ -34,7 +34,7 @@ class LevelError(TurnwiseError, ValueError):
 
 
 class RecordError(TurnwiseError, ValueError):
-    """A record does not hold together."""
+    """A record is inconsistent."""
 
 
 class RecipeError(TurnwiseError, ValueError):
@@ -42,18 +42,18 @@ class RecipeError(TurnwiseError, ValueError):
 
 
 class SignalError(TurnwiseError, KeyError):
-    """A piece asked for a signal that was not measured."""
+    """A piece reads a signal or column that is not on the batch."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class RenderError(TurnwiseError, ValueError):
-    """A tokenizer or chat template that cannot carry a dialogue."""
+    """A tokenizer or chat template that cannot encode a dialogue."""
 
 
 class EnvironmentFault(TurnwiseError, RuntimeError):
-    """An environment raised, hung or returned nonsense."""
+    """An environment raised, hung or returned invalid data."""
 
 
 class ToolFault(TurnwiseError, RuntimeError):
@@ -61,7 +61,7 @@ class ToolFault(TurnwiseError, RuntimeError):
 
 
 class PolicyMismatch(TurnwiseError, RuntimeError):
-    """Generator and learner disagree about the same weights."""
+    """Generator and learner give different log-probabilities with the same weights."""
 
 
 class StoreError(TurnwiseError, RuntimeError):
@@ -69,7 +69,7 @@ class StoreError(TurnwiseError, RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about a wrong name.
+    """The end of an error message about an unknown name.
 
     >>> nearest("grop", ["grpo", "gspo"])
     "did you mean 'grpo'? known: grpo, gspo"

@@ -13,12 +13,12 @@ from support.batches import COUNTS, records_of
 
 from turnwise import recipes
 from turnwise.algebra import diagnostics
-from turnwise.algebra.piece import Now
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.core.batch import pack
 from turnwise.core.levels import TOKEN, Field
 from turnwise.core.records import Origin
 from turnwise.core.signals import Signal
-from turnwise.credit.metrics import diagnose
+from turnwise.credit.metrics import measure_credit
 
 BOTH = frozenset({"demonstrations", "replay"})
 UPDATED = ("ratio", "over_2", "clipped", "gradient_share", "logp", "entropy")
@@ -51,10 +51,9 @@ def policy_of(batch, seed=0):
 
 
 def cut(batch, policy, chosen):
-    """Some trajectories of a planned step, with their live signals."""
-    named = {f"live/{name}": f for name, f in policy.items()}
-    part = batch.put(named).select(chosen)
-    return part, {name: part[f"live/{name}"] for name in policy}
+    """Some trajectories of a planned step, with their signals that carry a gradient."""
+    part = batch.put(row=batch.tree.field(TOKEN, torch.arange(batch.tree.count(TOKEN)))).select(chosen)
+    return part, {name: Field(part.tree, TOKEN, f.x[part["row"].x]) for name, f in policy.items()}
 
 
 def logged(objective, batch, policy, parts):
@@ -78,8 +77,8 @@ def test_every_source_has_means_of_its_own(method, counts, seed):
     apart = logged(objective, batch, policy, [[k] for k in reversed(range(len(rows)))])
     for name in (name for name in whole if name.startswith("source/")):
         assert apart[name] == pytest.approx(whole[name], rel=1e-6, abs=1e-9), name
-    logp, rho = policy[Signal.LOGP].x.tolist(), objective.ratio(Now(batch, policy)).at(TOKEN).x.tolist()
-    told, before = diagnose(batch), 0
+    logp, rho = policy[Signal.LOGP].x.tolist(), objective.ratio(MicroBatchView(batch, policy)).at(TOKEN).x.tolist()
+    told, before = measure_credit(batch), 0
     seen: dict[str, list[int]] = {}
     for t in rows:
         seen.setdefault(named(t), []).extend(range(before, before + t.sampled))
@@ -118,5 +117,5 @@ def test_the_policy_alone_is_not_told_twice():
     batch = pack(records_of([[[2, 1], [3]]], 0))
     objective = recipes.build("grpo", beta=0.0).objective
     batch = objective.plan(objective.credit(batch))
-    found = logged(objective, batch, policy_of(batch), [[0, 1]]) | diagnose(batch)
+    found = logged(objective, batch, policy_of(batch), [[0, 1]]) | measure_credit(batch)
     assert not any(name.startswith("source/") for name in found)

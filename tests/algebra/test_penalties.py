@@ -11,7 +11,7 @@ from oracles import records, trust
 from support.batches import from_oracle
 
 from turnwise.algebra.penalty import KL
-from turnwise.algebra.piece import Now
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.core.signals import Signal
 
 NAMES = {"k1": KL("k1"), "k2": KL("k2"), "k3": KL("k3"), "k3+": KL("k3+"), "weighted k3": KL("k3", corrected=True)}
@@ -22,7 +22,7 @@ NAMES = {"k1": KL("k1"), "k2": KL("k2"), "k3": KL("k3"), "k3+": KL("k3+"), "weig
 def test_estimators(name, overflow):
     reference = records.random_batch(3, overflow=overflow)
     batch, policy = from_oracle(reference)
-    found = NAMES[name](Now(batch, policy))
+    found = NAMES[name](MicroBatchView(batch, policy))
     costs = [trust.kl_loss(name)(t.logp, t.reference, t.behaviour) for t in records.tokens(reference)]
     torch.testing.assert_close(found.x.detach(), torch.stack([c.detach() for c in costs]), rtol=1e-9, atol=1e-9)
     mine = torch.autograd.grad(found.x.sum(), policy[Signal.LOGP].x)[0]
@@ -50,6 +50,6 @@ def test_expected_gradients_of_two_actions(name, mu, gradient):
     ref = batch[Signal.REFERENCE].map(lambda x: torch.full_like(x, math.log(0.5)))
     behaviour = batch.behaviour.map(lambda x: torch.tensor(weights, dtype=x.dtype).log())
     batch = replace(batch.put({Signal.REFERENCE: ref}), behaviour=behaviour)
-    cost = NAMES[name](Now(batch, {**policy, Signal.LOGP: policy[Signal.LOGP].map(lambda _: logp)}))
+    cost = NAMES[name](MicroBatchView(batch, {**policy, Signal.LOGP: policy[Signal.LOGP].map(lambda _: logp)}))
     total = sum(w * c for w, c in zip(weights, cost.x))
     assert float(torch.autograd.grad(total, logit)[0]) == pytest.approx(gradient, abs=2e-5)

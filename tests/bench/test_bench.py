@@ -1,4 +1,4 @@
-"""The bench room: its arithmetic by hand, its engines on a very small scene, and that a hole in the table says why."""
+"""The bench room: its arithmetic by hand, its engines on a very small setup, and that a hole in the table says why."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 
 from turnwise.bench import generation, hardware_limits, learning, report, step_worker, table, training_step, workloads
 from turnwise.bench import models as shapes
-from turnwise.bench.report import Row
+from turnwise.bench.report import BenchRow
 from turnwise.cli.main import main
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.models.tiny import tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
-SCENE = replace(
-    shapes.scene("cpu"),
+SETUP = replace(
+    shapes.setup_for("cpu"),
     shape={**shapes.SMALL, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8},
     batches=(2, 3),
     prompt=8,
@@ -35,12 +35,12 @@ SCENE = replace(
 
 
 def test_more_tokens_or_fewer_seconds_are_better():
-    fast, slow = Row("p", "l", "a", 30.0, "tok/s"), Row("p", "l", "b", 10.0, "tok/s")
+    fast, slow = BenchRow("p", "l", "a", 30.0, "tok/s"), BenchRow("p", "l", "b", 10.0, "tok/s")
     assert report.better(fast, slow) == 3.0
-    assert report.better(Row("p", "l", "a", 2.0, "s"), Row("p", "l", "b", 6.0, "s")) == 3.0
-    assert report.better(Row("p", "l", "a", None, "s"), slow) is None
-    assert [r.times for r in report.against([fast, slow], "b")] == [3.0, None]
-    assert [r.times for r in report.against([fast, slow], "absent")] == [None, None]
+    assert report.better(BenchRow("p", "l", "a", 2.0, "s"), BenchRow("p", "l", "b", 6.0, "s")) == 3.0
+    assert report.better(BenchRow("p", "l", "a", None, "s"), slow) is None
+    assert [r.times for r in report.with_ratio_to([fast, slow], "b")] == [3.0, None]
+    assert [r.times for r in report.with_ratio_to([fast, slow], "absent")] == [None, None]
 
 
 def test_the_limit_is_the_harder_of_reading_and_computing():
@@ -48,27 +48,30 @@ def test_the_limit_is_the_harder_of_reading_and_computing():
     n = shapes.parameters(model)
     token = 2 * 4 * 2 * 2 * 32  # keys and values, four bytes, two layers, two heads of 32
     reads = 4 * n + 8 * token * (10 + 6 / 2)
-    assert hardware_limits.Limits(1e3, 1e30).generation(model, 8, 10, 6, 4) == pytest.approx(8 / (reads / 1e3))
-    assert hardware_limits.Limits(1e30, 1e3).generation(model, 8, 10, 6, 4) == pytest.approx(1e3 / (2 * n))
-    assert hardware_limits.Limits(1.0, 6e9).learning(model) == pytest.approx(1e9 / n)
+    assert hardware_limits.HardwareLimits(1e3, 1e30).generation(model, 8, 10, 6, 4) == pytest.approx(8 / (reads / 1e3))
+    assert hardware_limits.HardwareLimits(1e30, 1e3).generation(model, 8, 10, 6, 4) == pytest.approx(1e3 / (2 * n))
+    assert hardware_limits.HardwareLimits(1.0, 6e9).learning(model) == pytest.approx(1e9 / n)
 
 
 def test_small_and_large_are_the_models_they_say():
     assert shapes.parameters(shapes.small()) == 853_120
-    assert shapes.SMOL["num_hidden_layers"] == 30 and shapes.scene("cuda").step == (64, 8, 256)
-    assert shapes.scene("cpu", quick=True).repeats < shapes.scene("cpu").repeats
+    assert shapes.SMOL["num_hidden_layers"] == 30 and shapes.setup_for("cuda").step == (64, 8, 256)
+    assert shapes.setup_for("cpu", quick=True).repeats < shapes.setup_for("cpu").repeats
 
 
 def test_loads_ask_for_what_they_say():
     load = workloads.equal(3, 5, 7, seed=1)
     assert load.tokens == 21 and [len(p) for p in load.prompts] == [5] * 3
     assert load.prompts != workloads.equal(3, 5, 7, seed=2).prompts  # no cache may help
-    classic = {load.name: load for load in workloads.classics()}
-    assert classic["dialogue"].tokens == 64 * 4 * 24 and len(classic["ragged"].prompts) == 256
+    by_name = {load.name: load for load in workloads.standard()}
+    assert by_name["dialogue"].tokens == 64 * 4 * 24 and len(by_name["ragged"].prompts) == 256
 
 
 def test_a_table_in_markdown_and_json():
-    made = [Row("generation", "batch 2", "turnwise", 12_345.6, "tok/s", 2.0, 0.5), Row("step", "", "TRL", None, "s")]
+    made = [
+        BenchRow("generation", "batch 2", "turnwise", 12_345.6, "tok/s", 2.0, 0.5),
+        BenchRow("step", "", "TRL", None, "s"),
+    ]
     text = report.markdown("a machine", made)
     assert "| 12,346 tok/s | 2.00 | 50.0% |" in text and "| TRL | – |" in text
     assert json.loads(report.as_json({"machine": "m"}, made))["rows"][0]["times"] == 2.0
@@ -85,23 +88,23 @@ def test_engines_take_turns_and_the_first_round_does_not_count():
 
 
 def test_both_generators_sample_the_same_number():
-    net = SCENE.model()
+    net = SETUP.model()
     generator = LocalGenerator(net, slots=3, context=64, stop_ids=())
     load = workloads.ragged(3, vocabulary=512)
-    load = replace(load, asked=[[2], [5], [3]], prompts=[p[:8] for p in load.prompts])
+    load = replace(load, new_tokens=[[2], [5], [3]], prompts=[p[:8] for p in load.prompts])
     done = generation.local(generator)(load)
     assert [len(c.tokens) for c in done] == [2, 5, 3]
     generation.stock(net, 2)(load)
-    gap = generation.mismatch(SCENE, load.prompts, done)
+    gap = generation.mismatch(SETUP, load.prompts, done)
     assert gap["mean"] <= gap["p999"] <= gap["largest"] < 1e-5
 
 
 def test_rows_of_generation_and_learning():
-    known = hardware_limits.Limits(1e9, 1e9)
-    made = generation.rows(SCENE, known, 1)
+    known = hardware_limits.HardwareLimits(1e9, 1e9)
+    made = generation.rows(SETUP, known, 1)
     assert {r.who for r in made} == {"turnwise", "transformers.generate", "limit of the machine"}
     assert all(r.value and r.value > 0 for r in made) and all(r.times for r in made if r.who == "turnwise")
-    made = learning.rows(SCENE, known, 1)
+    made = learning.rows(SETUP, known, 1)
     assert [r.who for r in made][:3] == ["turnwise", "plain step", "turnwise, prompts shared by 8"]
     assert all(r.part == "learning" and r.of_limit for r in made)
 
@@ -111,7 +114,7 @@ def test_siblings_share_a_prompt_or_do_not(shared):
     batch = learning.batch_of(16, 10, 512, shared)
     heads = {tuple(batch.sequences.ids[a : a + 5].tolist()) for a in batch.sequences.start[:-1].tolist()}
     assert len(heads) == (2 if shared else 16)
-    found = learning.ours(replace(SCENE, learn=(16, 10)), shared)()
+    found = learning.ours(replace(SETUP, learn=(16, 10)), shared)()
     assert found["skipped"] == 0 and found["grad_norm"] > 0
 
 
@@ -160,9 +163,9 @@ def test_one_real_step():
 
 
 def test_a_part_that_fails_leaves_a_row_that_says_why(monkeypatch):
-    monkeypatch.setattr(table, "scene", lambda *_: SCENE)
+    monkeypatch.setattr(table, "setup_for", lambda *_: SETUP)
     monkeypatch.setattr(table.learning, "rows", lambda *_: 1 / 0)
-    facts, made = table.measure("cpu", True, parts=("learning", "generation"), say=lambda text: None)
+    facts, made = table.measure("cpu", True, parts=("learning", "generation"), report_progress=lambda text: None)
     assert any("ZeroDivisionError" in r.note for r in made) and any(r.part == "generation" for r in made)
     assert facts["torch"] == torch.__version__ and "parameters" in table.title(facts)
 
@@ -172,7 +175,9 @@ def test_the_command(monkeypatch, tmp_path, capsys):
         "machine": "a machine", "parameters": 1e6, "dtype": "float32", "copy_bytes_per_second": 1e9,
         "matrix_flops_per_second": 1e12,
     }  # fmt: skip
-    monkeypatch.setattr(table, "measure", lambda *_: (facts, [Row("generation", "batch 2", "turnwise", 5.0, "tok/s")]))
+    monkeypatch.setattr(
+        table, "measure", lambda *_: (facts, [BenchRow("generation", "batch 2", "turnwise", 5.0, "tok/s")])
+    )
     assert main(["bench", "--quick", "--json", str(tmp_path / "a.json"), "--out", str(tmp_path / "a.md")]) == 0
     assert json.loads((tmp_path / "a.json").read_text())["rows"] and "| turnwise |" in (tmp_path / "a.md").read_text()
     assert "a machine" in capsys.readouterr().out

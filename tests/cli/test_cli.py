@@ -51,7 +51,7 @@ def here(tmp_path, monkeypatch):
         raise AssertionError("this was not refused")
 
     monkeypatch.setattr(trainer, "cold_start", learn)
-    monkeypatch.setattr(trainer.Course, "_learn", learn)
+    monkeypatch.setattr(trainer.Trainer, "_learn", learn)
     (tmp_path / "their_environments.py").write_text(GOOD_AND_BROKEN)
     for name, rows in FILES.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))

@@ -11,10 +11,10 @@ from support.batches import COUNTS, records_of
 from turnwise.core.batch import pack
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.records import Fork, Group, Status, Task, Trajectory, Turn
-from turnwise.engines.learner.shared_prefix import Shared
+from turnwise.engines.learner.shared_prefix import SharedPrefixes
 from turnwise.errors import RecordError, SignalError
 from turnwise.integrations.padded import from_padded, to_padded
-from turnwise.maths.chunks import even_runs, shared_beginnings
+from turnwise.maths.chunks import even_runs, shared_prefix_lengths
 
 TASK = Task("test", 1)
 
@@ -54,15 +54,15 @@ def test_a_fork_of_a_fork_reads_both_prefixes():
 def test_sampled_tokens_are_found_in_what_the_model_reads(counts, seed, cut):
     """Law: each sampled token stands at its packed position, whole or cut, and nothing is lost or doubled."""
     batch = pack(records_of(counts, seed))
-    assert torch.equal(batch.sequences.ids[batch.sequences.at], batch.token.x)
+    assert torch.equal(batch.sequences.ids[batch.sequences.sampled_at], batch.token.x)
     parts = list(batch.split(cut))
     for part in parts:
-        assert torch.equal(part.sequences.ids[part.sequences.at], part.token.x)
-        for k, key in enumerate(part.keys):
-            assert read(part, k) == read(batch, batch.keys.index(key))
+        assert torch.equal(part.sequences.ids[part.sequences.sampled_at], part.token.x)
+        for k, key in enumerate(part.trajectory_ids):
+            assert read(part, k) == read(batch, batch.trajectory_ids.index(key))
         assert (part.sequences.positions()[part.sequences.start[:-1]] == 0).all()
-        assert len(part) == 1 or int(part.reading().sum()) <= cut
-    assert sorted(key for part in parts for key in part.keys) == sorted(batch.keys)
+        assert len(part) == 1 or int(part.positions_per_trajectory().sum()) <= cut
+    assert sorted(key for part in parts for key in part.trajectory_ids) == sorted(batch.trajectory_ids)
 
 
 @given(count=st.integers(1, 200), each=st.integers(1, 40), limit=st.integers(1, 400))
@@ -74,7 +74,8 @@ def test_micro_batches_of_equals_are_even(count, each, limit):
 
 @settings(deadline=None, max_examples=200)
 @given(
-    costs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 90)), min_size=1, max_size=40), limit=st.integers(1, 300)
+    costs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 90)), min_size=1, max_size=40),
+    limit=st.integers(1, 300),
 )
 def test_micro_batches_are_few(costs, limit):
     """Law: no other runs of neighbours are fewer that leave room for the longest shared beginning; without any, none at all."""
@@ -106,13 +107,13 @@ def test_a_beginning_that_siblings_share_counts_once(groups, cut):
         made.append(Group(str(g), TASK, tuple(Trajectory(f"{g}.{i}", TASK, (t,)) for i, t in enumerate(turns))))
     batch = pack(made)
     again = [0 if i == 0 else prompt for prompt, answers in groups for i in range(len(answers))]
-    assert shared_beginnings(batch.sequences.ids, batch.sequences.start).tolist() == again
+    assert shared_prefix_lengths(batch.sequences.ids, batch.sequences.start).tolist() == again
     parts = list(batch.split(cut, padded=False))
     for part in parts:
         s = part.sequences
-        assert len(part) == 1 or len(Shared.of(s.ids, s.start).first) <= cut
-    assert [key for part in parts for key in part.keys] == list(batch.keys)
-    if len(Shared.of(batch.sequences.ids, batch.sequences.start).first) <= cut:
+        assert len(part) == 1 or len(SharedPrefixes.of(s.ids, s.start).computed) <= cut
+    assert [key for part in parts for key in part.trajectory_ids] == list(batch.trajectory_ids)
+    if len(SharedPrefixes.of(batch.sequences.ids, batch.sequences.start).computed) <= cut:
         assert len(parts) == 1
 
 
@@ -131,8 +132,8 @@ def test_what_is_read_once_counts_once(talks, cut):
     parts = list(batch.split(cut, padded=False))
     for part in parts:
         s = part.sequences
-        assert len(part) == 1 or len(Shared.of(s.ids, s.start).first) <= cut
-    assert [key for part in parts for key in part.keys] == list(batch.keys)
+        assert len(part) == 1 or len(SharedPrefixes.of(s.ids, s.start).computed) <= cut
+    assert [key for part in parts for key in part.trajectory_ids] == list(batch.trajectory_ids)
 
 
 @settings(deadline=None, max_examples=50)
@@ -144,10 +145,14 @@ def test_neighbours_are_cut_out_as_they_would_be_picked_out(counts, seed, ends):
     around = [*run[::2], *run[1::2]]
     back = sorted(range(len(run)), key=lambda i: around[i])
     whole, picked = batch.select(run), batch.select(around).select(back)
-    assert whole.tree.sizes == picked.tree.sizes and whole.keys == picked.keys and whole.tasks == picked.tasks
+    assert (
+        whole.tree.sizes == picked.tree.sizes
+        and whole.trajectory_ids == picked.trajectory_ids
+        and whole.task_keys == picked.task_keys
+    )
     for a, b in zip(whole.tree.parents, picked.tree.parents):
         assert a.tolist() == b.tolist()
-    for name in ("ids", "start", "trajectory", "at"):
+    for name in ("ids", "start", "trajectory", "sampled_at"):
         assert getattr(whole.sequences, name).tolist() == getattr(picked.sequences, name).tolist()
     for name, value in vars(whole).items():
         if isinstance(value, Field):
@@ -185,11 +190,11 @@ def test_padded_round_trip(rows):
     "make, words",
     [
         (lambda: pack([Group("g", TASK, (A.failed("the tool broke"),))]), "the tool broke"),
-        (lambda: pack([Group("g", TASK, (Trajectory("x", TASK, (turn([], [1]),)),))]), "from nothing"),
+        (lambda: pack([Group("g", TASK, (Trajectory("x", TASK, (turn([], [1]),)),))]), "without a prompt"),
         (lambda: pack([Group("g", TASK, (Trajectory("x", TASK, (Turn((1,), (2,)),)),))]), "without log-probabilities"),
         (
             lambda: pack([Group("g", TASK, (A, Trajectory("x", TASK, (turn([1], [2]),), fork=Fork("a", 9))))]),
-            "no such place",
+            "no such position",
         ),
         (lambda: Group("g", TASK, (FORKED,)), "not in group"),
         (lambda: Group("g", TASK, (A, A)), "same id"),

@@ -10,19 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import COUNTS
 
-from turnwise.core.levels import (
-    BATCH,
-    GROUP,
-    TOKEN,
-    TRAJECTORY,
-    TURN,
-    Field,
-    Partition,
-    Tree,
-    send_all,
-    together,
-    where,
-)
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, Tree, where
+from turnwise.core.transfer import copy_packed, to_device_packed
 from turnwise.errors import LevelError
 
 TREE = Tree.ragged([[[2, 1], [3, 0]], [[1]]])  # 7 tokens, 5 turns (one empty), 3 trajectories, 2 groups
@@ -41,7 +30,7 @@ def test_gather_by_hand():
     assert values(X.median(GROUP)) == [2.5, 6]
     assert values(X.std(TRAJECTORY)) == [1, 1, 0]  # a lone item has no spread
     assert X.sum(BATCH).item == 21
-    assert values(X.peers(GROUP)) == [6, 1]
+    assert values(X.peer_count(GROUP)) == [6, 1]
 
 
 def test_spread_and_arithmetic_across_levels():
@@ -160,8 +149,8 @@ def test_tensors_that_travel_together_arrive_as_they_were():
         torch.arange(7), torch.tensor([True, False, True]), torch.zeros(0, dtype=torch.float64), torch.randn(3, 5),
         torch.randn(9).to(torch.bfloat16), torch.arange(10)[::3], torch.tensor([1.5], dtype=torch.float64),
     ]  # fmt: skip
-    sent = together(given_, lambda size: torch.empty(size, dtype=torch.uint8), "cpu")
+    sent = copy_packed(given_, lambda size: torch.empty(size, dtype=torch.uint8), "cpu")
     for there, here in zip(sent, given_):
         assert there.dtype == here.dtype and there.shape == here.shape and torch.equal(there, here)
     assert len({x.untyped_storage().data_ptr() for x in sent}) == 1
-    assert [torch.equal(a, b) for a, b in zip(send_all(given_, "cpu"), given_)] == [True] * len(given_)
+    assert [torch.equal(a, b) for a, b in zip(to_device_packed(given_, "cpu"), given_)] == [True] * len(given_)

@@ -14,16 +14,16 @@ from support.batches import COUNTS, records_of
 from turnwise import recipes
 from turnwise.core.batch import pack
 from turnwise.core.levels import TRAJECTORY
-from turnwise.credit.metrics import calibration, diagnose, index_bias
+from turnwise.credit.metrics import calibration_auc, measure_credit, index_bias
 
 
 @settings(deadline=None, max_examples=40)
 @given(counts=COUNTS, seed=st.integers(0, 10**6))
 def test_finite_and_blind_to_packing(counts, seed):
     batch = recipes.build("grpo").objective.credit(pack(records_of(counts, seed)))
-    found = diagnose(batch)
+    found = measure_credit(batch)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-    again = diagnose(batch.select(order))
+    again = measure_credit(batch.select(order))
     assert found.keys() == again.keys()
     for name, value in found.items():
         assert value == value and again[name] == pytest.approx(value, abs=1e-6), name
@@ -40,7 +40,7 @@ def test_calibration_is_the_share_of_ordered_pairs(counts, seed):
             if right and not wrong:
                 pairs += 1
                 wins += 1.0 if a > b else 0.5 if a == b else 0.0
-    found = calibration(pack(groups))
+    found = calibration_auc(pack(groups))
     assert (found is None) == (pairs == 0)
     if pairs:
         assert found == pytest.approx(wins / pairs, abs=1e-6)
@@ -48,12 +48,12 @@ def test_calibration_is_the_share_of_ordered_pairs(counts, seed):
 
 def test_trajectory_credit_has_nothing_inside_and_turn_credit_has():
     batch = pack(records_of([[[2, 2], [3, 1], [1, 1]]], 3))
-    whole = diagnose(recipes.build("grpo").objective.credit(batch))
+    whole = measure_credit(recipes.build("grpo").objective.credit(batch))
     assert whole["credit/within"] == pytest.approx(0, abs=1e-9)
     stepped = batch["advantage"] if "advantage" in batch.columns else None
     assert stepped is None
     turnwise = batch.put(advantage=batch.reward)
-    assert diagnose(turnwise)["credit/within"] > 0.01
+    assert measure_credit(turnwise)["credit/within"] > 0.01
 
 
 def test_flat_groups_are_told_apart():
@@ -63,7 +63,7 @@ def test_flat_groups_are_told_apart():
     for group, rewards in zip(groups, paid):
         turn = lambda t, r: replace(t, turns=tuple(replace(u, reward=r) for u in t.turns))  # noqa: E731
         rows.append(replace(group, trajectories=tuple(turn(t, r) for t, r in zip(group.trajectories, rewards))))
-    found = diagnose(recipes.build("grpo").objective.credit(pack(rows)))
+    found = measure_credit(recipes.build("grpo").objective.credit(pack(rows)))
     assert found["groups/all_right"] == found["groups/all_wrong"] == pytest.approx(1 / 3)
     assert found["groups/distinct"] == pytest.approx(4 / 3)
 

@@ -7,23 +7,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles.test_credit_groups import group, named, one
-from support.group_helpers import NAN, credit, packed, rich, same
-from support.test_groups import PROVEN
+from support.group_helpers import NAN, credit, group, named, one, packed, rich, same
+from support.proven import GROUPS
 
 from turnwise import recipes
 from turnwise.core.levels import TRAJECTORY, TURN, Field
-from turnwise.credit.multi_reward import Rewards, component
-from turnwise.credit.sets import SetValue
-from turnwise.credit.stratified import Told, last_told, words
-from turnwise.credit.tail_risk import Sheets, TailRisk
+from turnwise.credit.multi_reward import WeightedRewards, named_reward
+from turnwise.credit.sets import SetAdvantage
+from turnwise.credit.stratified import SameFact, last_turn_fact, action_hash
+from turnwise.credit.tail_risk import BundledRollouts, TailRisk
 from turnwise.errors import SignalError
 
 LONE = {"v0", "mssr", "copo", "gdpo"}  # need no siblings, or compare over the batch as well
 ALIKE = {"risk_po": {"bundle": 1}}
 
 
-@pytest.mark.parametrize("name", sorted(set(PROVEN) - LONE - {"public_baseline"}))
+@pytest.mark.parametrize("name", sorted(set(GROUPS) - LONE - {"public_baseline"}))
 def test_a_group_of_one_gets_nothing(name):
     found = credit(name, [group([1.0, 0.0]), [one(1.0, count=2)], group([1.0, 0.5])], **ALIKE.get(name, {}))
     assert not found[2:4].any()
@@ -53,10 +52,10 @@ def test_a_missing_reward_counts_as_nothing():
     for name in ("gdpo", "dvao"):
         same(credit(name, missing), credit(name, whole))
     batch, _ = packed(missing)
-    assert component(batch, "r2").x.tolist() == [0, 0, 1, 1]
+    assert named_reward(batch, "r2").x.tolist() == [0, 0, 1, 1]
     with pytest.raises(SignalError, match="r3"):
-        component(batch, "r3")
-    assert len(Rewards()(replace(batch, named={}))) == 1  # nothing is named: the outcome
+        named_reward(batch, "r3")
+    assert len(WeightedRewards()(replace(batch, reward_components={}))) == 1  # nothing is named: the outcome
     with pytest.raises(ValueError, match="1 weights for 2"):
         recipes.build("gdpo", rewards=("a", "b"), weights=(1.0,))
 
@@ -72,7 +71,7 @@ def test_an_unknown_verdict_is_not_a_success():
 
 def test_who_is_alike_without_being_told():
     batch, _ = packed(rich(2))
-    outcome = Told("nothing")(batch)
+    outcome = SameFact("nothing")(batch)
     r = batch.reward.sum(TRAJECTORY).x
     same_group = batch.tree.parents[2]
     for i in range(len(r)):
@@ -84,12 +83,12 @@ def test_who_is_alike_without_being_told():
     batch = replace(batch, action=Field(tree, TURN, said))
     owner = tree.parents[1].tolist()
     sequences = [tuple(a for a, o in zip(said.tolist(), owner) if o == k) for k in range(len(batch))]
-    numbers = words(batch).x.tolist()
+    numbers = action_hash(batch).x.tolist()
     assert all((a == b) == (x == y) for a, x in zip(sequences, numbers) for b, y in zip(sequences, numbers))
-    assert SetValue(2, Told("nothing", "words"))(batch).x.isfinite().all()
+    assert SetAdvantage(2, SameFact("nothing", "words"))(batch).x.isfinite().all()
     told = torch.full((tree.count(TURN),), NAN, dtype=torch.float64)
     told[0] = 3.0
-    last = last_told(Field(tree, TURN, told)).x
+    last = last_turn_fact(Field(tree, TURN, told)).x
     assert last[owner[0]] == 3.0 and last.isnan().sum() == len(batch) - 1
 
 
@@ -98,7 +97,7 @@ def test_sheets_do_not_depend_on_the_packing():
     order = list(range(len(batch)))
     random.Random(0).shuffle(order)
     moved = batch.select(order)
-    left, right = Sheets.draw(batch, 2), Sheets.draw(moved, 2)
+    left, right = BundledRollouts.draw(batch, 2), BundledRollouts.draw(moved, 2)
     assert sorted(left.score.tolist()) == pytest.approx(sorted(right.score.tolist()))
     same(TailRisk(mode="batch")(moved).x, TailRisk(mode="batch")(batch).x[order])
 

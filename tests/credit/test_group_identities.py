@@ -12,20 +12,19 @@ import torch
 from hypothesis import given, settings
 from oracles import credit_groups as cg
 from oracles import objectives, records
-from oracles.test_credit_groups import group, named, one
-from support.group_helpers import SEEDS, credit, packed, remembering, rich, same
+from support.group_helpers import SEEDS, credit, group, named, one, packed, remembering, rich, same
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.value import Outcome
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
-from turnwise.credit.baselines import OverMeanDeviation
-from turnwise.credit.history import WithEntropy
-from turnwise.credit.likelihood import Misranked, Novel
-from turnwise.credit.multi_reward import beta_shape, log_beta
-from turnwise.credit.sets import disagreement
-from turnwise.credit.stratified import Told
+from turnwise.credit.baselines import StandardiseByMeanDeviation
+from turnwise.credit.history import CappedEntropyBonus
+from turnwise.credit.likelihood import PairwiseCalibration, NoveltyBonus
+from turnwise.credit.multi_reward import fit_beta, beta_log_density
+from turnwise.credit.sets import answer_entropy
+from turnwise.credit.stratified import SameFact
 from turnwise.credit.tail_risk import TailRisk
 
 
@@ -41,10 +40,10 @@ def test_medians_golden():
 
 
 def test_beta_golden():
-    shape = beta_shape(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
+    shape = fit_beta(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
     same(torch.stack(shape), [1.5, 1.5])
     rates = torch.tensor([0.25, 0.5, 0.75, 0.1, 0.6], dtype=torch.float64)
-    density = log_beta(rates, *shape).exp()
+    density = beta_log_density(rates, *shape).exp()
     same(1 / density[:3], [0.906900, 0.785398, 0.906900], 1e-6)
     same(density, 8 / math.pi * (rates * (1 - rates)).sqrt())  # the population std of 0/1 rewards, up to a constant
     flat = [group([1, 0, 0, 0])]
@@ -167,7 +166,7 @@ def test_reductions_to_grpo_and_dr_grpo(seed):
 
 
 def test_difficulty_golden():
-    exact = OverMeanDeviation(eps=1e-12)
+    exact = StandardiseByMeanDeviation(eps=1e-12)
     of = lambda rewards: exact(packed([group(rewards)])[0]).x  # noqa: E731
     same(of([1, 0, 0, 0]), [2, -2 / 3, -2 / 3, -2 / 3])
     same(of([1, 1, 0, 0]), [1, 1, -1, -1])
@@ -195,7 +194,7 @@ def test_likelihood_golden():
     same(credit("unlikeliness", rare), [0.49706, 0.36451, 0.62961, -1.49119], 1e-5)
     assert credit("unlikeliness", [group([1, 1], logp=[-1, -2])]).abs().min() > 0  # all right: still something to learn
     batch, _ = packed([group([0.8, 0.8, -1.6], logp=[-0.5, -1.5, -1])])
-    same(Novel(Outcome())(batch).x, [0.8, 1.2, -1.6])
+    same(NoveltyBonus(Outcome())(batch).x, [0.8, 1.2, -1.6])
 
 
 @settings(deadline=None, max_examples=10)
@@ -206,17 +205,17 @@ def test_pairs_cancel_and_flatten(seed):
         t.turns = [records.Turn(records.sampled(t)[:1], float(t.success))]
     batch, _ = packed(reference)
     batch = batch.put({Signal.REFERENCE: batch.behaviour})
-    assert float(Misranked(high=torch.inf, low=0.0)(batch).x.sum()) == pytest.approx(0, abs=1e-9)
-    flat = Misranked(tau=1e9, high=torch.inf, low=0.0)(batch).x
+    assert float(PairwiseCalibration(high=torch.inf, low=0.0)(batch).x.sum()) == pytest.approx(0, abs=1e-9)
+    flat = PairwiseCalibration(tau=1e9, high=torch.inf, low=0.0)(batch).x
     centred = Standardise(scale=False)(batch)
-    same(flat, (0.5 * centred.peers(GROUP) * centred).x, 1e-6)  # Dr.GRPO, up to scale
+    same(flat, (0.5 * centred.peer_count(GROUP) * centred).x, 1e-6)  # Dr.GRPO, up to scale
 
 
 def test_agreement_golden():
     for kinds, (entropy, weight) in {1: (0, 0.3775), 2: (1, 0.6225), 8: (3, 0.9241)}.items():
         answers = [str(i % kinds) for i in range(8)]
         batch, _ = packed([group([float(i) for i in range(8)], answer=answers), group([1.0, 0.0], answer=["a", "b"])])
-        same(disagreement(batch, Told("answer")).x, [entropy, 1.0])
+        same(answer_entropy(batch, SameFact("answer")).x, [entropy, 1.0])
         factor = {1: 1.0, 2: 0.70833, 8: 0.125}[kinds]
         parts = recipes.build("copo").advantage
         same((parts.left(batch).x / Standardise()(batch).x)[:8], [weight] * 8, 1e-4)
@@ -259,14 +258,14 @@ def test_verdicts_golden():
     history = {"means": [0.4, 0.5, 0.45]}
     for rewards, phi in (([1, 0.1], 2.0), ([0.7, 0.0], -1.0), ([1.0, 0.0], 1.0)):
         batch, _ = packed([group(rewards)])
-        objective, part = remembering("pipo", "Verdict", history)
+        objective, part = remembering("pipo", "ImprovementWeighted", history)
         assert float(part.verdict(objective.credit(batch)).item) == pytest.approx(phi, abs=1e-4)
 
 
 def test_entropy_golden():
     batch, _ = packed([group([0.5, -0.1])])
     unsure = batch.put({Signal.OLD_ENTROPY: batch.tree.full(TOKEN, 0.3, torch.float64)})
-    same(WithEntropy(Outcome())(unsure).x, [0.5 + 0.6, -0.1 + 0.25])
+    same(CappedEntropyBonus(Outcome())(unsure).x, [0.5 + 0.6, -0.1 + 0.25])
     reference = rich(1)
     plain, shaped = credit("mssr", reference, weight=0.0), credit("mssr", reference)
     assert (shaped >= plain).all()  # never less, and with γ ≥ 1 never more than twice as much
@@ -282,9 +281,9 @@ def test_a_rollout_does_not_predict_its_own_baseline(seed):
     batch, _ = packed(reference)
     advantage = recipes.build("poise", normalise=False).advantage
     chosen = seed % len(batch)
-    moved = batch[Signal.PROBE].x.clone()
+    moved = batch[Signal.REWARD_PROBE].x.clone()
     moved[chosen] += 1.0
-    again = advantage(batch.put({Signal.PROBE: Field(batch.tree, TRAJECTORY, moved)})).x
+    again = advantage(batch.put({Signal.REWARD_PROBE: Field(batch.tree, TRAJECTORY, moved)})).x
     assert float(again[chosen]) == pytest.approx(float(advantage(batch).x[chosen]), abs=1e-12)
     several = [g for g in reference if len(g) > 1]
     for g in several:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from oracles import credit_groups as cg
 from oracles import records
 from support.group_helpers import NAN, SEEDS, credit, packed, remembering, rich, same, slopes
+from support.proven import GROUPS
 
 from turnwise import recipes
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
@@ -85,7 +86,10 @@ CASES = {  # method and variant: hyper-parameters of ours, the oracle
     "poise raw": ({"normalise": False}, lambda b: cg.poise(b, normalise=False)),
     "v0": ({}, cg.v0),
 }
-PROVEN = sorted({case.split()[0] for case in CASES})
+
+
+def test_the_cases_are_those_the_contract_counts_on():
+    assert sorted({case.split()[0] for case in CASES}) == sorted(GROUPS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -175,7 +179,7 @@ def test_expectations_are_read_before_they_are_written(seed):
     kls = [dice.uniform(0, 0.02) for _ in range(30)]
     batch, _ = packed(reference)
     batch = batch.put({Signal.PREVIOUS: batch[Signal.PROXIMAL]})  # the last update went nowhere
-    objective, keep = remembering("mssr", "ByUpdates", {"batches": 30, "kl": kls[-19:]})
+    objective, keep = remembering("mssr", "RetentionByKL", {"batches": 30, "kl": kls[-19:]})
     part = next(p for p in objective.advantage.parts if type(p).__name__ == "Tracker")
     objective.memory.of(part).update({"tasks": {str(i): list(row) for i, row in tracker.items()}})
     expected = cg.mssr(reference, {"tracker": tracker, "kl": [*kls, 0.0]})
@@ -188,7 +192,7 @@ def test_expectations_are_read_before_they_are_written(seed):
 
 def test_the_first_batch_has_no_update_before_it():
     batch, _ = packed(rich(0))
-    objective, keep = remembering("mssr", "ByUpdates", {})
+    objective, keep = remembering("mssr", "RetentionByKL", {})
     assert float(keep(objective.credit(batch)).item) == pytest.approx(0.96)
     moved = batch.put({Signal.PREVIOUS: batch[Signal.PROXIMAL] - 3.0})
     assert float(keep(objective.credit(moved)).item) == pytest.approx(0.875)
@@ -221,9 +225,9 @@ def test_bad_hyper_parameters_are_refused_in_words(name, hyper, words):
 
 
 def test_what_methods_ask_to_be_told():
-    asked = lambda name, **hyper: recipes.build(name, **hyper).asks  # noqa: E731
+    asked = lambda name, **hyper: recipes.build(name, **hyper).requirements  # noqa: E731
     assert asked("gdpo", rewards=("a", "b", "c")) == {"reward a", "reward b", "reward c"}
     assert asked("gdpo") == asked("bnpo") == asked("copo") == asked("polychromic") == frozenset()
     assert asked("capo_calibration") == asked("risk_po", share="score") == {"verdict"}
     assert asked("pipo") == {"replay"} and asked("dgpo_difficulty", accuracy="right") == {"reward right"}
-    assert Signal.PROBE in recipes.build("poise").objective.frozen & recipes.build("v0").objective.frozen
+    assert Signal.REWARD_PROBE in recipes.build("poise").objective.signals_before_batch & recipes.build("v0").objective.signals_before_batch

@@ -10,15 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import records
-from oracles.test_credit_turns import enrich_plain, path
-from support.turn_helpers import converted, credit, made, near
+from support.turn_helpers import converted, credit, enrich_plain, made, near, path
 
 from turnwise.algebra.advantage import LeaveOneOut, Standardise
-from turnwise.algebra.peers import Kin, Same
+from turnwise.algebra.peers import Peers, Same
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import ReturnToGo
 from turnwise.core.levels import GROUP, TRAJECTORY, TURN, Field, Partition
-from turnwise.credit.turns import AtSameTurn
+from turnwise.credit.turns import LeaveOneOutAtTurn
 
 SEEDS = st.integers(0, 10**6)
 
@@ -62,7 +61,7 @@ def test_with_outcomes_standing_in_a_late_reward_is_leave_one_out(seed):
 
 
 @dataclass(frozen=True)
-class FromTheEnd(Kin):
+class FromTheEnd(Peers):
     """Turns with as many turns to come."""
 
     def __call__(self, batch):
@@ -105,7 +104,7 @@ def test_which_turn_baselines_bend_the_gradient():
     A mean with oneself in it shrinks late turns more than early ones; peers by the turns to come look into the future."""
     fork = Fork(stop=0.6, p=0.4, q=0.7)
     for absent in ("out", "outcome", "nothing"):
-        assert fork.mean(AtSameTurn(ReturnToGo(), absent)) == near(fork.truth, 1e-12)
+        assert fork.mean(LeaveOneOutAtTurn(ReturnToGo(), absent)) == near(fork.truth, 1e-12)
     with_oneself = [a / b for a, b in zip(fork.mean(Standardise(ReturnToGo(), Same("index"), False)), fork.truth)]
     assert with_oneself[0] == near(2 / 3) and with_oneself[1] < 0.45
     assert abs(fork.mean(LeaveOneOut(ReturnToGo(), FromTheEnd()))[0] - fork.truth[0]) > 0.01
@@ -114,6 +113,6 @@ def test_which_turn_baselines_bend_the_gradient():
 def test_standing_in_helps_where_the_absent_earned_alike():
     """What is gained or lost is noise: outcomes are a good guess of what a lone survivor earns, or a bad one."""
     alike, unlike = Fork(stop=1.0, p=0.3, q=0.9), Fork(stop=1.0, p=0.3, q=0.1)
-    out, outcome = AtSameTurn(ReturnToGo(), "out"), AtSameTurn(ReturnToGo(), "outcome")
+    out, outcome = LeaveOneOutAtTurn(ReturnToGo(), "out"), LeaveOneOutAtTurn(ReturnToGo(), "outcome")
     assert alike.size(outcome) < 0.5 * alike.size(out)
     assert unlike.size(outcome) > unlike.size(out)

@@ -11,26 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import offpolicy, others, records
 from support.other_helpers import built, enriched, near, packed, plain, proven, ran, rewarded, row, same, slope
+from support.proven import OTHERS
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
-from turnwise.algebra.gate import Open, Score
-from turnwise.algebra.penalty import NegativeLogLikelihood, Weighted
-from turnwise.algebra.piece import Now
+from turnwise.algebra.gate import NoGate, ScoreFunction
+from turnwise.algebra.penalty import NegativeLogLikelihood, WeightedPenalty
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import Importance, OnPolicy
 from turnwise.algebra.value import Constant
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
-from turnwise.credit.by_origin import Shaped
-from turnwise.credit.imitation import Imitation, WarmCosine, falling
-from turnwise.credit.selectors import From, Patched, Unrewarded
+from turnwise.credit.by_origin import ShapedProbability
+from turnwise.credit.imitation import WeightedNegativeLogLikelihood, WarmupCosine, cosine_decay
+from turnwise.credit.selectors import FromOrigin, PatchFailedGroups, UnrewardedGroups
 from turnwise.credit.self_imitation import PastMedian
 from turnwise.recipes.recipe import Recipe
 
-PROVEN = [
-    "chord", "hpt", "luffy", "guide", "arpo_gui", "spear_replay", "r1v2", "bepa", "opd", "opd_corrected", "scope", "otr",
-]  # fmt: skip
 SEEDS = st.integers(0, 10**6)
 FIXED = range(6)
 
@@ -112,7 +110,7 @@ def test_oracle(name, mine, theirs, step, seed):
     objective = built(name, step, **mine)
     proven(objective, batch, policy, reference, expected)
     if "used" in expected.extra and name != "hpt":  # the rule itself, row by row
-        assert objective.keep.of(batch).x.tolist() == expected.extra["used"]
+        assert objective.keep.select(batch).x.tolist() == expected.extra["used"]
 
 
 @pytest.mark.parametrize("step", [0, 60, 150, 400])
@@ -178,7 +176,7 @@ def test_otr(negative, candidates, seed):
     expected = others.otr(reference, negative)
     objective = built("otr", negative=negative, candidates=candidates)
     proven(objective, batch, policy, reference, expected)
-    rivals = slope(ran(objective, batch, policy)[1], policy[Signal.RIVALS].x)
+    rivals = slope(ran(objective, batch, policy)[1], policy[Signal.CANDIDATE_LOGP].x)
     for token, found in zip(records.tokens(reference), rivals.tolist()):
         if token.facts["others"] and expected.loss.requires_grad:
             near(found, slope(expected.loss, token.facts["others"][0]))
@@ -187,7 +185,7 @@ def test_otr(negative, candidates, seed):
 # ----------------------------------------------------------------- own counts
 
 
-@pytest.mark.parametrize("name", PROVEN)
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("seed", FIXED)
 def test_every_part_has_a_count_of_its_own(name, seed):
     """One trajectory at a time, the losses add up to the whole: no mean over what happens to be in a micro-batch."""
@@ -195,15 +193,15 @@ def test_every_part_has_a_count_of_its_own(name, seed):
     objective = built(name, 60)
     planned = objective.plan(objective.credit(batch))
     whole = objective(planned, policy).loss
-    rows = planned.put(_row=Field(planned.tree, TOKEN, torch.arange(planned.tree.count(TOKEN))))
+    rows = planned.put(row=Field(planned.tree, TOKEN, torch.arange(planned.tree.count(TOKEN))))
     parts = [rows.select([k]) for k in range(len(rows))]
-    cut = lambda part: {s: Field(part.tree, TOKEN, f.x[part["_row"].x]) for s, f in policy.items()}  # noqa: E731
+    cut = lambda part: {s: Field(part.tree, TOKEN, f.x[part["row"].x]) for s, f in policy.items()}  # noqa: E731
     summed = sum(objective(part, cut(part)).loss for part in parts)
     near(summed.detach(), whole.detach())
     near(slope(summed, policy[Signal.LOGP].x), slope(whole, policy[Signal.LOGP].x))
 
 
-@pytest.mark.parametrize("name", PROVEN)
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("origin", ["policy", "expert", "replay"])
 def test_what_is_not_there_is_nothing(name, origin):
     """All rows of one origin: the oracle's loss, and exactly 0 where no row takes part."""
@@ -229,9 +227,9 @@ def test_what_is_not_there_is_nothing(name, origin):
 
 
 def test_chord_schedule():
-    found = [WarmCosine(200, 400, 0.5, 0.02).at(s) for s in (0, 100, 200, 400, 600)]
+    found = [WarmupCosine(200, 400, 0.5, 0.02).at(s) for s in (0, 100, 200, 400, 600)]
     assert found == pytest.approx([0, 0.25, 0.5, 0.26, 0.02])
-    assert [WarmCosine(0, 1, 1.0, 0.0).at(s) for s in (0, 1, 2)] == [1, 0, 0]  # first imitate, then reinforce
+    assert [WarmupCosine(0, 1, 1.0, 0.0).at(s) for s in (0, 1, 2)] == [1, 0, 0]  # first imitate, then reinforce
 
 
 @pytest.mark.parametrize("seed", FIXED)
@@ -240,7 +238,7 @@ def test_chord_between_its_ends(seed):
     same(built("chord", peak=0.0, valley=0.0), built("grpo", beta=0.0), batch, policy)
     shown = replace(batch, expert=batch.expert.map(torch.ones_like))
     imitate = Recipe(
-        advantage=Constant(0.0), aggregate=Mean(TOKEN), penalties=(Weighted(1.0, NegativeLogLikelihood()),)
+        advantage=Constant(0.0), aggregate=Mean(TOKEN), penalties=(WeightedPenalty(1.0, NegativeLogLikelihood()),)
     )
     same(built("chord", peak=1.0, valley=1.0), built(imitate), shown, policy)
     sure = packed(enriched(seed))
@@ -264,15 +262,15 @@ def test_likely_tokens_teach_nothing_beyond_the_cutoff():
         loss = ran(built("chord", peak=1.0, valley=1.0, **hyper), batch, policy)[1]
         near(slope(loss, policy[Signal.LOGP].x), expected)
     with pytest.raises(ValueError, match="no weight"):
-        Imitation("psi")
+        WeightedNegativeLogLikelihood("psi")
 
 
 def test_four_parts_of_one_gradient():
     """mask · 1/π_ref · A · ∇π: imitation is A = 1 over the policy itself, PPO at ρ = 1 is REINFORCE."""
     batch, policy = packed([[row([-1.7, -0.4], 0.3)]])
-    now, logp = Now(batch, policy), policy[Signal.LOGP].x
+    now, logp = MicroBatchView(batch, policy), policy[Signal.LOGP].x
     near(slope(OnPolicy()(now).x.sum(), logp), slope(-NegativeLogLikelihood()(now).x.sum(), logp))
-    near(slope((0.3 * Importance()(now)).x.sum(), logp), slope((0.3 * Score()(None, None, now)).x.sum(), logp))
+    near(slope((0.3 * Importance()(now)).x.sum(), logp), slope((0.3 * ScoreFunction()(None, None, now)).x.sum(), logp))
 
 
 @pytest.mark.parametrize("seed", FIXED)
@@ -282,8 +280,8 @@ def test_hpt_between_its_ends(seed):
     shown = replace(batch, expert=batch.expert.map(torch.ones_like))
     objective = built("hpt", gate=1.0)
     only = objective.penalties[0].rows
-    assert only.of(shown).to(torch.int64).sum(TRAJECTORY + 1).x.tolist() == [1] * shown.tree.count(TRAJECTORY + 1)
-    imitate = Weighted(1.0, NegativeLogLikelihood(), Mean(TRAJECTORY), rows=only)
+    assert only.select(shown).to(torch.int64).sum(TRAJECTORY + 1).x.tolist() == [1] * shown.tree.count(TRAJECTORY + 1)
+    imitate = WeightedPenalty(1.0, NegativeLogLikelihood(), Mean(TRAJECTORY), rows=only)
     same(objective, built(Recipe(advantage=Constant(0.0), penalties=(imitate,))), shown, policy)
 
 
@@ -300,7 +298,7 @@ def test_hpt_gate():
 
 @pytest.mark.parametrize("seed", FIXED)
 def test_luffy_without_an_expert(seed):
-    open_ = Recipe(advantage=Standardise(scale=False), gate=Open(), aggregate=Sum(TRAJECTORY, length=64))
+    open_ = Recipe(advantage=Standardise(scale=False), gate=NoGate(), aggregate=Sum(TRAJECTORY, length=64))
     same(built("luffy"), built(open_), *packed(plain(seed)))
 
 
@@ -308,8 +306,8 @@ def test_luffy_without_an_expert(seed):
 @given(p=st.floats(1e-6, 1.0))
 def test_policy_shaping(p):
     batch, policy = packed([[row([math.log(p)])]])
-    now, logp = Now(batch, policy), policy[Signal.LOGP].x
-    value = lambda shape: Shaped("ratio", shape)(now).x  # noqa: E731
+    now, logp = MicroBatchView(batch, policy), policy[Signal.LOGP].x
+    value = lambda shape: ShapedProbability("ratio", shape)(now).x  # noqa: E731
     near(1e12 * value(1e12).detach(), [p])  # a large shape, scaled back, is p itself
     assert abs(float(slope(value(1e-15).sum(), logp))) < 1e-6  # a small one is 1, without gradient
     near(slope(value(0.1).sum(), logp), [0.1 / (p + 0.1) ** 2 * p])
@@ -318,7 +316,7 @@ def test_policy_shaping(p):
 def test_policy_shaping_goldens():
     for p, expected in ((1e-9, 10.0), (1.0, 0.0826446)):
         batch, policy = packed([[row([math.log(p)])]])
-        found = slope(Shaped()(Now(batch, policy)).x.sum(), policy[Signal.LOGP].x)
+        found = slope(ShapedProbability()(MicroBatchView(batch, policy)).x.sum(), policy[Signal.LOGP].x)
         assert float(found) / p == pytest.approx(expected, rel=1e-6)
     advantage, loss, _ = ran(
         built("luffy", length=1), *packed([[row([-1.0]), row([math.log(0.4)], 1.0, origin="expert")]])
@@ -373,11 +371,11 @@ def test_arpo_patches_a_failing_group():
     fresh = rewarded([row([-1.0]), row([-1.0], 0.02, format=-1.0), row([-1.0])])
     batch, policy = packed([fresh + old])
     objective = built("arpo_gui")
-    assert objective.keep.of(batch).x.tolist() == [False, True, True, False, True, False]
+    assert objective.keep.select(batch).x.tolist() == [False, True, True, False, True, False]
     advantage, loss, _ = ran(objective, batch, policy)
     near(slope(loss, policy[Signal.LOGP].x)[4], -advantage[4] / 3)  # ρ = 1, whatever was recorded
     fresh[1].turns[0].reward = 0.5
-    assert objective.keep.of(packed([fresh + old])[0]).x.tolist() == [True] * 3 + [False] * 3
+    assert objective.keep.select(packed([fresh + old])[0]).x.tolist() == [True] * 3 + [False] * 3
 
 
 def test_bepa_with_own_successes_is_arpo():
@@ -391,9 +389,9 @@ def test_bepa_prefers_its_own_last_success_to_an_expert():
     mine = [row([-1.0], 1.0, origin="replay", age=age) for age in (3, 1, 2)]
     group = [*rewarded([row([-1.0]), row([-1.0])]), expert, *mine]
     rule = built("bepa").keep
-    assert rule.of(packed([group])[0]).x.tolist() == [False, True, False, False, True, False]
-    assert rule.of(packed([group[:3]])[0]).x.tolist() == [False, True, True]  # a static cache replaces one trace
-    assert rule == Patched(Unrewarded(), rule.stock)
+    assert rule.select(packed([group])[0]).x.tolist() == [False, True, False, False, True, False]
+    assert rule.select(packed([group[:3]])[0]).x.tolist() == [False, True, True]  # a static cache replaces one trace
+    assert rule == PatchFailedGroups(UnrewardedGroups(), rule.pool)
     batch, policy = packed([group[:3]])
     advantage, loss, _ = ran(built("bepa"), batch, policy)
     found = slope(loss, policy[Signal.LOGP].x)
@@ -413,8 +411,8 @@ def test_spear_between_its_ends(seed):
 
 
 def test_spear_schedules_and_what_replay_changes():
-    assert [falling(t, 100) for t in (0, 50, 100, 101)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
-    assert [1 - falling(t, 200) for t in (0, 100, 200, 500)] == pytest.approx([0.0, 0.5, 1.0, 1.0])
+    assert [cosine_decay(t, 100) for t in (0, 50, 100, 101)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
+    assert [1 - cosine_decay(t, 200) for t in (0, 100, 200, 500)] == pytest.approx([0.0, 0.5, 1.0, 1.0])
     fresh = [row([-1.0], 1.0), row([-1.0], 0.0)]
     fresh[0].turns[0].tool_calls = 3
     again = [row([-1.0], reward, origin="replay", age=age) for reward, age in ((1.0, 0), (0.1, 0), (1.0, 11))]
@@ -493,8 +491,8 @@ def test_opd_at_its_values_of_lambda(seed):
     far = batch.put({Signal.REFERENCE: batch[Signal.REFERENCE] - 1.3})
     one = [ran(built("opd", lam=1.0), b, policy) for b in (batch, far)]
     assert torch.equal(one[0][0], one[1][0]) and torch.equal(one[0][1], one[1][1])  # bit for bit
-    assert Signal.REFERENCE not in built("opd", lam=1.0).needs
-    own = From("policy").of(batch).at(TOKEN).x
+    assert Signal.REFERENCE not in built("opd", lam=1.0).signals
+    own = FromOrigin("policy").select(batch).at(TOKEN).x
     back = (batch[Signal.REFERENCE] - batch.behaviour).x
     near(ran(built("opd", lam=0.0), batch, policy)[0][own], back[own])  # pulled back to the reference
     alike = batch.put({Signal.TEACHER: batch[Signal.REFERENCE]})

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from oracles import others, records
 from support.batches import from_oracle
 from support.other_helpers import built, enriched, near, packed, plain, proven, ran, rewarded, row, same, slope
+from support.proven import PREFERENCES
 
 from turnwise import recipes
 from turnwise.algebra.aggregate import Mean
-from turnwise.algebra.penalty import NegativeLogLikelihood, Weighted
-from turnwise.algebra.piece import Now
+from turnwise.algebra.penalty import NegativeLogLikelihood, WeightedPenalty
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.value import Constant
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
-from turnwise.credit.pairs import FormedPairs, ToldPairs, WinRate
-from turnwise.credit.preference import LogRatio, ideal_ranking, ranking
+from turnwise.credit.pairs import BestWorstPairs, LabelledPairs, WinRate
+from turnwise.credit.preference import LogRatioScore, ideal_ranking, ranking_metrics
 from turnwise.recipes.recipe import Recipe
 
-PROVEN = ["dpo", "rdpo", "simpo", "inpo", "spo_minimax", "srpo", "mapl", "dpa"]
 SEEDS = st.integers(0, 10**6)
 FIXED = range(6)
 EVEN = {"groups": 10, "size": 2}  # many groups of two
@@ -89,7 +89,7 @@ def rated(reference: records.Batch) -> tuple[Any, Any]:
     names = ("helpfulness", "verbosity")
     named = {name: numbers("ratings", k) for k, name in enumerate(names)}
     toward = {f"toward_{name}": numbers("direction", k) for k, name in enumerate(names)}
-    return replace(batch, named=named, facts={**batch.facts, **toward}), policy
+    return replace(batch, reward_components=named, facts={**batch.facts, **toward}), policy
 
 
 @settings(deadline=None, max_examples=25)
@@ -100,7 +100,7 @@ def test_dpa(seed):
     expected = others.dpa(reference)
     objective = built("dpa", answers="formed")
     proven(objective, batch, policy, reference, expected)
-    assert objective.penalties[0].rows.of(batch).x.tolist() == expected.extra["kept"]
+    assert objective.penalties[0].rows.select(batch).x.tolist() == expected.extra["kept"]
 
 
 # ------------------------------------------------- data that says one text twice
@@ -230,7 +230,7 @@ def test_rdpo_falls_for_ever_unless_bound():
 def test_simpo_needs_no_reference():
     reference = [[row([-1.0, -2.0], chosen=True), row([-3.0], chosen=False)]]
     assert loss_of("simpo", reference) == pytest.approx(math.log(1 + math.exp(-2.0)))  # 2(−1.5) − 2(−3) − 1 = 2
-    assert Signal.REFERENCE not in recipes.build("simpo").objective.needs
+    assert Signal.REFERENCE not in recipes.build("simpo").objective.signals
 
 
 def test_inpo_between_its_anchors():
@@ -243,7 +243,7 @@ def test_inpo_between_its_anchors():
     batch, policy = packed(reference)
     sampler = batch.put({Signal.REFERENCE: batch.behaviour})
     near(ran(inpo(0.0), batch, policy)[1].detach(), ran(ipo, sampler, policy)[1].detach())
-    assert Signal.REFERENCE not in inpo(0.0).needs
+    assert Signal.REFERENCE not in inpo(0.0).signals
 
 
 def test_inpo_fixed_point():
@@ -321,27 +321,27 @@ def test_dpa_in_one_direction_is_rejection_sampling():
 def test_formed_pairs_are_the_best_and_the_worst(name, seed):
     """The same loss as if someone had told which they are, in groups of two."""
     batch, policy = packed(plain(seed))
-    sign = FormedPairs().sign(batch)
+    sign = BestWorstPairs().sign(batch)
     outcome = batch.reward.sum(TRAJECTORY)
     worth = outcome.max(GROUP) > outcome.min(GROUP)
     near(sign.abs().sum(GROUP).x, 2 * worth.x.double())
     assert torch.equal(outcome.x[sign.x > 0], outcome.max(GROUP).x[worth.x])
     assert torch.equal(outcome.x[sign.x < 0].sort().values, outcome.min(GROUP).x[worth.x].sort().values)
     two = numbered(batch).select(sign.x.nonzero().squeeze(1))
-    facts = {"chosen": Field(two.tree, TRAJECTORY, (FormedPairs().sign(two).x > 0).double())}
-    mine = {s: Field(two.tree, TOKEN, f.x[two["_row"].x]) for s, f in policy.items()}
+    facts = {"chosen": Field(two.tree, TRAJECTORY, (BestWorstPairs().sign(two).x > 0).double())}
+    mine = {s: Field(two.tree, TOKEN, f.x[two["row"].x]) for s, f in policy.items()}
     expected = ran(built(name, pairs="told"), replace(two, facts=facts), mine)[1]
     near(ran(built(name, pairs="formed"), batch, policy)[1].detach(), expected.detach())
 
 
 def numbered(batch):
-    return batch.put(_row=Field(batch.tree, TOKEN, torch.arange(batch.tree.count(TOKEN))))
+    return batch.put(row=Field(batch.tree, TOKEN, torch.arange(batch.tree.count(TOKEN))))
 
 
 # ---------------------------------------------------------- counts, diagnostics
 
 
-@pytest.mark.parametrize("name", PROVEN)
+@pytest.mark.parametrize("name", PREFERENCES)
 @pytest.mark.parametrize("seed", FIXED)
 def test_every_part_has_a_count_of_its_own(name, seed):
     """Pairs torn apart, one trajectory at a time: losses, gradients and diagnostics still add up to the whole."""
@@ -350,7 +350,7 @@ def test_every_part_has_a_count_of_its_own(name, seed):
     planned = objective.plan(objective.credit(batch))
     whole = objective(planned, policy)
     rows = numbered(planned)
-    cut = lambda part: {s: Field(part.tree, TOKEN, f.x[part["_row"].x]) for s, f in policy.items()}  # noqa: E731
+    cut = lambda part: {s: Field(part.tree, TOKEN, f.x[part["row"].x]) for s, f in policy.items()}  # noqa: E731
     found = [objective(part, cut(part)) for part in (rows.select([k]) for k in range(len(rows)))]
     total = sum(one.loss for one in found)
     near(total.detach(), whole.loss.detach())
@@ -373,8 +373,8 @@ def test_ranking_and_the_loss_that_turns_it(seed):
     """Ranking is right just where the loss is at most −log σ(βc), c = log π_ref(l)/π_ref(w); below 0.6 it is, if it was."""
     beta = 0.1
     batch, policy = packed(enriched(seed, **EVEN))
-    now, pairs = Now(batch, policy), ToldPairs()
-    found = ranking(now, pairs, LogRatio())
+    now, pairs = MicroBatchView(batch, policy), LabelledPairs()
+    found = ranking_metrics(now, pairs, LogRatioScore())
     there = found["pairs"].x > 0
     sign = pairs.sign(batch)
     total = lambda x: (sign * x.detach().sum(TRAJECTORY)).sum(GROUP).x[there]  # noqa: E731
@@ -393,7 +393,7 @@ def test_ideal_ranking():
         winner, loser = row([-30.0], chosen=True), row([-30.0], chosen=False)
         records.sampled(winner)[0].reference, records.sampled(loser)[0].reference = -30.0, -30.0 - gap
         batch, policy = packed([[winner, loser]])
-        near(ideal_ranking(Now(batch, policy), ToldPairs(), 0.1, 0.9).x, [expected])
+        near(ideal_ranking(MicroBatchView(batch, policy), LabelledPairs(), 0.1, 0.9).x, [expected])
 
 
 def test_the_score_may_be_right_and_the_policy_still_wrong():
@@ -412,6 +412,6 @@ def test_the_score_may_be_right_and_the_policy_still_wrong():
 def test_imitation_of_the_best_is_plain_likelihood():
     rows = [row([-1.0, -2.0], ratings=[1.0, 0.0], direction=[1.0, 0.0])]
     imitate = Recipe(
-        advantage=Constant(0.0), aggregate=Mean(TOKEN), penalties=(Weighted(1.0, NegativeLogLikelihood()),)
+        advantage=Constant(0.0), aggregate=Mean(TOKEN), penalties=(WeightedPenalty(1.0, NegativeLogLikelihood()),)
     )
     same(built("dpa", answers="formed"), built(imitate), *rated([rows]))

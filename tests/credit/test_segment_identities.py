@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from credit import forests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import credit_segments as oracle
 from oracles import records
 from oracles.records import Trajectory, Turn, token
+from support import forests
 from support.batches import from_oracle
-from support.test_segments import asked, credit, criticised, kept, made, slopes, told
+from support.segment_helpers import asked, credit, criticised, kept, made, slopes, told
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise
@@ -26,14 +26,14 @@ from turnwise.algebra.value import Constant
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.records import Group
 from turnwise.core.records import Trajectory as Episode
-from turnwise.core.signals import UTTERANCE, Signal
-from turnwise.credit.effective_rank import Bonus
+from turnwise.core.signals import TURN_CRITIC, Signal
+from turnwise.credit.effective_rank import CappedBonus
 from turnwise.credit.fact import Fact
-from turnwise.credit.forks import Earned, Forks, Through
-from turnwise.credit.shaping import Thrift, Uncovered
-from turnwise.credit.tracker import DriftSince, Forgetting, Tracker
-from turnwise.tasks.samplers import Tasks
-from turnwise.tasks.uncertain import Uncertain
+from turnwise.credit.forks import PathReturn, ForkTree, MeanOverPaths
+from turnwise.credit.shaping import ToolEfficiencyReward, ShapleyInformationGain
+from turnwise.credit.tracker import DriftSinceVisit, RetentionByDrift, SuccessTracker
+from turnwise.tasks.samplers import UncertaintySampler
+from turnwise.tasks.task_source import TaskStream
 
 SEEDS = st.integers(0, 10**6)
 few = settings(deadline=None, max_examples=10)
@@ -122,15 +122,15 @@ def test_spo_tree_by_hand():
     root = 0.5**0.5
     scaled = credit(recipes.build("spo_tree", scale=True), batch).tolist()
     assert scaled == near([-root, root, root, 0.0, -root, 0.0], 1e-6)
-    assert Earned()(batch).x.tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert PathReturn()(batch).x.tolist() == [1.0, 1.0, 0.0, 1.0]
 
 
 def test_arpo_by_hand():
     """What two branches share gets their mean, or with copies their sum; the branches their own."""
     _, batch, _ = tree_by_hand()
     given = Given((1.0, 2.0, 3.0, 5.0))
-    assert Through(given)(batch).x.tolist() == [2.0, 1.0, 3.5, 2.0, 3.0, 5.0]
-    assert Through(given, copies=True)(batch).x.tolist() == [4.0, 1.0, 7.0, 2.0, 3.0, 5.0]
+    assert MeanOverPaths(given)(batch).x.tolist() == [2.0, 1.0, 3.5, 2.0, 3.0, 5.0]
+    assert MeanOverPaths(given, copies=True)(batch).x.tolist() == [4.0, 1.0, 7.0, 2.0, 3.0, 5.0]
 
 
 @few
@@ -156,7 +156,7 @@ def test_a_parent_that_is_gone():
     """Who left a trajectory that is not in the batch begins at the prompt."""
     _, batch, _ = tree_by_hand()
     left = batch.select([0, 2, 3])
-    assert Forks(left).declared.tolist() == [-1, 0, -1]
+    assert ForkTree(left).recorded_parent.tolist() == [-1, 0, -1]
     assert torch.isfinite(credit(recipes.build("spo_tree"), left)).all()
 
 
@@ -219,10 +219,10 @@ def test_archer_with_the_outcome_as_critic_is_reinforce(seed):
         one.turns[0].facts.update(q=(r, r + 1), v=(0.0, 0.5), slow_q=(0.0, 0.0), slow_v=(9.0, 9.0))
     batch, policy = criticised(reference)
     _, found = slopes(recipes.build("archer", gamma=0.0).objective, batch, policy)
-    plain = {s: f for s, f in policy.items() if s not in UTTERANCE}
+    plain = {s: f for s, f in policy.items() if s not in TURN_CRITIC}
     _, expected = slopes(recipes.build("reinforce").objective, batch, plain)
     torch.testing.assert_close(found[Signal.LOGP], expected[Signal.LOGP])
-    assert found[Signal.Q].abs().max() < 1e-12 and found[Signal.Q_TWIN].abs().max() > 0
+    assert found[Signal.Q].abs().max() < 1e-12 and found[Signal.SECOND_Q].abs().max() > 0
 
 
 @few
@@ -243,18 +243,18 @@ def test_direct_advantage_keeps_the_reference_where_nothing_is_to_gain(seed):
 def visit(objective, batch) -> float:
     """Credit a batch; what its first task is then thought to be worth."""
     objective.credit(batch)
-    tracker = next(p for p in objective.advantage.parts if isinstance(p, Tracker))
+    tracker = next(p for p in objective.advantage.parts if isinstance(p, SuccessTracker))
     a, b = objective.memory.of(tracker)["tasks"]["task 0"]
     return a / (a + b)
 
 
 def test_spo_single_golden():
     batch, _ = packed(row(1.0, success=True))
-    tracker = Tracker(keep=Forgetting(Fact("drift")))
+    tracker = SuccessTracker(keep=RetentionByDrift(Fact("drift")))
     objective = replace(recipes.build("spo_single"), advantage=tracker).objective
-    first = tracker.recall(tracker.start(), told(batch, tries=(TRAJECTORY, [8.0]), solved=(TRAJECTORY, [6.0])))
+    first = tracker.memory_columns(tracker.initial_state(), told(batch, tries=(TRAJECTORY, [8.0]), solved=(TRAJECTORY, [6.0])))
     assert [first[tracker, k].x.item() for k in "ab"] == near([5.7778, 2.2222], 1e-4)
-    first = tracker.recall(tracker.start(), batch)
+    first = tracker.memory_columns(tracker.initial_state(), batch)
     assert [first[tracker, k].x.item() for k in "ab"] == [4.0, 4.0]
     assert visit(objective, told(batch, drift=(TRAJECTORY, [0.06]))) == near(0.5625)
     assert objective.memory.of(tracker)["tasks"] == {"task 0": near([4.5, 3.5])}
@@ -263,7 +263,7 @@ def test_spo_single_golden():
 def test_a_tracker_that_forgets_nothing_counts_and_one_that_forgets_has_a_window():
     good, bad = packed(row(1.0, success=True))[0], packed(row(0.0))[0]
     for keep, strength in ((1.0, 2.0), (0.875, 8.0)):
-        tracker = Tracker(keep=Constant(keep), strength=strength)
+        tracker = SuccessTracker(keep=Constant(keep), strength=strength)
         objective = replace(recipes.build("spo_single"), advantage=tracker).objective
         for batch in (good, bad, good, good):
             last = visit(objective, batch)
@@ -277,7 +277,7 @@ def test_a_tracker_that_forgets_nothing_counts_and_one_that_forgets_has_a_window
 def test_a_tracker_reads_before_it_writes_and_survives_json():
     batch, _ = packed(row(1.0, success=True))
     objective = recipes.build("spo_single").objective
-    tracker = next(p for p in objective.advantage.parts if isinstance(p, Tracker))
+    tracker = next(p for p in objective.advantage.parts if isinstance(p, SuccessTracker))
     batch = batch.put(dict.fromkeys((Signal.PROXIMAL, Signal.PREVIOUS), batch.behaviour))
     seen = [objective.credit(batch)[tracker, "a"].x.item() for _ in range(3)]
     assert seen[0] == 4.0 and seen[1] == near(0.96 * 4 + 1) and seen[2] > seen[1]
@@ -289,8 +289,8 @@ def test_two_groups_of_one_task_are_one_visit():
     for at, one in enumerate(rows):
         one.lot = at / 8
     batch, _ = from_oracle([rows[:1], rows[1:]])
-    batch = replace(batch, tasks=("same", "same"))
-    tracker = Tracker(keep=Constant(0.5))
+    batch = replace(batch, task_keys=("same", "same"))
+    tracker = SuccessTracker(keep=Constant(0.5))
     objective = replace(recipes.build("spo_single"), advantage=tracker).objective
     objective.credit(batch)
     assert objective.memory.of(tracker)["tasks"] == {"same": [4.0, 3.0]}
@@ -298,19 +298,19 @@ def test_two_groups_of_one_task_are_one_visit():
 
 def test_the_drift_since_the_last_visit_adds_up():
     batch, _ = packed(row(1.0, (2,)))
-    drift = DriftSince()
+    drift = DriftSinceVisit()
     objective = replace(recipes.build("spo_single"), advantage=drift).objective
     moved = lambda by: {Signal.PROXIMAL: batch.behaviour, Signal.PREVIOUS: batch.behaviour + by}  # noqa: E731
     said = []
     for by, task in ((0.3, "a"), (0.1, "b"), (-0.2, "c"), (0.05, "a"), (0.4, "a")):
-        said.append(objective.credit(replace(batch.put(moved(by)), tasks=(task,)))["advantage"].x.item())
+        said.append(objective.credit(replace(batch.put(moved(by)), task_keys=(task,)))["advantage"].x.item())
     assert said == near([0.0, 0.0, 0.0, 0.35, 0.4])
 
 
 def test_unsure_tasks_come_more_often():
-    rule = Uncertain(pool=8, round=4)
+    rule = UncertaintySampler(pool=8, round=4)
     assert rule.weight(4, 4) == near(oracle.spo_priority(4, 4)) and rule.weight(5, 1) == near(oracle.spo_priority(5, 1))
-    tasks = Tasks("countdown")
+    tasks = TaskStream("countdown")
     live = rule.open(tasks)
     for place in range(8):  # the first two now and then, the others always
         task = tasks.draw(place)
@@ -339,8 +339,8 @@ def test_spear_without_replay_and_bonus_is_its_base(seed):
     objective.memory.clock = 200
     _, found = slopes(objective, batch, policy)
     fresh = [at for at, one in enumerate(rows) if one.facts["origin"] == "policy"]
-    places = batch.put(place=Field(batch.tree, TOKEN, torch.arange(batch.tree.count(TOKEN)))).select(fresh)
-    mine = {Signal.LOGP: Field(places.tree, TOKEN, policy[Signal.LOGP].x[places["place"].x])}
+    places = batch.put(row=Field(batch.tree, TOKEN, torch.arange(batch.tree.count(TOKEN)))).select(fresh)
+    mine = {Signal.LOGP: Field(places.tree, TOKEN, policy[Signal.LOGP].x[places["row"].x])}
     base = replace(recipes.build("dr_grpo", length=64.0), gate=Clip(0.2, 0.28)).objective
     loss = base(base.plan(base.credit(places)), mine).loss
     expected = torch.autograd.grad(loss, policy[Signal.LOGP].x)[0]
@@ -363,7 +363,7 @@ def test_spear_drops_what_today_beats():
 
 def test_a_bonus_by_hand():
     batch, _ = packed(row(0.0), row(0.0), row(0.0))
-    shaped = lambda phi, kappa: Bonus(Given((1.0, -1.0, 0.0)), Constant(phi), kappa)(batch).x.tolist()  # noqa: E731
+    shaped = lambda phi, kappa: CappedBonus(Given((1.0, -1.0, 0.0)), Constant(phi), kappa)(batch).x.tolist()  # noqa: E731
     assert shaped(0.8, 2.0) == near([1.5, -0.5, 0.0])
     assert shaped(-0.8, 2.0) == [1.0, -1.0, 0.0] and shaped(0.8, math.inf) == [1.0, -1.0, 0.0]
 
@@ -373,15 +373,15 @@ def test_a_bonus_by_hand():
 def test_rlfr_without_scores_is_grpo(seed):
     batch, _ = from_oracle(made(seed))
     grpo = credit(recipes.build("grpo"), batch)
-    flat = batch.put({Signal.DEVIATION: batch.tree.full(TOKEN, 0.3, torch.float64)})
+    flat = batch.put({Signal.FLOW_DEVIATION: batch.tree.full(TOKEN, 0.3, torch.float64)})
     torch.testing.assert_close(credit(recipes.build("rlfr"), flat), grpo)
-    noise = batch.put({Signal.DEVIATION: batch.lots()})
+    noise = batch.put({Signal.FLOW_DEVIATION: batch.uniform_draws()})
     torch.testing.assert_close(credit(recipes.build("rlfr", coef=0.0), noise), grpo)
 
 
 def test_rlfr_by_hand():
     batch, _ = packed(row(1.0, (4,)))
-    batch = batch.put({Signal.DEVIATION: batch.tree.field(TOKEN, [0.0, 1.0, 0.5, 0.8], torch.float64)})
+    batch = batch.put({Signal.FLOW_DEVIATION: batch.tree.field(TOKEN, [0.0, 1.0, 0.5, 0.8], torch.float64)})
     assert credit(recipes.build("rlfr"), batch).tolist() == near([-0.018, -0.018, -0.008, -0.008])
     assert credit(recipes.build("rlfr", top=1), batch).tolist() == near([-0.01, -0.01, 0.0, 0.0])
 
@@ -421,11 +421,11 @@ def test_uncovered_information(seed):
     """Each piece once: no more than all of it. All worth alike: the share that was uncovered."""
     reference = made(seed)
     batch, _ = from_oracle(reference)
-    fresh = Uncovered(fresh=True)(asked(reference, batch)).sum(TRAJECTORY)
+    fresh = ShapleyInformationGain(first_time_only=True)(asked(reference, batch)).sum(TRAJECTORY)
     assert fresh.x.max() <= 1 + 1e-12
     for one in records.trajectories(reference):
         one.facts["shapley"] = [0.7] * len(one.facts["shapley"])
-    found = Uncovered()(asked(reference, batch)).x.tolist()
+    found = ShapleyInformationGain()(asked(reference, batch)).x.tolist()
     expected = [
         len(turn.facts["uncovered"]) / len(one.facts["shapley"]) * (turn.facts["kind"] == "question")
         for one in records.trajectories(reference)
@@ -453,14 +453,14 @@ def thrift(calls, fewest=None, **hyper):
     for one, m in zip(rows, calls):
         one.turns[0].tool_calls = m
     batch, _ = packed(*rows)
-    term = Thrift(**hyper)
+    term = ToolEfficiencyReward(**hyper)
     known = {"task 0": min(calls) if fewest is None else fewest}
-    return term(batch.put(term.recall({"tasks": known}, batch))).x.tolist()
+    return term(batch.put(term.memory_columns({"tasks": known}, batch))).x.tolist()
 
 
 def test_otc_golden():
     assert thrift(range(5), 0) == near([1, 0.8660, 0.7071, 0.5878, 0.5], 5e-5)
-    assert thrift(range(5), 3, alone=True) == near([1, 0.8660, 0.7071, 0.5878, 0.5], 5e-5)
+    assert thrift(range(5), 3, cosine_only=True) == near([1, 0.8660, 0.7071, 0.5878, 0.5], 5e-5)
     assert thrift(range(6), 2) == near([0, 0.8660, 1, 0.9511, 0.8660, 0.7818], 5e-5)
     assert [thrift([m], m)[0] for m in range(5)] == near([1.0] * 5)
     assert thrift([10**9], 3) == near([0.0], 1e-6)

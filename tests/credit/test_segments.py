@@ -7,62 +7,38 @@ from dataclasses import replace
 
 import pytest
 import torch
-from credit import forests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import credit_segments as oracle
 from oracles import objectives, records
 from oracles.records import Trajectory, Turn
-from support.batches import from_oracle
+from support import forests
+from support.batches import from_oracle, oracle_name
+from support.segment_helpers import asked, close, credit, criticised, kept, made, slopes, told
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise
-from turnwise.algebra.penalty import Weighted
+from turnwise.algebra.penalty import WeightedPenalty
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field
-from turnwise.core.signals import SLOW, UTTERANCE, Signal
+from turnwise.core.signals import TURN_CRITIC, Signal
 from turnwise.credit.fact import Fact
-from turnwise.credit.segments import segment_of
-from turnwise.credit.tracker import Forgetting, Solved, Tracker
-
-PROVEN = [
-    "spo_chain", "spo_tree", "spo_single", "arpo", "ipa", "dcpo", "archer", "direct_advantage", "r3l", "spear", "verl_rank",
-    "rlfr", "gcpo", "promed", "fapo", "otc", "information_consistency",
-]  # fmt: skip
+from turnwise.credit.segments import segment_index
+from turnwise.credit.tracker import RetentionByDrift, Solved, SuccessTracker
 
 SEEDS = st.integers(0, 10**6)
 some = settings(deadline=None, max_examples=25)
 
 
-def made(seed: int) -> records.Batch:
-    return oracle.enrich(records.random_batch(seed), seed)
 
 
-def close(found, expected) -> None:
-    expected = torch.as_tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-8, atol=1e-8)
 
 
-def credit(recipe, batch):
-    return recipe.objective.credit(batch)["advantage"].at(TOKEN).x
 
 
-def told(batch, **facts):
-    """More facts, each by level and values."""
-    columns = {n: Field(batch.tree, level, torch.tensor(x, dtype=torch.float64)) for n, (level, x) in facts.items()}
-    return replace(batch, facts={**batch.facts, **columns})
 
 
-def kept(recipe, batch):
-    """Which tokens the planned averaging counts."""
-    objective = recipe.objective
-    return (objective.plan(objective.credit(batch))["weight"].at(TOKEN).x > 0).double()
 
 
-def slopes(objective, batch, policy, credited=None):
-    """Loss and gradients by live signal, zeros where there is none."""
-    loss = objective(objective.plan(credited or objective.credit(batch)), policy).loss
-    found = torch.autograd.grad(loss, [f.x for f in policy.values()], allow_unused=True)
-    return loss, {s: f.x * 0 if g is None else g for (s, f), g in zip(policy.items(), found)}
 
 
 def surrogate(reference, advantage, keep=None, low=0.2, high=None, dual=None, over="token", kl=0.0):
@@ -222,7 +198,7 @@ def test_dcpo(keep, seed):
     expected = oracle.dcpo(reference, keep)
     recipe = recipes.build("dcpo", segments=keep)
     close(credit(recipe, batch), expected.advantage)
-    close(segment_of(batch).at(TOKEN).x, expected.extra["segment"])
+    close(segment_index(batch).at(TOKEN).x, expected.extra["segment"])
     close(kept(recipe, batch), expected.extra["mask"])
     same_loss(recipe, batch, policy, reference, surrogate(reference, expected.advantage, expected.extra["mask"]))
 
@@ -230,15 +206,6 @@ def test_dcpo(keep, seed):
 # ------------------------------------------------------------------------- critics
 
 
-def criticised(reference: records.Batch):
-    """The oracle's critics as signals: live ones with a gradient, slow ones on the batch."""
-    batch, policy = from_oracle(reference)
-    turns = [turn for one in records.trajectories(reference) for turn in one.turns]
-    names = [("q", 0), ("q", 1), ("v", 0), ("v", 1)]
-    column = lambda name, j: torch.tensor([turn.facts[name][j] for turn in turns], dtype=torch.float64)  # noqa: E731
-    live = {s: Field(batch.tree, TURN, column(n, j).requires_grad_()) for s, (n, j) in zip(UTTERANCE, names)}
-    slow = {s: Field(batch.tree, TURN, column(f"slow_{n}", j)) for s, (n, j) in zip(SLOW, names)}
-    return batch.put({**slow, **{s: f.detach() for s, f in live.items()}}), {**policy, **live}
 
 
 @pytest.mark.parametrize("baseline", [False, True])
@@ -252,14 +219,14 @@ def test_archer(baseline, gamma, seed):
     actor = recipes.build("archer", gamma=gamma, baseline=baseline, value_weight=0.0)
     _, found = slopes(actor.objective, batch, policy)
     for signal in (Signal.LOGP, Signal.VALUE):
-        close(found[signal], records.gradients(reference, expected.loss, str(signal)))
+        close(found[signal], records.gradients(reference, expected.loss, oracle_name(signal)))
     tokens = batch.tree.size(TOKEN, TURN).x
     spoken = int((tokens > 0).sum())
     close(-found[Signal.LOGP] * spoken, expected.advantage)
     objective = replace(recipes.build("archer", gamma=gamma), advantage=actor.advantage).objective
     _, found = slopes(objective, batch, policy)
     targets = [*zip(*expected.extra["q_target"]), *zip(*expected.extra["v_target"])]
-    for signal, goal in zip(UTTERANCE, targets):
+    for signal, goal in zip(TURN_CRITIC, targets):
         error = (
             2 * (policy[signal].x.detach() - torch.tensor(goal, dtype=torch.float64)) * (tokens > 0) / max(1, spoken)
         )
@@ -305,7 +272,7 @@ def test_spo_single(half, low, high, seed):
     batch, policy = from_oracle(reference)
     batch = told(batch, drift=(TRAJECTORY, drifts(reference)))
     expected = oracle.spo_single_stream(reference, half, low, high)
-    tracker = Tracker(keep=Forgetting(Fact("drift"), half, low, high))
+    tracker = SuccessTracker(keep=RetentionByDrift(Fact("drift"), half, low, high))
     recipe = replace(
         recipes.build("spo_single", half=half, low=low, high=high),
         advantage=Standardise(Solved() - tracker, BATCH, eps=1e-8),
@@ -319,7 +286,7 @@ def test_spo_single(half, low, high, seed):
     for i, pair in enumerate(expected.extra["tracker"]):
         assert after[f"task {i}"] == pytest.approx(pair)
     published = recipes.build("spo_single").objective
-    first = next(p for p in published.advantage.parts if isinstance(p, Tracker))
+    first = next(p for p in published.advantage.parts if isinstance(p, SuccessTracker))
     published.memory.of(first)["tasks"] = dict(known)
     close(published.credit(batch)["advantage"].at(TOKEN).x, expected.advantage)  # the drift only matters next time
     loss = surrogate(reference, expected.advantage, high=0.28)
@@ -382,7 +349,7 @@ def test_verl_rank(hyper, seed, begun):
     names = {"follow": "a", "sharpness": "g"}
     expected = oracle.verl_rank(reference, state, stride=1, **{names.get(k, k): v for k, v in hyper.items()})
     batch, policy = from_oracle(reference)
-    kinds = {Signal.RANK: "ER", Signal.RANK_SPEED: "ERV", Signal.RANK_PUSH: "ERA"}
+    kinds = {Signal.EFFECTIVE_RANK: "ER", Signal.EFFECTIVE_RANK_VELOCITY: "ERV", Signal.EFFECTIVE_RANK_ACCELERATION: "ERA"}
     measured = {s: [0.0 if x is None else x[k] for x in expected.extra["signals"]] for s, k in kinds.items()}
     batch = batch.put({s: batch.tree.field(TRAJECTORY, x, torch.float64) for s, x in measured.items()})
     recipe = recipes.build("verl_rank", **hyper)
@@ -407,7 +374,7 @@ def test_rlfr(threshold, top, coef, levels, seed):
     mean = lambda x: math.fsum(x) / len(x)  # noqa: E731
     score = lambda one: mean([mean([s / (1 - s) * dev for dev in one.facts["deviation"][s]]) for s in levels])  # noqa: E731
     exact = torch.tensor([score(x) for x in records.tokens(reference)], dtype=torch.float64)
-    batch = batch.put({Signal.DEVIATION: Field(batch.tree, TOKEN, exact)})
+    batch = batch.put({Signal.FLOW_DEVIATION: Field(batch.tree, TOKEN, exact)})
     expected = oracle.rlfr(reference, threshold, top, coef, levels)
     recipe = recipes.build("rlfr", threshold=threshold, top=top, coef=coef)
     close(credit(recipe, batch), expected)
@@ -445,19 +412,6 @@ def test_gcpo(hyper, theirs, seed, by_calls):
     same_loss(recipe, batch, policy, reference, surrogate(reference, expected.advantage, over="row"))
 
 
-def asked(reference: records.Batch, batch):
-    """The oracle's sets and lists as numbers: a bit for each piece that came, a fact for the worth of each piece."""
-    rows = list(records.trajectories(reference))
-    turns = [turn for one in rows for turn in one.turns]
-    most = max(len(one.facts["shapley"]) for one in rows)
-    worth = lambda one, k: one.facts["shapley"][k] if k < len(one.facts["shapley"]) else math.nan  # noqa: E731
-    return told(
-        batch,
-        question=(TURN, [float(turn.facts["kind"] == "question") for turn in turns]),
-        answer=(TURN, [float(turn.facts["kind"] == "answer") for turn in turns]),
-        uncovered=(TURN, [float(sum(1 << k for k in turn.facts["uncovered"])) for turn in turns]),
-        **{f"worth {k}": (TRAJECTORY, [worth(one, k) for one in rows]) for k in range(most)},
-    )
 
 
 @pytest.mark.parametrize(
@@ -539,5 +493,5 @@ def test_a_penalty_can_have_no_rows():
     loss, found = slopes(recipe.objective, batch, policy)
     alone = replace(recipe, penalties=())
     expected, theirs = slopes(alone.objective, batch, policy)
-    assert isinstance(recipe.penalties[0], Weighted) and loss.item() == expected.item()
+    assert isinstance(recipe.penalties[0], WeightedPenalty) and loss.item() == expected.item()
     close(found[Signal.LOGP], theirs[Signal.LOGP])

@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import credit_turns as oracle
 from oracles import objectives, records
-from oracles.test_credit_turns import critic, enrich_plain, one_turn, path
 from support.batches import COUNTS, records_of
-from support.turn_helpers import converted, credit, made, near, value
+from support.turn_helpers import converted, credit, critic, enrich_plain, made, near, one_turn, path, value
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise, Whiten
-from turnwise.algebra.reward import Drift, Environment, OnTokens
+from turnwise.algebra.reward import EnvironmentReward, NegativeReferenceKL, OnLastToken
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import GAE, LambdaReturn, ReturnToGo
+from turnwise.algebra.gae import GAE, LambdaReturn
+from turnwise.algebra.value import ReturnToGo
 from turnwise.core.batch import pack
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
-from turnwise.credit.information import AnswerRise, FeedbackGain, WhereAlike, masked
-from turnwise.credit.same_state import Nested, Recent, SameStep
-from turnwise.credit.turns import TwoLevelGAE, UnbrokenReturn, ValueHead
-from turnwise.credit.voters import Drawn
+from turnwise.credit.information import AnswerProbabilityGain, FeedbackInformationGain, LowSpreadGate, feedback_was_masked
+from turnwise.credit.same_state import HierarchyOfGroups, SameRecentStates, SameTransition
+from turnwise.credit.turns import BiLevelGAE, OldValue, ReturnUntilMismatch
+from turnwise.credit.peers import RandomGroups
 
 SEEDS = st.integers(0, 10**6)
 
@@ -42,7 +42,7 @@ def test_gae_with_and_without_a_kl_in_the_reward(seed, gamma, lam, beta, whiten)
     reference = made(seed)
     batch, _ = converted(reference)
     batch = batch.put({Signal.PROXIMAL: batch.behaviour})
-    reward = OnTokens() + beta * Drift()
+    reward = OnLastToken() + beta * NegativeReferenceKL()
     plain = GAE(gamma, lam)
     objective = recipes.build("ppo").objective
     objective = replace(objective, advantage=Whiten(plain) if whiten else plain, reward=reward)
@@ -61,7 +61,7 @@ def test_gae_golden():
     reference = critic([0, 0, 1], [0.2, 0.5, 0.8])
     assert value(GAE(), reference) == near([0.7655, 0.49, 0.2])
     assert value(LambdaReturn(), reference) == near([0.9655, 0.99, 1.0])
-    assert value(TwoLevelGAE(turn_gamma=1.0), reference) == near([0.7655, 0.49, 0.2])
+    assert value(BiLevelGAE(turn_gamma=1.0), reference) == near([0.7655, 0.49, 0.2])
 
 
 @settings(deadline=None, max_examples=10)
@@ -93,10 +93,10 @@ def test_two_levels_are_one_where_one_is_trivial(seed):
     reference = one_turn(seed)
     for at, one in enumerate(records.tokens(reference)):
         one.old_value = math.sin(at)
-    assert value(TwoLevelGAE(0.9), reference) == near(value(GAE(0.9), reference))
+    assert value(BiLevelGAE(0.9), reference) == near(value(GAE(0.9), reference))
     reference = critic([0.3, -1.0, 2.0], [0.2, 0.5, 0.8])
-    assert value(TwoLevelGAE(turn_gamma=0.7), reference) == near(value(GAE(0.7), reference))
-    assert value(TwoLevelGAE() + ValueHead(), reference) == near(oracle.bilevel_gae(reference).extra["returns"])
+    assert value(BiLevelGAE(turn_gamma=0.7), reference) == near(value(GAE(0.7), reference))
+    assert value(BiLevelGAE() + OldValue(), reference) == near(oracle.bilevel_gae(reference).extra["returns"])
 
 
 # ---------------------------------------------------------------------- states
@@ -130,7 +130,7 @@ def test_an_unknown_state_is_nobodys_peer():
     reference = enrich_plain([[path([0, 1]), path([2])]])
     for *_, turn in oracle.steps(reference):
         turn.facts["state"] = None
-    for kin in (Recent(), SameStep()):
+    for kin in (SameRecentStates(), SameTransition()):
         assert kin(converted(reference)[0]).count == 3
     assert credit("gigpo", reference) == near(credit("gigpo", reference, omega=0.0))
     assert credit("salt", reference) == near(credit("grpo", reference))
@@ -144,20 +144,20 @@ def test_hgpo_golden():
         path([0, -1.5], state=["c", "b"]),
         path([0, -1.5], state=["c", "b"]),
     ]  # at b: 1 above the mean of all, ½ below that of those who came from a
-    term = Nested(ReturnToGo(), history=1, scale=False)
+    term = HierarchyOfGroups(ReturnToGo(), history=1, scale=False)
     assert value(term, enrich_plain([group]))[1] == near(0.10, 1e-6)
-    assert value(Nested(ReturnToGo(), 1, alpha=0.0, scale=False), [group])[1] == near(0.25, 1e-6)  # plain mean
-    assert value(Nested(ReturnToGo(), 1, alpha=200.0, scale=False), [group])[1] == near(-0.5, 1e-6)  # the finest
+    assert value(HierarchyOfGroups(ReturnToGo(), 1, alpha=0.0, scale=False), [group])[1] == near(0.25, 1e-6)  # plain mean
+    assert value(HierarchyOfGroups(ReturnToGo(), 1, alpha=200.0, scale=False), [group])[1] == near(-0.5, 1e-6)  # the finest
 
 
 @settings(deadline=None, max_examples=10)
 @given(seed=SEEDS)
 def test_hgpo_without_history_is_the_step_term(seed):
     reference = made(seed)
-    step = value(Standardise(ReturnToGo(0.9), Recent(), scale=False), reference)
-    assert value(Nested(ReturnToGo(0.9), 0, scale=False), reference) == near(step, 1e-5)
-    scaled = value(Standardise(ReturnToGo(0.9), Recent(), correction=0), reference)
-    assert value(Nested(ReturnToGo(0.9), 0), reference) == near(scaled, 1e-5)
+    step = value(Standardise(ReturnToGo(0.9), SameRecentStates(), scale=False), reference)
+    assert value(HierarchyOfGroups(ReturnToGo(0.9), 0, scale=False), reference) == near(step, 1e-5)
+    scaled = value(Standardise(ReturnToGo(0.9), SameRecentStates(), correction=0), reference)
+    assert value(HierarchyOfGroups(ReturnToGo(0.9), 0), reference) == near(scaled, 1e-5)
 
 
 @settings(deadline=None, max_examples=10)
@@ -170,11 +170,11 @@ def test_salt_reduces(seed, window):
     # merging keeps the sum of a step that everyone takes at most once
     reference = made(seed)
     batch = converted(reference)[0]
-    peers = SameStep(window)(batch)
+    peers = SameTransition(window)(batch)
     again = Partition.by(batch.tree, TURN, peers.label, batch.tree.ancestor(TURN, TRAJECTORY))
     base = Standardise()(batch).at(TURN)
     merged = recipes.build("salt", window=window).advantage(batch)
-    once = base.peers(again).max(peers).x == 1
+    once = base.peer_count(again).max(peers).x == 1
     torch.testing.assert_close(merged.sum(peers).x[once], base.sum(peers).x[once])
     # no shared step: the base
     unique_states(reference)
@@ -203,10 +203,10 @@ def test_igpo_reduces(seed):
     # the rises telescope: without the last turn they sum to the last probability minus the first
     reference = made(seed)
     batch = converted(reference)[0]
-    p = batch[Signal.ANSWER].exp()
+    p = batch[Signal.ANSWER_LOGP].exp()
     index, size = batch.tree.index(TURN, TRAJECTORY), batch.tree.size(TURN, TRAJECTORY)
     at = lambda mark: (p * mark.to(torch.float64)).sum(TRAJECTORY)  # noqa: E731
-    sums = AnswerRise(0.0)(batch).sum(TRAJECTORY)
+    sums = AnswerProbabilityGain(0.0)(batch).sum(TRAJECTORY)
     torch.testing.assert_close(sums.x, (at(size - index <= 1) - at(index <= 0)).x)
     # nothing told on the way and equal lengths: the same credit for all turns, Dr.GRPO's in the released form
     flat = [[path([0, 0, r], [2, 1, 2]) for r in (1.0, -1.0, 0.5, -0.5)]]
@@ -236,7 +236,7 @@ class One(Term):
 def test_infopo_golden():
     """The gate at four spreads of the outcome."""
     reference = [[path([0]), path([std * math.sqrt(2)])] for std in (0, 0.05, 0.2, 0.5)]
-    found = value(WhereAlike(One(), 0.05), reference)
+    found = value(LowSpreadGate(One(), 0.05), reference)
     assert found[:3] == near([0.5, 0.2689, 0.0180], 5e-5)
     assert found[3] == near(4.5e-5, 1e-6)
 
@@ -255,7 +255,7 @@ def test_infopo_reduces(seed):
     # an answer like no answer tells nothing
     for one in records.tokens(reference):
         one.facts["blind"] = one.behaviour
-    assert set(value(FeedbackGain(), reference)) == {0.0}
+    assert set(value(FeedbackInformationGain(), reference)) == {0.0}
     assert credit("infopo", reference) == near(credit("infopo", reference, beta=0.0))
 
 
@@ -325,7 +325,7 @@ def test_trloo_reduces(seed):
     batch = converted(reference)[0]
     peers = batch.same("index")
     g = ReturnToGo(0.9)(batch)
-    n = g.peers(peers)
+    n = g.peer_count(peers)
     centred = (g - g.mean(peers)).x * (n.x / (n.x - 1).clamp(min=1))
     expected = Field(batch.tree, TURN, torch.where(n.x > 1, centred, g.x)).at(TOKEN).x.tolist()
     assert credit("trloo", reference, gamma=0.9) == near(expected)
@@ -354,7 +354,7 @@ def test_srgpo_reduces(seed):
     alone = credit("srgpo", reference, omega=0.0)
     assert credit("srgpo", reference, size=1) == near(alone)
     # one group of all: whatever the lots
-    whole = Standardise(Environment(), BATCH)(converted(reference)[0]).at(TOKEN).x.tolist()
+    whole = Standardise(EnvironmentReward(), BATCH)(converted(reference)[0]).at(TOKEN).x.tolist()
     expected = [a + 0.5 * z for a, z in zip(alone, whole)]
     turns = len(oracle.steps(reference))
     small = credit("srgpo", reference, size=4)
@@ -370,7 +370,7 @@ def test_srgpo_reduces(seed):
 @given(seed=SEEDS, size=st.integers(1, 5), within=st.sampled_from(["batch", "task", "trajectory"]))
 def test_drawn_groups_have_their_size(seed, size, within):
     batch = converted(made(seed))[0]
-    peers = Drawn(size, within)(batch)
+    peers = RandomGroups(size, within)(batch)
     level = {"batch": BATCH, "task": GROUP, "trajectory": TRAJECTORY}[within]
     counts = torch.bincount(peers.label)
     pools = batch.tree.size(TURN, level).x
@@ -378,7 +378,7 @@ def test_drawn_groups_have_their_size(seed, size, within):
 
 
 def test_ui_s1_golden():
-    term = UnbrokenReturn(Fact("match", TURN), 0.5)
+    term = ReturnUntilMismatch(Fact("match", TURN), 0.5)
     matched = lambda rewards, match: value(term, [[path(rewards, match=match)]])  # noqa: E731
     assert matched([1, 1, 0, 1], [True, True, False, True]) == near([1.5, 1, 0, 1])
     assert matched([1, 4, 1], [True, False, True]) == near([1, 4, 1])
@@ -396,7 +396,7 @@ def test_ui_s1_reduces(seed):
     # everything matches, gamma = 1: reward to go
     for *_, turn in oracle.steps(reference):
         turn.facts["match"] = True
-    matched = value(UnbrokenReturn(Fact("match", TURN), 1.0), reference)
+    matched = value(ReturnUntilMismatch(Fact("match", TURN), 1.0), reference)
     assert matched == near(value(ReturnToGo(), reference))
 
 
@@ -421,20 +421,20 @@ def test_a_turn_before_which_nothing_was_masked_gains_exactly_nothing(counts, se
             for turn in t.turns:
                 mask = rng.random() < 0.5
                 blind = tuple(1 + i for i in turn.context) if mask else turn.context
-                turns.append(replace(turn, blind=blind))
+                turns.append(replace(turn, masked_context=blind))
                 pending = mask or (pending and not turn.restart)
                 changed.append(pending and bool(turn.tokens))
                 pending = pending and not turn.tokens
             members.append(replace(t, turns=tuple(turns)))
         groups.append(replace(group, trajectories=tuple(members)))
     batch = pack(groups)
-    assert masked(batch).x.tolist() == changed
+    assert feedback_was_masked(batch).x.tolist() == changed
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
     mixed = batch.select(order)
     back = batch.tree.select(order)[1][1]
-    assert torch.equal(masked(mixed).x, masked(batch).x[back])
-    noisy = batch.put({Signal.BLIND: batch.behaviour + 1e-3})
-    gain = FeedbackGain(shared=False)(noisy).x
+    assert torch.equal(feedback_was_masked(mixed).x, feedback_was_masked(batch).x[back])
+    noisy = batch.put({Signal.LOGP_WITHOUT_FEEDBACK: batch.behaviour + 1e-3})
+    gain = FeedbackInformationGain(shared=False)(noisy).x
     answered = [n + 1 < len(changed) and changed[n + 1] for n in range(len(changed))]
     last = (batch.tree.index(TURN, TRAJECTORY) + 1).x == batch.tree.size(TURN, TRAJECTORY).at(TURN).x
     asked = Field(batch.tree, TURN, torch.tensor(answered, dtype=torch.bool) & ~last).at(TOKEN).x
@@ -442,4 +442,4 @@ def test_a_turn_before_which_nothing_was_masked_gains_exactly_nothing(counts, se
 
 
 def test_where_nobody_recorded_what_was_masked_every_turn_counts():
-    assert bool(masked(pack(records_of([[[1, 2], [2]]], 0))).x.all())
+    assert bool(feedback_was_masked(pack(records_of([[[1, 2], [2]]], 0))).x.all())

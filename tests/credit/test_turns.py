@@ -10,18 +10,17 @@ from oracles import credit_turns as oracle
 from oracles import objectives, records
 from oracles.objectives import BOUND, bounded, constant, larger, smaller
 from oracles.result import Result
+from support.proven import TURNS
 from support.turn_helpers import converted, made, near
 
 from turnwise import recipes
 from turnwise.algebra.objective import Objective
 from turnwise.core.levels import TOKEN
 from turnwise.core.signals import Signal
-from turnwise.credit.voters import Roles, Voters
-
-PROVEN = ["bilevel_gae", "gigpo", "hgpo", "salt", "igpo", "infopo", "mars", "trloo", "flow_grpo", "srgpo", "ui_s1"]
+from turnwise.credit.peers import SameAgent, SameTask
 
 CASES = [
-    *((name, {}) for name in PROVEN),
+    *((name, {}) for name in TURNS),
     ("bilevel_gae", {"gamma": 0.9, "lam": 0.7, "turn_gamma": 0.6}),
     ("gigpo", {"omega": 0.3, "gamma": 0.5, "scale": True, "rows": "trajectory"}),
     ("gigpo", {"omega": 2.0, "scale": True}),
@@ -131,7 +130,7 @@ def test_a2tgpo_credit(seed, alpha, beta, gamma, probability):
     reference = made(seed)
     batch, _ = converted(reference)
     if probability:
-        batch = batch.put({Signal.ANSWER: batch[Signal.ANSWER].exp()})
+        batch = batch.put({Signal.ANSWER_LOGP: batch[Signal.ANSWER_LOGP].exp()})
     theirs = oracle.a2tgpo_credit(reference, alpha, beta, gamma, probability)
     objective = recipes.build("a2tgpo", alpha=alpha, beta=beta, gamma=gamma).objective
     credited = objective.credit(batch)
@@ -164,15 +163,15 @@ def test_bad_hyper_parameters_are_refused_in_words(name, hyper, words):
         recipes.build(name, **hyper)
 
 
-@pytest.mark.parametrize("piece", [Voters, Roles])
+@pytest.mark.parametrize("piece", [SameTask, SameAgent])
 def test_kin_refuse_unknown_words(piece):
     with pytest.raises(ValueError, match="write"):
         piece("nobody")
 
 
 def test_what_methods_ask_to_be_told():
-    asks = {name: recipes.build(name).asks for name in PROVEN}
+    asks = {name: recipes.build(name).requirements for name in TURNS}
     assert asks["gigpo"] == asks["hgpo"] == asks["salt"] == {"state"}
     assert asks["igpo"] == {"answer"} and asks["infopo"] == {"feedback"} and asks["ui_s1"] == {"turn fact match"}
     assert isinstance(recipes.build("infopo").objective, Objective)
-    assert Signal.BLIND in recipes.build("infopo").objective.needs
+    assert Signal.LOGP_WITHOUT_FEEDBACK in recipes.build("infopo").objective.signals

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from turnwise.core.records import Task
 from turnwise.data.augment import DIRECTIONS, with_directions, with_revisions
-from turnwise.data.dataset import read_rows
+from turnwise.data.dataset import read_dataset
 from turnwise.errors import SettingError
 
 USER = {"role": "user", "content": "2+2?"}
@@ -25,12 +25,12 @@ def write(tmp_path, *rows, name="rows.jsonl"):
 
 
 def one(tmp_path, row, env="calculator"):
-    return read_rows(write(tmp_path, row), env).rows[0]
+    return read_dataset(write(tmp_path, row), env).rows[0]
 
 
 def refused(path) -> str:
     with pytest.raises(SettingError) as caught:
-        read_rows(path)
+        read_dataset(path)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -39,19 +39,19 @@ def refused(path) -> str:
 
 
 def test_a_dialogue_is_learned_turn_by_turn(tmp_path):
-    script = one(tmp_path, {"messages": [USER, GOOD, TOOL, BAD, USER]}).scripts[0]
-    assert script.before == (USER,) and script.turns == ["4", "5"] and script.said[1] == TOOL
+    example = one(tmp_path, {"messages": [USER, GOOD, TOOL, BAD, USER]}).examples[0]
+    assert example.prompt == (USER,) and example.turns == ["4", "5"] and example.completion[1] == TOOL
 
 
 def test_a_completion_may_be_text_or_messages(tmp_path):
-    text = one(tmp_path, {"prompt": "2+2?", "completion": "4"}).scripts[0]
-    lists = one(tmp_path, {"prompt": [USER], "completion": [GOOD]}).scripts[0]
-    assert text == lists and text.before == (USER,) and text.turns == ["4"]
+    text = one(tmp_path, {"prompt": "2+2?", "completion": "4"}).examples[0]
+    lists = one(tmp_path, {"prompt": [USER], "completion": [GOOD]}).examples[0]
+    assert text == lists and text.prompt == (USER,) and text.turns == ["4"]
 
 
 def test_what_the_assistant_said_in_a_prompt_is_context(tmp_path):
-    script = one(tmp_path, {"prompt": [USER, BAD, USER], "completion": [GOOD, TOOL, GOOD]}).scripts[0]
-    assert script.before == (USER, BAD, USER) and script.turns == ["4", "4"]
+    example = one(tmp_path, {"prompt": [USER, BAD, USER], "completion": [GOOD, TOOL, GOOD]}).examples[0]
+    assert example.prompt == (USER, BAD, USER) and example.turns == ["4", "4"]
 
 
 @pytest.mark.parametrize(
@@ -67,39 +67,39 @@ def test_what_the_assistant_said_in_a_prompt_is_context(tmp_path):
 )
 def test_pairs(tmp_path, row):
     found = one(tmp_path, row)
-    assert found.pair and [s.before for s in found.scripts] == [(USER,)] * 2
-    assert [s.turns for s in found.scripts] == [["4"], ["5"]]
-    assert [s.facts for s in found.scripts] == [{"chosen": 1.0}, {"chosen": 0.0}]
+    assert found.is_pair and [s.prompt for s in found.examples] == [(USER,)] * 2
+    assert [s.turns for s in found.examples] == [["4"], ["5"]]
+    assert [s.facts for s in found.examples] == [{"chosen": 1.0}, {"chosen": 0.0}]
 
 
 def test_two_dialogues_part_where_they_first_differ(tmp_path):
     found = one(tmp_path, {"chosen": [USER, BAD, USER, GOOD], "rejected": [USER, BAD, USER, BAD]})
-    assert found.scripts[0].before == (USER, BAD, USER) and found.scripts[0].turns == ["4"]
+    assert found.examples[0].prompt == (USER, BAD, USER) and found.examples[0].turns == ["4"]
 
 
 def test_contents_in_parts_and_calls_beside_them_become_text(tmp_path):
     call = {"id": "x", "type": "function", "function": {"name": "python", "arguments": '{"code": "2+2"}'}}
     said = {"role": "assistant", "content": [{"type": "text", "text": "let me see "}], "tool_calls": [call]}
-    script = one(tmp_path, {"messages": [USER, said, TOOL, {**GOOD, "tool_calls": None}]}).scripts[0]
+    example = one(tmp_path, {"messages": [USER, said, TOOL, {**GOOD, "tool_calls": None}]}).examples[0]
     wanted = 'let me see <tool_call>{"name": "python", "arguments": {"code": "2+2"}}</tool_call>'
-    assert script.turns == [wanted, "4"]
+    assert example.turns == [wanted, "4"]
     only = {"role": "assistant", "content": None, "tool_calls": [{"name": "python", "arguments": {}}]}
-    assert one(tmp_path, {"messages": [USER, only]}).scripts[0].turns[0].startswith("<tool_call>")
+    assert one(tmp_path, {"messages": [USER, only]}).examples[0].turns[0].startswith("<tool_call>")
 
 
 def test_other_columns(tmp_path):
     row = {"prompt": "2+2?", "completion": "4", "reward": 0.5, "success": True, "answer": "4", "source": "mine"}
     found = one(tmp_path, {**row, "level": 3, "flag": True, "task": "a.b:C/train/2/17", "nothing": None})
-    script = found.scripts[0]
-    assert (script.reward, script.success, script.answer) == (0.5, True, "4")
-    assert script.facts == {"source": "mine", "level": 3.0, "flag": 1.0}
+    example = found.examples[0]
+    assert (example.reward, example.success, example.answer) == (0.5, True, "4")
+    assert example.facts == {"source": "mine", "level": 3.0, "flag": 1.0}
     assert found.task == Task("a.b:C", 17, "train", 2)
     assert one(tmp_path, {**row, "seed": 5, "difficulty": 3}).task == Task("calculator", 5, "train", 3)
 
 
 def test_columns_of_one_side(tmp_path):
     row = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "reward_chosen": 0.9, "reward_rejected": 0.1, "gap": 2}
-    better, worse = one(tmp_path, {**row, "chosen_score": 7, "rejected_score": 1}).scripts
+    better, worse = one(tmp_path, {**row, "chosen_score": 7, "rejected_score": 1}).examples
     assert (better.reward, worse.reward) == (0.9, 0.1)
     assert better.facts == {"chosen": 1.0, "gap": 2.0, "score": 7.0}
     assert worse.facts == {"chosen": 0.0, "gap": 2.0, "score": 1.0}
@@ -107,7 +107,7 @@ def test_columns_of_one_side(tmp_path):
 
 def test_columns_that_cannot_be_facts_are_counted(tmp_path):
     rows = [{"prompt": "a", "completion": "b", "scores": [1, 2]}, {"prompt": "a", "completion": "b", "long": "x" * 999}]
-    assert read_rows(write(tmp_path, *rows)).unused == {"scores": 1, "long": 1}
+    assert read_dataset(write(tmp_path, *rows)).unused_columns == {"scores": 1, "long": 1}
 
 
 # ----------------------------------------------------------------------- files
@@ -115,12 +115,12 @@ def test_columns_that_cannot_be_facts_are_counted(tmp_path):
 
 def test_json_arrays_and_blank_lines_and_a_byte_order_mark(tmp_path):
     row = {"prompt": "a", "completion": "b"}
-    assert len(read_rows(write(tmp_path, json.dumps([row, row], indent=1), name="rows.json"))) == 2
-    found = read_rows(write(tmp_path, "", row, "   ", row, ""))
+    assert len(read_dataset(write(tmp_path, json.dumps([row, row], indent=1), name="rows.json"))) == 2
+    found = read_dataset(write(tmp_path, "", row, "   ", row, ""))
     assert [r.line for r in found.rows] == [2, 4]
     path = tmp_path / "bom.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode())
-    assert len(read_rows(path)) == 1
+    assert len(read_dataset(path)) == 1
 
 
 def test_parquet_needs_its_package(tmp_path, monkeypatch):
@@ -167,9 +167,9 @@ def test_parquet_says_what_json_lines_say(tmp_path, form):
     rows = FORMATS[form]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     parquet.write_table(arrow.table({n: [row.get(n) for row in rows] for n in columns}), tmp_path / "rows.parquet")
-    found, wanted = read_rows(tmp_path / "rows.parquet", "guess"), read_rows(write(tmp_path, *rows), "guess")
+    found, wanted = read_dataset(tmp_path / "rows.parquet", "guess"), read_dataset(write(tmp_path, *rows), "guess")
     assert [r.line for r in found.rows] == list(range(1, len(rows) + 1))
-    assert found.rows == wanted.rows and found.unused == wanted.unused
+    assert found.rows == wanted.rows and found.unused_columns == wanted.unused_columns
 
 
 def test_bad_rows_of_parquet_are_named_by_number(tmp_path):
@@ -193,37 +193,37 @@ HEADS = ("helpfulness", "verbosity")
 
 
 def test_a_rated_answer_is_asked_for_in_several_directions(tmp_path):
-    rows = with_directions(read_rows(write(tmp_path, *RATED)), HEADS, 0)
+    rows = with_directions(read_dataset(write(tmp_path, *RATED)), HEADS, 0)
     assert [(r.line, r.copy) for r in rows.rows] == [(n, c) for n in (1, 2, 3) for c in range(DIRECTIONS)]
     for row in rows.rows:
-        script, given = row.scripts[0], RATED[row.line - 1]
-        assert row.task is None and script.rewards == {name: float(given[name]) for name in HEADS}
-        v = [script.facts[f"toward_{name}"] for name in HEADS]
+        example, given = row.examples[0], RATED[row.line - 1]
+        assert row.task is None and example.rewards == {name: float(given[name]) for name in HEADS}
+        v = [example.facts[f"toward_{name}"] for name in HEADS]
         assert v[0] >= 0.7 and sum(x * x for x in v) == pytest.approx(1, abs=0.02)
-        stated, asked = script.before[0]["content"].split("\n")
+        stated, asked = example.prompt[0]["content"].split("\n")
         assert (
             stated == f"[helpfulness*{round(100 * v[0])} + verbosity*{round(100 * v[1])}]" and asked == given["prompt"]
         )
-    first, second = ([r.scripts[0].before for r in rows.rows if r.line == n] for n in (1, 2))
+    first, second = ([r.examples[0].prompt for r in rows.rows if r.line == n] for n in (1, 2))
     assert first == second, "answers to one prompt are asked for in the same directions"
-    assert with_directions(read_rows(write(tmp_path, *RATED)), HEADS, 0) == rows
-    assert with_directions(read_rows(write(tmp_path, *RATED)), HEADS, 1) != rows
-    assert {v > 0 for r in rows.rows if (v := r.scripts[0].facts["toward_verbosity"])} == {True, False}
+    assert with_directions(read_dataset(write(tmp_path, *RATED)), HEADS, 0) == rows
+    assert with_directions(read_dataset(write(tmp_path, *RATED)), HEADS, 1) != rows
+    assert {v > 0 for r in rows.rows if (v := r.examples[0].facts["toward_verbosity"])} == {True, False}
 
 
 def test_a_direction_that_is_told_is_kept_and_three_ratings_will_do(tmp_path):
     told = {**RATED[0], "toward_helpfulness": 0.8, "toward_verbosity": -0.6}
-    row = with_directions(read_rows(write(tmp_path, told)), HEADS, 0).rows[0]
-    assert row.scripts[0].before == (USER,) and row.scripts[0].facts["toward_verbosity"] == -0.6
-    three = with_directions(read_rows(write(tmp_path, {**RATED[0], "wit": 2})), (*HEADS, "wit"), 0)
-    for v in ([r.scripts[0].facts[f"toward_{n}"] for n in (*HEADS, "wit")] for r in three.rows):
+    row = with_directions(read_dataset(write(tmp_path, told)), HEADS, 0).rows[0]
+    assert row.examples[0].prompt == (USER,) and row.examples[0].facts["toward_verbosity"] == -0.6
+    three = with_directions(read_dataset(write(tmp_path, {**RATED[0], "wit": 2})), (*HEADS, "wit"), 0)
+    for v in ([r.examples[0].facts[f"toward_{n}"] for n in (*HEADS, "wit")] for r in three.rows):
         assert v[0] >= 0.7 and sum(x * x for x in v) == pytest.approx(1, abs=0.03)
 
 
 def test_a_row_without_a_rating_is_named(tmp_path):
     path = write(tmp_path, RATED[0], {"prompt": "a", "response": "b", "helpfulness": "much"})
     with pytest.raises(SettingError, match=r"1 of 2 rows cannot be used. line 2: no rating helpfulness, verbosity"):
-        with_directions(read_rows(path), HEADS, 0)
+        with_directions(read_dataset(path), HEADS, 0)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_paths_that_are_no_files(tmp_path):
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "are the same"),
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, GOOD]}, "one a part of the other"),
         ({"chosen": [{**USER, "content": "x"}, GOOD], "rejected": [USER, BAD]}, "begin differently"),
-        ({"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, TOOL, GOOD]}, "part at a user message"),
+        ({"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, TOOL, GOOD]}, "differ first at a user message"),
         ({"prompt": "other", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "prompt is not what"),
         ({"prompt": "a", "completion": "b", "reward": "much"}, "reward is 'much'"),
         ({"prompt": "a", "completion": "b", "reward": float("nan")}, "reward is nan"),
@@ -316,7 +316,7 @@ def test_nonsense_is_refused_in_words_or_read(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     try:
-        assert len(read_rows(path)) == len(rows)
+        assert len(read_dataset(path)) == len(rows)
     except SettingError as fault:
         assert "\n" not in str(fault)
 
@@ -326,17 +326,17 @@ def test_nonsense_is_refused_in_words_or_read(tmp_path_factory, rows):
 
 def test_one_answer_under_two_prompts(tmp_path):
     row = {"prompt_chosen": "add", "prompt_rejected": "multiply", "chosen": "4", "rejected": "4", "within": 1}
-    better, worse = one(tmp_path, row).scripts
-    assert [s.before[0]["content"] for s in (better, worse)] == ["add", "multiply"]
+    better, worse = one(tmp_path, row).examples
+    assert [s.prompt[0]["content"] for s in (better, worse)] == ["add", "multiply"]
     assert better.facts == {"chosen": 1.0, "within": 1.0}
     assert "no column prompt_rejected" in refused(write(tmp_path, {**row, "prompt_rejected": None}))
 
 
 def test_a_pair_with_its_revisions_is_six(tmp_path):
-    rows = with_revisions(read_rows(write(tmp_path, {"prompt": "2+2?", "chosen": "4", "rejected": "5"})))
-    scripts = rows.rows[0].scripts
-    assert [(s.facts["revises"], s.facts["chosen"]) for s in scripts] == [(r, c) for r in (0, 1, 2) for c in (1, 0)]
+    rows = with_revisions(read_dataset(write(tmp_path, {"prompt": "2+2?", "chosen": "4", "rejected": "5"})))
+    examples = rows.rows[0].examples
+    assert [(s.facts["revises"], s.facts["chosen"]) for s in examples] == [(r, c) for r in (0, 1, 2) for c in (1, 0)]
     assert (
-        scripts[0].before == (USER,) and scripts[2].before[:2] == (USER, BAD) and scripts[4].before[:2] == (USER, GOOD)
+        examples[0].prompt == (USER,) and examples[2].prompt[:2] == (USER, BAD) and examples[4].prompt[:2] == (USER, GOOD)
     )
-    assert [s.turns for s in scripts] == [["4"], ["5"]] * 3
+    assert [s.turns for s in examples] == [["4"], ["5"]] * 3

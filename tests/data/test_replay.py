@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.core.records import Fork, Group, Origin, Task, Trajectory, Turn
-from turnwise.data.replay import ExpertCache, Nothing, RecentBuffer, SuccessBuffer, WeightedPool
+from turnwise.data.replay import ExpertCache, NoReplay, RecentBuffer, SuccessBuffer, WeightedPool
 from turnwise.errors import RecipeError
 
 
@@ -48,9 +48,9 @@ def past(groups):
 
 
 def test_nothing_is_mixed_in():
-    live = Nothing().open(None, None, 0)
+    live = NoReplay().open(None, None, 0)
     groups = [group("0", 1, 0.0, 1.0)]
-    assert live.mix(groups, 3) == groups and live.lacks(groups) == [] and live.state_dict() == {}
+    assert live.mix(groups, 3) == groups and live.missing_demonstrations(groups) == [] and live.state_dict() == {}
 
 
 # -------------------------------------------------------------- by task: success
@@ -161,13 +161,13 @@ def test_an_expert_until_the_policy_has_a_success_of_its_own():
     shown = trajectory("expert", task, 1.0, origin=Origin.EXPERT)
     live = book.open(ExpertCache(), lambda t: shown if t == task else None)
     fails = group("0", 1, 0.0, 0.0)
-    assert live.lacks([fails, group("1", 2, 0.0), group("2", 3, 1.0)]) == [task, Task("test", 2)]
+    assert live.missing_demonstrations([fails, group("1", 2, 0.0), group("2", 3, 1.0)]) == [task, Task("test", 2)]
     mixed = live.mix([fails, group("1", 2, 0.0)], 0)
     assert [t.id for t in mixed[0].trajectories] == ["expert", "0.1"] and [t.id for t in mixed[1].trajectories] == [
         "1.0"
     ]
     book.learn(live, [group("3", 1, 0.0, 1.0, 1.0)], {}, 1)
-    assert live.lacks([fails]) == []
+    assert live.missing_demonstrations([fails]) == []
     row = live.mix([fails], 2)[0].trajectories[0]
     assert row.id == "3.1" and row.origin == Origin.REPLAY and row.facts["age"] == 1
     book.learn(live, [group("4", 1, 1.0)], {}, 3)

@@ -14,17 +14,17 @@ from turnwise import environments
 from turnwise.core.batch import pack
 from turnwise.core.levels import TRAJECTORY
 from turnwise.core.records import Group, Origin, Task
-from turnwise.data.dataset import read_rows
-from turnwise.data.export import FORMS, parting
-from turnwise.data.tokenize import Speaker, groups_of
+from turnwise.data.dataset import read_dataset
+from turnwise.data.export import FORMS, divergence
+from turnwise.data.tokenize import DialogueTokenizer, build_groups
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_tokenizer
-from turnwise.rollout.episode import Limits
+from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.scripted import play_script
+from turnwise.rollout.scripted import play_scripted
 
 RENDERER = Renderer(tiny_tokenizer([], 300))
-SPEAKER = Speaker(RENDERER, context=4096)
+TOKENIZER = DialogueTokenizer(RENDERER, context=4096)
 TASK = Task("test", 1)
 TEXT = st.text(st.characters(blacklist_categories=("Cs",)), max_size=12)
 OTHER = st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool", "system"]), TEXT)
@@ -34,11 +34,11 @@ SAID = st.builds(lambda text: {"role": "assistant", "content": text}, TEXT)
 def rows(tmp_path, *given):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, given)))
-    return read_rows(path)
+    return read_dataset(path)
 
 
-def groups(tmp_path, *given, speaker=SPEAKER):
-    return groups_of(rows(tmp_path, *given), speaker)
+def groups(tmp_path, *given, tokenizer=TOKENIZER):
+    return build_groups(rows(tmp_path, *given), tokenizer)
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,17 +63,17 @@ def test_the_text_of_the_tokens_is_what_the_assistant_said(tmp_path_factory, ope
 @pytest.mark.parametrize("name", ["guess", "lookup", "keydoor"])
 def test_a_row_reads_as_the_episode_it_was_exported_from(tmp_path, name, history):
     """Play, export, read: the same contexts, the same tokens; also from the middle on, where what came before is a prompt."""
-    task, limits = Task(name, 5, difficulty=2), Limits(turns=60, context=4096, history=history)
-    played = asyncio.run(play_script("oracle", environments.make(name, 2), "0.0", task, RENDERER, limits))
+    task, limits = Task(name, 5, difficulty=2), EpisodeLimits(turns=60, context=4096, history=history)
+    played = asyncio.run(play_scripted("oracle", environments.make(name, 2), "0.0", task, RENDERER, limits))
     row = next(FORMS["demos"](Group("0", task, (played,))))
-    speaker = replace(SPEAKER, history=history, tools=tuple(getattr(environments.load(name), "tools", ())))
-    read = groups(tmp_path, row, speaker=speaker)[0].trajectories[0]
+    tokenizer = replace(TOKENIZER, history=history, tools=tuple(getattr(environments.load(name), "tools", ())))
+    read = groups(tmp_path, row, tokenizer=tokenizer)[0].trajectories[0]
     seen = lambda turns: [(t.context, t.tokens, t.restart) for t in turns]  # noqa: E731
     assert len(read.turns) > 1 and seen(read.turns) == seen(played.turns)
     assert read.task == task and read.reward == played.reward
     said = list(played.messages)
     later = [n for n, m in enumerate(said) if m["role"] == "assistant"][1]
-    rest = groups(tmp_path, {"prompt": said[:later], "completion": said[later:]}, speaker=speaker)[0].trajectories[0]
+    rest = groups(tmp_path, {"prompt": said[:later], "completion": said[later:]}, tokenizer=tokenizer)[0].trajectories[0]
     assert [t.tokens for t in rest.turns] == [t.tokens for t in played.turns[1:]]
     before = () if played.turns[1].restart else (*played.turns[0].context, *played.turns[0].tokens)
     assert rest.turns[0].context == (*before, *played.turns[1].context)
@@ -98,7 +98,7 @@ def test_a_dialogue_that_does_not_fit_is_named_by_its_line(tmp_path):
     short, long = {"prompt": "a", "completion": "b"}, {"prompt": "a" * 90, "completion": "b"}
     with pytest.raises(SettingError, match=r"2 of 3 rows.*lines 2, 3: longer than the context of 64.*--context \d+"):
         groups(
-            tmp_path, short, long, {"prompt": "a", "chosen": "b", "rejected": "c" * 90}, speaker=Speaker(RENDERER, 64)
+            tmp_path, short, long, {"prompt": "a", "chosen": "b", "rejected": "c" * 90}, tokenizer=DialogueTokenizer(RENDERER, 64)
         )
 
 
@@ -116,7 +116,7 @@ def test_a_template_that_refuses_a_role_is_told_by_line(tmp_path):
     )
     said = [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "y"}]
     with pytest.raises(SettingError, match="line 1: the chat template refused"):
-        groups(tmp_path, {"messages": said}, speaker=Speaker(strict, 99))
+        groups(tmp_path, {"messages": said}, tokenizer=DialogueTokenizer(strict, 99))
 
 
 def test_tools_and_answers(tmp_path):
@@ -130,8 +130,8 @@ def test_tools_and_answers(tmp_path):
 def test_where_two_dialogues_part():
     a, b, c = ({"role": "assistant", "content": x} for x in "abc")
     u, v = ({"role": "user", "content": x} for x in "uv")
-    assert parting([u, a, u, b], [u, a, u, c]) == 3
+    assert divergence([u, a, u, b], [u, a, u, c]) == 3
     assert (
-        parting([u, a, u, b], [u, a, v, b]) == 1
+        divergence([u, a, u, b], [u, a, v, b]) == 1
     )  # the environment answered differently: from what was said before it
-    assert parting([u, a], [v, a]) == 0 and parting([u], [u]) == 0
+    assert divergence([u, a], [v, a]) == 0 and divergence([u], [u]) == 0

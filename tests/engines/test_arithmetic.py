@@ -14,7 +14,7 @@ from turnwise.engines.kernels import dispatch
 def test_the_host_beside_a_gpu_keeps_to_one_thread(monkeypatch, kind, told):
     said: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", said.append)
-    dispatch.calm(torch.device(kind))
+    dispatch.limit_host_threads(torch.device(kind))
     assert said == told
 
 
@@ -22,8 +22,8 @@ def test_the_host_beside_a_gpu_keeps_to_one_thread(monkeypatch, kind, told):
 def test_a_gpu_with_room_reads_more_at_once(monkeypatch, gib, ids):
     card = lambda device: SimpleNamespace(total_memory=gib << 30)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_properties", card)
-    assert dispatch.ids_at_once(torch.device("cuda")) == ids
-    assert dispatch.ids_at_once(torch.device("cpu")) == 8192
+    assert dispatch.default_micro_batch(torch.device("cuda")) == ids
+    assert dispatch.default_micro_batch(torch.device("cpu")) == 8192
 
 
 def test_attention_on_a_cpu_is_not_tritons():

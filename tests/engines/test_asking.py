@@ -15,7 +15,7 @@ from turnwise.core.signals import Signal
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
 
-BOTH = frozenset({Signal.BLIND, Signal.LOGP})
+BOTH = frozenset({Signal.LOGP_WITHOUT_FEEDBACK, Signal.LOGP})
 
 
 def groups_of(kit, seed, forks=False):
@@ -27,7 +27,7 @@ def groups_of(kit, seed, forks=False):
         context, n = ids(rng.randint(1, 7)), rng.randint(1 if k == 0 else 0, 5)
         blind = rng.choice([(), context, ids(len(context)), ids(len(context))]) if k else ()
         heat, restart = rng.choice([1.0, 0.7, 0.0]), k > 0 and rng.random() < 0.2
-        return Turn(context, ids(n), (-1.0,) * n, blind=blind, temperature=heat, restart=restart)
+        return Turn(context, ids(n), (-1.0,) * n, masked_context=blind, temperature=heat, restart=restart)
 
     made = []
     for g in range(3):
@@ -54,7 +54,7 @@ def expected(model, groups):
             for turn in t.turns:
                 if turn.restart:
                     past, real, masked = [], [], []
-                real, masked = [*real, *turn.context], [*masked, *(turn.blind or turn.context)]
+                real, masked = [*real, *turn.context], [*masked, *(turn.masked_context or turn.context)]
                 if not turn.tokens:
                     continue
                 ids = [*past, *masked, *turn.tokens]
@@ -75,20 +75,20 @@ def test_blind(kit, positions, dtype, forks):
     for seed in (1, 2, 3):
         groups = groups_of(kit, seed, forks)
         found = learner.measure(pack(groups), BOTH)
-        assert found[Signal.BLIND].x.tolist() == pytest.approx(expected(stock, groups), abs=2e-4)
-        assert not torch.allclose(found[Signal.BLIND].x, found[Signal.LOGP].x, atol=1e-3)
+        assert found[Signal.LOGP_WITHOUT_FEEDBACK].x.tolist() == pytest.approx(expected(stock, groups), abs=2e-4)
+        assert not torch.allclose(found[Signal.LOGP_WITHOUT_FEEDBACK].x, found[Signal.LOGP].x, atol=1e-3)
 
 
 def test_where_nothing_is_masked_it_is_the_plain_one(kit):
     learner = LocalLearner(kit.make_model())
     for batch in (pack([]), kit.make_batch(1)):
         found = learner.measure(batch, BOTH)
-        assert torch.equal(found[Signal.BLIND].x, found[Signal.LOGP].x)
-    first = replace(groups_of(kit, 1)[0].trajectories[0].turns[0], blind=())
+        assert torch.equal(found[Signal.LOGP_WITHOUT_FEEDBACK].x, found[Signal.LOGP].x)
+    first = replace(groups_of(kit, 1)[0].trajectories[0].turns[0], masked_context=())
     task = Task("x", seed=0)
     alone = pack([Group("g", task, (Trajectory("t", task, (first,)),))])
     found = learner.measure(alone, BOTH)
-    assert torch.equal(found[Signal.BLIND].x, found[Signal.LOGP].x)
+    assert torch.equal(found[Signal.LOGP_WITHOUT_FEEDBACK].x, found[Signal.LOGP].x)
 
 
 # -------------------------------------------------------------------- teacher

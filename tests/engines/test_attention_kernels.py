@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from turnwise.core.batch import Sequences
 from turnwise.engines.kernels import reference
 from turnwise.engines.learner import llama_layers, packed_forward, varlen_attention
-from turnwise.engines.learner.shared_prefix import Shared
-from turnwise.engines.learner.varlen_attention import Ragged
+from turnwise.engines.learner.shared_prefix import SharedPrefixes
+from turnwise.engines.learner.varlen_attention import VarlenAttention
 
 LENGTHS = [1, 3, 17, 63, 64, 65, 130]
 
@@ -56,7 +56,7 @@ def compare(kernels, q, k, v, queries, keys, source, longest, scale):
     kind = q.dtype
     own = (k, v) if source is None else (k[source], v[source])
     leaves = [x.float().clone().requires_grad_() for x in (q, *own)]
-    expected, sums = reference.attend(*leaves, queries, keys, None, scale)
+    expected, sums = reference.varlen_attention(*leaves, queries, keys, None, scale)
     d = make(*q.shape, kind=kind, seed=9)
     grads = torch.autograd.grad(expected, leaves, d.float())
     out, stats = kernels.forward(q, k, v, queries, keys, source, longest, scale)
@@ -108,7 +108,7 @@ def test_any_layout(kernels, sequences, heads, D, shared, blocks, seed):
     source = torch.randint(9, (places,), generator=torch.Generator().manual_seed(seed)).to(DEVICE) if shared else None
     q, k, v = cut(*heads, D, rows, 9 if shared else places, torch.float32, seed)
     whole = kernels.EXACT
-    kernels.EXACT = kernels.Plan(*[kernels.Blocks(*blocks, 4, 1)] * 3)
+    kernels.EXACT = kernels.Plan(*[kernels.TileShape(*blocks, 4, 1)] * 3)
     try:
         bounds = (max(asked) + seed % 50 + 1, max(held) + seed % 30 + 1)
         compare(kernels, q, k, v, starts(asked), starts(held), source, bounds, 0.3)
@@ -160,7 +160,7 @@ def siblings(kernels, monkeypatch):
         asked, held = [25, 7, 3], [25, 27, 23] if shared else [25, 7, 3]
         source = torch.tensor([*range(25), *range(20), *range(25, 32), *range(20), *range(32, 35)], device=DEVICE)
         source = source if shared else None
-        return Ragged(starts(asked), starts(held), (25, 27), source, 35), source
+        return VarlenAttention(starts(asked), starts(held), (25, 27), source, 35), source
 
     return layout
 
@@ -172,7 +172,7 @@ def test_a_layout_sums_what_flows_back_to_a_row(siblings, shared):
     leaves = [make(35, h, 16, seed=h).requires_grad_() for h in (4, 2, 2)]
     d = make(35, 4, 16, seed=5)
     found = layout.attend_rows(*leaves, 0.25)
-    expected = reference.attend(*leaves, layout.queries, layout.keys, source, 0.25)[0]
+    expected = reference.varlen_attention(*leaves, layout.cu_seqlens_q, layout.cu_seqlens_k, source, 0.25)[0]
     close(found, expected, torch.float32, "out")
     for ours, theirs in zip(torch.autograd.grad(found, leaves, d), torch.autograd.grad(expected, leaves, d)):
         close(ours, theirs, torch.float32, "gradient")
@@ -186,10 +186,10 @@ def test_a_product_is_turned_and_its_gradient_turned_back(siblings, shared):
     cos, sin = angle.cos(), angle.sin()
     turned = reference._turn(product[:, :6], cos[:, None], sin[:, None])
     q, k, v = turned[:, :4], turned[:, 4:], product[:, 6:]
-    expected = reference.attend(q, k, v, layout.queries, layout.keys, source, 0.25)[0]
+    expected = reference.varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, source, 0.25)[0]
     theirs = torch.autograd.grad(expected, product, d)[0]
     own = product.detach().clone().requires_grad_()
-    found = layout.attend_product(own, 2, cos, sin, 0.25)
+    found = layout.attend_fused_qkv(own, 2, cos, sin, 0.25)
     close(found, expected, torch.float32, "out")
     close(torch.autograd.grad(found, own, d)[0], theirs, torch.float32, "gradient")
 
@@ -202,12 +202,12 @@ def test_a_decoder_over_these_kernels_is_itself(siblings, shared, recompute):
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(DEVICE).eval()
-    decoder = packed_forward.adopt(model).get_decoder()
+    decoder = packed_forward.prepare(model).get_decoder()
     ids, start = torch.arange(40) % 7, torch.tensor([0, 9, 10, 22, 40])
     ids[10:22] = torch.arange(12) % 7  # begins as the first sequence does
     position = torch.cat([torch.arange(n) for n in start.diff().tolist()])
-    prefixes = Shared.of(ids, start) if shared else Shared.none(ids)
-    rows = prefixes.first
+    prefixes = SharedPrefixes.of(ids, start) if shared else SharedPrefixes.unshared(ids)
+    rows = prefixes.computed
     assert (len(rows) < 40) == shared
     d = make(len(rows), 32, seed=3)
 
@@ -219,10 +219,10 @@ def test_a_decoder_over_these_kernels_is_itself(siblings, shared, recompute):
 
     whole = Sequences(ids.to(DEVICE), start.to(DEVICE), torch.arange(4, device=DEVICE), start[:0].to(DEVICE))
     expected = pulled(packed_forward.hidden_states(model, whole)[rows.to(DEVICE)])
-    layers = llama_layers.of(decoder)
-    assert Ragged.turns(d, 16)
+    layers = llama_layers.fast_path(decoder)
+    assert VarlenAttention.fuses_rotary(d, 16)
     layers.recompute = recompute
-    found = pulled(layers(ids[rows], position[rows], Ragged.of(start, prefixes)))
+    found = pulled(layers(ids[rows], position[rows], VarlenAttention.of(start, prefixes)))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
@@ -231,7 +231,7 @@ def test_a_decoder_over_these_kernels_is_itself(siblings, shared, recompute):
 def test_the_twin_is_softmax_over_what_may_be_seen(kind):
     q, k, v = (torch.randn(7, h, 4, generator=torch.Generator().manual_seed(h), dtype=kind) for h in (2, 1, 1))
     ends = torch.tensor([0, 4, 4, 6]), torch.tensor([0, 4, 4, 7])  # the second asks nothing, the third has a key more
-    out, lse = reference.attend(q, k, v, *ends, None, 0.5)
+    out, lse = reference.varlen_attention(q, k, v, *ends, None, 0.5)
     for row, first, last in [(0, 0, 0), (3, 0, 3), (4, 4, 5), (5, 4, 6)]:
         z = 0.5 * k[first : last + 1, 0] @ q[row].mT  # [keys, H]
         torch.testing.assert_close(out[row], z.softmax(0).mT @ v[first : last + 1, 0])
@@ -243,7 +243,7 @@ def test_the_twin_is_softmax_over_what_may_be_seen(kind):
 @pytest.mark.parametrize("size", [16, 64])
 def test_it_is_proven_before_it_is_used(kernels, size):
     limit = kernels.TOLERANCE / 2 if GPU else 1e-5
-    assert kernels.gap(size, torch.device(DEVICE), torch.bfloat16 if GPU else torch.float32) < limit
+    assert kernels.relative_error(size, torch.device(DEVICE), torch.bfloat16 if GPU else torch.float32) < limit
 
 
 @needs_triton

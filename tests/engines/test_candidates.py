@@ -15,12 +15,12 @@ from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.signals import candidates
 
-ASK = frozenset({Signal.HITS, Signal.RIVALS, Signal.LOGP})
+ASK = frozenset({Signal.CANDIDATE_MATCHES, Signal.CANDIDATE_LOGP, Signal.LOGP})
 
 
 def distributions(learner, batch):
     """log π of the whole vocabulary at each sampled token, by the plain head."""
-    h = packed_forward.hidden_states(learner.model, batch.sequences)[batch.sequences.at - 1]
+    h = packed_forward.hidden_states(learner.model, batch.sequences)[batch.sequences.sampled_at - 1]
     t = batch.temperature.at(TOKEN).x.to(h.dtype)
     return torch.log_softmax(learner.head(h) / torch.where(t == 0, 1.0, t)[:, None], 1)
 
@@ -36,9 +36,9 @@ def test_hits_and_rivals(kit, name, positions):
     logp = distributions(learner, batch).detach()
     for n, token in enumerate(batch.token.x.tolist()):
         mine = drawn[n].tolist()
-        assert float(found[Signal.HITS].x[n]) == mine.count(token)
+        assert float(found[Signal.CANDIDATE_MATCHES].x[n]) == mine.count(token)
         rest = sum(float(logp[n, a]) for a in mine if a != token)
-        assert float(found[Signal.RIVALS].x[n]) == pytest.approx(rest, abs=1e-8)
+        assert float(found[Signal.CANDIDATE_LOGP].x[n]) == pytest.approx(rest, abs=1e-8)
 
 
 def test_they_are_draws_from_the_policy(kit):
@@ -48,7 +48,7 @@ def test_they_are_draws_from_the_policy(kit):
     for seed in range(40):
         batch = kit.make_batch(seed, groups=6)
         p = distributions(learner, batch).exp().gather(1, batch.token.x[:, None]).squeeze(1).detach()
-        seen += float(learner.measure(batch, ASK)[Signal.HITS].x.sum())
+        seen += float(learner.measure(batch, ASK)[Signal.CANDIDATE_MATCHES].x.sum())
         due += float(p.sum()) * candidates.COUNT
         spread += float((p * (1 - p)).sum()) * candidates.COUNT
     assert abs(seen - due) < 4 * spread**0.5 and due > 100
@@ -60,8 +60,8 @@ def test_no_cut_and_no_order_changes_the_draw(kit):
     a = LocalLearner(kit.make_model(), LearnerSettings(positions=10**6)).measure(batch, ASK)
     mixed = batch.select(order)
     b = LocalLearner(kit.make_model(), LearnerSettings(positions=30)).measure(mixed, ASK)
-    for name in (Signal.HITS, *candidates.COLUMNS):
-        assert torch.equal(b[name].x, batch.put(x=a[name]).select(order)["x"].x)
+    for name in (Signal.CANDIDATE_MATCHES, *candidates.COLUMNS):
+        assert torch.equal(b[name].x, batch.put(weight=a[name]).select(order)["weight"].x)
 
 
 def test_other_lots_after_a_step(kit):
@@ -74,10 +74,10 @@ def test_other_lots_after_a_step(kit):
 
 @dataclass
 class Watching:
-    """Σ RIVALS as the loss; keeps what it saw."""
+    """Σ CANDIDATE_LOGP as the loss; keeps what it saw."""
 
     seen: list = field(default_factory=list)
-    live, foresees = frozenset({Signal.LOGP, Signal.RIVALS}), frozenset()
+    signals_with_gradient, signals_before_step = frozenset({Signal.LOGP, Signal.CANDIDATE_LOGP}), frozenset()
 
     def plan(self, batch):
         return batch
@@ -86,7 +86,7 @@ class Watching:
         return Scales()
 
     def __call__(self, batch, policy):
-        loss = policy[Signal.RIVALS].x.sum()
+        loss = policy[Signal.CANDIDATE_LOGP].x.sum()
         self.seen.append(float(loss.detach()))
         return Loss(loss, dict, {})
 
@@ -95,7 +95,7 @@ def test_every_update_scores_the_candidates_of_the_measurement(kit):
     learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=1e-2))
     batch = kit.make_batch(4)
     batch = batch.put(learner.measure(batch, ASK))
-    drawn, watching = candidates.known(batch), Watching()
+    drawn, watching = candidates.stored(batch), Watching()
     for _ in range(2):
         by_hand = (distributions(learner, batch).gather(1, drawn) * (drawn != batch.token.x[:, None])).sum()
         learner.update(batch, watching)
@@ -107,8 +107,8 @@ def test_the_gradient_of_rivals(kit):
     learner = LocalLearner(kit.make_model("gpt2"), LearnerSettings(dtype="float64"))
     batch = kit.make_batch(4)
     batch = batch.put(learner.measure(batch, ASK))
-    found = learner.measuring.live(batch, frozenset({Signal.RIVALS}))[1][Signal.RIVALS].x.sum()
-    drawn = candidates.known(batch)
+    found = learner.measurer.live(batch, frozenset({Signal.CANDIDATE_LOGP}))[1][Signal.CANDIDATE_LOGP].x.sum()
+    drawn = candidates.stored(batch)
     plain = (distributions(learner, batch).gather(1, drawn) * (drawn != batch.token.x[:, None])).sum()
     parameters = list(learner.policy())
     for a, b in zip(torch.autograd.grad(found, parameters), torch.autograd.grad(plain, parameters)):
@@ -118,5 +118,5 @@ def test_the_gradient_of_rivals(kit):
 def test_without_a_measurement_the_present_policy_draws(kit):
     learner, batch = LocalLearner(kit.make_model()), kit.make_batch(4)
     measured = learner.measure(batch, ASK)
-    bare = learner.measure(batch, frozenset({Signal.RIVALS}))
-    torch.testing.assert_close(bare[Signal.RIVALS].x, measured[Signal.RIVALS].x)
+    bare = learner.measure(batch, frozenset({Signal.CANDIDATE_LOGP}))
+    torch.testing.assert_close(bare[Signal.CANDIDATE_LOGP].x, measured[Signal.CANDIDATE_LOGP].x)

@@ -81,17 +81,17 @@ def test_decoding(compiler: Compiler, kind: torch.dtype):
     for norm in (None, zeros(H + K, D)):
         around = (*cache, zeros(W, D), zeros(W, D), norm)
         for shared in (None, whole(2, 2)):
-            k.attend(qkv, *around, whole(lanes), zeros(lanes, H * D, kind=kind), 0.1, 1e-5, shared)
+            k.decode_attention(qkv, *around, whole(lanes), zeros(lanes, H * D, kind=kind), 0.1, 1e-5, shared)
         q = zeros(lanes, H * D, kind=kind)
-        k.settle(qkv, *around, whole(lanes), whole(lanes), q, 1e-5)
+        k.rope_and_cache(qkv, *around, whole(lanes), whole(lanes), q, 1e-5)
     for size in (D, 128, 256):
         q, rows = zeros(lanes, H * size, kind=kind), zeros(lanes, K, W, size, kind=kind)
-        k.look_back(q, rows, rows, whole(lanes + 1), whole(lanes), whole(lanes), 64, q, 0.1)
+        k.prefill_attention(q, rows, rows, whole(lanes + 1), whole(lanes), whole(lanes), 64, q, 0.1)
     drawn = (whole(8, lanes), zeros(8, lanes))
-    k.draw(zeros(lanes, 3000), zeros(lanes), whole(lanes), whole(lanes), whole(lanes), whole(lanes), *drawn)
+    k.sample(zeros(lanes, 3000), zeros(lanes), whole(lanes), whole(lanes), whole(lanes), whole(lanes), *drawn)
     if compiler.target.arch >= HOPPER and kind == torch.bfloat16:  # older ones have no such numbers
         k.quantise(zeros(lanes, 96, kind=kind))
-    assert compiler.seen >= {"_add_norm", "_swiglu", "_attend", "_settle", "look_back", "_weigh", "_choose"}
+    assert compiler.seen >= {"_add_norm", "_swiglu", "_decode_attention", "_rope_and_cache", "prefill_attention", "_partial_softmax", "_sample"}
 
 
 @pytest.mark.parametrize(("generation", "kind"), [*BOTH, (HOPPER, torch.float32)])
@@ -104,7 +104,7 @@ def test_learning(compiler: Compiler, kind: torch.dtype):
     angles = (zeros(rows, D // 2), zeros(rows, D // 2))
     t.rotate_(zeros(rows, 15 * D, kind=kind), *angles, 12, D)
     heads = [zeros(rows, n, D, kind=kind) for n in (9, 3, 3)]
-    t.unrotate(*heads, *angles)
+    t.rotate_backward(*heads, *angles)
     both = zeros(rows, 200, kind=kind)
     t.swiglu_backward(both, t.swiglu(both))
     x, y = t.copies(heads[1], heads[2], whole(rows))
@@ -114,8 +114,8 @@ def test_learning(compiler: Compiler, kind: torch.dtype):
     logits, target, heat = zeros(rows, V), whole(rows), zeros(rows)
     for entropy in (False, True):
         for keep in (None, zeros(rows, V, kind=kind)):
-            _, lse, found = t.scores(logits, target, heat, entropy, keep)
-        t.pull(logits, target, heat, lse, heat, heat if entropy else None, found, kind)
+            _, lse, found = t.log_probs(logits, target, heat, entropy, keep)
+        t.log_probs_backward(logits, target, heat, lse, heat, heat if entropy else None, found, kind)
     assert compiler.seen >= {"_norm_backward", "_rotate", "_swiglu_backward", "_copies", "_collect", "_scores", "_pull"}
 
 

@@ -15,24 +15,24 @@ from turnwise.algebra.control import CriticsFirst
 from turnwise.algebra.gradient import Scales
 from turnwise.algebra.objective import Loss
 from turnwise.core.levels import TOKEN, TURN
-from turnwise.core.signals import SLOW, UTTERANCE, Signal
+from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.packed_forward import PackedLayout
-from turnwise.engines.learner.shared_prefix import Shared
+from turnwise.engines.learner.shared_prefix import SharedPrefixes
 from turnwise.errors import RecipeError, SettingError
 from turnwise.models.tiny import tiny_model
-from turnwise.training.loop import improve
+from turnwise.training.loop import update_policy
 
-TURNS, SLOWLY = frozenset(UTTERANCE), frozenset(SLOW)
-VALUES = frozenset({Signal.VALUE, Signal.TWIN})
+TURNS, SLOWLY = frozenset(TURN_CRITIC), frozenset(TURN_CRITIC_TARGET)
+VALUES = frozenset({Signal.VALUE, Signal.SECOND_VALUE})
 
 
 @dataclass(frozen=True)
 class Towards:
     """Σ (signal − target)² of each live critic signal, and Σ w log π where log-probabilities are wanted."""
 
-    live: frozenset[Signal]
-    foresees: frozenset[Signal] = frozenset()
+    signals_with_gradient: frozenset[Signal]
+    signals_before_step: frozenset[Signal] = frozenset()
 
     def plan(self, batch):
         return batch
@@ -44,7 +44,7 @@ class Towards:
         parts = []
         for signal, f in policy.items():
             if signal == Signal.LOGP:
-                parts.append((batch["w"] * f).x.sum())
+                parts.append((batch["weight"] * f).x.sum())
             else:
                 aim = batch.reward if f.level == TURN else batch.reward.at(TOKEN)
                 parts.append((f.x - aim.to(f.x.dtype).x).square().mean())
@@ -63,7 +63,7 @@ def moved(learner, batch, live, steps=3):
     return learner
 
 
-def by_hand(heads, model, batch, positions_of):
+def by_hand(heads, model, batch, position_of):
     """Each turn with tokens: its sequence alone through the model, then the head."""
     s, count = batch.sequences, batch.tree.size(TOKEN, TURN).x.tolist()
     out, first = [], 0
@@ -71,7 +71,7 @@ def by_hand(heads, model, batch, positions_of):
         if not n:
             out.append(0.0)
             continue
-        at = positions_of(s.at[first : first + n].tolist())
+        at = position_of(s.sampled_at[first : first + n].tolist())
         begin = int(s.start[torch.searchsorted(s.start, at, right=True) - 1])
         ids = s.ids[begin : at + 1]
         start = torch.tensor([0, len(ids)])
@@ -79,7 +79,7 @@ def by_hand(heads, model, batch, positions_of):
             input_ids=ids[None],
             position_ids=torch.arange(len(ids))[None],
             use_cache=False,
-            layout=PackedLayout(start, Shared.of(ids, start)),
+            layout=PackedLayout(start, SharedPrefixes.of(ids, start)),
         ).last_hidden_state[0, -1]
         out.append(float(heads(h).detach()))
         first += n
@@ -93,44 +93,44 @@ def test_turns_are_judged_where_they_stand(kit, separate, positions):
     batch = kit.weighted(kit.make_batch(6), dtype=torch.float64)
     moved(learner, batch, TURNS | {Signal.LOGP})
     found = learner.measure(batch, TURNS | SLOWLY)
-    c = learner.critics
-    for heads, trunk, names in ((c.judge, c.trunk, UTTERANCE), (c.slow_judge, c.slow_trunk, SLOW)):
-        for live, name in zip(UTTERANCE, names):
-            last = live in (Signal.Q, Signal.Q_TWIN)
+    c = learner.value_heads
+    for heads, trunk, names in ((c.turn_heads, c.trunk, TURN_CRITIC), (c.target_turn_heads, c.target_trunk, TURN_CRITIC_TARGET)):
+        for live, name in zip(TURN_CRITIC, names):
+            last = live in (Signal.Q, Signal.SECOND_Q)
             place = (lambda at: at[-1]) if last else (lambda at: at[0] - 1)
             expected = by_hand(heads[live], trunk if separate else learner.model, batch, place)
             assert found[name].level == TURN
             assert found[name].x.tolist() == pytest.approx(expected, abs=1e-6)
     assert found[Signal.Q].x.abs().max() > 0.01
-    assert not torch.equal(found[Signal.Q].x, found[Signal.Q_TWIN].x)  # twins begin apart
+    assert not torch.equal(found[Signal.Q].x, found[Signal.SECOND_Q].x)  # twins begin apart
 
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_slow_copies_follow(kit, batch, separate):
     learner = make(kit, separate_critic=separate, settings={"follow": 0.25})
-    slow = {n: p.clone() for n, p in learner.critics.slow_tensors().items()}
+    slow = {n: p.clone() for n, p in learner.value_heads.target_tensors().items()}
     assert any(n.startswith("critic/") for n in slow) == separate
-    live = dict(learner.critics.named())
+    live = dict(learner.value_heads.named_parameters())
     for _ in range(2):
         learner.update(batch, Towards(TURNS))
         for n in slow:
             slow[n] = 0.75 * slow[n] + 0.25 * live[n].detach()
-        for n, p in learner.critics.slow_tensors().items():
+        for n, p in learner.value_heads.target_tensors().items():
             torch.testing.assert_close(p, slow[n])
-    before = learner.critics.slow_tensors()["turns/q.4.weight"].clone()
-    bad = batch.put(w=batch["w"] * float("nan"))
+    before = learner.value_heads.target_tensors()["turns/q.4.weight"].clone()
+    bad = batch.put(weight=batch["weight"] * float("nan"))
     assert learner.update(bad, Towards(TURNS | {Signal.LOGP}))["skipped"] == 1
-    assert torch.equal(before, learner.critics.slow_tensors()["turns/q.4.weight"])
+    assert torch.equal(before, learner.value_heads.target_tensors()["turns/q.4.weight"])
 
 
 def test_a_separate_critic_never_touches_the_policy(kit, batch):
     """Its loss leaves the policy where it is; beside a policy's loss, the policy steps as it would without a critic."""
     learner = make(kit, separate_critic=True)
     start = {n: w.clone() for n, w in learner.weights().items()}
-    trunk = {n: p.detach().clone() for n, p in learner.critics.named()}
+    trunk = {n: p.detach().clone() for n, p in learner.value_heads.named_parameters()}
     moved(learner, batch, VALUES | TURNS)
     assert all(torch.equal(w, start[n]) for n, w in learner.weights().items())
-    changed = {n for n, p in learner.critics.named() if not torch.equal(p, trunk[n])}
+    changed = {n for n, p in learner.value_heads.named_parameters() if not torch.equal(p, trunk[n])}
     assert {"value/weight", "turns/v.0.weight", "critic/layers.0.mlp.up_proj.weight"} <= changed
     plain = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2))
     both = make(kit, separate_critic=True)
@@ -154,13 +154,13 @@ def test_a_shared_critic_of_turns_does_not_pull_at_the_policy(kit, batch):
 
 def test_its_own_optimiser_rate_and_clip(kit, batch):
     learner = make(kit, separate_critic=True, settings={"clip": 1e-3, "warmup": 2})
-    assert {g["base_lr"] for g in learner._optimiser.param_groups} == {1e-2}
-    assert {g["base_lr"] for g in learner._apart.param_groups} == {3e-3}
+    assert {g["base_lr"] for g in learner._policy_optimizer.param_groups} == {1e-2}
+    assert {g["base_lr"] for g in learner._critic_optimizer.param_groups} == {3e-3}
     learner.update(batch, Towards(VALUES | TURNS | {Signal.LOGP}))
-    for mover in (learner._optimiser, learner._apart):
+    for mover in (learner._policy_optimizer, learner._critic_optimizer):
         size = torch.stack([m["exp_avg"].norm() for m in mover.state.values()]).norm().item()
         assert size == pytest.approx(1e-4, rel=1e-2)  # each gradient is clipped by its own norm
-    assert {g["lr"] for g in learner._apart.param_groups} == {1.5e-3}
+    assert {g["lr"] for g in learner._critic_optimizer.param_groups} == {1.5e-3}
 
 
 def test_a_gradient_of_either_that_is_not_finite_stops_both(kit, batch):
@@ -230,21 +230,21 @@ def test_methods_survive_a_crash(name, hyper, separate):
     """The same two batches straight through, and with everything but the state lost in between."""
     recipe = recipes.build(name, **hyper)
     shapes = ([[[2, 1], [3], [1, 0, 2]], [[2], [1, 1]]], [[[1, 1], [2]], [[3, 1], [2, 2], [1]]])
-    groups = [records_of(shape, seed, asks=recipe.asks) for seed, shape in enumerate(shapes)]
+    groups = [records_of(shape, seed, asks=recipe.requirements) for seed, shape in enumerate(shapes)]
 
     def fresh():
         model = tiny_model(16, 0, hidden=32, layers=2, context=64)
-        turns = bool(recipe.objective.needs & TURNS)
+        turns = bool(recipe.objective.signals & TURNS)
         options = {"critic": recipe.critics, "turn_critic": turns, "separate_critic": separate}
         return LocalLearner(model, LearnerSettings(lr=1e-3, value_lr=1e-2, positions=32), **options), recipe.objective
 
     straight, objective = fresh()
-    improve(straight, recipe, groups[0], 0, objective)
+    update_policy(straight, recipe, groups[0], 0, objective)
     second, restored = fresh()
     second.load_state_dict(straight.state_dict())
     restored.memory.load_state_dict(json.loads(json.dumps(objective.memory.state_dict())))
-    improve(straight, recipe, groups[1], 1, objective)
-    improve(second, recipe, groups[1], 1, restored)
+    update_policy(straight, recipe, groups[1], 1, objective)
+    update_policy(second, recipe, groups[1], 1, restored)
     one, two = straight.state_dict()["tensors"], second.state_dict()["tensors"]
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
     assert any(n.startswith("critic/") for n in one) == separate
@@ -260,7 +260,7 @@ def test_the_policy_waits_for_its_critics(separate):
     objective, moved = recipe.objective, []
     for seed in range(5):
         before = copy.deepcopy(learner.state_dict()["tensors"])
-        improve(learner, recipe, records_of([[[2, 1], [3], [1, 2]]], seed, asks=recipe.asks), seed, objective)
+        update_policy(learner, recipe, records_of([[[2, 1], [3], [1, 2]]], seed, asks=recipe.requirements), seed, objective)
         after = learner.state_dict()["tensors"]
         rooms = {room: [n for n in before if n.startswith(f"{room}/")] for room in ("model", "turns")}
         moved.append(tuple(any(not torch.equal(before[n], after[n]) for n in names) for names in rooms.values()))
@@ -269,15 +269,15 @@ def test_the_policy_waits_for_its_critics(separate):
 
 
 def test_critics_of_their_own_time_are_refused_in_words():
-    with pytest.raises(RecipeError, match="1 pass or more"):
+    with pytest.raises(RecipeError, match="at least 1 pass"):
         CriticsFirst(passes=0, warm=3)
     with pytest.raises(RecipeError, match="leave --minibatches out"):
-        CriticsFirst().repeated(2, 4)
-    assert CriticsFirst(5, 1).repeated(2, 0) == CriticsFirst(5, 1, 2) and CriticsFirst(5, 1, 2).updates == 7
+        CriticsFirst().with_passes(2, 4)
+    assert CriticsFirst(5, 1).with_passes(2, 0) == CriticsFirst(5, 1, 2) and CriticsFirst(5, 1, 2).updates == 7
 
 
 def test_no_critic_is_said(kit, batch):
     with pytest.raises(SettingError, match="turn_critic=True"):
         LocalLearner(kit.make_model(), critic=1).measure(batch, frozenset({Signal.Q}))
     with pytest.raises(SettingError, match="turn_critic=True"):
-        LocalLearner(kit.make_model(), critic=1).measure(batch, frozenset({Signal.SLOW_V}))
+        LocalLearner(kit.make_model(), critic=1).measure(batch, frozenset({Signal.TARGET_V}))

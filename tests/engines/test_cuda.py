@@ -29,13 +29,13 @@ from turnwise.core.levels import TRAJECTORY
 from turnwise.core.records import Completion, Group, Sampling, Stop, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
 from turnwise.engines.generator import cuda_graphs, model_runner, scheduler
-from turnwise.engines.generator.cuda_graphs import AHEAD, LISTEN, buckets
+from turnwise.engines.generator.cuda_graphs import BLOCKS_IN_FLIGHT, SYNC_EVERY, batch_buckets
 from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.engines.generator.graph_inputs import Size
+from turnwise.engines.generator.graph_inputs import GraphShape
 from turnwise.engines.kernels import decode_reference
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
-from turnwise.training import build
+from turnwise.training import engines
 
 GPU = torch.cuda.is_available()
 SHAPE = {
@@ -62,7 +62,7 @@ class House:
     def __call__(self, model: PreTrainedModel, decode: Any = None, **options: Any) -> LocalGenerator:
         options = {"slots": 4, "context": 128, "stop_ids": (), "device": self.device, **options}
         made = LocalGenerator(model, decode, **options)
-        assert (made.network.graphs is not None) == self.ahead, made.describe()
+        assert (made.model_runner.graphs is not None) == self.ahead, made.describe()
         return made
 
 
@@ -141,8 +141,8 @@ def test_lower_precision_leaves_rotary_frequencies_alone(house: House):
     """Frequencies rounded to bfloat16 turn the heads of a long dialogue to somewhere else."""
     model = make()
     g = house(model, dtype=torch.bfloat16)
-    assert torch.equal(g.network.model.model.rotary_emb.inv_freq.cpu(), model.model.rotary_emb.inv_freq)
-    assert {p.dtype for p in g.network.model.parameters()} == {torch.bfloat16}
+    assert torch.equal(g.model_runner.model.model.rotary_emb.inv_freq.cpu(), model.model.rotary_emb.inv_freq)
+    assert {p.dtype for p in g.model_runner.model.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.skipif(GPU or not INTERPRETED, reason="for Triton under TRITON_INTERPRET=1")
@@ -210,22 +210,22 @@ def test_siblings_look_together(ahead: House, monkeypatch: pytest.MonkeyPatch):
     settings = [Sampling(max_tokens=8 + 5 * i) for i in range(len(asked))]
     found = {}
     for crowd in (0, 10**9):
-        monkeypatch.setattr(cuda_graphs, "CROWD", crowd)
+        monkeypatch.setattr(cuda_graphs, "MIN_PROGRAMS", crowd)
         g = ahead(model, slots=16, context=160)
         found[crowd] = ask(g, asked, settings)
-        assert g.network.graphs is not None
-        assert any(together for _, _, together in g.network.graphs.graphs) == (crowd == 0)
+        assert g.model_runner.graphs is not None
+        assert any(together for _, _, together in g.model_runner.graphs.decode_graphs) == (crowd == 0)
     for x, y in zip(*found.values()):
         assert x.tokens == y.tokens
         torch.testing.assert_close(torch.tensor(x.logp), torch.tensor(y.logp), atol=1e-4, rtol=0)
 
 
 def test_lanes_look_together_where_it_pays(ahead: House, monkeypatch: pytest.MonkeyPatch):
-    g = ahead(make(), slots=16).network.graphs
+    g = ahead(make(), slots=16).model_runner.graphs
     assert g is not None
     held, alike = [40] * 6, [0, 40, 40, 40, 7, 30]
     assert g._together(8, 8, held, alike) is None  # a few lanes keep no GPU busy
-    monkeypatch.setattr(cuda_graphs, "CROWD", 16)
+    monkeypatch.setattr(cuda_graphs, "MIN_PROGRAMS", 16)
     assert g._together(8, 8, held, alike) == [[40, 30], [0, 4]]  # not 7: that is what two fours have in common
     assert g._together(8, 500, held, alike) is None  # mostly their own columns
     assert g._together(8, 8, held, [0] * 6) is None
@@ -263,7 +263,7 @@ def test_publish_in_the_middle(house: House, dtype: torch.dtype):
 def test_published_weights_find_their_places(ahead: House, kind: str):
     """A decoder that was given another model's weights holds what one made of that model holds, in the same tensors."""
     given = make(kind, 1)
-    g, expected = (ahead(made, dtype=torch.bfloat16).network.graphs for made in (make(kind, 0), given))
+    g, expected = (ahead(made, dtype=torch.bfloat16).model_runner.graphs for made in (make(kind, 0), given))
     assert g is not None and expected is not None
     every = lambda d: [d.embedding, d.norm, d.head, *(t for layer in d.layers for t in cuda_graphs._tensors(layer))]  # noqa: E731
     before = [t.data_ptr() for t in every(g)]
@@ -389,20 +389,20 @@ def test_a_reading_whose_size_comes_again_is_told_in_the_same_place(ahead: House
         asked = prompts(6, 1, most, seed=turn) if turn % 2 else [[V - 1, *ids] for ids in prompts(3, 1, most, seed=turn)]
         for ids, done in zip(asked, ask(g, asked, Sampling(max_tokens=5))):
             check_logp(model, ids, done, atol=5e-4)
-    decoder = g.network.graphs
-    assert decoder is not None and list(decoder.readers) == [Size(256, 16, 64)] and not decoder.faults
+    decoder = g.model_runner.graphs
+    assert decoder is not None and list(decoder.prefill_graphs) == [GraphShape(256, 16, 64)] and not decoder.capture_errors
 
 
 def test_a_large_reading_is_not_kept(ahead: House, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cuda_graphs, "CAPTURED", 300)
+    monkeypatch.setattr(cuda_graphs, "MAX_CAPTURED_TOKENS", 300)
     model = make()
     g = ahead(model, slots=2, context=400)
     for factor in (1, 3, 5):
         ids = [factor * k % V for k in range(1, 340 + factor)]
         (done,) = ask(g, [ids], Sampling(max_tokens=3))
         check_logp(model, ids, done, atol=5e-4)
-    decoder = g.network.graphs
-    assert decoder is not None and not decoder.readers
+    decoder = g.model_runner.graphs
+    assert decoder is not None and not decoder.prefill_graphs
 
 
 # ---------------------------------------------------------------------- when to look up
@@ -415,11 +415,11 @@ def test_drawing_ends_early_when_a_quarter_is_done(ahead: House):
     ask(g, prompts(4), settings)
     stats = g.stats()
     assert g.tick == 64 and stats["tokens"] == 183
-    assert stats["steps"] == AHEAD * LISTEN  # of the first run; the second ends with its last answer, uncounted
+    assert stats["steps"] == BLOCKS_IN_FLIGHT * SYNC_EVERY  # of the first run; the second ends with its last answer, uncounted
 
 
 def test_a_tick_may_be_longer_than_the_decoders_memory(ahead: House, monkeypatch):
-    monkeypatch.setattr(scheduler, "HISTORY", 64)
+    monkeypatch.setattr(scheduler, "MAX_STEPS", 64)
     model = make()
     (done,) = ask(ahead(model, tick=1000, context=256), [[1, 2]], Sampling(max_tokens=150))
     assert len(done.tokens) == 150
@@ -429,8 +429,8 @@ def test_a_tick_may_be_longer_than_the_decoders_memory(ahead: House, monkeypatch
 def test_while_everybody_lives_drawing_goes_on(ahead: House):
     """A tick is when newcomers may come; as long as nobody's place can be taken there is nothing to stop for."""
     g = ahead(make(), slots=4, context=256, tick=8)
-    runs, real = [], g.lanes._stretch
-    g.lanes._stretch = lambda *args: runs.append(1) or real(*args)
+    runs, real = [], g.scheduler._decode_batch
+    g.scheduler._decode_batch = lambda *args: runs.append(1) or real(*args)
     done = ask(g, prompts(4), Sampling(max_tokens=100))
     assert len(runs) == 1 and [len(c.tokens) for c in done] == [100] * 4
     assert g.stats()["tokens"] == 400
@@ -438,15 +438,15 @@ def test_while_everybody_lives_drawing_goes_on(ahead: House):
 
 def test_after_a_death_drawing_ends_with_the_tick(ahead: House):
     g = ahead(make(), slots=8, context=256, tick=32)
-    runs, real = [], g.lanes._stretch
-    g.lanes._stretch = lambda *args: runs.append(1) or real(*args)
+    runs, real = [], g.scheduler._decode_batch
+    g.scheduler._decode_batch = lambda *args: runs.append(1) or real(*args)
     done = ask(g, prompts(8), [Sampling(max_tokens=m) for m in (9, *[100] * 7)])
     assert len(runs) == 2 and [len(c.tokens) for c in done] == [9, *[100] * 7]
 
 
 def test_buckets_reach_every_number_of_lanes():
     for most in (1, 3, 16, 100, 256, 1000):
-        sizes = buckets(most)
+        sizes = batch_buckets(most)
         assert sizes[-1] == most and sizes == sorted(set(sizes))
         assert all(next(s for s in sizes if s >= n) < 2 * n for n in range(1, most + 1))
 
@@ -575,10 +575,10 @@ def test_a_graph_is_captured_while_another_thread_allocates():
     ],
 )
 def test_rollouts_are_as_precise_as_the_learner_unless_told(monkeypatch, device, dtype, rollouts, expected, tolerance):
-    monkeypatch.setattr(build, "device_of", lambda settings: torch.device(device))
+    monkeypatch.setattr(engines, "select_device", lambda settings: torch.device(device))
     chosen = Settings(dtype=dtype, rollout_dtype=rollouts)
-    assert build.rollout_dtype_of(chosen) == expected and build.tolerance_of(chosen) == tolerance
-    assert build.tolerance_of(replace(chosen, probe_tolerance=0.5)) == 0.5
+    assert engines.rollout_dtype(chosen) == expected and engines.policy_check_tolerance(chosen) == tolerance
+    assert engines.policy_check_tolerance(replace(chosen, probe_tolerance=0.5)) == 0.5
 
 
 def test_an_unknown_precision_is_refused():
@@ -621,7 +621,7 @@ def test_every_signal_is_measured_like_on_the_cpu(kit, batch, separate):
     )
     here, there = make_one("cpu"), make_one("cuda")
     batch = replace(batch, success=batch.tree.field(TRAJECTORY, torch.ones(len(batch))))
-    live = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE, Signal.TWIN, Signal.RIVALS})
+    live = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE, Signal.SECOND_VALUE, Signal.CANDIDATE_LOGP})
     for _ in range(2):
         a, b = (one.measure(batch, frozenset(Signal)) for one in (here, there))
         for s in Signal:

@@ -16,13 +16,13 @@ from turnwise.core.signals import Signal
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SignalError
 
-PUSHES = (Signal.PUSH, Signal.PUSH_SQUARE, Signal.PUSH_MEAN)
+PUSHES = (Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN)
 
 
 def rows(batch):
     """(token number, ids before it, the id, temperature) of every sampled token."""
     s = batch.sequences
-    for n, at in enumerate(s.at.tolist()):
+    for n, at in enumerate(s.sampled_at.tolist()):
         begin = int(s.start[torch.searchsorted(s.start, at, right=True) - 1])
         yield n, s.ids[begin:at], int(s.ids[at]), float(batch.temperature.at(TOKEN).x[n]) or 1.0
 
@@ -65,22 +65,22 @@ def test_hellinger_and_pushes(kit, exact, positions):
 
 def _causal(ids):
     from turnwise.engines.learner.packed_forward import PackedLayout
-    from turnwise.engines.learner.shared_prefix import Shared
+    from turnwise.engines.learner.shared_prefix import SharedPrefixes
 
     start = torch.tensor([0, len(ids)])
-    return PackedLayout(start, Shared.of(ids, start))
+    return PackedLayout(start, SharedPrefixes.of(ids, start))
 
 
 def test_pushes_follow_the_optimisers_moments(kit, exact):
     """After a step the preconditioner is AdamW's own, (1 − β₁)/(√v̂ + ε), with v̂ held above its mean."""
     learner, batch = exact(), kit.weighted(kit.make_batch(1), dtype=torch.float64)
-    before = learner.measure(batch, frozenset(PUSHES))[Signal.PUSH].x
+    before = learner.measure(batch, frozenset(PUSHES))[Signal.PREDICTED_LOGP_CHANGE].x
     learner.update(batch, kit.Linear())
-    state = learner._optimiser.state[learner.head.weight]
+    state = learner._policy_optimizer.state[learner.head.weight]
     v = state["exp_avg_sq"] / (1 - 0.999)
     expected = 1e-3 / (v.clamp(min=v.mean()).sqrt() + 1e-8)
     torch.testing.assert_close(learner.preconditioner(), expected)
-    assert (learner.measure(batch, frozenset(PUSHES))[Signal.PUSH].x > before).all()
+    assert (learner.measure(batch, frozenset(PUSHES))[Signal.PREDICTED_LOGP_CHANGE].x > before).all()
 
 
 @pytest.mark.parametrize("positions", [1, 10**6])
@@ -89,7 +89,7 @@ def test_gradient_norms(kit, exact, positions):
     found = learner.measure(batch, frozenset({Signal.GRADIENT_NORM}))[Signal.GRADIENT_NORM]
     assert found.level == TRAJECTORY
     for k in range(len(batch)):
-        total = learner.measuring.logp(batch.select([k])).x.sum()
+        total = learner.measurer.logp(batch.select([k])).x.sum()
         grads = torch.autograd.grad(total, list(learner.policy()), allow_unused=True)
         expected = torch.cat([g.flatten() for g in grads if g is not None]).norm()
         assert float(found.x[k]) == pytest.approx(float(expected), rel=1e-5)
@@ -99,7 +99,7 @@ def test_gradient_norms(kit, exact, positions):
 def test_answers(kit, exact, positions):
     """At each turn: the mean log-probability of the gold answer after exactly what the model had read."""
     learner, batch = exact(positions), kit.make_batch(3)
-    found = learner.measure(batch, frozenset({Signal.ANSWER}))[Signal.ANSWER]
+    found = learner.measure(batch, frozenset({Signal.ANSWER_LOGP}))[Signal.ANSWER_LOGP]
     assert found.level == TURN
     turn_of, owner = batch.tree.parents[0].tolist(), batch.tree.parents[1].tolist()
     seen = set()
@@ -116,7 +116,7 @@ def test_answers(kit, exact, positions):
         logp = torch.log_softmax(logits, 1).gather(1, answer[:, None]).mean()
         assert float(found.x[turn_of[n]]) == pytest.approx(float(logp), abs=1e-6)
     with pytest.raises(SignalError, match=r"give the environment an answer\(\)"):
-        learner.measure(replace(batch, answers=()), frozenset({Signal.ANSWER}))
+        learner.measure(replace(batch, answers=()), frozenset({Signal.ANSWER_LOGP}))
 
 
 def test_previous_is_the_policy_before_the_last_batch(kit):
@@ -147,7 +147,7 @@ def test_planning_does_not_depend_on_the_cut(kit, name):
         learner.reference()
         for seed in (1, 2):
             batch = kit.make_batch(seed, temperature=1.0)
-            batch = objective.credit(batch.put(learner.measure(batch, objective.frozen)))
+            batch = objective.credit(batch.put(learner.measure(batch, objective.signals_before_batch)))
             for _ in range(2):
                 learner.update(batch, objective)
         weights.append(learner.weights())

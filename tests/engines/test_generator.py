@@ -4,43 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
-from support.prompting import V, ask, bits, check_logp, dialogues, family, full_logp, peaked, prompts, run
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
+from support.generators import MAKERS, STEPPED, generator, make
+from support.prompting import ask, bits, check_logp, dialogues, full_logp, prompts, run
 
 from turnwise.core.records import Sampling, Stop
-from turnwise.engines.generator.attention_layouts import Job
-from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.engines.generator.model_runner import _parts
+from turnwise.engines.generator.attention_layouts import PrefillChunk
+from turnwise.engines.generator.model_runner import _prefill_batches
 from turnwise.errors import SettingError
-
-Decode = Callable[[list[int]], str]
-SHAPE = {
-    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None,
-    "eos_token_id": None,
-}  # fmt: skip
-MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
-    **family(SHAPE),
-    "window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=6)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=None, eos_token_id=None)
-    ),
-}
-STEPPED = {"llama", "llama3", "qwen2", "qwen3", "mistral"}  # those the hand-written decoder fits
-
-
-def make(kind: str = "llama", seed: int = 0) -> PreTrainedModel:
-    return peaked(MAKERS[kind], seed)
-
-
-def generator(model: PreTrainedModel | None = None, decode: Decode | None = None, **options: object) -> LocalGenerator:
-    options = {"slots": 4, "context": 128, "stop_ids": (), **options}
-    return LocalGenerator(model or make(), decode, **options)  # type: ignore[arg-type]
-
 
 # ---------------------------------------------------------------------- same as Transformers
 
@@ -196,8 +169,8 @@ def test_wrong_use_is_refused():
 @pytest.mark.parametrize("padded", [True, False])
 def test_readings_are_bounded_with_their_padding(padded: bool):
     rng = random.Random(0)
-    jobs = [Job(row, row % 3, list(range(rng.choice([1, 3, 40, 250])))) for row in range(60)]
-    parts = _parts(jobs, 100, padded)
+    jobs = [PrefillChunk(row, row % 3, list(range(rng.choice([1, 3, 40, 250])))) for row in range(60)]
+    parts = _prefill_batches(jobs, 100, padded)
     for part in parts:
         sizes = [len(job.ids) for job in part]
         assert sum(sizes) <= 100 and (not padded or len(part) * max(sizes) <= 200)
@@ -209,5 +182,5 @@ def test_readings_are_bounded_with_their_padding(padded: bool):
 
 
 def test_one_long_reply_among_short_ones_is_one_reading_where_nothing_is_padded():
-    jobs = [Job(row, 0, [1] * (50 if row == 7 else 2)) for row in range(20)]
-    assert len(_parts(jobs, 100, False)) == 1 < len(_parts(jobs, 100, True))
+    jobs = [PrefillChunk(row, 0, [1] * (50 if row == 7 else 2)) for row in range(20)]
+    assert len(_prefill_batches(jobs, 100, False)) == 1 < len(_prefill_batches(jobs, 100, True))

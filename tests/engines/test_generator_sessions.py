@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
+from support.generators import generator, make
 from support.prompting import V, check_logp, dialogues, prompts, run
-from test_generator import generator, make
 
 from turnwise.core.records import Sampling, Stop
 from turnwise.engines.generator.session import LocalSession
@@ -255,14 +255,14 @@ def test_wrong_weights_are_refused_and_the_old_ones_hold():
 def test_a_fault_reaches_every_caller_and_the_generator_recovers(monkeypatch: pytest.MonkeyPatch):
     model = make()
     g = generator(model, slots=2)
-    step, count = g.network.step, iter(range(10**9))
+    step, count = g.model_runner.decode_step, iter(range(10**9))
 
     def broken(*args):
         if next(count) == 5:
             raise RuntimeError("the device is on fire")
         return step(*args)
 
-    monkeypatch.setattr(g.network, "step", broken)
+    monkeypatch.setattr(g.model_runner, "decode_step", broken)
 
     async def main():
         sessions = [g.open(i) for i in range(4)]

@@ -14,9 +14,9 @@ from turnwise.core.signals import Signal
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.signals import flow
-from turnwise.engines.learner.signals.effective_rank import ranks
+from turnwise.engines.learner.signals.effective_rank import effective_rank_signals
 
-RANKS = (Signal.RANK, Signal.RANK_SPEED, Signal.RANK_PUSH)
+RANKS = (Signal.EFFECTIVE_RANK, Signal.EFFECTIVE_RANK_VELOCITY, Signal.EFFECTIVE_RANK_ACCELERATION)
 
 
 # ---------------------------------------------------------------------- ranks
@@ -29,7 +29,7 @@ def test_ranks(width, stride, longest):
     tree = Tree.ragged(counts)
     hidden = torch.randn(tree.count(TOKEN), width, generator=torch.Generator().manual_seed(0))
     hidden[5:12] = hidden[5]  # states that do not move
-    found = ranks(tree, hidden, stride, longest)
+    found = effective_rank_signals(tree, hidden, stride, longest)
     owner = tree.ancestor(TOKEN, TRAJECTORY)
     for k in range(tree.count(TRAJECTORY)):
         mine = hidden[owner == k].double().tolist()
@@ -41,10 +41,10 @@ def after_tokens(learner, batch):
     """The state once each sampled token was read: one sequence at a time through the decoder."""
     s, out = batch.sequences, []
     for a, b in zip(s.start[:-1].tolist(), s.start[1:].tolist()):
-        alone = replace(s, ids=s.ids[a:b], start=torch.tensor([0, b - a]), at=s.at[:0], trajectory=s.trajectory[:1])
+        alone = replace(s, ids=s.ids[a:b], start=torch.tensor([0, b - a]), sampled_at=s.sampled_at[:0], trajectory=s.trajectory[:1])
         out.append(packed_forward.hidden_states(learner.model, alone))
     states = torch.cat(out).detach()
-    return states[s.at], states[s.at - 1]
+    return states[s.sampled_at], states[s.sampled_at - 1]
 
 
 @pytest.mark.parametrize("positions", [1, 10**6])
@@ -75,7 +75,7 @@ def rows_of(learner, batch):
     return torch.stack(z), torch.tensor(y, dtype=torch.float64)
 
 
-PROBE = frozenset({Signal.PROBE})
+PROBE = frozenset({Signal.REWARD_PROBE})
 
 
 @pytest.mark.parametrize("positions", [1, 10**6])
@@ -84,7 +84,7 @@ def test_the_probe_is_a_ridge_regression_on_earlier_batches(kit, positions):
     seen = []
     for seed in range(4):
         batch = kit.weighted(kit.make_batch(seed))
-        found = learner.measure(batch, PROBE)[Signal.PROBE]
+        found = learner.measure(batch, PROBE)[Signal.REWARD_PROBE]
         z, y = rows_of(learner, batch)
         if not seen:
             assert not found.x.any()
@@ -114,7 +114,7 @@ def _first_two_alone(batch, y):
 def test_the_probe_finds_what_is_linear(kit):
     """Rewards that are a linear function of the features are predicted on a batch never seen."""
     learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=0.0))
-    learner.measuring._pupil(Signal.PROBE).penalty = 1e-6
+    learner.measurer.auxiliary_model(Signal.REWARD_PROBE).penalty = 1e-6
     wish = torch.randn(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def paid(seed):
@@ -129,13 +129,13 @@ def test_the_probe_finds_what_is_linear(kit):
         learner.measure(batch, PROBE)
         learner.update(batch, kit.Linear())
     batch, due = paid(99)
-    found = learner.measure(batch, PROBE)[Signal.PROBE].x
+    found = learner.measure(batch, PROBE)[Signal.REWARD_PROBE].x
     assert float((found - due).abs().mean()) < 0.05 * float(due.std())
 
 
 # ----------------------------------------------------------------------- flow
 
-DEVIATION = frozenset({Signal.DEVIATION})
+DEVIATION = frozenset({Signal.FLOW_DEVIATION})
 
 
 def judged(kit, seed, success=None):
@@ -146,15 +146,15 @@ def judged(kit, seed, success=None):
 
 def test_the_deviation_is_the_error_of_the_flow(kit):
     learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=0.0, positions=40))
-    assert not learner.measure(judged(kit, 1), DEVIATION)[Signal.DEVIATION].x.any()  # nothing learned yet
+    assert not learner.measure(judged(kit, 1), DEVIATION)[Signal.FLOW_DEVIATION].x.any()  # nothing learned yet
     learner.update(judged(kit, 1), kit.Linear())
     batch = judged(kit, 2)
-    found = learner.measure(batch, DEVIATION)[Signal.DEVIATION].x
-    pupil, (after, before) = learner.measuring._pupil(Signal.DEVIATION), after_tokens(learner, batch)
+    found = learner.measure(batch, DEVIATION)[Signal.FLOW_DEVIATION].x
+    model, (after, before) = learner.measurer.auxiliary_model(Signal.FLOW_DEVIATION), after_tokens(learner, batch)
     unit = lambda h: h / (h.square().mean().sqrt() + 1e-6)  # noqa: E731
     for n in range(len(found)):
-        x, c, e = unit(after[n]), unit(before[n]), pupil.noise
-        v = pupil.net((0.8 * x + 0.2 * e)[None], torch.tensor([0.8], dtype=x.dtype), c[None])[0]
+        x, c, e = unit(after[n]), unit(before[n]), model.noise
+        v = model.net((0.8 * x + 0.2 * e)[None], torch.tensor([0.8], dtype=x.dtype), c[None])[0]
         assert float(found[n]) == pytest.approx(float((v - (x - e)).square().mean().detach()), rel=1e-9)
 
 
@@ -163,15 +163,15 @@ def test_the_flow_learns_from_success_alone(kit):
     for success in (0.0, float("nan")):
         learner.measure(judged(kit, 1, success), DEVIATION)
         learner.update(judged(kit, 1, success), kit.Linear())
-    assert learner.measuring._pupil(Signal.DEVIATION).learned == 0
+    assert learner.measurer.auxiliary_model(Signal.FLOW_DEVIATION).learned == 0
     errors = []
     for _ in range(25):
-        errors.append(float(learner.measure(judged(kit, 1, 1.0), DEVIATION)[Signal.DEVIATION].x.mean()))
+        errors.append(float(learner.measure(judged(kit, 1, 1.0), DEVIATION)[Signal.FLOW_DEVIATION].x.mean()))
         learner.update(judged(kit, 1, 1.0), kit.Linear())
     assert errors[0] == 0 and errors[-1] < 0.7 * errors[1]
     strange = LocalLearner(kit.make_model(seed=9), LearnerSettings(lr=0.0))
-    strange.measuring._pupils = learner.measuring._pupils
-    far = float(strange.measure(judged(kit, 1, 0.0), DEVIATION)[Signal.DEVIATION].x.mean())
+    strange.measurer._auxiliary_models = learner.measurer._auxiliary_models
+    far = float(strange.measure(judged(kit, 1, 0.0), DEVIATION)[Signal.FLOW_DEVIATION].x.mean())
     assert far > 1.5 * errors[-1]  # states of another model are not of this flow
 
 
@@ -180,7 +180,7 @@ def test_at_most_so_many_pairs_of_a_trajectory(kit, monkeypatch):
     learner = LocalLearner(kit.make_model())
     batch = judged(kit, 1, 1.0)
     learner.measure(batch, DEVIATION)
-    rows, _ = learner.measuring._pupil(Signal.DEVIATION)._notes.take(batch)
+    rows, _ = learner.measurer.auxiliary_model(Signal.FLOW_DEVIATION)._features.take(batch)
     assert 0 < len(rows) < batch.tree.count(TOKEN)
 
 
@@ -198,11 +198,11 @@ def test_what_is_learned_beside_survives_a_crash(kit):
     second.load_state_dict({"tensors": state["tensors"], "scalars": json.loads(json.dumps(state["scalars"]))})
     for seed in (3, 4):
         a, b = (one.measure(judged(kit, seed), ask) for one in (straight, second))
-        assert all(torch.equal(a[s].x, b[s].x) for s in ask) and a[Signal.PROBE].x.any() and a[Signal.DEVIATION].x.any()
+        assert all(torch.equal(a[s].x, b[s].x) for s in ask) and a[Signal.REWARD_PROBE].x.any() and a[Signal.FLOW_DEVIATION].x.any()
         for one in (straight, second):
             one.update(judged(kit, seed), kit.Linear())
     one, two = straight.state_dict()["tensors"], second.state_dict()["tensors"]
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
     fresh = make().state_dict()
     second.load_state_dict(fresh)  # and can be forgotten
-    assert not second.measure(judged(kit, 3), ask)[Signal.PROBE].x.any()
+    assert not second.measure(judged(kit, 3), ask)[Signal.REWARD_PROBE].x.any()

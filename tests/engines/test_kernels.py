@@ -92,7 +92,7 @@ def test_quantise(kernels, seed, rows, width, dtype, huge):
         assert same.float().mean() > 0.99 and ((data.float() - expected.float()).abs() <= step).all()
     else:
         assert same.float().mean() > 0.9  # the interpreter loses a carry when it rounds to fp8: 124.7 becomes 64
-    assert (decode_reference.widened(data, scale)[0] == 0).all()
+    assert (decode_reference.dequantise(data, scale)[0] == 0).all()
 
 
 # ---------------------------------------------------------------------- attention
@@ -133,7 +133,7 @@ def test_attend(kernels, seed, lanes, heads, size, width, dtype, normed, rests):
     both = []
     for module in (kernels, decode_reference):
         k, v, out = keys.clone(), values.clone(), torch.full((lanes, H * size), 7.0, dtype=dtype, device=DEVICE)
-        module.attend(qkv, k, v, cos, sin, norm, place, out, size**-0.5, 1e-6)
+        module.decode_attention(qkv, k, v, cos, sin, norm, place, out, size**-0.5, 1e-6)
         both.append((k, v, out))
     close(both[0][0], both[1][0], dtype)
     assert torch.equal(both[0][1], both[1][1])
@@ -163,18 +163,18 @@ def test_attend_together(kernels, seed, lanes, heads, size, most, dtype, normed,
     keys, values = (dice.normal(lanes, K, width, size, dtype=dtype) for _ in range(2))
     cos, sin = rotary(width, size)
     norm = 1 + 0.1 * dice.normal(H + K, size) if normed else None
-    fours = -(-lanes // decode_reference.SISTERS)
+    fours = -(-lanes // decode_reference.LANES_PER_PROGRAM)
     common = dice.whole(0, most + 1, fours)
-    leader = torch.arange(fours, device=DEVICE) * decode_reference.SISTERS
-    leader += dice.whole(0, decode_reference.SISTERS, fours)
+    leader = torch.arange(fours, device=DEVICE) * decode_reference.LANES_PER_PROGRAM
+    leader += dice.whole(0, decode_reference.LANES_PER_PROGRAM, fours)
     shared = torch.stack((common, leader.clamp(max=lanes - 1)))
-    place = common.repeat_interleave(decode_reference.SISTERS)[:lanes] + dice.whole(0, 170 - most, lanes)
+    place = common.repeat_interleave(decode_reference.LANES_PER_PROGRAM)[:lanes] + dice.whole(0, 170 - most, lanes)
     if rests:
         place[0] = -1
     both = []
     for module in (kernels, decode_reference):
         k, v, out = keys.clone(), values.clone(), torch.full((lanes, H * size), 7.0, dtype=dtype, device=DEVICE)
-        module.attend(qkv, k, v, cos, sin, norm, place, out, size**-0.5, 1e-6, shared)
+        module.decode_attention(qkv, k, v, cos, sin, norm, place, out, size**-0.5, 1e-6, shared)
         both.append((k, v, out))
     close(both[0][0], both[1][0], dtype)
     assert torch.equal(both[0][1], both[1][1])
@@ -195,7 +195,7 @@ def test_attend_forgets_what_lies_behind_its_position(kernels):
         for t in (k, v):
             t[0, :, 6:], t[1, :, 71:] = rubbish, rubbish
         out = torch.zeros(2, H * size, device=DEVICE)
-        outs.append(kernels.attend(qkv, k, v, cos, sin, None, place, out, size**-0.5, 1e-6))
+        outs.append(kernels.decode_attention(qkv, k, v, cos, sin, None, place, out, size**-0.5, 1e-6))
     assert torch.equal(*outs)
 
 
@@ -221,7 +221,7 @@ def test_settle(kernels, seed, tokens, heads, size, dtype, normed):
     both = []
     for module in (kernels, decode_reference):
         k, v, q = keys.clone(), values.clone(), torch.zeros(tokens, H * size, dtype=dtype, device=DEVICE)
-        module.settle(qkv, k, v, cos, sin, norm, place, cells // width, q, 1e-6)
+        module.rope_and_cache(qkv, k, v, cos, sin, norm, place, cells // width, q, 1e-6)
         both.append((k, v, q))
     for found, expected in zip(*both):
         close(found, expected, dtype)
@@ -250,7 +250,7 @@ def test_look_back(kernels, seed, jobs, heads, size, dtype):
     keys[free] = values[free] = torch.nan
     both = [torch.full_like(q, 7.0) for _ in range(2)]
     for module, out in zip((kernels, decode_reference), both):
-        module.look_back(q, keys, values, ends, start, row, 128, out, size**-0.5)
+        module.prefill_attention(q, keys, values, ends, start, row, 128, out, size**-0.5)
     close(*both, dtype, steps=2)
 
 
@@ -262,7 +262,7 @@ def drawn(module: Any, logits: Tensor, cold: Tensor, seed: Tensor, position: Ten
     tokens = torch.full((lanes,), -7, device=DEVICE)
     place = position.clone()
     history, logp = torch.full((8, lanes + 2), -7, device=DEVICE), torch.zeros(8, lanes + 2, device=DEVICE)
-    module.draw(logits, cold, seed, tokens, place, begin, history, logp)
+    module.sample(logits, cold, seed, tokens, place, begin, history, logp)
     return [tokens, place, history, logp]
 
 
@@ -297,7 +297,7 @@ def test_draw(kernels, seed, lanes, size, spread):
 
 
 def _tied(logits: Tensor, cold: Tensor, seed: Tensor, position: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Lanes whose random number falls, to rounding, on the border between the two tokens; greedy ones: equal logits."""
+    """Scheduler whose random number falls, to rounding, on the border between the two tokens; greedy ones: equal logits."""
     z = (logits * torch.where(cold == 0, 1.0, cold)[:, None]).clamp(min=decode_reference.LOWEST)
     below = z.double().softmax(1).cumsum(1).gather(1, torch.minimum(a, b).clamp(min=0)[:, None])[:, 0]
     above = z.double().softmax(1).cumsum(1).gather(1, (torch.maximum(a, b) - 1).clamp(min=0)[:, None])[:, 0]
@@ -336,7 +336,7 @@ def test_the_twin_draws_from_the_distribution():
     tokens, place = torch.zeros(2, n, dtype=torch.int64)
     history, logp = torch.zeros(1, n, dtype=torch.int64), torch.zeros(1, n)
     cold = torch.full((n,), 1 / 0.7)
-    decode_reference.draw(logits.expand(n, -1), cold, torch.arange(n), tokens, place, torch.zeros_like(place), history, logp)
+    decode_reference.sample(logits.expand(n, -1), cold, torch.arange(n), tokens, place, torch.zeros_like(place), history, logp)
     p = (logits / 0.7).softmax(-1)[0]
     assert ((torch.bincount(tokens, minlength=24) - n * p) ** 2 / (n * p)).sum() < 60  # 23 degrees of freedom
     torch.testing.assert_close(logp[0], p.log()[tokens])
@@ -350,10 +350,10 @@ def test_eight_bits_are_off_by_a_sixteenth_at_most(shape: tuple[int, int, int]):
     h, weight = dice.normal(rows, inner), dice.normal(outer, inner, size=0.02)
     weight[0] *= 1e-4  # a small output must not vanish beside a large one
     data, scale = decode_reference.quantise(weight)
-    wide = decode_reference.widened(data, scale)
+    wide = decode_reference.dequantise(data, scale)
     largest = weight.abs().amax(1, keepdim=True)
     assert ((wide - weight).abs() <= weight.abs() / 16 + largest * 2**-9 / 448).all()
-    found, exact = decode_reference.narrow_product(h, data, scale), h @ weight.t()
+    found, exact = decode_reference.fp8_matmul(h, data, scale), h @ weight.t()
     scale = h.norm() / inner**0.5
     assert (found - exact)[:, 1:].norm() < 0.06 * scale * weight[1:].norm()
     assert (found - exact)[:, 0].norm() < 0.2 * scale * weight[0].norm()
@@ -366,6 +366,6 @@ def test_narrow_product(kernels, shape: tuple[int, int, int]):
     dice = Dice(0)
     h = dice.normal(rows, inner, dtype=torch.bfloat16)
     data, scale = decode_reference.quantise(dice.normal(outer, inner, size=0.05))
-    found, expected = (m.narrow_product(h, data, scale) for m in (kernels, decode_reference))
+    found, expected = (m.fp8_matmul(h, data, scale) for m in (kernels, decode_reference))
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)

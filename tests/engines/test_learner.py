@@ -16,8 +16,8 @@ from turnwise.algebra.objective import Loss
 from turnwise.core.batch import pack
 from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.core.records import Group, Task, Trajectory, Turn
-from turnwise.core.signals import SLOW, UTTERANCE, Signal, level_of
-from turnwise.engines.learner.forward_pass import Reading
+from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal, level_of
+from turnwise.engines.learner.forward_pass import ForwardPass
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.logprobs import token_logprobs
 from turnwise.errors import SettingError
@@ -29,14 +29,14 @@ ALL = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE})
 def gradients(learner, batch, objective):
     loss, sums, _, _ = learner._backward(batch, objective)
     grads = {n: p.grad.clone() for n, p in learner._trained.items()}
-    learner._optimiser.zero_grad()
+    learner._policy_optimizer.zero_grad()
     return float(loss), {n: float(x) for n, x in sums.items()}, grads
 
 
 @pytest.fixture(scope="module", params=["gpt2", "qwen3"])
 def exact(kit, request):
     learner = LocalLearner(kit.make_model(request.param), LearnerSettings(dtype="float64"), critic=True)
-    torch.nn.init.normal_(learner.critic.weight, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(learner.token_value_head.weight, generator=torch.Generator().manual_seed(0))
     return learner
 
 
@@ -71,9 +71,9 @@ def test_measure_keeps_the_batch_order(kit, positions):
     with torch.no_grad():
         logits = torch.cat([stock(input_ids=part[None]).logits[0] for part in s.ids.split(s.lengths.tolist())])
     t = batch.temperature.at(TOKEN).x
-    logp = torch.log_softmax(logits[s.at - 1] / torch.where(t == 0, 1.0, t)[:, None], -1)
+    logp = torch.log_softmax(logits[s.sampled_at - 1] / torch.where(t == 0, 1.0, t)[:, None], -1)
     expected = logp.gather(1, batch.token.x[:, None]).squeeze(1)
-    for signal in (Signal.LOGP, Signal.PROXIMAL, Signal.REFERENCE, Signal.PREVIOUS, Signal.TEACHER, Signal.BLIND):
+    for signal in (Signal.LOGP, Signal.PROXIMAL, Signal.REFERENCE, Signal.PREVIOUS, Signal.TEACHER, Signal.LOGP_WITHOUT_FEEDBACK):
         torch.testing.assert_close(found[signal].x, expected, rtol=1e-4, atol=1e-5)
     for signal in (Signal.ENTROPY, Signal.OLD_ENTROPY):
         torch.testing.assert_close(found[signal].x, -(logp.exp() * logp).sum(1), rtol=1e-4, atol=1e-5)
@@ -104,9 +104,9 @@ def test_update_descends_and_sums_statistics(kit, batch):
     seen = [learner.update(batch, kit.Linear(ALL)) for _ in range(5)]
     assert seen[-1]["loss"] < seen[0]["loss"]
     assert seen[0]["tokens"] == batch.tree.count(TOKEN)
-    assert seen[0]["mean_w"] == pytest.approx(batch["w"].x.sum().item(), abs=1e-5)
+    assert seen[0]["mean_w"] == pytest.approx(batch["weight"].x.sum().item(), abs=1e-5)
     assert seen[0]["grad_norm"] > 0 and seen[0]["skipped"] == 0 and learner.steps == 5
-    assert learner.critic.weight.abs().sum() > 0
+    assert learner.token_value_head.weight.abs().sum() > 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Broken:
     """A loss or, behind a finite loss, a gradient that is not a number."""
 
     where: str
-    live, foresees = frozenset({Signal.LOGP}), frozenset()
+    signals_with_gradient, signals_before_step = frozenset({Signal.LOGP}), frozenset()
 
     def plan(self, batch):
         return batch
@@ -142,7 +142,7 @@ def test_a_step_that_is_not_finite_is_not_taken(kit, batch, where):
 
 def test_an_objective_that_raises_leaves_no_gradient_behind(kit, batch):
     class Raises:
-        live, foresees, calls = frozenset({Signal.LOGP}), frozenset(), 0
+        signals_with_gradient, signals_before_step, calls = frozenset({Signal.LOGP}), frozenset(), 0
 
         def plan(self, batch):
             return batch
@@ -163,7 +163,7 @@ def test_gradients_are_clipped(kit, batch):
     plain, clipped = (LocalLearner(kit.make_model(), LearnerSettings(clip=c, dtype="float64")) for c in (1e9, 1e-3))
     for learner in (plain, clipped):
         learner.update(kit.weighted(batch, dtype=torch.float64), kit.Linear())
-    norm = lambda x: torch.stack([m["exp_avg"].norm() for m in x._optimiser.state.values()]).norm().item()  # noqa: E731
+    norm = lambda x: torch.stack([m["exp_avg"].norm() for m in x._policy_optimizer.state.values()]).norm().item()  # noqa: E731
     assert norm(clipped) == pytest.approx(1e-4, rel=1e-2)  # Adam's first moment is a tenth of the gradient
     assert norm(plain) > 1e-3
 
@@ -184,14 +184,14 @@ def test_only_what_is_needed_is_computed(kit, batch, monkeypatch):
 def test_signals_of_the_same_states_share_one_pass(kit, monkeypatch):
     from turnwise.engines.learner import packed_forward
 
-    passes, plain = [], packed_forward.read
+    passes, plain = [], packed_forward.packed_states
     learner = LocalLearner(kit.make_model(), critic=2, turn_critic=True, teacher=kit.make_model(seed=1))
     apart = LocalLearner(kit.make_model(), critic=2, turn_critic=True, separate_critic=True)
-    monkeypatch.setattr(packed_forward, "read", lambda model, *rest: passes.append(id(model)) or plain(model, *rest))
-    learner.measure(kit.make_batch(1), frozenset(Signal) - {Signal.GRADIENT_NORM, Signal.ANSWER, Signal.PREVIOUS})
+    monkeypatch.setattr(packed_forward, "packed_states", lambda model, *rest: passes.append(id(model)) or plain(model, *rest))
+    learner.measure(kit.make_batch(1), frozenset(Signal) - {Signal.GRADIENT_NORM, Signal.ANSWER_LOGP, Signal.PREVIOUS})
     assert len(passes) == len(set(passes)) == 3  # policy, reference, teacher
     passes.clear()
-    apart.measure(kit.make_batch(1), frozenset({Signal.LOGP, Signal.VALUE, *UTTERANCE, *SLOW}))
+    apart.measure(kit.make_batch(1), frozenset({Signal.LOGP, Signal.VALUE, *TURN_CRITIC, *TURN_CRITIC_TARGET}))
     assert len(passes) == len(set(passes)) == 3  # policy, critic, its slow copy
 
 
@@ -203,7 +203,7 @@ def test_what_was_read_is_forgotten_with_its_micro_batch(kit, batch):
     try:
         learner.measure(batch, frozenset({Signal.REFERENCE, Signal.TEACHER}))
         learner.update(batch, kit.Linear(ALL))
-        assert not [thing for thing in gc.get_objects() if type(thing) is Reading]
+        assert not [thing for thing in gc.get_objects() if type(thing) is ForwardPass]
     finally:
         gc.enable()
 
@@ -219,7 +219,7 @@ def test_nothing_sampled_is_no_fault(kit):
     before = learner.state_dict()["tensors"]
     for members in ((silent, blank), ()):
         batch = kit.weighted(pack([Group("g", task, members)] if members else []))
-        found = learner.measure(batch, frozenset(Signal) - {Signal.ANSWER})
+        found = learner.measure(batch, frozenset(Signal) - {Signal.ANSWER_LOGP})
         assert all(f.x.shape == (batch.tree.count(f.level),) and not f.x.any() for f in found.values())
         assert learner.update(batch, kit.Linear(ALL))["loss"] == 0
     after = learner.state_dict()["tensors"]
@@ -234,7 +234,7 @@ def test_value_needs_a_critic(kit, batch):
 def test_groups_of_parameters(kit):
     settings_ = LearnerSettings(lr=1e-3, value_lr=1e-2, weight_decay=0.1)
     learner = LocalLearner(kit.make_model("gpt2"), settings_, critic=True)
-    groups = {(g["base_lr"], g["weight_decay"]): g["params"] for g in learner._optimiser.param_groups}
+    groups = {(g["base_lr"], g["weight_decay"]): g["params"] for g in learner._policy_optimizer.param_groups}
     assert set(groups) == {(1e-3, 0.1), (1e-3, 0.0), (1e-2, 0.1), (1e-2, 0.0)}
     assert all(p.dim() == 1 for p in groups[1e-3, 0.0]) and all(p.dim() > 1 for p in groups[1e-3, 0.1])
 
@@ -259,7 +259,7 @@ def test_bfloat16_is_close_and_master_weights_stay_float32(kit, batch):
 )
 def test_schedules(schedule, expected):
     s = LearnerSettings(lr=1.0, warmup=2, schedule=schedule, total_steps=6)
-    assert [s.factor(k) for k in range(8)] == pytest.approx(expected, abs=1e-6)
+    assert [s.lr_factor(k) for k in range(8)] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ class Seen:
 
     def plan(self, batch):
         planned = self.objective.plan(batch)
-        kept = {name: f for name, f in planned.columns.items() if self.tell or name != "silent"}
+        kept = {name: f for name, f in planned.columns.items() if self.tell or name != "no_gradient"}
         return replace(planned, columns=kept)
 
     def __call__(self, batch, policy):
@@ -344,4 +344,4 @@ def test_groups_without_spread_are_not_differentiated(kit, rewards):
 def test_penalties_leave_nothing_silent(kit):
     batch = grpo().objective.credit(kit.make_batch(0))
     batch = batch.put({Signal.REFERENCE: batch.behaviour})
-    assert "silent" not in grpo().objective.plan(batch).columns
+    assert "no_gradient" not in grpo().objective.plan(batch).columns

@@ -20,7 +20,7 @@ from turnwise.core.levels import TOKEN, Field
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
 from turnwise.engines.learner.learner import VALUE_FILE, LearnerSettings, LocalLearner
-from turnwise.engines.learner.policy_check import Apart, Probe, fresh, same_policy
+from turnwise.engines.learner.policy_check import PolicyCheck, SeparatePolicyCheck, fresh_trajectories, same_policy
 from turnwise.errors import PolicyMismatch, SettingError
 from turnwise.training import loop as run_module
 
@@ -69,7 +69,7 @@ def check_logits(learner, plain, batch):
     s = batch.sequences
     with torch.no_grad():
         logits = torch.cat([plain(input_ids=part[None]).logits[0] for part in s.ids.split(s.lengths.tolist())])
-    expected = torch.log_softmax(logits[s.at - 1], -1).gather(1, batch.token.x[:, None]).squeeze(1)
+    expected = torch.log_softmax(logits[s.sampled_at - 1], -1).gather(1, batch.token.x[:, None]).squeeze(1)
     torch.testing.assert_close(learner.measure(batch, LOGP)[Signal.LOGP].x, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -92,13 +92,13 @@ def test_weights_and_export(kit, tmp_path, name, rank):
     check_logits(learner, plain, batch)
     learner.export(tmp_path)
     check_logits(learner, AutoModelForCausalLM.from_pretrained(tmp_path), batch)
-    assert torch.equal(load_file(tmp_path / VALUE_FILE)["weight"], learner.critic.weight)
+    assert torch.equal(load_file(tmp_path / VALUE_FILE)["weight"], learner.token_value_head.weight)
 
 
 def test_adapters_train_alone_and_switch_off_for_the_reference(kit, batch):
     learner = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2, lora_rank=2))
     assert all("lora_" in n for n in learner._trained)
-    frozen = {n: p.clone() for n, p in learner._named() if n not in learner._trained}
+    frozen = {n: p.clone() for n, p in learner._named_parameters() if n not in learner._trained}
     both = LOGP | {Signal.REFERENCE}
     start = learner.measure(batch, both)
     assert torch.equal(start[Signal.LOGP].x, start[Signal.REFERENCE].x)
@@ -107,7 +107,7 @@ def test_adapters_train_alone_and_switch_off_for_the_reference(kit, batch):
         end = learner.measure(batch, both)
     assert torch.equal(end[Signal.REFERENCE].x, start[Signal.LOGP].x)
     assert not torch.allclose(end[Signal.LOGP].x, start[Signal.LOGP].x, atol=1e-3)
-    assert all(torch.equal(p, frozen[n]) for n, p in learner._named() if n in frozen)
+    assert all(torch.equal(p, frozen[n]) for n, p in learner._named_parameters() if n in frozen)
 
 
 def test_lora_without_peft_names_the_extra(kit, monkeypatch):
@@ -116,7 +116,7 @@ def test_lora_without_peft_names_the_extra(kit, monkeypatch):
         LocalLearner(kit.make_model(), LearnerSettings(lora_rank=2))
 
 
-# ---------------------------------------------------------------------- probe
+# --------------------------------------------------------------- policy check
 
 
 def recorded(kit, learner):
@@ -126,13 +126,13 @@ def recorded(kit, learner):
     return replace(batch, behaviour=logp - batch.mass)
 
 
-def test_probe_accepts_the_same_policy(kit):
+def test_the_check_accepts_the_same_policy(kit):
     learner = LocalLearner(kit.make_model())
     report = same_policy(learner, recorded(kit, learner))
-    assert report.same and report.max < 1e-5 and report.tokens > 0
+    assert report.matches and report.max < 1e-5 and report.tokens > 0
 
 
-def test_probe_catches_other_weights(kit):
+def test_the_check_catches_other_weights(kit):
     learner = LocalLearner(kit.make_model())
     batch = recorded(kit, learner)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_probe_catches_other_weights(kit):
     assert same_policy(learner, batch, tolerance=10.0).max > 1e-3
 
 
-def test_probe_compares_only_the_learners_version(kit):
+def test_the_check_compares_only_the_learners_version(kit):
     learner = LocalLearner(kit.make_model())
     batch = recorded(kit, learner)
     old = torch.arange(batch.tree.count(TOKEN)) % 2
@@ -158,69 +158,70 @@ def test_probe_compares_only_the_learners_version(kit):
         same_policy(learner, batch)
 
 
-def test_probe_reads_trajectories(kit):
+def test_the_check_takes_trajectories(kit):
     learner = LocalLearner(kit.make_model())
     bare = Trajectory("a", Task("x", seed=0), (Turn(context=(1, 2), tokens=(3,), logp=(-99.0,), version=(0,)),))
     with pytest.raises(PolicyMismatch, match="1 tokens"):
         same_policy(learner, [bare])
 
 
-@pytest.mark.parametrize(("length", "asked"), [(3, 22), (100, 4), (1000, 4)])
-def test_a_probe_asks_for_enough_tokens(length, asked):
+@pytest.mark.parametrize(("length", "selected"), [(3, 22), (100, 4), (1000, 4)])
+def test_enough_fresh_tokens_are_selected(length, selected):
     task = Task("t", 0)
     old = Trajectory("old", task, (Turn((1,), (2,) * length, (-1.0,) * length, version=(0,) * length),))
     new = [
         Trajectory(f"{k}", task, (Turn((1,), (2,) * length, (-1.0,) * length, version=(1,) * length),))
         for k in range(200)
     ]
-    owners = fresh(pack([Group("g", task, (old, *new))]), 1).tolist()
-    assert owners == list(range(1, asked + 1))
-    assert not fresh(pack([Group("g", task, (old,))]), 1).numel()
+    owners = fresh_trajectories(pack([Group("g", task, (old, *new))]), 1).tolist()
+    assert owners == list(range(1, selected + 1))
+    assert not fresh_trajectories(pack([Group("g", task, (old,))]), 1).numel()
 
 
-# ------------------------------------------------------------------ the probe that costs nothing
+# ------------------------------------------------------------------ the policy check inside an update
 
 
-def told(learner, recipe, batch, probe):
-    """What one step over ``batch`` says of itself, as the loop asks."""
+def metrics_of_step(learner, recipe, batch, policy_check):
+    """The metrics of one training step over ``batch``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module, "pack", lambda groups: batch)
-        return run_module.improve(learner, recipe, (), 0, probe=probe)
+        return run_module.update_policy(learner, recipe, (), 0, policy_check=policy_check)
 
 
 @pytest.mark.parametrize("positions", [8, 10**6])
-def test_the_first_update_tells_how_far_the_sampler_is(kit, positions):
+def test_the_first_update_reports_the_difference_from_the_generator(kit, positions):
     """Over the fresh tokens of all micro-batches, and of the weights before the update, whatever the update does."""
     learner = LocalLearner(kit.make_model(), LearnerSettings(lr=0.1, positions=positions))
     batch = recorded(kit, learner)
     old = torch.arange(batch.tree.count(TOKEN)) % 2
-    shift = 0.25 * (1 - old) + 3.0 * old  # what is stale may be as far away as it likes
+    shift = 0.25 * (1 - old) + 3.0 * old  # stale tokens do not count, however different
     batch = replace(
         batch, version=Field(batch.tree, TOKEN, 1 - old), behaviour=batch.behaviour.map(lambda x: x - shift)
     )
     learner.version = 1
     recipe = replace(recipes.build("grpo"), control=Passes(epochs=2))
-    assert told(learner, recipe, batch, Probe(1.0))["probe"] == pytest.approx(0.25, abs=1e-4)
+    assert metrics_of_step(learner, recipe, batch, PolicyCheck(1.0))["probe"] == pytest.approx(0.25, abs=1e-4)
     with pytest.raises(PolicyMismatch, match=r"differ by 1\.6 on average"):
-        told(
+        metrics_of_step(
             LocalLearner(kit.make_model()),
             recipe,
             replace(batch, version=batch.version.map(torch.zeros_like)),
-            Probe(0.1),
+            PolicyCheck(0.1),
         )
 
 
-def test_a_probe_with_nothing_fresh_says_so(kit):
+def test_without_fresh_tokens_the_difference_is_nan(kit):
     learner = LocalLearner(kit.make_model())
     learner.version = 7
-    assert math.isnan(told(learner, recipes.build("grpo"), recorded(kit, learner), Probe())["probe"])
+    assert math.isnan(metrics_of_step(learner, recipes.build("grpo"), recorded(kit, learner), PolicyCheck())["probe"])
 
 
-def test_a_probe_that_reads_apart_judges_before_the_update(kit):
+def test_a_separate_check_raises_before_the_update(kit):
     learner = LocalLearner(kit.make_model())
     batch = recorded(kit, learner)
-    assert told(learner, recipes.build("grpo"), batch, Apart())["probe"] < 1e-5
+    assert metrics_of_step(learner, recipes.build("grpo"), batch, SeparatePolicyCheck())["probe"] < 1e-5
     steps = learner.steps
     with pytest.raises(PolicyMismatch, match="at most"):
-        told(learner, recipes.build("grpo"), replace(batch, behaviour=batch.behaviour.map(lambda x: x - 1)), Apart())
+        shifted = replace(batch, behaviour=batch.behaviour.map(lambda x: x - 1))
+        metrics_of_step(learner, recipes.build("grpo"), shifted, SeparatePolicyCheck())
     assert learner.steps == steps

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from test_blocks import FAMILY, RAGGED, alike, make, pulled, sequences
+from support.packed_models import FAMILY, RAGGED, alike, make, pulled, sequences
 
 from turnwise.core.records import Sampling, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
@@ -24,19 +24,19 @@ def rounded_(model):
     depends on what is fused with what."""
     for name, p in model.named_parameters():
         if name.endswith("_proj.weight"):
-            p.data = decode_reference.widened(*decode_reference.quantise(p.data)).to(p.dtype)
+            p.data = decode_reference.dequantise(*decode_reference.quantise(p.data)).to(p.dtype)
     return model
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_what_is_rounded_already_is_not_changed(kit, name):
     """Identity: states and gradients are those of the plain layers over rounded weights; gradients pass the rounding."""
-    narrow, plain = packed_forward.adopt(make(kit, name)), packed_forward.adopt(rounded_(make(kit, name)))
-    llama_layers.narrow(narrow.get_decoder())
+    narrow, plain = packed_forward.prepare(make(kit, name)), packed_forward.prepare(rounded_(make(kit, name)))
+    llama_layers.enable_fp8(narrow.get_decoder())
     s = sequences(RAGGED, kit.vocabulary, shared=5)
     found, expected = pulled(narrow, s), pulled(plain, s)
     alike(found, expected, 1e-6)
-    other = pulled(packed_forward.adopt(make(kit, name)), s)
+    other = pulled(packed_forward.prepare(make(kit, name)), s)
     assert (other[0] - found[0]).abs().max() > 1e-3  # the rounding is not nothing
 
 
@@ -47,20 +47,20 @@ def test_a_product_of_a_gpu_is_the_samplers(kit, kind):
         torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) for shape in ((7, 32), (24, 32))
     )
     h, weight = h.to(kind), weight.to(kind)
-    made = fp8.Rounded.of(weight)
-    expected = decode_reference.narrow_product(h, *decode_reference.quantise(weight))
+    made = fp8.EmulatedFp8Weight.of(weight)
+    expected = decode_reference.fp8_matmul(h, *decode_reference.quantise(weight))
     torch.testing.assert_close(made.product(h), expected, rtol=2e-2 if kind == torch.bfloat16 else 1e-5, atol=1e-5)
-    exact = fp8.back(torch.eye(24, dtype=kind), made)
-    torch.testing.assert_close(exact, decode_reference.widened(*decode_reference.quantise(weight)).to(kind))
-    assert torch.equal(fp8.seen(h, weight), h) and not torch.equal(fp8.seen(h, made), h)
+    exact = fp8.input_gradient(torch.eye(24, dtype=kind), made)
+    torch.testing.assert_close(exact, decode_reference.dequantise(*decode_reference.quantise(weight)).to(kind))
+    assert torch.equal(fp8.quantised_input(h, weight), h) and not torch.equal(fp8.quantised_input(h, made), h)
 
 
 def test_products_with_rounded_inputs_have_gradients(kit, monkeypatch):
     """The way of a GPU, on a CPU: close to the way of a CPU, and what flows back to weights is of what was multiplied."""
-    monkeypatch.setattr(llama_layers.Blocks, "_rounded", staticmethod(fp8.Rounded.of))
-    model = packed_forward.adopt(make(kit, "llama"))
+    monkeypatch.setattr(llama_layers.LlamaLayers, "_rounded", staticmethod(fp8.EmulatedFp8Weight.of))
+    model = packed_forward.prepare(make(kit, "llama"))
     plain = pulled(copy.deepcopy(model), s := sequences(RAGGED, kit.vocabulary))
-    llama_layers.narrow(model.get_decoder())
+    llama_layers.enable_fp8(model.get_decoder())
     found = pulled(model, s)
     for name, g in plain[1].items():
         away = (found[1][name] - g).norm() / g.norm()

@@ -7,12 +7,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from turnwise.engines.generator import llama_decoder
-from turnwise.engines.generator.attention_layouts import Job
-from turnwise.engines.generator.model_runner import Network
+from turnwise.engines.generator.attention_layouts import PrefillChunk
+from turnwise.engines.generator.model_runner import ModelRunner
 from turnwise.engines.kernels import reference
 from turnwise.engines.kernels.cpu import attention, build, fused_layers, layers
 from turnwise.engines.learner import packed_forward
-from turnwise.engines.learner.shared_prefix import Shared
+from turnwise.engines.learner.shared_prefix import SharedPrefixes
 
 needs_compiler = pytest.mark.skipif(build.library()[0] is None, reason=f"no kernels: {build.library()[1]}")
 KIND = torch.float32
@@ -58,8 +58,8 @@ def test_turning(length, size):
     reference.rotate_(theirs, cos, sin, 6, size)
     close([mine], [theirs])
     for parts in (rows(length, 8, size).split([4, 2, 2], 1), [rows(length, n, size) for n in (4, 2, 2)]):
-        expected = reference.unrotate(*parts, cos, sin)
-        close([layers.unrotate(*parts, cos, sin)], [expected])
+        expected = reference.rotate_backward(*parts, cos, sin)
+        close([layers.rotate_backward(*parts, cos, sin)], [expected])
 
 
 @needs_compiler
@@ -77,19 +77,19 @@ def test_activation(length, width):
 def test_scores_and_their_gradient(n, vocabulary, entropies):
     logits, targets, inverse = 5 * rows(n, vocabulary), torch.arange(n) % vocabulary, rows(n).abs() + 0.5
     kept = [torch.empty_like(logits) for _ in range(2)]
-    found = layers.scores(logits, targets, inverse, entropies, kept[0])
-    close(found, reference.scores(logits, targets, inverse, entropies, kept[1]))
+    found = layers.log_probs(logits, targets, inverse, entropies, kept[0])
+    close(found, reference.log_probs(logits, targets, inverse, entropies, kept[1]))
     close(kept[:1], kept[1:])
     given = (rows(n, seed=1), rows(n, seed=2) if entropies else None, found[2])
-    expected = reference.pull(logits, targets, inverse, found[1], *given, KIND)
-    close([layers.pull(logits.clone(), targets, inverse, found[1], *given, KIND)], [expected])
+    expected = reference.log_probs_backward(logits, targets, inverse, found[1], *given, KIND)
+    close([layers.log_probs_backward(logits.clone(), targets, inverse, found[1], *given, KIND)], [expected])
 
 
-def stepped(network, held):
+def stepped(model_runner, held):
     """Logits of two steps of three rows."""
-    layout, out = llama_decoder.Stepping(network.slots, held, 4), []
+    layout, out = llama_decoder.DecodeLayout(model_runner.kv_cache, held, 4), []
     for tokens in ([10, 11, 12], [13, 14, 15]):
-        out.append(network.step(torch.tensor(tokens), layout).clone())
+        out.append(model_runner.decode_step(torch.tensor(tokens), layout).clone())
         layout.advance()
     return out
 
@@ -99,14 +99,14 @@ def stepped(network, held):
 @pytest.mark.parametrize("inner,outer", [(3, 16), (128, 48), (200, 256)])
 def test_products_of_few_rows(length, inner, outer):
     x, weight, add = rows(length, inner), rows(inner, outer), rows(length, outer)
-    panels = fused_layers.panels(weight)
-    found = fused_layers.product(x, panels)
+    panels = fused_layers.to_panels(weight)
+    found = fused_layers.panel_matmul(x, panels)
     close([found], [x @ weight])
     for i in range(length):  # nor does a row depend on the others
-        assert torch.equal(fused_layers.product(x[i : i + 1], panels)[0], found[i])
+        assert torch.equal(fused_layers.panel_matmul(x[i : i + 1], panels)[0], found[i])
     for more, apart in ((add, outer), (add[:1], 0)):
         out, lib = torch.empty(length, outer), build.library()[0]
-        lib.product(layers.at(x), layers.at(panels), layers.at(more), apart, layers.at(out), length, inner, outer)
+        lib.panel_matmul(layers.pointer(x), layers.pointer(panels), layers.pointer(more), apart, layers.pointer(out), length, inner, outer)
         close([out], [x @ weight + more])
 
 
@@ -121,17 +121,17 @@ def test_few_rows_go_another_way_to_the_same_logits(kind, monkeypatch):
         torch.nn.init.normal_(p, mean=float("norm" in name), std=0.2, generator=generator)
 
     def logits(most):
-        monkeypatch.setattr(fused_layers, "FEW", most)
-        monkeypatch.setattr(fused_layers, "pays", lambda: True)
-        network = Network(made, 4, 64, torch.device("cpu"))
-        assert network.decoder.few is not None and "C kernels and products" in network.describe()
+        monkeypatch.setattr(fused_layers, "MAX_ROWS", most)
+        monkeypatch.setattr(fused_layers, "enabled", lambda: True)
+        model_runner = ModelRunner(made, 4, 64, torch.device("cpu"))
+        assert model_runner.decoder.fused is not None and "C kernels and products" in model_runner.describe()
         with torch.inference_mode():
-            network.read([Job(0, 0, [3, 4, 5, 6, 7]), Job(2, 0, [9, 8]), Job(1, 0, [1])])
-            out = stepped(network, [5, 1, 2])
-            network.load({})  # nothing new changes nothing
-            network.load({name: p + 0.01 for name, p in made.named_parameters()})
-            network.read([Job(0, 0, [3, 4])])
-            return [*out, network.step(torch.tensor([5]), llama_decoder.Stepping(network.slots, [2], 4))]
+            model_runner.prefill([PrefillChunk(0, 0, [3, 4, 5, 6, 7]), PrefillChunk(2, 0, [9, 8]), PrefillChunk(1, 0, [1])])
+            out = stepped(model_runner, [5, 1, 2])
+            model_runner.load_weights({})  # nothing new changes nothing
+            model_runner.load_weights({name: p + 0.01 for name, p in made.named_parameters()})
+            model_runner.prefill([PrefillChunk(0, 0, [3, 4])])
+            return [*out, model_runner.decode_step(torch.tensor([5]), llama_decoder.DecodeLayout(model_runner.kv_cache, [2], 4))]
 
     few_way, many_way = logits(64), logits(0)
     torch.testing.assert_close(few_way, many_way, rtol=1e-4, atol=1e-4)
@@ -139,9 +139,9 @@ def test_few_rows_go_another_way_to_the_same_logits(kind, monkeypatch):
 
 
 def test_widths_that_make_no_panels_are_left_alone(monkeypatch):
-    monkeypatch.setattr(fused_layers, "pays", lambda: True)
+    monkeypatch.setattr(fused_layers, "enabled", lambda: True)
     assert fused_layers.fits([rows(8, 32)]) and not fused_layers.fits([rows(8, 32), rows(8, 40)])
-    monkeypatch.setattr(fused_layers, "MOST", 1000)
+    monkeypatch.setattr(fused_layers, "MAX_BYTES", 1000)
     assert not fused_layers.fits([rows(8, 32)])
 
 
@@ -151,7 +151,7 @@ def test_what_is_not_finite_stays_so():
     bad[1, 2] = torch.nan
     assert layers.norm(bad, torch.ones(8), 1e-6)[1].isnan().all()
     assert layers.swiglu(bad)[1].isnan().any()
-    assert layers.scores(bad, torch.zeros(3, dtype=torch.int64), torch.ones(3), True)[0].isnan().tolist() == [
+    assert layers.log_probs(bad, torch.zeros(3, dtype=torch.int64), torch.ones(3), True)[0].isnan().tolist() == [
         False,
         True,
         False,
@@ -162,10 +162,10 @@ def test_what_is_not_finite_stays_so():
 
 def attention_of(ids, start, heads, size, native, scale=0.3):
     """Output and gradient of one attention call over what is read."""
-    shared = Shared.of(ids, start)
+    shared = SharedPrefixes.of(ids, start)
     layout = packed_forward.PackedLayout(start, shared)
     layout.packing = layout.packing if native else None
-    qkv = rows(len(shared.first), sum(heads), size).requires_grad_()
+    qkv = rows(len(shared.computed), sum(heads), size).requires_grad_()
     out = layout.attend_rows(*qkv.split(heads, 1), scale)
     (out * rows(*out.shape, seed=3)).sum().backward()
     return out, qkv.grad
@@ -204,14 +204,14 @@ def test_threads_change_nothing():
 @pytest.mark.parametrize("name,compiled", [("llama_tied", True), ("mistral_window", False), ("qwen3", False)])
 def test_the_decoder_by_kernels_gives_the_same_logits(kit, name, compiled, monkeypatch):
     def logits():
-        network = Network(kit.make_model(name), 4, 64, torch.device("cpu"))
-        if network.decoder is not None:
-            assert network.decoder.compiled == (compiled and not off)
-            assert ("C kernels" in network.describe()) == (compiled and not off)
+        model_runner = ModelRunner(kit.make_model(name), 4, 64, torch.device("cpu"))
+        if model_runner.decoder is not None:
+            assert model_runner.decoder.c_kernels == (compiled and not off)
+            assert ("C kernels" in model_runner.describe()) == (compiled and not off)
         with torch.inference_mode():
-            network.read([Job(0, 0, [3, 4, 5, 6, 7]), Job(2, 0, [9, 8]), Job(1, 0, [1])])
-            network.read([Job(2, 2, [5, 5, 5])])  # behind what the row holds
-            return stepped(network, [5, 1, 5])
+            model_runner.prefill([PrefillChunk(0, 0, [3, 4, 5, 6, 7]), PrefillChunk(2, 0, [9, 8]), PrefillChunk(1, 0, [1])])
+            model_runner.prefill([PrefillChunk(2, 2, [5, 5, 5])])  # behind what the row holds
+            return stepped(model_runner, [5, 1, 5])
 
     off = False
     mine = logits()

@@ -27,11 +27,11 @@ def sequences(lengths, vocabulary, seed=0):
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_stock_model(kit, name):
     stock = kit.make_model(name).double()
-    model = packed_forward.adopt(copy.deepcopy(stock))
+    model = packed_forward.prepare(copy.deepcopy(stock))
     lengths = [40, 3, 17, 1, 64, 40, 9]  # several buckets, out of order, longer than the window
     s = sequences(lengths, kit.vocabulary)
     with torch.no_grad():
-        found = packed_forward.head(model)(packed_forward.hidden_states(model, s))
+        found = packed_forward.lm_head(model)(packed_forward.hidden_states(model, s))
         expected = torch.cat([stock(input_ids=part[None]).logits[0] for part in s.ids.split(lengths)])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
@@ -42,7 +42,7 @@ def test_layout_values_and_gradients(lengths, window):
     g = torch.Generator().manual_seed(0)
     make = lambda h: torch.randn(1, h, sum(lengths), 4, generator=g, dtype=torch.float64, requires_grad=True)  # noqa: E731
     q, k, v = make(4), make(2), make(2)
-    out = PackedLayout(torch.tensor([0, *lengths]).cumsum(0)).attend(0, q, k, v, 0.3, window)
+    out = PackedLayout(torch.tensor([0, *lengths]).cumsum(0)).attention(0, q, k, v, 0.3, window)
     parts = []
     for a, b, c in zip(*(x[0].split(lengths, 1) for x in (q, k, v))):
         back = torch.arange(a.shape[1])[:, None] - torch.arange(a.shape[1])
@@ -73,14 +73,14 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 def test_refuses_logit_softcapping():
     with pytest.raises(SettingError, match="final_logit_softcapping"):
-        packed_forward.adopt(Gemma2ForCausalLM(Gemma2Config(**SMALL, **HEADS)))
+        packed_forward.prepare(Gemma2ForCausalLM(Gemma2Config(**SMALL, **HEADS)))
 
 
 def test_refuses_what_changes_the_logits():
     small = {k: v for k, v in SMALL.items() if k != "head_dim"}
     with pytest.raises(SettingError, match="other logits"):
-        packed_forward.adopt(GraniteForCausalLM(GraniteConfig(**small, **HEADS, logits_scaling=8.0)))
+        packed_forward.prepare(GraniteForCausalLM(GraniteConfig(**small, **HEADS, logits_scaling=8.0)))
 
 
 def test_adopting_twice_is_harmless(kit):
-    packed_forward.adopt(packed_forward.adopt(kit.make_model()))
+    packed_forward.prepare(packed_forward.prepare(kit.make_model()))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from turnwise.core.records import Sampling
-from turnwise.engines.kernels.sampling import Sampler, signed, uniforms
+from turnwise.engines.kernels.sampling import TokenSampler, signed, uniforms
 
 CPU = torch.device("cpu")
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     u = uniforms(torch.tensor(11), torch.arange(n))
-    token, logp, mass = Sampler([sampling] * n, CPU)(logits.expand(n, -1), u)
+    token, logp, mass = TokenSampler([sampling] * n, CPU)(logits.expand(n, -1), u)
     return token, logp, torch.zeros(n) if mass is None else mass
 
 
@@ -74,7 +74,7 @@ def test_ties_do_not_widen_top_k():
 
 def test_greedy_reports_the_temperature_one_logp():
     logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(1))
-    token, logp, mass = Sampler([Sampling(temperature=0, top_k=3)] * 3, CPU)(logits, torch.rand(3).double())
+    token, logp, mass = TokenSampler([Sampling(temperature=0, top_k=3)] * 3, CPU)(logits, torch.rand(3).double())
     assert token.tolist() == logits.argmax(-1).tolist() and mass is None
     torch.testing.assert_close(logp, logits.log_softmax(-1).max(-1).values)
 
@@ -84,10 +84,10 @@ def test_a_row_ignores_its_neighbours():
     kinds = [{}, {"temperature": 0}, {"top_k": 5}, {"temperature": 0.5, "top_p": 0.8}, {"min_p": 0.1}]
     samplings = [Sampling(**kind) for kind in kinds] * 40
     logits, u = torch.randn(200, 50), uniforms(torch.arange(200), torch.tensor(3))
-    token, logp, mass = Sampler(samplings, CPU)(logits, u)
+    token, logp, mass = TokenSampler(samplings, CPU)(logits, u)
     assert mass is not None
     for i in range(200):
-        t, lp, m = Sampler(samplings[i : i + 1], CPU)(logits[i : i + 1], u[i : i + 1])
+        t, lp, m = TokenSampler(samplings[i : i + 1], CPU)(logits[i : i + 1], u[i : i + 1])
         assert t[0] == token[i]
         torch.testing.assert_close(lp[0], logp[i])
         torch.testing.assert_close(torch.zeros(()) if m is None else m[0], mass[i])
@@ -95,5 +95,5 @@ def test_a_row_ignores_its_neighbours():
 
 def test_half_precision_logits_are_drawn_in_float():
     logits = torch.randn(2, 9).bfloat16()
-    _, logp, _ = Sampler([Sampling()] * 2, CPU)(logits, torch.tensor([0.2, 0.9]).double())
+    _, logp, _ = TokenSampler([Sampling()] * 2, CPU)(logits, torch.tensor([0.2, 0.9]).double())
     assert logp.dtype == torch.float32

@@ -10,7 +10,7 @@ import torch
 from support.devices import DEVICE, GPU, KINDS, needs_triton
 
 from turnwise.engines.kernels import reference
-from turnwise.engines.learner.varlen_attention import Copies
+from turnwise.engines.learner.varlen_attention import KeyCopies
 
 pytestmark = needs_triton
 SHAPES = [(1, 3), (5, 32), (37, 100), (1030, 576)] if GPU else [(1, 3), (5, 32), (7, 100)]
@@ -61,8 +61,8 @@ def test_turns_there_and_back(kernels, kind, H, K, D):
         ops.rotate_(x, angle.cos(), angle.sin(), H + K, D)
     close(both[:1], both[1:], kind)
     cut = both[0].view(rows, -1, D).split([H, K, K], 1)  # strided, as attention may hand gradients back
-    back = kernels.unrotate(*cut, angle.cos(), angle.sin())
-    close([back], [reference.unrotate(*cut, angle.cos(), angle.sin())], kind)
+    back = kernels.rotate_backward(*cut, angle.cos(), angle.sin())
+    close([back], [reference.rotate_backward(*cut, angle.cos(), angle.sin())], kind)
     close([back], [qkv], kind)
 
 
@@ -82,20 +82,20 @@ def test_copies_there_and_back(kernels, kind, rows, heads, size):
     x, y = wide[:, heads : 2 * heads], wide[:, 2 * heads :]  # strided, as parts of a product
     source = torch.randint(rows, (2 * rows + 3,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     source[-rows:] = 0
-    close(kernels.copies(x, y, source), reference.copies(x, y, source), kind)
-    copies = Copies.of(source, rows)
+    close(kernels.gather_copies(x, y, source), reference.gather_copies(x, y, source), kind)
+    copies = KeyCopies.of(source, rows)
     dx, dy = (
         make(len(source) + 2, heads, size, kind=kind, seed=2),
         make(len(source) + 2, heads, size, kind=kind, seed=3),
     )
-    found = kernels.collect(dx, dy, copies.first, copies.members)
-    close(found, reference.collect(dx, dy, copies.first, copies.members), kind)
+    found = kernels.sum_copies(dx, dy, copies.first, copies.members)
+    close(found, reference.sum_copies(dx, dy, copies.first, copies.members), kind)
     close([found[0][0]], [dx[: len(source)][source == 0].float().sum(0).to(kind)], kind)
     angle, rows = make(len(copies.first) - 1, size // 2, seed=4), len(copies.first) - 1
     wide = [torch.full((rows, 3 * heads, size), 7.0, dtype=kind, device=DEVICE) for _ in range(2)]
     for ops, out in zip((kernels, reference), wide):  # into parts of wider rows, turned back
         into = (out[:, :heads], out[:, heads : 2 * heads])
-        ops.collect(dx, dy, copies.first, copies.members, into, (angle.cos(), angle.sin()))
+        ops.sum_copies(dx, dy, copies.first, copies.members, into, (angle.cos(), angle.sin()))
     close(wide[:1], wide[1:], kind)
     assert (wide[0][:, 2 * heads :] == 7).all() and torch.equal(wide[0][:, heads : 2 * heads], found[1])
 
@@ -107,16 +107,16 @@ def test_scores_and_their_pull(kernels, vocabulary, want_entropy, size):
     rows = 5
     logits, heat = make(rows, vocabulary, scale=size), make(rows, seed=1).exp()
     targets = torch.arange(rows, device=DEVICE) % vocabulary
-    found = kernels.scores(logits, targets, heat, want_entropy)
-    expected = reference.scores(logits, targets, heat, want_entropy)
+    found = kernels.log_probs(logits, targets, heat, want_entropy)
+    expected = reference.log_probs(logits, targets, heat, want_entropy)
     close(found, expected, atol=1e-6 * 60 * size)  # logits this large have that few digits
     kept = [torch.empty_like(logits) for _ in range(2)]
     for ops, keep in zip((kernels, reference), kept):
-        close(ops.scores(logits, targets, heat, want_entropy, keep), found, atol=1e-6 * 60 * size)
+        close(ops.log_probs(logits, targets, heat, want_entropy, keep), found, atol=1e-6 * 60 * size)
     close(kept[:1], kept[1:], atol=1e-6 * 60 * size)
     g, g2 = make(rows, seed=2), make(rows, seed=3) if want_entropy else None
     for given in ((g, g2), (None, g2), (g, None)):
         if given == (None, None):
             continue
         args = (logits, targets, heat, found[1], *given, found[2])
-        close([kernels.pull(*args, torch.float32)], [reference.pull(*args, torch.float32)], atol=2e-6 * 60 * size)
+        close([kernels.log_probs_backward(*args, torch.float32)], [reference.log_probs_backward(*args, torch.float32)], atol=2e-6 * 60 * size)

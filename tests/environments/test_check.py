@@ -7,7 +7,7 @@ import pytest
 from support.broken import BROKEN, Minimal, Sound, answer
 
 from turnwise.environments import BUILT_IN, load, make
-from turnwise.environments.base import say
+from turnwise.environments.base import text_action
 from turnwise.environments.checker.check import check_env
 from turnwise.errors import SettingError
 
@@ -127,7 +127,7 @@ def test_nonsense_without_end_is_a_warning():
 def test_text_says_how_often_and_where_first():
     class Weak(Sound):
         def oracle(self):
-            return say("no")
+            return text_action("no")
 
     text = check_env(Weak, episodes=3).text()
     assert text.startswith("Weak: 1 problem\n")
@@ -140,7 +140,7 @@ def test_a_hang_costs_no_more_than_its_limit():
 
     began = time.monotonic()
     check_env(Hangs, episodes=2, seconds=0.2)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15, "it waited for the environment, which hangs for 30 s"
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -4,34 +4,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.players import SPLITS, play
 
-from turnwise.environments.base import say
-from turnwise.environments.builtin.keydoor import SIZES, WORDS, KeyDoor, Layout, State, distances, move, view
+from turnwise.environments.base import text_action
+from turnwise.environments.builtin.keydoor import SIZES, WORDS, KeyDoor, GridLayout, GridState, distances, transition, view
 
 # S.#.   start, key below it, the door in the lower row, the goal behind it
 # KxD G  (x: an empty cell)
 FLOOR = frozenset({(0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (3, 1)})
-SMALL = Layout(start=(0, 0), key=(0, 1), door=(2, 1), goal=(3, 1), floor=FLOOR)
+SMALL = GridLayout(start=(0, 0), key=(0, 1), door=(2, 1), goal=(3, 1), floor=FLOOR)
 
 
 def test_shortest_way_by_hand():
-    assert distances(SMALL)[State((0, 0))] == 6  # south, take, east, open, east, east
-    state = State((0, 0))
+    assert distances(SMALL)[GridState((0, 0))] == 6  # south, take, east, open, east, east
+    state = GridState((0, 0))
     for word in ("south", "take", "east", "open", "east", "east"):
-        after = move(SMALL, state, word)
+        after = transition(SMALL, state, word)
         assert after != state
         state = after
-    assert state == State((3, 1), held=True, opened=True)
+    assert state == GridState((3, 1), held=True, opened=True)
 
 
 def test_the_door_is_shut_without_the_key():
-    beside = State((1, 1))
-    assert move(SMALL, beside, "east") == move(SMALL, beside, "open") == beside
-    assert move(SMALL, beside._replace(at=(0, 0), held=True), "open") == State((0, 0), held=True)  # not next to it
+    beside = GridState((1, 1))
+    assert transition(SMALL, beside, "east") == transition(SMALL, beside, "open") == beside
+    assert transition(SMALL, beside._replace(at=(0, 0), held=True), "open") == GridState((0, 0), held=True)  # not next to it
 
 
 def test_view_by_hand():
-    assert view(SMALL, State((0, 0))) == ("key 1 south. door 1 south 2 east, locked. wall north west")
-    assert view(SMALL, State((2, 1), True, True)) == ("key held. door here, open. goal 1 east. wall north south")
+    assert view(SMALL, GridState((0, 0))) == ("key 1 south. door 1 south 2 east, locked. wall north west")
+    assert view(SMALL, GridState((2, 1), True, True)) == ("key held. door here, open. goal 1 east. wall north south")
 
 
 def test_oracle_lengths_are_those_of_the_difficulty():
@@ -45,7 +45,7 @@ def test_oracle_lengths_are_those_of_the_difficulty():
 
 def test_truncated_at_the_limit():
     env = KeyDoor()
-    _, step, total = play(env, 0, lambda env: say("take"))
+    _, step, total = play(env, 0, lambda env: text_action("take"))
     assert step.truncated and not step.terminated and step.info["success"] is False
     assert env.turns == env.max_turns and total == 0
 
@@ -53,11 +53,11 @@ def test_truncated_at_the_limit():
 def test_state_key_is_the_state_and_not_the_way():
     env, other = KeyDoor(), KeyDoor()
     env.reset(0), other.reset(0)
-    there = next(w for w in ("north", "south", "east", "west") if move(env.layout, env.state, w) != env.state)
+    there = next(w for w in ("north", "south", "east", "west") if transition(env.layout, env.state, w) != env.state)
     back = {"north": "south", "south": "north", "east": "west", "west": "east"}[there]
-    env.step(say(there))
+    env.step(text_action(there))
     assert env.state_key() != other.state_key()
-    env.step(say(back))
+    env.step(text_action(back))
     assert env.state_key() == other.state_key()
     assert env.snapshot() != other.snapshot()  # the turns differ
 
@@ -69,7 +69,7 @@ def test_state_key_is_the_state_and_not_the_way():
 )  # fmt: skip
 def test_restored_episode_goes_on_exactly(seed, difficulty, cut, words):
     def act(env, word):
-        return env.step(env.oracle() if word == "good" else say(word)), env.state_key()
+        return env.step(env.oracle() if word == "good" else text_action(word)), env.state_key()
 
     env = KeyDoor(difficulty=difficulty)
     env.reset(seed)

@@ -8,12 +8,12 @@ import random
 import pytest
 
 from turnwise.core.records import Task
-from turnwise.environments.base import say
+from turnwise.environments.base import text_action
 from turnwise.environments.builtin.nim import HEAPS, Nim
-from turnwise.rollout.episode import Limits
+from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.scripted import play_script
-from turnwise.training.build import tokenizer_for_scripts
+from turnwise.rollout.scripted import play_scripted
+from turnwise.training.build import byte_tokenizer
 
 
 def best(left: int, right: int, known: dict) -> bool:
@@ -31,7 +31,7 @@ def test_the_favourite_is_who_a_full_search_says():
     for left in range(HEAPS[3][1] + 1):
         for right in range(HEAPS[3][1] + 1):
             env = Nim()
-            env.begun = (left, right)
+            env.start = (left, right)
             assert (env.favourite == 0) == best(left, right, known), (left, right)
 
 
@@ -49,7 +49,7 @@ def test_a_wrong_move_loses():
     for text in ("left 4", "left 0", "middle 1", "", "left"):
         env = Nim()
         env.reset(0)
-        step = env.step(say(text))
+        step = env.step(text_action(text))
         assert step.terminated and step.reward == -1 and step.info["paid"] == {"second": 1.0} and env.winner == 1
 
 
@@ -57,7 +57,7 @@ def test_both_players_are_paid_on_their_own_last_turn():
     """A whole episode: agents take turns, and the rewards sum to nothing."""
     env, task = Nim(difficulty=2), Task("nim", 3, difficulty=2)
     played = asyncio.run(
-        play_script("random", env, "x", task, Renderer(tokenizer_for_scripts()), Limits(turns=60, context=10**6))
+        play_scripted("random", env, "x", task, Renderer(byte_tokenizer()), EpisodeLimits(turns=60, context=10**6))
     )
     rewards = {name: sum(t.reward for t in played.turns if t.agent == name) for name in ("first", "second")}
     assert [t.agent for t in played.turns][:4] == ["first", "second", "first", "second"]

@@ -6,7 +6,7 @@ import pytest
 from support.players import SPLITS, play, success_rate
 
 from turnwise.environments import load, make
-from turnwise.environments.checker.nonsense import nonsense
+from turnwise.environments.checker.malformed_actions import malformed_actions
 from turnwise.errors import SettingError
 
 NAMES = ("countdown", "guess", "keydoor", "lookup")
@@ -60,7 +60,7 @@ def test_prompts_are_short(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nonsense_is_answered_and_counted(name):
-    for label, action in nonsense(load(name).tools).items():
+    for label, action in malformed_actions(load(name).tools).items():
         env = make(name)
         env.reset(0)
         step = env.step(action)

@@ -8,9 +8,9 @@ import pytest
 from support.players import SPLITS, play
 
 from turnwise.environments import load, make
-from turnwise.environments.base import say
+from turnwise.environments.base import text_action
 from turnwise.environments.checker.check import check_env
-from turnwise.environments.families.reasoning_gym import FORM, RUN_ANSWERS, package, read
+from turnwise.environments.families.reasoning_gym import ANSWER_FORMAT, RUN_ANSWERS, extract_answer, import_factory
 from turnwise.errors import SettingError
 
 NAMES = ("basic_arithmetic", "chain_sum", "gcd", "gsm_symbolic", "lcm", "spell_backward")
@@ -32,7 +32,7 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     ],
 )
 def test_what_is_read_as_the_answer(text, answer):
-    assert read(text) == answer
+    assert extract_answer(text) == answer
 
 
 class TestWithThePackage:
@@ -102,7 +102,7 @@ class TestWithThePackage:
 
     def test_no_score_that_is_offered_runs_an_answer(self):
         """By its source: a later version of the package may bring more."""
-        kinds = package().DATASETS
+        kinds = import_factory().DATASETS
         running = {
             name
             for name, (kind, _) in kinds.items()
@@ -113,12 +113,12 @@ class TestWithThePackage:
     def test_prompt_answer_and_reply(self):
         env = make("reasoning_gym:chain_sum")
         [message] = env.reset(3)
-        assert message["content"] == f"{env.entry['question']}\n{FORM}"
-        step = env.step(say("nothing"))
+        assert message["content"] == f"{env.entry['question']}\n{ANSWER_FORMAT}"
+        step = env.step(text_action("nothing"))
         assert (step.reward, step.info["success"]) == (0.0, False)
         assert step.messages[0]["content"] == f"wrong: it is {env.answer()}."
-        assert env.step(say(f"so <answer>{env.answer()}</answer>")).info["success"]
-        assert env.step(say("1" * 5000)).reward == 0.0
+        assert env.step(text_action(f"so <answer>{env.answer()}</answer>")).info["success"]
+        assert env.step(text_action("1" * 5000)).reward == 0.0
 
     def test_half_of_the_demonstrations_are_right_and_the_others_near(self):
         env, rng = make("reasoning_gym:chain_sum", 2), random.Random(0)
@@ -132,4 +132,4 @@ class TestWithThePackage:
         env = make("reasoning_gym:graph_color")
         env.reset(0)
         assert env.answer() is None
-        assert env.step(say("{}")).messages[0]["content"] == "wrong."
+        assert env.step(text_action("{}")).messages[0]["content"] == "wrong."

@@ -3,13 +3,13 @@ import random
 
 import pytest
 
-from turnwise.environments.builtin.search import Index, words
+from turnwise.environments.builtin.search import BM25Index, words
 
 DOCUMENTS = ["red cat", "red red dog house", "blue bird"]
 
 
 def test_scores_by_hand():
-    index = Index(DOCUMENTS, k1=1.5, b=0.75)
+    index = BM25Index(DOCUMENTS, k1=1.5, b=0.75)
     # mean length 8/3; red stands in two of three documents, cat in one
     idf_red, idf_cat = math.log(1 + 1.5 / 2.5), math.log(1 + 2.5 / 1.5)
     short, long = 1.5 * (0.25 + 0.75 * 2 * 3 / 8), 1.5 * (0.25 + 0.75 * 4 * 3 / 8)
@@ -19,16 +19,16 @@ def test_scores_by_hand():
 
 
 def test_without_length_correction_only_counts_matter():
-    index = Index(DOCUMENTS, k1=1.0, b=0.0)
+    index = BM25Index(DOCUMENTS, k1=1.0, b=0.0)
     idf = math.log(1 + 1.5 / 2.5)
     assert index.scores("red") == pytest.approx([idf / 2, idf * 2 / 3, 0])
 
 
 def test_top_leaves_out_what_shares_no_word_and_keeps_order_of_equals():
-    index = Index(["a b", "c d", "a b"])
+    index = BM25Index(["a b", "c d", "a b"])
     assert index.top("A!", 5) == [0, 2]
     assert index.top("zebra", 5) == index.top("", 5) == []
-    assert Index([]).top("a", 3) == []
+    assert BM25Index([]).top("a", 3) == []
 
 
 def test_words():
@@ -42,7 +42,7 @@ def test_same_scores_as_bm25s():
     documents = [[rng.choice(vocabulary) for _ in range(rng.randint(1, 25))] for _ in range(120)]
     theirs = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
     theirs.index(documents, show_progress=False)
-    ours = Index([" ".join(document) for document in documents])
+    ours = BM25Index([" ".join(document) for document in documents])
     for _ in range(50):
         query = rng.sample(vocabulary, rng.randint(1, 5))
         assert ours.scores(" ".join(query)) == pytest.approx(list(theirs.get_scores(query)), abs=1e-5)

@@ -31,7 +31,7 @@ def test_cells_and_page(matrix):
     assert {verdict for (credit, _), (verdict, _) in found.items() if credit != "dpo"} == {"ok"}
     assert {verdict for (credit, _), (verdict, _) in found.items() if credit == "dpo"} == {"refused"}
     page = matrix.page(found, credits, objectives)
-    assert "| `gigpo` | ok |" in page and "1. its credit lives in its loss (Preferred)" in page
+    assert "| `gigpo` | ok |" in page and "1. its credit is part of its loss (PreferenceLoss)" in page
     assert "15 ok, 5 refused." in page
 
     class Broken(type(recipes.build("grpo").advantage)):
@@ -39,9 +39,9 @@ def test_cells_and_page(matrix):
             raise ValueError("on purpose")
 
     verdict, why = matrix.cell(stock, recipes.build("gspo"), Recipe(advantage=Broken()))
-    assert verdict == "FAILED" and "on purpose" in why and "test_matrix.py" in why
+    assert verdict == "FAILED" and "on purpose" in why and "test_composition_matrix.py" in why
 
 
 def test_every_method_is_a_row_a_column_or_neither(matrix):
-    kinds = [set(matrix.of_kind(kind)) for kind in ("objective", "credit", "others", "preference")]
+    kinds = [set(matrix.of_kind(kind)) for kind in ("objective", "credit", "data", "preference")]
     assert set().union(*kinds) == set(recipes.METHODS) and sum(map(len, kinds)) == len(recipes.METHODS)

@@ -10,7 +10,7 @@ import pytest
 
 from turnwise import recipes
 from turnwise.training import requirements
-from turnwise.training.env_spec import World, settle
+from turnwise.training.env_spec import EnvSpec, resolve_settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 import learning_plan
@@ -23,8 +23,8 @@ def test_every_method_has_a_place_that_tells_what_it_asks(method):
     run = learning_plan.planned(method)
     assert run.why and {word for word in run.needs if word != "cold"} <= {*learning_plan.MADE, "teacher"}
     difficulty = {"difficulty": (int(run.settings["difficulty"]),)} if "difficulty" in run.settings else {}
-    settings = settle({"method": method, "env": run.env, **difficulty, **dict.fromkeys(run.flags, "something")})
-    requirements.examine(recipes.build(method), settings, World.of(settings))
+    settings = resolve_settings({"method": method, "env": run.env, **difficulty, **dict.fromkeys(run.flags, "something")})
+    requirements.check_requirements(recipes.build(method), settings, EnvSpec.from_settings(settings))
 
 
 def test_what_others_need_is_made_first_and_once():

@@ -23,20 +23,20 @@ from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.gate import Clip
 from turnwise.algebra.peers import Same
-from turnwise.algebra.penalty import KL, Weighted
+from turnwise.algebra.penalty import KL, WeightedPenalty
 from turnwise.algebra.ratio import Importance, PerToken
 from turnwise.algebra.value import ReturnToGo
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.errors import RecipeError, SettingError
 from turnwise.integrations import method_support
-from turnwise.integrations.trl_arguments import CONFLICTS, HAS
+from turnwise.integrations.trl_arguments import CONFLICTS, MEASURED
 from turnwise.recipes.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 HERE = importlib.util.find_spec("trl") is not None
 OTHER = os.environ.get("TURNWISE_TRL_PYTHON", "")
 needs_trl = pytest.mark.skipif(not HERE, reason="TRL is not importable here")
-WORKS = [name for name in recipes.METHODS if not method_support.lacks(recipes.build(name), HAS)]
+WORKS = [name for name in recipes.METHODS if not method_support.unsupported_reasons(recipes.build(name), MEASURED)]
 WORDS = ["say a letter please", "another one", "no, this one"]
 
 if HERE:
@@ -119,7 +119,9 @@ def close(a, b, rtol=2e-4):
 def as_trl(name, **hyper):
     """TRL divides by std + 1e-4."""
     recipe = recipes.build(name, **hyper)
-    return replace(recipe, advantage=replace(recipe.advantage, eps=1e-4), admission=method_support.DEFAULT.admission)
+    return replace(
+        recipe, advantage=replace(recipe.advantage, eps=1e-4), admission=method_support.DEFAULT_RECIPE.admission
+    )
 
 
 # ------------------------------------------------------------------ equal to TRL
@@ -137,7 +139,7 @@ PAIRS = {
         {"loss_type": "grpo", "beta": 0.5, "use_bias_correction_kl": False},
     ),
     "grpo+corrected kl": (
-        lambda: replace(as_trl("grpo"), penalties=(Weighted(0.5, KL("k3", corrected=True)),)),
+        lambda: replace(as_trl("grpo"), penalties=(WeightedPenalty(0.5, KL("k3", corrected=True)),)),
         None,
         {"loss_type": "grpo", "beta": 0.5},
     ),
@@ -201,7 +203,7 @@ def test_micro_batching_does_not_change_the_gradient(folder, method):
 def test_on_policy_steps_need_no_old_logps(folder):
     """One pass over each batch: TRL keeps no old log-probabilities, and the sampling policy is the present one."""
     trainer, one = ours(folder, "steer", num_iterations=1)
-    assert not trainer._credited.sampled
+    assert not trainer._credited.has_behaviour
     close(one, ours(folder, "steer", num_iterations=1, gradient_accumulation_steps=4, per_device_train_batch_size=4)[1])
 
 
@@ -322,9 +324,9 @@ def test_turn_level_methods_run_in_trls_tool_loop(monkeypatch):
         train_dataset=Dataset.from_list([{"prompt": bench.question(seed)} for seed in range(8)]),
     )  # fmt: skip
     trainer.train()
-    held = trainer._credited
-    assert held.batch.tree.size(TURN, TRAJECTORY).x.tolist() == [1, 2, 2, 1, 2, 2, 1, 2]
-    assert held.mask[1, : len(call)].all() and not held.mask[1, len(call)]
+    packed = trainer._credited
+    assert packed.batch.tree.size(TURN, TRAJECTORY).x.tolist() == [1, 2, 2, 1, 2, 2, 1, 2]
+    assert packed.mask[1, : len(call)].all() and not packed.mask[1, len(call)]
     assert all(share > 0 for share in logged(trainer, "turnwise/gradient_share/turn1"))
 
 
@@ -339,11 +341,11 @@ def test_rewards_are_mixed_with_trls_weights_and_none_is_left_out(folder):
     trainer, _ = ours(
         folder, "rloo", reward=[length, silent], reward_weights=[0.0, 2.0], more={"rollout_func": fixed_rollout}
     )
-    held = trainer._credited
-    assert held.place[1] == -1 and (held.place >= 0).sum() == 15
-    first = held.dense(held.batch["advantage"])[:4, 0]
+    packed = trainer._credited
+    assert packed.position[1] == -1 and (packed.position >= 0).sum() == 15
+    first = packed.dense(packed.batch["advantage"])[:4, 0]
     assert first.tolist() == pytest.approx([0 - (4 + 6) / 2, 0, 4 - (0 + 6) / 2, 6 - (0 + 4) / 2])
-    assert set(held.batch.named) == {"length", "silent"}
+    assert set(packed.batch.reward_components) == {"length", "silent"}
     assert list(trainer._logs["advantages"])[-16:][:4] == pytest.approx(first.tolist())
 
 
@@ -360,10 +362,13 @@ def test_a_batch_that_teaches_nothing_moves_nothing(folder, method):
 @needs_trl
 def test_truncated_answers_stay_in_the_baseline(folder):
     trainer, grads = ours(folder, "rloo", mask_truncated_completions=True, max_completion_length=24, num_iterations=1)
-    held = trainer._credited
-    empty = ~held.mask.any(1)
+    packed = trainer._credited
+    empty = ~packed.mask.any(1)
     assert 0 < empty.sum() < 16
-    assert held.batch.reward.x.numel() == 16 and (held.batch.reward.x[held.place[empty.nonzero().squeeze(1)]] > 0).any()
+    assert (
+        packed.batch.reward.x.numel() == 16
+        and (packed.batch.reward.x[packed.position[empty.nonzero().squeeze(1)]] > 0).any()
+    )
     assert all(g.isfinite().all() for g in grads)
 
 
@@ -391,7 +396,7 @@ def test_memory_is_saved_resumed_and_left_alone_by_an_evaluation(folder):
     assert state["clock"] == 2 and state["seen"] == 32
     again, _ = ours(folder, "r2vpo", {"rate": 0.3}, run=False, **how)
     again.train(resume_from_checkpoint=str(saved))
-    assert again.objective.memory.clock == 4 and again._seen == 64
+    assert again.objective.memory.clock == 4 and again._rows_generated == 64
     price = [next(iter(t.objective.memory.states.values()))["lambda"] for t in (whole, again)]
     assert price == pytest.approx([0.04 - 4 * 0.3 * 0.02] * 2), "two steps, saved, and two more are four"
     before = json.dumps(again.objective.memory.state_dict())
@@ -414,7 +419,7 @@ def test_memory_is_saved_resumed_and_left_alone_by_an_evaluation(folder):
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_in_words(method, reason):
     with pytest.raises(RecipeError, match=reason) as told:
-        method_support.require(recipes.build(method), method, HAS, "TRL's GRPOTrainer")
+        method_support.require_supported(recipes.build(method), method, MEASURED, "TRL's GRPOTrainer")
     assert f"turnwise train {method}" in str(told.value)
 
 

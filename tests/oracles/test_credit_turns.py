@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+from support.turn_helpers import critic, enrich_plain, one_turn, path
 
 from . import objectives
 from .credit_turns import (
@@ -36,7 +37,7 @@ from .credit_turns import (
     zscore,
 )
 from .objectives import dr_grpo, grpo, mean, rloo, spread, std
-from .records import Batch, Trajectory, Turn, random_batch, sampled, token, tokens, total, trajectories
+from .records import Batch, random_batch, sampled, token, tokens, total, trajectories
 from .result import Result
 
 SEEDS = range(10)
@@ -72,33 +73,10 @@ def made(seed: int, **options) -> Batch:
     return enrich(random_batch(seed, **options), seed)
 
 
-def path(rewards: list[float], lengths: list[int] | None = None, **facts) -> Trajectory:
-    """A trajectory of turns with these rewards; each fact is a list with one entry per turn."""
-    lengths = lengths or [1] * len(rewards)
-    turns = [Turn([token(-1.0) for _ in range(n)], float(r)) for r, n in zip(rewards, lengths)]
-    for name, entries in facts.items():
-        for turn, entry in zip(turns, entries):
-            turn.facts[name] = entry
-    return Trajectory(turns, facts={"final_state": "end"})
 
 
-def one_turn(seed: int) -> Batch:
-    """Groups of one-turn trajectories with tokens."""
-    dice = random.Random(seed)
-    batch = []
-    for size in (1, 2, 4, 5):
-        batch.append([path([dice.gauss(0, 1)], [dice.randint(1, 3)], state=["s"]) for _ in range(size)])
-    return enrich_plain(batch)
 
 
-def enrich_plain(batch: Batch) -> Batch:
-    """Facts of the simplest kind: one state, one agent, every turn valid, planned and matching."""
-    dice = random.Random(0)
-    for trajectory in trajectories(batch):
-        for turn in trajectory.turns:
-            plain = {"state": "s", "action": "a", "agent": 0, "feedback": True, "valid": True, "planner": True}
-            turn.facts = {**plain, "match": True, "lot": dice.random(), **turn.facts}
-    return batch
 
 
 def per_trajectory(batch: Batch, scored: list[float]) -> list[float]:
@@ -130,9 +108,6 @@ def test_shared_golden():
 # GAE
 
 
-def critic(rewards: list[float], values: list[float]) -> Batch:
-    """One trajectory, one token a turn."""
-    return [[Trajectory([Turn([token(-1.0, value=v)], r) for r, v in zip(rewards, values)])]]
 
 
 def test_gae_golden():

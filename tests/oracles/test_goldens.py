@@ -39,67 +39,67 @@ def near(numbers: list[float], tolerance: float = 1e-9):
     ("ratio", "advantage", "expected", "flat"),
     [(1.5, 1, -1.2, True), (0.5, 1, -0.5, False), (0.5, -1, 0.8, True), (4, -1, 3.0, True)],
 )
-def test_ppo_golden(ratio, advantage, expected, flat):
+def test_ppo_golden(side, ratio, advantage, expected, flat):
     # A batch of one token is not whitened, so with old_value 0 the advantage is the reward.
     batch = [[one_turn(advantage, [math.log(ratio)])]]
-    advantages, loss = ppo(batch, clip=0.2, dual=3.0, value_weight=0.0)
+    advantages, loss = side(ppo, batch, clip=0.2, dual=3.0, value_weight=0.0)
     assert advantages == near([advantage])
     assert loss.item() == near(expected)
     assert gradients(batch, loss) == near([0.0 if flat else -advantage * ratio])
 
 
-def test_dual_clip_golden_without_dual():
-    assert ppo([[one_turn(-1, [math.log(4)])]], value_weight=0.0)[1].item() == near(4.0)
+def test_dual_clip_golden_without_dual(side):
+    assert side(ppo, [[one_turn(-1, [math.log(4)])]], value_weight=0.0)[1].item() == near(4.0)
 
 
-def test_grpo_golden():
+def test_grpo_golden(side):
     batch = [[one_turn(reward, [0.0]) for reward in (1, 0, 0, 0)]]
     for method in (grpo, dapo, gspo, gspo_token):
-        assert method(batch)[0] == near([1.5, -0.5, -0.5, -0.5], 1e-5)
+        assert side(method, batch)[0] == near([1.5, -0.5, -0.5, -0.5], 1e-5)
 
 
-def test_k3_golden():
+def test_k3_golden(side):
     # pi(y)=.5, ref(y)=.8 -> k3 = .13; a group of one has no policy term.
     batch = [[Trajectory([Turn([token(math.log(0.5), reference=math.log(0.8))], 1.0)])]]
-    assert grpo(batch, beta=1.0)[1].item() == near(0.13000, 1e-5)
+    assert side(grpo, batch, beta=1.0)[1].item() == near(0.13000, 1e-5)
 
 
-def test_rloo_golden():
-    assert rloo([[one_turn(reward, [0.0]) for reward in (1, 0, 0, 0)]])[0] == near([1, -1 / 3, -1 / 3, -1 / 3])
+def test_rloo_golden(side):
+    assert side(rloo, [[one_turn(reward, [0.0]) for reward in (1, 0, 0, 0)]])[0] == near([1, -1 / 3, -1 / 3, -1 / 3])
 
 
-def test_overlong_golden():
+def test_overlong_golden(side):
     assert [overlong(n, 20480, 4096) for n in (16384, 18432, 20480, 21000)] == [0.0, -0.5, -1.0, -1.0]
     # The same four steps scaled down: limit 10, cache 4, through the advantages of one group.
     lengths = [6, 8, 10, 11]
     batch = [[one_turn(1.0, [0.0] * n) for n in lengths]]
     shaped = torch.tensor([1.0, 0.5, 0.0, 0.0], dtype=torch.float64)
     z = (shaped - shaped.mean()) / (shaped.std() + 1e-6)
-    assert dapo(batch, limit=10, cache=4)[0] == near([float(z[i]) for i in range(4) for _ in range(lengths[i])])
+    assert side(dapo, batch, limit=10, cache=4)[0] == near([float(z[i]) for i in range(4) for _ in range(lengths[i])])
 
 
-def test_gspo_golden():
+def test_gspo_golden(side):
     for method in (gspo, gspo_token):
         batch = [[one_turn(1.0, [0.1, -0.1, 0.3]), one_turn(0.0, [0.0])]]
-        advantages, loss = method(batch, low=0.5, high=0.5)
+        advantages, loss = side(method, batch, low=0.5, high=0.5)
         assert (-2 * loss.item() - advantages[3]) / advantages[0] == near(1.10517, 1e-5)
         assert gradients(batch, loss)[:3] == near([-math.exp(0.1) * advantages[0] / 6] * 3)
 
 
-def test_turn_ppo_golden():
+def test_turn_ppo_golden(side):
     # gamma = lambda = 1 and no reward: raw advantage = -old_value = [1, 1, 1, -1], whitened [.5, .5, .5, -1.5].
     log_ratios, values = [0.2, 0.0, 0.6, 0.2], [-1.0, -1.0, -1.0, 1.0]
     made = [token(-2.0 + ratio, behaviour=-2.0, value=value) for ratio, value in zip(log_ratios, values)]
     batch = [[Trajectory([Turn(made[:2], 0.0), Turn(made[2:], 0.0)])]]
-    advantages, loss = turn_ppo(batch, clip=10.0, value_weight=0.0)
+    advantages, loss = side(turn_ppo, batch, clip=10.0, value_weight=0.0, ours={"clip": 1.0, "value_weight": 0.0})
     assert advantages == near([0.5, 0.5, 0.5, -1.5], 1e-7)
     ratios = [-4 * gradient / advantage for gradient, advantage in zip(gradients(batch, loss), advantages)]
     assert ratios == near([1.10517, 1.10517, 1.49182, 1.49182], 1e-5)
-    _, loss = turn_ppo(batch, clip=0.2, value_weight=0.0)
+    _, loss = side(turn_ppo, batch, clip=0.2, value_weight=0.0)
     assert [gradient == 0.0 for gradient in gradients(batch, loss)] == [False, False, True, False]  # B = {token 3}
 
 
-def test_gae_golden():
+def test_gae_golden(side):
     assert gae([0, 0, 1], [0.2, 0.5, 0.8], 1.0, 0.95) == near([0.7655, 0.49, 0.2])
     made = [token(-1.0, value=value) for value in (0.2, 0.5, 0.8)]
     # The same tokens over two turns with empty turns between and after: the next value skips whatever lies between.
@@ -107,7 +107,7 @@ def test_gae_golden():
     assert gae(token_rewards(batch[0][0]), [0.2, 0.5, 0.8], 1.0, 0.95) == near([0.7655, 0.49, 0.2])
     raw = torch.tensor([0.7655, 0.49, 0.2], dtype=torch.float64)
     white = (raw - raw.mean()) / torch.sqrt(raw.var() + 1e-8)
-    advantages, loss = ppo(batch)
+    advantages, loss = side(ppo, batch)
     assert advantages == near(white.tolist())
     assert loss.item() == near(float(-white.mean() + 0.5 * (raw**2).mean()))  # v = v_old: (v - Ret)^2 = A_raw^2
     assert gradients(batch, loss, "value") == near((-raw / 3).tolist())
@@ -135,15 +135,15 @@ def test_token_rewards_of_empty_turns():
     assert paid((0, 1.0), (0, 2.0)) == []
 
 
-def test_value_clip():
+def test_value_clip(side):
     # Ret = reward = 1; v = 2 is clipped to 0.5: errors 1 and .25, the larger one has the gradient.
     batch = [[Trajectory([Turn([token(-1.0, value=2.0, old_value=0.0)], 1.0)])]]
-    _, loss = ppo(batch)
+    _, loss = side(ppo, batch)
     assert loss.item() == near(-1.0 + 0.5 * 1.0)
     assert gradients(batch, loss, "value") == near([1.0])
     # v = 0.9 is clipped to 0.5: errors .01 and .25, the larger one is constant.
     batch = [[Trajectory([Turn([token(-1.0, value=0.9, old_value=0.0)], 1.0)])]]
-    _, loss = ppo(batch)
+    _, loss = side(ppo, batch)
     assert loss.item() == near(-1.0 + 0.5 * 0.25)
     assert gradients(batch, loss, "value") == near([0.0])
 

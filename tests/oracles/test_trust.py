@@ -85,46 +85,47 @@ def same(batch: Batch, ours, theirs, tolerance: float = 1e-9) -> None:
 
 
 @pytest.mark.parametrize(("better", "q"), [(True, 0.96722), (False, 1.22140)])
-def test_gmpo_golden(better, q):
+def test_gmpo_golden(side, better, q):
     other = partner(0.0 if better else 1.0)
     batch = [[moved(1.0 if better else 0.0, [0.1, -0.6, 0.9]), other]]
-    result = gmpo(batch)
+    result = side(gmpo, batch)
     advantage = result.advantage[0]
     assert (-2 * result.loss.item() - result.advantage[3]) / advantage == near(q, 1e-5)
     live = [-advantage * q / 6 if flag else 0.0 for flag in ([True, True, False] if better else [True, False, True])]
     assert gradients(batch, result.loss)[:3] == near(live, 1e-5)
 
 
-def test_zscore_golden():
+def test_zscore_golden(side):
     batch = [[partner(reward) for reward in (1, 0, 0, 0)]]
     for method in SCORED:
-        assert method(batch).advantage == near([1.5, -0.5, -0.5, -0.5], 1e-5)
+        assert side(method, batch).advantage == near([1.5, -0.5, -0.5, -0.5], 1e-5)
 
 
-def test_rloo_golden():
+def test_rloo_golden(side):
     batch = [[partner(reward) for reward in (1, 0, 0, 0)]]
-    assert rloo_kl(batch).advantage == near([1, -1 / 3, -1 / 3, -1 / 3])
+    assert side(rloo_kl, batch).advantage == near([1, -1 / 3, -1 / 3, -1 / 3])
     # R - beta KL = 1 - .03 (log .5 - log .8) against 0
     made = token(-1.0, behaviour=-3.0, proximal=math.log(0.5), reference=math.log(0.8))
     batch = [[Trajectory([Turn([made], 1.0)]), partner(0.0)]]
-    assert rloo_kl(batch).advantage[0] == near(1 + 0.03 * 0.47000, 1e-6)
+    assert side(rloo_kl, batch).advantage[0] == near(1 + 0.03 * 0.47000, 1e-6)
 
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "expected"), [(1.5, 1, -1.2), (0.5, 1, -0.5), (0.5, -1, 0.8), (4, -1, 3.0)]
 )
-def test_dual_clip_golden(ratio, advantage, expected):
-    result = ppo_dual([[moved(advantage, [math.log(ratio)])]], value_weight=0.0)
+def test_dual_clip_golden(side, ratio, advantage, expected):
+    batch = [[moved(advantage, [math.log(ratio)])]]
+    result = side(ppo_dual, batch, value_weight=0.0, method="ppo", ours={"value_weight": 0.0, "dual": 3.0})
     assert result.advantage == near([advantage]) and result.loss.item() == near(expected)
     # Card: the two-sided variant has the "same effect as dual clip"
     row, other = moved(float(advantage), [math.log(ratio)]), partner(-float(advantage))
-    result = two_sided_grpo([[row, other]], delta=3.0)
+    result = side(two_sided_grpo, [[row, other]], delta=3.0)
     scale = abs(result.advantage[0])
     assert 2 * result.loss.item() + result.advantage[1] == near(expected * scale)
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
-def test_mismatch_golden(reward):
+def test_mismatch_golden(side, reward):
     """rho = [.4, 1, 3], C = 2: TIS [.4, 1, 2]; MIS [.5, 2] -> [0, 1, 0]. Four tokens, the last one has rho = 1."""
     expected = {
         tis: ([0.4, 1, 2, 1], 4),
@@ -138,15 +139,18 @@ def test_mismatch_golden(reward):
     }
     for method, (weights, count) in expected.items():
         batch = [[mismatched(reward, [0.4, 1, 3]), partner(1 - reward)]]
-        result = method(batch)
+        result = side(method, batch)
         wanted = [-advantage * weight / count for advantage, weight in zip(result.advantage, weights)]
         assert gradients(batch, result.loss) == near(wanted)
-        assert result.extra["kept"] == [weight > 0 for weight in weights]
+        if not side.recipe:
+            assert result.extra["kept"] == [weight > 0 for weight in weights]
     assert math.exp(math.fsum(map(math.log, (0.4, 1, 3))) / 3) == near(1.0627, 1e-4)
     batch = [[mismatched(reward, [0.4, 1, 3]), partner(1 - reward)]]
-    assert all(geo_rs(batch, 0.9, 1.0628).extra["kept"]) and not all(geo_rs(batch, 0.9, 1.0626).extra["kept"])
+    if not side.recipe:
+        assert all(geo_rs(batch, 0.9, 1.0628).extra["kept"]) and not all(geo_rs(batch, 0.9, 1.0626).extra["kept"])
     k3 = ((0.4 - 1 - math.log(0.4)) + (3 - 1 - math.log(3))) / 3
-    assert all(k3_rs(batch, k3 + 1e-9).extra["kept"]) and not all(k3_rs(batch, k3 - 1e-9).extra["kept"])
+    if not side.recipe:
+        assert all(k3_rs(batch, k3 + 1e-9).extra["kept"]) and not all(k3_rs(batch, k3 - 1e-9).extra["kept"])
 
 
 def test_sequence_bounds():
@@ -189,55 +193,60 @@ def test_nothing_kept():
         assert method(batch).loss.item() == 0.0 and not any(method(batch).extra["kept"])
 
 
-def test_decoupled_golden():
+def test_decoupled_golden(side):
     batch = [[mismatched(1.0, [4.9, 5.1], 0.1), mismatched(0.0, [0.4, 2.0], 0.3)]]
-    result = decoupled_ppo(batch)
+    result = side(decoupled_ppo, batch)
     up, down = result.advantage[0], result.advantage[2]
     wanted = [-up * 4.9 * math.exp(0.1) / 4, 0.0, -down * 0.4 * math.exp(0.3) / 4, -down * 2 * math.exp(0.3) / 4]
     assert gradients(batch, result.loss) == near(wanted)
-    assert result.extra["kept"] == [True, False, True, True]
+    if not side.recipe:
+        assert result.extra["kept"] == [True, False, True, True]
 
 
-def test_dppo_golden():
+def test_dppo_golden(side):
     assert binary_kl(0.01, 0.03) == near(0.00922, 1e-5)
     batch = [[Trajectory([Turn([token(math.log(0.03), behaviour=math.log(0.01))], 1.0)]), partner(0.0)]]
     for method, over, under in (
         (dppo_tv, {"high": 0.0201}, {"high": 0.0199}),
         (dppo_kl, {"limit": 0.00923}, {"limit": 0.00921}),
     ):
-        result = method(batch, **over)
+        result = side(method, batch, **over)
         assert gradients(batch, result.loss)[0] == near(-result.advantage[0] * 3 / 2)  # r = 3
-        assert result.extra["kept"] == [True, True]
-        result = method(batch, **under)
+        if not side.recipe:
+            assert result.extra["kept"] == [True, True]
+        result = side(method, batch, **under)
         assert gradients(batch, result.loss)[0] == 0.0
         assert gradients(batch, result.loss)[1] == near(-result.advantage[1] / 2)  # the denominator stays
-        assert result.extra["kept"] == [False, True]
+        if not side.recipe:
+            assert result.extra["kept"] == [False, True]
     # The same move with A < 0 is a way back: both keep it at any threshold.
     batch = [[Trajectory([Turn([token(math.log(0.03), behaviour=math.log(0.01))], 0.0)]), partner(1.0)]]
-    assert dppo_tv(batch, 0.0, 0.0).extra["kept"][0] and dppo_kl(batch, 0.0).extra["kept"][0]
+    if not side.recipe:
+        assert dppo_tv(batch, 0.0, 0.0).extra["kept"][0] and dppo_kl(batch, 0.0).extra["kept"][0]
     # A fall with A < 0 is a move away.
     batch = [[Trajectory([Turn([token(math.log(0.3), behaviour=math.log(0.5))], 0.0)]), partner(1.0)]]
-    assert not dppo_tv(batch, low=0.19).extra["kept"][0] and dppo_tv(batch, low=0.21).extra["kept"][0]
-    assert not dppo_kl(batch).extra["kept"][0] and dppo_kl(batch, limit=0.1).extra["kept"][0]
+    if not side.recipe:
+        assert not dppo_tv(batch, low=0.19).extra["kept"][0] and dppo_tv(batch, low=0.21).extra["kept"][0]
+        assert not dppo_kl(batch).extra["kept"][0] and dppo_kl(batch, limit=0.1).extra["kept"][0]
 
 
-def test_ctpo_golden():
+def test_ctpo_golden(side):
     def row(reward: float) -> Trajectory:
-        made = [token(-0.05, behaviour=-0.1) for _ in range(4)]
+        made = [token(-0.06, behaviour=-0.1) for _ in range(4)]
         return Trajectory([Turn(made[:1], 0.0), Turn([], 0.0), Turn(made[1:], reward)])
 
     batch = [[row(1.0), partner(0.0)]]
-    result = ctpo(batch)
-    band = [0.05, 0.0707107, 0.0866025, 0.1]
-    kept = [math.exp(0.05), *(math.exp(one) for one in band[1:])]
+    result = side(ctpo, batch)
+    band = [0.05, 0.0707107, 0.0866025, 0.1]  # of log ratios 0.04, 0.08, 0.12, 0.16: none sits on its bound
+    kept = [math.exp(0.04), *(math.exp(one) for one in band[1:])]
     assert result.loss.item() == near((-result.advantage[0] * sum(kept) - result.advantage[4]) / 5, 1e-6)
-    assert gradients(batch, result.loss)[:4] == near([-result.advantage[0] * math.exp(0.05) / 5, 0, 0, 0])
+    assert gradients(batch, result.loss)[:4] == near([-result.advantage[0] * math.exp(0.04) / 5, 0, 0, 0])
     # A < 0: dual clip at the same band
     batch = [[row(0.0), partner(1.0)]]
-    result = ctpo(batch)
+    result = side(ctpo, batch)
     assert gradients(batch, result.loss)[1:4] == [0, 0, 0]
-    wide = gradients(batch, ctpo(batch, dual=9.0).loss)
-    assert wide[:4] == near([-result.advantage[0] * math.exp(c) / 5 for c in (0.05, 0.1, 0.15, 0.2)])
+    wide = gradients(batch, side(ctpo, batch, dual=9.0).loss)
+    assert wide[:4] == near([-result.advantage[0] * math.exp(c) / 5 for c in (0.04, 0.08, 0.12, 0.16)])
 
 
 def test_ctpo_clamps():
@@ -251,11 +260,11 @@ def test_ctpo_clamps():
         assert found == near(wanted) and [slope == 0.0 for slope in found] == [c is None for c in prefixes]
 
 
-def test_minpro_golden():
+def test_minpro_golden(side):
     batch = [[moved(1.0, [math.log(r) for r in (1.2, 0.5, 2.0, 0.9)]), partner(0.0)]]
 
     def weights(low: float, high: float) -> list[float]:
-        result = minpro(batch, low, high)
+        result = side(minpro, batch, low, high, ours={"low": 1 - low, "high": 1 + high})
         return [-5 * slope / result.advantage[0] for slope in gradients(batch, result.loss)[:4]]
 
     assert weights(0.9, 0.9) == near([1.2, 0.6, 1.0, 0.45])

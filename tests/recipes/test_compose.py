@@ -9,17 +9,18 @@ import torch
 from support.batches import records_of
 
 from turnwise import recipes
-from turnwise.algebra.mask import Both, Informative
+from turnwise.algebra.mask import Both, InformativeGroups
 from turnwise.algebra.value import Constant
 from turnwise.core.batch import pack
 from turnwise.core.levels import TOKEN
-from turnwise.core.signals import CRITIC
+from turnwise.core.signals import TOKEN_CRITIC
 from turnwise.data.replay import RecentBuffer, SuccessBuffer
 from turnwise.errors import RecipeError, SettingError
 from turnwise.recipes import catalogue
-from turnwise.recipes.compose import VALUES, composed
+from turnwise.recipes.compose import CRITIC_SIGNALS, compose
+from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.strategies import Branch, Thermostat
+from turnwise.rollout.strategies import Branch, EntropyControl
 from turnwise.tasks.budgets import Fixed
 
 OBJECTIVE_SLOTS = ("ratio", "gate", "aggregate", "admission", "control", "gradient", "smoothing")
@@ -29,25 +30,25 @@ OBJECTIVE_SLOTS = ("ratio", "gate", "aggregate", "admission", "control", "gradie
 @pytest.mark.parametrize("credit", ["rloo", "grpo", "aspo", "a2tgpo", "ppo", "gigpo"])
 def test_each_slot_is_one_side_s(objective, credit):
     a, b = recipes.build(objective), recipes.build(credit)
-    both = composed(a, b)
+    both = compose(a, b)
     assert both.advantage == b.advantage
     assert all(getattr(both, slot) == getattr(a, slot) for slot in OBJECTIVE_SLOTS)
-    assert [w for w in both.penalties if not w.needs & VALUES] == [w for w in a.penalties if not w.needs & VALUES]
-    assert [w for w in both.penalties if w.needs & VALUES] == [w for w in b.penalties if w.needs & VALUES]
-    assert hash(both) == hash(composed(a, b))
+    assert [w for w in both.penalties if not w.signals & CRITIC_SIGNALS] == [w for w in a.penalties if not w.signals & CRITIC_SIGNALS]
+    assert [w for w in both.penalties if w.signals & CRITIC_SIGNALS] == [w for w in b.penalties if w.signals & CRITIC_SIGNALS]
+    assert hash(both) == hash(compose(a, b))
 
 
 def test_a_method_with_its_own_credit_is_itself():
     for name in ("grpo", "ppo", "gspo", "a2tgpo", "turn_ppo", "gigpo"):
         recipe = recipes.build(name)
-        assert composed(recipe, recipe) == recipe
+        assert compose(recipe, recipe) == recipe
 
 
 def test_the_credit_is_that_of_the_one_and_the_update_that_of_the_other():
     """The advantages are the credit's to the last bit; with them in place of its own, so is the objective's loss."""
     batch = pack(records_of([[[2], [3, 1], [2]], [[1, 2], [2], [1]]], 2))
     a, b = recipes.build("gspo"), recipes.build("rloo")
-    both = composed(a, b).objective
+    both = compose(a, b).objective
     credited, theirs = both.credit(batch), b.objective.credit(batch)
     torch.testing.assert_close(credited["advantage"].at(TOKEN).x, theirs["advantage"].at(TOKEN).x, rtol=0, atol=0)
     assert (both.ratio, both.gate, both.aggregate) == (a.ratio, a.gate, a.aggregate)
@@ -55,25 +56,25 @@ def test_the_credit_is_that_of_the_one_and_the_update_that_of_the_other():
 
 def test_a_critic_comes_with_the_credit_that_reads_it_and_goes_with_the_one_that_did():
     critic, plain = recipes.build("ppo"), recipes.build("grpo")
-    assert composed(plain, critic).critics == 1 and composed(plain, critic).objective.needs & CRITIC
-    assert composed(critic, plain).critics == 0 and not composed(critic, plain).objective.needs & CRITIC
+    assert compose(plain, critic).critics == 1 and compose(plain, critic).objective.signals & TOKEN_CRITIC
+    assert compose(critic, plain).critics == 0 and not compose(critic, plain).objective.signals & TOKEN_CRITIC
 
 
 def test_what_a_credit_lives_on_comes_along():
     lent = replace(
-        recipes.build("rloo"), strategy=Branch(), replay=SuccessBuffer(), budget=Fixed(8, 4), keep=Informative()
+        recipes.build("rloo"), strategy=Branch(), replay=SuccessBuffer(), budget=Fixed(8, 4), keep=InformativeGroups()
     )
-    both = composed(recipes.build("gspo"), lent)
+    both = compose(recipes.build("gspo"), lent)
     assert (both.strategy, both.replay, both.budget, both.keep) == (
         Branch(),
         SuccessBuffer(),
         Fixed(8, 4),
-        Informative(),
+        InformativeGroups(),
     )
-    assert "forks" in both.asks
-    assert composed(replace(recipes.build("gspo"), budget=Fixed(3, 5)), recipes.build("rloo")).budget == Fixed(3, 5)
-    masks = composed(recipes.build("scale_rl"), replace(lent, keep=recipes.build("rec_ring").keep)).keep
-    assert isinstance(masks, Both) or masks == Informative()
+    assert "forks" in both.requirements
+    assert compose(replace(recipes.build("gspo"), budget=Fixed(3, 5)), recipes.build("rloo")).budget == Fixed(3, 5)
+    masks = compose(recipes.build("scale_rl"), replace(lent, keep=recipes.build("rec_ring").keep)).keep
+    assert isinstance(masks, Both) or masks == InformativeGroups()
 
 
 def preference() -> Recipe:
@@ -83,11 +84,11 @@ def preference() -> Recipe:
 @pytest.mark.parametrize(
     ("objective", "credit", "words"),
     [
-        (lambda: recipes.build("gspo"), preference, "lives in its loss (Preferred)"),
+        (lambda: recipes.build("gspo"), preference, "part of its loss (PreferenceLoss)"),
         (preference, lambda: recipes.build("gspo"), "no advantage for a credit to replace"),
-        (lambda: recipes.build("gspo"), lambda: recipes.build("chord"), "learns from demonstrations lives in its loss"),
-        (lambda: replace(recipes.build("gspo"), strategy=Thermostat()),
-         lambda: replace(recipes.build("rloo"), strategy=Branch()), "both bring a strategy"),
+        (lambda: recipes.build("gspo"), lambda: recipes.build("chord"), "learns from demonstrations is part of its loss"),
+        (lambda: replace(recipes.build("gspo"), strategy=EntropyControl()),
+         lambda: replace(recipes.build("rloo"), strategy=Branch()), "both methods define a strategy"),
         (lambda: replace(recipes.build("gspo"), replay=RecentBuffer()),
          lambda: replace(recipes.build("rloo"), replay=SuccessBuffer()), "both bring a replay"),
     ],
@@ -95,13 +96,13 @@ def preference() -> Recipe:
 )  # fmt: skip
 def test_what_cannot_go_together_is_refused_in_words(objective, credit, words):
     with pytest.raises(RecipeError) as caught:
-        composed(objective(), credit())
+        compose(objective(), credit())
     assert words in str(caught.value)
 
 
 def test_the_peers_of_a_credit_need_a_group():
     with pytest.raises(RecipeError, match="--group-size 2"):
-        composed(replace(recipes.build("ppo"), budget=Fixed(8, 1)), recipes.build("grpo"))
+        compose(replace(recipes.build("ppo"), budget=Fixed(8, 1)), recipes.build("grpo"))
 
 
 # -------------------------------------------------------------------- catalogue
@@ -109,25 +110,25 @@ def test_the_peers_of_a_credit_need_a_group():
 
 def test_every_method_has_a_kind():
     kinds = {name: catalogue.kind(name) for name in recipes.METHODS}
-    assert set(kinds.values()) <= set(catalogue.KINDS)
+    assert set(kinds.values()) <= set(Kind)
     expected = {"grpo": "objective", "ppo": "objective", "aepo": "objective", "a2tgpo": "credit", "gigpo": "credit"}
-    expected |= {"luffy": "others", "opd": "others", "dpo": "preference", "chord": "others"}
+    expected |= {"luffy": "data", "opd": "data", "dpo": "preference", "chord": "data"}
     assert {name: kinds[name] for name in expected} == expected
 
 
 def test_named_with_a_credit():
-    both = composed(recipes.build("sapo"), recipes.build("gigpo"))
-    assert catalogue.named("sapo", "gigpo") == catalogue.named("sapo+gigpo") == both
-    entry = catalogue.entry("sapo", "gigpo")
-    assert entry["name"] == "sapo+gigpo" and entry["slots"] == both.slots() and "state" in entry["asks"]
-    changed = {row["slot"] for row in catalogue.difference("sapo", "sapo+gigpo")}
+    both = compose(recipes.build("sapo"), recipes.build("gigpo"))
+    assert catalogue.parse_method("sapo", "gigpo") == catalogue.parse_method("sapo+gigpo") == both
+    entry = catalogue.describe_method("sapo", "gigpo")
+    assert entry["name"] == "sapo+gigpo" and entry["slots"] == both.slots() and "state" in entry["requirements"]
+    changed = {row["slot"] for row in catalogue.slot_differences("sapo", "sapo+gigpo")}
     assert "advantage" in changed and not changed & set(OBJECTIVE_SLOTS)
     with pytest.raises(SettingError, match="no method 'nope' to take the credit of"):
-        catalogue.named("sapo", "nope")
+        catalogue.parse_method("sapo", "nope")
     with pytest.raises(SettingError, match="the credit of dpo does not go with this method"):
-        catalogue.named("sapo", "dpo")
+        catalogue.parse_method("sapo", "dpo")
 
 
 def test_a_constant_is_no_credit():
     with pytest.raises(RecipeError, match="lives in its loss"):
-        composed(recipes.build("grpo"), Recipe(advantage=Constant(1.0)))
+        compose(recipes.build("grpo"), Recipe(advantage=Constant(1.0)))

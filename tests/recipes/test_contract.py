@@ -9,16 +9,16 @@ import statistics
 
 import pytest
 import torch
-from credit import test_groups, test_others, test_preferences, test_segments, test_turns
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import agents, objectives, offpolicy, records, reweight, trust
-from support.batches import COUNTS, from_oracle, records_of
+from support.batches import COUNTS, from_oracle, oracle_name, records_of
+from support.proven import PROVEN_ELSEWHERE
 
 from turnwise import recipes
 from turnwise.core.batch import pack
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field
-from turnwise.core.signals import LIVE, Signal, level_of
+from turnwise.core.signals import WITH_GRADIENT, Signal, level_of
 from turnwise.recipes.recipe import Recipe
 
 ORACLES = {
@@ -48,7 +48,6 @@ for module in (trust, offpolicy, reweight, agents):
         if name not in ORACLES and hasattr(module, name):
             ORACLES[name] = getattr(module, name)
 
-PROOFS = (test_turns, test_groups, test_segments, test_others, test_preferences)
 HYPER = {"capo": {"objective": 1e-2, "policy": 1e-4}}  # where our defaults are not the card's
 
 SCORES = {  # their oracle's loss is −w A log π with w detached; ours has the same gradient and another value
@@ -59,9 +58,8 @@ SCORES = {  # their oracle's loss is −w A log π with w detached; ours has the
 
 
 def test_every_method_has_an_oracle():
-    """Here, or beside the pieces of its family: those tests list what they prove."""
-    proven = [name for test in PROOFS for name in test.PROVEN]
-    assert sorted([*ORACLES, *proven]) == sorted(recipes.METHODS)
+    """Here, or in tests/credit: support/proven.py lists what those files prove."""
+    assert sorted([*ORACLES, *PROVEN_ELSEWHERE]) == sorted(recipes.METHODS)
 
 
 def loss_of(recipe: Recipe, batch, policy):
@@ -78,7 +76,7 @@ def agree(mine, theirs, policy, reference, value=True, terms=0.0):
         found = None
         if mine.requires_grad:
             found = torch.autograd.grad(mine, policy[signal].x, retain_graph=True, allow_unused=True)[0]
-        expected = torch.tensor(records.gradients(reference, theirs, str(signal)), dtype=torch.float64)
+        expected = torch.tensor(records.gradients(reference, theirs, oracle_name(signal)), dtype=torch.float64)
         found = torch.zeros_like(expected) if found is None else found
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
@@ -123,7 +121,7 @@ def test_see_upo_turn_by_turn(seed):
     objective = recipe.objective
     credit = agents.see_upo_advantage(reference)
     turns = max(len(t.turns) for t in records.trajectories(reference))
-    parts = recipe.control.parts_of(
+    parts = recipe.control.optimizer_steps(
         objective.credit(batch), 0, lambda b, s: {Signal.LOGP: policy[Signal.LOGP].detach()}
     )
     for k, part in zip(range(turns - 1, -1, -1), parts, strict=True):
@@ -139,8 +137,8 @@ def test_red_drop_after_its_dropping(seed):
     batch, policy = from_oracle(reference)
     expected = reweight.red_drop(reference)
     kept = [i for i, k in enumerate(expected.extra["kept"]) if k]
-    batch = batch.put(_row=Field(batch.tree, TOKEN, torch.arange(batch.tree.count(TOKEN)))).select(kept)
-    mine = {s: Field(batch.tree, TOKEN, f.x[batch["_row"].x]) for s, f in policy.items()}
+    batch = batch.put(row=Field(batch.tree, TOKEN, torch.arange(batch.tree.count(TOKEN)))).select(kept)
+    mine = {s: Field(batch.tree, TOKEN, f.x[batch["row"].x]) for s, f in policy.items()}
     agree(loss_of(recipes.build("red_drop"), batch, mine)[0], expected.loss, policy, reference, value=False)
 
 
@@ -190,7 +188,7 @@ def test_clipping_bias(name, seed):
     objective = recipes.build(name).objective
     found = objective(objective.plan(objective.credit(batch)), policy)
     theirs = getattr(offpolicy, name)(reference).extra["bias"]
-    agree(found.sides["clipped"], theirs, policy, reference, value=False)
+    agree(found.side_losses["clipped"], theirs, policy, reference, value=False)
     main, side = [torch.tensor([3.0, 4.0])], [torch.tensor([0.0, 2.0])]
     assert objective.scales(batch, main, {"clipped": side}).gradient == 0.5
     assert objective.scales(batch, main, {"clipped": [torch.zeros(2)]}).gradient == 1.0
@@ -236,12 +234,12 @@ def random_policy(batch, seed: int):
     noise = lambda scale, level=TOKEN: scale * torch.randn(batch.tree.count(level), dtype=torch.float64, generator=g)  # noqa: E731
     near = (Signal.REFERENCE, Signal.PROXIMAL, Signal.PREVIOUS)
     columns = {s: Field(batch.tree, TOKEN, batch.behaviour.x.double() + noise(0.2)) for s in near}
-    rest = frozenset(Signal) - LIVE - set(near)
+    rest = frozenset(Signal) - WITH_GRADIENT - set(near)
     columns |= {s: Field(batch.tree, level_of(s), noise(0.5, level_of(s)).abs()) for s in sorted(rest)}
-    leaves = {s: noise(0.5, level_of(s)).abs().requires_grad_() for s in sorted(LIVE - {Signal.LOGP})}
+    leaves = {s: noise(0.5, level_of(s)).abs().requires_grad_() for s in sorted(WITH_GRADIENT - {Signal.LOGP})}
     leaves[Signal.LOGP] = (batch.behaviour.x.double() + noise(0.3)).requires_grad_()
     columns |= {s: Field(batch.tree, level_of(s), x.detach()) for s, x in leaves.items()}
-    return batch.put({**columns, "vocabulary": batch.tree.full(BATCH, 16.0)}), leaves
+    return batch.put({**columns, "vocabulary_size": batch.tree.full(BATCH, 16.0)}), leaves
 
 
 def numbered(batch):
@@ -274,7 +272,7 @@ def gradient(recipe, batch, leaves, parts):
 def test_contract_packing_and_micro_batches(name, counts, seed, cut, data):
     """Finite; at a level; the same under any packing order and any cut into micro-batches, to 1e-10 in float64."""
     recipe = recipes.build(name)
-    batch, leaves = random_policy(pack(records_of(counts, seed, asks=recipe.asks)), seed)
+    batch, leaves = random_policy(pack(records_of(counts, seed, asks=recipe.requirements)), seed)
     credited = recipe.objective.credit(batch)["advantage"]
     assert credited.level <= GROUP and torch.isfinite(credited.x).all()
     whole, grads = gradient(recipe, batch, leaves, lambda b: [b])
@@ -298,12 +296,12 @@ def test_statistics_are_the_same_before_and_after_the_backward_pass(name):
     """A learner asks for them when the gradient is on its way, others before they take it."""
     recipe, told = recipes.build(name), []
     for late in (False, True):
-        batch, leaves = random_policy(pack(records_of([[[3, 2], [4], [1, 2]], [[2], [5]]], 3, asks=recipe.asks)), 3)
+        batch, leaves = random_policy(pack(records_of([[[3, 2], [4], [1, 2]], [[2], [5]]], 3, asks=recipe.requirements)), 3)
         objective = recipes.build(name).objective
         found = objective(objective.plan(objective.credit(batch)), policy_of(numbered(batch), leaves))
         if not late:
             told.append(dict(found.stats))
-        for side in found.sides.values():
+        for side in found.side_losses.values():
             if side.requires_grad:
                 torch.autograd.grad(side, list(leaves.values()), retain_graph=True, allow_unused=True)
         if found.loss.requires_grad:
@@ -319,7 +317,7 @@ def test_statistics_are_the_same_before_and_after_the_backward_pass(name):
 @pytest.mark.parametrize("name", recipes.METHODS)
 def test_memory_survives(name):
     """A method resumed from its memory goes on as if nothing had happened."""
-    asks = recipes.build(name).asks
+    asks = recipes.build(name).requirements
     batch, leaves = random_policy(pack(records_of([[[2], [3, 1]], [[1, 2], [2]]], 1, asks=asks)), 1)
     straight, first = recipes.build(name).objective, recipes.build(name).objective
     second = recipes.build(name).objective
@@ -333,7 +331,7 @@ def test_memory_survives(name):
 @pytest.mark.parametrize("name", recipes.METHODS)
 def test_on_policy_it_is_weighted_reinforce(name):
     """Where nothing has moved, the gradient of a token is a finite weight on ∇ log π, and 0 where all A are 0."""
-    asks = recipes.build(name).asks
+    asks = recipes.build(name).requirements
     batch, leaves = random_policy(pack(records_of([[[2], [3, 1], [2]], [[1, 2], [2]]], 2, asks=asks)), 2)
     same = batch.behaviour.x.double()
     columns = {
@@ -409,5 +407,5 @@ def test_a_group_of_one_is_refused_where_peers_are_compared():
 
 
 def test_a_penalty_of_weight_zero_costs_no_signal():
-    assert Signal.REFERENCE in recipes.build("grpo").objective.needs
-    assert Signal.REFERENCE not in recipes.build("grpo", beta=0.0).objective.needs
+    assert Signal.REFERENCE in recipes.build("grpo").objective.signals
+    assert Signal.REFERENCE not in recipes.build("grpo", beta=0.0).objective.signals

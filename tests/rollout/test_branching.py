@@ -15,21 +15,21 @@ from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import RecipeError
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import Branch
-from turnwise.training import build
-from turnwise.training.env_spec import World
+from turnwise.training import build, engines
+from turnwise.training.env_spec import EnvSpec
 
 
 @pytest.fixture(scope="module", params=["keydoor", "lookup"])
 def grown(request):
-    """Two forked groups of an untrained model, the model, and the world they were played in."""
+    """Two forked groups of an untrained model, the model, and the env_spec they were played in."""
     torch.manual_seed(0)
     chosen = Settings.of({"env": request.param, "hidden": 32, "max_tokens": 6, "max_turns": 6, "context": 600})
-    world = World.of(chosen)
-    tokenizer = build.tokenizer_of(chosen, world)
-    model = build.model_of(chosen, len(tokenizer))
+    env_spec = EnvSpec.from_settings(chosen)
+    tokenizer = build.load_tokenizer(chosen, env_spec)
+    model = build.load_model(chosen, len(tokenizer))
     renderer = Renderer(tokenizer)
-    generator = build.generator_of(chosen, model, renderer)
-    play = build.player(world, renderer, build.sampling_of(chosen))
+    generator = engines.make_local_generator(chosen, model, renderer)
+    play = build.make_play(env_spec, renderer, build.sampling_settings(chosen))
 
     async def grow():
         tasks = [Task(request.param, seed) for seed in (1, 2)]
@@ -37,7 +37,7 @@ def grown(request):
         grows = [Branch(trunks=2).begin(str(g), t, 6, open_session(g), play, {}) for g, t in enumerate(tasks)]
         return await asyncio.gather(*grows)
 
-    return asyncio.run(grow()), model, world
+    return asyncio.run(grow()), model, env_spec
 
 
 def test_forks_share_their_parents_prefix(grown):
@@ -68,7 +68,7 @@ def test_trunks_that_end_at_once_have_siblings_instead_of_forks():
             pass
 
     async def play(key, task, session, **more):
-        assert more.get("begin") is None
+        assert more.get("fork_from") is None
         return Trajectory(key, task, (Turn((1,), (2,), (-0.1,), version=(0,)),))
 
     task = Task("x", 0)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from turnwise.errors import RenderError
 from turnwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from turnwise.rollout.renderer import CHATML, Renderer, parse
+from turnwise.rollout.renderer import CHATML, Renderer, parse_action
 
 FORGETS_THOUGHTS = CHAT_TEMPLATE.replace("message.content", "message.content.split('</think>')[-1]")
 TRIMS = CHAT_TEMPLATE.replace("message.content", "message.content | trim")
@@ -45,14 +45,14 @@ TURNS = st.lists(st.tuples(SAMPLED, st.booleans(), st.sampled_from(["tool", "use
 def test_a_dialogue_is_exactly_its_contexts_and_sampled_tokens(first, turns):
     """Any ids at all may be sampled, broken UTF-8 and special tokens among them, closed or cut short."""
     dialogue = PLAIN.open([{"role": "user", "content": first}], [{"function": {"name": "f"}}])
-    pieces = [list(dialogue.fresh)]
+    pieces = [list(dialogue.new_ids)]
     for sampled, closed, role, words in turns:
         tokens = sampled + [PLAIN.stop_ids[0]] * closed
-        PLAIN.hear(dialogue, tokens)
-        assert dialogue.fresh == []
-        PLAIN.tell(dialogue, [{"role": role, "content": words}])
+        PLAIN.append_sampled(dialogue, tokens)
+        assert dialogue.new_ids == []
+        PLAIN.append_observation(dialogue, [{"role": role, "content": words}])
         assert not dialogue.restarted
-        pieces += [tokens, list(dialogue.fresh)]
+        pieces += [tokens, list(dialogue.new_ids)]
         assert dialogue.ids == [i for piece in pieces for i in piece]
         rendered = PLAIN.tokenizer.apply_chat_template(
             dialogue.messages, tools=dialogue.tools, tokenize=False, add_generation_prompt=True
@@ -66,17 +66,17 @@ def test_what_was_sampled_is_not_encoded_again():
     shortest = PLAIN.encode("think")
     letters = [i for letter in "think" for i in PLAIN.encode(letter)]
     assert len(letters) > len(shortest)
-    PLAIN.hear(dialogue, letters)
-    PLAIN.tell(dialogue, [])
+    PLAIN.append_sampled(dialogue, letters)
+    PLAIN.append_observation(dialogue, [])
     start = len(PLAIN.open([{"role": "user", "content": "?"}]).ids)
     assert dialogue.ids[start : start + len(letters)] == letters
 
 
 def test_an_empty_turn_is_a_turn():
     dialogue = PLAIN.open([{"role": "user", "content": "?"}])
-    assert PLAIN.hear(dialogue, []).text == ""
-    PLAIN.tell(dialogue, [{"role": "user", "content": "well?"}])
-    assert not dialogue.restarted and PLAIN.decode(dialogue.fresh) == "<|end|><|user|>well?<|end|><|assistant|>"
+    assert PLAIN.append_sampled(dialogue, []).text == ""
+    PLAIN.append_observation(dialogue, [{"role": "user", "content": "well?"}])
+    assert not dialogue.restarted and PLAIN.decode(dialogue.new_ids) == "<|end|><|user|>well?<|end|><|assistant|>"
 
 
 # ------------------------------------------------- templates that rewrite
@@ -86,8 +86,8 @@ def speak(r: Renderer, *said: str):
     """A dialogue in which the agent says these things and is answered 'go on'."""
     dialogue = r.open([{"role": "user", "content": "begin"}])
     for text in said:
-        r.hear(dialogue, r.encode_turn(text))
-        r.tell(dialogue, [{"role": "user", "content": "go on"}])
+        r.append_sampled(dialogue, r.encode_turn(text))
+        r.append_observation(dialogue, [{"role": "user", "content": "go on"}])
     return dialogue
 
 
@@ -97,10 +97,10 @@ def speak(r: Renderer, *said: str):
 def test_rewritten_history_restarts_on_the_fresh_rendering(r, said):
     dialogue = speak(r, said)
     assert dialogue.restarted
-    assert dialogue.fresh == dialogue.ids == r.encode(dialogue.text)
+    assert dialogue.new_ids == dialogue.ids == r.encode(dialogue.text)
     assert dialogue.text == "<|user|>begin<|end|><|assistant|>yes<|end|><|user|>go on<|end|><|assistant|>"
     assert dialogue.messages[1]["content"] == said  # people still read what was said
-    r.hear(dialogue, r.encode_turn("no"))
+    r.append_sampled(dialogue, r.encode_turn("no"))
     assert not dialogue.restarted
 
 
@@ -116,8 +116,8 @@ def test_an_end_the_template_does_not_write_restarts():
     tokenizer.chat_template = CHATML
     r = Renderer(tokenizer)
     dialogue = r.open([{"role": "user", "content": "?"}])
-    assert r.hear(dialogue, [*r.encode("yes"), tokenizer.eos_token_id]).text == "yes"
-    r.tell(dialogue, [])
+    assert r.append_sampled(dialogue, [*r.encode("yes"), tokenizer.eos_token_id]).text == "yes"
+    r.append_observation(dialogue, [])
     assert dialogue.restarted and "yes<|im_end|>" in dialogue.text
 
 
@@ -139,9 +139,9 @@ def test_a_template_that_never_works_is_refused_at_once(template):
 def test_a_template_that_refuses_a_role_says_which():
     r = renderer(REFUSES_TOOLS)
     dialogue = r.open([{"role": "user", "content": "?"}])
-    r.hear(dialogue, r.encode_turn("call"))
+    r.append_sampled(dialogue, r.encode_turn("call"))
     with pytest.raises(RenderError, match=r"roles \['user', 'assistant', 'tool'\]"):
-        r.tell(dialogue, [{"role": "tool", "content": "42"}])
+        r.append_observation(dialogue, [{"role": "tool", "content": "42"}])
 
 
 def test_a_template_that_swallows_what_the_agent_says_is_refused():
@@ -154,7 +154,7 @@ def test_a_lossy_tokenizer_is_refused():
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="</s>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
-    with pytest.raises(RenderError, match="does not give back the text"):
+    with pytest.raises(RenderError, match="does not decode a text to itself"):
         Renderer(tokenizer)
 
 
@@ -184,8 +184,8 @@ def test_an_end_that_the_tokenizer_does_not_name_is_found_all_the_same(caplog):
     assert end not in tokenizer.all_special_ids
     renderer = Renderer(tokenizer)
     dialogue = renderer.open([{"role": "user", "content": "a"}])
-    renderer.hear(dialogue, renderer.encode_turn("b"))
-    renderer.tell(dialogue, [{"role": "user", "content": "c"}])
+    renderer.append_sampled(dialogue, renderer.encode_turn("b"))
+    renderer.append_observation(dialogue, [{"role": "user", "content": "c"}])
     assert renderer.stop_ids[0] == end and not dialogue.restarted and not caplog.records
 
 
@@ -193,7 +193,7 @@ def test_a_template_that_does_not_go_on_where_a_turn_ended_is_warned_of(caplog):
     tokenizer = tiny_tokenizer([], 300)
     tokenizer.chat_template = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{{ eos_token }}{% endfor %}"
     Renderer(tokenizer)
-    assert "read and learned from the beginning" in caplog.text and tokenizer.eos_token in caplog.text
+    assert "re-reads its whole dialogue" in caplog.text and tokenizer.eos_token in caplog.text
 
 
 def test_without_any_end_a_tokenizer_is_refused():
@@ -224,7 +224,7 @@ def call(body: str) -> str:
     ],
 )
 def test_calls_are_read(text, calls):
-    action = parse(text)
+    action = parse_action(text)
     assert [(c.name, c.arguments) for c in action.calls] == calls
     assert not action.faults and action.text == text
     assert len({c.id for c in action.calls}) == len(calls)
@@ -251,19 +251,19 @@ def test_calls_are_read(text, calls):
     ],
 )
 def test_what_cannot_be_read_is_a_fault_in_words(body, words):
-    action = parse(call(body))
+    action = parse_action(call(body))
     assert not action.calls and len(action.faults) == 1
     assert words in action.faults[0] and len(action.faults[0]) < 200
 
 
 def test_a_fault_does_not_cost_the_other_calls():
-    action = parse(call("oops") + call('{"name": "f"}') + call("[]"))
+    action = parse_action(call("oops") + call('{"name": "f"}') + call("[]"))
     assert [c.name for c in action.calls] == ["f"] and len(action.faults) == 2
 
 
 def test_a_huge_call_is_read():
     text = string.ascii_letters * 20_000
-    assert parse(call(json.dumps({"name": "f", "arguments": {"x": text}}))).calls[0].arguments["x"] == text
+    assert parse_action(call(json.dumps({"name": "f", "arguments": {"x": text}}))).calls[0].arguments["x"] == text
 
 
 SHARDS = ["<tool_call>", "</tool_call>", '{"name"', ': "f"', "}", "{", '"', "é", " ", "[", ","]
@@ -274,12 +274,12 @@ ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_siz
 @given(st.lists(st.sampled_from(SHARDS), max_size=12))
 def test_nothing_a_model_says_raises(pieces):
     text = "".join(pieces)
-    assert parse(text).text == text
+    assert parse_action(text).text == text
 
 
 @settings(deadline=None)
 @given(ARGUMENTS, st.text(min_size=1, max_size=9))
 def test_every_well_formed_call_comes_back(arguments, name):
     if "</tool_call>" not in json.dumps([name, arguments]):
-        (found,) = parse(call(json.dumps({"name": name, "arguments": arguments}))).calls
+        (found,) = parse_action(call(json.dumps({"name": name, "arguments": arguments}))).calls
         assert (found.name, found.arguments) == (name, arguments)

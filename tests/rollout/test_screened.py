@@ -9,17 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_hints import Resting
+from support.episodes import Resting
 
 from turnwise import recipes
 from turnwise.core.records import Status, Task, Trajectory, Turn
-from turnwise.engines.generator.drafts import Drafting
+from turnwise.engines.generator.drafts import DraftingGenerator
 from turnwise.errors import RecipeError, SettingError
 from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.strategies import Independent, Screened, _extremes
-from turnwise.training import build as assemble
-from turnwise.training.env_spec import World, settle
+from turnwise.rollout.strategies import DraftSelection, Independent, _extremes
+from turnwise.training import build, engines
+from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.loop import describe
+from turnwise.training.plan import RunPlan, validate
 
 TASK = Task("x", 0)
 
@@ -39,7 +40,7 @@ def grown(rewards, size, drafts=0, failed=()):
         status = Status.FAILED if i in failed else Status.FINISHED
         return Trajectory(key, task, (Turn((1,), (i,), (-0.1,), version=(0,), reward=rewards[i]),), status=status)
 
-    grow = Screened(drafts).begin("g", TASK, size, open_session, play, {})
+    grow = DraftSelection(drafts).begin("g", TASK, size, open_session, play, {})
     assert len(opened[True]) == len(opened[False]) == (drafts or 4 * size), "the whole wave is known at once"
     return asyncio.run(grow), opened
 
@@ -75,11 +76,11 @@ def test_extremes(values, size):
 
 def test_too_few_drafts_are_refused():
     with pytest.raises(RecipeError, match="3 drafts for groups of 4; write at least as many"):
-        assemble.examine(
-            settle({"method": "sol_rl", "env": "calculator", "group_size": 4, "method_options": {"drafts": 3}})
-        )
+        validate(RunPlan.from_settings(
+            resolve_settings({"method": "sol_rl", "env": "calculator", "group_size": 4, "method_options": {"drafts": 3}})
+        ))
     with pytest.raises(RecipeError, match="-1 drafts"):
-        Screened(-1)
+        DraftSelection(-1)
 
 
 # ------------------------------------------------------------------- real engines
@@ -87,17 +88,17 @@ def test_too_few_drafts_are_refused():
 
 @pytest.fixture(scope="module")
 def stage():
-    chosen = replace(settle({"env": "calculator"}), hidden=32, layers=1, slots=16, max_tokens=12, eval_tasks=2)
-    world = World.of(chosen)
-    tokenizer = assemble.tokenizer_of(chosen, world)
-    return chosen, world, Renderer(tokenizer), assemble.model_of(chosen, len(tokenizer))
+    chosen = replace(resolve_settings({"env": "calculator"}), hidden=32, layers=1, slots=16, max_tokens=12, eval_tasks=2)
+    env_spec = EnvSpec.from_settings(chosen)
+    tokenizer = build.load_tokenizer(chosen, env_spec)
+    return chosen, env_spec, Renderer(tokenizer), build.load_model(chosen, len(tokenizer))
 
 
 def played(stage, strategy, drafts):
-    chosen, world, renderer, model = stage
+    chosen, env_spec, renderer, model = stage
     recipe = replace(recipes.build("sol_rl"), precision=replace(recipes.build("sol_rl").precision, drafts=drafts))
-    generator = assemble.drafting_of(chosen, recipe, model, renderer, True, 8)
-    play = assemble.player(world, renderer, assemble.sampling_of(chosen))
+    generator = engines.make_generator(chosen, recipe, model, renderer, True, 8)
+    play = build.make_play(env_spec, renderer, build.sampling_settings(chosen))
     open_session = lambda i, draft=False: generator.open(i, draft)  # noqa: E731
     group = asyncio.run(_alone(strategy.begin("0", Task("calculator", 3), 4, open_session, play, {})))
     return group, generator
@@ -109,17 +110,17 @@ async def _alone(grow):
 
 def test_an_exact_draft_is_given_back_to_the_letter(stage):
     """Identity: in equal numbers the second sampling is the first, and with as many drafts as trajectories nothing is chosen."""
-    screened, generator = played(stage, Screened(4), "float32")
+    screened, generator = played(stage, DraftSelection(4), "float32")
     plain, _ = played(stage, Independent(), "")
     said = lambda group: [[turn.tokens for turn in t.turns] for t in group.trajectories]  # noqa: E731
     assert said(screened) == said(plain) and len(said(plain)) == 4
     assert all(t.facts["draft"] == t.reward for t in screened.trajectories)
-    assert isinstance(generator, Drafting) and "drafts: " in generator.describe()
+    assert isinstance(generator, DraftingGenerator) and "drafts: " in generator.describe()
 
 
 def test_drafts_are_sampled_in_fp8_and_what_is_kept_is_not(stage):
     model = stage[-1]
-    _, generator = played(stage, Screened(8), "fp8")
+    _, generator = played(stage, DraftSelection(8), "fp8")
     drawn = generator.stats()
     assert drawn["drafts/tokens"] > drawn["tokens"] > 0
     assert "fp8" in generator.cheap.describe() and "fp8" not in generator.exact.describe()
@@ -130,22 +131,22 @@ def test_drafts_are_sampled_in_fp8_and_what_is_kept_is_not(stage):
     asyncio.run(publish())
     assert generator.version == generator.exact.version == generator.cheap.version == 5
     for engine in (generator.exact, generator.cheap):
-        assert not any(p.any() for p in engine.network.model.parameters())
+        assert not any(p.any() for p in engine.model_runner.model.parameters())
 
 
 @pytest.mark.parametrize(("method", "precision"), [("jet_rl", ("fp8", "auto")), ("sol_rl", ("auto", "auto"))])
 def test_a_method_says_in_which_numbers_unless_somebody_else_does(method, precision):
-    chosen = settle({"method": method, "env": "calculator"})
-    made = assemble.precise(chosen, recipes.build(method))
+    chosen = resolve_settings({"method": method, "env": "calculator"})
+    made = build.precise(chosen, recipes.build(method))
     assert (made.dtype, made.rollout_dtype) == precision
     other = replace(chosen, dtype="float32", rollout_dtype="bfloat16")
-    assert assemble.precise(other, recipes.build(method)) == other
+    assert build.precise(other, recipes.build(method)) == other
 
 
 def test_fp8_rollouts_need_a_learner_or_a_method_that_knows():
     for method, more in (("reinforce", {"dtype": "fp8"}), ("grpo", {}), ("tis", {}), ("jet_rl", {})):
-        assemble.examine(settle({"method": method, "env": "calculator", "rollout_dtype": "fp8", **more}))
+        validate(RunPlan.from_settings(resolve_settings({"method": method, "env": "calculator", "rollout_dtype": "fp8", **more})))
     for method in ("reinforce", "rloo_kl"):  # the second measures the learner's old policy, for its reward alone
         with pytest.raises(SettingError, match="--dtype fp8"):
-            assemble.examine(settle({"method": method, "env": "calculator", "rollout_dtype": "fp8"}))
-    assert torch.float8_e4m3fn == assemble.rollout_dtype_of(settle({"dtype": "fp8"}))
+            validate(RunPlan.from_settings(resolve_settings({"method": method, "env": "calculator", "rollout_dtype": "fp8"})))
+    assert torch.float8_e4m3fn == engines.rollout_dtype(resolve_settings({"dtype": "fp8"}))

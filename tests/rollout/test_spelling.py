@@ -26,11 +26,11 @@ def _tokenizer(decoder: Any) -> PreTrainedTokenizerFast:
 
 
 TOKENIZER = _tokenizer(decoders.ByteLevel())
-QUICK = token_codec.decoder(TOKENIZER)
+QUICK = token_codec.fast_decoder(TOKENIZER)
 
 
 def test_the_table_is_what_decodes():
-    assert isinstance(QUICK, token_codec._Spelled)
+    assert isinstance(QUICK, token_codec._ByteTable)
 
 
 @given(st.lists(st.integers(0, len(TOKENIZER) + 5), max_size=40))
@@ -47,13 +47,13 @@ def test_another_decoder_is_asked_itself():
     """Metaspace joins words in a way that no table of bytes knows."""
     other = _tokenizer(decoders.Metaspace())
     ids = other.encode(TEXTS[1])
-    found = token_codec.decoder(other)
+    found = token_codec.fast_decoder(other)
     assert found(ids) == other.backend_tokenizer.decode(ids, skip_special_tokens=False) != QUICK(ids)
 
 
 def test_a_table_that_disagrees_is_not_used(monkeypatch):
     monkeypatch.setitem(token_codec.BYTES, "a", 7)
-    assert token_codec.decoder(TOKENIZER)(TOKENIZER.encode("banana")) == "banana"
+    assert token_codec.fast_decoder(TOKENIZER)(TOKENIZER.encode("banana")) == "banana"
 
 
 def test_a_tokenizer_in_python_is_asked_itself():
@@ -62,10 +62,10 @@ def test_a_tokenizer_in_python_is_asked_itself():
             assert options == {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
             return "".join(map(chr, ids))
 
-    assert token_codec.decoder(Slow())((104, 105)) == "hi"
+    assert token_codec.fast_decoder(Slow())((104, 105)) == "hi"
 
 
-ENCODE = token_codec.encoder(TOKENIZER)
+ENCODE = token_codec.fast_encoder(TOKENIZER)
 
 
 @given(st.text(max_size=30) | st.sampled_from([*TEXTS, "<|end|> a<é数>", ""]))
@@ -75,7 +75,7 @@ def test_any_text_has_the_same_ids(text):
 
 def test_what_others_set_is_not_ours():
     made = _tokenizer(decoders.ByteLevel())
-    encode = token_codec.encoder(made)
+    encode = token_codec.fast_encoder(made)
     long = " ".join(TEXTS)
     made(long, truncation=True, max_length=3, add_special_tokens=False)
     assert made.backend_tokenizer.truncation is not None
@@ -88,4 +88,4 @@ def test_without_a_backend_the_tokenizer_is_asked():
             assert not add_special_tokens
             return [ord(letter) for letter in text]
 
-    assert token_codec.encoder(Slow())("ab") == (97, 98)
+    assert token_codec.fast_encoder(Slow())("ab") == (97, 98)

@@ -38,7 +38,7 @@ def stock(tokenizer: Any, messages: Any, tools: Any, opens: bool) -> str:
 
 
 TOKENIZERS = {name: made(text) for name, text in [("tiny", CHAT_TEMPLATE), ("chatml", CHATML), ("stern", STERN)]}
-RENDERS = {name: template.renderer(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+RENDERS = {name: template.fast_template(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 TALK = st.lists(
     st.fixed_dictionaries(
@@ -59,7 +59,7 @@ def test_they_are_asked_directly(name, monkeypatch):
 @given(st.sampled_from(list(TOKENIZERS)), TALK, st.booleans(), st.booleans())
 def test_any_plain_dialogue_reads_the_same(name, talk, tools, opens):
     given = [TOOL] if tools else []
-    render = lambda way, *args: template._said(lambda *each: way(*args, *each), talk, given, opens)  # noqa: E731
+    render = lambda way, *args: template._outcome(lambda *each: way(*args, *each), talk, given, opens)  # noqa: E731
     assert render(RENDERS[name]) == render(stock, TOKENIZERS[name])
 
 
@@ -75,7 +75,7 @@ def test_any_plain_dialogue_reads_the_same(name, talk, tools, opens):
 )
 def test_what_is_not_plain_is_asked_where_it_is_known(odd):
     tokenizer = made(THINKS)
-    assert template.renderer(tokenizer)([odd], [], False) == stock(tokenizer, [odd], [], False)
+    assert template.fast_template(tokenizer)([odd], [], False) == stock(tokenizer, [odd], [], False)
 
 
 def test_tools_of_other_stuff_are_asked_there_too():
@@ -86,7 +86,7 @@ def test_tools_of_other_stuff_are_asked_there_too():
     tokenizer = made(
         "{% for t in tools %}{{ t.function.name.upper() }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    render, talk = template.renderer(tokenizer), [{"role": "user", "content": "a"}]
+    render, talk = template.fast_template(tokenizer), [{"role": "user", "content": "a"}]
     for _ in range(2):
         assert render(talk, [{"function": {"name": Name("f")}}], False) == "Fa"
     assert render(talk, [{"function": {"name": "g"}}], False) == "Ga"
@@ -94,7 +94,7 @@ def test_tools_of_other_stuff_are_asked_there_too():
 
 def test_a_template_cannot_change_the_dialogue():
     tokenizer = made("{% for m in messages %}{{ m.content }}{% endfor %}")
-    render, talk = template.renderer(tokenizer), [{"role": "user", "content": "a"}]
+    render, talk = template.fast_template(tokenizer), [{"role": "user", "content": "a"}]
     tokenizer.chat_template = "{{ messages.append(1) }}"  # and one that came later is heard
     with pytest.raises(Exception, match="unsafe"):
         render(talk, [], False)
@@ -103,10 +103,10 @@ def test_a_template_cannot_change_the_dialogue():
 
 def test_several_templates_or_a_broken_one_stay_with_their_tokenizer():
     several = made({"default": CHATML, "tool_use": STERN})
-    render, talk = template.renderer(several), [{"role": "user", "content": "a"}]
+    render, talk = template.fast_template(several), [{"role": "user", "content": "a"}]
     assert render(talk, [TOOL], True) != render(talk, [], True) == stock(TOKENIZERS["chatml"], talk, None, True)
     with pytest.raises(Exception, match="Expected an expression"):
-        template.renderer(made("{% for %}"))(talk, [], True)
+        template.fast_template(made("{% for %}"))(talk, [], True)
 
 
 def test_a_way_that_says_something_else_is_not_taken(monkeypatch):
@@ -118,4 +118,4 @@ def test_a_way_that_says_something_else_is_not_taken(monkeypatch):
     expected = stock(tokenizer, talk, [], True)
     monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: expected)
     monkeypatch.setattr(chat_template_utils, "_compile_jinja_template", lambda text: Other())
-    assert template.renderer(tokenizer)(talk, [], True) == expected
+    assert template.fast_template(tokenizer)(talk, [], True) == expected

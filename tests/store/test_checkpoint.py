@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from turnwise.cli.main import main
 from turnwise.errors import SettingError, StoreError
 from turnwise.store import (
     RunDir,
@@ -18,12 +19,13 @@ from turnwise.store import (
     discard_after,
     latest,
     load_checkpoint,
+    rundir,
     runs,
     save_checkpoint,
     save_model,
 )
 from turnwise.store import checkpoint as module
-from turnwise.store.atomic import aside
+from turnwise.store.atomic import atomic_write
 
 
 def save(directory, step, **options):
@@ -97,7 +99,7 @@ def test_damaged_ones_are_skipped_with_a_warning(tmp_path):
     (tmp_path / "step-00000003" / "manifest.json").unlink()
     (tmp_path / "step-00000002" / "state.json").unlink()
     (tmp_path / ".step-00000009.1.tmp").mkdir()  # a killed writer's
-    with pytest.warns(UserWarning, match="checksum|manifest|lacks") as seen:
+    with pytest.warns(UserWarning, match="checksum|manifest|has no file") as seen:
         assert load_checkpoint(tmp_path).step == 1
     assert len(seen) == 3
     with pytest.raises(StoreError, match="checksum"):
@@ -140,7 +142,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch, error
         raise error
 
     monkeypatch.setattr(module, "save_file", full)
-    with pytest.raises(StoreError, match="no room left on the disk"):
+    with pytest.raises(StoreError, match="no space left on the disk"):
         save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"] and load_checkpoint(tmp_path).step == 1
 
@@ -159,7 +161,7 @@ def small_disk(tmp_path):
 
 def test_a_really_full_disk(small_disk):
     save(small_disk, 1)
-    with pytest.raises(StoreError, match="no room left on the disk"):
+    with pytest.raises(StoreError, match="no space left on the disk"):
         save_checkpoint(small_disk, 2, {"w": torch.zeros(1_000_000)}, {})
     assert names(small_disk) == ["step-00000001"] and load_checkpoint(small_disk).step == 1
 
@@ -197,9 +199,10 @@ def test_the_final_model_is_replaced_whole(tmp_path):
 
 def test_a_run_directory(tmp_path):
     run = RunDir.create(tmp_path / "runs", "first", settings={"lr": 1e-3}, recipe="grpo", seed=3)
-    facts = RunDir.open(tmp_path / "runs" / "first").facts()
-    assert (facts["settings"], facts["recipe"], facts["seed"]) == ({"lr": 1e-3}, "grpo", 3)
-    assert facts["versions"]["torch"] and run.ledger.name == "ledger.sqlite"
+    metadata = RunDir.open(tmp_path / "runs" / "first").metadata()
+    assert (metadata["settings"], metadata["recipe"], metadata["seed"]) == ({"lr": 1e-3}, "grpo", 3)
+    assert metadata["format"] == rundir.FORMAT == 2
+    assert metadata["versions"]["torch"] and run.ledger.name == "ledger.sqlite"
     run.write_summary({"success": 0.5})
     assert json.loads(run.summary.read_text()) == {"success": 0.5}
     assert [each.path.name for each in runs(tmp_path / "runs")] == ["first"]
@@ -214,7 +217,7 @@ def test_a_run_is_never_overwritten(tmp_path):
     (tmp_path / "notes" / "todo.txt").write_text("mine")
     with pytest.raises(StoreError, match="already exists"):
         RunDir.create(tmp_path, "notes")
-    with pytest.raises(StoreError, match="already exists"), aside(tmp_path / "first", replace=False) as path:
+    with pytest.raises(StoreError, match="already exists"), atomic_write(tmp_path / "first", replace=False) as path:
         path.mkdir()  # another process was faster
     for name in ("", "../up", ".hidden", "a/b"):
         with pytest.raises(SettingError):
@@ -227,4 +230,41 @@ def test_a_wrong_name_is_answered_with_the_nearest(tmp_path):
         RunDir.open(tmp_path / "calculator-grop")
     (tmp_path / "calculator-grpo" / "run.json").write_text("{")
     with pytest.raises(StoreError, match="cannot be read"):
-        RunDir.open(tmp_path / "calculator-grpo").facts()
+        RunDir.open(tmp_path / "calculator-grpo").metadata()
+
+
+@pytest.mark.parametrize(
+    ("number", "writer"),
+    [
+        (
+            None,
+            r"written by Turnwise 0\.1 \(run format 1\); this release reads format 2\. .* turnwise 0\.1, or start a new run",
+        ),
+        (1, r"written by Turnwise 0\.1 \(run format 1\)"),
+        (3, r"written by a newer release of Turnwise \(run format 3\); this release reads format 2"),
+        (0, r"an unknown release of Turnwise \(run format 0\)"),
+        ("two", r"an unknown release of Turnwise \(run format two\)"),
+    ],
+)
+def test_a_run_of_another_format_is_refused(tmp_path, number, writer):
+    run = RunDir.create(tmp_path, "old")
+    metadata = run.metadata()
+    assert metadata.pop("format") == 2
+    if number is not None:
+        metadata["format"] = number
+    run.settings.write_text(json.dumps(metadata))
+    with pytest.raises(StoreError, match=writer):
+        RunDir.open(run.path)
+    assert [each.path.name for each in runs(tmp_path)] == ["old"]  # still listed, and its name still taken
+
+
+@pytest.mark.parametrize("command", [["resume"], ["eval"], ["export", "rows.jsonl"]])
+def test_every_command_refuses_a_run_of_another_format(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    run = RunDir.create(tmp_path / "runs", "old")
+    metadata = run.metadata()
+    del metadata["format"]
+    run.settings.write_text(json.dumps(metadata))
+    assert main([command[0], str(run.path), *command[1:]]) == 2
+    assert "was written by Turnwise 0.1 (run format 1)" in capsys.readouterr().err
+    assert not (tmp_path / "rows.jsonl").exists()

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.errors import RecordError
-from turnwise.store import Ledger, discard_after, load_checkpoint, save_checkpoint
+from turnwise.store import SqliteLedger, discard_after, load_checkpoint, save_checkpoint
 from turnwise.store.checkpoint import checkpoints
 
 
@@ -39,7 +39,7 @@ class History(RuleBasedStateMachine):
         self.flying: dict[str, int] = {}
         self.ready: dict[str, int] = {}
         self.gone: list[int] = []
-        self.ledger = Ledger(self.directory / "ledger.sqlite")
+        self.ledger = SqliteLedger(self.directory / "ledger.sqlite")
         self.sealed = -1
         self.snapshots = [self.snapshot()]
 
@@ -97,27 +97,27 @@ class History(RuleBasedStateMachine):
     def crash(self, back, keep, reissue):
         """Resume from the newest checkpoint, or from an older one when that one is damaged."""
         self.ledger.close()
-        self.ledger = Ledger(self.directory / "ledger.sqlite")
+        self.ledger = SqliteLedger(self.directory / "ledger.sqlite")
         self.snapshots = self.snapshots[: max(1, len(self.snapshots) - back)]
         self.step, self.drawn, weights, live, gone, self.name = self.snapshots[-1]
         self.weights, self.gone = list(weights), list(gone)
         resumed = self.ledger.resume(self.step, keep_finished=keep)
-        owed = [i.task.seed for i in resumed.again] + [g.task.seed for g in resumed.pending]
+        owed = [i.task.seed for i in resumed.to_reissue] + [g.task.seed for g in resumed.pending]
         assert sorted(owed) == live, "lost or doubled"
         assert keep or not resumed.pending
         self.sealed = self.step
         self.ready = {g.id: g.task.seed for g in resumed.pending}
         self.flying = {}
-        for issued in resumed.again if reissue else ():
+        for issued in resumed.to_reissue if reissue else ():
             self.issue_task(issued.task.seed)
         if not reissue:  # killed again before it could issue anything
             self.crash(back=0, keep=keep, reissue=True)
 
     @invariant()
     def nothing_lost_nothing_twice(self):
-        balance = self.ledger.balance()
-        assert (balance.in_flight, balance.finished) == (len(self.flying), len(self.ready))
-        assert balance.trained == len(self.weights) == len(set(self.weights))
+        counts = self.ledger.group_counts()
+        assert (counts.in_flight, counts.finished) == (len(self.flying), len(self.ready))
+        assert counts.trained == len(self.weights) == len(set(self.weights))
         everything = [*self.weights, *self.flying.values(), *self.ready.values(), *self.gone]
         assert sorted(everything) == list(range(self.drawn))
 
@@ -135,14 +135,14 @@ TestHistory.settings = settings(
 # ------------------------------------------------------------- a real SIGKILL
 
 
-def restore(run: Path) -> tuple[int, int, list[int], Ledger, object]:
+def restore(run: Path) -> tuple[int, int, list[int], SqliteLedger, object]:
     """What the resume protocol says: newest whole checkpoint, forget later ones, tell the ledger its step."""
     step, state, weights = 0, {"drawn": 0}, []
     if checkpoints(run / "checkpoints"):
         loaded = load_checkpoint(run / "checkpoints")
         step, state, weights = loaded.step, loaded.state, loaded.tensors["weights"].tolist()
         discard_after(run / "checkpoints", step)
-    ledger = Ledger(run / "ledger.sqlite")
+    ledger = SqliteLedger(run / "ledger.sqlite")
     return step, state["drawn"], weights, ledger, ledger.resume(step)
 
 
@@ -152,7 +152,7 @@ def loop(run: Path, seed: int) -> None:
     step, drawn, weights, ledger, resumed = restore(run)
     ready = list(resumed.pending)
     flying = {}
-    for issued in resumed.again:
+    for issued in resumed.to_reissue:
         ledger.issue(name := f"{seed}-again-{issued.task.seed}", issued.task, step, step)
         flying[name] = issued.task.seed
     while True:
@@ -196,17 +196,17 @@ def test_twenty_kills(tmp_path):
             warnings.simplefilter("error")  # a kill never leaves a damaged checkpoint under its final name
             step, drawn, weights, ledger, resumed = restore(tmp_path)
         with ledger:
-            balance = ledger.balance()
+            counts = ledger.group_counts()
             trained = sorted(entry.task.seed for entry in ledger.groups() if entry.state == "trained")
-            assert trained == sorted(weights) and balance.trained == len(set(weights)) == step
-            owed = [i.task.seed for i in resumed.again] + [g.task.seed for g in resumed.pending]
+            assert trained == sorted(weights) and counts.trained == len(set(weights)) == step
+            owed = [i.task.seed for i in resumed.to_reissue] + [g.task.seed for g in resumed.pending]
             assert sorted(owed + weights) == list(range(drawn)), json.dumps([owed, weights, drawn])
         progress = max(progress, step)
     assert progress >= 10, "the children were killed before they did anything"
 
 
 def _wait_for_checkpoint(directory: Path) -> None:
-    seen, end = set(checkpoints(directory)), time.monotonic() + 30
+    seen, end = set(checkpoints(directory)), time.monotonic() + 120
     while set(checkpoints(directory)) <= seen:
         assert time.monotonic() < end, "the child makes no progress"
         time.sleep(0.001)
@@ -214,7 +214,7 @@ def _wait_for_checkpoint(directory: Path) -> None:
 
 def _wait_for_life(run: Path, pid: int) -> None:
     """Until the child holds the ledger, so that kills fall inside its work and not inside its imports."""
-    lock, end = run / "ledger.sqlite.lock", time.monotonic() + 30
+    lock, end = run / "ledger.sqlite.lock", time.monotonic() + 120
     while time.monotonic() < end:
         if lock.exists() and lock.read_text().strip() == str(pid):
             return

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from oracles import records
 
 from turnwise.core.batch import Batch, Sequences
+from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Tree
 from turnwise.core.records import Fork, Group, Origin, Status, Task, Trajectory, Turn
-from turnwise.core.signals import FROZEN, LIVE, Signal
+from turnwise.core.signals import BEFORE_BATCH, WITH_GRADIENT, Signal
 
 COUNTS = st.lists(
     st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4), min_size=1, max_size=4
@@ -54,7 +55,7 @@ def records_of(
                         tool_calls=number(0, 3),
                         restart=k > 0 and number(0, 4) == 0,
                         facts={name: number(0, 3) for name in told(asks, "turn fact")},
-                        blind=tuple(number(0, vocabulary) for _ in context) if "feedback" in asks else (),
+                        masked_context=tuple(number(0, vocabulary) for _ in context) if "feedback" in asks else (),
                     )
                 )
             answer = tuple(number(0, vocabulary) for _ in range(number(1, 3)))
@@ -103,6 +104,15 @@ def facts_of(tree: Tree, level, said: list[dict]) -> dict[str, Field]:
     return found
 
 
+PREDICTED = (Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN)
+ORACLE_NAMES = {Signal.SECOND_VALUE: "twin", Signal.OLD_SECOND_VALUE: "old_twin"}
+
+
+def oracle_name(signal: Signal) -> str:
+    """What the oracles' tokens call a signal."""
+    return ORACLE_NAMES.get(signal, str(signal))
+
+
 def from_oracle(batch: records.Batch) -> tuple[Batch, dict[Signal, Field]]:
     """The oracle's records as a packed float64 batch, and the policy fields as leaves. The records' lots become ours."""
     counts = [[[len(turn.tokens) for turn in t.turns] for t in group] for group in batch]
@@ -122,8 +132,8 @@ def from_oracle(batch: records.Batch) -> tuple[Batch, dict[Signal, Field]]:
     labels = lambda level, name, none=None: Field(tree, level, codes([x.facts.get(name, none) for x in said[level]]))  # noqa: E731
     origin = lambda name: Field(tree, TRAJECTORY, torch.tensor([t.facts.get("origin") == name for t in rows]))  # noqa: E731
     states = codes([x.facts.get(n) for level, n in ((TURN, "state"), (TRAJECTORY, "final_state")) for x in said[level]])
-    frozen = {s: token(str(s)) for s in FROZEN if flat and hasattr(flat[0], str(s))}
-    pushes = zip((Signal.PUSH, Signal.PUSH_SQUARE, Signal.PUSH_MEAN), zip(*(t.curvature for t in flat)))
+    frozen = {s: token(oracle_name(s)) for s in BEFORE_BATCH if flat and hasattr(flat[0], oracle_name(s))}
+    pushes = zip(PREDICTED, zip(*(t.curvature for t in flat)))
     made = Batch(
         tree=tree,
         sequences=Sequences(ids, start, torch.arange(tree.count(TRAJECTORY)), at),
@@ -148,7 +158,7 @@ def from_oracle(batch: records.Batch) -> tuple[Batch, dict[Signal, Field]]:
         fork=zeros(TRAJECTORY),
         end=Field(tree, TRAJECTORY, states[tree.count(TURN) :]),
         domain=Field(tree, GROUP, torch.tensor([group[0].domain for group in batch])),
-        tasks=tuple(f"task {i}" for i in range(len(batch))),
+        task_keys=tuple(f"task {i}" for i in range(len(batch))),
         facts={
             **facts_of(tree, TOKEN, [t.facts for t in flat]),
             **facts_of(tree, TRAJECTORY, [t.facts for t in rows]),
@@ -159,13 +169,13 @@ def from_oracle(batch: records.Batch) -> tuple[Batch, dict[Signal, Field]]:
             **{s: Field(tree, TOKEN, column(x)) for s, x in pushes},
             Signal.HELLINGER: token("hellinger"),
             Signal.GRADIENT_NORM: Field(tree, TRAJECTORY, column([t.norm for t in rows])),
-            Signal.ANSWER: Field(tree, TURN, column(before)),
-            "vocabulary": tree.full(BATCH, 32.0),
+            Signal.ANSWER_LOGP: Field(tree, TURN, column(before)),
+            Column.VOCABULARY_SIZE: tree.full(BATCH, 32.0),
         },
     )
-    for t, lot in zip(flat, made.lots().x.tolist()):
+    for t, lot in zip(flat, made.uniform_draws().x.tolist()):
         t.lot = lot
-    known = [s for s in sorted(LIVE) if flat and hasattr(flat[0], str(s))]
-    leaves = {s: column([getattr(t, str(s)).item() for t in flat]).requires_grad_() for s in known}
+    known = [s for s in sorted(WITH_GRADIENT) if flat and hasattr(flat[0], oracle_name(s))]
+    leaves = {s: column([getattr(t, oracle_name(s)).item() for t in flat]).requires_grad_() for s in known}
     policy = {name: Field(tree, TOKEN, x) for name, x in leaves.items()}
     return made.put({s: f.detach() for s, f in policy.items()}), policy

@@ -1,4 +1,4 @@
-"""A small environment with nothing wrong, and one copy per thing that can go wrong."""
+"""A small correct environment, and one faulty copy for each fault the checker reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from turnwise.core.protocols import Action, Step
-from turnwise.environments.base import draw, say
+from turnwise.environments.base import sample_problem, text_action
 
 SECRET_COUNT = 50_000
 
@@ -25,7 +25,7 @@ class Sound:
         self.difficulty, self.split = difficulty, split
 
     def reset(self, seed):
-        self.number = draw(lambda rng: rng.randrange(SECRET_COUNT), seed, f"{self.split}")
+        self.number = sample_problem(lambda rng: rng.randrange(SECRET_COUNT), seed, f"{self.split}")
         self.turns = 0
         return [{"role": "user", "content": f"say {self.number}"}]
 
@@ -38,10 +38,10 @@ class Sound:
         return Step([{"role": "user", "content": text}], float(right), right, over and not right, info)
 
     def oracle(self):
-        return say(str(self.number))
+        return text_action(str(self.number))
 
     def random_action(self, rng):
-        return say(str(rng.randrange(SECRET_COUNT)))
+        return text_action(str(rng.randrange(SECRET_COUNT)))
 
     def state_key(self):
         return f"{self.number} {self.turns}"
@@ -54,7 +54,7 @@ class Sound:
 
 
 class Minimal:
-    """The least: no players, no splits, no limit of its own."""
+    """Only the required methods: no scripted policies, no splits, no turn limit."""
 
     def reset(self, seed):
         self.left = 2 + seed % 3
@@ -70,7 +70,7 @@ BROKEN: list[tuple[type, str]] = []
 
 
 def broken(words: str):
-    """Marks a class with the words by which its problem must be reported."""
+    """Mark a class with the text of the problem that the checker must report."""
 
     def mark(cls: type) -> type:
         BROKEN.append((cls, words))
@@ -80,7 +80,7 @@ def broken(words: str):
 
 
 def answer(step: Step, **changes) -> Step:
-    """A step with other parts, however wrong."""
+    """The step with some fields replaced by invalid values."""
     parts = {name: getattr(step, name) for name in ("messages", "reward", "terminated", "truncated", "info")}
     return Step(**{**parts, **changes})
 
@@ -107,7 +107,7 @@ class NumberOfDifficulties(Sound):
     difficulties = 3
 
 
-@broken("must answer in words")
+@broken("must return a message")
 class CannotBeMade(Sound):
     def __init__(self, *, difficulty=1, split="train"):
         raise RuntimeError("no licence")
@@ -290,7 +290,7 @@ class Hangs(Sound):
 @broken("the oracle does not succeed")
 class Weak(Sound):
     def oracle(self):
-        return say("7")
+        return text_action("7")
 
 
 @broken("oracle returns a str")
@@ -330,13 +330,13 @@ class SetSnapshot(Sound):
         return {self.number}
 
 
-@broken("an episode restored from its snapshot goes on differently")
+@broken("an episode restored from its snapshot continues differently")
 class ForgetfulRestore(Sound):
     def restore(self, snapshot):
         super().restore({**snapshot, "turns": 0})
 
 
-@broken("a snapshot changes when its episode goes on")
+@broken("a snapshot changes when its episode continues")
 class LiveSnapshot(Sound):
     def __init__(self, *, difficulty=1, split="train"):
         super().__init__(difficulty=difficulty, split=split)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from oracles import credit_groups as cg
 from oracles import records
+from oracles.records import Group, Trajectory, Turn, token
 
 from support.batches import from_oracle
 from turnwise import recipes
@@ -36,7 +38,7 @@ def packed(reference, probe="probe"):
     rewards = {name: column([t.facts["rewards"].get(name, NAN) for t in rows]) for name in cg.names(reference)}
     tasks = tuple(str(g[0].facts.get("prompt", i)) for i, g in enumerate(reference))
     told = column([t.facts.get(probe, 0.0) for t in rows])
-    return replace(batch, named=rewards, tasks=tasks).put({Signal.PROBE: told}), policy
+    return replace(batch, reward_components=rewards, task_keys=tasks).put({Signal.REWARD_PROBE: told}), policy
 
 
 def credit(name, reference, **hyper):
@@ -61,3 +63,25 @@ def remembering(name, piece, state, **hyper):
     part = next(p for p in objective.advantage.parts if type(p).__name__ == piece)
     objective.memory.of(part).update(state)
     return objective, part
+
+
+def one(reward: float, logp: float = -1.0, count: int = 1, **fields: Any) -> Trajectory:
+    """A trajectory of a single turn; what is not a field of the record is a fact."""
+    made = Trajectory([Turn([token(logp) for _ in range(count)], float(reward))])
+    for name, value in fields.items():
+        if hasattr(made, name):
+            setattr(made, name, value)
+        elif name == "tool_calls":
+            made.turns[0].tool_calls = value
+        else:
+            made.facts[name] = value
+    return made
+
+
+def group(rewards: list[float], /, **columns: list[Any]) -> Group:
+    return [one(r, **{name: column[i] for name, column in columns.items()}) for i, r in enumerate(rewards)]
+
+
+def named(**columns: list[float]) -> Group:
+    count = len(next(iter(columns.values())))
+    return group([0.0] * count, rewards=[{name: column[i] for name, column in columns.items()} for i in range(count)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from turnwise.core.protocols import Step
-from turnwise.environments.base import Environment, say, user
+from turnwise.environments.base import Environment, text_action, user_message
 
 WORDS = ("red", "blue", "green", "white")
 
@@ -20,13 +20,13 @@ class Lottery(Environment):
 
     def reset(self, seed):
         self.seed, self.turn, self.won = seed, 0, False
-        return [user(f"say {' '.join(WORDS)}")]
+        return [user_message(f"say {' '.join(WORDS)}")]
 
     def step(self, action):
         self.turn += 1
         self.won = action.text.strip() == self.word
         if self.turn < 2:
-            return Step([user("again")])
+            return Step([user_message("again")])
         return Step([], float(self.won), terminated=True, info={"success": self.won})
 
     @property
@@ -37,10 +37,10 @@ class Lottery(Environment):
         return str(self.turn)
 
     def oracle(self):
-        return say(self.word)
+        return text_action(self.word)
 
     def random_action(self, rng):
-        return say(rng.choice(WORDS))
+        return text_action(rng.choice(WORDS))
 
     def demonstrate(self, rng):
         return self.random_action(rng)

@@ -50,9 +50,9 @@ def packed(reference: records.Batch) -> tuple[Batch, Policy]:
     if flat and all("teacher" in t.facts for t in flat):
         batch = batch.put({Signal.TEACHER: numbers([t.facts["teacher"] for t in flat])})
     if flat and all("others" in t.facts for t in flat):
-        batch = batch.put({Signal.HITS: numbers([float(t.facts["hits"]) for t in flat])})
+        batch = batch.put({Signal.CANDIDATE_MATCHES: numbers([float(t.facts["hits"]) for t in flat])})
         rivals = numbers([sum(o.item() for o in t.facts["others"]) for t in flat])
-        policy = {**policy, Signal.RIVALS: rivals.map(lambda x: x.requires_grad_())}
+        policy = {**policy, Signal.CANDIDATE_LOGP: rivals.map(lambda x: x.requires_grad_())}
     return batch, policy
 
 

@@ -8,12 +8,12 @@ import warnings
 import pytest
 
 from turnwise.errors import ToolFault
-from turnwise.tools import Limits, PythonTool
-from turnwise.tools.isolation import LADDER
+from turnwise.tools import PythonTool, SandboxLimits
+from turnwise.tools.isolation import ISOLATIONS
 
-LIMITS = Limits(wall_seconds=1.0, cpu_seconds=20, memory_bytes=256 << 20, processes=8, scratch_bytes=4 << 20)
-NAMES = [rung.name for rung in LADDER]
-ISOLATING = [rung.name for rung in LADDER if rung.seccomp]
+LIMITS = SandboxLimits(wall_seconds=1.0, cpu_seconds=20, memory_bytes=256 << 20, processes=8, scratch_bytes=4 << 20)
+NAMES = [isolation.name for isolation in ISOLATIONS]
+ISOLATING = [isolation.name for isolation in ISOLATIONS if isolation.seccomp]
 
 
 @functools.cache

@@ -13,18 +13,18 @@ from turnwise.algebra.objective import Objective
 from turnwise.core.batch import Batch, pack
 from turnwise.core.records import Task
 from turnwise.core.signals import level_of
-from turnwise.tasks.samplers import Tasks
+from turnwise.tasks.task_source import TaskStream
 
 STEPS = 50  # a short run
 REMEMBERING = [
     name
     for name in recipes.METHODS
-    if any("tasks" in (piece.start() or {}) for piece in recipes.build(name).advantage.parts)
+    if any("tasks" in (piece.initial_state() or {}) for piece in recipes.build(name).advantage.parts)
 ]
 
 
 def drawn(name: str, count: int, **hyper: int) -> list[Task]:
-    sampler = recipes.build(name, **hyper).sampler.open(Tasks("test"))
+    sampler = recipes.build(name, **hyper).sampler.open(TaskStream("test"))
     return [sampler.next()[1] for _ in range(count)]
 
 
@@ -36,7 +36,7 @@ def credited(objective: Objective, tasks: list[Task], seed: int) -> Batch:
         for g, task in zip(groups, tasks)
     ]
     batch = pack(groups)
-    return objective.credit(batch.put({s: batch.tree.full(level_of(s), 0.1) for s in objective.frozen}))
+    return objective.credit(batch.put({s: batch.tree.full(level_of(s), 0.1) for s in objective.signals_before_batch}))
 
 
 def test_some_methods_remember_by_task():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.tool_pools import ISOLATING, NAMES, use
 
-from turnwise.tools import PythonTool, Session
+from turnwise.tools import PythonTool, SandboxSession
 
 
 @pytest.fixture(params=NAMES)
@@ -16,13 +16,13 @@ def tool(request: pytest.FixtureRequest) -> PythonTool:
 
 
 @pytest.fixture
-def session(tool: PythonTool) -> Iterator[Session]:
+def session(tool: PythonTool) -> Iterator[SandboxSession]:
     with tool.open() as opened:
         yield opened
 
 
 @pytest.fixture(params=ISOLATING)
-def jail(request: pytest.FixtureRequest) -> Iterator[Session]:
-    """A session on a rung that claims to isolate: everything but ``limits``."""
+def jail(request: pytest.FixtureRequest) -> Iterator[SandboxSession]:
+    """A session on a mechanism that claims to isolate: everything but ``limits``."""
     with use(request.param).open() as opened:
         yield opened

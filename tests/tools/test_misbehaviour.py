@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.tool_pools import LIMITS, use
 
-from turnwise.tools import Limits, PythonTool, Session
+from turnwise.tools import PythonTool, SandboxLimits, SandboxSession
 
 pytestmark = pytest.mark.filterwarnings("ignore:untrusted code is NOT isolated")
 RESTARTED = "(the interpreter was restarted, its names are gone)"
@@ -37,7 +37,8 @@ def descendants(root: int) -> set[int]:
     return found - {root}
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether the condition holds before a deadline that only a defect reaches: a busy machine may need seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -87,7 +88,7 @@ CRASH = "import sys; sys.setrecursionlimit(10**9)\nclass A:\n  def __repr__(self
         ("import os; os.write(3, b'\\0\\0\\0\\x09' + b'[' * 3); os._exit(0)", "the interpreter exited with code 0"),
     ],
 )
-def test_a_broken_interpreter_is_replaced(session: Session, code: str, words: str) -> None:
+def test_a_broken_interpreter_is_replaced(session: SandboxSession, code: str, words: str) -> None:
     session.run("x = 1")
     result = session.run(code)
     assert not result.ok
@@ -113,7 +114,7 @@ def test_a_broken_interpreter_is_replaced(session: Session, code: str, words: st
         ("files = [open('/dev/null') for _ in range(500)]", "OSError: [Errno 24] Too many open files"),
     ],
 )
-def test_a_mistake_is_answered_and_names_stay(session: Session, code: str, words: str) -> None:
+def test_a_mistake_is_answered_and_names_stay(session: SandboxSession, code: str, words: str) -> None:
     session.run("kept = 1")
     result = session.run(code)
     assert not result.ok
@@ -121,12 +122,12 @@ def test_a_mistake_is_answered_and_names_stay(session: Session, code: str, words
     assert session.run("kept").output == "1"
 
 
-def test_recursion_without_a_limit(session: Session) -> None:
+def test_recursion_without_a_limit(session: SandboxSession) -> None:
     assert not session.run(CRASH).ok  # a signal or a RecursionError, depending on the version of Python
     assert session.run("2 + 2").output == "4"
 
 
-def test_output_is_cut_with_a_note(session: Session) -> None:
+def test_output_is_cut_with_a_note(session: SandboxSession) -> None:
     for code in ("print('é' * 100_000)", "'é' * 100_000", "import os; os.write(1, b'x' * 50_000) and None"):
         result = session.run(code)
         assert result.ok
@@ -135,20 +136,20 @@ def test_output_is_cut_with_a_note(session: Session) -> None:
     assert session.run("1").output == "1"
 
 
-def test_huge_source_is_refused_unsent(session: Session) -> None:
+def test_huge_source_is_refused_unsent(session: SandboxSession) -> None:
     session.run("x = 1")
     assert session.run("#" * 100_000).output == "error: the code has 100000 bytes, the limit is 65536"
     assert session.run("x").output == "1"
 
 
-def test_an_answer_cannot_be_left_for_the_next_call(session: Session) -> None:
+def test_an_answer_cannot_be_left_for_the_next_call(session: SandboxSession) -> None:
     forged = 'b\'{"id": "0", "ok": true, "output": "forged"}\''
     session.run(f"import os, struct; m = {forged}; os.write(3, struct.pack('>I', len(m)) + m)")
     assert session.run("'honest'").output == "'honest'"
 
 
 def test_cpu_time_of_a_session_is_limited(tool: PythonTool) -> None:
-    with PythonTool(Limits(wall_seconds=10, cpu_seconds=1), isolation=tool.isolation, spare=0) as own:
+    with PythonTool(SandboxLimits(wall_seconds=120, cpu_seconds=1), isolation=tool.isolation, spare=0) as own:
         result = own.open().run("while True: pass")
         assert result.output == f"error: CPU time limit of 1 s {RESTARTED}"
 
@@ -169,8 +170,8 @@ made
 """
 
 
-def test_a_fork_bomb_is_stopped_and_its_children_die(jail: Session) -> None:
-    with PythonTool(LIMITS, isolation=jail._source.isolation, spare=0) as own, own.open() as session:
+def test_a_fork_bomb_is_stopped_and_its_children_die(jail: SandboxSession) -> None:
+    with PythonTool(LIMITS, isolation=jail._pool.isolation, spare=0) as own, own.open() as session:
         error, made = session.run(BOMB).output.split()
         assert error in ("BlockingIOError", "PermissionError")
         assert int(made) < LIMITS.processes
@@ -181,7 +182,7 @@ def test_a_fork_bomb_is_stopped_and_its_children_die(jail: Session) -> None:
         assert eventually(lambda: len(descendants(own._zygote._process.pid)) <= 1), below
 
 
-def test_a_thread_bomb_is_stopped(jail: Session) -> None:
+def test_a_thread_bomb_is_stopped(jail: SandboxSession) -> None:
     code = "import threading, time\nfor n in range(5000): threading.Thread(target=time.sleep, args=(9,)).start()"
     result = jail.run(code)
     assert result.output.startswith(("RuntimeError: can't start new thread", "error: time limit", "MemoryError"))
@@ -191,13 +192,13 @@ def test_a_thread_bomb_is_stopped(jail: Session) -> None:
 def test_one_process_means_none_may_be_started(tool: PythonTool) -> None:
     if tool.isolation == "limits":
         pytest.skip("the limits rung only counts processes roughly")
-    with PythonTool(Limits(processes=1), isolation=tool.isolation, spare=0) as own:
+    with PythonTool(SandboxLimits(processes=1), isolation=tool.isolation, spare=0) as own:
         assert own.open().run("import os; os.fork()").output.startswith(("PermissionError", "BlockingIOError"))
 
 
-def test_scratch_is_bounded_where_it_is_private_memory(jail: Session) -> None:
-    if jail._source.isolation == "landlock":
-        pytest.skip("the landlock rung bounds single files only")
+def test_scratch_is_bounded_where_it_is_private_memory(jail: SandboxSession) -> None:
+    if jail._pool.isolation == "landlock":
+        pytest.skip("the landlock isolation bounds single files only")
     result = jail.run("for i in range(100): open(f'f{i}', 'wb').write(b'x' * (1 << 20))")
     assert "No space left" in result.output
 
@@ -205,8 +206,8 @@ def test_scratch_is_bounded_where_it_is_private_memory(jail: Session) -> None:
 HOST = """
 import sys, time, warnings
 warnings.simplefilter("ignore")
-from turnwise.tools import Limits, PythonTool
-tool = PythonTool(Limits(wall_seconds=60), isolation=sys.argv[1])
+from turnwise.tools import SandboxLimits, PythonTool
+tool = PythonTool(SandboxLimits(wall_seconds=60), isolation=sys.argv[1])
 sessions = [tool.open() for _ in range(3)]
 print([s.run("1").output for s in sessions], flush=True)
 sessions[0].run("import subprocess; p = subprocess.Popen(['sleep', '60'])")
@@ -231,7 +232,7 @@ def test_no_process_outlives_the_host(tool: PythonTool, end: str) -> None:
         if "run" in end:
             time.sleep(0.05)  # let the endless loop begin
             process.kill()
-        assert process.wait(10) == (-signal.SIGKILL if "run" in end else 0)
+        assert process.wait(60) == (-signal.SIGKILL if "run" in end else 0)
         assert below
         alive = lambda: {pid for pid in below if Path(f"/proc/{pid}").exists()}  # noqa: E731
         if tool.isolation == "limits" and "run" in end:  # a grandchild may outlive a SIGKILL there: not claimed

@@ -12,9 +12,10 @@ import pytest
 from turnwise import recipes
 from turnwise.core.records import Fork, Group, Status, Task, Trajectory, Turn
 from turnwise.errors import EnvironmentFault
-from turnwise.tasks.admission import Everything, Spread
+from turnwise.tasks.admission import AdmitAll, Spread
 from turnwise.tasks.budgets import Fixed
-from turnwise.tasks.samplers import Tasks, Uniform
+from turnwise.tasks.samplers import Uniform
+from turnwise.tasks.task_source import TaskStream
 from turnwise.training.collector import FAILED_IN_A_ROW, Collector, usable
 
 SIZE = 2
@@ -69,8 +70,8 @@ class Player:
 
 
 def collector(play=None, *, groups=3, staleness=0, admission=None, max_draws=8) -> Collector:
-    recipe = replace(recipes.build("grpo"), budget=Fixed(groups, SIZE), admission=admission or Everything())
-    sampler = Uniform().open(Tasks("test"))
+    recipe = replace(recipes.build("grpo"), budget=Fixed(groups, SIZE), admission=admission or AdmitAll())
+    sampler = Uniform().open(TaskStream("test"))
     return Collector(
         recipe, Seeds(), sampler, Book(), play or Player(), seed=1, staleness=staleness, max_draws=max_draws
     )
@@ -96,10 +97,10 @@ def test_never_more_out_than_staleness_allows(staleness):
     async def run():
         trained = []
         for step in range(6):
-            groups = await c.gather(step)
+            groups = await c.collect_step(step)
             assert len(groups) == 3 and c.training == 3
             assert ids(groups) == sorted(ids(groups), key=int), "finishing first is no reason to come first"
-            c.pump(step)  # while the learner works
+            c.issue(step)  # while the learner works
             assert out(c) <= (staleness + 1) * 3
             await asyncio.sleep(0.005)
             c.training = 0
@@ -121,9 +122,9 @@ def test_no_group_is_trained_on_more_than_k_steps_after_it_was_issued(staleness)
     async def run():
         ages = []
         for step in range(12):
-            groups = await c.gather(step)
+            groups = await c.collect_step(step)
             ages += [step - c.ledger.issued[g.id] for g in groups]
-            c.pump(step)
+            c.issue(step)
             await asyncio.sleep(0.012)
             c.training = 0
         await c.stop()
@@ -137,13 +138,13 @@ def test_synchronous_groups_come_in_waves():
     c = collector(Player(delay=lambda group: 0.004 * (group + 1)), groups=3)
 
     async def run():
-        c.pump(0)
+        c.issue(0)
         assert set(c.running.values()) == {"0", "1", "2"}
         await asyncio.sleep(0.006)  # the first has ended
-        c.pump(0)
+        c.issue(0)
         assert len(c.ledger.issued) == 3
-        await c.gather(0)
-        c.pump(0)
+        await c.collect_step(0)
+        c.issue(0)
         assert len(c.ledger.issued) == 3 and not c.running
 
     asyncio.run(run())
@@ -159,7 +160,7 @@ def test_a_dropped_group_is_replaced_in_the_next_wave_not_in_this_one():
         issue(*facts)
 
     c.ledger.issue = alone
-    assert ids(asyncio.run(c.gather(0))) == ["3", "4", "5"]
+    assert ids(asyncio.run(c.collect_step(0))) == ["3", "4", "5"]
 
 
 def test_all_sessions_of_a_wave_are_open_before_anything_runs():
@@ -168,7 +169,7 @@ def test_all_sessions_of_a_wave_are_open_before_anything_runs():
     c.generator.open = lambda seed: opened.append(seed) or seed
 
     async def run():
-        c.pump(0)
+        c.issue(0)
         assert len(opened) == 4 * SIZE and len(set(opened)) == len(opened)
         await c.stop()
 
@@ -180,7 +181,7 @@ def test_all_sessions_of_a_wave_are_open_before_anything_runs():
 
 def test_groups_without_spread_are_dropped_and_others_drawn():
     c = collector(Player(reward=lambda group, i: float(i * (group % 2))), groups=3, admission=Spread())
-    groups = asyncio.run(c.gather(0))
+    groups = asyncio.run(c.collect_step(0))
     assert ids(groups) == ["1", "3", "5"]
     assert c.ledger.dropped == dict.fromkeys(("0", "2", "4"), "no spread of rewards")
     assert c.dropped["no spread of rewards"] == 3
@@ -188,13 +189,13 @@ def test_groups_without_spread_are_dropped_and_others_drawn():
 
 def test_a_batch_that_cannot_be_filled_is_given_up():
     c = collector(Player(reward=lambda group, i: 1.0), groups=2, admission=Spread(), max_draws=3)
-    assert asyncio.run(c.gather(0)) == []
+    assert asyncio.run(c.collect_step(0)) == []
     assert len(c.ledger.issued) == len(c.ledger.dropped) == 2 * 3
 
 
 def test_what_was_found_before_giving_up_is_used():
     c = collector(Player(reward=lambda group, i: float(i * (group == 1))), groups=2, admission=Spread(), max_draws=3)
-    assert ids(asyncio.run(c.gather(0))) == ["1"]
+    assert ids(asyncio.run(c.collect_step(0))) == ["1"]
 
 
 def test_failed_trajectories_are_left_out_and_counted():
@@ -204,7 +205,7 @@ def test_failed_trajectories_are_left_out_and_counted():
             return made.failed("no display") if key.endswith(".0") else made
 
     c = collector(Half(), groups=2)
-    groups = asyncio.run(c.gather(0))
+    groups = asyncio.run(c.collect_step(0))
     assert [[t.id for t in g.trajectories] for g in groups] == [["0.1"], ["1.1"]]
     assert c.dropped == {"trajectory: no display": 2} and c.ledger.finished == ["0", "1"]
 
@@ -212,20 +213,20 @@ def test_failed_trajectories_are_left_out_and_counted():
 def test_a_run_in_which_everything_fails_stops_and_says_why():
     c = collector(Player(fails=lambda group: True), groups=4)
     with pytest.raises(EnvironmentFault, match=r"16 groups in a row.*no display"):
-        asyncio.run(c.gather(0))
+        asyncio.run(c.collect_step(0))
     assert FAILED_IN_A_ROW == len(c.ledger.dropped) == 16
     assert c.ledger.dropped["3"] == "every trajectory failed: no display"
 
 
 def test_failures_must_be_in_a_row():
     c = collector(Player(fails=lambda group: group % 16 != 15), groups=2, max_draws=99)
-    assert ids(asyncio.run(c.gather(0))) == ["15", "31"]
+    assert ids(asyncio.run(c.collect_step(0))) == ["15", "31"]
 
 
 # ----------------------------------------------------------------------- order
 
 
-@pytest.mark.parametrize("admission", [Everything(), Spread()], ids=repr)
+@pytest.mark.parametrize("admission", [AdmitAll(), Spread()], ids=repr)
 def test_the_order_does_not_depend_on_who_finishes_first(admission):
     """At staleness 0, whatever the delays: the same groups, in draw order, from the same seeds."""
 
@@ -238,7 +239,7 @@ def test_the_order_does_not_depend_on_who_finishes_first(admission):
         async def steps():
             found = []
             for step in range(3):
-                found.append(ids(await c.gather(step)))
+                found.append(ids(await c.collect_step(step)))
                 c.training = 0
             return found
 
@@ -254,7 +255,7 @@ def test_the_sampler_observes_in_draw_order_too():
     seen = []
     c = collector(Player(delay=lambda group: 0.002 * (5 - group)), groups=4)
     c.sampler.observe = lambda group: seen.append(group.id)
-    asyncio.run(c.gather(0))
+    asyncio.run(c.collect_step(0))
     assert seen == ["0", "1", "2", "3"]
 
 
@@ -263,12 +264,12 @@ def test_the_sampler_observes_in_draw_order_too():
 
 def test_what_is_owed_after_a_resume_comes_first_from_the_same_seeds():
     fresh, resumed = Player(), Player()
-    asyncio.run(collector(fresh, groups=3).gather(0))
+    asyncio.run(collector(fresh, groups=3).collect_step(0))
     c = collector(resumed, groups=3)
     c.sampler.load_state_dict({"drawn": 3})
     task = c.sampler.tasks.draw(1)
-    c.again = deque([("1~4", task)])
-    groups = asyncio.run(c.gather(4))
+    c.to_reissue = deque([("1~4", task)])
+    groups = asyncio.run(c.collect_step(4))
     assert ids(groups) == ["1~4", "3", "4"] and groups[0].task == task
     assert [resumed.seeds[f"1~4.{i}"] for i in range(SIZE)] == [fresh.seeds[f"1.{i}"] for i in range(SIZE)]
 
@@ -278,7 +279,7 @@ def test_finished_groups_handed_back_are_used_first():
     c = collector(groups=2, staleness=1)
     c.ready = deque([Group("7", task, (trajectory("7.0", task), trajectory("7.1", task, 1.0)))])
     c.sampler.load_state_dict({"drawn": 8})
-    groups = asyncio.run(c.gather(0))
+    groups = asyncio.run(c.collect_step(0))
     assert len(groups) == 2 and groups[0].id == "7"
 
 
@@ -287,7 +288,7 @@ def test_stopping_cancels_what_is_in_flight():
     c = collector(play, groups=2)
 
     async def run():
-        c.pump(0)
+        c.issue(0)
         tasks = list(c.running)
         await asyncio.sleep(0)
         await c.stop()

@@ -50,7 +50,7 @@ def test_the_library_reproduces_the_plain_loop(plain, positions):
     for _ in range(3):
         rollouts = plain.sample(model, plain.draw_prompts(4, dice).repeat_interleave(GROUP, 0), dice)
         batch = pack(records(rollouts))
-        measured = learner.measure(batch, objective.frozen)
+        measured = learner.measure(batch, objective.signals_before_batch)
         batch = objective.credit(batch.put(**{str(name): value for name, value in measured.items()}))
         for _ in range(3):
             expected = plain.grpo_step(model, reference, optimiser, rollouts, GROUP, clip=0.2, beta=0.04)

@@ -19,7 +19,7 @@ from turnwise.core.batch import pack
 from turnwise.data.replay import ExpertCache, RecentBuffer
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
-from turnwise.store import Ledger
+from turnwise.store import SqliteLedger
 from turnwise.training import api
 from turnwise.training import loop as run_module
 from turnwise.training.loop import Loop
@@ -73,8 +73,8 @@ def rows(run):
 
 
 def mixed(run):
-    with Ledger(run / "ledger.sqlite", readonly=True) as ledger:
-        return ledger.mixed(), ledger.balance()
+    with SqliteLedger(run / "ledger.sqlite", readonly=True) as ledger:
+        return ledger.mixed(), ledger.group_counts()
 
 
 def weights(run):
@@ -92,19 +92,19 @@ class Crash(Exception):
 
 def crash_and_resume(monkeypatch, first, tmp_path, after, recipe=None, **settings):
     """The same run, stopped in the step after a checkpoint, once its rows were drawn; then resumed."""
-    improve, steps = Loop._improve, []
+    update_policy, steps = Loop._update, []
 
     async def crash(self, *args):
         steps.append(args[-1])
         if args[-1] == after:
             raise Crash
-        return await improve(self, *args)
+        return await update_policy(self, *args)
 
-    monkeypatch.setattr(Loop, "_improve", crash)
+    monkeypatch.setattr(Loop, "_update", crash)
     more = {"recipe": recipe} if recipe else {}
     with pytest.raises(Crash):
         train(first, tmp_path, name="broken", **settings, **more)
-    monkeypatch.setattr(Loop, "_improve", improve)
+    monkeypatch.setattr(Loop, "_update", update_policy)
     api.resume(tmp_path / "broken", recipe=recipe)
     return tmp_path / "broken"
 
@@ -122,7 +122,7 @@ def test_a_player_demonstrates_every_task(first, tmp_path):
 def test_a_file_of_named_tasks_decides_which_are_drawn(first, tmp_path, files):
     run, _ = train(first, tmp_path, "luffy", demos=str(files / "demos.jsonl"))
     named = {json.loads(line)["task"] for line in (files / "demos.jsonl").read_text().splitlines()}
-    with Ledger(run / "ledger.sqlite", readonly=True) as ledger:
+    with SqliteLedger(run / "ledger.sqlite", readonly=True) as ledger:
         assert {entry.task.key for entry in ledger.groups()} <= named
     assert all(row["mixed/expert"] == SMALL["groups"] for row in rows(run))
 
@@ -149,8 +149,8 @@ def replaying(replay):
 
 def test_past_rows_come_back_and_are_accounted_for(first, tmp_path):
     run, _ = train(first, tmp_path, recipe=replaying(RecentBuffer(above=-1e9, share=0.5)))
-    used, balance = mixed(run)
-    assert balance.trained == 4 * SMALL["groups"], "fresh groups are trained on once"
+    used, counts = mixed(run)
+    assert counts.trained == 4 * SMALL["groups"], "fresh groups are trained on once"
     assert Counter(step for step, _, origin in used if origin == "replay") == {1: 3, 2: 3, 3: 3}, (
         "half of six fresh rows"
     )
@@ -171,7 +171,7 @@ def test_tasks_come_back_so_that_a_stored_success_helps_a_group_that_fails(lotte
     used, _ = mixed(run)
     assert used and {origin for _, _, origin in used} == {"replay"}
     assert sum(row.get("mixed/replay", 0.0) for row in rows(run)) == len(used)
-    with Ledger(run / "ledger.sqlite", readonly=True) as ledger:
+    with SqliteLedger(run / "ledger.sqlite", readonly=True) as ledger:
         drawn = Counter(entry.task.key for entry in ledger.groups())
     assert set(drawn.values()) == {6} and len(drawn) == 4, "each of four tasks once in a pass, six passes"
 
@@ -186,7 +186,7 @@ def test_a_task_that_fails_is_shown_an_experts_trace_until_it_has_a_success_of_i
 def test_a_group_that_fails_is_drawn_again_with_a_hint(lottery, tmp_path):
     given = {**LOTTERY, "env": "support.lottery:Hinted", "steps": 4, "groups": 4}
     run, _ = train(lottery, tmp_path, "guide", **given)
-    with Ledger(run / "ledger.sqlite", readonly=True) as ledger:
+    with SqliteLedger(run / "ledger.sqlite", readonly=True) as ledger:
         groups = [ledger.group(entry.group_id) for entry in ledger.groups()]
     for group in groups:
         helped = [bool(t.guidance) for t in group.trajectories]
@@ -221,8 +221,8 @@ def test_a_buffer_survives_a_crash(first, tmp_path, monkeypatch, replay, more):
 
 def test_pairs_from_a_file_without_rollouts(first, tmp_path, files):
     run, summary = train(first, tmp_path, "dpo", data=str(files / "pairs.jsonl"), lr=1e-3)
-    found, balance = mixed(run)
-    assert not found and balance.trained == balance.issued == 4 * SMALL["groups"]
+    found, counts = mixed(run)
+    assert not found and counts.trained == counts.issued == 4 * SMALL["groups"]
     ranking = summary["ranking"]
     assert ranking["before"]["groups"] >= 2 and 0 <= ranking["after"]["accuracy"] <= 1
     assert summary["success_before"]["tasks"] == SMALL["eval_tasks"]
@@ -246,15 +246,15 @@ def test_an_offline_run_survives_a_crash(first, tmp_path, files, monkeypatch):
 def test_a_file_that_has_changed_is_noticed(first, tmp_path, files, monkeypatch):
     copy = tmp_path / "pairs.jsonl"
     copy.write_text((files / "pairs.jsonl").read_text())
-    improve = Loop._improve
+    update_policy = Loop._update
 
     async def crash(self, *args):
         raise Crash
 
-    monkeypatch.setattr(Loop, "_improve", crash)
+    monkeypatch.setattr(Loop, "_update", crash)
     with pytest.raises(Crash):
         train(first, tmp_path, "dpo", data=str(copy), eval_tasks=0)
-    monkeypatch.setattr(Loop, "_improve", improve)
+    monkeypatch.setattr(Loop, "_update", update_policy)
     copy.write_text("\n".join(copy.read_text().splitlines()[:-1]))
     with pytest.raises(SettingError, match="has changed since this run began"):
         api.resume(tmp_path / "run")
@@ -278,18 +278,18 @@ def test_rated_answers_from_a_file_the_best_along_each_direction_is_imitated(fir
         for i, text in enumerate(said)
     ]
     (tmp_path / "rated.jsonl").write_text("\n".join(map(json.dumps, made)))
-    seen, improve = [], run_module.improve
+    seen, update_policy = [], run_module.update_policy
 
     def look(learner, recipe, groups, *rest):
         seen.extend(groups)
-        return improve(learner, recipe, groups, *rest)
+        return update_policy(learner, recipe, groups, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "improve", look)
+        patch.setattr(run_module, "update_policy", look)
         run, _ = train(first, tmp_path, "dpa", data=str(tmp_path / "rated.jsonl"))
     assert {len(g.trajectories) for g in seen} == {4} and len(seen) == 4 * SMALL["groups"]
     keep, batch = recipes.build("dpa").penalties[0].rows, pack(seen)
-    chosen = iter(keep.of(batch).x.tolist())
+    chosen = iter(keep.select(batch).x.tolist())
     for group in seen:
         worth = [sum(t.facts[f"toward_{n}"] * r for n, r in t.rewards.items()) for t in group.trajectories]
         assert [next(chosen) for _ in worth] == [w == max(worth) for w in worth]

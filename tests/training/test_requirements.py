@@ -17,12 +17,12 @@ from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch
 from turnwise.training import requirements
-from turnwise.training.env_spec import World
+from turnwise.training.env_spec import EnvSpec
 
 
 def examine(recipe, **settings):
     chosen = Settings.of({"env": "calculator", **settings})
-    requirements.examine(recipe, chosen, World.of(chosen))
+    requirements.check_requirements(recipe, chosen, EnvSpec.from_settings(chosen))
 
 
 def refused(recipe, **settings) -> str:
@@ -98,7 +98,7 @@ class Wanting(Standardise):
         object.__setattr__(self, "_word", word)
 
     @property
-    def wants(self):
+    def requires(self):
         return frozenset({self._word})
 
 

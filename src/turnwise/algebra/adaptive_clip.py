@@ -1,4 +1,4 @@
-"""Clips whose bounds are not two constants: growing along the text, centred elsewhere, searched for, or by entropy."""
+"""Clips whose bounds are not two constants: wider at later tokens, centred elsewhere, searched per step, or set by entropy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from turnwise.algebra.advantage import answer_gain
 from turnwise.algebra.entropy import NormalisedEntropy
 from turnwise.algebra.gate import Gate
-from turnwise.algebra.piece import Now, Whole, check
+from turnwise.algebra.piece import MicroBatchView, StepView, check
 from turnwise.algebra.ratio import mismatch
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field, where
 from turnwise.core.signals import Signal
@@ -18,15 +18,15 @@ from turnwise.core.signals import Signal
 def clipped(
     rho: Field, adv: Field, low: Field | float, high: Field | float, dual: Field | float | None = None
 ) -> Field:
-    """The weight of a clip to [low, high], bounds of the ratio itself: A > 0 is held from above, the rest from below."""
+    """The weight of a clip to [low, high], bounds of the ratio itself: A > 0 is bounded from above, the rest from below."""
     field = lambda x: x if isinstance(x, Field) else rho.detach() * 0 + x  # noqa: E731
     below = rho.maximum(field(low))
     return where(adv > 0, rho.minimum(field(high)), below if dual is None else below.minimum(field(dual)))
 
 
 @dataclass(frozen=True)
-class Around(Gate):
-    """Clip to c ± eps, c = sg[π_prox/μ]: for data of an older policy the window is centred where this batch began."""
+class ProximalClip(Gate):
+    """Clip to c ± eps, c = sg[π_prox/μ]: for data of an older policy the window is centred on the policy at the start of this batch."""
 
     eps: float = 0.2
 
@@ -34,32 +34,32 @@ class Around(Gate):
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.PROXIMAL})
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        centre = mismatch(now, TOKEN).exp()
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        centre = mismatch(view, TOKEN).exp()
         return clipped(rho, adv, centre - self.eps, centre + self.eps)
 
 
 @dataclass(frozen=True)
-class Growing(Gate):
-    """Clip in log space to [−low·tᵖ, high·tᵖ], dual at dual·tᵖ: the window widens along the text as a random walk does."""
+class WideningClip(Gate):
+    """Clip in log space to [−low·tᵖ, high·tᵖ], dual at dual·tᵖ: the window widens with the token index t as a random walk spreads."""
 
     low: float = 0.025
     high: float = 0.05
     dual: float = 0.05
     power: float = 0.5
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        t = (now.batch.tree.index(TOKEN, TRAJECTORY) + 1).to(rho.x.dtype) ** self.power
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        t = (view.batch.tree.index(TOKEN, TRAJECTORY) + 1).to(rho.x.dtype) ** self.power
         low, high, dual = ((bound * t).exp() for bound in (-self.low, self.high, self.dual))
         return clipped(rho, adv, low, high, dual)
 
 
 @dataclass(frozen=True)
-class Balanced(Gate):
+class BalancedClip(Gate):
     """A clip [low, high] widened at every step until tokens with A > 0 carry at least ``share`` of the objective.
 
     First the upper bound rises to ``high_end``, then the lower to ``low_end``. ``statistic``: what a token contributes,
-    its "gradient" ρ|A| unless clipped, or the "value" |min(ρA, clip(ρ)A)| (which a rising lower bound cannot lower)."""
+    its "gradient" ρ|A| unless clipped, or the "value" |min(ρA, clip(ρ)A)| (which a higher lower bound never decreases)."""
 
     share: float = 0.4
     low: float = 0.6
@@ -77,11 +77,11 @@ class Balanced(Gate):
         check(self.statistic in ("gradient", "value"), f"no statistic {self.statistic!r}; write gradient or value")
 
     @property
-    def foresight(self) -> frozenset[Signal]:
+    def reads_before_step(self) -> frozenset[Signal]:
         return frozenset({Signal.LOGP})
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        rho, adv = whole.ratio.at(TOKEN).x, whole.advantage.at(TOKEN).x
+    def plan(self, view: StepView) -> dict[object, Field]:
+        rho, adv = view.ratio.at(TOKEN).x, view.advantage.at(TOKEN).x
         low, high, slack = self.low, self.high, 1e-9
         while self._positive_share(rho, adv, low, high) < self.share:
             if high < self.high_end - slack:
@@ -90,24 +90,24 @@ class Balanced(Gate):
                 low = min(self.low_end, low + self.low_step)
             else:
                 break
-        full = lambda x: whole.batch.tree.full(BATCH, x, rho.dtype)  # noqa: E731
+        full = lambda x: view.batch.tree.full(BATCH, x, rho.dtype)  # noqa: E731
         return {(self, "low"): full(low), (self, "high"): full(high)}
 
     def _positive_share(self, rho: torch.Tensor, adv: torch.Tensor, low: float, high: float) -> float:
-        held = torch.where(adv > 0, rho.clamp(max=high), rho.clamp(min=low))
-        size = (held * adv).abs()
+        bounded = torch.where(adv > 0, rho.clamp(max=high), rho.clamp(min=low))
+        size = (bounded * adv).abs()
         if self.statistic == "gradient":
-            size = torch.where(held == rho, size, 0.0)
+            size = torch.where(bounded == rho, size, 0.0)
         total = float(size.sum())
         return float(size[adv > 0].sum()) / total if total > 0 else 1.0
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return clipped(rho, adv, now[self, "low"], now[self, "high"], self.dual)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return clipped(rho, adv, view[self, "low"], view[self, "high"], self.dual)
 
 
 @dataclass(frozen=True)
 class EntropyClip(Gate):
-    """Clip with more room above for uncertain tokens, high(1 + αh), and below for sure ones, low(1 − αh)."""
+    """Clip with a wider upper bound for uncertain tokens, high(1 + αh), and a wider lower one for certain ones, low(1 − αh)."""
 
     entropy: NormalisedEntropy
     alpha: float = 1.0
@@ -115,16 +115,16 @@ class EntropyClip(Gate):
     high: float = 0.2
     dual: float | None = 10.0
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        low, high = self.entropy.bounds(now[self.entropy], self.low, self.high, self.alpha)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        low, high = self.entropy.bounds(view[self.entropy], self.low, self.high, self.alpha)
         return clipped(rho, adv, 1 - low, 1 + high, self.dual)
 
 
 @dataclass(frozen=True)
-class InformedClip(Gate):
-    """Clip to [1 − low·c, 1 + high·c], c = 1 + β(2σ(z) − 1): turns that told much about the answer get a wider window.
+class InformationClip(Gate):
+    """Clip to [1 − low·c, 1 + high·c], c = 1 + β(2σ(z) − 1): turns that inform about the answer get a wider window.
 
-    z standardises the rise of the gold answer's log-probability; the answering turn has c = 1."""
+    z is the standardised increase of the gold answer's log-probability; the answering turn has c = 1."""
 
     beta: float = 0.3
     low: float = 0.2
@@ -132,17 +132,17 @@ class InformedClip(Gate):
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.ANSWER})
+        return frozenset({Signal.ANSWER_LOGP})
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        tree = whole.batch.tree
+    def plan(self, view: StepView) -> dict[object, Field]:
+        tree = view.batch.tree
         final = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
-        scale = 1 + self.beta * (2 * answer_gain(whole.batch).map(torch.sigmoid) - 1)
+        scale = 1 + self.beta * (2 * answer_gain(view.batch).map(torch.sigmoid) - 1)
         return {self: where(final, 1.0, scale)}
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        c = now[self].to(rho.x.dtype)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        c = view[self].to(rho.x.dtype)
         return clipped(rho, adv, 1 - self.low * c, 1 + self.high * c)
 
 
-__all__ = ["Around", "Balanced", "EntropyClip", "Growing", "InformedClip", "clipped"]
+__all__ = ["BalancedClip", "EntropyClip", "InformationClip", "ProximalClip", "WideningClip", "clipped"]

@@ -1,4 +1,7 @@
-"""Advantages: who gets the credit. A value compared among peers, at the level where the value lives."""
+"""Advantages: a value compared among peers, at the level of that value.
+
+Who earned what inside a trajectory is decided in ``credit/``; this module holds what any method may use.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from turnwise.algebra.peers import Peers, among
+from turnwise.algebra.peers import PeerSpec, resolve_peers
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
@@ -18,45 +21,45 @@ from turnwise.maths import returns
 
 @dataclass(frozen=True)
 class Standardise(Term):
-    """A = (v − mean) / (std + ε) among peers; a lone peer gets 0. ``scale=False`` leaves the division out.
+    """A = (v − mean) / (std + ε) among peers; a single peer gets 0. ``scale=False`` leaves the division out.
 
     The std has n − ``correction`` in its denominator: 1 is the sample's, 0 the population's."""
 
     value: Term = field(default_factory=Outcome)
-    peers: Peers = GROUP
+    peers: PeerSpec = GROUP
     scale: bool = True
     eps: float = 1e-6
     correction: int = 1
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return self.peers != BATCH
 
     def __call__(self, batch: Batch) -> Field:
-        v, peers = self.value(batch), among(self.peers, batch)
+        v, peers = self.value(batch), resolve_peers(self.peers, batch)
         centred = v - v.mean(peers)
         return centred / (v.std(peers, self.correction) + self.eps) if self.scale else centred
 
 
 @dataclass(frozen=True)
 class LeaveOneOut(Term):
-    """A = v − mean of the *other* peers; a lone peer is compared with 0."""
+    """A = v − mean of the *other* peers; a single peer is compared with 0."""
 
     value: Term = field(default_factory=Outcome)
-    peers: Peers = GROUP
+    peers: PeerSpec = GROUP
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
         v = self.value(batch)
-        return v - v.leave_one_out(among(self.peers, batch))
+        return v - v.leave_one_out(resolve_peers(self.peers, batch))
 
 
 @dataclass(frozen=True)
 class SoftBaseline(Term):
-    """A = v − τ log mean exp(v/τ) among the group: between the mean (τ → ∞) and the best (τ → 0).
+    """A = v − τ log mean exp(v/τ) among the group: between the mean (τ → ∞) and the maximum (τ → 0).
 
     ``shrink`` divides by 1 + τ."""
 
@@ -68,7 +71,7 @@ class SoftBaseline(Term):
         check(self.tau > 0, f"tau is {self.tau}; write a positive number")
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
@@ -80,7 +83,7 @@ class SoftBaseline(Term):
 
 @dataclass(frozen=True)
 class Whiten(Term):
-    """A ← (A − mean) / √(var + ε) over all sampled tokens of the batch; fewer than two tokens stay as they are."""
+    """A ← (A − mean) / √(var + ε) over all sampled tokens of the batch; with fewer than two tokens A stays unchanged."""
 
     term: Term
     eps: float = 1e-8
@@ -93,7 +96,7 @@ class Whiten(Term):
 
 
 @dataclass(frozen=True)
-class OverSpread(Term):
+class DivideByBatchStd(Term):
     """A ← A / (std of A over the trajectories of the batch + ε): one scale for all groups."""
 
     term: Term
@@ -106,34 +109,37 @@ class OverSpread(Term):
 
 @dataclass(frozen=True)
 class InformationGain(Term):
-    """Dₖ = 1/√(n−k) Σ_{j≥k} γ^{j−k} zⱼ: what the turns from here on tell about the gold answer, discounted.
+    """Dₖ = 1/√(n−k) Σ_{j≥k} γ^{j−k} zⱼ: the discounted information that turns from k on give about the gold answer.
 
-    zⱼ standardises the rise of the answer's log-probability among turns of equal index; the last turn has none."""
+    zⱼ is the increase of the answer's log-probability, standardised among turns of equal index; 0 for the last turn."""
 
     gamma: float = 1.0
     eps: float = 1e-6
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.ANSWER})
+        return frozenset({Signal.ANSWER_LOGP})
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
         z, tree = answer_gain(batch, self.eps), batch.tree
-        left = tree.size(TURN, TRAJECTORY) - 1 - tree.index(TURN, TRAJECTORY)  # information turns from here on
+        remaining = (
+            tree.size(TURN, TRAJECTORY) - 1 - tree.index(TURN, TRAJECTORY)
+        )  # turns before the answer, from here on
         last = (tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1).x
         total = z.map(lambda x: returns.discounted(x, self.gamma, last))
-        return where(left > 0, total / left.to(z.x.dtype).clamp(low=1) ** 0.5, 0.0)
+        return where(remaining > 0, total / remaining.to(z.x.dtype).clamp(low=1) ** 0.5, 0.0)
 
 
 def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
-    """z of each turn's rise of the gold answer's log-probability, among turns of equal index; 0 for last and lone turns."""
-    score, tree = batch[Signal.ANSWER], batch.tree
+    """Each turn's increase of the gold answer's log-probability, standardised among turns of equal index; 0 for a last turn and for
+    a turn without peers."""
+    score, tree = batch[Signal.ANSWER_LOGP], batch.tree
     final = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
-    after = torch.cat([score.x[1:], score.x[:1]])  # turns of a trajectory lie together: the next turn's score
+    after = torch.cat([score.x[1:], score.x[:1]])  # turns of a trajectory are adjacent: the next turn's score
     gain = Field(tree, TURN, torch.where(final.x, 0.0, after - score.x))
     index = tree.index(TURN, TRAJECTORY)
     peers = Partition.by(tree, TURN, batch.group, index, final.to(torch.int64))
@@ -142,6 +148,11 @@ def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
 
 
 __all__ = [
-    "InformationGain", "LeaveOneOut", "OverSpread", "SoftBaseline",
-    "Standardise", "Whiten", "answer_gain",
+    "DivideByBatchStd",
+    "InformationGain",
+    "LeaveOneOut",
+    "SoftBaseline",
+    "Standardise",
+    "Whiten",
+    "answer_gain",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Aggregates: what is averaged over what. One weight for each token, computed once over the whole step,
-in float64 (an objective casts it to the precision it works in).
+"""Aggregates: how token losses are averaged. One weight for each token, computed once over the whole step in float64 (the
+objective casts it to its own precision).
 
-Micro-batches and ranks then just sum. An item without (kept) tokens does not count as an item.
+Micro-batches and ranks then just sum. An item without kept tokens does not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Aggregate(Protocol):
 class Mean:
     """Mean over the tokens inside each item of the level, then over the items.
 
-    TOKEN: every token alike. TRAJECTORY: every trajectory alike, whatever its length. GROUP: every task alike."""
+    TOKEN: all tokens have equal weight. TRAJECTORY: all trajectories, whatever their length. GROUP: all tasks."""
 
     over: Level
 
@@ -34,7 +34,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """Sum over the tokens of each item of the level, mean over the items; ``length`` divides by a constant besides.
+    """Sum over the tokens of each item of the level, mean over the items; ``length`` divides by a further constant.
 
     ``Sum(TRAJECTORY)`` weighs log π(trajectory); ``Sum(TRAJECTORY, length=L)`` is the unbiased constant-length mean."""
 
@@ -49,7 +49,7 @@ class Sum:
 
 
 def items(inside: Field) -> float:
-    """How many items hold at least one kept token; ``inside``: how many each of them holds."""
+    """How many items have at least one kept token; ``inside``: the number of kept tokens of each."""
     return max(1.0, float((inside.x > 0).sum()))
 
 

@@ -1,4 +1,4 @@
-"""The entropy of a token beside that of all tokens of the step, as a number in [−1, 1]."""
+"""The entropy of a token relative to all tokens of the step, as a number in [−1, 1]."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from turnwise.algebra.piece import Piece, Whole, check
+from turnwise.algebra.piece import Piece, StepView, check
 from turnwise.core.levels import Field, where
 from turnwise.core.signals import Signal
 
@@ -24,8 +24,8 @@ class NormalisedEntropy(Piece):
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.OLD_ENTROPY})
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        return {self: whole[Signal.OLD_ENTROPY].map(self._normalise)}
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: view[Signal.OLD_ENTROPY].map(self._normalise)}
 
     def _normalise(self, entropy: torch.Tensor) -> torch.Tensor:
         x = entropy.double().clamp(min=1e-8).log()
@@ -41,7 +41,7 @@ class NormalisedEntropy(Piece):
 
     @staticmethod
     def bounds(h: Field, low: float, high: float, alpha: float) -> tuple[Field, Field]:
-        """A clip that gives uncertain tokens room above and sure ones room below."""
+        """Clip bounds: a wider upper one for uncertain tokens, a wider lower one for certain ones."""
         return where(h > 0, low, low * (1 - alpha * h)), where(h > 0, high * (1 + alpha * h), high)
 
 

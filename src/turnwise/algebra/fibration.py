@@ -1,4 +1,4 @@
-"""A ratio in two parts, as a fibre bundle has a base and fibres: the drift of the whole, and each token's residual."""
+"""A ratio in two parts, as a fibre bundle has base and fibres: the drift of a whole trajectory, and each token's residual."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from turnwise.algebra.piece import NOTHING, Now, check
+from turnwise.algebra.piece import NOTHING, MicroBatchView, check
 from turnwise.algebra.ratio import Ratio, moved
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, Partition, where
 from turnwise.core.signals import Signal
@@ -14,14 +14,14 @@ from turnwise.core.signals import Signal
 
 @dataclass(frozen=True)
 class Fibration(Ratio):
-    """Gₜ = W Fₜ: trajectory drift and token residual, each within a trust region of its own.
+    """Gₜ = W Fₜ: trajectory drift and token residual, each within its own trust region.
 
     S± = mean over the trajectory of max(±l, 0);  W = exp( g(S⁺, C⁺) − g(S⁻, C⁻) )
     Fₜ = exp( clip(lₜ − sₜ S^{sₜ}, ±ε) − clip(−sₜ S^{−sₜ}, ±ε) ),  sₜ = sign(lₜ)
-    g(x, C) = x up to C, then back to 0 with slope −T, T tokens: beyond its budget a drift is pulled back.
+    g(x, C) = x up to C, then back to 0 with slope −T, T tokens: a drift beyond its budget has a gradient back.
 
     ``domains`` splits the drift into that of the domain, of the group inside it and of the trajectory inside that, each
-    gated by itself. Groups and domains span micro-batches, so the ratio is then told of the whole step."""
+    gated separately. Groups and domains span micro-batches, so the ratio is then computed over the whole step."""
 
     plus: float = 0.12
     minus: float = 0.05
@@ -33,38 +33,38 @@ class Fibration(Ratio):
             check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; write a number >= 0")
 
     @property
-    def couples(self) -> bool:
+    def couples_trajectories(self) -> bool:
         return self.domains
 
     @property
-    def foresight(self) -> frozenset[Signal]:
+    def reads_before_step(self) -> frozenset[Signal]:
         return frozenset({Signal.LOGP}) if self.domains else NOTHING
 
-    def __call__(self, now: Now) -> Field:
-        log_ratio = moved(now)
+    def __call__(self, view: MicroBatchView) -> Field:
+        log_ratio = moved(view)
         up = (log_ratio >= 0).detach()
-        rises, falls = where(up, log_ratio, 0.0), where(up, 0.0, -log_ratio)  # an unmoved token counts as rising
-        base = self._drift(rises, self.plus, now) - self._drift(falls, self.minus, now)
-        own = where(up, rises.mean(TRAJECTORY), falls.mean(TRAJECTORY))
-        other = where(up, falls.mean(TRAJECTORY), rises.mean(TRAJECTORY))
+        rises, falls = where(up, log_ratio, 0.0), where(up, 0.0, -log_ratio)  # an unchanged token counts as rising
+        base = self._drift(rises, self.plus, view) - self._drift(falls, self.minus, view)
+        same_sign = where(up, rises.mean(TRAJECTORY), falls.mean(TRAJECTORY))
+        other_sign = where(up, falls.mean(TRAJECTORY), rises.mean(TRAJECTORY))
         sign = where(up, 1.0, -1.0).to(log_ratio.x.dtype)
-        residual = _clip(log_ratio - sign * own, self.eps) - _clip(-sign * other, self.eps)
+        residual = _clip(log_ratio - sign * same_sign, self.eps) - _clip(-sign * other_sign, self.eps)
         return (base + residual).exp()
 
-    def _drift(self, part: Field, budget: float, now: Now) -> Field:
+    def _drift(self, part: Field, budget: float, view: MicroBatchView) -> Field:
         """One channel of the base, gated at each of its levels."""
         trajectory, tree = part.mean(TRAJECTORY), part.tree
         length = tree.size(TOKEN, TRAJECTORY).to(part.x.dtype)
         if not self.domains:
             return _rollback(trajectory, budget, length)
-        some = where(length > 0, 1.0, 0.0).to(part.x.dtype)
-        domain = Partition.by(tree, TRAJECTORY, now.batch.domain)
-        mean = lambda over: (trajectory * some).sum(over) / some.sum(over).clamp(low=1.0)  # noqa: E731
-        group, kind = mean(GROUP), mean(domain)
+        has_tokens = where(length > 0, 1.0, 0.0).to(part.x.dtype)
+        domain = Partition.by(tree, TRAJECTORY, view.batch.domain)
+        mean = lambda over: (trajectory * has_tokens).sum(over) / has_tokens.sum(over).clamp(low=1.0)  # noqa: E731
+        of_group, of_domain = mean(GROUP), mean(domain)
         return (
-            _rollback(kind, budget, length.sum(domain))
-            + _rollback(group - kind, budget, length.sum(GROUP))
-            + _rollback(trajectory - group, budget, length)
+            _rollback(of_domain, budget, length.sum(domain))
+            + _rollback(of_group - of_domain, budget, length.sum(GROUP))
+            + _rollback(trajectory - of_group, budget, length)
         )
 
 

@@ -1,6 +1,7 @@
 """Gates: how a ratio limits the update. A gate turns (ρ, A) into a weight w so that the gain is always w · A.
 
-A gate times a factor is a gate; a gate behind a mask is a gate: ``Clip(0.2, 0.28) * Truncated(2.0)``, ``Score().where(Ring())``.
+A gate times a factor is a gate, and so is a masked gate: ``Clip(0.2, 0.28) * TruncatedImportance(2.0)``,
+``ScoreFunction().where(TwoSided())``. A gate does not know how its gains are averaged.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 from turnwise.algebra.factor import Factor
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.piece import Now, Piece, Whole, check, text
+from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check, text
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.core.levels import TRAJECTORY, Field, where
@@ -20,14 +21,14 @@ from turnwise.core.levels import TRAJECTORY, Field, where
 class Gate(Piece):
     """Interface: the weight of a micro-batch, differentiable."""
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         raise NotImplementedError
 
     def __mul__(self, factor: Factor) -> Gate:
         return Scaled(self, factor)
 
     def where(self, mask: Mask) -> Gate:
-        return Behind(self, mask)
+        return Masked(self, mask)
 
 
 @dataclass(frozen=True)
@@ -37,50 +38,50 @@ class Scaled(Gate):
     gate: Gate
     factor: Factor
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return self.gate(rho, adv, now) * self.factor(rho, adv, now)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return self.gate(rho, adv, view) * self.factor(rho, adv, view)
 
-    def written(self) -> str:
+    def as_text(self) -> str:
         return f"{text(self.gate)} * {text(self.factor)}"
 
 
 @dataclass(frozen=True)
-class Behind(Gate):
-    """The gate where the mask lets through, 0 elsewhere; the average still counts what is masked."""
+class Masked(Gate):
+    """The gate where the mask is true, 0 elsewhere; the average still counts masked tokens."""
 
     gate: Gate
     mask: Mask
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return where(self.mask(rho.detach(), adv, now), self.gate(rho, adv, now), 0.0)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return where(self.mask(rho.detach(), adv, view), self.gate(rho, adv, view), 0.0)
 
-    def written(self) -> str:
+    def as_text(self) -> str:
         inner = text(self.gate)
         return f"({inner}).where({text(self.mask)})" if " " in inner else f"{inner}.where({text(self.mask)})"
 
 
 @dataclass(frozen=True)
-class Either(Gate):
-    """One gate for guided trajectories, another for those sampled as the policy would."""
+class ByGuidance(Gate):
+    """One gate for guided trajectories, another for those sampled by the plain policy."""
 
     guided: Gate
     plain: Gate
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return where(now.batch.guided, self.guided(rho, adv, now), self.plain(rho, adv, now))
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return where(view.batch.guided, self.guided(rho, adv, view), self.plain(rho, adv, view))
 
 
 @dataclass(frozen=True)
-class Open(Gate):
-    """w = ρ: nothing is limited."""
+class NoGate(Gate):
+    """w = ρ: no limit."""
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return rho
 
 
 @dataclass(frozen=True)
 class Clip(Gate):
-    """w·A = min(ρA, clip(ρ, 1 − low, 1 + high)·A), written as a weight: the sign of A picks the bound that binds.
+    """w·A = min(ρA, clip(ρ, 1 − low, 1 + high)·A), written as a weight: the sign of A selects the bound.
 
     ``dual`` c > 1 also bounds ρ from above where A < 0 (there, PPO's minimum has no floor)."""
 
@@ -93,26 +94,26 @@ class Clip(Gate):
         check(self.high >= 0, f"clip high is {self.high}; write a number >= 0: ratios above 1 + high are cut")
         check(self.dual is None or self.dual > 1, f"dual clip is {self.dual}; write a number > 1, or None for off")
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return where(adv > 0, rho.clamp(high=1 + self.high), rho.clamp(1 - self.low, self.dual))
 
 
-def score(now: Now) -> Field:
-    """1 with the gradient of log π, for each token: whoever multiplies it by a weight has written sg[w] ∇ log π."""
-    return (now.logp - now.logp.detach()).exp()
+def score_function(view: MicroBatchView) -> Field:
+    """1 with the gradient of log π, for each token: a weight times this is sg[w] ∇ log π."""
+    return (view.logp - view.logp.detach()).exp()
 
 
 @dataclass(frozen=True)
-class Score(Gate):
-    """w = 1 with the gradient of log π: the plain score function, unweighted."""
+class ScoreFunction(Gate):
+    """w = 1 with the gradient of log π: the score function, without an importance weight."""
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return score(now)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return score_function(view)
 
 
 @dataclass(frozen=True)
-class Cap(Gate):
-    """w = sg[clip(ρ, low, high)] with the gradient of log π: the *weight* is cut, no token ever loses its gradient."""
+class CappedWeight(Gate):
+    """w = sg[clip(ρ, low, high)] with the gradient of log π: the *weight* is capped, and every token keeps its gradient."""
 
     high: float
     low: float = 0.0
@@ -120,13 +121,13 @@ class Cap(Gate):
     def __post_init__(self) -> None:
         check(0 <= self.low <= self.high, f"a cap needs 0 <= low <= high, got low {self.low}, high {self.high}")
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return rho.detach().clamp(self.low, self.high) * score(now)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return rho.detach().clamp(self.low, self.high) * score_function(view)
 
 
 @dataclass(frozen=True)
-class Sigmoid(Gate):
-    """w = (4/τ) σ(τ(ρ − 1)), τ by the sign of A: a soft clip whose gradient fades with the distance from 1."""
+class SigmoidGate(Gate):
+    """w = (4/τ) σ(τ(ρ − 1)), τ by the sign of A: a soft clip whose gradient decays with the distance from 1."""
 
     pos: float = 1.0
     neg: float = 1.05
@@ -134,19 +135,19 @@ class Sigmoid(Gate):
     def __post_init__(self) -> None:
         check(self.pos > 0 and self.neg > 0, f"temperatures {self.pos}, {self.neg}; write positive numbers")
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         tau = where(adv > 0, self.pos, self.neg).to(rho.x.dtype)
         return 4 / tau * (tau * (rho - 1)).map(torch.sigmoid)
 
 
 @dataclass(frozen=True)
-class Geometric(Gate):
-    """w = exp( mean over the trajectory of clipped log ρ ): each token is clipped in log space, on its harmful side only."""
+class GeometricMeanClip(Gate):
+    """w = exp( mean over the trajectory of clipped log ρ ): each token is clipped in log space, only on the side that the sign of A selects."""
 
     low: float = 0.4
     high: float = 0.4
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         sequence = adv if adv.level >= TRAJECTORY else adv.mean(TRAJECTORY)
         log_rho = rho.log()
         clipped = where(sequence > 0, log_rho.clamp(high=self.high), log_rho.clamp(low=-self.low))
@@ -154,28 +155,28 @@ class Geometric(Gate):
 
 
 @dataclass(frozen=True)
-class Taper(Gate):
-    """w = sg[clip(ρ, low, high)] with the gradient of log π, and one window for good outcomes, another for bad ones.
+class ClipByOutcome(Gate):
+    """w = sg[clip(ρ, low, high)] with the gradient of log π, and one window for outcomes ≥ 0, another for those below.
 
-    Good trajectories are imitated as they are (1, 1); bad ones lose their weight as the policy leaves them (0, 1)."""
+    With the defaults good trajectories have weight 1; the weight of bad ones falls with their probability (0, 1)."""
 
     good: tuple[float, float] = (1.0, 1.0)
     bad: tuple[float, float] = (0.0, 1.0)
     by: Term = field(default_factory=Outcome)
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        return {self: self.by(whole.batch)}
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: self.by(view.batch)}
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         value = rho.detach()
-        return where(now[self] >= 0, value.clamp(*self.good), value.clamp(*self.bad)) * score(now)
+        return where(view[self] >= 0, value.clamp(*self.good), value.clamp(*self.bad)) * score_function(view)
 
 
 @dataclass(frozen=True)
-class Toward(Gate):
+class RatioRegression(Gate):
     """w·A = −|ρ − ρ*| |A|,  ρ* = 1 − low + (low + high) σ(a/temperature): regression of the ratio to a bounded target.
 
-    Inside the bounds the gradient is that of ρA; outside it pulls back, where a clip would be silent."""
+    Inside the bounds the gradient is that of ρA; outside it points back, where a clip would have none."""
 
     by: Term
     temperature: float
@@ -185,15 +186,26 @@ class Toward(Gate):
     def __post_init__(self) -> None:
         check(self.temperature > 0, f"the temperature is {self.temperature}; write a positive number")
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        return {self: self.by(whole.batch)}
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: self.by(view.batch)}
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        soft = (now[self] / self.temperature).map(torch.sigmoid)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        soft = (view[self] / self.temperature).map(torch.sigmoid)
         target = 1 - self.low + (self.low + self.high) * soft
         return -(rho - target).abs() * adv.map(torch.sign)
 
 
 __all__ = [
-    "Behind", "Cap", "Clip", "Either", "Gate", "Geometric", "Open", "Scaled", "Score", "Sigmoid", "Taper", "Toward",
+    "ByGuidance",
+    "CappedWeight",
+    "Clip",
+    "ClipByOutcome",
+    "Gate",
+    "GeometricMeanClip",
+    "Masked",
+    "NoGate",
+    "RatioRegression",
+    "Scaled",
+    "ScoreFunction",
+    "SigmoidGate",
 ]  # fmt: skip

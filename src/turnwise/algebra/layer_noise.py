@@ -1,4 +1,4 @@
-"""Smoothing: noise inside the policy while it learns, so that small differences between learner and sampler matter less."""
+"""Noise in the policy's layers during updates, so that small differences between learner and sampler matter less."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from turnwise.algebra.piece import Piece, check
 
 @dataclass(frozen=True)
 class LayerNoise(Piece):
-    """h ← h + σ e, e ~ N(0, 1), at the input of every decoder layer, in update passes only; each layer learns its σ."""
+    """h ← h + σ e, e ~ N(0, 1), at the input of every decoder layer, in update passes only; σ is learned per layer."""
 
     sigma: float = 1e-6
     rate: float = 5e-4  # learning rate of log σ

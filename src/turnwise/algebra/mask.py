@@ -1,5 +1,6 @@
-"""Masks: which tokens take part. In a gate (``gate.where(mask)``) a masked token gives no gradient but is counted;
-as the ``keep`` of a recipe it is not counted either."""
+"""Masks: which tokens are trained on. In a gate (``gate.where(mask)``) a masked token has no gradient but counts in the average;
+as the ``keep`` of a recipe it does not count either.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from turnwise.algebra.piece import Now, Piece, Whole, check, text
+from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check, text
 from turnwise.algebra.ratio import Ratio, behaviour, mismatch, moved
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Level, where
 from turnwise.core.signals import Signal
 
 
 class Mask(Piece):
-    """Interface: True where a token takes part. Never differentiated."""
+    """Interface: True where a token is trained on. Never differentiated."""
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         raise NotImplementedError
 
     def __and__(self, other: Mask) -> Mask:
@@ -28,18 +29,18 @@ class Both(Mask):
     left: Mask
     right: Mask
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return self.left(rho, adv, now) & self.right(rho, adv, now)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return self.left(rho, adv, view) & self.right(rho, adv, view)
 
-    def written(self) -> str:
+    def as_text(self) -> str:
         return f"{text(self.left)} & {text(self.right)}"
 
 
 @dataclass(frozen=True)
-class All(Mask):
+class AllTokens(Mask):
     """Every token."""
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return rho.map(lambda x: torch.ones_like(x, dtype=torch.bool))
 
 
@@ -48,16 +49,16 @@ class All(Mask):
 
 @dataclass(frozen=True)
 class OneSided(Mask):
-    """Out once the ratio has moved far enough in the direction A wants: A ≥ 0 needs ρ ≤ 1 + high, A ≤ 0 ρ ≥ 1 − low.
+    """Masks a token once its ratio has moved far enough in the direction of A: A ≥ 0 keeps ρ ≤ 1 + high, A ≤ 0 keeps ρ ≥ 1 − low.
 
-    ``ratio``: judge another ratio than the objective's own."""
+    ``ratio``: test this ratio instead of the objective's."""
 
     low: float = 0.2
     high: float = 0.2
     ratio: Ratio | None = None
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        at = rho if self.ratio is None else self.ratio(now).detach()
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        at = rho if self.ratio is None else self.ratio(view).detach()
         return ((adv >= 0) & (at <= 1 + self.high)) | ((adv <= 0) & (at >= 1 - self.low))
 
 
@@ -68,46 +69,46 @@ class TwoSided(Mask):
     low: float = 0.2
     high: float = 0.2
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return (rho >= 1 - self.low) & (rho <= 1 + self.high)
 
 
 @dataclass(frozen=True)
-class Ring(Mask):
-    """Two-sided, and again far outside, where A pulls back: A ≥ 0 and ρ ≤ 1 − far_low, or A ≤ 0 and ρ ≥ 1 + far_high."""
+class InsideOrFarOutside(Mask):
+    """Two-sided, and also far outside where A points back: A ≥ 0 and ρ ≤ 1 − far_low, or A ≤ 0 and ρ ≥ 1 + far_high."""
 
     low: float = 0.2
     high: float = 0.2
     far_low: float = 0.6
     far_high: float = 2.0
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         inside = (rho >= 1 - self.low) & (rho <= 1 + self.high)
         return inside | ((adv >= 0) & (rho <= 1 - self.far_low)) | ((adv <= 0) & (rho >= 1 + self.far_high))
 
 
 @dataclass(frozen=True)
 class TotalVariation(Mask):
-    """A > 0 needs p − p_μ ≤ high, else p − p_μ ≥ −low: a distance of probabilities, fair to rare tokens."""
+    """A > 0 needs p − p_μ ≤ high, else p − p_μ ≥ −low: a distance of probabilities, which does not penalise rare tokens more."""
 
     low: float
     high: float
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        step = now.logp.detach().exp() - behaviour(now.batch).exp()
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        step = view.logp.detach().exp() - behaviour(view.batch).exp()
         return where(adv > 0, step <= self.high, step >= -self.low)
 
 
 @dataclass(frozen=True)
 class BinaryKL(Mask):
-    """KL of (p_μ, 1 − p_μ) from (p, 1 − p) at most ``limit``, or the move is back toward p_μ."""
+    """KL of (p_μ, 1 − p_μ) from (p, 1 − p) at most ``limit``, or the update moves back toward p_μ."""
 
     limit: float
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        p, old = (x.exp().clamp(1e-8, 1 - 1e-8) for x in (now.logp.detach(), behaviour(now.batch)))
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        p, old = (x.exp().clamp(1e-8, 1 - 1e-8) for x in (view.logp.detach(), behaviour(view.batch)))
         kl = old * (old / p).log() + (1 - old) * ((1 - old) / (1 - p)).log()
-        away = where(adv > 0, now.logp.detach() > behaviour(now.batch), now.logp.detach() < behaviour(now.batch))
+        away = where(adv > 0, view.logp.detach() > behaviour(view.batch), view.logp.detach() < behaviour(view.batch))
         return (kl <= self.limit) | ~away
 
 
@@ -115,8 +116,8 @@ class BinaryKL(Mask):
 
 
 @dataclass(frozen=True)
-class Agreeing(Mask):
-    """low ≤ π_prox/μ ≤ high: where learner and sampler agree. By token, by the product or by the geometric mean of a level."""
+class MismatchWithin(Mask):
+    """low ≤ π_prox/μ ≤ high: learner and sampler agree. By token, by the product or by the geometric mean over a level."""
 
     low: float
     high: float
@@ -130,13 +131,13 @@ class Agreeing(Mask):
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.PROXIMAL})
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        log = mismatch(now).mean(self.level) if self.mean else mismatch(now, self.level)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        log = mismatch(view).mean(self.level) if self.mean else mismatch(view, self.level)
         return (log.exp() >= self.low) & (log.exp() <= self.high)
 
 
 @dataclass(frozen=True)
-class SmallMismatch(Mask):
+class MismatchKLBelow(Mask):
     """Trajectories whose mean k3 of learner against sampler, mean (ρ − 1 − log ρ), is at most ``limit``."""
 
     limit: float = 1e-2
@@ -145,12 +146,12 @@ class SmallMismatch(Mask):
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.PROXIMAL})
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return mismatch(now).map(lambda x: torch.expm1(x) - x).mean(TRAJECTORY) <= self.limit
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return mismatch(view).map(lambda x: torch.expm1(x) - x).mean(TRAJECTORY) <= self.limit
 
 
 @dataclass(frozen=True)
-class NoVeto(Mask):
+class TokenVeto(Mask):
     """Trajectories in which no token has π_prox/μ below ``floor``."""
 
     floor: float = 1e-4
@@ -159,43 +160,43 @@ class NoVeto(Mask):
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.PROXIMAL})
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return mismatch(now).exp().min(TRAJECTORY) >= self.floor
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return mismatch(view).exp().min(TRAJECTORY) >= self.floor
 
 
 @dataclass(frozen=True)
-class NotLeft(Mask):
-    """Bad trajectories (A < 0) that the policy has already left, mean (log μ − log π) > limit, are out; good ones stay."""
+class OffPolicySequenceMask(Mask):
+    """Masks trajectories with A < 0 that have become unlikely, mean (log μ − log π) > limit; keeps all others."""
 
     limit: float = 0.5
 
     @property
-    def foresight(self) -> frozenset[Signal]:
+    def reads_before_step(self) -> frozenset[Signal]:
         return frozenset({Signal.LOGP})
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        left = -moved(now).detach().mean(TRAJECTORY)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        decrease = -moved(view).detach().mean(TRAJECTORY)
         sequence = adv if adv.level >= TRAJECTORY else adv.mean(TRAJECTORY)
-        return ~((sequence < 0) & (left > self.limit))
+        return ~((sequence < 0) & (decrease > self.limit))
 
 
 # ---------------------------------------------------------- of the whole step
 
 
 @dataclass(frozen=True)
-class Informative(Mask):
+class InformativeGroups(Mask):
     """Groups whose rewards differ."""
 
     least: float = 1e-6
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        outcome = now.batch.reward.sum(TRAJECTORY)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        outcome = view.batch.reward.sum(TRAJECTORY)
         return outcome.max(GROUP) - outcome.min(GROUP) > self.least
 
 
 @dataclass(frozen=True)
-class Predictable(Mask):
-    """Tokens whose coming step, to second order in the last layer, changes objective and policy only a little.
+class SmallPredictedChange(Mask):
+    """Tokens whose next update, to second order in the output layer, changes objective and policy only a little.
 
     m_H = A²s₁ + ½A·A²(s₁² − s₂ + s₃²),  m_F = ½A²s₁²;  kept where |m_H| < objective and m_F < policy.
     s₁ = Σv²q, s₂ = Σπv²q², s₃ = Σπvq with v = onehot − π, q = lr·P·h² (P the optimiser's preconditioner)."""
@@ -204,20 +205,22 @@ class Predictable(Mask):
     policy: float = 1e-4
 
     @property
-    def foresight(self) -> frozenset[Signal]:
-        return frozenset({Signal.PUSH, Signal.PUSH_SQUARE, Signal.PUSH_MEAN})
+    def reads_before_step(self) -> frozenset[Signal]:
+        return frozenset({Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN})
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        s1, s2, s3 = (now[s] for s in (Signal.PUSH, Signal.PUSH_SQUARE, Signal.PUSH_MEAN))
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        s1, s2, s3 = (
+            view[s] for s in (Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN)
+        )
         a2 = adv * adv
         gain = a2 * s1 + 0.5 * adv * a2 * (s1 * s1 - s2 + s3 * s3)
         return (gain.abs() < self.objective) & (0.5 * a2 * s1 * s1 < self.policy)
 
 
 @dataclass(frozen=True)
-class OutsideCovariance(Mask):
-    """All but a few tokens, drawn by lot among those whose (A − mean A)(log π − mean log π) lies in (low, high)
-    and which a clip of ``clip_low``, ``clip_high`` would not silence anyway."""
+class CovarianceClip(Mask):
+    """All but a few tokens, drawn at random among those whose (A − mean A)(log π − mean log π) is in (low, high)
+    and which a clip of ``clip_low``, ``clip_high`` would not mask anyway."""
 
     fraction: float = 2e-4
     low: float = 1.0
@@ -226,36 +229,51 @@ class OutsideCovariance(Mask):
     clip_high: float = 1.0
 
     @property
-    def foresight(self) -> frozenset[Signal]:
+    def reads_before_step(self) -> frozenset[Signal]:
         return frozenset({Signal.LOGP})
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        adv, rho = whole.advantage.at(TOKEN), whole.ratio.at(TOKEN)
-        cov = covariance(whole)
-        silent = ((adv > 0) & (rho > 1 + self.clip_high)) | ((adv < 0) & (rho < 1 - self.clip_low))
-        candidates = (cov > self.low) & (cov < self.high) & ~silent
+    def plan(self, view: StepView) -> dict[object, Field]:
+        adv, rho = view.advantage.at(TOKEN), view.ratio.at(TOKEN)
+        cov = covariance(view)
+        clipped = ((adv > 0) & (rho > 1 + self.clip_high)) | ((adv < 0) & (rho < 1 - self.clip_low))
+        candidates = (cov > self.low) & (cov < self.high) & ~clipped
         n = quota(self.fraction, cov)
-        lots = torch.where(candidates.x, whole.batch.lots().x, torch.inf)
+        draws = torch.where(candidates.x, view.batch.uniform_draws().x, torch.inf)
         drawn = torch.zeros_like(candidates.x)
-        drawn[torch.argsort(lots, stable=True)[:n]] = True
+        drawn[torch.argsort(draws, stable=True)[:n]] = True
         return {self: Field(cov.tree, TOKEN, ~(drawn & candidates.x))}
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return now[self]
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self]
 
 
 def quota(fraction: float, tokens: Field) -> int:
-    """How many tokens a fraction stands for: none for 0, otherwise at least one."""
+    """The number of tokens of a fraction: 0 for 0, otherwise at least one."""
     return max(1, int(fraction * tokens.x.numel())) if fraction else 0
 
 
-def covariance(whole: Whole) -> Field:
-    """(A − mean A)(log π − mean log π) of each token, means over the step: what makes entropy fall."""
-    a, logp = whole.advantage.at(TOKEN), whole.logp.detach()
+def covariance(view: StepView) -> Field:
+    """(A − mean A)(log π − mean log π) of each token, means over the step: the covariance that lowers the entropy."""
+    a, logp = view.advantage.at(TOKEN), view.logp.detach()
     return (a - a.mean(BATCH)) * (logp - logp.mean(BATCH))
 
 
 __all__ = [
-    "Agreeing", "All", "BinaryKL", "Both", "Informative", "Mask", "NoVeto", "NotLeft", "OneSided", "OutsideCovariance",
-    "Predictable", "Ring", "SmallMismatch", "TotalVariation", "TwoSided", "covariance", "quota",
+    "AllTokens",
+    "BinaryKL",
+    "Both",
+    "CovarianceClip",
+    "InformativeGroups",
+    "InsideOrFarOutside",
+    "Mask",
+    "MismatchKLBelow",
+    "MismatchWithin",
+    "OffPolicySequenceMask",
+    "OneSided",
+    "SmallPredictedChange",
+    "TokenVeto",
+    "TotalVariation",
+    "TwoSided",
+    "covariance",
+    "quota",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Peers: who is compared with whom, where it is not simply a level."""
+"""Peers: which items are compared with each other, where they are not simply those of a level."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from turnwise.core.batch import Batch
 from turnwise.core.levels import Level, Partition
 
 
-class Kin(Piece):
+class Peers(Piece):
     """Interface: a partition of the items of one level of a batch."""
 
     def __call__(self, batch: Batch) -> Partition:
@@ -17,24 +17,24 @@ class Kin(Piece):
 
 
 @dataclass(frozen=True)
-class Same(Kin):
+class Same(Peers):
     """Turns of one group agreeing in ``state``, ``agent`` or turn ``index``: ``Same("state")``, ``Same("agent+index")``."""
 
     what: str
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"state"} & set(self.what.split("+")))
 
     def __call__(self, batch: Batch) -> Partition:
         return batch.same(*self.what.split("+"))
 
 
-Peers = Level | Kin
+PeerSpec = Level | Peers
 
 
-def among(peers: Peers, batch: Batch) -> Level | Partition:
+def resolve_peers(peers: PeerSpec, batch: Batch) -> Level | Partition:
     return peers if isinstance(peers, Level) else peers(batch)
 
 
-__all__ = ["Kin", "Peers", "Same", "among"]
+__all__ = ["PeerSpec", "Peers", "Same", "resolve_peers"]

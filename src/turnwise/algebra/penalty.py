@@ -1,4 +1,7 @@
-"""Penalties: what else is optimised. A penalty is a cost for each token, subtracted from the gain."""
+"""Penalties: further losses beside the gain. A penalty is a cost for each token, subtracted from the gain.
+
+A penalty does not know its weight; ``weight.py`` holds weights that change during a run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from turnwise.algebra.aggregate import Aggregate
 from turnwise.algebra.mask import Mask, covariance, quota
-from turnwise.algebra.piece import Now, Piece, State, Whole, check
+from turnwise.algebra.piece import MicroBatchView, Piece, State, StepView, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Importance, moved
 from turnwise.algebra.term import Term
 from turnwise.algebra.weight import Weight
@@ -20,23 +23,23 @@ from turnwise.maths.divergences import ESTIMATORS
 
 
 class Penalty(Piece):
-    """Interface: the cost of a micro-batch, differentiable. One that ``couples`` trajectories is differentiated by log π
-    over the whole step, before the cut; it may read no other live signal."""
+    """Interface: the cost of a micro-batch, differentiable. One that ``couples_trajectories`` is differentiated by log π over the
+    whole step, before the split; it may read no other signal with gradient."""
 
-    couples = False
+    couples_trajectories = False
 
-    def __call__(self, now: Now) -> Field:
+    def __call__(self, view: MicroBatchView) -> Field:
         raise NotImplementedError
 
-    def tells(self, now: Now) -> Mapping[str, Tensor]:
-        """Numbers for people, by name: sums over a micro-batch, or of the whole step where it ``couples``."""
+    def metrics(self, view: MicroBatchView) -> Mapping[str, Tensor]:
+        """Metrics to log, by name: sums over a micro-batch, or over the whole step where it ``couples_trajectories``."""
         return {}
 
 
 @dataclass(frozen=True)
-class Weighted(Piece):
-    """weight · penalty, averaged like the gain or in its own way, over the gain's tokens or its own ``rows`` (each cost is
-    divided by its own count). The weight is a number, or moves with the run."""
+class WeightedPenalty(Piece):
+    """weight · penalty, averaged like the gain or by its own aggregate, over the gain's tokens or its own ``rows`` (each cost is
+    divided by its own count). The weight is a number or a ``Weight`` that changes during the run."""
 
     weight: float | Weight
     penalty: Penalty
@@ -52,8 +55,8 @@ class Weighted(Piece):
 class KL(Penalty):
     """KL(π‖reference) by a single-sample estimator (see maths/divergences.py for bias and gradients).
 
-    ``to``: another frozen policy instead: PREVIOUS, PROXIMAL. ``corrected`` multiplies by the ratio π/μ, which makes the
-    gradient of k3 (and k1) that of the reverse KL also on data of another policy."""
+    ``to``: another frozen policy instead: PREVIOUS, PROXIMAL. ``corrected`` multiplies by the ratio π/μ, so that the gradient
+    of k3 (and k1) is that of the reverse KL also on off-policy data."""
 
     estimator: str = "k3"
     to: Signal = Signal.REFERENCE
@@ -66,73 +69,73 @@ class KL(Penalty):
     def reads(self) -> frozenset[Signal]:
         return frozenset({self.to})
 
-    def __call__(self, now: Now) -> Field:
-        x = (now[self.to] - now.logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    def __call__(self, view: MicroBatchView) -> Field:
+        x = (view[self.to] - view.logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         cost = x.map(ESTIMATORS[self.estimator])
-        return Importance()(now) * cost if self.corrected else cost
+        return Importance()(view) * cost if self.corrected else cost
 
 
 @dataclass(frozen=True)
-class Nearness(Penalty):
-    """(log π − log μ)²: stay near the policy that sampled the data."""
+class SquaredLogRatio(Penalty):
+    """(log π − log μ)²: keeps the policy near the behaviour policy."""
 
-    def __call__(self, now: Now) -> Field:
-        return moved(now) ** 2
+    def __call__(self, view: MicroBatchView) -> Field:
+        return moved(view) ** 2
 
 
 @dataclass(frozen=True)
 class RatioVariance(Penalty):
-    """(ρ − 1)²: the ratio has mean 1, so this is its variance; half of it approximates the KL to the sampler."""
+    """(ρ − 1)²: the ratio has mean 1, so this is its variance; half of it approximates the KL to the behaviour policy."""
 
-    def __call__(self, now: Now) -> Field:
-        return (moved(now).exp() - 1) ** 2
+    def __call__(self, view: MicroBatchView) -> Field:
+        return (moved(view).exp() - 1) ** 2
 
 
 @dataclass(frozen=True)
-class CovarianceDrift(Penalty):
-    """|log π − log μ| on the few tokens with the largest (A − mean A)(log π − mean log π), nothing on the others."""
+class HighCovarianceDrift(Penalty):
+    """|log π − log μ| on the few tokens with the largest (A − mean A)(log π − mean log π), 0 on the others."""
 
     fraction: float = 2e-3
 
     @property
-    def foresight(self) -> frozenset[Signal]:
+    def reads_before_step(self) -> frozenset[Signal]:
         return frozenset({Signal.LOGP})
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        cov = covariance(whole)
+    def plan(self, view: StepView) -> dict[object, Field]:
+        cov = covariance(view)
         n = quota(self.fraction, cov)
-        chosen = torch.zeros_like(cov.x)
-        by_lot = torch.argsort(whole.batch.lots().x)  # equal covariances: by lot, whatever the packing
-        order = by_lot[torch.argsort(cov.x[by_lot].double().round(decimals=9), descending=True, stable=True)]
-        chosen[order[:n]] = 1.0
-        return {self: Field(cov.tree, TOKEN, chosen)}
+        selected = torch.zeros_like(cov.x)
+        shuffled = torch.argsort(view.batch.uniform_draws().x)  # break ties at random, independently of the packing
+        order = shuffled[torch.argsort(cov.x[shuffled].double().round(decimals=9), descending=True, stable=True)]
+        selected[order[:n]] = 1.0
+        return {self: Field(cov.tree, TOKEN, selected)}
 
-    def __call__(self, now: Now) -> Field:
-        return now[self] * moved(now).abs()
+    def __call__(self, view: MicroBatchView) -> Field:
+        return view[self] * moved(view).abs()
 
 
 # -------------------------------------------------------------------- entropy
 
 
 @dataclass(frozen=True)
-class LowEntropy(Penalty):
+class NegativeEntropy(Penalty):
     """−H: the entropy bonus, as a cost."""
 
     @property
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.ENTROPY})
 
-    def __call__(self, now: Now) -> Field:
-        return -now[Signal.ENTROPY]
+    def __call__(self, view: MicroBatchView) -> Field:
+        return -view[Signal.ENTROPY]
 
 
-TURNS = 32  # turn indices whose entropy is remembered by itself; later turns share the last
+TURNS = 32  # turn indices with their own mean entropy; later turns share the last
 
 
 @dataclass(frozen=True)
 class EntropyBand(Penalty):
-    """scale · ([low·H̄ − H]₊ + [H − high·H̄]₊) with H̄ the mean entropy of past batches at the same turn index: neither runaway nor
-    collapse. The first batch has no past and no band."""
+    """scale · ([low·H̄ − H]₊ + [H − high·H̄]₊) with H̄ the mean entropy of past batches at the same turn index: the entropy
+    neither explodes nor collapses. The first batch has no cost."""
 
     low: float = 0.0
     high: float = 2.0
@@ -142,13 +145,13 @@ class EntropyBand(Penalty):
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.ENTROPY, Signal.OLD_ENTROPY})
 
-    def start(self) -> State:
+    def initial_state(self) -> State:
         return {f"{kind}{k}": 0.0 for k in range(TURNS) for kind in ("sum", "count")}
 
-    def advance(self, state: State, whole: Whole) -> State:
-        tree = whole.batch.tree
+    def next_state(self, state: State, view: StepView) -> State:
+        tree = view.batch.tree
         index = tree.index(TURN, TRAJECTORY).at(TOKEN).x.clamp(max=TURNS - 1)
-        entropy = whole[Signal.OLD_ENTROPY].x.double()
+        entropy = view[Signal.OLD_ENTROPY].x.double()
         sums = torch.zeros(TURNS, dtype=torch.float64, device=index.device).index_add(0, index, entropy).tolist()
         counts = torch.bincount(index, minlength=TURNS).tolist()
         for k in range(TURNS):
@@ -156,16 +159,16 @@ class EntropyBand(Penalty):
             state[f"count{k}"] += counts[k]
         return state
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        """H̄ for each turn, −1 where there is no past."""
-        tree = whole.batch.tree
-        past = lambda k: whole[self, f"sum{k}"].item / max(1.0, whole[self, f"count{k}"].item)  # noqa: E731
-        means = [past(k) if whole[self, f"count{k}"].item else -1.0 for k in range(TURNS)]
+    def plan(self, view: StepView) -> dict[object, Field]:
+        """H̄ for each turn, −1 where no earlier batch had one."""
+        tree = view.batch.tree
+        past = lambda k: view[self, f"sum{k}"].item / max(1.0, view[self, f"count{k}"].item)  # noqa: E731
+        means = [past(k) if view[self, f"count{k}"].item else -1.0 for k in range(TURNS)]
         table = torch.tensor(means, dtype=torch.float64, device=tree.device)
         return {self: Field(tree, TURN, table[tree.index(TURN, TRAJECTORY).x.clamp(max=TURNS - 1)])}
 
-    def __call__(self, now: Now) -> Field:
-        h, mean = now[Signal.ENTROPY], now[self].to(now[Signal.ENTROPY].x.dtype)
+    def __call__(self, view: MicroBatchView) -> Field:
+        h, mean = view[Signal.ENTROPY], view[self].to(view[Signal.ENTROPY].x.dtype)
         outside = (self.low * mean - h).clamp(low=0.0) + (h - self.high * mean).clamp(low=0.0)
         return self.scale * where(mean >= 0, outside, 0.0)
 
@@ -174,10 +177,10 @@ class EntropyBand(Penalty):
 
 
 @dataclass(frozen=True)
-class CriticError(Penalty):
+class ClippedValueLoss(Penalty):
     """½ max( (v − G)², (clip(v, v_old ± clip) − G)² ): the critic's regression to its target G, with PPO's value clip.
 
-    ``finished``: only on episodes that no limit cut off (their return is known), as a mean over those tokens."""
+    ``finished``: only on episodes that were not truncated (their return is known), as a mean over those tokens."""
 
     target: Term
     clip: float = 0.5
@@ -190,23 +193,23 @@ class CriticError(Penalty):
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.VALUE, Signal.OLD_VALUE})
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        columns: dict[object, Field] = {self: self.target(whole.batch).at(TOKEN)}
+    def plan(self, view: StepView) -> dict[object, Field]:
+        columns: dict[object, Field] = {self: self.target(view.batch).at(TOKEN)}
         if self.finished:
-            ended = where(whole.batch.truncated, 0.0, 1.0).at(TOKEN)
+            ended = where(view.batch.truncated, 0.0, 1.0).at(TOKEN)
             columns[self, "weight"] = ended * (ended.x.numel() / max(1.0, float(ended.x.sum())))
         return columns
 
-    def __call__(self, now: Now) -> Field:
-        v, old, target = now[Signal.VALUE], now[Signal.OLD_VALUE], now[self]
+    def __call__(self, view: MicroBatchView) -> Field:
+        v, old, target = view[Signal.VALUE], view[Signal.OLD_VALUE], view[self]
         near = old + (v - old).clamp(-self.clip, self.clip)
         cost = 0.5 * ((v - target) ** 2).maximum((near - target) ** 2)
-        return now[self, "weight"].to(v.x.dtype) * cost if self.finished else cost
+        return view[self, "weight"].to(v.x.dtype) * cost if self.finished else cost
 
 
 @dataclass(frozen=True)
-class SquaredError(Penalty):
-    """(v − G)²: plain regression of the value head."""
+class SquaredValueError(Penalty):
+    """(v − G)²: regression of the value head without a clip."""
 
     target: Term
 
@@ -214,33 +217,33 @@ class SquaredError(Penalty):
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.VALUE})
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        return {self: self.target(whole.batch).at(TOKEN)}
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: self.target(view.batch).at(TOKEN)}
 
-    def __call__(self, now: Now) -> Field:
-        return (now[Signal.VALUE] - now[self]) ** 2
+    def __call__(self, view: MicroBatchView) -> Field:
+        return (view[Signal.VALUE] - view[self]) ** 2
 
 
 @dataclass(frozen=True)
-class MedianError(Penalty):
+class MedianValueError(Penalty):
     """softplus(G − u) − ½(G − u): the second head learns a soft median of the return."""
 
     target: Term
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.TWIN})
+        return frozenset({Signal.SECOND_VALUE})
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        return {self: self.target(whole.batch).at(TOKEN)}
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: self.target(view.batch).at(TOKEN)}
 
-    def __call__(self, now: Now) -> Field:
-        x = now[self] - now[Signal.TWIN]
+    def __call__(self, view: MicroBatchView) -> Field:
+        x = view[self] - view[Signal.SECOND_VALUE]
         return x.map(torch.nn.functional.softplus) - 0.5 * x
 
 
 @dataclass(frozen=True)
-class TwinError(Penalty):
+class TwoHeadValueError(Penalty):
     """Huber error of two value heads against the outcome, the larger of v and of v clipped around its old value."""
 
     target: Term
@@ -249,14 +252,14 @@ class TwinError(Penalty):
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.TWIN, Signal.OLD_TWIN})
+        return frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE})
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        return {self: self.target(whole.batch).at(TOKEN)}
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: self.target(view.batch).at(TOKEN)}
 
-    def __call__(self, now: Now) -> Field:
-        heads = ((Signal.VALUE, Signal.OLD_VALUE), (Signal.TWIN, Signal.OLD_TWIN))
-        left, right = (self._head(now[new], now[old], now[self]) for new, old in heads)
+    def __call__(self, view: MicroBatchView) -> Field:
+        heads = ((Signal.VALUE, Signal.OLD_VALUE), (Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE))
+        left, right = (self._head(view[new], view[old], view[self]) for new, old in heads)
         return left + right
 
     def _head(self, v: Field, old: Field, target: Field) -> Field:
@@ -273,13 +276,24 @@ class TwinError(Penalty):
 
 @dataclass(frozen=True)
 class NegativeLogLikelihood(Penalty):
-    """−log π: with no gain beside it, supervised learning on the batch."""
+    """−log π: without a gain this is supervised learning on the batch."""
 
-    def __call__(self, now: Now) -> Field:
-        return -now.logp
+    def __call__(self, view: MicroBatchView) -> Field:
+        return -view.logp
 
 
 __all__ = [
-    "KL", "CovarianceDrift", "CriticError", "EntropyBand", "LowEntropy", "MedianError", "Nearness",
-    "NegativeLogLikelihood", "Penalty", "RatioVariance", "SquaredError", "TwinError", "Weighted",
+    "KL",
+    "ClippedValueLoss",
+    "EntropyBand",
+    "HighCovarianceDrift",
+    "MedianValueError",
+    "NegativeEntropy",
+    "NegativeLogLikelihood",
+    "Penalty",
+    "RatioVariance",
+    "SquaredLogRatio",
+    "SquaredValueError",
+    "TwoHeadValueError",
+    "WeightedPenalty",
 ]  # fmt: skip

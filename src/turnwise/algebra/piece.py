@@ -1,9 +1,9 @@
-"""What every piece of a recipe has in common: what it reads, what it must foresee, what it remembers.
+"""What every piece of a recipe has in common: the signals it reads, the columns it plans, the state it keeps.
 
-A step has three moments. ``credit`` sees the whole batch once, before the first update. ``plan`` sees the whole of each
-optimiser step, before it is cut into micro-batches. Then each micro-batch is seen by itself, with the gradient.
-What must hold for the whole (a searched bound, a quantile, a running mean) is put on the batch in the first two, under
-the piece itself; micro-batches then just sum.
+A batch passes three stages. ``credit`` sees the whole batch once, before the first update. ``plan`` sees all of one optimiser
+step, before it is split into micro-batches. The loss then sees one micro-batch at a time, with the gradient.
+A quantity of the whole step (a searched bound, a quantile, a running mean) is put on the batch in the first two stages, with
+the piece as its key; micro-batches then just sum. This module does not know any particular piece.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from turnwise.errors import RecipeError
 
 NOTHING: frozenset[Signal] = frozenset()
 State = dict[str, Any]
-"""Numbers by name; trackers keep a row for each task under the task's key. JSON-able."""
+"""Numbers by name; a tracker keeps one row per task under the task's key. JSON-able."""
 
 
 class Piece:
-    """Interface. A piece is a frozen dataclass; pieces inside its fields are found by themselves."""
+    """Interface. A piece is a frozen dataclass; ``parts`` finds the pieces inside its fields."""
 
     @property
     def reads(self) -> frozenset[Signal]:
@@ -33,34 +33,34 @@ class Piece:
         return NOTHING
 
     @property
-    def wants(self) -> frozenset[str]:
-        """What environment or data must tell, in words: ``state``, ``verdict``, ``reward NAME``, ``fact NAME`` ..."""
-        return frozenset()
-
-    @property
-    def foresight(self) -> frozenset[Signal]:
-        """Signals of the *present* policy that ``plan`` must know of the whole step."""
+    def reads_before_step(self) -> frozenset[Signal]:
+        """Signals of the *present* weights that ``plan`` uses, measured over the whole optimiser step."""
         return NOTHING
 
-    def plan(self, whole: Whole) -> Mapping[Any, Field]:
-        """Columns to put on the batch before a step is cut into micro-batches, keyed by the piece (and a word)."""
+    @property
+    def requires(self) -> frozenset[str]:
+        """What environment or data must provide: ``state``, ``verdict``, ``reward NAME``, ``fact NAME`` ..."""
+        return frozenset()
+
+    def plan(self, view: StepView) -> Mapping[Any, Field]:
+        """Columns to put on the batch before a step is split; the keys are the piece, or (piece, name)."""
         return {}
 
-    def start(self) -> State:
-        """What it remembers between steps, at the beginning of a run; read it in ``plan`` as ``whole[self, name]``."""
+    def initial_state(self) -> State:
+        """The state it keeps between steps, at the start of a run; read it in ``plan`` as ``view[self, name]``."""
         return {}
 
-    def advance(self, state: State, whole: Whole) -> State:
-        """Its memory after this step."""
+    def next_state(self, state: State, view: StepView) -> State:
+        """Its state after this step."""
         return state
 
-    late = False
-    """Whether a batch joins the memory only after it was credited: a tracker must not know what it is to predict."""
+    updates_after_credit = False
+    """Whether a batch enters the state only after it was credited: a predictor must not see what it predicts."""
 
-    def recall(self, state: State, batch: Batch) -> Mapping[Any, Field]:
-        """Its memory as columns that travel with every cut of the batch: BATCH fields under (piece, name)."""
-        whole = lambda value: batch.tree.full(BATCH, value, torch.float64)  # noqa: E731
-        return {(self, name): whole(value) for name, value in state.items()}
+    def memory_columns(self, state: State, batch: Batch) -> Mapping[Any, Field]:
+        """Its state as columns that follow every split of the batch: BATCH fields with the key (piece, name)."""
+        full = lambda value: batch.tree.full(BATCH, value, torch.float64)  # noqa: E731
+        return {(self, name): full(value) for name, value in state.items()}
 
     @property
     def parts(self) -> Iterator[Piece]:
@@ -74,21 +74,24 @@ class Piece:
                     yield from inner.parts
 
     @property
-    def needs(self) -> frozenset[Signal]:
-        return NOTHING.union(*(p.reads | p.foresight for p in self.parts))
+    def signals(self) -> frozenset[Signal]:
+        """All signals that this piece and its parts read."""
+        return NOTHING.union(*(p.reads | p.reads_before_step for p in self.parts))
 
     @property
-    def foresees(self) -> frozenset[Signal]:
-        return NOTHING.union(*(p.foresight for p in self.parts))
+    def signals_before_step(self) -> frozenset[Signal]:
+        return NOTHING.union(*(p.reads_before_step for p in self.parts))
 
     @property
-    def asks(self) -> frozenset[str]:
-        return frozenset[str]().union(*(p.wants for p in self.parts))
+    def requirements(self) -> frozenset[str]:
+        """Everything that this piece and its parts require of environment or data."""
+        return frozenset[str]().union(*(p.requires for p in self.parts))
 
 
 @dataclass(frozen=True, eq=False)
-class Now:
-    """One micro-batch under the present weights. ``now[key]`` is live where the forward pass gave it, else from the batch."""
+class MicroBatchView:
+    """One micro-batch under the present weights. ``view[key]`` is the forward pass's output, with gradient, or else a column of
+    the batch."""
 
     batch: Batch
     policy: Mapping[Signal, Field]
@@ -102,15 +105,15 @@ class Now:
 
 
 @dataclass(frozen=True, eq=False)
-class Whole(Now):
-    """The whole of an optimiser step, without gradient. Its ratio exists only for pieces that foresee ``LOGP``."""
+class StepView(MicroBatchView):
+    """All of one optimiser step, without gradient. It has a ratio only if some piece reads ``LOGP`` before the step."""
 
     rho: Field | None = None
     adv: Field | None = None
 
     @property
     def ratio(self) -> Field:
-        assert self.rho is not None, "a piece that plans with the ratio must have LOGP in its foresight"
+        assert self.rho is not None, "a piece that plans with the ratio must have LOGP in its reads_before_step"
         return self.rho
 
     @property
@@ -121,26 +124,26 @@ class Whole(Now):
 
 @dataclass
 class Memory:
-    """What stateful pieces remember, by their text, and how many batches have been credited. JSON-able."""
+    """The states of all stateful pieces, keyed by their repr, and the number of batches credited so far. JSON-able."""
 
     clock: int = 0
     states: dict[str, State] = field(default_factory=dict)
 
     def of(self, piece: Piece) -> State:
-        return self.states.setdefault(repr(piece), piece.start())
+        return self.states.setdefault(repr(piece), piece.initial_state())
 
     def columns(self, pieces: Iterator[Piece], batch: Batch) -> dict[Any, Field]:
-        """What every piece recalls."""
-        found: dict[Any, Field] = {}
+        """The states of these pieces as columns."""
+        columns: dict[Any, Field] = {}
         for p in pieces:
-            if p.start():
-                found |= p.recall(self.of(p), batch)
-        return found
+            if p.initial_state():
+                columns |= p.memory_columns(self.of(p), batch)
+        return columns
 
-    def advance(self, pieces: Iterator[Piece], whole: Whole) -> None:
+    def advance(self, pieces: Iterator[Piece], view: StepView) -> None:
         for p in pieces:
-            if p.start():
-                self.states[repr(p)] = p.advance(dict(self.of(p)), whole)
+            if p.initial_state():
+                self.states[repr(p)] = p.next_state(dict(self.of(p)), view)
 
     def state_dict(self) -> dict[str, Any]:
         return {"clock": self.clock, "states": self.states}
@@ -149,32 +152,32 @@ class Memory:
         self.clock, self.states = int(state["clock"]), {k: dict(v) for k, v in state["states"].items()}
 
 
-QUIET = {"eps", "cap", "correction", "least"}  # numbers that only matter when someone changed them
+HIDDEN_AT_DEFAULT = {"eps", "cap", "correction", "least"}  # numbers shown only where somebody changed them
 
 
 def text(value: Any) -> str:
-    """A piece as a person would write it: numbers and what is away from its defaults, the first field without its name."""
-    if hasattr(type(value), "written"):
-        return value.written()
+    """A piece as source text: its numbers and every field that differs from its default; the first field without its name."""
+    if hasattr(type(value), "as_text"):
+        return value.as_text()
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         inner = ", ".join(map(text, value))
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if not is_dataclass(value) or isinstance(value, type):
         return f"{value:g}" if isinstance(value, float) else repr(value)
-    said: list[str] = []
-    for place, f in enumerate(fields(value)):
-        found = getattr(value, f.name)
+    arguments: list[str] = []
+    for position, f in enumerate(fields(value)):
+        content = getattr(value, f.name)
         default = f.default_factory() if f.default_factory is not MISSING else f.default
-        number = isinstance(found, int | float) and not isinstance(found, bool) and f.name not in QUIET
-        if number or default is MISSING or found != default:
-            said.append(text(found) if place == len(said) == 0 else f"{f.name}={text(found)}")
-    return f"{type(value).__name__}({', '.join(said)})"
+        number = isinstance(content, int | float) and not isinstance(content, bool) and f.name not in HIDDEN_AT_DEFAULT
+        if number or default is MISSING or content != default:
+            arguments.append(text(content) if position == len(arguments) == 0 else f"{f.name}={text(content)}")
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 def check(ok: bool, message: str) -> None:
-    """One line at the door of each piece."""
+    """Raise a RecipeError with this message unless ``ok``: validation of a piece's hyper-parameters."""
     if not ok:
         raise RecipeError(message)
 
 
-__all__ = ["NOTHING", "Memory", "Now", "Piece", "State", "Whole", "check", "text"]
+__all__ = ["NOTHING", "Memory", "MicroBatchView", "Piece", "State", "StepView", "check", "text"]

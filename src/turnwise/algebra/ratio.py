@@ -1,4 +1,4 @@
-"""Ratios: how far the policy has moved since the data was sampled, and at which level that is judged."""
+"""Importance ratios of the present policy to the behaviour policy, at the level of a token, turn or trajectory."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ from dataclasses import dataclass
 
 import torch
 
-from turnwise.algebra.piece import NOTHING, Now, Piece
+from turnwise.algebra.piece import NOTHING, MicroBatchView, Piece
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field, Level, Tree
 from turnwise.core.signals import Signal
 
-LOG_RATIO_LIMIT = 20.0  # e²⁰ is far outside any trust region; beyond it only overflow waits
+LOG_RATIO_LIMIT = 20.0  # e²⁰ is far outside any trust region; larger values only overflow
 
 
 class Ratio(Piece):
     """Interface: ρ of a micro-batch, differentiable."""
 
     @property
-    def couples(self) -> bool:
-        """Whether a token's ratio depends on other trajectories, so that it can only be told of the whole step."""
+    def couples_trajectories(self) -> bool:
+        """Whether a token's ratio depends on other trajectories, so that it must be computed over the whole step."""
         return False
 
     @property
-    def corrects(self) -> bool:
-        """Whether it compares the policy with what sampled the data."""
+    def corrects_off_policy(self) -> bool:
+        """Whether it compares the policy with the behaviour policy."""
         return True
 
-    def __call__(self, now: Now) -> Field:
+    def __call__(self, view: MicroBatchView) -> Field:
         raise NotImplementedError
 
 
 def behaviour(batch: Batch) -> Field:
-    """Log-probability when sampled, over the whole vocabulary at the sampling temperature.
+    """Log-probability under the behaviour policy, over the whole vocabulary at the sampling temperature.
 
-    What top-p, top-k or min-p cut away is put back (``mass``), so that an unmoved policy has ratio 1."""
+    ``mass`` undoes the renormalisation by top-p, top-k or min-p, so that an unchanged policy has ratio 1."""
     return batch.behaviour + batch.mass
 
 
-def moved(now: Now, proximal: bool = False) -> Field:
-    """log π − log μ of each token (or from the policy at the start of this batch), held within ±20."""
-    anchor = now[Signal.PROXIMAL] if proximal else behaviour(now.batch)
-    return (now.logp - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+def moved(view: MicroBatchView, proximal: bool = False) -> Field:
+    """log π − log μ of each token (or against the policy at the start of this batch), clamped to ±20."""
+    anchor = view[Signal.PROXIMAL] if proximal else behaviour(view.batch)
+    return (view.logp - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def mismatch(now: Now, level: Level = TOKEN) -> Field:
-    """log of π_prox/μ, learner against sampler: of a token, or summed over a turn or trajectory. Held within ±20."""
-    log = (now[Signal.PROXIMAL] - behaviour(now.batch)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+def mismatch(view: MicroBatchView, level: Level = TOKEN) -> Field:
+    """log of π_prox/μ, learner against sampler: of a token, or summed over a turn or trajectory. Clamped to ±20."""
+    log = (view[Signal.PROXIMAL] - behaviour(view.batch)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return log if level == TOKEN else log.sum(level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -54,8 +54,8 @@ def mismatch(now: Now, level: Level = TOKEN) -> Field:
 class Importance(Ratio):
     """ρ = exp( mean over the level of log π − log μ ): TOKEN is PPO's, TURN the turn ratio, TRAJECTORY is GSPO's.
 
-    ``proximal``: measure from the policy at the start of this batch instead of the one that sampled it. ``cap``: largest
-    log ρ (each token's own is held within ±20 besides)."""
+    ``proximal``: compare with the policy at the start of this batch instead of the behaviour policy. ``cap``: largest log ρ
+    (each token's log ratio is also clamped to ±20)."""
 
     level: Level = TOKEN
     proximal: bool = False
@@ -66,11 +66,11 @@ class Importance(Ratio):
         return frozenset({Signal.PROXIMAL}) if self.proximal else NOTHING
 
     @property
-    def corrects(self) -> bool:
+    def corrects_off_policy(self) -> bool:
         return not self.proximal
 
-    def __call__(self, now: Now) -> Field:
-        return moved(now, self.proximal).mean(self.level).clamp(high=self.cap).exp()
+    def __call__(self, view: MicroBatchView) -> Field:
+        return moved(view, self.proximal).mean(self.level).clamp(high=self.cap).exp()
 
 
 @dataclass(frozen=True)
@@ -79,38 +79,38 @@ class Product(Ratio):
 
     level: Level = TRAJECTORY
 
-    def __call__(self, now: Now) -> Field:
-        return moved(now).sum(self.level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    def __call__(self, view: MicroBatchView) -> Field:
+        return moved(view).sum(self.level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 @dataclass(frozen=True)
 class PerToken(Ratio):
     """The value of a coarser ratio with each token's own gradient: sg[ρ] · exp(log π − sg[log π]).
 
-    A token keeps its own advantage instead of the mean of its turn's. ``cap``: beyond this log ρ, no gradient."""
+    A token keeps its own advantage instead of the mean over its turn. ``cap``: no gradient above this log ρ."""
 
     ratio: Ratio
     cap: float = LOG_RATIO_LIMIT
 
     @property
-    def corrects(self) -> bool:
-        return self.ratio.corrects
+    def corrects_off_policy(self) -> bool:
+        return self.ratio.corrects_off_policy
 
-    def __call__(self, now: Now) -> Field:
-        own = now.logp - now.logp.detach()
-        return (self.ratio(now).detach().log() + own).clamp(high=self.cap).exp()
+    def __call__(self, view: MicroBatchView) -> Field:
+        straight_through = view.logp - view.logp.detach()
+        return (self.ratio(view).detach().log() + straight_through).clamp(high=self.cap).exp()
 
 
 @dataclass(frozen=True)
 class OnPolicy(Ratio):
-    """ρ = 1 with the gradient of log π: the data counts as sampled from the current policy."""
+    """ρ = 1 with the gradient of log π: the data is treated as on-policy."""
 
     @property
-    def corrects(self) -> bool:
+    def corrects_off_policy(self) -> bool:
         return False
 
-    def __call__(self, now: Now) -> Field:
-        return (now.logp - now.logp.detach()).exp()
+    def __call__(self, view: MicroBatchView) -> Field:
+        return (view.logp - view.logp.detach()).exp()
 
 
 # -------------------------------------------------------------- along a prefix
@@ -122,29 +122,31 @@ class PrefixProduct(Ratio):
 
     cap: float = 10.0
 
-    def __call__(self, now: Now) -> Field:
-        along = moved(now).detach().running_sum(TRAJECTORY)
-        return (along + now.logp - now.logp.detach()).clamp(-LOG_RATIO_LIMIT, self.cap).exp()
+    def __call__(self, view: MicroBatchView) -> Field:
+        prefix = moved(view).detach().running_sum(TRAJECTORY)
+        return (prefix + view.logp - view.logp.detach()).clamp(-LOG_RATIO_LIMIT, self.cap).exp()
 
 
 @dataclass(frozen=True)
 class PrefixMinimum(Ratio):
-    """ρₜ = sg[min_{i<t} ρᵢ] ρₜ, 1 for the first: the prefix counts as its least likely token, so it cannot explode."""
+    """ρₜ = sg[min_{i<t} ρᵢ] ρₜ, 1 for the first: the prefix is represented by its smallest ratio, so the product cannot explode."""
 
-    def __call__(self, now: Now) -> Field:
-        log_ratio = moved(now)
-        least = log_ratio.detach().map(lambda x: _earlier_minimum(x, now.batch.tree))
+    def __call__(self, view: MicroBatchView) -> Field:
+        log_ratio = moved(view)
+        least = log_ratio.detach().map(lambda x: _earlier_minimum(x, view.batch.tree))
         return (least + log_ratio).exp()
 
 
 def _earlier_minimum(x: torch.Tensor, tree: Tree) -> torch.Tensor:
     """The smallest earlier value in the same trajectory, 0 for its first token; log₂ n passes instead of a loop."""
     owner = tree.ancestor(TOKEN, TRAJECTORY)
-    ahead = lambda v, n, fill: torch.nn.functional.pad(v[:-n], (n, 0), value=fill)  # noqa: E731
-    low = torch.where(ahead(owner, 1, -1) == owner, ahead(x, 1, torch.inf), torch.inf) if x.numel() else x
+    shifted = lambda v, n, fill: torch.nn.functional.pad(v[:-n], (n, 0), value=fill)  # noqa: E731
+    low = torch.where(shifted(owner, 1, -1) == owner, shifted(x, 1, torch.inf), torch.inf) if x.numel() else x
     shift = 1
     while shift < x.numel():
-        low = torch.minimum(low, torch.where(ahead(owner, shift, -1) == owner, ahead(low, shift, torch.inf), torch.inf))
+        low = torch.minimum(
+            low, torch.where(shifted(owner, shift, -1) == owner, shifted(low, shift, torch.inf), torch.inf)
+        )
         shift *= 2
     return torch.where(torch.isinf(low), 0.0, low)
 

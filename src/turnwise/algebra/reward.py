@@ -1,4 +1,4 @@
-"""Rewards: what each turn or token earned. What belongs to the whole episode is paid at its last turn."""
+"""Rewards of turns and tokens. A reward of the whole episode is put on its last turn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from turnwise.algebra.piece import State, Whole, check
+from turnwise.algebra.piece import State, StepView, check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import token_reward
 from turnwise.core.batch import Batch
@@ -15,37 +15,37 @@ from turnwise.core.signals import Signal
 from turnwise.errors import SignalError
 
 
-def paid_at_end(value: Field) -> Field:
-    """A TRAJECTORY value as a TURN field: all of it on the last turn."""
+def on_last_turn(value: Field) -> Field:
+    """A TRAJECTORY value as a TURN field, on the last turn."""
     tree = value.tree
     remaining = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY)
     return where(remaining <= 1, value.at(TURN), 0.0)
 
 
 @dataclass(frozen=True)
-class Environment(Term):
-    """What the environment paid, turn by turn."""
+class EnvironmentReward(Term):
+    """The environment's reward of each turn."""
 
     def __call__(self, batch: Batch) -> Field:
         return batch.reward.sum(TURN)
 
 
 @dataclass(frozen=True)
-class Named(Term):
-    """One named component of the reward (``info["rewards"]``); a trajectory without it earns 0."""
+class NamedReward(Term):
+    """One named component of the reward (``info["rewards"]``); 0 for a trajectory without it."""
 
     name: str
 
     def __call__(self, batch: Batch) -> Field:
-        if self.name not in batch.named:
+        if self.name not in batch.reward_components:
             raise SignalError(
-                f"no trajectory carries a reward named {self.name!r}; this batch has: {sorted(batch.named)}"
+                f"no trajectory carries a reward named {self.name!r}; this batch has: {sorted(batch.reward_components)}"
             )
-        return paid_at_end(batch.named[self.name].map(lambda x: torch.nan_to_num(x, nan=0.0)))
+        return on_last_turn(batch.reward_components[self.name].map(lambda x: torch.nan_to_num(x, nan=0.0)))
 
 
 @dataclass(frozen=True)
-class Overlong(Term):
+class OverlongPenalty(Term):
     """Soft length penalty on n sampled tokens: 0 up to limit − cache, then linear, −1 from limit on.
 
     r = clip((limit − cache − n) / cache, −1, 0)
@@ -62,21 +62,21 @@ class Overlong(Term):
 
     def __call__(self, batch: Batch) -> Field:
         n = batch.tree.size(TOKEN, TRAJECTORY).to(batch.reward.x.dtype)
-        return paid_at_end(((self.limit - self.cache - n) / self.cache).clamp(-1.0, 0.0))
+        return on_last_turn(((self.limit - self.cache - n) / self.cache).clamp(-1.0, 0.0))
 
 
 @dataclass(frozen=True)
-class OnTokens(Term):
+class OnLastToken(Term):
     """Turn rewards as token rewards: each on the last token of its turn."""
 
-    reward: Term = field(default_factory=Environment)
+    reward: Term = field(default_factory=EnvironmentReward)
 
     def __call__(self, batch: Batch) -> Field:
         return token_reward(replace(batch, reward=self.reward(batch)))
 
 
 @dataclass(frozen=True)
-class Drift(Term):
+class NegativeReferenceKL(Term):
     """−k1 = log π_ref − log π_prox of each token, before the update: as a reward its gradient is that of the KL."""
 
     @property
@@ -88,21 +88,21 @@ class Drift(Term):
 
 
 @dataclass(frozen=True)
-class RunningScale(Term):
-    """The outcome over its running mean and std, clipped to ±limit, paid at the end. Statistics of all batches so far.
+class RunningNormalised(Term):
+    """The outcome over its running mean and std, clipped to ±limit, put on the last turn. Statistics of all batches so far.
 
-    ``centre=False`` only divides by the std."""
+    ``centre=False``: only divide by the std."""
 
     limit: float = 10.0
     centre: bool = True
     eps: float = 1e-8
 
-    def start(self) -> State:
+    def initial_state(self) -> State:
         return {"count": 0.0, "mean": 0.0, "square": 0.0}
 
-    def advance(self, state: State, whole: Whole) -> State:
+    def next_state(self, state: State, view: StepView) -> State:
         """Welford over batches: mean and sum of squared deviations."""
-        x = whole.batch.reward.sum(TRAJECTORY).x.double()
+        x = view.batch.reward.sum(TRAJECTORY).x.double()
         n, total = float(x.numel()), state["count"] + x.numel()
         shift = float(x.mean()) - state["mean"]
         square = state["square"] + float(((x - x.mean()) ** 2).sum()) + shift**2 * state["count"] * n / total
@@ -113,7 +113,15 @@ class RunningScale(Term):
         std = where(count > 1, (square / (count - 1).clamp(low=1.0)) ** 0.5, 1.0)
         outcome = batch.reward.sum(TRAJECTORY)
         scaled = (outcome - mean if self.centre else outcome) / (std + self.eps)
-        return paid_at_end(scaled.clamp(-self.limit, self.limit).to(outcome.x.dtype))
+        return on_last_turn(scaled.clamp(-self.limit, self.limit).to(outcome.x.dtype))
 
 
-__all__ = ["Drift", "Environment", "Named", "OnTokens", "Overlong", "RunningScale", "paid_at_end"]
+__all__ = [
+    "EnvironmentReward",
+    "NamedReward",
+    "NegativeReferenceKL",
+    "OnLastToken",
+    "OverlongPenalty",
+    "RunningNormalised",
+    "on_last_turn",
+]

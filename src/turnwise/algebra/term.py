@@ -13,13 +13,14 @@ class Term(Piece):
     """Interface of everything that maps a batch to a field."""
 
     @property
-    def judges(self) -> bool:
-        """Whether it compares peers, so that a group of one is meaningless to it."""
+    def compares_peers(self) -> bool:
+        """Whether this term compares peers, so that a group of one gives it no information."""
         return False
 
     @property
-    def compares(self) -> bool:
-        return any(isinstance(p, Term) and p.judges for p in self.parts)
+    def needs_peers(self) -> bool:
+        """Whether this term or one inside it compares peers."""
+        return any(isinstance(p, Term) and p.compares_peers for p in self.parts)
 
     def __call__(self, batch: Batch) -> Field:
         raise NotImplementedError
@@ -44,7 +45,7 @@ class Plus(Term):
     def __call__(self, batch: Batch) -> Field:
         return self.left(batch) + self.right(batch)
 
-    def written(self) -> str:
+    def as_text(self) -> str:
         if isinstance(self.right, Times) and self.right.weight == -1:
             return f"{text(self.left)} - {text(self.right.term)}"
         return f"{text(self.left)} + {text(self.right)}"
@@ -60,7 +61,7 @@ class Times(Term):
     def __call__(self, batch: Batch) -> Field:
         return self.weight * self.term(batch)
 
-    def written(self) -> str:
+    def as_text(self) -> str:
         return f"{self.weight:g} * {text(self.term)}"
 
 

@@ -1,4 +1,4 @@
-"""Weights of penalties that move with the run: by the clock, by a dual variable, by a controller."""
+"""Weights of penalties that change during a run: by a schedule, by a dual variable, by a controller."""
 
 from __future__ import annotations
 
@@ -7,74 +7,76 @@ from dataclasses import dataclass
 
 import torch
 
-from turnwise.algebra.piece import Piece, State, Whole, check
+from turnwise.algebra.piece import Piece, State, StepView, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, moved
+from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import k2
 
 
 class Weight(Piece):
-    """Interface: one number for a whole step, planned."""
+    """Interface: one number for a whole step, computed in ``plan``."""
 
-    def __call__(self, whole: Whole) -> Field:
+    def __call__(self, view: StepView) -> Field:
         raise NotImplementedError
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        return {self: self(whole)}
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: self(view)}
 
 
-def clock(whole: Whole) -> float:
-    """How many batches came before this one."""
-    return float(whole["clock"].item)
+def batch_index(view: StepView) -> float:
+    """How many batches were credited before this one."""
+    return float(view[Column.BATCH_INDEX].item)
 
 
 @dataclass(frozen=True)
-class Dual(Weight):
-    """λ ← max(0, λ + rate (mean (ρ − 1)² − target)) after each step: the price of a bound on the ratio's variance."""
+class DualVariable(Weight):
+    """λ ← max(0, λ + rate (mean (ρ − 1)² − target)) after each step: the multiplier of a bound on the ratio's variance."""
 
-    start_at: float = 0.04
+    initial: float = 0.04
     target: float = 0.02
     rate: float = 0.01
 
     @property
-    def foresight(self) -> frozenset[Signal]:
+    def reads_before_step(self) -> frozenset[Signal]:
         return frozenset({Signal.LOGP})
 
-    def start(self) -> State:
-        return {"lambda": self.start_at}
+    def initial_state(self) -> State:
+        return {"lambda": self.initial}
 
-    def advance(self, state: State, whole: Whole) -> State:
-        seen = float(((moved(whole).exp() - 1) ** 2).mean(BATCH).item)
-        return {"lambda": max(0.0, state["lambda"] + self.rate * (seen - self.target))}
+    def next_state(self, state: State, view: StepView) -> State:
+        variance = float(((moved(view).exp() - 1) ** 2).mean(BATCH).item)
+        return {"lambda": max(0.0, state["lambda"] + self.rate * (variance - self.target))}
 
-    def __call__(self, whole: Whole) -> Field:
-        return whole[self, "lambda"]
+    def __call__(self, view: StepView) -> Field:
+        return view[self, "lambda"]
 
 
 @dataclass(frozen=True)
-class Staircase(Weight):
-    """scale · max(1 − drop ⌈(t − from)₊ / every⌉, floor), or scale minus that: hands over from one anchor to another."""
+class StepSchedule(Weight):
+    """scale · max(1 − drop ⌈(t − from)₊ / every⌉, floor), or ``scale`` minus that with ``complement``:
+    two of them shift the weight from one reference policy to another in steps."""
 
     scale: float
     begin: int = 50
     every: int = 10
     drop: float = 0.1
     floor: float = 0.5
-    rest: bool = False
+    complement: bool = False
 
-    def __call__(self, whole: Whole) -> Field:
-        share = staircase(clock(whole), self.begin, self.every, self.drop, self.floor)
-        return whole.batch.tree.full(BATCH, self.scale * (1 - share if self.rest else share), torch.float64)
+    def __call__(self, view: StepView) -> Field:
+        share = step_schedule(batch_index(view), self.begin, self.every, self.drop, self.floor)
+        return view.batch.tree.full(BATCH, self.scale * (1 - share if self.complement else share), torch.float64)
 
 
-def staircase(t: float, begin: int, every: int, drop: float, floor: float) -> float:
+def step_schedule(t: float, begin: int, every: int, drop: float, floor: float) -> float:
     return max(1 - drop * math.ceil(max(t - begin, 0) / every), floor)
 
 
 @dataclass(frozen=True)
-class Relaxing(Weight):
-    """scale · (1 + exp(−rate · t / half)), t batches so far: strict at first, then half as strict."""
+class DecayingWeight(Weight):
+    """scale · (1 + exp(−rate · t / half)), t batches so far: decays from 2 · scale to scale."""
 
     scale: float
     half: int = 50
@@ -83,15 +85,15 @@ class Relaxing(Weight):
     def __post_init__(self) -> None:
         check(self.half > 0, f"half is {self.half}; write a positive number of steps")
 
-    def __call__(self, whole: Whole) -> Field:
-        value = self.scale * (1 + math.exp(-self.rate * clock(whole) / self.half))
-        return whole.batch.tree.full(BATCH, value, torch.float64)
+    def __call__(self, view: StepView) -> Field:
+        value = self.scale * (1 + math.exp(-self.rate * batch_index(view) / self.half))
+        return view.batch.tree.full(BATCH, value, torch.float64)
 
 
 PHASES = {"warm-up": 1.5, "climb": 1.2, "plateau": 0.8, "converged": 1.0}
 
 
-def threshold(error: float, integral: float, before: float, phase: str, gains: tuple[float, float, float]) -> float:
+def pid_threshold(error: float, integral: float, before: float, phase: str, gains: tuple[float, float, float]) -> float:
     """clip((0.3 + Kp e + Ki ∫e + Kd Δe) · phase, 0.1, 0.6)."""
     kp, ki, kd = gains
     free = 0.3 + kp * error + ki * integral + kd * (error - before)
@@ -99,49 +101,58 @@ def threshold(error: float, integral: float, before: float, phase: str, gains: t
 
 
 @dataclass(frozen=True)
-class Guard(Weight):
-    """c (K − θ) max(½, 2/(H + 0.1)) once the smoothed KL K exceeds θ, else 0. θ follows a PID controller of reward velocity:
-    while the reward rises more KL is allowed, when it stalls less; low entropy makes the guard stricter."""
+class KLController(Weight):
+    """c (K − θ) max(½, 2/(H + 0.1)) once the smoothed KL K exceeds θ, else 0. A PID controller sets θ from the
+    reward's velocity: a rising reward allows more KL, a stalling one less; low entropy makes the weight larger."""
 
     penalty: float = 0.1
     gains: tuple[float, float, float] = (0.3, 0.01, 0.05)
-    goal: float = 1e-3  # reward velocity asked for
+    goal: float = 1e-3  # target reward velocity
     warmup: int = 10
 
     @property
-    def foresight(self) -> frozenset[Signal]:
+    def reads_before_step(self) -> frozenset[Signal]:
         return frozenset({Signal.LOGP, Signal.ENTROPY})
 
     @property
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.REFERENCE})
 
-    def start(self) -> State:
+    def initial_state(self) -> State:
         return {"kl": 0.0, "reward": 0.0, "error": 0.0, "integral": 0.0, "threshold": 0.3, "steps": 0.0}
 
-    def advance(self, state: State, whole: Whole) -> State:
+    def next_state(self, state: State, view: StepView) -> State:
         first = state["steps"] == 0
-        reward = float(whole.batch.reward.sum(TRAJECTORY).mean(BATCH).item)
+        reward = float(view.batch.reward.sum(TRAJECTORY).mean(BATCH).item)
         smooth = reward if first else 0.95 * state["reward"] + 0.05 * reward
         velocity = 0.0 if first else smooth - state["reward"]
         error = velocity - self.goal
         integral = min(1.0, max(-1.0, state["integral"] + error))
         phase = "warm-up" if state["steps"] < self.warmup else "climb" if velocity > self.goal else "plateau"
-        bound = threshold(error, integral, state["error"], phase, self.gains)
-        kl = self._kl(whole)
+        bound = pid_threshold(error, integral, state["error"], phase, self.gains)
+        kl = self._kl(view)
         smooth_kl = kl if first else 0.9 * state["kl"] + 0.1 * kl
-        now = {"kl": smooth_kl, "reward": smooth, "error": error, "integral": integral, "threshold": bound}
-        return {**now, "steps": state["steps"] + 1}
+        state_now = {"kl": smooth_kl, "reward": smooth, "error": error, "integral": integral, "threshold": bound}
+        return {**state_now, "steps": state["steps"] + 1}
 
-    def _kl(self, whole: Whole) -> float:
-        x = (whole[Signal.REFERENCE] - whole.logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    def _kl(self, view: StepView) -> float:
+        x = (view[Signal.REFERENCE] - view.logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         return float(x.map(k2).mean(BATCH).item)
 
-    def __call__(self, whole: Whole) -> Field:
-        entropy = whole[Signal.ENTROPY].mean(BATCH).to(torch.float64)
-        over = whole[self, "kl"] - whole[self, "threshold"]
+    def __call__(self, view: StepView) -> Field:
+        entropy = view[Signal.ENTROPY].mean(BATCH).to(torch.float64)
+        over = view[self, "kl"] - view[self, "threshold"]
         strict = (2 / (entropy + 0.1)).clamp(low=0.5)
         return where(over > 0, self.penalty * over * strict, 0.0)
 
 
-__all__ = ["Dual", "Guard", "Relaxing", "Staircase", "Weight", "clock", "staircase", "threshold"]
+__all__ = [
+    "DecayingWeight",
+    "DualVariable",
+    "KLController",
+    "StepSchedule",
+    "Weight",
+    "batch_index",
+    "pid_threshold",
+    "step_schedule",
+]

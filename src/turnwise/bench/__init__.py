@@ -1,4 +1,4 @@
-"""Measuring: generation, learning, whole steps and memory, beside the alternatives and beside what the machine could do.
+"""Benchmarks of generation, learning, whole training steps and memory, compared with alternatives and with hardware limits.
 
-Knows nothing of methods or results; whatever is compared is measured in the same run, taking turns.
+Knows no methods and no results of training; everything compared is measured in the same run, alternating.
 """

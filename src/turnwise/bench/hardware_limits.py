@@ -1,4 +1,4 @@
-"""What the machine could do: measured copies and matrix products, and what they would allow. Knows no engine."""
+"""Hardware limits: measured copy bandwidth and matrix throughput, and the token rates they allow. Knows no engine."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 from turnwise.bench.models import parameters
 
 
-def settle(device: str) -> None:
-    """Wait for the device."""
+def synchronize(device: str) -> None:
+    """Wait until the device has finished."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def fastest(call: Callable[[], Any], device: str, repeats: int = 6) -> float:
-    """Seconds of the fastest call, after one that does not count."""
+    """Seconds of the fastest call, after one warm-up call."""
     times = []
     for _ in range(repeats + 1):
-        settle(device)
+        synchronize(device)
         began = time.perf_counter()
         call()
-        settle(device)
+        synchronize(device)
         times.append(time.perf_counter() - began)
     return min(times[1:])
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes a second of a large copy, read and written."""
+    """Bytes per second of a large copy, counting reads and writes."""
     size = 1 << (30 if device == "cuda" else 27)
     a = torch.zeros(size, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
@@ -39,24 +39,26 @@ def copy_bandwidth(device: str) -> float:
 
 
 def matrix_peak(device: str, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large square product."""
+    """Floating-point operations per second of a large square matrix product."""
     n = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2 * n**3 / fastest(lambda: a @ b, device)
 
 
 @dataclass(frozen=True)
-class Limits:
-    bandwidth: float
-    peak: float
+class HardwareLimits:
+    """What this machine reaches on large copies and matrix products."""
+
+    bandwidth: float  # bytes/s
+    peak: float  # FLOP/s
 
     @classmethod
-    def measured(cls, device: str, dtype: torch.dtype) -> Limits:
+    def measured(cls, device: str, dtype: torch.dtype) -> HardwareLimits:
         return cls(copy_bandwidth(device), matrix_peak(device, dtype))
 
     def generation(self, model: Any, batch: int, prompt: int, new: int, width: int) -> float:
-        """Tokens/s = B / max((2 reads) / bandwidth, 2 N B / peak): a step reads every weight once and every lane's keys and
-        values once, or it is bound by its products. ``width``: bytes of a number."""
+        """Tokens/s = B / max(reads / bandwidth, 2 N B / peak): a decode step reads every weight once and the KV cache of every
+        sequence once, or its matrix products bound it. ``width``: bytes per number."""
         c, n = model.config, parameters(model)
         head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         token = 2 * width * c.num_hidden_layers * c.num_key_value_heads * head
@@ -64,5 +66,5 @@ class Limits:
         return batch / max(reads / self.bandwidth, 2 * n * batch / self.peak)
 
     def learning(self, model: Any) -> float:
-        """Tokens/s = peak / 6 N: two products forward, four backward, attention not counted."""
+        """Tokens/s = peak / 6 N: 2 N FLOP forward, 4 N backward, attention not counted."""
         return self.peak / (6 * parameters(model))

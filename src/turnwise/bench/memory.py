@@ -1,6 +1,6 @@
-"""Peak memory of log-probabilities and entropies, forward and backward: ours against log_softmax of all the logits.
+"""Peak memory of log-probabilities and entropies, forward and backward: chunked against log_softmax of all logits.
 
-Each side runs in a fresh process; what counts is how far its peak resident memory rises above the inputs.
+Each side runs in a fresh process. The result is the rise of its peak resident memory above the inputs. Knows no models.
 
     python -m turnwise.bench.memory [--tokens 4096] [--vocabulary 50000] [--width 64 256] [--json]
 """
@@ -14,10 +14,10 @@ import sys
 import time
 from typing import Any
 
-from turnwise.bench.report import Row, against
+from turnwise.bench.report import BenchRow, with_ratio_to
 from turnwise.bench.step_worker import peak_mb
 
-BAR = 0.25  # ours must need at most this part of the plain peak
+BAR = 0.25  # ours may need at most this fraction of the plain peak
 
 
 def child(kind: str, tokens: int, vocabulary: int, width: int) -> dict[str, float]:
@@ -27,12 +27,12 @@ def child(kind: str, tokens: int, vocabulary: int, width: int) -> dict[str, floa
 
     def step(h: Any, w: Any, y: Any) -> None:
         if kind == "chunked":
-            found: Any = token_logprobs(h, w, None, y, 1.0, want_entropy=True)
-            logp, entropy = found
+            result: Any = token_logprobs(h, w, None, y, 1.0, want_entropy=True)
+            logp, entropy = result
         else:
-            whole = torch.log_softmax(h @ w.T, 1)
-            logp = whole.gather(1, y[:, None]).squeeze(1)
-            entropy = -(whole.exp() * whole).sum(1)
+            log_p = torch.log_softmax(h @ w.T, 1)
+            logp = log_p.gather(1, y[:, None]).squeeze(1)
+            entropy = -(log_p.exp() * log_p).sum(1)
         (logp + 0.01 * entropy).sum().backward()
 
     def inputs(n: int, v: int) -> tuple[Any, Any, Any]:
@@ -53,11 +53,11 @@ def measure(kind: str, tokens: int, vocabulary: int, width: int) -> dict[str, fl
     return dict(json.loads(out.splitlines()[-1]))
 
 
-def rows(tokens: int = 2048, vocabulary: int = 50_000, width: int = 64) -> list[Row]:
+def rows(tokens: int = 2048, vocabulary: int = 50_000, width: int = 64) -> list[BenchRow]:
     load = f"log-probs of {tokens:,} tokens, vocabulary {vocabulary:,}"
     sides = {"turnwise": "chunked", "all logits": "plain"}
-    found = {who: measure(kind, tokens, vocabulary, width)["peak_mb"] for who, kind in sides.items()}
-    return against([Row("memory", load, who, mb, "MB") for who, mb in found.items()], "all logits")
+    peaks = {who: measure(kind, tokens, vocabulary, width)["peak_mb"] for who, kind in sides.items()}
+    return with_ratio_to([BenchRow("memory", load, who, mb, "MB") for who, mb in peaks.items()], "all logits")
 
 
 def main() -> int:
@@ -71,19 +71,19 @@ def main() -> int:
     if args.child:
         print(json.dumps(child(args.child, args.tokens, args.vocabulary, args.width[0])))
         return 0
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for width in args.width:
         plain, ours = (measure(kind, args.tokens, args.vocabulary, width) for kind in ("plain", "chunked"))
         ratio = ours["peak_mb"] / plain["peak_mb"]
-        found.append({"width": width, "plain": plain, "chunked": ours, "ratio": ratio, "pass": ratio <= BAR})
+        results.append({"width": width, "plain": plain, "chunked": ours, "ratio": ratio, "pass": ratio <= BAR})
     if args.json:
-        print(json.dumps({"tokens": args.tokens, "vocabulary": args.vocabulary, "bar": BAR, "rows": found}))
+        print(json.dumps({"tokens": args.tokens, "vocabulary": args.vocabulary, "bar": BAR, "rows": results}))
     else:
         print(f"{args.tokens} tokens, vocabulary {args.vocabulary}; bar: at most {BAR} of the plain peak")
-        for r in found:
+        for r in results:
             sides = ", ".join(f"{k} {r[k]['peak_mb']:.0f} MB in {r[k]['seconds']:.1f} s" for k in ("plain", "chunked"))
             print(f"width {r['width']}: {sides}; ratio {r['ratio']:.3f} {'ok' if r['pass'] else 'FAIL'}")
-    return 0 if all(r["pass"] for r in found) else 1
+    return 0 if all(r["pass"] for r in results) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models that are measured: random weights, so that nothing need be fetched. Speed does not depend on what they say."""
+"""The models and sizes of the benchmarks. Weights are random, so nothing is fetched; speed does not depend on them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ SMOL: dict[str, Any] = {  # the architecture of SmolLM2-135M
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What is measured on a kind of machine."""
+class BenchSetup:
+    """Model and workload sizes for one kind of machine."""
 
     device: str
     dtype: torch.dtype
     shape: dict[str, Any]
-    batches: tuple[int, ...]  # of generation
+    batches: tuple[int, ...]  # batch sizes of generation
     prompt: int
     new: int
-    learn: tuple[int, int]  # sequences, ids of each
-    step: tuple[int, int, int]  # of a whole step: prompts, samples of each, new tokens
+    learn: tuple[int, int]  # sequences, ids per sequence
+    step: tuple[int, int, int]  # of a whole step: prompts, samples per prompt, new tokens
     repeats: int = 5
 
     def model(self) -> PreTrainedModel:
         return llama(self.shape)
 
-    def there(self) -> Any:
-        """The model on the device, in the scene's precision."""
+    def model_on_device(self) -> Any:
+        """The model on the device, in this setup's dtype."""
         return llama(self.shape).to(self.device).to(self.dtype)  # type: ignore[arg-type]
 
     @property
@@ -46,13 +46,13 @@ class Scene:
         return int(self.shape["vocab_size"])
 
 
-def scene(device: str = "auto", quick: bool = False) -> Scene:
-    """The scene of a machine: a small model on a CPU, one of 135 M on a GPU. ``quick``: fewer repeats."""
+def setup_for(device: str = "auto", quick: bool = False) -> BenchSetup:
+    """A small model on a CPU, one of 135 M parameters on a GPU. ``quick``: fewer repeats."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     repeats = 2 if quick else 5
     if device == "cpu":
-        return Scene(device, torch.float32, SMALL, (16, 256), 16, 32, (64, 64), (8, 8, 32), repeats)
-    return Scene(device, torch.bfloat16, SMOL, (16, 256), 128, 128, (64, 512), (64, 8, 256), repeats)
+        return BenchSetup(device, torch.float32, SMALL, (16, 256), 16, 32, (64, 64), (8, 8, 32), repeats)
+    return BenchSetup(device, torch.bfloat16, SMOL, (16, 256), 128, 128, (64, 512), (64, 8, 256), repeats)
 
 
 def llama(shape: dict[str, Any]) -> LlamaForCausalLM:

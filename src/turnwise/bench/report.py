@@ -1,4 +1,4 @@
-"""Rows of the table: who did what how fast, against whom, and against what is possible."""
+"""Rows of the benchmark table: who did what how fast, relative to a reference and to the hardware limit. Measures nothing."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Row:
-    """``value`` is None where something could not be measured; ``note`` says why."""
+class BenchRow:
+    """One measurement. ``value`` is None if it failed; ``note`` says why. The field names are keys of the JSON report."""
 
     part: str  # generation, learning, whole step, memory
     load: str
     who: str
     value: float | None
     unit: str
-    times: float | None = None  # how many times better than the reference of this load
+    times: float | None = None  # how many times better than the reference of this workload
     of_limit: float | None = None
     note: str = ""
 
 
-def better(row: Row, reference: Row) -> float | None:
-    """How many times better ``row`` is: more tokens a second, or fewer seconds or bytes."""
+def better(row: BenchRow, reference: BenchRow) -> float | None:
+    """How many times better ``row`` is: more tokens per second, or fewer seconds or bytes."""
     if not row.value or not reference.value:
         return None
     return row.value / reference.value if row.unit.endswith("/s") else reference.value / row.value
 
 
-def against(rows: Iterable[Row], reference: str) -> list[Row]:
-    """Rows of one load with their ratio to the one named ``reference``."""
+def with_ratio_to(rows: Iterable[BenchRow], reference: str) -> list[BenchRow]:
+    """Rows of one workload with their ratio to the row of ``reference``."""
     rows = list(rows)
     base = next((r for r in rows if r.who == reference), None)
-    return [r if base is None or r is base else Row(**{**asdict(r), "times": better(r, base)}) for r in rows]
+    return [r if base is None or r is base else BenchRow(**{**asdict(r), "times": better(r, base)}) for r in rows]
 
 
-def cells(row: Row) -> dict[str, str]:
-    """What a table shows of a row."""
+def cells(row: BenchRow) -> dict[str, str]:
+    """The formatted cells of a row."""
     return {
         "part": row.part,
         "load": row.load,
@@ -53,12 +53,12 @@ def cells(row: Row) -> dict[str, str]:
     }
 
 
-def markdown(title: str, rows: Iterable[Row]) -> str:
-    shown = [cells(row) for row in rows]
-    heads = list(shown[0]) if shown else []
-    lines = ["| " + " | ".join(row.values()) + " |" for row in shown]
+def markdown(title: str, rows: Iterable[BenchRow]) -> str:
+    table = [cells(row) for row in rows]
+    heads = list(table[0]) if table else []
+    lines = ["| " + " | ".join(row.values()) + " |" for row in table]
     return "\n".join([f"# {title}", "", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *lines, ""])
 
 
-def as_json(facts: dict[str, Any], rows: Iterable[Row]) -> str:
+def as_json(facts: dict[str, Any], rows: Iterable[BenchRow]) -> str:
     return json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1)

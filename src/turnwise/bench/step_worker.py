@@ -1,7 +1,7 @@
-"""One side of a comparison of whole steps, in a process of its own: ours, TRL's, or the model they both load.
+"""One side of the whole-step benchmark, in its own process: Turnwise, TRL, or the preparation of the model both load.
 
-Also run as a script by interpreters that have TRL but not Turnwise, so that nothing of Turnwise is imported above the
-functions that need it. A side takes a step when its parent says so, and answers with its time.
+Also runs as a script under interpreters that have TRL but not Turnwise, so only the functions that need Turnwise import it. A
+side takes a step when its parent process tells it to, and reports the time. Knows nothing of the other sides.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = "turnwise.bench.step_worker"
+MODULE = "turnwise.bench.step_worker"
 SHAPE: dict[str, Any] = {"hidden": 128, "layers": 4, "context": 320}
-LR = 1e-6  # TRL's default: the policy hardly moves, so every step has the same work
-COLD = 200  # supervised steps that teach the form of a tool call
+LR = 1e-6  # TRL's default: the policy hardly changes, so every step does the same work
+COLD_STEPS = 200  # supervised steps that teach the syntax of a tool call
 
-# what both sides render; `tool_calls` only comes from TRL, our messages carry the text as it was sampled
+# The chat template of both sides. Only TRL passes `tool_calls`; our messages carry the sampled text.
 TEMPLATE = (
     "{%- if tools %}<|tools|>{{ tools | map(attribute='function.name') | join(' ') }}<|end|>{% endif %}"
     "{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     "{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "<|end|>{% endfor %}{%- if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-ENDLESS = (  # only an assistant's turn would be ended, by an id that no model of 512 rows can sample
+ENDLESS_TEMPLATE = (  # ends only assistant turns, with an id that a vocabulary of 512 cannot sample
     "{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     "{% if message.role == 'assistant' %}<|never|>{% endif %}{% endfor %}"
     "{%- if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-RESPONSE = {  # how TRL is told to read a turn
+RESPONSE = {  # how TRL parses a turn
     "defaults": {"role": "assistant"},
     "start_anchor": "<|assistant|>",
     "fields": {
@@ -48,7 +48,7 @@ RESPONSE = {  # how TRL is told to read a turn
 }
 
 
-# ---------------------------------------------------------------------- the two tasks, for both sides
+# ---------------------------------------------------------------------- the two tasks of both sides
 
 
 def question(seed: int) -> list[dict[str, str]]:
@@ -57,7 +57,7 @@ def question(seed: int) -> list[dict[str, str]]:
 
 
 def score(text: str) -> float:
-    """Something that differs from text to text."""
+    """A reward that differs from text to text."""
     return sum(map(ord, text)) % 7 / 6
 
 
@@ -71,7 +71,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-ADD = {  # what TRL reads off the function itself
+ADD = {  # the schema that TRL derives from the function
     "name": "add",
     "description": "Add two numbers.",
     "parameters": {
@@ -83,10 +83,10 @@ ADD = {  # what TRL reads off the function itself
 
 
 class Single:
-    """One turn, scored."""
+    """An environment of one scored turn."""
 
     max_turns = 1
-    inline = True  # called in place, as TRL calls a reward
+    inline = True  # runs in the calling thread, as TRL's rewards do
 
     def reset(self, seed: int) -> list[dict[str, str]]:
         return question(seed)
@@ -98,10 +98,10 @@ class Single:
 
 
 class Tools:
-    """One call of ``add``, then an answer, scored. A turn without a call ends the episode, as in TRL."""
+    """An environment with one call of ``add``, then a scored answer. A turn without a call ends the episode, as in TRL."""
 
     max_turns = 8
-    inline = True  # called in place, as TRL calls a tool
+    inline = True  # runs in the calling thread, as TRL's tools do
     tools = ({"type": "function", "function": ADD},)
 
     def reset(self, seed: int) -> list[dict[str, str]]:
@@ -123,10 +123,10 @@ class Tools:
         return Step(messages, info={"tool_calls": len(messages)})
 
     def demonstrate(self, rng: random.Random) -> Any:
-        """Any two digits do: what is asked for is a call, not the right one."""
-        from turnwise.environments.base import call, say
+        """Any two digits will do: the benchmark needs a call, not the right one."""
+        from turnwise.environments.base import text_action, tool_action
 
-        return say(self.reply) if self.reply else call("add", a=rng.randint(1, 9), b=rng.randint(1, 9))
+        return text_action(self.reply) if self.reply else tool_action("add", a=rng.randint(1, 9), b=rng.randint(1, 9))
 
     def oracle(self) -> Any:
         return self.demonstrate(random.Random(0))
@@ -139,7 +139,7 @@ class Tools:
 
 
 def prepare(job: dict[str, Any]) -> None:
-    """Save the model and tokenizer of a task."""
+    """Save the model and tokenizer that both sides load."""
     from turnwise.models.tiny import tiny_model, tiny_tokenizer
 
     endless, model = job["task"] == "single", tiny_model(512, 0, **SHAPE)
@@ -152,53 +152,53 @@ def prepare(job: dict[str, Any]) -> None:
         tokenizer = widened(tokenizer, SMOL["vocab_size"])
     if endless:
         tokenizer.add_special_tokens({"eos_token": "<|never|>"})
-        model.config.eos_token_id = model.generation_config.eos_token_id = None  # TRL would stop there as well
-    tokenizer.chat_template = ENDLESS if endless else TEMPLATE
+        model.config.eos_token_id = model.generation_config.eos_token_id = None  # TRL would stop at it too
+    tokenizer.chat_template = ENDLESS_TEMPLATE if endless else TEMPLATE
     folder = Path(job["model"])
-    for made in (model, tokenizer):
-        made.save_pretrained(folder)
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
     if not endless:
-        imitate(folder, job["out"])
+        fine_tune(folder, job["out"])
 
 
 def widened(tokenizer: Any, size: int) -> Any:
-    """The same tokenizer with words nobody writes, so that every row of a larger model can be read."""
+    """The same tokenizer with filler words, so that every row of a larger vocabulary can be decoded."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    said = json.loads(tokenizer.backend_tokenizer.to_str())
-    said["model"]["vocab"] |= {f"w{n:05d}": n for n in range(len(tokenizer), size)}
-    made = Tokenizer.from_str(json.dumps(said))
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    spec["model"]["vocab"] |= {f"w{n:05d}": n for n in range(len(tokenizer), size)}
+    backend = Tokenizer.from_str(json.dumps(spec))
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<|pad|>", eos_token="<|end|>", clean_up_tokenization_spaces=False
+        tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>", clean_up_tokenization_spaces=False
     )
 
 
 def corpus() -> list[str]:
-    """Words enough for 512 entries, so that a tool call is neither one token nor one a letter."""
+    """Enough words for 512 entries, so that a tool call is neither a single token nor one token per letter."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=4)) for _ in range(200)]
     words += ["<tool_call>", "</tool_call>", '{"name":', '"add",', '"arguments":', '{"a":', '"b":'] * 10
     return [" ".join(rng.choices(words, k=8)) for _ in range(400)]
 
 
-def imitate(folder: Path, out: str) -> None:
-    """Teach the model how ``add`` is called, by the cold start of a run of one step."""
+def fine_tune(folder: Path, out: str) -> None:
+    """Teach the model the syntax of ``add`` calls, by the cold start of a run of one step."""
     from turnwise.training.api import train
 
-    made = train(
-        env=f"{HERE}:Tools", difficulty=(1,), model=str(folder), cold_steps=COLD, cold_batch=24, steps=1, eval_tasks=1,
+    run = train(
+        env=f"{MODULE}:Tools", difficulty=(1,), model=str(folder), cold_steps=COLD_STEPS, cold_batch=24, steps=1, eval_tasks=1,
         context=SHAPE["context"], out=out, name="cold", trackers=(),
     )  # fmt: skip
-    for file in (Path(made["run"]) / "initial").iterdir():
+    for file in (Path(run["run"]) / "initial").iterdir():
         file.replace(folder / file.name)
 
 
-# ---------------------------------------------------------------------- one side, in its own process
+# ---------------------------------------------------------------------- one side in its own process
 
 
-class Gate:
-    """Takes a step when the parent says so, and answers with its time. What libraries print goes to stderr."""
+class StepTimer:
+    """Takes a step when the parent process tells it to, and reports the time. Redirects what libraries print to stderr."""
 
     def __init__(self) -> None:
         self.out = os.fdopen(os.dup(1), "w")
@@ -213,52 +213,52 @@ class Gate:
         self.wait(seconds=time.perf_counter() - self.began, **facts)
 
 
-def ours(job: dict[str, Any]) -> None:
+def run_turnwise(job: dict[str, Any]) -> None:
     from turnwise.training.api import train
 
-    gate = Gate()
+    timer = StepTimer()
 
     def listen(event: str, facts: Any) -> None:
         if event == "stage" and facts["name"] == "learn":
-            gate.wait()
+            timer.wait()
         if event == "step" and facts["stage"] == "learn":
-            gate.done(**{name: facts[name] for name in ("tokens", "turns", "tool_calls")})
+            timer.done(**{name: facts[name] for name in ("tokens", "turns", "tool_calls")})
 
     train(
-        listen, method="grpo", method_options={"beta": 0.0}, env=f"{HERE}:{job['task'].capitalize()}", difficulty=(1,),
+        listen, method="grpo", method_options={"beta": 0.0}, env=f"{MODULE}:{job['task'].capitalize()}", difficulty=(1,),
         model=job["model"], cold_steps=0, steps=job["steps"], groups=job["groups"], group_size=job["size"], lr=LR,
         eval_tasks=1, max_tokens=job["length"], context=SHAPE["context"], slots=job["groups"] * job["size"],
         device=job["device"], out=job["out"], name="ours", trackers=(),
     )  # fmt: skip
 
 
-def theirs(job: dict[str, Any]) -> None:
+def run_trl(job: dict[str, Any]) -> None:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    gate, seen = Gate(), dict[str, float]()
+    timer, counts = StepTimer(), dict[str, float]()
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     if job["task"] == "tools":
         tokenizer.response_template = RESPONSE
-    marks: Any = tokenizer.convert_tokens_to_ids(["<|tool|>", "<|assistant|>"])
-    count = len if job["task"] == "single" else lambda ids: sampled(ids, *marks)
+    markers: Any = tokenizer.convert_tokens_to_ids(["<|tool|>", "<|assistant|>"])
+    count = len if job["task"] == "single" else lambda ids: sampled(ids, *markers)
 
     def reward(completions: Any, completion_ids: Any, **_: Any) -> list[float]:
         roles = [message["role"] for completion in completions for message in completion]
-        seen.update(
+        counts.update(
             tokens=float(sum(map(count, completion_ids))),
             turns=roles.count("assistant") / len(completions),
             tool_calls=roles.count("tool") / len(completions),
         )
         return [score(completion[-1]["content"]) for completion in completions]
 
-    class Turns(TrainerCallback):
+    class Timing(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            gate.wait()
+            timer.wait()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            gate.done(**seen)
+            timer.done(**counts)
 
     options: dict[str, Any] = {"gradient_checkpointing": False} if job["side"] != "TRL" else {}
     config = GRPOConfig(
@@ -270,23 +270,23 @@ def theirs(job: dict[str, Any]) -> None:
     trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(job["model"]), reward, config, processing_class=tokenizer,
         train_dataset=Dataset.from_list([{"prompt": question(seed)} for seed in range(job["groups"] * job["steps"])]),
-        tools=[add] if job["task"] == "tools" else None, callbacks=[Turns()],
+        tools=[add] if job["task"] == "tools" else None, callbacks=[Timing()],
     )  # fmt: skip
     trainer.train()
 
 
 def sampled(ids: list[int], opens: int, closes: int) -> int:
-    """How many ids of a completion are the model's: those of a tool's reply, from mark to mark, are not."""
-    count, reading = 0, False
+    """How many ids of a completion the model sampled: those of a tool reply, between its markers, do not count."""
+    count, in_reply = 0, False
     for token in ids:
-        reading = reading or token == opens
-        count += not reading
-        reading = reading and token != closes
+        in_reply = in_reply or token == opens
+        count += not in_reply
+        in_reply = in_reply and token != closes
     return count
 
 
 def peak_mb() -> float:
-    """Highest resident memory of this process so far."""
+    """Peak resident memory of this process."""
     try:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
@@ -296,12 +296,12 @@ def peak_mb() -> float:
 
 
 def device_gb() -> float:
-    """Memory set aside on the GPU, where there is one: captured graphs hold some that no live tensor shows."""
+    """Peak memory reserved on the GPU, if there is one: captured graphs hold memory that no live tensor accounts for."""
     import torch
 
     return torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose files are no modules of their own
-    {"prepare": prepare, "turnwise": ours, "trl": theirs}[sys.argv[1]](json.loads(sys.argv[2]))
+    sys.path.pop(0)  # this folder: its files are not top-level modules
+    {"prepare": prepare, "turnwise": run_turnwise, "trl": run_trl}[sys.argv[1]](json.loads(sys.argv[2]))

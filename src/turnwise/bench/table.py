@@ -1,4 +1,4 @@
-"""One table of everything: generation, learning, whole step, memory; a part that fails says why and the others go on."""
+"""The benchmark table: generation, learning, whole step, memory. A part that fails reports why, and the others go on."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 import transformers
 
 from turnwise.bench import generation, learning, memory, training_step
-from turnwise.bench.hardware_limits import Limits
-from turnwise.bench.models import Scene, parameters, scene
-from turnwise.bench.report import Row
+from turnwise.bench.hardware_limits import HardwareLimits
+from turnwise.bench.models import BenchSetup, parameters, setup_for
+from turnwise.bench.report import BenchRow
 from turnwise.errors import SettingError, nearest
 
-Say = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 PARTS = ("generation", "learning", "step", "memory")
 
 
@@ -27,10 +27,11 @@ def measure(
     quick: bool = False,
     threads: int = 0,
     parts: tuple[str, ...] = PARTS,
-    say: Say = print,
-    keep: Callable[[dict[str, Any], list[Row]], object] = lambda facts, rows: None,
-) -> tuple[dict[str, Any], list[Row]]:
-    """(what was measured on what, the rows). ``keep`` is given them after each part: a run that is stopped has what it had."""
+    report_progress: ReportProgress = print,
+    keep: Callable[[dict[str, Any], list[BenchRow]], object] = lambda facts, rows: None,
+) -> tuple[dict[str, Any], list[BenchRow]]:
+    """(facts about the machine, the rows). Calls ``keep`` with them after each part, so that an interrupted run keeps its
+    results."""
     for part in parts:
         if part not in PARTS:
             raise SettingError(f"no part {part!r}; {nearest(part, PARTS)}")
@@ -38,59 +39,59 @@ def measure(
         raise SettingError("device is cuda, but this machine has no usable GPU; write --device cpu")
     if threads:
         torch.set_num_threads(threads)
-    chosen = scene(device, quick)
-    say(f"limits of {machine(chosen)}: copies and matrix products")
-    limits = Limits.measured(chosen.device, chosen.dtype)
-    jobs = _jobs(chosen, limits, quick)
-    rows: list[Row] = []
+    setup = setup_for(device, quick)
+    report_progress(f"limits of {machine(setup)}: copies and matrix products")
+    limits = HardwareLimits.measured(setup.device, setup.dtype)
+    jobs = _jobs(setup, limits, quick)
+    rows: list[BenchRow] = []
     for part, job in jobs:
         if part in parts:
-            rows += _tried(part, job, say)
-            keep(facts(chosen, limits), rows)
-    return facts(chosen, limits), rows
+            rows += _run_part(part, job, report_progress)
+            keep(facts(setup, limits), rows)
+    return facts(setup, limits), rows
 
 
-def _jobs(chosen: Scene, limits: Limits, quick: bool) -> list[tuple[str, Callable[[], list[Row]]]]:
-    gpu = chosen.device == "cuda"
+def _jobs(setup: BenchSetup, limits: HardwareLimits, quick: bool) -> list[tuple[str, Callable[[], list[BenchRow]]]]:
+    gpu = setup.device == "cuda"
     threads, count = torch.get_num_threads(), (2 if quick else 4) if gpu else 3 if quick else 9
-    size = chosen.step if gpu else None
-    jobs: list[tuple[str, Callable[[], list[Row]]]] = [
-        ("generation", lambda: generation.rows(chosen, limits, min(chosen.repeats, 2) if gpu else chosen.repeats)),
-        ("learning", lambda: learning.rows(chosen, limits, chosen.repeats)),
-        ("step", lambda: training_step.rows("single", chosen.device, size, count, threads)),
+    size = setup.step if gpu else None
+    jobs: list[tuple[str, Callable[[], list[BenchRow]]]] = [
+        ("generation", lambda: generation.rows(setup, limits, min(setup.repeats, 2) if gpu else setup.repeats)),
+        ("learning", lambda: learning.rows(setup, limits, setup.repeats)),
+        ("step", lambda: training_step.rows("single", setup.device, size, count, threads)),
     ]
     if not gpu and not quick:
-        jobs.append(("step", lambda: training_step.rows("tools", chosen.device, None, count, threads)))
+        jobs.append(("step", lambda: training_step.rows("tools", setup.device, None, count, threads)))
     if not gpu:
         jobs.append(("memory", memory.rows))
     return jobs
 
 
-def _tried(part: str, job: Callable[[], list[Row]], say: Say) -> list[Row]:
-    say(f"measuring {part}")
+def _run_part(part: str, job: Callable[[], list[BenchRow]], report_progress: ReportProgress) -> list[BenchRow]:
+    report_progress(f"measuring {part}")
     began = time.perf_counter()
     try:
         rows = job()
-    except Exception as fault:  # a table with a hole is worth more than none
+    except Exception as fault:  # an incomplete table is better than none
         why = (str(fault).strip().splitlines() or [""])[-1][:160]
-        rows = [Row(part, "", "turnwise", None, "", note=f"failed: {type(fault).__name__}: {why}")]
-    gc.collect()  # what one part held must not count as another's memory
-    say(f"  {time.perf_counter() - began:.0f} s")
+        rows = [BenchRow(part, "", "turnwise", None, "", note=f"failed: {type(fault).__name__}: {why}")]
+    gc.collect()  # memory of one part must not count towards the next
+    report_progress(f"  {time.perf_counter() - began:.0f} s")
     return rows
 
 
-def machine(chosen: Scene) -> str:
-    if chosen.device == "cuda":
+def machine(setup: BenchSetup) -> str:
+    if setup.device == "cuda":
         return torch.cuda.get_device_name()
     return f"{os.cpu_count()} cores ({platform.machine()}), {torch.get_num_threads()} threads"
 
 
-def facts(chosen: Scene, limits: Limits) -> dict[str, Any]:
+def facts(setup: BenchSetup, limits: HardwareLimits) -> dict[str, Any]:
     return {
-        "machine": machine(chosen),
-        "device": chosen.device,
-        "dtype": str(chosen.dtype).removeprefix("torch."),
-        "parameters": parameters(chosen.model()),
+        "machine": machine(setup),
+        "device": setup.device,
+        "dtype": str(setup.dtype).removeprefix("torch."),
+        "parameters": parameters(setup.model()),
         "copy_bytes_per_second": limits.bandwidth,
         "matrix_flops_per_second": limits.peak,
         "python": platform.python_version(),
@@ -99,8 +100,8 @@ def facts(chosen: Scene, limits: Limits) -> dict[str, Any]:
     }
 
 
-def title(said: dict[str, Any]) -> str:
+def title(facts: dict[str, Any]) -> str:
     return (
-        f"{said['machine']}, {said['parameters'] / 1e6:.2f} M parameters, {said['dtype']}: copies "
-        f"{said['copy_bytes_per_second'] / 1e9:,.0f} GB/s, products {said['matrix_flops_per_second'] / 1e12:,.2f} TFLOP/s"
+        f"{facts['machine']}, {facts['parameters'] / 1e6:.2f} M parameters, {facts['dtype']}: copies "
+        f"{facts['copy_bytes_per_second'] / 1e9:,.0f} GB/s, products {facts['matrix_flops_per_second'] / 1e12:,.2f} TFLOP/s"
     )

@@ -12,11 +12,11 @@ from turnwise.core.records import Group, Task
 from turnwise.data.export import FORMS, write_rows
 from turnwise.errors import SettingError, nearest
 from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.scripted import play_script
-from turnwise.store.ledger import Ledger
+from turnwise.rollout.scripted import play_scripted
+from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
 from turnwise.training import build
-from turnwise.training.env_spec import World, settle
+from turnwise.training.env_spec import EnvSpec, resolve_settings
 
 TRIES = 4  # mediocre episodes beside each perfect one: the worst of them is the other side of a pair
 TOGETHER = 16  # tasks played at once
@@ -30,33 +30,33 @@ def export(source: str | Path, form: str, target: str | Path, tasks: int = 200, 
     if tasks < 1:
         raise SettingError(f"tasks is {tasks}; write at least 1")
     if _is_environment(str(source)):
-        world = World.of(settle({"env": str(source), "seed": seed}))
-        return write_rows(_played(world, tasks), form, target, _tools(world))
+        env_spec = EnvSpec.from_settings(resolve_settings({"env": str(source), "seed": seed}))
+        return write_rows(_played(env_spec, tasks), form, target, _tools(env_spec))
     run = RunDir.open(source)
-    world = World.of(Settings.of(run.facts()["settings"]))
-    with Ledger(run.ledger, readonly=True) as ledger:
+    env_spec = EnvSpec.from_settings(Settings.of(run.metadata()["settings"]))
+    with SqliteLedger(run.ledger, readonly=True) as ledger:
         groups = (ledger.group(entry.group_id) for entry in ledger.groups() if entry.state in SETTLED)
-        return write_rows(groups, form, target, _tools(world))
+        return write_rows(groups, form, target, _tools(env_spec))
 
 
 def _is_environment(source: str) -> bool:
     return not Path(source, "run.json").is_file() and (source in environments.BUILT_IN or ":" in source)
 
 
-def _tools(world: World) -> tuple[dict, ...]:
-    return tuple(getattr(world.kind, "tools", ()))
+def _tools(env_spec: EnvSpec) -> tuple[dict, ...]:
+    return tuple(getattr(env_spec.env_class, "tools", ()))
 
 
-def _played(world: World, count: int) -> Iterator[Group]:
+def _played(env_spec: EnvSpec, count: int) -> Iterator[Group]:
     """Each task played once by the oracle and a few times by the demonstrator."""
-    if not world.demonstrates:
-        raise SettingError(f"{world.settings.env} has no oracle and demonstrator to play its tasks")
-    renderer, supply = Renderer(build.tokenizer_for_scripts()), world.tasks("train")
+    if not env_spec.can_demonstrate:
+        raise SettingError(f"{env_spec.settings.env} has no oracle and demonstrator to play its tasks")
+    renderer, supply = Renderer(build.byte_tokenizer()), env_spec.tasks("train")
     players = ["oracle", *["demonstrator"] * TRIES]
 
     async def play(n: int, task: Task) -> Group:
         made = (
-            play_script(player, world.open(task), f"{n}.{i}", task, renderer, world.unbounded)
+            play_scripted(player, env_spec.make(task), f"{n}.{i}", task, renderer, env_spec.scripted_limits)
             for i, player in enumerate(players)
         )
         return Group(str(n), task, tuple(await asyncio.gather(*made)))

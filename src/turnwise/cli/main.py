@@ -107,7 +107,7 @@ def list_methods(argv: Sequence[str]) -> int:
     from turnwise.cli import display
     from turnwise.recipes import catalogue
 
-    rows = catalogue.rows()
+    rows = catalogue.method_rows()
     print(json.dumps(rows, indent=1)) if space.json else display.show_methods(rows)
     return 0
 
@@ -122,9 +122,9 @@ def explain(argv: Sequence[str]) -> int:
     from turnwise.recipes import catalogue
 
     if space.json:
-        print(json.dumps(catalogue.entry(space.method, space.credit), indent=1))
+        print(json.dumps(catalogue.describe_method(space.method, space.credit), indent=1))
         return 0
-    recipe = catalogue.named(space.method, space.credit)
+    recipe = catalogue.parse_method(space.method, space.credit)
     for name in filter(None, (space.method, space.credit)):
         signature = ", ".join(f"{n}={p.default}" for n, p in recipes.parameters(name).items())
         print(f"{name}({signature})\n\n{inspect.getdoc(recipes.method(name))}\n")
@@ -132,9 +132,9 @@ def explain(argv: Sequence[str]) -> int:
     width = max(map(len, recipe.slots()))
     for slot, piece in recipe.slots().items():
         print(textwrap.fill(piece, 118, initial_indent=f"  {slot:<{width}}  ", subsequent_indent=" " * (width + 4)))
-    print(f"\nNeeds: {', '.join(sorted(recipe.objective.needs))}")
-    if recipe.asks:
-        print(f"Must be told: {', '.join(sorted(recipe.asks))}")
+    print(f"\nNeeds: {', '.join(sorted(recipe.objective.signals))}")
+    if recipe.requirements:
+        print(f"Must be told: {', '.join(sorted(recipe.requirements))}")
     return 0
 
 
@@ -146,7 +146,7 @@ def diff(argv: Sequence[str]) -> int:
     space = parser.parse(argv)
     from turnwise.recipes import catalogue
 
-    rows = catalogue.difference(space.left, space.right)
+    rows = catalogue.slot_differences(space.left, space.right)
     if space.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -214,7 +214,7 @@ def model(argv: Sequence[str]) -> int:
         return 0
     if space.action != "list":
         raise SettingError(f"model does not know {space.action!r}; {nearest(space.action, ('fetch', 'list'))}")
-    rows = fetch.rows(space.to, space.check)
+    rows = fetch.list_models(space.to, space.check)
     print(json.dumps(rows, indent=1)) if space.json else display.show_table("models that can be fetched by name", rows)
     return 0
 
@@ -234,7 +234,7 @@ def bench(argv: Sequence[str]) -> int:
     parts = tuple(space.parts.split(",")) if space.parts else table.PARTS
     say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
 
-    def keep(facts: dict[str, object], found: list[report.Row]) -> None:
+    def keep(facts: dict[str, object], found: list[report.BenchRow]) -> None:
         for file, text in (
             (space.json, report.as_json(facts, found)),
             (space.out, report.markdown(table.title(facts), found)),
@@ -298,9 +298,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TurnwiseError as fault:
         print(f"turnwise: {fault}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nturnwise: stopped; `turnwise resume RUN` goes on", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stopped:
+        print(f"\nturnwise: {stopped or 'stopped'}", file=sys.stderr)
+        return getattr(stopped, "exit_code", 130)
     except BrokenPipeError:
         return 0
 

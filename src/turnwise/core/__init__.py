@@ -1,1 +1,1 @@
-"""The shared vocabulary: records, levels, batches, signals, protocols, seeds. Computes no loss and touches no device."""
+"""The shared vocabulary: records, levels, batches, columns, signals, protocols, seeds. Computes no loss and runs no model."""

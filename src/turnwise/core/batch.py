@@ -1,12 +1,12 @@
-"""Groups packed into one batch: what the model reads, and the tree of what it sampled.
+"""Groups packed into one batch: the token sequences the model reads, and the tree of the sampled tokens.
 
 Legend: L packed positions (context and sampled), S sequences, N sampled tokens, U turns, K trajectories, G groups.
 
-A sequence is what the model reads in one go. A trajectory is usually one sequence; a restart opens another, and a forked
-trajectory repeats its parent's prefix as context. The tree has no place for context, so nothing can leak from it.
+A sequence is one forward pass's input. A trajectory is usually one sequence; a restart opens another, and a forked trajectory
+repeats its parent's prefix as context. The tree holds sampled tokens only, so context can never enter a loss.
 
-Everything that depends on the whole step (advantages, averaging weights) is a Field put on the batch *before* it is cut
-into micro-batches; the cuts then just sum.
+Everything that depends on the whole step (advantages, averaging weights) is a column put on the batch *before* it is split into
+micro-batches; micro-batches then just sum. A batch does not know how its columns are computed.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree, send_all
+from turnwise.core.columns import checked_key
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree
 from turnwise.core.records import Facts, Group, Origin, Status, Trajectory, Turn
 from turnwise.core.signals import Signal
+from turnwise.core.transfer import to_device_packed
 from turnwise.errors import RecordError, SignalError
-from turnwise.maths.chunks import even_runs, shared_beginnings
+from turnwise.maths.chunks import even_runs, shared_prefix_lengths
 from turnwise.maths.numbers import tensor_of
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """What the model reads, packed end to end."""
+    """The token sequences of a batch, packed end to end."""
 
     ids: Tensor  # [L]
     start: Tensor  # [S + 1] where each sequence begins; the last entry is L
-    trajectory: Tensor  # [S] whose it is
-    at: Tensor  # [N] packed position of each sampled token (its log-probability is read one position earlier)
-    blind: Tensor | None = None  # [L] ids had the environment said nothing; None where nobody asked
-    host: Sequences | None = None  # the same on the host, where looking at them keeps no GPU waiting
+    trajectory: Tensor  # [S] the trajectory it belongs to
+    sampled_at: Tensor  # [N] packed position of each sampled token (its log-probability is read one position earlier)
+    masked_ids: Tensor | None = None  # [L] ids with the environment's messages masked; None where no method needs them
+    host: Sequences | None = None  # the same on the host, where reading values does not synchronise a GPU
 
     @property
     def lengths(self) -> Tensor:
@@ -44,19 +46,19 @@ class Sequences:
 
     def positions(self) -> Tensor:
         """Position of each id inside its own sequence, [L]."""
-        here = torch.arange(self.ids.numel(), device=self.ids.device)
-        return here - torch.repeat_interleave(self.start[:-1], self.lengths)
+        index = torch.arange(self.ids.numel(), device=self.ids.device)
+        return index - torch.repeat_interleave(self.start[:-1], self.lengths)
 
-    def cut(self, run: slice, tokens: slice) -> Sequences | None:
-        """The sequences of neighbouring trajectories, whose sampled tokens are neighbours too; None: they lie in disorder."""
+    def select_slice(self, trajectories: slice, tokens: slice) -> Sequences | None:
+        """The sequences of consecutive trajectories and their sampled tokens; None if sequences are not sorted by trajectory."""
         if not bool((self.trajectory[1:] >= self.trajectory[:-1]).all()):
             return None
-        ends = torch.searchsorted(self.trajectory, torch.tensor([run.start, run.stop]))
+        ends = torch.searchsorted(self.trajectory, torch.tensor([trajectories.start, trajectories.stop]))
         a, b = ends.tolist()
         lo, hi = self.start[ends].tolist()
-        blind = None if self.blind is None else self.blind[lo:hi]
-        start, owner = self.start[a : b + 1] - lo, self.trajectory[a:b] - run.start
-        return Sequences(self.ids[lo:hi], start, owner, self.at[tokens] - lo, blind)
+        masked = None if self.masked_ids is None else self.masked_ids[lo:hi]
+        start, owner = self.start[a : b + 1] - lo, self.trajectory[a:b] - trajectories.start
+        return Sequences(self.ids[lo:hi], start, owner, self.sampled_at[tokens] - lo, masked)
 
     def select(self, position_of: Tensor, tokens: slice | Tensor) -> Sequences:
         """The sequences of kept trajectories. ``position_of`` [K] is the new index or −1; ``tokens`` the kept tokens."""
@@ -65,48 +67,48 @@ class Sequences:
         kept = order[new[order] >= 0]
         lengths = self.lengths[kept]
         start = torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0)])
-        moved = torch.full_like(self.start[:-1], -1).index_copy(0, kept, start[:-1])
+        new_start = torch.full_like(self.start[:-1], -1).index_copy(0, kept, start[:-1])
         inside = torch.arange(int(start[-1]), device=start.device) - torch.repeat_interleave(start[:-1], lengths)
         source = torch.repeat_interleave(self.start[:-1][kept], lengths) + inside
-        at = self.at[tokens]
+        at = self.sampled_at[tokens]
         owner = torch.searchsorted(self.start, at, right=True) - 1
-        blind = None if self.blind is None else self.blind[source]
-        return Sequences(self.ids[source], start, new[kept], at - self.start[owner] + moved[owner], blind)
+        masked = None if self.masked_ids is None else self.masked_ids[source]
+        return Sequences(self.ids[source], start, new[kept], at - self.start[owner] + new_start[owner], masked)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A packed batch. ``columns`` holds what the step computed: advantage, weight and the measured signals."""
+    """A packed batch. ``columns`` holds what the step computed (``core/columns.py``): advantage, weight, measured signals."""
 
     tree: Tree
     sequences: Sequences
     token: Field  # TOKEN: the sampled id
-    behaviour: Field  # TOKEN: log-probability under the distribution really sampled from
-    mass: Field  # TOKEN: log of the probability that top-p/k and min-p kept (0 = everything)
+    behaviour: Field  # TOKEN: log-probability under the distribution that was sampled from
+    mass: Field  # TOKEN: log of the probability mass that top-p/k and min-p kept (0 = all of it)
     version: Field  # TOKEN: of the policy that sampled it
     temperature: Field  # TURN
-    reward: Field  # TURN: what the environment paid for this turn
-    state: Field  # TURN: number of the state it was taken in, −1 where unknown
-    action: Field  # TURN: number of what was said, token by token
-    agent: Field  # TURN: number of the acting agent
-    tool_calls: Field  # TURN: how many tools it called
+    reward: Field  # TURN: the environment's reward
+    state: Field  # TURN: id of the state it was taken in, −1 where unknown
+    action: Field  # TURN: id of the sampled token sequence
+    agent: Field  # TURN: id of the acting agent
+    tool_calls: Field  # TURN: number of tool calls
     truncated: Field  # TRAJECTORY: a limit ended it
     expert: Field  # TRAJECTORY: not sampled by our policy
     replayed: Field  # TRAJECTORY: sampled by our policy in an earlier step
-    guided: Field  # TRAJECTORY: sampled with help, or otherwise than the policy would
+    guided: Field  # TRAJECTORY: sampled with hints, or not from the plain policy
     success: Field  # TRAJECTORY: the environment's verdict, NaN where it has none
-    seed: Field  # TRAJECTORY: a number of its own, the same in any batch it is part of
+    seed: Field  # TRAJECTORY: hash of its id, the same in every batch
     parent: Field  # TRAJECTORY: the ``seed`` of the one it forked from, −1 where it did not
     fork: Field  # TRAJECTORY: at which turn of the parent
-    end: Field  # TRAJECTORY: number of the state after its last turn, −1 where unknown
-    group: Field  # GROUP: its number in the whole step (stays when the batch is cut)
-    domain: Field  # GROUP: number of its kind of task
-    named: Mapping[str, Field] = field(default_factory=dict)  # TRAJECTORY: reward components by name
-    facts: Mapping[str, Field] = field(default_factory=dict)  # TURN or TRAJECTORY: NaN where nobody said
-    columns: Mapping[Any, Field] = field(default_factory=dict)  # by name, or by the piece that planned it
+    end: Field  # TRAJECTORY: id of the state after its last turn, −1 where unknown
+    group: Field  # GROUP: its index in the whole step (kept when the batch is split)
+    domain: Field  # GROUP: id of its environment and difficulty
+    reward_components: Mapping[str, Field] = field(default_factory=dict)  # TRAJECTORY: reward components by name
+    facts: Mapping[str, Field] = field(default_factory=dict)  # TURN or TRAJECTORY: NaN where absent
+    columns: Mapping[Any, Field] = field(default_factory=dict)  # see core/columns.py
     answers: tuple[tuple[int, ...], ...] = ()  # TRAJECTORY: the gold answer's ids, empty where there is none
-    keys: tuple[str, ...] = ()  # trajectory ids, in order
-    tasks: tuple[str, ...] = ()  # GROUP: the task's key
+    trajectory_ids: tuple[str, ...] = ()  # TRAJECTORY
+    task_keys: tuple[str, ...] = ()  # GROUP
     fork_token: Field | None = None  # TRAJECTORY: after how many sampled tokens of that turn; None: before all of them
 
     def __len__(self) -> int:
@@ -120,30 +122,32 @@ class Batch:
         return self.columns[name]
 
     def put(self, columns: Mapping[Any, Field] | None = None, /, **named: Field) -> Batch:
-        """The same batch with more columns."""
-        return replace(self, columns={**self.columns, **(columns or {}), **named})
+        """The same batch with more columns. Keys are declared in ``core/columns.py``; any other name raises."""
+        added = {checked_key(key): value for key, value in {**(columns or {}), **named}.items()}
+        return replace(self, columns={**self.columns, **added})
 
-    def lots(self, of: Level = TOKEN) -> Field:
-        """A number in [0, 1) for each token (or turn), drawn by its trajectory and place: no cut or order changes it."""
-        at = self.tree.index(of, TRAJECTORY)
-        return Field(self.tree, of, _uniform(self.seed.at(of).x + 0x9E3779B9 * (at.x + 1)))
+    def uniform_draws(self, of: Level = TOKEN) -> Field:
+        """A uniform number in [0, 1) for each token (or turn), from a hash of its trajectory and index: it does not depend on how
+        the batch is split or ordered."""
+        index = self.tree.index(of, TRAJECTORY)
+        return Field(self.tree, of, _uniform(self.seed.at(of).x + 0x9E3779B9 * (index.x + 1)))
 
     def same(self, *names: str) -> Partition:
-        """Turns of one group that agree in the named things: ``state``, ``agent``, ``index`` (of the turn)."""
+        """Turns of one group with equal ``state``, ``agent`` or ``index`` (of the turn), as named."""
         keys = {"state": self.state, "agent": self.agent, "index": self.tree.index(TURN, TRAJECTORY)}
         return Partition.by(self.tree, TURN, self.group, *(keys[name] for name in names))
 
-    # ------------------------------------------------------------ cutting
+    # ---------------------------------------------------------- splitting
     def select(self, trajectories: Sequence[int] | Tensor) -> Batch:
         """Some whole trajectories, in the given order."""
-        chosen = torch.as_tensor(trajectories, dtype=torch.int64, device=self.tree.device)
-        numbers = chosen.tolist()
-        run = self.tree.run(numbers)
-        tree, kept = self.tree.select(chosen) if run is None else self.tree.cut(run)
-        sequences = self.sequences.cut(run, kept[TOKEN]) if run is not None else None
+        index = torch.as_tensor(trajectories, dtype=torch.int64, device=self.tree.device)
+        numbers = index.tolist()
+        run = self.tree.as_slice(numbers)
+        tree, kept = self.tree.select(index) if run is None else self.tree.select_slice(run)
+        sequences = self.sequences.select_slice(run, kept[TOKEN]) if run is not None else None
         if sequences is None:
             position = torch.full((len(self),), -1, dtype=torch.int64, device=self.tree.device)
-            position[chosen] = torch.arange(chosen.numel(), device=self.tree.device)
+            position[index] = torch.arange(index.numel(), device=self.tree.device)
             sequences = self.sequences.select(position, kept[TOKEN])
 
         def cut(f: Field) -> Field:
@@ -153,64 +157,65 @@ class Batch:
         return Batch(
             tree=tree,
             sequences=sequences,
-            named={name: cut(f) for name, f in self.named.items()},
+            reward_components={name: cut(f) for name, f in self.reward_components.items()},
             facts={name: cut(f) for name, f in self.facts.items()},
             columns={name: cut(f) for name, f in self.columns.items()},
-            keys=tuple(self.keys[i] for i in numbers) if self.keys else (),
+            trajectory_ids=tuple(self.trajectory_ids[i] for i in numbers) if self.trajectory_ids else (),
             answers=tuple(self.answers[i] for i in numbers) if self.answers else (),
-            tasks=tuple(self.tasks[i] for i in kept[GROUP].tolist()) if self.tasks else (),
+            task_keys=tuple(self.task_keys[i] for i in kept[GROUP].tolist()) if self.task_keys else (),
             **fields,
         )
 
-    def reading(self) -> Tensor:
-        """How many positions each trajectory costs the model, [K]."""
+    def positions_per_trajectory(self) -> Tensor:
+        """How many packed positions the model reads for each trajectory, [K]."""
         cost = torch.zeros(len(self), dtype=torch.int64, device=self.tree.device)
         return cost.index_add(0, self.sequences.trajectory, self.sequences.lengths)
 
     def split(self, positions: int, padded: bool = True) -> Iterator[Batch]:
-        """Micro-batches of whole trajectories, each of at most ``positions`` packed ids (or one trajectory), as few and as even
-        as can be: a small last one costs as many launches as a full one.
+        """Micro-batches of whole trajectories, each of at most ``positions`` packed ids (or one trajectory). As few and as evenly
+        filled as possible: a small last one costs as many kernel launches as a full one.
 
-        ``padded``: alike lengths together, so that attention pads less. Otherwise neighbours stay neighbours, and what one begins
-        with as the one before it does is read once and counts once."""
-        cost = self.reading().cpu()
+        ``padded``: sort by length, so that attention pads less. Otherwise keep the order, and count a prefix that a sequence
+        shares with the one before it only once."""
+        cost = self.positions_per_trajectory().cpu()
         order = sorted(range(len(cost)), key=lambda k: int(cost[k]) if padded else 0)
-        alone, beside = (cost, cost) if padded else self._once(cost)
-        for part in even_runs(order, alone.tolist(), beside.tolist(), positions):
+        alone, after = (cost, cost) if padded else self._shared_prefix_costs(cost)
+        for part in even_runs(order, alone.tolist(), after.tolist(), positions):
             yield self.select(part)
 
-    def _once(self, cost: Tensor) -> tuple[Tensor, Tensor]:
-        """What each trajectory costs alone, and beside the one before it."""
+    def _shared_prefix_costs(self, cost: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions of each trajectory by itself, and after the one before it, whose prefix it may share."""
         s = self.sequences.host or self.sequences
         owner = s.trajectory.cpu()
         if not len(owner) or bool((owner.diff() < 0).any()):
             return cost, cost
         step = owner.diff(prepend=owner[:1] - 2)  # 0: another sequence of the same trajectory; 1: of the next
-        again = shared_beginnings(s.ids.cpu(), s.start)
-        alone = cost.index_add(0, owner, -again.where(step == 0, 0))
-        return alone, alone.index_add(0, owner, -again.where(step == 1, 0))
+        shared = shared_prefix_lengths(s.ids.cpu(), s.start)
+        alone = cost.index_add(0, owner, -shared.where(step == 0, 0))
+        return alone, alone.index_add(0, owner, -shared.where(step == 1, 0))
 
     def to(self, device: torch.device | str) -> Batch:
         if torch.device(device) == self.tree.device:
             return self
         s = self.sequences
-        own = {name: f for name, f in vars(self).items() if isinstance(f, Field)}
-        books = {name: getattr(self, name) for name in ("named", "facts", "columns")}
-        loose = [*self.tree.parents, s.ids, s.start, s.trajectory, s.at, *([] if s.blind is None else [s.blind])]
-        fields = [f for book in (own, *books.values()) for f in book.values()]
-        sent = iter(send_all([*loose, *(f.x for f in fields)], device))
-        tree = self.tree.moved([next(sent) for _ in self.tree.parents])
-        ids, start, trajectory, at = (next(sent) for _ in range(4))
-        blind = None if s.blind is None else next(sent)
-        move = lambda book: {name: Field(tree, f.level, next(sent)) for name, f in book.items()}  # noqa: E731
-        changes: dict[str, Any] = {**move(own), **{name: move(book) for name, book in books.items()}}
+        single = {name: f for name, f in vars(self).items() if isinstance(f, Field)}
+        mappings = {name: getattr(self, name) for name in ("reward_components", "facts", "columns")}
+        masked_ids = [] if s.masked_ids is None else [s.masked_ids]
+        tensors = [*self.tree.parents, s.ids, s.start, s.trajectory, s.sampled_at, *masked_ids]
+        fields = [f for mapping in (single, *mappings.values()) for f in mapping.values()]
+        copies = iter(to_device_packed([*tensors, *(f.x for f in fields)], device))
+        tree = self.tree.with_parents([next(copies) for _ in self.tree.parents])
+        ids, start, trajectory, at = (next(copies) for _ in range(4))
+        masked = None if s.masked_ids is None else next(copies)
+        move = lambda fields: {name: Field(tree, f.level, next(copies)) for name, f in fields.items()}  # noqa: E731
+        changes: dict[str, Any] = {**move(single), **{name: move(fields) for name, fields in mappings.items()}}
         host = s if s.ids.device.type == "cpu" else None
-        changes["sequences"] = Sequences(ids, start, trajectory, at, blind, host)
+        changes["sequences"] = Sequences(ids, start, trajectory, at, masked, host)
         return replace(self, tree=tree, **changes)
 
 
 def _uniform(x: Tensor) -> Tensor:
-    """Integers to well-mixed floats in [0, 1): two rounds of multiply and shift."""
+    """Hash integers to floats in [0, 1): two rounds of multiply and shift."""
     x = x & 0x7FFFFFFF
     for _ in range(2):
         x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0x7FFFFFFF
@@ -227,7 +232,7 @@ def prefix(trajectory: Trajectory, by_id: Mapping[str, Trajectory]) -> list[int]
     fork, parent = trajectory.fork, by_id[trajectory.fork.parent]
     if not 0 <= fork.turn < len(parent.turns) or not 0 <= fork.token <= len(parent.turns[fork.turn].tokens):
         raise RecordError(
-            f"trajectory {trajectory.id} forks at turn {fork.turn}, token {fork.token} of {parent.id}, which has no such place"
+            f"trajectory {trajectory.id} forks at turn {fork.turn}, token {fork.token} of {parent.id}, which has no such position"
         )
     ids = prefix(parent, by_id)
     for turn in parent.turns[: fork.turn + 1]:
@@ -238,7 +243,7 @@ def prefix(trajectory: Trajectory, by_id: Mapping[str, Trajectory]) -> list[int]
 
 
 def pack(groups: Sequence[Group]) -> Batch:
-    """Pack groups as they are; trajectories that failed must have been dropped before."""
+    """Pack groups; failed trajectories must have been dropped before."""
     packer = _Packer()
     for group in groups:
         by_id = {t.id: t for t in group.trajectories}
@@ -249,15 +254,15 @@ def pack(groups: Sequence[Group]) -> Batch:
 
 
 class _Packer:
-    """Flat lists that become one batch."""
+    """Collects flat lists and turns them into one batch."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.start: list[int] = [0]
         self.owner: list[int] = []
-        self.begins: list[int] = []  # of each turn, where its sampled tokens lie
-        self.masked: list[tuple[int, Sequence[int]]] = []  # where a context lies, and what it is to the blind
-        self.acted: list[Turn] = []
+        self.begins: list[int] = []  # packed position of each turn's first sampled token
+        self.masked: list[tuple[int, Sequence[int]]] = []  # packed position of a context, and its masked ids
+        self.turn_records: list[Turn] = []
         self.turns: list[int] = []
         self.trajectories: list[int] = []
         self.members: list[Trajectory] = []
@@ -268,25 +273,25 @@ class _Packer:
     def add(self, trajectory: Trajectory, shared: list[int]) -> None:
         if trajectory.status == Status.FAILED:
             raise RecordError(f"trajectory {trajectory.id} failed ({trajectory.reason}) and cannot be trained on")
-        me = len(self.members)
+        owner = len(self.members)
         self.ids += shared
         for turn in trajectory.turns:
             if turn.restart and len(self.ids) > self.start[-1]:
-                self._close(me)
-            if turn.blind:
-                self.masked.append((len(self.ids), turn.blind))
+                self._close(owner)
+            if turn.masked_context:
+                self.masked.append((len(self.ids), turn.masked_context))
             self.ids += turn.context
             if turn.tokens and len(self.ids) == self.start[-1]:
                 raise RecordError(
-                    f"trajectory {trajectory.id} samples its first token from nothing; its first turn needs a context"
+                    f"trajectory {trajectory.id} samples its first token without a prompt; its first turn needs a context"
                 )
             if turn.tokens and not turn.logp and trajectory.origin == Origin.POLICY:
                 raise RecordError(f"trajectory {trajectory.id} has sampled tokens without log-probabilities")
             self.begins.append(len(self.ids))
             self.ids += turn.tokens
         if len(self.ids) > self.start[-1]:
-            self._close(me)
-        self.acted += trajectory.turns
+            self._close(owner)
+        self.turn_records += trajectory.turns
         self.turns.append(len(trajectory.turns))
         self.members.append(trajectory)
 
@@ -299,19 +304,19 @@ class _Packer:
         self.start.append(len(self.ids))
         self.owner.append(owner)
 
-    def _spoken(self, name: str, dtype: torch.dtype) -> Tensor:
-        """What the turns know of each sampled token; 0 where one of them knows nothing."""
-        known = [getattr(turn, name) for turn in self.acted]
-        if not any(known):
-            return torch.zeros(sum(len(turn.tokens) for turn in self.acted), dtype=dtype)
+    def _per_token(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A field of the turns with one value per sampled token; 0 for turns without it."""
+        columns = [getattr(turn, name) for turn in self.turn_records]
+        if not any(columns):
+            return torch.zeros(sum(len(turn.tokens) for turn in self.turn_records), dtype=dtype)
         flat: list[float] = []
-        for turn, values in zip(self.acted, known):
+        for turn, values in zip(self.turn_records, columns):
             flat += values or [0] * len(turn.tokens)
         return tensor_of(flat, dtype)
 
     def batch(self) -> Batch:
         i64, f32 = torch.int64, torch.float32
-        acted, sizes = self.acted, tensor_of([len(turn.tokens) for turn in self.acted], i64)
+        turns, sizes = self.turn_records, tensor_of([len(turn.tokens) for turn in self.turn_records], i64)
         ids, start, owner, begins = (
             tensor_of(values, i64) for values in (self.ids, self.start, self.owner, self.begins)
         )
@@ -324,17 +329,17 @@ class _Packer:
         verdicts = [float("nan") if t.success is None else float(t.success) for t in self.members]
         return Batch(
             tree=tree,
-            sequences=Sequences(ids, start, owner, at, self._blind(ids)),
+            sequences=Sequences(ids, start, owner, at, self._masked_ids(ids)),
             token=tree.field(TOKEN, ids[at]),
-            behaviour=tree.field(TOKEN, self._spoken("logp", f32)),
-            mass=tree.field(TOKEN, self._spoken("mass", f32)),
-            version=tree.field(TOKEN, self._spoken("version", i64)),
-            temperature=tree.field(TURN, [t.temperature for t in acted], f32),
-            reward=tree.field(TURN, [t.reward for t in acted], f32),
-            state=tree.field(TURN, [self._state(t.state) for t in acted], i64),
-            action=tree.field(TURN, _numbered(tuple(t.tokens) for t in acted), i64),
-            agent=tree.field(TURN, _numbered(t.agent for t in acted), i64),
-            tool_calls=tree.field(TURN, [t.tool_calls for t in acted], i64),
+            behaviour=tree.field(TOKEN, self._per_token("logp", f32)),
+            mass=tree.field(TOKEN, self._per_token("mass", f32)),
+            version=tree.field(TOKEN, self._per_token("version", i64)),
+            temperature=tree.field(TURN, [t.temperature for t in turns], f32),
+            reward=tree.field(TURN, [t.reward for t in turns], f32),
+            state=tree.field(TURN, [self._state(t.state) for t in turns], i64),
+            action=tree.field(TURN, _numbered(tuple(t.tokens) for t in turns), i64),
+            agent=tree.field(TURN, _numbered(t.agent for t in turns), i64),
+            tool_calls=tree.field(TURN, [t.tool_calls for t in turns], i64),
             truncated=tree.field(TRAJECTORY, [t.status == Status.TRUNCATED for t in self.members], torch.bool),
             expert=tree.field(TRAJECTORY, [t.origin == Origin.EXPERT for t in self.members], torch.bool),
             replayed=tree.field(TRAJECTORY, [t.origin == Origin.REPLAY for t in self.members], torch.bool),
@@ -348,42 +353,42 @@ class _Packer:
             group=tree.field(GROUP, range(len(self.trajectories)), i64),
             domain=tree.field(GROUP, _numbered(self.kinds), i64),
             answers=tuple(tuple(t.answer) for t in self.members) if any(t.answer for t in self.members) else (),
-            named={
+            reward_components={
                 n: tree.field(TRAJECTORY, [t.rewards.get(n, float("nan")) for t in self.members], f32) for n in names
             },
-            facts=_facts(tree, TRAJECTORY, self.members) | _facts(tree, TURN, acted),
-            keys=tuple(t.id for t in self.members),
-            tasks=tuple(self.tasks),
+            facts=_facts(tree, TRAJECTORY, self.members) | _facts(tree, TURN, turns),
+            trajectory_ids=tuple(t.id for t in self.members),
+            task_keys=tuple(self.tasks),
         )
 
     def _state(self, key: str | None) -> int:
         return -1 if key is None else self.states.setdefault(key, len(self.states))
 
-    def _blind(self, ids: Tensor) -> Tensor | None:
-        blind = ids.clone()
-        for at, words in self.masked:
-            blind[at : at + len(words)] = tensor_of(words, torch.int64)
-        return blind if self.masked else None
+    def _masked_ids(self, ids: Tensor) -> Tensor | None:
+        masked = ids.clone()
+        for at, context in self.masked:
+            masked[at : at + len(context)] = tensor_of(context, torch.int64)
+        return masked if self.masked else None
 
 
 def number(key: str) -> int:
-    """Of a trajectory, the same wherever it turns up."""
+    """A trajectory id as an integer, the same in every process."""
     return zlib.crc32(key.encode())
 
 
 def _numbered(keys: Iterable[Hashable]) -> list[int]:
-    """Equal keys get equal numbers, from 0 on in the order they turn up."""
-    seen: dict[Hashable, int] = {}
-    return [seen.setdefault(key, len(seen)) for key in keys]
+    """Number the keys from 0 in order of first appearance; equal keys get equal numbers."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def _facts(tree: Tree, level: Level, items: Sequence[Trajectory] | Sequence[Turn]) -> dict[str, Field]:
-    """Facts by name as numbers; labels are numbered in the order they turn up; NaN where nobody said."""
-    said: list[Facts] = [item.facts for item in items]
+    """Facts by name as numbers; labels are numbered in order of first appearance; NaN where an item has none."""
+    all_facts: list[Facts] = [item.facts for item in items]
     labels: dict[str, int] = {}
     value = lambda x: float(labels.setdefault(x, len(labels)) if isinstance(x, str) else x)  # noqa: E731
-    names = sorted({name for facts in said for name in facts})
-    column = lambda name: [value(facts[name]) if name in facts else float("nan") for facts in said]  # noqa: E731
+    names = sorted({name for facts in all_facts for name in facts})
+    column = lambda name: [value(facts[name]) if name in facts else float("nan") for facts in all_facts]  # noqa: E731
     return {name: tree.field(level, column(name), torch.float64) for name in names}
 
 

@@ -1,9 +1,9 @@
-"""Levels, trees and fields: a value knows at which level it lives.
+"""Levels, trees and fields: every value carries its level.
 
     TOKEN ⊂ TURN ⊂ TRAJECTORY ⊂ GROUP ⊂ BATCH
 
-Only sampled tokens are TOKENs, so there is no mask to forget. Arithmetic spreads the coarser side down to the finer one;
-gathering up is always written out: ``logp.mean(TURN)``, ``reward.std(GROUP)``, ``value.mean(same_state)``.
+Only sampled tokens are TOKENs, so no mask is needed. Arithmetic broadcasts the coarser operand down to the finer level;
+reductions are always explicit: ``logp.mean(TURN)``, ``reward.std(GROUP)``, ``value.mean(same_state)``.
 
 This module knows nothing of rewards, policies or text.
 """
@@ -36,7 +36,6 @@ class Level(IntEnum):
 
 
 TOKEN, TURN, TRAJECTORY, GROUP, BATCH = Level
-ALIGNED = 16  # bytes: where a tensor may begin in a buffer of several
 
 
 class Tree:
@@ -54,17 +53,17 @@ class Tree:
         groups: int,
         check: bool = True,
     ) -> None:
-        """``check``: parents must be there. What was checked before need not be again."""
+        """``check``: verify that every parent index is in range; skip it for trees cut from a checked one."""
         self.parents = (turn_of_token, trajectory_of_turn, group_of_trajectory)
         self.sizes = (turn_of_token.numel(), trajectory_of_turn.numel(), group_of_trajectory.numel(), groups, 1)
         for level, parent in enumerate(self.parents):
             if parent.dtype != torch.int64 or parent.dim() != 1:
-                seen = f"{parent.dtype} {parent.shape}"
-                raise LevelError(f"parents of {Level(level)!r} must be a flat int64 tensor, got {seen}")
+                actual = f"{parent.dtype} {parent.shape}"
+                raise LevelError(f"parents of {Level(level)!r} must be a flat int64 tensor, got {actual}")
             if check and parent.numel() and not (int(parent.min()) >= 0 and int(parent.max()) < self.sizes[level + 1]):
                 raise LevelError(f"parents of {Level(level)!r} point outside the {self.sizes[level + 1]} items above")
         self._labels: dict[tuple[Level, Level], Tensor] = {}
-        self._in_order: bool | None = None  # tokens by turn and turns by trajectory; None: not looked at yet
+        self._in_order: bool | None = None  # tokens sorted by turn and turns by trajectory; None: not checked yet
 
     @classmethod
     def ragged(cls, groups: Sequence[Sequence[Sequence[int]]], device: str = "cpu") -> Tree:
@@ -104,46 +103,46 @@ class Tree:
         return Field(self, level, torch.full((self.count(level),), value, dtype=dtype, device=self.device))
 
     def size(self, of: Level, inside: Level) -> Field:
-        """How many items of level ``of`` lie inside each item of level ``inside``."""
+        """How many items of level ``of`` are inside each item of level ``inside``."""
         return Field(self, inside, segments.size(self.ancestor(of, inside), self.count(inside)))
 
     def index(self, of: Level, inside: Level) -> Field:
         """0-based position of each item among its siblings inside ``inside``; e.g. the index of a turn in its trajectory."""
         return Field(self, of, segments.rank_within(self.ancestor(of, inside), self.count(inside)))
 
-    def run(self, trajectories: Sequence[int]) -> slice | None:
-        """These trajectories as a slice, where they are neighbours and the tree lies in order on the host: then so do all their
-        items, and what is kept of them can be cut out instead of picked out."""
+    def as_slice(self, trajectories: Sequence[int]) -> slice | None:
+        """These trajectories as a slice, if they are consecutive and the tree is sorted and on the host. Then the items of every
+        level are consecutive too, and slices replace index tensors."""
         first, last = (trajectories[0], trajectories[-1]) if len(trajectories) else (0, -1)
-        near = self.in_order and list(trajectories) == list(range(first, last + 1))
-        return slice(first, last + 1) if near else None
+        consecutive = self.in_order and list(trajectories) == list(range(first, last + 1))
+        return slice(first, last + 1) if consecutive else None
 
     @property
     def in_order(self) -> bool:
-        """Whether tokens lie as their turns do and turns as their trajectories; on a GPU nobody looks."""
+        """Whether tokens are sorted by turn and turns by trajectory; False on a GPU, where the check would synchronise."""
         if self._in_order is None:
             self._in_order = self.device.type == "cpu" and all(bool((p[1:] >= p[:-1]).all()) for p in self.parents[:2])
         return self._in_order
 
-    def cut(self, run: slice) -> tuple[Tree, tuple[Any, ...]]:
-        """``select`` of a run of trajectories: slices instead of indices."""
-        turns = _between(self.parents[1], run)
-        tokens = _between(self.parents[0], turns)
-        groups, group_of = torch.unique(self.parents[2][run], return_inverse=True)
-        parents = (self.parents[0][tokens] - turns.start, self.parents[1][turns] - run.start, group_of)
+    def select_slice(self, trajectories: slice) -> tuple[Tree, tuple[Any, ...]]:
+        """``select`` of consecutive trajectories: slices instead of indices."""
+        turns = _children(self.parents[1], trajectories)
+        tokens = _children(self.parents[0], turns)
+        groups, group_of = torch.unique(self.parents[2][trajectories], return_inverse=True)
+        parents = (self.parents[0][tokens] - turns.start, self.parents[1][turns] - trajectories.start, group_of)
         tree = Tree(*parents, groups.numel(), check=False)
-        return tree, (tokens, turns, run, groups, slice(0, 1))
+        return tree, (tokens, turns, trajectories, groups, slice(0, 1))
 
     def select(self, trajectories: Tensor) -> tuple[Tree, tuple[Any, ...]]:
-        """The tree of some whole trajectories, in that order, and for each level which items were kept."""
+        """The tree of some whole trajectories, in that order, and the kept items of each level."""
         position = torch.full((self.count(TRAJECTORY),), -1, dtype=torch.int64, device=self.device)
         position[trajectories] = torch.arange(trajectories.numel(), device=self.device)
         kept: list[Tensor] = []
-        ascend = self.in_order and bool((trajectories[1:] > trajectories[:-1]).all())
+        ascending = self.in_order and bool((trajectories[1:] > trajectories[:-1]).all())
         for level in (TOKEN, TURN):
             new = position[self.ancestor(level, TRAJECTORY)]
-            found = (new >= 0).nonzero().squeeze(1)
-            kept.append(found if ascend else found[torch.argsort(new[found], stable=True)])
+            items = (new >= 0).nonzero().squeeze(1)
+            kept.append(items if ascending else items[torch.argsort(new[items], stable=True)])
         groups, group_of = torch.unique(self.parents[2][trajectories], return_inverse=True)
         kept += [trajectories, groups, torch.zeros(1, dtype=torch.int64, device=self.device)]
         new_turn = torch.full((self.count(TURN),), -1, dtype=torch.int64, device=self.device)
@@ -151,8 +150,8 @@ class Tree:
         tree = Tree(new_turn[self.parents[0][kept[0]]], position[self.parents[1][kept[1]]], group_of, groups.numel())
         return tree, tuple(kept)
 
-    def moved(self, parents: Sequence[Tensor]) -> Tree:
-        """The same tree with its parents where somebody sent them."""
+    def with_parents(self, parents: Sequence[Tensor]) -> Tree:
+        """The same tree with copies of its parents, e.g. on another device."""
         a, b, c = parents
         return Tree(a, b, c, self.count(GROUP), check=False)
 
@@ -160,45 +159,16 @@ class Tree:
         return "Tree({} tokens, {} turns, {} trajectories, {} groups)".format(*self.sizes)
 
 
-def _between(parent: Tensor, above: slice) -> slice:
-    """The items whose parents, which ascend, lie in ``above``."""
-    return slice(*torch.searchsorted(parent, torch.tensor([above.start, above.stop])).tolist())
-
-
-def send(x: Tensor, device: torch.device | str) -> Tensor:
-    """To a device; to a GPU without waiting for what it is doing."""
-    ahead = x.device.type == "cpu" and torch.device(device).type == "cuda"
-    return x.pin_memory().to(device, non_blocking=True) if ahead else x.to(device)
-
-
-def send_all(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """The same for many, as one copy if they lie on the host: dozens of small ones would keep it busy for milliseconds."""
-    if torch.device(device).type != "cuda" or any(x.device.type != "cpu" for x in tensors):
-        return [send(x, device) for x in tensors]
-    return together(tensors, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True), device)
-
-
-def together(tensors: Sequence[Tensor], room: Callable[[int], Tensor], device: torch.device | str) -> list[Tensor]:
-    """Copied side by side into one buffer, which is sent as a whole."""
-    starts, size = [], 0
-    for x in tensors:
-        starts.append(size)
-        size += -(-x.nbytes // ALIGNED) * ALIGNED
-    here = room(size)
-
-    def views(buffer: Tensor) -> list[Tensor]:
-        return [buffer[a : a + x.nbytes].view(x.dtype).view(x.shape) for a, x in zip(starts, tensors)]
-
-    for into, x in zip(views(here), tensors):
-        into.copy_(x)
-    return views(here.to(device, non_blocking=True))
+def _children(parent: Tensor, parents: slice) -> slice:
+    """The items whose parent, sorted in ascending order, is in the slice."""
+    return slice(*torch.searchsorted(parent, torch.tensor([parents.start, parents.stop])).tolist())
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Peers that are not a level: a class for each item of one level. Classes are numbered from 0.
+    """Peers that are not those of a level: a class label for each item of one level. Classes are numbered from 0.
 
-    ``Partition.by(tree, TURN, group_index, turn_index)`` puts together the k-th turns of a group."""
+    ``Partition.by(tree, TURN, group_index, turn_index)`` makes the k-th turns of a group peers."""
 
     tree: Tree
     level: Level
@@ -207,18 +177,19 @@ class Partition:
 
     @classmethod
     def by(cls, tree: Tree, level: Level, *keys: Field | Tensor) -> Partition:
-        """Items with equal keys are peers. Fields of a coarser level are spread down first."""
+        """Items with equal keys are peers. Fields of a coarser level are broadcast down first."""
         columns = [(k.at(level).x if isinstance(k, Field) else k).long() for k in keys]
         if not columns or any(c.numel() != tree.count(level) for c in columns):
             raise LevelError(f"a partition of {level!r} needs at least one key with {tree.count(level)} values")
         label = torch.zeros_like(columns[0])
-        for column in columns:  # one key at a time: unique rows of a matrix are ten times slower
+        for column in columns:  # one key at a time: torch.unique of rows is ten times slower
             _, key = torch.unique(column, return_inverse=True)
             _, label = torch.unique(label * (column.numel() + 1) + key, return_inverse=True)
         return cls(tree, level, label, int(label.max()) + 1 if label.numel() else 0)
 
 
-Peers: TypeAlias = "Level | Partition"
+Grouping: TypeAlias = "Level | Partition"
+"""What a field is reduced over."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,62 +202,62 @@ class Field:
 
     def __post_init__(self) -> None:
         if self.x.shape != (self.tree.count(self.level),):
-            wanted, seen = self.tree.count(self.level), tuple(self.x.shape)
-            raise LevelError(f"a field at {self.level!r} of {self.tree} needs shape ({wanted},), got {seen}")
+            count, shape = self.tree.count(self.level), tuple(self.x.shape)
+            raise LevelError(f"a field at {self.level!r} of {self.tree} needs shape ({count},), got {shape}")
 
-    # ------------------------------------------------------------ moving
+    # ------------------------------------------- broadcasting and reducing
     def at(self, level: Level) -> Field:
-        """Spread down to a finer level."""
+        """Broadcast down to a finer level."""
         if level == self.level:
             return self
         if level > self.level:
             raise LevelError(
-                f"a field at {self.level!r} cannot be spread up to {level!r}; gather it: .mean({level!r}), .sum ..."
+                f"a field at {self.level!r} cannot be broadcast up to {level!r}; reduce it: .mean({level!r}), .sum ..."
             )
         return Field(self.tree, level, self.x[self.tree.ancestor(level, self.level)])
 
-    def _gather(self, over: Peers, reduce: Callable[[Tensor, Tensor, int], Tensor]) -> Field:
+    def _reduce(self, over: Grouping, reduce: Callable[[Tensor, Tensor, int], Tensor]) -> Field:
         """Level: one value for each item above. Partition: each item receives the value of its class."""
         if isinstance(over, Partition):
             if over.tree is not self.tree:
                 raise LevelError("a field and a partition of two different trees")
-            mine = self.at(over.level)
-            return Field(self.tree, over.level, reduce(mine.x, over.label, over.count)[over.label])
+            values = self.at(over.level)
+            return Field(self.tree, over.level, reduce(values.x, over.label, over.count)[over.label])
         return Field(self.tree, over, reduce(self.x, self.tree.ancestor(self.level, over), self.tree.count(over)))
 
-    def sum(self, over: Peers) -> Field:
-        return self if over == self.level else self._gather(over, segments.total)
+    def sum(self, over: Grouping) -> Field:
+        return self if over == self.level else self._reduce(over, segments.total)
 
-    def mean(self, over: Peers) -> Field:
-        return self._gather(over, segments.mean)
+    def mean(self, over: Grouping) -> Field:
+        return self._reduce(over, segments.mean)
 
-    def min(self, over: Peers) -> Field:
-        return self._gather(over, lambda x, label, n: segments.extreme(x, label, n, largest=False))
+    def min(self, over: Grouping) -> Field:
+        return self._reduce(over, lambda x, label, n: segments.extreme(x, label, n, largest=False))
 
-    def max(self, over: Peers) -> Field:
-        return self._gather(over, lambda x, label, n: segments.extreme(x, label, n, largest=True))
+    def max(self, over: Grouping) -> Field:
+        return self._reduce(over, lambda x, label, n: segments.extreme(x, label, n, largest=True))
 
-    def std(self, over: Peers, correction: int = 1) -> Field:
-        return self._gather(over, lambda x, label, n: segments.std(x, label, n, correction=correction))
+    def std(self, over: Grouping, correction: int = 1) -> Field:
+        return self._reduce(over, lambda x, label, n: segments.std(x, label, n, correction=correction))
 
-    def median(self, over: Peers) -> Field:
-        return self._gather(over, segments.median)
+    def median(self, over: Grouping) -> Field:
+        return self._reduce(over, segments.median)
 
-    def peers(self, over: Peers) -> Field:
-        """How many items are gathered, as a float field."""
-        return self._gather(over, lambda x, label, n: segments.size(label, n).to(x.dtype))
+    def peer_count(self, over: Grouping) -> Field:
+        """How many items are reduced together, as a float field."""
+        return self._reduce(over, lambda x, label, n: segments.size(label, n).to(x.dtype))
 
-    def leave_one_out(self, over: Peers) -> Field:
+    def leave_one_out(self, over: Grouping) -> Field:
         """The mean of the other peers, at this field's own level."""
         label, n = self._labels(over)
         return Field(self.tree, self.level, segments.leave_one_out(self.x, label, n))
 
-    def running_sum(self, inside: Peers, reverse: bool = False) -> Field:
+    def running_sum(self, inside: Grouping, reverse: bool = False) -> Field:
         """Inclusive cumulative sum among siblings, forwards or backwards."""
         label, n = self._labels(inside)
         return Field(self.tree, self.level, segments.running_sum(self.x, label, n, reverse=reverse))
 
-    def _labels(self, over: Peers) -> tuple[Tensor, int]:
+    def _labels(self, over: Grouping) -> tuple[Tensor, int]:
         if isinstance(over, Partition):
             if over.tree is not self.tree or over.level != self.level:
                 raise LevelError(f"this needs a partition of {self.level!r} of the same tree")
@@ -395,6 +366,6 @@ def where(condition: Field, yes: Field | float, no: Field | float) -> Field:
     if any(f.tree is not condition.tree for f in fields):
         raise LevelError("fields of different trees cannot be combined")
     a, b = (f.at(level).x if isinstance(f, Field) else f for f in (yes, no))
-    if len(fields) == 1:  # two numbers: not to be rounded before they meet a field
+    if len(fields) == 1:  # two numbers: keep float64, so that they are not rounded before they meet a field
         a = torch.full((), float(a), dtype=torch.float64, device=condition.x.device)
     return Field(condition.tree, level, torch.where(condition.at(level).x, a, b))

@@ -1,12 +1,13 @@
-"""The ports: what the loop asks of a generator, a learner, an environment and a tracker. Protocols only.
+"""The interfaces between the training loop and its generator, learner, environment, ledger and trackers. Protocols only.
 
-The loop drives these and nothing else; one process, Ray actors or a remote server may stand behind them.
+The loop calls these and nothing else; it does not know whether one process, Ray actors or a remote server implements them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from turnwise.core.records import Completion, Group, Message, Sampling, Task, Trajectory
@@ -31,9 +32,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What an agent said in one turn, read for the environment.
+    """The text an agent sampled in one turn, parsed for the environment.
 
-    ``faults`` holds in words every tool call that could not be read (not JSON, no name ...)."""
+    ``faults`` describes every tool call that could not be parsed (not JSON, no name ...)."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -41,29 +42,29 @@ class Action:
 
     @property
     def message(self) -> Message:
-        """The assistant message as the chat template will see it: the text exactly as sampled."""
+        """The assistant message for the chat template: the text exactly as sampled."""
         return {"role": "assistant", "content": self.text}
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the environment answers to an action."""
+    """The environment's response to an action."""
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
-    # known keys of info: success (bool), rewards (named floats), tool_calls, tool_errors (ints), facts (of this turn:
-    # numbers or labels), paid (what other agents earn by this step, by name)
+    # keys of info that are read: success (bool), rewards (named floats), tool_calls, tool_errors (ints), facts (of this
+    # turn: numbers or labels), paid (rewards of other agents for this step, by name)
 
 
 @runtime_checkable
-class Environment(Protocol):
+class EnvironmentProtocol(Protocol):
     """One single-use episode. ``step`` may also be ``async``.
 
-    Optional powers, with their defaults in ``environments.base``: ``tools``, ``state_key``, ``snapshot`` and ``restore``,
-    ``answer``, ``hint``, ``agent`` (who acts next, where there are several), ``close``."""
+    Optional methods, with their defaults in ``environments.base``: ``tools``, ``state_key``, ``snapshot`` and ``restore``,
+    ``answer``, ``hint``, ``agent`` (which of several agents acts next), ``close``."""
 
     def reset(self, seed: int) -> Sequence[Message]: ...
 
@@ -74,14 +75,14 @@ class Environment(Protocol):
 
 
 class Session(Protocol):
-    """One dialogue with a generator. Ids in, ids out; whatever prefix it has already read costs nothing again."""
+    """One dialogue with a generator. Token ids in, token ids out; a prefix already in its KV cache is not computed again."""
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion: ...
 
     def fork(self, seed: int) -> Session: ...
 
     def park(self) -> None:
-        """It will rest: nobody need wait for it. Asking again ends the rest."""
+        """Mark the session idle, so that the scheduler does not wait for it. The next ``generate`` makes it active again."""
         ...
 
     def cancel(self) -> None: ...
@@ -90,30 +91,30 @@ class Session(Protocol):
 
 
 class Generator(Protocol):
-    """Samples from a policy. ``open`` is synchronous so that a whole wave is known before the first token."""
+    """Samples from a policy. ``open`` is synchronous, so that all sessions of a step exist before the first token is decoded."""
 
     version: int
 
     def open(self, seed: int, draft: bool = False) -> Session:
-        """``draft``: what it samples need not be exact, only cheap, where a generator knows the difference."""
+        """``draft``: prefer speed to precision when sampling, if the generator offers both."""
         ...
 
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take new weights between two tokens; requests in flight go on under them."""
+        """Load new weights between two decode steps; requests in flight continue with them."""
         ...
 
     def stats(self) -> dict[str, float]: ...
 
     def describe(self) -> str:
-        """Which path computes, in which precision, and why not a faster one: a line for the log."""
+        """One line for the log: the execution path, its precision, and why no faster path is used."""
         ...
 
 
 # -------------------------------------------------------------------- learner
 
 
-class Loss(Protocol):
-    """What an objective says of one micro-batch."""
+class LossProtocol(Protocol):
+    """An objective's result for one micro-batch."""
 
     @property
     def loss(self) -> Tensor: ...
@@ -124,12 +125,12 @@ class Loss(Protocol):
         ...
 
     @property
-    def sides(self) -> Mapping[str, Tensor]:
-        """Other scalars whose gradients ``scales`` asks for."""
+    def side_losses(self) -> Mapping[str, Tensor]:
+        """Further scalars whose gradients ``scales`` needs."""
         ...
 
 
-class Scales(Protocol):
+class ScalesProtocol(Protocol):
     @property
     def gradient(self) -> float: ...
 
@@ -137,60 +138,78 @@ class Scales(Protocol):
     def rate(self) -> float: ...
 
 
-class Objective(Protocol):
-    """A differentiable number of a micro-batch. Micro-batches and ranks *sum*: every normaliser is already in it."""
+class ObjectiveProtocol(Protocol):
+    """A differentiable loss of a micro-batch. Micro-batches and ranks *sum*: every normaliser is already applied."""
 
     @property
-    def live(self) -> frozenset[Signal]:
-        """Signals wanted with their gradient."""
+    def signals_with_gradient(self) -> frozenset[Signal]:
+        """Signals that the forward pass of an update must compute, with gradient."""
         ...
 
     @property
-    def foresees(self) -> frozenset[Signal]:
-        """Signals of the present policy over the whole step that ``plan`` wants to find on the batch."""
+    def signals_before_step(self) -> frozenset[Signal]:
+        """Signals of the present policy over the whole step that must be on the batch when ``plan`` is called."""
         ...
 
     def plan(self, batch: Batch) -> Batch:
-        """Called once for each optimiser step, before it is cut."""
+        """Called once for each optimiser step, before it is split into micro-batches."""
         ...
 
-    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Loss: ...
+    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> LossProtocol: ...
 
-    def scales(self, batch: Batch, main: Sequence[Tensor], sides: Mapping[str, Sequence[Tensor]]) -> Scales:
-        """What multiplies the finished gradient and the learning rate."""
+    def scales(
+        self, batch: Batch, main: Sequence[Tensor], side_gradients: Mapping[str, Sequence[Tensor]]
+    ) -> ScalesProtocol:
+        """Factors on the finished gradient and on the learning rate."""
         ...
 
 
 class Learner(Protocol):
-    """Measures signals and takes optimiser steps. Knows no method's name."""
+    """Measures signals and takes optimiser steps. Does not know any method."""
 
     version: int
+    skipped: int  # optimizer steps not taken, because a loss or gradient was not finite
 
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]: ...
 
     def update(
-        self, batch: Batch, objective: Objective, meanwhile: Callable[[], object] | None = None
+        self, batch: Batch, objective: ObjectiveProtocol, while_waiting: Callable[[], object] | None = None
     ) -> dict[str, float]:
-        """Plan and take one optimiser step over the whole batch. ``meanwhile`` is called when all of it is on its way and only
-        the device is waited for."""
+        """Plan and take one optimiser step over the whole batch. ``while_waiting`` runs on the host once all
+        kernels are launched and the device is still computing."""
+        ...
+
+    def reference(self) -> object:
+        """Freeze a copy of the present policy as the reference; called before the first update."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]: ...
+
+    def export(self, path: str | Path) -> None:
+        """Write the policy in Hugging Face layout."""
+        ...
+
+    def describe(self) -> str:
+        """Which implementation computes, in which precision: a line for the log."""
+        ...
+
+    @property
+    def parameter_count(self) -> int: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Probe(Protocol):
-    """Are generator and learner the same policy? Raises if not."""
+class PolicyCheckProtocol(Protocol):
+    """Checks that generator and learner compute the same policy; raises if they do not."""
 
-    def mark(self, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch with what an update must know to tell the difference, and what is known already."""
+    def prepare(self, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch with the columns an update needs to measure the difference, and metrics that are known already."""
         ...
 
-    def judge(self, found: float, version: int) -> None:
-        """The mean difference the first update told of (not a number: of none)."""
+    def check(self, difference: float, version: int) -> None:
+        """Raise if the mean difference that the first update measured is too large (NaN: no token was compared)."""
         ...
 
 
@@ -199,7 +218,7 @@ class Probe(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that must survive a crash. The state is JSON-able."""
+    """State that must survive a crash. JSON-able."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -207,15 +226,15 @@ class Stateful(Protocol):
 
 
 class Tracker(Protocol):
-    """Where numbers go."""
+    """A sink of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Ledger(Protocol):
-    """Accounts for every group issued: in flight, finished, trained, or dropped and why; and for what is mixed in."""
+class LedgerProtocol(Protocol):
+    """Records every group issued: in flight, finished, trained, or dropped and why; and the trajectories mixed in."""
 
     def issue(self, group_id: str, task: Task, step: int, version: int) -> None: ...
 
@@ -223,16 +242,16 @@ class Ledger(Protocol):
 
     def train(self, group_ids: Sequence[str], step: int) -> None: ...
 
-    def mix(self, trajectories: Sequence[Trajectory], step: int) -> None: ...
+    def record_mixed(self, trajectories: Sequence[Trajectory], step: int) -> None: ...
 
     def drop(self, group_id: str, reason: str, step: int) -> None: ...
 
     def seal(self, step: int) -> None: ...
 
-    def drain(self) -> None:
-        """Write what was put off, if anything was."""
+    def flush(self) -> None:
+        """Write all pending records."""
         ...
 
 
 Listener = Callable[[str, Mapping[str, Any]], None]
-"""Called with an event name and its facts: the progress display, the plain log, a test."""
+"""Called with an event name and its facts; implemented by the progress display, the plain log and tests."""

@@ -1,9 +1,8 @@
 """The records of a run: Task, Turn, Trajectory, Group. Frozen, comparable, serialisable.
 
-A trajectory is one episode. What the model *reads* is the concatenation of ``context`` and ``tokens`` over its turns;
-only ``tokens`` were sampled and only they are ever trained on. When a chat template rewrites history, or a context is
-compacted, the turn says ``restart`` and its context starts a fresh sequence: the episode stays one trajectory (it is
-credited once), the model reads two sequences.
+A trajectory is one episode. The model reads the concatenation of ``context`` and ``tokens`` over its turns; only ``tokens`` were
+sampled and only they are trained on. When a chat template rewrites history, or a context is compacted, the turn has ``restart``
+set and its context starts a new sequence: the episode stays one trajectory (it is credited once), the model reads two sequences.
 
 These records do not know how anything is computed.
 """
@@ -21,19 +20,19 @@ Message = dict[str, Any]
 """An OpenAI-style chat message: ``{"role": "tool", "content": "42"}``."""
 
 Facts = Mapping[str, float | str]
-"""What somebody knows of a turn or a trajectory, by name: a number, or a label. ``{"planner": 1, "kind": "question"}``"""
+"""Annotations of a turn or a trajectory by name: a number or a label. ``{"planner": 1, "kind": "question"}``"""
 
 
 class Status(StrEnum):
     """How an episode ended."""
 
-    FINISHED = "finished"  # the environment said so
-    TRUNCATED = "truncated"  # a turn, token or context limit cut it
-    FAILED = "failed"  # the environment or the engine broke; never trained on
+    FINISHED = "finished"  # the environment terminated it
+    TRUNCATED = "truncated"  # by a turn, token or context limit
+    FAILED = "failed"  # an error of the environment or the engine; never trained on
 
 
 class Origin(StrEnum):
-    """Whose tokens these are."""
+    """Where the tokens come from."""
 
     POLICY = "policy"
     REPLAY = "replay"
@@ -51,7 +50,7 @@ class Stop(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to try. ``Task("calculator", seed=7, split="train", difficulty=2)``"""
+    """One task of an environment. ``Task("calculator", seed=7, split="train", difficulty=2)``"""
 
     environment: str
     seed: int
@@ -65,7 +64,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. The recorded log-probability is that of exactly this distribution."""
+    """Sampling parameters. The recorded log-probability is that of exactly this distribution."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -92,17 +91,17 @@ class Sampling:
 
     @property
     def whole(self) -> bool:
-        """Nothing was cut from the distribution."""
+        """No filter (top-p, top-k, min-p) truncates the distribution."""
         return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a generator returns for one turn: equally long lists."""
+    """A generator's output for one turn: lists of equal length."""
 
     tokens: Sequence[int]
-    logp: Sequence[float]  # under the distribution really sampled from
-    mass: Sequence[float]  # log of the probability kept by top-p/k, min-p: 0 when nothing was cut
+    logp: Sequence[float]  # under the distribution that was sampled from
+    mass: Sequence[float]  # log of the probability mass kept by top-p/k, min-p: 0 without a filter
     version: Sequence[int]  # of the policy that sampled each token
     stop: Stop
     seconds: float = 0.0
@@ -110,26 +109,28 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One act of one agent: what it read since its last act, and what it sampled.
+    """One action of one agent: what it read since its last action, and what it sampled.
 
     Example: ``Turn(context=(1, 17, 2), tokens=(40, 41, 3), logp=(-.2, -.7, -.01), version=(5, 5, 5), reward=1.0)``
     """
 
     context: Sequence[int]
     tokens: Sequence[int]
-    logp: Sequence[float] = ()  # empty for expert turns: nobody knows their behaviour policy
+    logp: Sequence[float] = ()  # empty for expert turns: their behaviour policy is unknown
     mass: Sequence[float] = ()  # empty = 0 everywhere
     version: Sequence[int] = ()
     reward: float = 0.0
     agent: str = "agent"
     state: str | None = None  # key of the state this turn was taken in, if the environment has one
-    restart: bool = False  # context starts a fresh sequence (history rewritten, compacted, another agent)
+    restart: bool = False  # context starts a new sequence (history rewritten, compacted, another agent)
     stop: Stop = Stop.TOKEN
     temperature: float = 1.0
     tool_calls: int = 0
     tool_errors: int = 0
-    facts: Facts = field(default_factory=dict)  # what the environment says of it (``info["facts"]``)
-    blind: Sequence[int] = ()  # context had the environment said nothing: equally long; empty = nobody asked
+    facts: Facts = field(default_factory=dict)  # from the environment (``info["facts"]``)
+    masked_context: Sequence[
+        int
+    ] = ()  # context with the environment's message masked: equally long; empty = not requested
     seconds_generating: float = 0.0
     seconds_acting: float = 0.0
 
@@ -138,13 +139,15 @@ class Turn:
             size = len(getattr(self, name))
             if size not in (0, len(self.tokens)):
                 raise RecordError(f"a turn has {len(self.tokens)} tokens but {size} values of {name}")
-        if len(self.blind) not in (0, len(self.context)):
-            raise RecordError(f"a turn's blind context has {len(self.blind)} ids, its context {len(self.context)}")
+        if len(self.masked_context) not in (0, len(self.context)):
+            raise RecordError(
+                f"a turn's masked context has {len(self.masked_context)} ids, its context {len(self.context)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Where a trajectory left another: after ``token`` sampled tokens of turn ``turn`` of ``parent``."""
+    """Where a trajectory branches off another: after ``token`` sampled tokens of turn ``turn`` of ``parent``."""
 
     parent: str
     turn: int
@@ -153,7 +156,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One episode. ``turns`` are its own; a forked one reads its parent's up to the fork without owning them."""
+    """One episode. ``turns`` are its own; a forked one reads its parent's turns up to the fork as context."""
 
     id: str
     task: Task
@@ -164,13 +167,11 @@ class Trajectory:
     origin: Origin = Origin.POLICY
     fork: Fork | None = None
     guidance: str = ""
-    success: bool | None = None  # the environment's own verdict, if it has one
+    success: bool | None = None  # the environment's verdict, if it has one
     end: str | None = None  # key of the state after the last turn, if the environment has one
-    facts: Facts = field(
-        default_factory=dict
-    )  # what strategies, buffers and readers know of it (pivot, age, chosen ...)
-    answer: Sequence[int] = ()  # the gold answer's ids, where the environment tells it; never shown to the policy
-    messages: tuple[Message, ...] = ()  # the dialogue as text, for people; never re-encoded
+    facts: Facts = field(default_factory=dict)  # from strategies, buffers and readers (pivot, age, chosen ...)
+    answer: Sequence[int] = ()  # the gold answer's ids, where the environment provides it; never shown to the policy
+    messages: tuple[Message, ...] = ()  # the dialogue as text, for display; never re-encoded
 
     @property
     def reward(self) -> float:
@@ -182,12 +183,12 @@ class Trajectory:
 
     def ids(self) -> list[int]:
         """All ids of the last sequence of this trajectory (its own part)."""
-        out: list[int] = []
+        ids: list[int] = []
         for turn in self.turns:
             if turn.restart:
-                out = []
-            out += [*turn.context, *turn.tokens]
-        return out
+                ids = []
+            ids += [*turn.context, *turn.tokens]
+        return ids
 
     def failed(self, reason: str) -> Trajectory:
         return replace(self, status=Status.FAILED, reason=reason)
@@ -195,7 +196,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one task, the peers among which they are compared."""
+    """The trajectories of one task, which are compared with each other."""
 
     id: str
     task: Task

@@ -1,4 +1,4 @@
-"""Seeds that depend on nothing but the words they are made of: not on the process, the order of calls or a clock."""
+"""Seeds that depend only on the parts they are hashed from: not on the process, the order of calls or a clock."""
 
 from __future__ import annotations
 

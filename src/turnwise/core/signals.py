@@ -1,6 +1,6 @@
-"""The signals a learner can measure. Pieces declare which they need; the learner computes exactly those, once.
+"""The signals a learner can measure. Pieces declare which they read; the learner computes exactly those, once.
 
-A signal is a name with a level; how it is computed is the learner's business.
+A signal is a name with a level. This module does not know how a signal is computed: that is the learner's business.
 """
 
 from __future__ import annotations
@@ -11,57 +11,78 @@ from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Level
 
 
 class Signal(StrEnum):
-    """What can be known of the sampled tokens besides what was recorded when they were sampled. At TOKEN unless said."""
+    """Quantities of the sampled tokens that were not recorded when they were sampled. At TOKEN unless a level is named."""
 
-    # live: they come with every forward pass of an update and carry the gradient
+    # with gradient: computed in every forward pass of an update
     LOGP = "logp"  # log-probability under the weights being trained
     ENTROPY = "entropy"  # of the whole next-token distribution
     VALUE = "value"  # the critic's estimate before this token
-    TWIN = "twin"  # the estimate of a second value head
-    RIVALS = "rivals"  # Σ log π of the candidates drawn at this token that are not the token itself
-    Q = "q"  # TURN: what an utterance-level critic makes of the state and what was said
-    Q_TWIN = "q_twin"  # TURN: its twin
-    V = "v"  # TURN: what it makes of the state alone
-    V_TWIN = "v_twin"  # TURN
-    # frozen: measured once per batch, before the first update on it
+    SECOND_VALUE = "second_value"  # the estimate of a second value head
+    CANDIDATE_LOGP = "candidate_logp"  # Σ log π of the candidates drawn at this token that differ from the token
+    Q = "q"  # TURN: the turn-level critic's estimate of the state and the action
+    SECOND_Q = "second_q"  # TURN: the same by its second head
+    V = "v"  # TURN: the turn-level critic's estimate of the state alone
+    SECOND_V = "second_v"  # TURN: the same by its second head
+    # before the batch: measured once per batch, before the first update on it
     PROXIMAL = "proximal"  # LOGP
     OLD_VALUE = "old_value"  # VALUE
-    OLD_TWIN = "old_twin"  # TWIN
+    OLD_SECOND_VALUE = "old_second_value"  # SECOND_VALUE
     OLD_ENTROPY = "old_entropy"  # ENTROPY
     REFERENCE = "reference"  # log-probability under the frozen initial policy
     PREVIOUS = "previous"  # log-probability under the weights before the last training step
     GRADIENT_NORM = "gradient_norm"  # TRAJECTORY: ‖∇ Σₜ log π(yₜ)‖ over all weights; one backward pass each
-    ANSWER = "answer"  # TURN: mean log-probability of the gold answer, were it said at this turn
-    BLIND = "blind"  # log-probability had the environment's words just before this turn been masked
+    ANSWER_LOGP = "answer_logp"  # TURN: mean log-probability of the gold answer if it were given at this turn
+    LOGP_WITHOUT_FEEDBACK = "logp_without_feedback"  # log-probability with the environment's last message masked
     TEACHER = "teacher"  # log-probability under a teacher
-    HITS = "hits"  # how many of the candidates drawn at this token are the token itself
-    RANK = "rank"  # TRAJECTORY: effective rank of its hidden states
-    RANK_SPEED = "rank_speed"  # TRAJECTORY: mean change of the rank while it was written
-    RANK_PUSH = "rank_push"  # TRAJECTORY: mean change of that change
-    DEVIATION = "deviation"  # how far its hidden states lie from the flow of good ones
-    PROBE = "probe"  # TRAJECTORY: the reward a probe of the hidden states predicts, learned from the batches before
-    SLOW_Q = "slow_q"  # TURN: Q of the slowly following copy of the critic
-    SLOW_Q_TWIN = "slow_q_twin"  # TURN
-    SLOW_V = "slow_v"  # TURN
-    SLOW_V_TWIN = "slow_v_twin"  # TURN
-    # foreseen: measured before each optimiser step, of the present weights
+    CANDIDATE_MATCHES = "candidate_matches"  # how many of the candidates drawn at this token equal the token
+    EFFECTIVE_RANK = "effective_rank"  # TRAJECTORY: effective rank of its hidden states
+    EFFECTIVE_RANK_VELOCITY = "effective_rank_velocity"  # TRAJECTORY: mean change of that rank along the tokens
+    EFFECTIVE_RANK_ACCELERATION = "effective_rank_acceleration"  # TRAJECTORY: mean change of that velocity
+    FLOW_DEVIATION = "flow_deviation"  # distance of its hidden states from the flow fitted to good trajectories
+    REWARD_PROBE = (
+        "reward_probe"  # TRAJECTORY: reward predicted from the hidden states by a probe fitted to earlier batches
+    )
+    TARGET_Q = "target_q"  # TURN: Q of the target network, a slowly updated copy of the turn-level critic
+    TARGET_SECOND_Q = "target_second_q"  # TURN
+    TARGET_V = "target_v"  # TURN
+    TARGET_SECOND_V = "target_second_v"  # TURN
+    # before the step: measured before each optimiser step, under the weights of that moment
     HELLINGER = "hellinger"  # 1 − Σₐ √(π(a) π_ref(a)) over the whole vocabulary
-    PUSH = "push"  # Σ v²q, with v = onehot − π, q = lr · P h² and P the optimiser's preconditioner of the head
-    PUSH_SQUARE = "push_square"  # Σ π v² q²
-    PUSH_MEAN = "push_mean"  # Σ π v q
+    # To first order in the output head a step of advantage 1 changes logit a by v q, with v = onehot − π, q = lr · P h²
+    # and P the optimiser's preconditioner of the head:
+    PREDICTED_LOGP_CHANGE = "predicted_logp_change"  # Σ v² q, of the token's own log-probability
+    PREDICTED_LOGIT_SQUARE = "predicted_logit_square"  # Σ π v² q², second moment of the logit changes under π
+    PREDICTED_LOGIT_MEAN = "predicted_logit_mean"  # Σ π v q, mean of the logit changes under π
 
 
-UTTERANCE = (Signal.Q, Signal.Q_TWIN, Signal.V, Signal.V_TWIN)
-SLOW = (Signal.SLOW_Q, Signal.SLOW_Q_TWIN, Signal.SLOW_V, Signal.SLOW_V_TWIN)
-LIVE = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE, Signal.TWIN, Signal.RIVALS, *UTTERANCE})
-FORESEEN = frozenset({Signal.HELLINGER, Signal.PUSH, Signal.PUSH_SQUARE, Signal.PUSH_MEAN})
-FROZEN = frozenset(Signal) - LIVE - FORESEEN
-CRITIC = frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.TWIN, Signal.OLD_TWIN})
+TURN_CRITIC = (Signal.Q, Signal.SECOND_Q, Signal.V, Signal.SECOND_V)
+TURN_CRITIC_TARGET = (Signal.TARGET_Q, Signal.TARGET_SECOND_Q, Signal.TARGET_V, Signal.TARGET_SECOND_V)
+TOKEN_CRITIC = frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE})
+WITH_GRADIENT = frozenset(
+    {Signal.LOGP, Signal.ENTROPY, Signal.VALUE, Signal.SECOND_VALUE, Signal.CANDIDATE_LOGP, *TURN_CRITIC}
+)
+"""Signals of every forward pass of an update; they carry the gradient."""
+
+BEFORE_STEP = frozenset(
+    {Signal.HELLINGER, Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN}
+)
+"""Signals measured before each optimiser step."""
+
+BEFORE_BATCH = frozenset(Signal) - WITH_GRADIENT - BEFORE_STEP
+"""Signals measured once per batch."""
+
+_OF_TRAJECTORY = (
+    Signal.GRADIENT_NORM,
+    Signal.EFFECTIVE_RANK,
+    Signal.EFFECTIVE_RANK_VELOCITY,
+    Signal.EFFECTIVE_RANK_ACCELERATION,
+    Signal.REWARD_PROBE,
+)
 LEVELS: dict[Signal, Level] = {
-    **dict.fromkeys((Signal.ANSWER, *UTTERANCE, *SLOW), TURN),
-    **dict.fromkeys((Signal.GRADIENT_NORM, Signal.RANK, Signal.RANK_SPEED, Signal.RANK_PUSH, Signal.PROBE), TRAJECTORY),
+    **dict.fromkeys((Signal.ANSWER_LOGP, *TURN_CRITIC, *TURN_CRITIC_TARGET), TURN),
+    **dict.fromkeys(_OF_TRAJECTORY, TRAJECTORY),
 }
-"""Signals that are not one number a token."""
+"""Signals that are not one number per token."""
 
 
 def level_of(signal: Signal) -> Level:

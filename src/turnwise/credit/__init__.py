@@ -1,1 +1,1 @@
-"""Credit: pieces that decide who earned what. Knows no engine and no method."""
+"""Credit assignment: pieces that compute advantages, baselines and selections. Knows no engine and no method."""

@@ -1,5 +1,5 @@
-"""One batch, several origins: ratios and gates that depend on whose tokens they are, and the ratio of text whose sampler
-nobody knows."""
+"""Ratios and gates by origin of a trajectory (policy, replay, expert), and the ratio of text without recorded
+probabilities."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from turnwise.algebra.gate import Gate
-from turnwise.algebra.piece import Now, check
+from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.algebra.ratio import Importance, Ratio
 from turnwise.core.levels import Field, where
-from turnwise.credit.selectors import From
+from turnwise.credit.selectors import FromOrigin
 
 SHAPES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "ratio": lambda logp, shape, power: logp.exp() / (logp.exp() + shape),
@@ -24,10 +24,12 @@ SHAPES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Shaped(Ratio):
-    """ρ = f(p), p = π(y), as if the expert had been certain (μ = 1). ``ratio``: p/(p + shape), so that rare tokens still
-    learn (f′(0) = 1/shape); ``none``: p; ``power``: p^power; ``log``: log p; ``same``: 1 with the gradient of
-    log p, as if the policy had said it. The gradient goes through f."""
+class ShapedProbability(Ratio):
+    """ρ = f(p), p = π(y): the ratio for expert text, whose sampler is taken to be certain (μ = 1). The gradient flows
+    through f.
+
+    ``ratio``: p/(p + shape), which keeps a gradient on rare tokens (f′(0) = 1/shape); ``none``: p; ``power``: p^power;
+    ``log``: log p; ``same``: 1 with the gradient of log p, as if the policy had sampled the token."""
 
     kind: str = "ratio"
     shape: float = 0.1
@@ -37,32 +39,32 @@ class Shaped(Ratio):
         check(self.kind in SHAPES, f"no shape {self.kind!r}; write one of {', '.join(SHAPES)}")
         check(self.shape > 0, f"shape is {self.shape}; write a positive number")
 
-    def __call__(self, now: Now) -> Field:
-        return now.logp.map(lambda x: SHAPES[self.kind](x, self.shape, self.power))
+    def __call__(self, view: MicroBatchView) -> Field:
+        return view.logp.map(lambda x: SHAPES[self.kind](x, self.shape, self.power))
 
 
 @dataclass(frozen=True)
-class RatioBy(Ratio):
-    """One ratio on the rows from somewhere, another elsewhere."""
+class RatioByOrigin(Ratio):
+    """One ratio on the trajectories of ``origin``, another on the others."""
 
-    rows: From
-    there: Ratio
-    elsewhere: Ratio = field(default_factory=Importance)
+    origin: FromOrigin
+    selected: Ratio
+    others: Ratio = field(default_factory=Importance)
 
-    def __call__(self, now: Now) -> Field:
-        return where(self.rows.of(now.batch), self.there(now), self.elsewhere(now))
+    def __call__(self, view: MicroBatchView) -> Field:
+        return where(self.origin.select(view.batch), self.selected(view), self.others(view))
 
 
 @dataclass(frozen=True)
-class GateBy(Gate):
-    """One gate on the rows from somewhere, another elsewhere."""
+class GateByOrigin(Gate):
+    """One gate on the trajectories of ``origin``, another on the others."""
 
-    rows: From
-    there: Gate
-    elsewhere: Gate
+    origin: FromOrigin
+    selected: Gate
+    others: Gate
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return where(self.rows.of(now.batch), self.there(rho, adv, now), self.elsewhere(rho, adv, now))
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return where(self.origin.select(view.batch), self.selected(rho, adv, view), self.others(rho, adv, view))
 
 
-__all__ = ["GateBy", "RatioBy", "Shaped"]
+__all__ = ["GateByOrigin", "RatioByOrigin", "ShapedProbability"]

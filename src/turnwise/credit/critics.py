@@ -1,4 +1,5 @@
-"""Critics of steps: utterances judged by twin critics, and steps whose log-ratio is regressed to their advantage."""
+"""Turn-level critics: twin Q and V of whole utterances, and regression of a turn's log-ratio onto its advantage. Knows
+no network."""
 
 from __future__ import annotations
 
@@ -10,42 +11,43 @@ from turnwise.algebra.factor import Factor
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import Now, check
+from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, where
-from turnwise.core.signals import SLOW, UTTERANCE, Signal
-from turnwise.credit.voters import neighbour
+from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
+from turnwise.credit.peers import shift_turns
 
 # ------------------------------------------------------------------- utterances
 
 
-def judged(now: Now) -> Field:
-    """A = min Q − min V of each turn: what was said against the state it was said in. Detached."""
-    q, q_twin, v, v_twin = (now[s].detach() for s in UTTERANCE)
+def utterance_advantage(view: MicroBatchView) -> Field:
+    """A = min Q − min V of each turn. Detached."""
+    q, q_twin, v, v_twin = (view[s].detach() for s in TURN_CRITIC)
     return q.minimum(q_twin) - v.minimum(v_twin)
 
 
 @dataclass(frozen=True)
-class Judged(Factor):
-    """min(Q, Q') − min(V, V') of the turn, by the critics as they are now; ``baseline`` subtracts the token's own estimate."""
+class UtteranceAdvantage(Factor):
+    """min(Q, Q′) − min(V, V′) of the turn under the present critics; ``baseline`` subtracts the token-level value."""
 
     baseline: bool = False
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({*UTTERANCE, Signal.VALUE} if self.baseline else UTTERANCE)
+        return frozenset({*TURN_CRITIC, Signal.VALUE} if self.baseline else TURN_CRITIC)
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        a = judged(now)
-        return a - now[Signal.VALUE].detach() if self.baseline else a.at(TOKEN)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        a = utterance_advantage(view)
+        return a - view[Signal.VALUE].detach() if self.baseline else a.at(TOKEN)
 
 
 @dataclass(frozen=True)
-class UtteranceError(Penalty):
-    """Σ over both critics of (Q − r − γ V̄(s'))² + (V − Q̄(s, a))², bars: their slowly following copies.
+class UtteranceCriticError(Penalty):
+    """Σ over both critics of (Q − r − γ V̄(s′))² + (V − Q̄(s, a))², bars: target networks.
 
-    After the last turn nothing more is worth anything. One cost for each turn; turns without tokens said nothing."""
+    The value after the last turn is 0. One cost per turn; turns without tokens have none."""
 
     gamma: float = 0.9
 
@@ -54,37 +56,38 @@ class UtteranceError(Penalty):
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({*UTTERANCE, *SLOW})
+        return frozenset({*TURN_CRITIC, *TURN_CRITIC_TARGET})
 
-    def __call__(self, now: Now) -> Field:
-        q, q_twin, v, v_twin = (now[s] for s in UTTERANCE)
-        slow_q, slow_q_twin, slow_v, slow_v_twin = (now.batch[s] for s in SLOW)
-        reward = now.batch.reward.sum(TURN)
-        goal = lambda after: reward + self.gamma * neighbour(after, 1, 0.0)  # noqa: E731
-        left = (q - goal(slow_v)) ** 2 + (v - slow_q) ** 2
-        return left + (q_twin - goal(slow_v_twin)) ** 2 + (v_twin - slow_q_twin) ** 2
+    def __call__(self, view: MicroBatchView) -> Field:
+        q, q_twin, v, v_twin = (view[s] for s in TURN_CRITIC)
+        slow_q, slow_q_twin, slow_v, slow_v_twin = (view.batch[s] for s in TURN_CRITIC_TARGET)
+        reward = view.batch.reward.sum(TURN)
+        target = lambda after: reward + self.gamma * shift_turns(after, 1, 0.0)  # noqa: E731
+        error = (q - target(slow_v)) ** 2 + (v - slow_q) ** 2
+        return error + (q_twin - target(slow_v_twin)) ** 2 + (v_twin - slow_q_twin) ** 2
 
 
 @dataclass(frozen=True)
-class BaselineError(Penalty):
-    """(A − b)²: the token's estimate b learns what its turn is judged to be worth."""
+class TokenBaselineError(Penalty):
+    """(A − b)²: trains the token-level value b on the utterance advantage of its turn."""
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({*UTTERANCE, Signal.VALUE})
+        return frozenset({*TURN_CRITIC, Signal.VALUE})
 
-    def __call__(self, now: Now) -> Field:
-        return (judged(now) - now[Signal.VALUE]) ** 2
+    def __call__(self, view: MicroBatchView) -> Field:
+        return (utterance_advantage(view) - view[Signal.VALUE]) ** 2
 
 
 # ------------------------------------------------------------------------ steps
 
 
 @dataclass(frozen=True)
-class ValueRise(Term):
-    """A = V(after) − V(before) of each turn, V the critic's estimate before its first token; at the end V is the outcome.
+class TurnValueDifference(Term):
+    """A = V(after) − V(before) of each turn, V the critic's estimate before its first token; after the last turn V is
+    the return.
 
-    A turn without tokens is no step: what follows it is what follows the turn before. At TURN."""
+    A turn without tokens is no step: the turn before it continues with what follows. At TURN."""
 
     @property
     def reads(self) -> frozenset[Signal]:
@@ -93,27 +96,27 @@ class ValueRise(Term):
     def __call__(self, batch: Batch) -> Field:
         tree, value = batch.tree, batch[Signal.OLD_VALUE]
         outcome = batch.reward.sum(TRAJECTORY).to(value.x.dtype).at(TURN)
-        said = tree.size(TOKEN, TURN)
+        tokens = tree.size(TOKEN, TURN)
         first = where(tree.index(TOKEN, TURN) < 1, value, 0.0).sum(TURN)
-        steps = (said.x > 0).nonzero().squeeze(1)  # turns with tokens; those of a trajectory lie together
+        steps = (tokens.x > 0).nonzero().squeeze(1)  # turns with tokens; those of a trajectory are adjacent
         owner = tree.parents[1][steps]
         follows = torch.nn.functional.pad(owner[1:], (0, 1), value=-1) == owner
         after = torch.where(follows, torch.roll(first.x[steps], -1), outcome.x[steps])
-        rise = torch.zeros_like(first.x).index_copy(0, steps, after - first.x[steps])
-        return Field(tree, TURN, rise)
+        difference = torch.zeros_like(first.x).index_copy(0, steps, after - first.x[steps])
+        return Field(tree, TURN, difference)
 
 
 @dataclass(frozen=True)
-class Closed(Gate):
-    """w = 0: the advantage moves nothing by itself; a penalty reads it."""
+class ZeroGate(Gate):
+    """w = 0: the policy-gradient term vanishes; a penalty reads the advantage instead."""
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return rho.map(torch.zeros_like)
 
 
 @dataclass(frozen=True)
-class AdvantageError(Penalty):
-    """(A/β − Σ over the turn of log π − log π_ref)²: where it is 0, π is proportional to π_ref exp(A/β). One for each turn."""
+class AdvantageRegressionError(Penalty):
+    """(A/β − Σ over the turn of log π − log π_ref)²: 0 where π ∝ π_ref exp(A/β). One cost per turn."""
 
     beta: float = 0.1
 
@@ -124,31 +127,33 @@ class AdvantageError(Penalty):
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.REFERENCE})
 
-    def __call__(self, now: Now) -> Field:
-        drift = (now.logp - now[Signal.REFERENCE]).sum(TURN)
-        return (now["advantage"].to(drift.x.dtype) / self.beta - drift) ** 2
+    def __call__(self, view: MicroBatchView) -> Field:
+        log_ratio = (view.logp - view[Signal.REFERENCE]).sum(TURN)
+        return (view[Column.ADVANTAGE].to(log_ratio.x.dtype) / self.beta - log_ratio) ** 2
 
 
 @dataclass(frozen=True)
-class VariedStates(Mask):
-    """Turns of states whose advantages lie at least ``least`` apart, over all turns with tokens that a group took there."""
+class StatesWithSpread(Mask):
+    """Turns in states whose advantages span at least ``min_spread``, over all turns with tokens that the group took
+    there."""
 
-    least: float = 0.0
+    min_spread: float = 0.0
 
     def __post_init__(self) -> None:
-        check(self.least >= 0, f"least is {self.least}; write a number >= 0")
+        check(self.min_spread >= 0, f"min_spread is {self.min_spread}; write a number >= 0")
 
     @property
-    def wants(self) -> frozenset[str]:
-        return frozenset({"state"}) if self.least else frozenset()
+    def requires(self) -> frozenset[str]:
+        return frozenset({"state"}) if self.min_spread else frozenset()
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        batch, tree = now.batch, now.batch.tree
-        a, said = now["advantage"].at(TURN), (tree.size(TOKEN, TURN) > 0).to(torch.int64)
-        peers = Partition.by(tree, TURN, batch.group, batch.state, said)
-        return a.max(peers) - a.min(peers) >= self.least
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        batch, tree = view.batch, view.batch.tree
+        a, has_tokens = view[Column.ADVANTAGE].at(TURN), (tree.size(TOKEN, TURN) > 0).to(torch.int64)
+        peers = Partition.by(tree, TURN, batch.group, batch.state, has_tokens)
+        return a.max(peers) - a.min(peers) >= self.min_spread
 
 
 __all__ = [
-    "AdvantageError", "BaselineError", "Closed", "Judged", "UtteranceError", "ValueRise", "VariedStates", "judged",
+    "AdvantageRegressionError", "StatesWithSpread", "TokenBaselineError", "TurnValueDifference", "UtteranceAdvantage",
+    "UtteranceCriticError", "ZeroGate", "utterance_advantage",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Distillation on the policy's own tokens: what a teacher makes of them, whom to trust it with, and one-token rollouts."""
+"""Distillation on the policy's own samples: a teacher's log-ratio as advantage, perplexity weights, and one-token
+rollouts."""
 
 from __future__ import annotations
 
@@ -7,20 +8,21 @@ from dataclasses import dataclass
 import torch
 
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import Now, check
+from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
-from turnwise.credit.selectors import Rows
+from turnwise.credit.selectors import Selector
 
 
 @dataclass(frozen=True)
-class TeacherGap(Term):
-    """λ(log T − log π_ref) − (log π_old − log π_ref) of each token; λ = 1 is log T − log π_old and needs no reference.
+class TeacherLogRatio(Term):
+    """λ(log T − log π_ref) − (log π_old − log π_ref) per token; λ = 1 is log T − log π_old and needs no reference.
 
-    π_old sampled the data, or with ``proximal`` is the policy at the start of this batch. λ > 1 goes beyond the teacher."""
+    π_old is the sampler or, with ``proximal``, the policy at the start of this batch. λ > 1 extrapolates beyond the
+    teacher."""
 
     lam: float = 1.0
     proximal: bool = False
@@ -31,7 +33,7 @@ class TeacherGap(Term):
         return frozenset({Signal.TEACHER, *(s for s, used in anchors.items() if used)})
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"teacher"})
 
     def __call__(self, batch: Batch) -> Field:
@@ -44,16 +46,17 @@ class TeacherGap(Term):
 
 
 @dataclass(frozen=True)
-class ByPerplexity(Term):
-    """w · term, w = PPL^{±1/τ} / Σ over the ``rows`` of a group, 0 on other rows; PPL = exp(−mean log-probability).
+class PerplexityWeighted(Term):
+    """w · term, w = PPL^{±1/τ} / Σ over the selected trajectories of a group, 0 elsewhere; PPL = exp(−mean
+    log-probability).
 
-    ``rare``: what is surprising weighs more (+), else what is plausible does (−). ``of`` whom: PROXIMAL is the policy at
-    the start of this batch, TEACHER the teacher."""
+    ``favour_high``: a higher perplexity weighs more (+), else a lower one (−). ``signal``: whose log-probability,
+    PROXIMAL for the policy at the start of this batch, TEACHER for the teacher."""
 
     term: Term
-    rows: Rows
-    of: Signal = Signal.PROXIMAL
-    rare: bool = True
+    selector: Selector
+    signal: Signal = Signal.PROXIMAL
+    favour_high: bool = True
     tau: float = 1.0
 
     def __post_init__(self) -> None:
@@ -61,25 +64,25 @@ class ByPerplexity(Term):
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({self.of})
+        return frozenset({self.signal})
 
     @property
-    def wants(self) -> frozenset[str]:
-        return frozenset({"teacher"} if self.of is Signal.TEACHER else set())
+    def requires(self) -> frozenset[str]:
+        return frozenset({"teacher"} if self.signal is Signal.TEACHER else set())
 
     def __call__(self, batch: Batch) -> Field:
-        mean, mine = batch[self.of].mean(TRAJECTORY), self.rows.of(batch)
-        score = (-mean if self.rare else mean) / self.tau
-        top = where(mine, score, -torch.inf).max(GROUP)
-        size = where(mine, (score - top).exp(), 0.0)
-        total = size.sum(GROUP)
-        return size / where(total > 0, total, 1.0) * self.term(batch)
+        mean, selected = batch[self.signal].mean(TRAJECTORY), self.selector.select(batch)
+        score = (-mean if self.favour_high else mean) / self.tau
+        top = where(selected, score, -torch.inf).max(GROUP)
+        weight = where(selected, (score - top).exp(), 0.0)
+        total = weight.sum(GROUP)
+        return weight / where(total > 0, total, 1.0) * self.term(batch)
 
 
 @dataclass(frozen=True)
-class OneTokenRollouts(Penalty):
-    """−(hits·log π(y) + negative·Σ log π(a))/K: of K candidates drawn at each token those that are the token itself earn 1,
-    the others (their Σ is the signal RIVALS) ``negative``."""
+class OneTokenRolloutLoss(Penalty):
+    """−(matches · log π(y) + negative · Σ log π(a))/K: of K candidates drawn at each token those equal to the token
+    earn 1, the others ``negative``; their Σ is the signal CANDIDATE_LOGP."""
 
     candidates: int = 256
     negative: float = -0.1
@@ -90,11 +93,11 @@ class OneTokenRollouts(Penalty):
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.HITS, Signal.RIVALS})
+        return frozenset({Signal.CANDIDATE_MATCHES, Signal.CANDIDATE_LOGP})
 
-    def __call__(self, now: Now) -> Field:
-        hits = now[Signal.HITS].to(now.logp.x.dtype)
-        return -(hits * now.logp + self.negative * now[Signal.RIVALS]) / self.candidates
+    def __call__(self, view: MicroBatchView) -> Field:
+        hits = view[Signal.CANDIDATE_MATCHES].to(view.logp.x.dtype)
+        return -(hits * view.logp + self.negative * view[Signal.CANDIDATE_LOGP]) / self.candidates
 
 
-__all__ = ["ByPerplexity", "OneTokenRollouts", "TeacherGap"]
+__all__ = ["OneTokenRolloutLoss", "PerplexityWeighted", "TeacherLogRatio"]

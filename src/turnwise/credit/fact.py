@@ -1,4 +1,5 @@
-"""Facts: what the environment says of a turn, or a strategy, a buffer or a reader of a trajectory, as a term."""
+"""Facts as terms: numbers that an environment, a strategy, a buffer or a data file records with a turn or a
+trajectory."""
 
 from __future__ import annotations
 
@@ -14,26 +15,28 @@ from turnwise.errors import SignalError
 
 @dataclass(frozen=True)
 class Fact(Term):
-    """A number (or the number of a label) by name: ``Fact("planner", TURN, missing=1.0)``.
+    """A recorded number (or the code of a recorded label) by name: ``Fact("planner", TURN, missing=1.0)``.
 
-    Where nobody said it, it is ``missing``; without that, somebody has to say it."""
+    ``missing`` fills in where it was not recorded; without ``missing`` the fact is required."""
 
     name: str
     level: Level = TRAJECTORY
     missing: float | None = None
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         kind = "fact" if self.level == TRAJECTORY else "turn fact"
         return frozenset({f"{kind} {self.name}"}) if self.missing is None else frozenset()
 
     def __call__(self, batch: Batch) -> Field:
-        found = batch.facts.get(self.name)
-        if found is None and self.missing is not None:
+        recorded = batch.facts.get(self.name)
+        if recorded is None and self.missing is not None:
             return batch.tree.full(self.level, self.missing, torch.float64)
-        if found is None:
-            raise SignalError(f"nobody told the fact {self.name!r} of this batch; told were: {sorted(batch.facts)}")
-        value = found if found.level == self.level else found.max(self.level)
+        if recorded is None:
+            raise SignalError(
+                f"no trajectory of this batch carries the fact {self.name!r}; it has: {sorted(batch.facts)}"
+            )
+        value = recorded if recorded.level == self.level else recorded.max(self.level)
         return value if self.missing is None else value.map(lambda x: torch.nan_to_num(x, nan=self.missing))
 
 

@@ -1,4 +1,5 @@
-"""Credit that looks back: at how the batches before fared, at how far the updates before went."""
+"""Credit from earlier steps: returns of the last batches, KL of the last updates. State lives in the objective's
+memory, not here."""
 
 from __future__ import annotations
 
@@ -7,45 +8,46 @@ from dataclasses import dataclass
 
 import torch
 
-from turnwise.algebra.piece import State, Whole, check
+from turnwise.algebra.piece import State, StepView, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
-from turnwise.credit.selectors import From
+from turnwise.credit.selectors import FromOrigin
 from turnwise.maths.divergences import k3
 
-OWN = From("policy")
+SAMPLED = FromOrigin("policy")
 
 
 @dataclass(frozen=True)
-class Verdict(Term):
-    """φ(ξ) · term: what was done when the batches before were credited, judged by how this one fared.
+class ImprovementWeighted(Term):
+    """φ(ξ) · term: weights the credit of earlier batches by how this batch fared after their update.
 
-    ξ = (μ − mean)/(std + ε): the mean outcome of what this step sampled against those of the last ``window`` batches.
-    φ(ξ) = ξ, or damp · ξ below 0; 0 until there are as many batches. What went well is repeated, what did not is undone."""
+    ξ = (μ − mean)/(std + ε): this step's mean return against those of the last ``window`` batches. φ(ξ) = ξ, or damp ·
+    ξ below 0; 0 until ``window`` batches are known. An improvement reinforces the last update, a decline reverses
+    it."""
 
     term: Term
     window: int = 3
     damp: float = 0.5
     eps: float = 1e-6
 
-    late = True
+    updates_after_credit = True
 
     def __post_init__(self) -> None:
         check(self.window >= 1, f"the window is {self.window}; write at least 1 batch")
         check(0 <= self.damp <= 1, f"damp is {self.damp}; write a number in [0, 1]")
 
-    def start(self) -> State:
+    def initial_state(self) -> State:
         return {"means": []}
 
-    def advance(self, state: State, whole: Whole) -> State:
-        if not bool(OWN.of(whole.batch).x.any()):
+    def next_state(self, state: State, view: StepView) -> State:
+        if not bool(SAMPLED.select(view.batch).x.any()):
             return state
-        return {"means": [*state["means"], float(self._mean(whole.batch).item)][-self.window :]}
+        return {"means": [*state["means"], float(self._mean(view.batch).item)][-self.window :]}
 
-    def recall(self, state: State, batch: Batch) -> dict[object, Field]:
+    def memory_columns(self, state: State, batch: Batch) -> dict[object, Field]:
         means = state["means"]
         ready = len(means) >= self.window
         mean = statistics.fmean(means) if ready else float("nan")
@@ -53,28 +55,28 @@ class Verdict(Term):
         return {(self, name): batch.tree.full(BATCH, x, torch.float64) for name, x in (("mean", mean), ("std", std))}
 
     def _mean(self, batch: Batch) -> Field:
-        own = where(OWN.of(batch), 1.0, 0.0)
-        return (own * batch.reward.sum(TRAJECTORY)).sum(BATCH) / own.sum(BATCH).clamp(low=1.0)
+        weight = where(SAMPLED.select(batch), 1.0, 0.0)
+        return (weight * batch.reward.sum(TRAJECTORY)).sum(BATCH) / weight.sum(BATCH).clamp(low=1.0)
 
-    def verdict(self, batch: Batch) -> Field:
+    def improvement(self, batch: Batch) -> Field:
         """φ. At BATCH."""
         mean = batch[self, "mean"]
         xi = (self._mean(batch) - mean) / (batch[self, "std"] + self.eps)
         return where(mean.map(torch.isnan), 0.0, where(xi < 0, self.damp * xi, xi))
 
     def __call__(self, batch: Batch) -> Field:
-        return self.verdict(batch) * self.term(batch)
+        return self.improvement(batch) * self.term(batch)
 
 
-# --------------------------------------------------------------------- trackers
+# -------------------------------------------------------------------- retention
 
 
 @dataclass(frozen=True)
-class ByUpdates(Term):
-    """η = high − min(K/target, 1)(high − low), K the mean KL of the last ``window`` updates: the further the policy went, the
-    less of what was known is kept. At BATCH.
+class RetentionByKL(Term):
+    """η = high − min(K/target, 1)(high − low), K the mean KL of the last ``window`` updates: the further the policy
+    moved, the less of a tracker's counts is kept. At BATCH.
 
-    The KL of an update is told by the batch after it: mean k3 of the log-probabilities before and after."""
+    The KL of an update is measured on the batch after it: mean k3 of the log-probabilities before and after."""
 
     low: float = 0.875
     high: float = 0.96
@@ -90,28 +92,28 @@ class ByUpdates(Term):
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.PROXIMAL, Signal.PREVIOUS})
 
-    def start(self) -> State:
+    def initial_state(self) -> State:
         return {"batches": 0, "kl": []}
 
-    def advance(self, state: State, whole: Whole) -> State:
+    def next_state(self, state: State, view: StepView) -> State:
         """The first batch has no update before it."""
-        step = (whole[Signal.PREVIOUS] - whole[Signal.PROXIMAL]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        step = (view[Signal.PREVIOUS] - view[Signal.PROXIMAL]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         kl = float(step.to(torch.float64).map(k3).mean(BATCH).item)
-        seen = [*state["kl"], kl] if state["batches"] else []
-        return {"batches": state["batches"] + 1, "kl": seen[-self.window :]}
+        history = [*state["kl"], kl] if state["batches"] else []
+        return {"batches": state["batches"] + 1, "kl": history[-self.window :]}
 
-    def recall(self, state: State, batch: Batch) -> dict[object, Field]:
+    def memory_columns(self, state: State, batch: Batch) -> dict[object, Field]:
         mean = statistics.fmean(state["kl"]) if state["kl"] else 0.0
         return {(self, "kl"): batch.tree.full(BATCH, mean, torch.float64)}
 
     def __call__(self, batch: Batch) -> Field:
-        gone = (batch[self, "kl"] / self.target).clamp(high=1.0)
-        return self.high - gone * (self.high - self.low)
+        share = (batch[self, "kl"] / self.target).clamp(high=1.0)
+        return self.high - share * (self.high - self.low)
 
 
 @dataclass(frozen=True)
-class WithEntropy(Term):
-    """Aₜ = A + min(|A|/γ, weight · Hₜ): uncertain tokens are credited a little more, never more than A allows. At TOKEN."""
+class CappedEntropyBonus(Term):
+    """Aₜ = A + min(|A|/γ, weight · Hₜ): a bonus for uncertain tokens, bounded by A. At TOKEN."""
 
     term: Term
     gamma: float = 0.4
@@ -130,4 +132,4 @@ class WithEntropy(Term):
         return a + (a.abs() / self.gamma).minimum(self.weight * entropy.to(a.x.dtype))
 
 
-__all__ = ["ByUpdates", "Verdict", "WithEntropy"]
+__all__ = ["CappedEntropyBonus", "ImprovementWeighted", "RetentionByKL"]

@@ -1,5 +1,5 @@
-"""Imitation beside reinforcement: the likelihood of other people's text, how much each token of it counts, and a schedule
-that hands over from the one to the other."""
+"""Imitation next to reinforcement: weighted likelihood of expert text, and a schedule that shifts weight from one loss
+to the other."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from turnwise.algebra.factor import Factor
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import Now, Whole, check
-from turnwise.algebra.weight import Weight, clock
+from turnwise.algebra.piece import MicroBatchView, StepView, check
+from turnwise.algebra.weight import Weight, batch_index
 from turnwise.core.levels import BATCH, Field
 
-COUNTS: dict[str, Callable[[Field], Field]] = {
+TOKEN_WEIGHTS: dict[str, Callable[[Field], Field]] = {
     "none": lambda p: p.map(torch.ones_like),
     "phi": lambda p: p * (1 - p),
     "is": lambda p: p,
@@ -23,25 +23,25 @@ COUNTS: dict[str, Callable[[Field], Field]] = {
 
 
 @dataclass(frozen=True)
-class Imitation(Penalty):
-    """−sg[w] min(log π, log cutoff). w = 1 (``none``), p(1 − p) (``phi``: what the policy is unsure of), or p (``is``: as if it
-    had sampled the token itself). Tokens likelier than ``cutoff`` teach nothing more."""
+class WeightedNegativeLogLikelihood(Penalty):
+    """−sg[w] min(log π, log cutoff). w = 1 (``none``), p(1 − p) (``phi``: tokens the policy is uncertain about) or p
+    (``is``: as if the policy had sampled the token). Tokens more likely than ``cutoff`` have no gradient."""
 
     weight: str = "none"
     cutoff: float = 1.0
 
     def __post_init__(self) -> None:
-        check(self.weight in COUNTS, f"no weight {self.weight!r}; write one of {', '.join(COUNTS)}")
+        check(self.weight in TOKEN_WEIGHTS, f"no weight {self.weight!r}; write one of {', '.join(TOKEN_WEIGHTS)}")
         check(0 < self.cutoff <= 1, f"cutoff is {self.cutoff}; write a probability, 1 for off")
 
-    def __call__(self, now: Now) -> Field:
-        logp = now.logp if self.cutoff == 1 else now.logp.clamp(high=math.log(self.cutoff))
-        return -(COUNTS[self.weight](now.logp.detach().exp()) * logp)
+    def __call__(self, view: MicroBatchView) -> Field:
+        logp = view.logp if self.cutoff == 1 else view.logp.clamp(high=math.log(self.cutoff))
+        return -(TOKEN_WEIGHTS[self.weight](view.logp.detach().exp()) * logp)
 
 
 @dataclass(frozen=True)
-class WarmCosine(Weight):
-    """peak·t/warmup up to ``warmup``, then down half a cosine of ``decay`` steps to ``valley``, and there it stays."""
+class WarmupCosine(Weight):
+    """peak·t/warmup during ``warmup``, then half a cosine of ``decay`` steps down to ``valley``, constant afterwards."""
 
     warmup: int = 0
     decay: int = 200
@@ -54,29 +54,30 @@ class WarmCosine(Weight):
             check(0 <= value <= 1, f"a share of imitation of {value}; write a number in [0, 1]")
 
     def at(self, t: float) -> float:
+        """The weight at step t."""
         if t < self.warmup:
             return self.peak * t / self.warmup
         if t < self.warmup + self.decay:
-            return self.valley + (self.peak - self.valley) * falling(t - self.warmup, self.decay)
+            return self.valley + (self.peak - self.valley) * cosine_decay(t - self.warmup, self.decay)
         return self.valley
 
-    def __call__(self, whole: Whole) -> Field:
-        return whole.batch.tree.full(BATCH, self.at(clock(whole)), torch.float64)
+    def __call__(self, view: StepView) -> Field:
+        return view.batch.tree.full(BATCH, self.at(batch_index(view)), torch.float64)
 
 
-def falling(t: float, horizon: float) -> float:
-    """½(1 + cos(πt/horizon)): from 1 at the beginning to 0 at the horizon and after."""
+def cosine_decay(t: float, horizon: float) -> float:
+    """½(1 + cos(πt/horizon)): 1 at t = 0, 0 from the horizon on."""
     return 0.5 * (1 + math.cos(math.pi * t / horizon)) if t <= horizon else 0.0
 
 
 @dataclass(frozen=True)
-class Rest(Factor):
-    """1 − weight: what another term leaves to the gain."""
+class OneMinus(Factor):
+    """1 − weight: the share that another loss leaves to the policy gradient."""
 
     weight: Weight
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return 1 - now[self.weight].to(rho.x.dtype)
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return 1 - view[self.weight].to(rho.x.dtype)
 
 
-__all__ = ["Imitation", "Rest", "WarmCosine", "falling"]
+__all__ = ["OneMinus", "WarmupCosine", "WeightedNegativeLogLikelihood", "cosine_decay"]

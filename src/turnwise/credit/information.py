@@ -1,4 +1,5 @@
-"""Information: what a turn tells, about the gold answer or to the policy itself."""
+"""Information gain of a turn: about the gold answer, or in the policy's own next turn. Does not know how the signals
+are measured."""
 
 from __future__ import annotations
 
@@ -9,18 +10,19 @@ import torch
 from turnwise.algebra.piece import check
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import ends
+from turnwise.algebra.value import is_last
 from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
-from turnwise.credit.voters import neighbour
+from turnwise.credit.peers import shift_turns
 
 
 @dataclass(frozen=True)
-class AnswerRise(Term):
-    """rₖ = pₖ₊₁ − pₖ, by how much a turn raises the probability p of the gold answer (the geometric mean of its tokens);
-    the last turn earns ``weight`` · R instead. At TURN."""
+class AnswerProbabilityGain(Term):
+    """rₖ = pₖ₊₁ − pₖ, the increase of the gold answer's probability p (geometric mean of its tokens) by turn k; the
+    last turn earns ``weight`` · R instead. At TURN."""
 
     weight: float = 1.0
 
@@ -29,69 +31,71 @@ class AnswerRise(Term):
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.ANSWER})
+        return frozenset({Signal.ANSWER_LOGP})
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"answer"})
 
     def __call__(self, batch: Batch) -> Field:
-        p = batch[Signal.ANSWER].exp()
-        last = Field(batch.tree, TURN, ends(batch, TURN))
-        return where(last, self.weight * batch.reward.sum(TRAJECTORY), neighbour(p, 1, 0.0) - p)
+        p = batch[Signal.ANSWER_LOGP].exp()
+        last = Field(batch.tree, TURN, is_last(batch, TURN))
+        return where(last, self.weight * batch.reward.sum(TRAJECTORY), shift_turns(p, 1, 0.0) - p)
 
 
 @dataclass(frozen=True)
-class FeedbackGain(Term):
-    """Iₖ = mean over the tokens of turn k + 1 of log μ(y) − log π(y | the environment's answer to turn k masked): how much the
-    answer to a turn changed what was said next. It is credited to the turn that asked. At TOKEN.
+class FeedbackInformationGain(Term):
+    """Iₖ = mean over the tokens of turn k + 1 of log μ(y) − log π(y | feedback to turn k masked): how much the
+    environment's feedback to turn k changed the next turn. Credited to turn k. At TOKEN.
 
-    ``shared``: divided among the tokens of turn k. Exactly 0 where nothing was answered, nothing of the answer was masked, or
-    nothing said afterwards."""
+    ``shared``: divided by the number of tokens of turn k. Exactly 0 where there was no feedback, none of it was masked,
+    or no token follows."""
 
     shared: bool = True
     answered: Term = field(default_factory=lambda: Fact("feedback", TURN, missing=1.0))
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.BLIND})
+        return frozenset({Signal.LOGP_WITHOUT_FEEDBACK})
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"feedback"})
 
     def __call__(self, batch: Batch) -> Field:
-        told = (behaviour(batch) - batch[Signal.BLIND]).mean(TURN)  # 0 for a turn without tokens
-        told = where(masked(batch), told, 0.0)  # else two readings of one text, apart by rounding
-        gain = where(self.answered(batch) > 0.5, neighbour(told, 1, 0.0), 0.0)
+        log_ratio = (behaviour(batch) - batch[Signal.LOGP_WITHOUT_FEEDBACK]).mean(TURN)  # 0 for a turn without tokens
+        log_ratio = where(
+            feedback_was_masked(batch), log_ratio, 0.0
+        )  # identical text: only rounding differs between the two passes
+        gain = where(self.answered(batch) > 0.5, shift_turns(log_ratio, 1, 0.0), 0.0)
         return gain.at(TOKEN) / batch.tree.size(TOKEN, TURN) if self.shared else gain.at(TOKEN)
 
 
-def masked(batch: Batch) -> Field:
-    """Whether anything of what stands between a turn and the tokens sampled before it was masked. Every turn, where nobody
-    recorded what was. At TURN."""
-    s, tree = batch.sequences, batch.tree
-    if s.blind is None:
+def feedback_was_masked(batch: Batch) -> Field:
+    """Turns for which any context token since the last sampled one was masked; all turns where no masked context was
+    recorded. At TURN."""
+    sequences, tree = batch.sequences, batch.tree
+    if sequences.masked_ids is None:
         return tree.full(TURN, True, torch.bool)
-    found = torch.zeros(tree.count(TURN), dtype=torch.bool, device=tree.device)
-    place = (s.blind != s.ids).nonzero().squeeze(1)
-    token = torch.searchsorted(s.at, place)  # the first one sampled behind it
-    place, token = place[token < s.at.numel()], token[token < s.at.numel()]
-    inside = lambda at: torch.searchsorted(s.start, at, right=True)  # noqa: E731
-    token = token[inside(place) == inside(s.at[token])]
-    found[tree.parents[0][token]] = True
-    return Field(tree, TURN, found)
+    changed = torch.zeros(tree.count(TURN), dtype=torch.bool, device=tree.device)
+    place = (sequences.masked_ids != sequences.ids).nonzero().squeeze(1)
+    token = torch.searchsorted(sequences.sampled_at, place)  # the first token sampled after it
+    place, token = place[token < sequences.sampled_at.numel()], token[token < sequences.sampled_at.numel()]
+    inside = lambda at: torch.searchsorted(sequences.start, at, right=True)  # noqa: E731
+    token = token[inside(place) == inside(sequences.sampled_at[token])]
+    changed[tree.parents[0][token]] = True
+    return Field(tree, TURN, changed)
 
 
 @dataclass(frozen=True)
-class AmongPresent(Term):
-    """(v − mean)/(std + ε) among the values of a group that are not 0; what is 0 stays 0."""
+class StandardiseNonZero(Term):
+    """(v − mean)/(std + ε) over the values of a group that are not 0; zeros stay 0."""
 
     value: Term
     eps: float = 1e-6
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
@@ -102,22 +106,22 @@ class AmongPresent(Term):
 
 
 @dataclass(frozen=True)
-class NoLouder(Term):
-    """c · term, c = min(1, max(std of ``than``, 1)/std of ``term``) over all tokens of the batch."""
+class LimitStd(Term):
+    """c · term, c = min(1, max(std of ``reference``, 1)/std of ``term``) over all tokens of the batch."""
 
     term: Term
-    than: Term
+    reference: Term
 
     def __call__(self, batch: Batch) -> Field:
-        a, other = self.term(batch), self.than(batch).at(TOKEN)
-        loud = a.at(TOKEN).std(BATCH)
-        c = where(loud > 0, other.std(BATCH).clamp(low=1.0) / where(loud > 0, loud, 1.0), 1.0)
+        a, limit = self.term(batch), self.reference(batch).at(TOKEN)
+        std = a.at(TOKEN).std(BATCH)
+        c = where(std > 0, limit.std(BATCH).clamp(low=1.0) / where(std > 0, std, 1.0), 1.0)
         return c.clamp(high=1.0) * a
 
 
 @dataclass(frozen=True)
-class WhereAlike(Term):
-    """g · term, g = σ(−std of R in the group / temperature): ½ where outcomes do not differ, soon 0 where they do."""
+class LowSpreadGate(Term):
+    """g · term, g = σ(−std of R in the group / temperature): ½ where returns are equal, near 0 where they differ."""
 
     term: Term
     temperature: float = 0.05
@@ -131,7 +135,7 @@ class WhereAlike(Term):
 
 
 @dataclass(frozen=True)
-class Fading(Term):
+class ExponentialDecay(Term):
     """exp(−rate · t) · term, t batches so far."""
 
     term: Term
@@ -141,7 +145,10 @@ class Fading(Term):
         check(self.rate >= 0, f"the rate is {self.rate}; write a number >= 0")
 
     def __call__(self, batch: Batch) -> Field:
-        return (-self.rate * batch["clock"]).exp() * self.term(batch)
+        return (-self.rate * batch[Column.BATCH_INDEX]).exp() * self.term(batch)
 
 
-__all__ = ["AmongPresent", "AnswerRise", "Fading", "FeedbackGain", "NoLouder", "WhereAlike", "masked"]
+__all__ = [
+    "AnswerProbabilityGain", "ExponentialDecay", "FeedbackInformationGain", "LimitStd", "LowSpreadGate",
+    "StandardiseNonZero", "feedback_was_masked",
+]  # fmt: skip

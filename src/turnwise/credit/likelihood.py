@@ -1,4 +1,4 @@
-"""Credit by likelihood: how probable an answer was when it was sampled, against its siblings."""
+"""Credit by likelihood: how probable a trajectory was when it was sampled, relative to its group. Knows no method."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
-from turnwise.credit.multi_reward import component
-from turnwise.credit.order import pairs, place
+from turnwise.credit.multi_reward import named_reward
+from turnwise.credit.order import ordered_pairs, rank_in_group
 
 
 def mean_logp(batch: Batch) -> Field:
-    """Mean log-probability of a trajectory's tokens when they were sampled; 0 without tokens."""
+    """Mean log-probability of a trajectory's tokens at sampling time; 0 without tokens."""
     return behaviour(batch).to(torch.float64).mean(TRAJECTORY)
 
 
 @dataclass(frozen=True)
-class Unlikely(Term):
-    """R (1 − β k/n), k the place of a trajectory among the n of its group, from the least likely (0) to the most: of two right
-    answers the rarer earns more."""
+class UnlikelinessReward(Term):
+    """R (1 − β k/n), k the likelihood rank of a trajectory among the n of its group, 0 for the least likely: rarer
+    successes earn more."""
 
     beta: float = 0.25
 
@@ -32,14 +32,14 @@ class Unlikely(Term):
         check(0 <= self.beta <= 1, f"beta is {self.beta}; write a number in [0, 1]")
 
     def __call__(self, batch: Batch) -> Field:
-        r = component(batch, None)
-        return r * (1 - self.beta * place(batch, mean_logp(batch)).to(r.x.dtype) / r.peers(GROUP))
+        r = named_reward(batch, None)
+        return r * (1 - self.beta * rank_in_group(batch, mean_logp(batch)).to(r.x.dtype) / r.peer_count(GROUP))
 
 
 @dataclass(frozen=True)
-class Novel(Term):
-    """A + min(weight (1 − η)₊, cap · A) where A > 0, η = exp(l − mean l) with l the mean log-probability of a trajectory and its
-    mean over the group: good answers gain by being unexpected."""
+class NoveltyBonus(Term):
+    """A + min(weight (1 − η)₊, cap · A) where A > 0, η = exp(l − mean l), l the mean log-probability of a trajectory
+    and mean l that of the group: a bonus for unexpected good trajectories."""
 
     term: Term
     weight: float = 2.5
@@ -50,18 +50,18 @@ class Novel(Term):
         check(self.cap >= 0, f"the cap of novelty is {self.cap}; write a number >= 0")
 
     def __call__(self, batch: Batch) -> Field:
-        a, likely = self.term(batch), mean_logp(batch)
-        gain = (self.weight * (1 - (likely - likely.mean(GROUP)).exp())).clamp(low=0.0)
+        a, logp = self.term(batch), mean_logp(batch)
+        gain = (self.weight * (1 - (logp - logp.mean(GROUP)).exp())).clamp(low=0.0)
         return a + where(a > 0, gain.minimum(self.cap * a.to(gain.x.dtype)), 0.0)
 
 
 @dataclass(frozen=True)
-class Misranked(Term):
-    """A = Σ over wrong siblings of σ((l′ − l)/τ) for a right trajectory, −Σ over right siblings of σ((l − l′)/τ) for a wrong
-    one: credit where a pair is ranked the wrong way round by l, the mean log-probability.
+class PairwiseCalibration(Term):
+    """A = Σ over wrong peers of σ((l′ − l)/τ) for a right trajectory, −Σ over right peers of σ((l − l′)/τ) for a wrong
+    one: credit where the mean log-probability l ranks a pair wrongly.
 
-    ``scaled`` keeps the factor 1/τ. A right answer that the reference finds odd (perplexity above ``high``) and a wrong one
-    that it finds obvious (below ``low``) get 0, but stay in the pairs of others."""
+    ``scaled`` keeps the factor 1/τ. A right trajectory with reference perplexity above ``high`` and a wrong one below
+    ``low`` get 0, but stay in the pairs of others."""
 
     tau: float = 0.6
     high: float = 2.5
@@ -77,22 +77,22 @@ class Misranked(Term):
         return frozenset({Signal.REFERENCE})
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"verdict"})
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
-        tree, likely, right = batch.tree, mean_logp(batch).x, batch.success.x > 0.5
-        i, j = pairs(tree)
+        tree, logp, right = batch.tree, mean_logp(batch).x, batch.success.x > 0.5
+        i, j = ordered_pairs(tree)
         sign = right[i].double() - right[j].double()  # 1: right against wrong, −1: wrong against right, 0: no pair
-        pull = sign * torch.sigmoid(-sign * (likely[i] - likely[j]) / self.tau)
-        a = torch.zeros_like(likely).index_add(0, i, pull)
+        pull = sign * torch.sigmoid(-sign * (logp[i] - logp[j]) / self.tau)
+        a = torch.zeros_like(logp).index_add(0, i, pull)
         perplexity = (-batch[Signal.REFERENCE].to(torch.float64).mean(TRAJECTORY).x).exp()
-        sound = torch.where(right, perplexity <= self.high, perplexity >= self.low)
-        return Field(tree, TRAJECTORY, torch.where(sound, a / self.tau if self.scaled else a, 0.0))
+        plausible = torch.where(right, perplexity <= self.high, perplexity >= self.low)
+        return Field(tree, TRAJECTORY, torch.where(plausible, a / self.tau if self.scaled else a, 0.0))
 
 
-__all__ = ["Misranked", "Novel", "Unlikely", "mean_logp"]
+__all__ = ["NoveltyBonus", "PairwiseCalibration", "UnlikelinessReward", "mean_logp"]

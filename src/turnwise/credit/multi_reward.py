@@ -1,4 +1,5 @@
-"""Several rewards: any number of them, each compared by itself before they are put together."""
+"""Several rewards: each is normalised by itself before they are combined. Knows no environment; rewards are found by
+name."""
 
 from __future__ import annotations
 
@@ -17,22 +18,25 @@ from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, where
 from turnwise.errors import SignalError
 
 
-def component(batch: Batch, name: str | None) -> Field:
-    """One reward of each trajectory by name, in float64; None is the outcome, the sum of all it was paid.
+def named_reward(batch: Batch, name: str | None) -> Field:
+    """One reward of each trajectory by name, in float64; None is the return, the sum of all its rewards.
 
-    A trajectory that was not given this reward has 0 there, and its 0 counts like any other: decided here alone."""
+    A trajectory without this reward has 0, and that 0 counts like any other. Only this function decides that."""
     if name is None:
         return batch.reward.sum(TRAJECTORY).to(torch.float64)
-    if name not in batch.named:
-        raise SignalError(f"no trajectory carries a reward named {name!r}; this batch has: {sorted(batch.named)}")
-    return batch.named[name].to(torch.float64).map(lambda x: torch.nan_to_num(x, nan=0.0))
+    if name not in batch.reward_components:
+        raise SignalError(
+            f"no trajectory carries a reward named {name!r}; this batch has: {sorted(batch.reward_components)}"
+        )
+    return batch.reward_components[name].to(torch.float64).map(lambda x: torch.nan_to_num(x, nan=0.0))
 
 
 @dataclass(frozen=True)
-class Rewards(Piece):
-    """The rewards of a trajectory, each with its weight (1 unless told): those named, or, by (), all that are named.
+class WeightedRewards(Piece):
+    """The rewards of a trajectory, each with its weight (default 1): the named ones, or with () all named ones of the
+    batch.
 
-    ``names=None`` is the outcome alone. Where the environment names none, the outcome is the only one."""
+    ``names=None`` is the return alone; so is () where the environment names no rewards."""
 
     names: tuple[str, ...] | None = ()
     weights: tuple[float, ...] = ()
@@ -45,65 +49,68 @@ class Rewards(Piece):
         check(all(w >= 0 for w in self.weights), f"the weights of rewards are {self.weights}; write numbers >= 0")
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset(f"reward {name}" for name in self.names or ())
 
     def __call__(self, batch: Batch) -> list[tuple[float, Field]]:
-        """Weight and value of each."""
-        told = sorted(batch.named) if self.names == () else self.names
-        names = tuple(told or (None,))
-        return [(w, component(batch, name)) for w, name in zip(self.weights or (1.0,) * len(names), names)]
+        """Weight and value of each reward."""
+        selected = sorted(batch.reward_components) if self.names == () else self.names
+        names = tuple(selected or (None,))
+        return [(w, named_reward(batch, name)) for w, name in zip(self.weights or (1.0,) * len(names), names)]
 
 
 @dataclass(frozen=True)
-class EachStandardised(Term):
-    """A = Σₖ wₖ (Rᵏ − meanᵏ)/(stdᵏ + ε) among the group: rewards of different scales weigh alike."""
+class SumOfStandardised(Term):
+    """A = Σₖ wₖ (Rᵏ − meanᵏ)/(stdᵏ + ε) within the group: rewards of different scales weigh alike."""
 
-    rewards: Rewards = field(default_factory=Rewards)
+    rewards: WeightedRewards = field(default_factory=WeightedRewards)
     eps: float = 1e-4
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
-        return total(w * ((r - r.mean(GROUP)) / (r.std(GROUP) + self.eps)) for w, r in self.rewards(batch))
+        return sum_fields(w * ((r - r.mean(GROUP)) / (r.std(GROUP) + self.eps)) for w, r in self.rewards(batch))
 
 
 @dataclass(frozen=True)
-class SharedScale(Term):
-    """A = Σₖ wₖ (Rᵏ − meanᵏ) / (Σₖ wₖ stdᵏ + ε) among the group: a reward weighs as much as it varies there."""
+class CentredOverTotalStd(Term):
+    """A = Σₖ wₖ (Rᵏ − meanᵏ) / (Σₖ wₖ stdᵏ + ε) within the group: a reward weighs as much as it varies there."""
 
-    rewards: Rewards = field(default_factory=Rewards)
+    rewards: WeightedRewards = field(default_factory=WeightedRewards)
     eps: float = 1e-6
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
-        found = self.rewards(batch)
-        scale = total(w * r.std(GROUP) for w, r in found)
-        return total(w * (r - r.mean(GROUP)) for w, r in found) / (scale + self.eps)
+        rewards = self.rewards(batch)
+        scale = sum_fields(w * r.std(GROUP) for w, r in rewards)
+        return sum_fields(w * (r - r.mean(GROUP)) for w, r in rewards) / (scale + self.eps)
 
 
 @dataclass(frozen=True)
-class OverBatch(Term):
-    """A ← (A − mean)/(std + ε) over the batch: ``each`` trajectory one vote ("rows"), each sampled token one ("tokens"), or
-    A as it is ("none")."""
+class StandardiseOverBatch(Term):
+    """(A − mean)/(std + ε) over the batch: over trajectories ("rows"), over sampled tokens ("tokens"), or A unchanged
+    ("none")."""
 
     term: Term
-    each: str = "rows"
+    over: str = "rows"
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        check(self.each in ("rows", "tokens", "none"), f"no vote for {self.each!r}; write rows, tokens or none")
+        check(
+            self.over in ("rows", "tokens", "none"),
+            f"cannot standardise over {self.over!r}; write rows, tokens or none",
+        )
 
     def __call__(self, batch: Batch) -> Field:
         a = self.term(batch)
-        if self.each == "none":
+        if self.over == "none":
             return a
-        a = a.at(TOKEN) if self.each == "tokens" else a
+        a = a.at(TOKEN) if self.over == "tokens" else a
         return (a - a.mean(BATCH)) / (a.std(BATCH) + self.eps)
 
 
@@ -111,13 +118,14 @@ class OverBatch(Term):
 
 
 @dataclass(frozen=True)
-class BetaScaled(Term):
-    """A = (r − p)/f(p; α, β), averaged over the rewards: p is the mean of the group, f the Beta density of least variance.
+class BetaNormalised(Term):
+    """A = (r − p)/f(p; α, β), averaged over the rewards: p the group mean, f the Beta density that minimises the
+    variance.
 
-    r in [0, 1] is the reward between ``bottom`` and ``top``. α = max(1, 1 + a/3), β = max(1, 1 + b/3), and (a, b) has the
-    mean and variance of p over the groups. 1/f is held below 10⁶; p of 0 or 1 gives 0."""
+    r in [0, 1] is the reward rescaled from [bottom, top]. α = max(1, 1 + a/3), β = max(1, 1 + b/3), and Beta(a, b) has
+    the mean and variance of p over the groups. 1/f is capped at 10⁶; p of 0 or 1 gives 0."""
 
-    rewards: Rewards = field(default_factory=lambda: Rewards(None))
+    rewards: WeightedRewards = field(default_factory=lambda: WeightedRewards(None))
     bottom: float = 0.0
     top: float = 1.0
 
@@ -125,46 +133,46 @@ class BetaScaled(Term):
         check(self.bottom < self.top, f"rewards between {self.bottom} and {self.top}; write bottom < top")
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
-        found = self.rewards(batch)
-        return total(self._one(unit(r, self.bottom, self.top)) for _, r in found) / len(found)
+        rewards = self.rewards(batch)
+        return sum_fields(self._one(rescale_to_unit(r, self.bottom, self.top)) for _, r in rewards) / len(rewards)
 
     def _one(self, r: Field) -> Field:
         p = r.mean(GROUP)
-        alpha, beta = beta_shape(p.x)
-        inside = (p > 0) & (p < 1)
-        density = log_beta(where(inside, p, 0.5).x, alpha, beta)
-        return where(inside, (r - p) * Field(p.tree, GROUP, (-density).exp().clamp(max=1e6)), 0.0)
+        alpha, beta = fit_beta(p.x)
+        interior = (p > 0) & (p < 1)
+        density = beta_log_density(where(interior, p, 0.5).x, alpha, beta)
+        return where(interior, (r - p) * Field(p.tree, GROUP, (-density).exp().clamp(max=1e6)), 0.0)
 
 
-def beta_shape(p: Tensor) -> tuple[Tensor, Tensor]:
-    """(α, β) by moments of the success rates of groups; 1 and 1 where there is one group, or all rates are equal."""
+def fit_beta(p: Tensor) -> tuple[Tensor, Tensor]:
+    """(α, β) by moments of the groups' success rates; (1, 1) for a single group or equal rates."""
     one = p.new_tensor(1.0)
-    spread = p.var() if p.numel() > 1 else one * 0
-    if p.numel() < 2 or float(spread) < 1e-12:
+    variance = p.var() if p.numel() > 1 else one * 0
+    if p.numel() < 2 or float(variance) < 1e-12:
         return one, one
     m = p.mean()
-    both = m * (1 - m) / spread - 1
-    return (1 + both * m / 3).clamp(min=1), (1 + both * (1 - m) / 3).clamp(min=1)
+    total = m * (1 - m) / variance - 1
+    return (1 + total * m / 3).clamp(min=1), (1 + total * (1 - m) / 3).clamp(min=1)
 
 
-def log_beta(p: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+def beta_log_density(p: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
     """log f(p; α, β) for 0 < p < 1."""
     scale = torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)
     return scale + (alpha - 1) * p.log() + (beta - 1) * torch.log1p(-p)
 
 
-def unit(value: Field, bottom: float, top: float) -> Field:
-    """A value between ``bottom`` and ``top`` as one in [0, 1]; what lies outside is cut."""
+def rescale_to_unit(value: Field, bottom: float, top: float) -> Field:
+    """A value from [bottom, top] as a number in [0, 1]; values outside are clipped."""
     return ((value - bottom) / (top - bottom)).clamp(0.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Unit(Term):
-    """The outcome between ``bottom`` and ``top`` as a number in [0, 1]."""
+class UnitOutcome(Term):
+    """The return rescaled from [bottom, top] to [0, 1]."""
 
     bottom: float = 0.0
     top: float = 1.0
@@ -173,15 +181,15 @@ class Unit(Term):
         check(self.bottom < self.top, f"rewards between {self.bottom} and {self.top}; write bottom < top")
 
     def __call__(self, batch: Batch) -> Field:
-        return unit(component(batch, None), self.bottom, self.top)
+        return rescale_to_unit(named_reward(batch, None), self.bottom, self.top)
 
 
-def total(fields: Iterable[Field]) -> Field:
-    """Σ of one field or more."""
+def sum_fields(fields: Iterable[Field]) -> Field:
+    """Σ of at least one field."""
     return reduce(operator.add, fields)
 
 
 __all__ = [
-    "BetaScaled", "EachStandardised", "OverBatch", "Rewards", "SharedScale", "Unit", "beta_shape", "component",
-    "log_beta", "total", "unit",
+    "BetaNormalised", "CentredOverTotalStd", "StandardiseOverBatch", "SumOfStandardised", "UnitOutcome",
+    "WeightedRewards", "beta_log_density", "fit_beta", "named_reward", "rescale_to_unit", "sum_fields",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Orders inside groups: places, pairs, lots and quantiles. Ties go by the trajectory's own number, whatever the packing."""
+"""Ranks, pairs, random orders and quantiles inside groups. The trajectory seed breaks ties, so packing does not
+matter."""
 
 from __future__ import annotations
 
@@ -10,30 +11,30 @@ from turnwise.core.levels import GROUP, TRAJECTORY, Field, Tree, where
 from turnwise.maths import segments
 
 
-def place(batch: Batch, value: Field) -> Field:
-    """0-based place of each trajectory in ascending order of a value inside its group; equal values by its number."""
+def rank_in_group(batch: Batch, value: Field) -> Field:
+    """0-based rank of each trajectory in ascending order of a value inside its group; the seed breaks ties."""
     tree = batch.tree
-    by_number = torch.argsort(batch.seed.x, stable=True)
-    order = by_number[torch.argsort(value.x[by_number], stable=True)]
-    inside = segments.rank_within(tree.ancestor(TRAJECTORY, GROUP)[order], tree.count(GROUP))
-    return Field(tree, TRAJECTORY, torch.empty_like(order).index_copy(0, order, inside))
+    by_seed = torch.argsort(batch.seed.x, stable=True)
+    order = by_seed[torch.argsort(value.x[by_seed], stable=True)]
+    rank = segments.rank_within(tree.ancestor(TRAJECTORY, GROUP)[order], tree.count(GROUP))
+    return Field(tree, TRAJECTORY, torch.empty_like(order).index_copy(0, order, rank))
 
 
 def lower_median(batch: Batch, value: Field) -> Field:
     """The median of a group as one of its members: of an even number, the lower of the middle two. At GROUP."""
     middle = (batch.tree.size(TRAJECTORY, GROUP) - 1).map(lambda n: n // 2)
-    here = (place(batch, value) - middle).map(lambda gap: gap == 0)
-    return where(here, value, 0.0).sum(GROUP)
+    is_median = (rank_in_group(batch, value) - middle).map(lambda gap: gap == 0)
+    return where(is_median, value, 0.0).sum(GROUP)
 
 
-def group_lots(batch: Batch) -> Tensor:
-    """The place of each group when the groups are drawn by lot, [G]: the numbers of its trajectories decide."""
-    lots = batch.seed.sum(GROUP).x % 2**32
-    order = torch.argsort(lots, stable=True)
+def random_group_order(batch: Batch) -> Tensor:
+    """The rank of each group in a random order of the groups, [G]: derived from the seeds of its trajectories."""
+    keys = batch.seed.sum(GROUP).x % 2**32
+    order = torch.argsort(keys, stable=True)
     return torch.empty_like(order).index_copy(0, order, torch.arange(order.numel(), device=order.device))
 
 
-def pairs(tree: Tree) -> tuple[Tensor, Tensor]:
+def ordered_pairs(tree: Tree) -> tuple[Tensor, Tensor]:
     """All ordered pairs (i, j) of trajectories of the same group, i = j included."""
     group, size = tree.ancestor(TRAJECTORY, GROUP), tree.size(TRAJECTORY, GROUP).x
     members = torch.argsort(group, stable=True)
@@ -42,8 +43,8 @@ def pairs(tree: Tree) -> tuple[Tensor, Tensor]:
     return left, members[begin[left] + segments.rank_within(left, group.numel())]
 
 
-def quantile(x: Tensor, label: Tensor, count: int, level: float) -> Tensor:
-    """Empirical quantile of each segment, linear between neighbours, [count]. No segment is empty."""
+def segment_quantile(x: Tensor, label: Tensor, count: int, level: float) -> Tensor:
+    """Empirical quantile of each segment, linear between neighbours, [count]. No segment may be empty."""
     by_value = torch.argsort(x, stable=True)
     ordered = x[by_value[torch.argsort(label[by_value], stable=True)]]
     n = segments.size(label, count)
@@ -54,4 +55,4 @@ def quantile(x: Tensor, label: Tensor, count: int, level: float) -> Tensor:
     return low + (at - below) * (high - low)
 
 
-__all__ = ["group_lots", "lower_median", "pairs", "place", "quantile"]
+__all__ = ["lower_median", "ordered_pairs", "random_group_order", "rank_in_group", "segment_quantile"]

@@ -1,4 +1,5 @@
-"""States: credit among turns that began in the same place, came the same way or took the same step."""
+"""Credit among turns that start in the same state, share recent states or take the same transition. Does not define
+states."""
 
 from __future__ import annotations
 
@@ -8,22 +9,22 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from turnwise.algebra.advantage import Standardise
-from turnwise.algebra.peers import Kin
+from turnwise.algebra.peers import Peers
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TRAJECTORY, TURN, Field, Partition, where
-from turnwise.credit.voters import neighbour
+from turnwise.credit.peers import shift_turns
 
-UNKNOWN, BEFORE = -1, -2  # a state nobody told, and what was before the first turn
-SAME = 1e-9  # a return so near to the mean of its peers is at it: rounding must not decide
+UNKNOWN, BEFORE = -1, -2  # a state that was not recorded, and the time before the first turn
+SAME = 1e-9  # a smaller distance from the mean counts as 0, so that rounding does not decide
 
 
 @dataclass(frozen=True)
-class Recent(Kin):
-    """Turns of one task with the same last ``states``, the present one included: sₖ₋ₙ₊₁ … sₖ.
+class SameRecentStates(Peers):
+    """Turns of one task with the same last ``states`` states, the present one included: sₖ₋ₙ₊₁ … sₖ.
 
-    A turn with a shorter past, or with an unknown state in it, is alone."""
+    A turn with a shorter history, or an unknown state in it, has no peers."""
 
     states: int = 1
 
@@ -31,18 +32,18 @@ class Recent(Kin):
         check(self.states > 0, f"the number of states is {self.states}; write 1 for the present one alone, or more")
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"state"})
 
     def __call__(self, batch: Batch) -> Partition:
-        return alike(batch, *(neighbour(batch.state, -k, UNKNOWN) for k in range(self.states)))
+        return turns_with_same_keys(batch, *(shift_turns(batch.state, -k, UNKNOWN) for k in range(self.states)))
 
 
 @dataclass(frozen=True)
-class SameStep(Kin):
-    """Turns of one task that take the same step, (state, action, next state), after the same ``window`` states before it.
+class SameTransition(Peers):
+    """Turns of one task with the same transition (state, action, next state) and the same ``window`` states before it.
 
-    Before the first turn there is nothing, which is like nothing. A turn with an unknown state in any of these is alone."""
+    Positions before the first turn are equal to each other. A turn with an unknown state in any of these has no peers."""
 
     window: int = 3
 
@@ -50,54 +51,54 @@ class SameStep(Kin):
         check(self.window >= 0, f"the window is {self.window}; write a number of states >= 0")
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"state"})
 
     def __call__(self, batch: Batch) -> Partition:
         tree = batch.tree
         last = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
-        after = where(last, batch.end, neighbour(batch.state, 1, UNKNOWN))
-        past = (neighbour(batch.state, -k, BEFORE) for k in range(1, self.window + 1))
-        return alike(batch, batch.state, batch.action, after, *past)
+        after = where(last, batch.end, shift_turns(batch.state, 1, UNKNOWN))
+        past = (shift_turns(batch.state, -k, BEFORE) for k in range(1, self.window + 1))
+        return turns_with_same_keys(batch, batch.state, batch.action, after, *past)
 
 
-def alike(batch: Batch, *keys: Field) -> Partition:
-    """Turns of one task with equal keys; a turn that does not know one of them is alone."""
+def turns_with_same_keys(batch: Batch, *keys: Field) -> Partition:
+    """Turns of one task with equal keys; a turn with an unknown key has no peers."""
     unknown = torch.stack([key.x == UNKNOWN for key in keys]).any(0)
-    alone = torch.where(unknown, 1 + torch.arange(unknown.numel(), device=unknown.device), 0)
-    return Partition.by(batch.tree, TURN, batch.group, *keys, alone)
+    unique = torch.where(unknown, 1 + torch.arange(unknown.numel(), device=unknown.device), 0)
+    return Partition.by(batch.tree, TURN, batch.group, *keys, unique)
 
 
 @dataclass(frozen=True)
-class Shared(Term):
+class PeerTrajectoryMean(Term):
     """Aₖ = mean of ``term`` over the trajectories with a turn among the ``peers`` of turn k, each counted once.
 
-    What all took alike is neutral; where a trajectory goes its own way it keeps its own credit."""
+    A step that all trajectories share gets their mean; after they diverge each keeps its own credit."""
 
     term: Term
-    peers: Kin
+    peers: Peers
 
     def __call__(self, batch: Batch) -> Field:
         a, tree, peers = self.term(batch).at(TURN), batch.tree, self.peers(batch)
-        again = Partition.by(tree, TURN, peers.label, tree.ancestor(TURN, TRAJECTORY))
-        once = 1.0 / a.peers(again)
-        return (once * a).sum(peers) / once.sum(peers)
+        visits = Partition.by(tree, TURN, peers.label, tree.ancestor(TURN, TRAJECTORY))
+        weight = 1.0 / a.peer_count(visits)
+        return (weight * a).sum(peers) / weight.sum(peers)
 
 
 @dataclass(frozen=True)
-class Nested(Term):
-    """A = Σₙ wₙ Aₙ / (Σₙ wₙ + ε), wₙ = (n + 1)^α: ``value`` against peers with the same last n states, n = 1 … history + 1,
-    the longer the past they share the more it weighs.
+class HierarchyOfGroups(Term):
+    """A = Σₙ wₙ Aₙ / (Σₙ wₙ + ε), wₙ = (n + 1)^α: ``value`` against peers with the same last n states, n = 1 … history
+    + 1; a longer shared history weighs more.
 
-    Aₙ = (v − mean)/(population std + ε), or without ``scale`` v − mean. Levels where a turn is alone, or at the mean, do not
-    weigh. ``base`` adds the term ``whole`` as level 0."""
+    Aₙ = (v − mean)/(population std + ε), or without ``scale`` v − mean. Levels without peers, or with v at the mean,
+    get no weight. ``with_episode`` adds the term ``episode`` as level 0."""
 
     value: Term
     history: int = 2
     alpha: float = 1.0
     scale: bool = True
-    base: bool = False
-    whole: Term = field(default_factory=Standardise)
+    with_episode: bool = False
+    episode: Term = field(default_factory=Standardise)
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -106,19 +107,19 @@ class Nested(Term):
         check(fits, f"alpha is {self.alpha}; write a number >= 0 for which (history + 2)^alpha is finite")
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"state"})
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
         batch = replace(batch, reward=batch.reward.to(torch.float64))
         value = self.value(batch)
-        levels = [(n, self._among(value, Recent(n)(batch))) for n in range(1, self.history + 2)]
-        if self.base:
-            a = self.whole(batch).at(TURN)
+        levels = [(n, self._among(value, SameRecentStates(n)(batch))) for n in range(1, self.history + 2)]
+        if self.with_episode:
+            a = self.episode(batch).at(TURN)
             levels.append((0, where(a.abs() > SAME, a, 0.0)))
         weights = [where(a.abs() > 0, (n + 1.0) ** self.alpha, 0.0) for n, a in levels]
         total = sum((w * a for w, (_, a) in zip(weights, levels)), 0.0 * value)
@@ -130,4 +131,4 @@ class Nested(Term):
         return where(centred.abs() > SAME, a, 0.0)
 
 
-__all__ = ["Nested", "Recent", "SameStep", "Shared", "alike"]
+__all__ = ["HierarchyOfGroups", "PeerTrajectoryMean", "SameRecentStates", "SameTransition", "turns_with_same_keys"]

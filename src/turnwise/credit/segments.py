@@ -1,4 +1,4 @@
-"""Segments: which stretches of an episode are trained on, and how much a good one is worth."""
+"""Segments of an episode: which are trained on, and how success is amplified. Knows no environment."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ import torch
 
 from turnwise.algebra.advantage import SoftBaseline, Standardise
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.piece import Now, check
+from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.algebra.ratio import behaviour
-from turnwise.algebra.reward import paid_at_end
+from turnwise.algebra.reward import on_last_turn
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.credit.fact import Fact
 from turnwise.maths import segments
 
 
 @dataclass(frozen=True)
-class AtEnd(Term):
-    """A trajectory's value, all of it paid at its last turn."""
+class PaidAtEnd(Term):
+    """A trajectory's value, paid at its last turn."""
 
     value: Term
 
     def __call__(self, batch: Batch) -> Field:
-        return paid_at_end(self.value(batch))
+        return on_last_turn(self.value(batch))
 
 
 @dataclass(frozen=True)
-class Above(Term):
-    """A = v − mean of the group; with ``tau``, above its soft maximum τ log mean exp(v/τ) instead."""
+class CentredOnGroup(Term):
+    """A = v − mean of the group; with ``tau``, v − its soft maximum τ log mean exp(v/τ)."""
 
     value: Term
     tau: float | None = None
@@ -39,16 +40,16 @@ class Above(Term):
         check(self.tau is None or self.tau > 0, f"tau is {self.tau}; write a positive number, or None for the mean")
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
-        above = Standardise(self.value, scale=False) if self.tau is None else SoftBaseline(self.tau, value=self.value)
-        return above(batch)
+        centred = Standardise(self.value, scale=False) if self.tau is None else SoftBaseline(self.tau, value=self.value)
+        return centred(batch)
 
 
 @dataclass(frozen=True)
-class Amplified(Term):
+class AmplifiedPositive(Term):
     """``perfect`` where ``value`` reaches ``best``; elsewhere αA where A ≥ 0, else A."""
 
     term: Term
@@ -62,7 +63,7 @@ class Amplified(Term):
 
     def __call__(self, batch: Batch) -> Field:
         a = self.term(batch)
-        reached = self.value(batch) >= self.best - 1e-6  # sums of float32
+        reached = self.value(batch) >= self.best - 1e-6  # returns are sums of float32
         return where(reached, self.perfect, where(a >= 0, self.alpha * a, a))
 
 
@@ -70,64 +71,69 @@ class Amplified(Term):
 
 
 @dataclass(frozen=True)
-class Unsure(Mask):
-    """Tokens that had a probability below ``limit`` when they were sampled."""
+class ProbabilityBelow(Mask):
+    """Tokens with a probability below ``limit`` at sampling time."""
 
     limit: float = 0.9
 
     def __post_init__(self) -> None:
         check(self.limit > 0, f"the limit is {self.limit}; write a probability, or more than 1 for every token")
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return behaviour(now.batch).exp() < self.limit
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return behaviour(view.batch).exp() < self.limit
 
 
 @dataclass(frozen=True)
-class Credited(Mask):
+class NonZeroAdvantage(Mask):
     """Tokens whose advantage is not 0."""
 
-    least: float = 1e-12
+    tolerance: float = 1e-12
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return now.batch["advantage"].abs() >= self.least
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view.batch[Column.ADVANTAGE].abs() >= self.tolerance
 
 
 @dataclass(frozen=True)
-class FewSegments(Mask):
-    """At most ``most`` segments of each trajectory, by lot; a turn with the fact ``memory`` ends its segment. None: all."""
+class SampledSegments(Mask):
+    """At most ``limit`` random segments of each trajectory; a turn with the fact ``memory`` ends a segment. None: all."""
 
-    most: int | None = None
+    limit: int | None = None
 
     def __post_init__(self) -> None:
-        check(self.most is None or self.most >= 1, f"segments are {self.most}; write at least 1, or None for all")
+        check(self.limit is None or self.limit >= 1, f"segments is {self.limit}; write at least 1, or None for all")
 
     @property
-    def wants(self) -> frozenset[str]:
-        return frozenset() if self.most is None else frozenset({"turn fact memory"})
+    def requires(self) -> frozenset[str]:
+        return frozenset() if self.limit is None else frozenset({"turn fact memory"})
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        tree = now.batch.tree
-        if self.most is None:
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        tree = view.batch.tree
+        if self.limit is None:
             return tree.full(TOKEN, True, torch.bool)
-        segment = Partition.by(tree, TOKEN, tree.ancestor(TOKEN, TRAJECTORY), segment_of(now.batch))
+        segment = Partition.by(tree, TOKEN, tree.ancestor(TOKEN, TRAJECTORY), segment_index(view.batch))
         first = segments.rank_within(segment.label, segment.count) == 0
-        lot = torch.where(first, now.batch.lots().x, torch.inf)  # a segment's lot is its first token's
-        place = order_within(lot, tree.ancestor(TOKEN, TRAJECTORY), tree.count(TRAJECTORY))
-        kept = Field(tree, TOKEN, (first & (place < self.most)).double())
+        key = torch.where(
+            first, view.batch.uniform_draws().x, torch.inf
+        )  # the first token's draw is the key of its segment
+        rank = rank_by_value(key, tree.ancestor(TOKEN, TRAJECTORY), tree.count(TRAJECTORY))
+        kept = Field(tree, TOKEN, (first & (rank < self.limit)).double())
         return kept.sum(segment) > 0
 
 
-def segment_of(batch: Batch) -> Field:
-    """How many memory turns came before each turn of its trajectory."""
-    closes = where(Fact("memory", TURN, missing=0.0)(batch) > 0, 1.0, 0.0)
-    return closes.running_sum(TRAJECTORY) - closes
+def segment_index(batch: Batch) -> Field:
+    """Number of memory turns before each turn of its trajectory."""
+    boundary = where(Fact("memory", TURN, missing=0.0)(batch) > 0, 1.0, 0.0)
+    return boundary.running_sum(TRAJECTORY) - boundary
 
 
-def order_within(x: torch.Tensor, label: torch.Tensor, count: int) -> torch.Tensor:
-    """0-based place of each item in ascending order of x inside its segment, [n]; equal ones as they come."""
+def rank_by_value(x: torch.Tensor, label: torch.Tensor, count: int) -> torch.Tensor:
+    """0-based rank of each item in ascending order of x inside its segment, [n]; ties keep their order."""
     order = torch.argsort(x, stable=True)
     order = order[torch.argsort(label[order], stable=True)]
     return torch.empty_like(label).index_copy(0, order, segments.rank_within(label[order], count))
 
 
-__all__ = ["Above", "Amplified", "AtEnd", "Credited", "FewSegments", "Unsure", "order_within", "segment_of"]
+__all__ = [
+    "AmplifiedPositive", "CentredOnGroup", "NonZeroAdvantage", "PaidAtEnd", "ProbabilityBelow", "SampledSegments",
+    "rank_by_value", "segment_index",
+]  # fmt: skip

@@ -1,7 +1,8 @@
-"""Rows: which trajectories of a group take part, by whose they are, how the group fared and what is told of them.
+"""Selectors: which trajectories of a group take part, by origin, by the outcome of their group or by recorded facts.
 
-A rule of this kind is a mask (``keep``, ``rows`` of a penalty): it is planned while whole groups are in sight, so no cut
-changes it. The same rule says among whom credit is compared: ``Only(own, Standardise(peers=Among(own)))``.
+A selector is a mask (``keep`` of a recipe, ``rows`` of a penalty). It is evaluated in ``plan`` over whole groups, so the
+split into micro-batches does not change it. The same selector defines the peers of a comparison:
+``OnSelected(own, Standardise(peers=SelectedPeers(own)))``. Knows no method and no loss.
 """
 
 from __future__ import annotations
@@ -11,260 +12,267 @@ from dataclasses import dataclass, field
 import torch
 
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.peers import Kin
-from turnwise.algebra.piece import Now, Whole, check
+from turnwise.algebra.peers import Peers
+from turnwise.algebra.piece import MicroBatchView, StepView, check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, Partition, where
 from turnwise.credit.fact import Fact
 from turnwise.credit.tracker import Solved
 
-ASKED = {"policy": "", "expert": "demonstrations", "replay": "replay"}
+REQUIRED_DATA = {"policy": "", "expert": "demonstrations", "replay": "replay"}
 
 
-class Rows(Mask):
+class Selector(Mask):
     """Interface: True for each trajectory that takes part."""
 
-    def of(self, batch: Batch) -> Field:
-        """Of a batch of whole groups. At TRAJECTORY."""
+    def select(self, batch: Batch) -> Field:
+        """Evaluate on a batch of whole groups. At TRAJECTORY."""
         raise NotImplementedError
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        return {self: self.of(whole.batch)}
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: self.select(view.batch)}
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return now[self]
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self]
 
 
 @dataclass(frozen=True)
-class Among(Kin):
-    """The trajectories of a group that take part are peers, those that do not are others."""
+class SelectedPeers(Peers):
+    """The selected trajectories of a group are peers of each other; so are the remaining ones."""
 
-    rows: Rows
+    selector: Selector
 
     def __call__(self, batch: Batch) -> Partition:
-        return Partition.by(batch.tree, TRAJECTORY, batch.group, self.rows.of(batch))
+        return Partition.by(batch.tree, TRAJECTORY, batch.group, self.selector.select(batch))
 
 
 @dataclass(frozen=True)
-class Only(Term):
-    """A term on some rows, 0 on the others."""
+class OnSelected(Term):
+    """``term`` on the selected trajectories, 0 on the others."""
 
-    rows: Rows
+    selector: Selector
     term: Term
 
     def __call__(self, batch: Batch) -> Field:
-        return where(self.rows.of(batch), self.term(batch), 0.0)
+        return where(self.selector.select(batch), self.term(batch), 0.0)
 
 
-# ------------------------------------------------------------------- row by row
+# ---------------------------------------------------------------- by trajectory
 
 
 @dataclass(frozen=True)
-class From(Rows):
-    """Whose tokens they are: ``From("policy")``, sampled for this step; ``From("expert")``; ``From("policy+replay")``."""
+class FromOrigin(Selector):
+    """By origin: ``FromOrigin("policy")``, sampled for this step; ``FromOrigin("expert")``;
+    ``FromOrigin("policy+replay")``."""
 
-    whose: str
+    origins: str
 
     def __post_init__(self) -> None:
-        wrong = set(self.whose.split("+")) - set(ASKED)
-        check(not wrong, f"rows from {self.whose!r}; write policy, expert or replay, joined by +")
+        unknown = set(self.origins.split("+")) - set(REQUIRED_DATA)
+        check(not unknown, f"unknown origin in {self.origins!r}; write policy, expert or replay, joined by +")
 
     @property
-    def wants(self) -> frozenset[str]:
-        return frozenset(ASKED[name] for name in self.whose.split("+")) - {""}
+    def requires(self) -> frozenset[str]:
+        return frozenset(REQUIRED_DATA[name] for name in self.origins.split("+")) - {""}
 
-    def of(self, batch: Batch) -> Field:
-        shown, stored = batch.expert, batch.replayed
-        kinds = {"policy": ~(shown | stored), "expert": shown, "replay": stored}
-        found = shown & ~shown
-        for name in self.whose.split("+"):
-            found = found | kinds[name]
-        return found
+    def select(self, batch: Batch) -> Field:
+        expert, replayed = batch.expert, batch.replayed
+        by_origin = {"policy": ~(expert | replayed), "expert": expert, "replay": replayed}
+        selected = expert & ~expert
+        for name in self.origins.split("+"):
+            selected = selected | by_origin[name]
+        return selected
 
 
 @dataclass(frozen=True)
-class Unaided(Rows):
-    """Sampled as the policy would: no hint, no other temperature."""
+class Unguided(Selector):
+    """Sampled without a hint and at the policy's own temperature."""
 
-    def of(self, batch: Batch) -> Field:
+    def select(self, batch: Batch) -> Field:
         return ~batch.guided
 
 
 @dataclass(frozen=True)
-class Succeeded(Rows):
-    """Those the environment calls a success; without a verdict, those that earned something."""
+class Succeeded(Selector):
+    """Successful by the environment's verdict; without a verdict, those with a positive return."""
 
-    def of(self, batch: Batch) -> Field:
+    def select(self, batch: Batch) -> Field:
         return Solved()(batch) > 0.5
 
 
 @dataclass(frozen=True)
-class Spoken(Rows):
-    """Those with at least one sampled token."""
+class HasTokens(Selector):
+    """Trajectories with at least one sampled token."""
 
-    def of(self, batch: Batch) -> Field:
+    def select(self, batch: Batch) -> Field:
         return batch.tree.size(TOKEN, TRAJECTORY) > 0
 
 
 @dataclass(frozen=True)
-class NotOlder(Rows):
-    """Stored at most ``oldest`` steps ago (fact ``age``; who has none is of today)."""
+class MaxAge(Selector):
+    """Stored at most ``steps`` training steps ago (fact ``age``; a trajectory without an age counts as fresh)."""
 
-    oldest: int = 10
+    steps: int = 10
 
-    def of(self, batch: Batch) -> Field:
-        return Fact("age", missing=0.0)(batch) <= self.oldest
+    def select(self, batch: Batch) -> Field:
+        return Fact("age", missing=0.0)(batch) <= self.steps
 
 
 @dataclass(frozen=True)
-class NonZero(Rows):
-    """Those on which a term is not 0."""
+class NonZero(Selector):
+    """Trajectories on which ``term`` is not 0."""
 
     term: Term
 
-    def of(self, batch: Batch) -> Field:
+    def select(self, batch: Batch) -> Field:
         return self.term(batch).map(lambda x: x != 0)
 
 
 @dataclass(frozen=True)
-class Gained(Rows):
-    """Those with a positive advantage."""
+class PositiveAdvantage(Selector):
+    """Trajectories with a positive advantage on at least one token."""
 
-    def of(self, batch: Batch) -> Field:
-        a = batch["advantage"]
+    def select(self, batch: Batch) -> Field:
+        a = batch[Column.ADVANTAGE]
         return (a.max(TRAJECTORY) if a.level < TRAJECTORY else a.at(TRAJECTORY)) > 0
 
 
-# --------------------------------------------------------------- by their group
+# --------------------------------------------------------------------- by group
 
 
 @dataclass(frozen=True)
-class Mastered(Rows):
-    """Groups of which ``by`` solved more than a share."""
+class SolvedGroups(Selector):
+    """Groups in which more than a share ``threshold`` of the trajectories selected by ``counted`` succeeded."""
 
-    more: float = 0.0
-    by: Rows = field(default_factory=lambda: From("policy"))
+    threshold: float = 0.0
+    counted: Selector = field(default_factory=lambda: FromOrigin("policy"))
 
-    def of(self, batch: Batch) -> Field:
-        mine = where(self.by.of(batch), 1.0, 0.0)
-        share = (mine * Solved()(batch)).sum(GROUP) / mine.sum(GROUP).clamp(low=1.0)
-        return (share > self.more).at(TRAJECTORY)
+    def select(self, batch: Batch) -> Field:
+        weight = where(self.counted.select(batch), 1.0, 0.0)
+        solved_share = (weight * Solved()(batch)).sum(GROUP) / weight.sum(GROUP).clamp(low=1.0)
+        return (solved_share > self.threshold).at(TRAJECTORY)
 
 
 @dataclass(frozen=True)
-class Failing(Rows):
-    """Groups whose own rewards are nearly alike and low: std < ``spread`` and mean < ``mean``."""
+class FailedGroups(Selector):
+    """Groups whose sampled trajectories have similar and low returns: std < ``max_std`` and mean < ``max_mean``."""
 
-    spread: float = 0.05
-    mean: float = 0.2
+    max_std: float = 0.05
+    max_mean: float = 0.2
 
     def __post_init__(self) -> None:
-        check(self.spread > 0, f"spread is {self.spread}; write a positive number")
+        check(self.max_std > 0, f"max_std is {self.max_std}; write a positive number")
 
-    def of(self, batch: Batch) -> Field:
-        mine, r = where(From("policy").of(batch), 1.0, 0.0), batch.reward.sum(TRAJECTORY)
-        n = mine.sum(GROUP)
-        mean = (mine * r).sum(GROUP) / n.clamp(low=1.0)
-        std = ((mine * (r - mean) ** 2).sum(GROUP) / (n - 1).clamp(low=1.0)) ** 0.5
-        return ((n > 0) & (std < self.spread) & (mean < self.mean)).at(TRAJECTORY)
-
-
-@dataclass(frozen=True)
-class Unrewarded(Rows):
-    """Groups whose own rewards are all 0."""
-
-    def of(self, batch: Batch) -> Field:
-        mine = where(From("policy").of(batch), 1.0, 0.0)
-        earned = (mine * batch.reward.sum(TRAJECTORY).abs()).sum(GROUP)
-        return ((mine.sum(GROUP) > 0) & (earned <= 0)).at(TRAJECTORY)
+    def select(self, batch: Batch) -> Field:
+        weight, r = where(FromOrigin("policy").select(batch), 1.0, 0.0), batch.reward.sum(TRAJECTORY)
+        n = weight.sum(GROUP)
+        mean = (weight * r).sum(GROUP) / n.clamp(low=1.0)
+        std = ((weight * (r - mean) ** 2).sum(GROUP) / (n - 1).clamp(low=1.0)) ** 0.5
+        return ((n > 0) & (std < self.max_std) & (mean < self.max_mean)).at(TRAJECTORY)
 
 
 @dataclass(frozen=True)
-class Best(Rows):
-    """One row of each group: the one with the largest ``by`` among ``rows``; among equals, or without it, by lot."""
+class UnrewardedGroups(Selector):
+    """Groups whose sampled trajectories all have return 0."""
 
-    rows: Rows
+    def select(self, batch: Batch) -> Field:
+        weight = where(FromOrigin("policy").select(batch), 1.0, 0.0)
+        total_reward = (weight * batch.reward.sum(TRAJECTORY).abs()).sum(GROUP)
+        return ((weight.sum(GROUP) > 0) & (total_reward <= 0)).at(TRAJECTORY)
+
+
+@dataclass(frozen=True)
+class BestOfGroup(Selector):
+    """One trajectory per group: the largest ``by`` among ``selector``; the trajectory seed breaks ties, or decides
+    without ``by``."""
+
+    selector: Selector
     by: Term | None = None
 
-    def of(self, batch: Batch) -> Field:
-        able = self.rows.of(batch)
+    def select(self, batch: Batch) -> Field:
+        eligible = self.selector.select(batch)
         order = torch.argsort(batch.seed.x, stable=True)
         if self.by is not None:
             order = order[torch.argsort(self.by(batch).at(TRAJECTORY).x[order], descending=True, stable=True)]
-        order = order[able.x[order]]
-        owner = batch.tree.parents[2][order]
-        place = torch.argsort(owner, stable=True)
-        first = torch.ones_like(owner, dtype=torch.bool)
-        first[1:] = owner[place][1:] != owner[place][:-1]
-        chosen = torch.zeros_like(able.x)
-        chosen[order[place[first]]] = True
-        return Field(batch.tree, TRAJECTORY, chosen)
+        order = order[eligible.x[order]]
+        group = batch.tree.parents[2][order]
+        by_group = torch.argsort(group, stable=True)
+        first = torch.ones_like(group, dtype=torch.bool)
+        first[1:] = group[by_group][1:] != group[by_group][:-1]
+        selected = torch.zeros_like(eligible.x)
+        selected[order[by_group[first]]] = True
+        return Field(batch.tree, TRAJECTORY, selected)
 
 
 @dataclass(frozen=True)
-class Latest(Rows):
-    """One row of each group: the one stored last (fact ``age``); who has no age comes after all others."""
+class LatestOfGroup(Selector):
+    """One trajectory per group: the one stored last (fact ``age``); trajectories without an age come last."""
 
-    rows: Rows
+    selector: Selector
 
-    def of(self, batch: Batch) -> Field:
-        return Best(self.rows, -1.0 * Fact("age", missing=torch.inf)).of(batch)
-
-
-@dataclass(frozen=True)
-class Patched(Rows):
-    """Own rows; but in a group of ``failing`` that has a row in ``stock``, one of its own gives way to it; both by lot."""
-
-    failing: Rows
-    stock: Rows
-
-    def of(self, batch: Batch) -> Field:
-        own, spare = From("policy").of(batch), Best(self.stock).of(batch)
-        helped = self.failing.of(batch) & (where(spare, 1.0, 0.0).sum(GROUP) > 0)
-        return (own & ~(helped & Best(From("policy")).of(batch))) | (spare & helped)
-
-
-# ------------------------------------------------------------------- together
+    def select(self, batch: Batch) -> Field:
+        return BestOfGroup(self.selector, -1.0 * Fact("age", missing=torch.inf)).select(batch)
 
 
 @dataclass(frozen=True)
-class AllOf(Rows):
-    """Rows that are in each."""
+class PatchFailedGroups(Selector):
+    """The sampled trajectories; in a ``failed`` group with a trajectory in ``pool``, one of ``pool`` replaces a sampled
+    one.
 
-    rows: tuple[Rows, ...]
+    Seeds decide which one is taken and which one it replaces."""
 
-    def of(self, batch: Batch) -> Field:
-        found = self.rows[0].of(batch)
-        for other in self.rows[1:]:
-            found = found & other.of(batch)
-        return found
+    failed: Selector
+    pool: Selector
+
+    def select(self, batch: Batch) -> Field:
+        sampled, substitute = FromOrigin("policy").select(batch), BestOfGroup(self.pool).select(batch)
+        patched = self.failed.select(batch) & (where(substitute, 1.0, 0.0).sum(GROUP) > 0)
+        return (sampled & ~(patched & BestOfGroup(FromOrigin("policy")).select(batch))) | (substitute & patched)
 
 
-@dataclass(frozen=True)
-class AnyOf(Rows):
-    """Rows that are in one of them."""
-
-    rows: tuple[Rows, ...]
-
-    def of(self, batch: Batch) -> Field:
-        found = self.rows[0].of(batch)
-        for other in self.rows[1:]:
-            found = found | other.of(batch)
-        return found
+# ------------------------------------------------------------------ combinations
 
 
 @dataclass(frozen=True)
-class Not(Rows):
-    """The other rows."""
+class AllOf(Selector):
+    """Trajectories that every selector selects."""
 
-    rows: Rows
+    selectors: tuple[Selector, ...]
 
-    def of(self, batch: Batch) -> Field:
-        return ~self.rows.of(batch)
+    def select(self, batch: Batch) -> Field:
+        selected = self.selectors[0].select(batch)
+        for selector in self.selectors[1:]:
+            selected = selected & selector.select(batch)
+        return selected
+
+
+@dataclass(frozen=True)
+class AnyOf(Selector):
+    """Trajectories that at least one selector selects."""
+
+    selectors: tuple[Selector, ...]
+
+    def select(self, batch: Batch) -> Field:
+        selected = self.selectors[0].select(batch)
+        for selector in self.selectors[1:]:
+            selected = selected | selector.select(batch)
+        return selected
+
+
+@dataclass(frozen=True)
+class Not(Selector):
+    """Trajectories that the selector does not select."""
+
+    selector: Selector
+
+    def select(self, batch: Batch) -> Field:
+        return ~self.selector.select(batch)
 
 
 __all__ = [
-    "AllOf", "Among", "AnyOf", "Best", "Failing", "From", "Gained", "Latest", "Mastered", "NonZero", "Not", "NotOlder",
-    "Only", "Patched", "Rows", "Spoken", "Succeeded", "Unaided", "Unrewarded",
+    "AllOf", "AnyOf", "BestOfGroup", "FailedGroups", "FromOrigin", "HasTokens", "LatestOfGroup", "MaxAge", "NonZero",
+    "Not", "OnSelected", "PatchFailedGroups", "PositiveAdvantage", "SelectedPeers", "Selector", "SolvedGroups",
+    "Succeeded", "Unguided", "UnrewardedGroups",
 ]  # fmt: skip

@@ -1,117 +1,234 @@
-"""Self-imitation: past successes against today's baseline, a bonus that draws out skills, and a brake on entropy."""
+"""Self-imitation (SPEAR): replay good trajectories of earlier steps against the present baseline, in a loss of their own.
+
+Also a tool-call bonus that decays while the replay loss warms up, and a mask on tokens whose update would lower the
+entropy most. One set of pieces for both SPEAR recipes. Does not know where replayed trajectories are stored
+(``data.replay``).
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
 
 import torch
 
+from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.piece import NOTHING, Now, State, Whole, check
+from turnwise.algebra.penalty import Penalty
+from turnwise.algebra.piece import NOTHING, MicroBatchView, State, StepView, check
+from turnwise.algebra.ratio import Importance, Ratio
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
+from turnwise.algebra.weight import Weight, batch_index
 from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
-from turnwise.credit.imitation import falling
-from turnwise.credit.selectors import From, Rows
+from turnwise.credit.fact import Fact
+from turnwise.credit.imitation import cosine_decay
+from turnwise.credit.selectors import FromOrigin, SelectedPeers, Selector
+
+# ----------------------------------------------------------------------- credit
 
 
 @dataclass(frozen=True)
-class CallBonus(Term):
-    """κ min(each · tool calls, 1), κ falling from 1 to 0 over ``horizon`` batches: first learn to call, then to win."""
+class ToolCallBonus(Term):
+    """min(1, rate · n) · ½(1 + cos(πt/T)), n tool calls, t batches so far: 0 from T = ``horizon`` on. At TRAJECTORY.
 
-    horizon: int = 100
-    each: float = 0.1
+    ``per_turn``: n is the number of turns that call a tool, however many calls each makes."""
+
+    rate: float = 0.1
+    horizon: float = 200.0
+    per_turn: bool = True
 
     def __post_init__(self) -> None:
-        check(self.horizon > 0, f"horizon is {self.horizon}; write a positive number of steps")
+        check(self.horizon > 0, f"the horizon is {self.horizon}; write a positive number of steps")
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"tools"})
 
     def __call__(self, batch: Batch) -> Field:
-        calls = batch.tool_calls.sum(TRAJECTORY).to(batch.reward.x.dtype)
-        return falling(float(batch["clock"].item), self.horizon) * (self.each * calls).clamp(high=1.0)
+        if self.per_turn:
+            calls = where(batch.tool_calls > 0, 1.0, 0.0).sum(TRAJECTORY)
+        else:
+            calls = batch.tool_calls.sum(TRAJECTORY).to(batch.reward.x.dtype)
+        return cosine_decay(float(batch[Column.BATCH_INDEX].item), self.horizon) * (self.rate * calls).clamp(high=1.0)
+
+
+STATISTICS = ("mean", "std")
 
 
 @dataclass(frozen=True)
 class PastMedian(Term):
-    """The median of the groups' means of a value, over the last ``window`` groups, those of this batch included. At BATCH."""
+    """The median, over the last ``window`` groups, of each group's mean (or std) of a value. In float64, at BATCH.
+
+    Counts the trajectories of ``selector`` only; the groups of this batch are included."""
 
     value: Term = field(default_factory=Outcome)
-    among: Rows = field(default_factory=lambda: From("policy"))
+    selector: Selector = field(default_factory=lambda: FromOrigin("policy"))
     window: int = 10240
+    statistic: str = "mean"
 
     def __post_init__(self) -> None:
         check(self.window > 0, f"window is {self.window}; write a positive number of groups")
+        check(self.statistic in STATISTICS, f"no statistic {self.statistic!r}; write {' or '.join(STATISTICS)}")
 
-    def start(self) -> State:
+    def initial_state(self) -> State:
         return {"means": []}
 
-    def advance(self, state: State, whole: Whole) -> State:
-        mine = where(self.among.of(whole.batch), 1.0, 0.0)
-        n = mine.sum(GROUP)
-        means = (mine * self.value(whole.batch)).sum(GROUP) / n.clamp(low=1.0)
-        return {"means": [*state["means"], *means.x[n.x > 0].tolist()][-self.window :]}
+    def next_state(self, state: State, view: StepView) -> State:
+        batch = view.batch
+        selected = self.selector.select(batch)
+        weight, value = where(selected, 1.0, 0.0), self.value(batch)
+        count = weight.sum(GROUP)
+        if self.statistic == "std":
+            spread = value.to(torch.float64).std(SelectedPeers(self.selector)(batch))
+            per_group = where(selected, spread, 0.0).max(GROUP)
+        else:
+            per_group = (weight * value).sum(GROUP) / count.clamp(low=1.0)
+        return {"means": [*state["means"], *per_group.x[count.x > 0].tolist()][-self.window :]}
 
-    def recall(self, state: State, batch: Batch) -> dict[object, Field]:
-        middle = statistics.median(state["means"]) if state["means"] else 0.0
-        return {(self, "median"): batch.tree.full(BATCH, middle, torch.float64)}
+    def memory_columns(self, state: State, batch: Batch) -> dict[object, Field]:
+        median = statistics.median(state["means"]) if state["means"] else 0.0
+        return {(self, "median"): batch.tree.full(BATCH, median, torch.float64)}
 
     def __call__(self, batch: Batch) -> Field:
-        return batch[self, "median"].to(batch.reward.x.dtype)
+        return batch[self, "median"]
 
 
 @dataclass(frozen=True)
 class Excess(Term):
-    """max(value − bar, 0)."""
+    """max(value − threshold, 0), in the dtype of the value."""
 
     value: Term
-    bar: Term
+    threshold: Term
 
     def __call__(self, batch: Batch) -> Field:
-        return (self.value(batch) - self.bar(batch)).clamp(low=0.0)
+        value = self.value(batch)
+        return (value - self.threshold(batch).to(value.x.dtype)).clamp(low=0.0)
 
 
 @dataclass(frozen=True)
-class SparingCovariance(Mask):
-    """All but a ``share``, drawn by lot, of those tokens of ``rows`` whose (A − mean A)(log π − mean log π) lies in (low, high)
-    and which a clip would not silence anyway; means over the tokens of ``rows``. A share of 0 spares nothing."""
+class DividedBy(Term):
+    """term / (divisor + ε)."""
 
-    rows: Rows
-    share: float = 0.02
-    low: float = 1.0
-    high: float = 40.0
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    term: Term
+    divisor: Term
+    eps: float = 1e-6
+
+    def __call__(self, batch: Batch) -> Field:
+        return self.term(batch) / (self.divisor(batch) + self.eps)
+
+
+# -------------------------------------------------------------------- selection
+
+
+@dataclass(frozen=True)
+class NonNegativeReplay(Selector):
+    """Replayed trajectories at most ``oldest`` steps old with a mean advantage ≥ 0: the largest power of two of them,
+    at most ``size``, in the order of their seeds."""
+
+    oldest: int = 5
+    size: int = 2048
 
     def __post_init__(self) -> None:
-        check(0 <= self.share <= 1, f"the share is {self.share}; write a number in [0, 1]")
+        check(self.oldest >= 0 and self.size >= 1, f"oldest is {self.oldest}, size {self.size}; write >= 0 and >= 1")
 
     @property
-    def foresight(self) -> frozenset[Signal]:
-        return frozenset({Signal.LOGP}) if self.share else NOTHING
+    def requires(self) -> frozenset[str]:
+        return frozenset({"replay"})
 
-    def plan(self, whole: Whole) -> dict[object, Field]:
-        if not self.share:
+    def select(self, batch: Batch) -> Field:
+        tree = batch.tree
+        good = (batch[Column.ADVANTAGE].at(TOKEN).mean(TRAJECTORY) >= 0) & (tree.size(TOKEN, TRAJECTORY) > 0)
+        eligible = (batch.replayed & good & (Fact("age", missing=0.0)(batch) <= self.oldest)).x
+        limit = min(int(eligible.sum()), self.size)
+        number = 1 << (limit.bit_length() - 1) if limit else 0
+        order = torch.where(eligible, batch.seed.x, torch.iinfo(torch.int64).max)
+        kept = torch.zeros_like(eligible).index_fill(0, torch.argsort(order, stable=True)[:number], True)
+        return Field(tree, TRAJECTORY, kept)
+
+
+@dataclass(frozen=True)
+class DropHighCovariance(Mask):
+    """All tokens but a few random ones of ``selector`` whose (A − mean A)(log π − mean log π) lies in (low, high): such
+    updates lower the entropy most. Means run over the tokens of ``selector``.
+
+    ``fraction`` counts all tokens of ``selector``; with ``of_eligible`` only those inside the window. ``clip`` = (low,
+    high): tokens that such a clip leaves without a gradient are not eligible. A fraction of 0 drops nothing."""
+
+    selector: Selector
+    fraction: float = 0.02
+    low: float = 2.0
+    high: float = 60.0
+    of_eligible: bool = False
+    clip: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        check(0 <= self.fraction <= 1, f"the fraction is {self.fraction}; write a number in [0, 1]")
+
+    @property
+    def reads_before_step(self) -> frozenset[Signal]:
+        return frozenset({Signal.LOGP}) if self.fraction else NOTHING
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        if not self.fraction:
             return {}
-        mine = self.rows.of(whole.batch).at(TOKEN)
-        weight = where(mine, 1.0, 0.0)
-        centred = lambda x: x - (weight * x).sum(BATCH) / weight.sum(BATCH).clamp(low=1.0)  # noqa: E731
-        adv, rho = whole.advantage.at(TOKEN), whole.ratio.at(TOKEN)
-        cov = centred(adv) * centred(whole.logp.detach())
-        silent = ((adv > 0) & (rho > 1 + self.clip_high)) | ((adv < 0) & (rho < 1 - self.clip_low))
-        able = (mine & (cov > self.low) & (cov < self.high) & ~silent).x
-        drawn = torch.zeros_like(able)
-        by_lot = torch.argsort(torch.where(able, whole.batch.lots().x, torch.inf), stable=True)
-        drawn[by_lot[: int(self.share * int(able.sum()))]] = True
-        return {self: Field(whole.batch.tree, TOKEN, ~drawn)}
+        inside = self.selector.select(view.batch).at(TOKEN)
+        weight = where(inside, 1.0, 0.0)
+        count = weight.sum(BATCH)
+        centred = lambda x: x - (weight * x).sum(BATCH) / count.clamp(low=1.0)  # noqa: E731
+        adv = view.advantage.at(TOKEN)
+        cov = centred(adv) * centred(view.logp.detach())
+        eligible = inside & (cov > self.low) & (cov < self.high)
+        if self.clip is not None:
+            rho = view.ratio.at(TOKEN)
+            clipped = ((adv > 0) & (rho > 1 + self.clip[1])) | ((adv < 0) & (rho < 1 - self.clip[0]))
+            eligible = eligible & ~clipped
+        available = int(eligible.x.sum())
+        number = math.floor(self.fraction * (available if self.of_eligible else float(count.item)))
+        order = torch.argsort(torch.where(eligible.x, view.batch.uniform_draws().x, torch.inf), stable=True)
+        kept = torch.ones_like(eligible.x).index_fill(0, order[: min(available, number)], False)
+        return {self: Field(cov.tree, TOKEN, kept)}
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return now[self] if self.share else rho.map(lambda x: torch.ones_like(x, dtype=torch.bool))
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self] if self.fraction else rho.map(lambda x: torch.ones_like(x, dtype=torch.bool))
 
 
-__all__ = ["CallBonus", "Excess", "PastMedian", "SparingCovariance"]
+# ------------------------------------------------------------------------- loss
+
+
+@dataclass(frozen=True)
+class ReplayLoss(Penalty):
+    """−w A, w = gate(ρ, A): the policy-gradient loss of the replayed trajectories, with a weight and an average of its
+    own."""
+
+    gate: Gate
+    ratio: Ratio = field(default_factory=Importance)
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        adv = view[Column.ADVANTAGE].to(view.logp.x.dtype)
+        return -(self.gate(self.ratio(view), adv, view) * adv)
+
+
+@dataclass(frozen=True)
+class CosineWarmup(Weight):
+    """scale · (1 − cos(πt/T))/2, t batches so far; from T = ``steps`` on, scale."""
+
+    scale: float = 1.0
+    steps: float = 100.0
+
+    def __post_init__(self) -> None:
+        check(self.scale >= 0 and self.steps > 0, f"scale {self.scale}, steps {self.steps}; write >= 0 and > 0")
+
+    def __call__(self, view: StepView) -> Field:
+        share = (1 - math.cos(math.pi * min(batch_index(view), self.steps) / self.steps)) / 2
+        return view.batch.tree.full(BATCH, self.scale * share, torch.float64)
+
+
+__all__ = [
+    "CosineWarmup", "DividedBy", "DropHighCovariance", "Excess", "NonNegativeReplay", "PastMedian", "ReplayLoss",
+    "ToolCallBonus",
+]  # fmt: skip

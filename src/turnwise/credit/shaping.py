@@ -1,4 +1,5 @@
-"""Shaped outcomes: what a trajectory is worth besides what it earned, and where it went."""
+"""Reward shaping: terms added to or replacing a trajectory's return, from tools, verdicts, questions and hidden
+states."""
 
 from __future__ import annotations
 
@@ -7,62 +8,63 @@ from dataclasses import dataclass
 
 import torch
 
-from turnwise.algebra.peers import Kin
-from turnwise.algebra.piece import State, Whole, check
+from turnwise.algebra.piece import State, StepView, check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
-from turnwise.credit.segments import order_within
-from turnwise.credit.tracker import Solved, tasks_of
+from turnwise.credit.segments import rank_by_value
+from turnwise.credit.tracker import Solved, task_keys
 
 # ------------------------------------------------------------------------ tools
 
 
 @dataclass(frozen=True)
-class Acted(Term):
-    """1 for a trajectory that used the action in question: the fact ``action`` where told, else whether it called a tool."""
+class UsedAction(Term):
+    """1 for a trajectory that used the auxiliary action: the fact ``action`` where recorded, else whether it called a
+    tool."""
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"tools"})
 
     def __call__(self, batch: Batch) -> Field:
         called = where(batch.tool_calls.max(TRAJECTORY) > 0, 1.0, 0.0)
         if "action" not in batch.facts:
             return called
-        told = Fact("action")(batch)
-        return where(told.map(torch.isnan), called, where(told > 0, 1.0, 0.0))
+        recorded = Fact("action")(batch)
+        return where(recorded.map(torch.isnan), called, where(recorded > 0, 1.0, 0.0))
 
 
 @dataclass(frozen=True)
-class Contrast(Term):
-    """±1 for those who ``acted``, 0 for the others: + where they earned more than those who did not, by over ``least`` on
-    average in the group, − where less. 0 where all or none did."""
+class GroupContrast(Term):
+    """±1 for trajectories that ``used`` the action, 0 for the others: + where the users' mean return in the group
+    exceeds that of the others by more than ``threshold``, − where it falls short by more. 0 where all or none used
+    it."""
 
-    acted: Term
-    least: float = 0.0
+    used: Term
+    threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        check(self.least >= 0, f"the threshold is {self.least}; write a number >= 0")
+        check(self.threshold >= 0, f"the threshold is {self.threshold}; write a number >= 0")
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
         outcome = batch.reward.sum(TRAJECTORY).to(torch.float64)
-        acted = where(self.acted(batch) > 0, 1.0, 0.0)
+        used = where(self.used(batch) > 0, 1.0, 0.0)
         mean = lambda who: (who * outcome).sum(GROUP) / who.sum(GROUP).clamp(low=1.0)  # noqa: E731
-        gap = mean(acted) - mean(1 - acted)
-        both = (acted.sum(GROUP) > 0) & ((1 - acted).sum(GROUP) > 0)
-        return acted * where(both & (gap.abs() > self.least), gap.map(torch.sign), 0.0)
+        gap = mean(used) - mean(1 - used)
+        both = (used.sum(GROUP) > 0) & ((1 - used).sum(GROUP) > 0)
+        return used * where(both & (gap.abs() > self.threshold), gap.map(torch.sign), 0.0)
 
 
 @dataclass(frozen=True)
-class Length(Term):
-    """min(1, n / longest) of the n sampled tokens of a trajectory."""
+class NormalisedLength(Term):
+    """min(1, n / longest), n the sampled tokens of a trajectory."""
 
     longest: int = 1024
 
@@ -74,43 +76,44 @@ class Length(Term):
 
 
 @dataclass(frozen=True)
-class Thrift(Term):
-    """r · f for solved trajectories, 0 for others: m tool calls against n, the fewest that ever solved the task.
+class ToolEfficiencyReward(Term):
+    """scale · f for solved trajectories, 0 for others, from m tool calls and n, the fewest that ever solved the task.
 
-    f = sin(π m / (m + n)), which is 1 at m = n; where n = 0, cos(π m / (2m + slack)). ``alone``: always the cosine."""
+    f = sin(π m / (m + n)), which is 1 at m = n; where n = 0, cos(π m / (2m + slack)). ``cosine_only``: always the
+    cosine."""
 
     scale: float = 1.0
     slack: float = 4.0
-    alone: bool = False
+    cosine_only: bool = False
 
     def __post_init__(self) -> None:
         check(self.slack > 0, f"slack is {self.slack}; write a positive number of calls")
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"tools"})
 
-    def start(self) -> State:
+    def initial_state(self) -> State:
         return {"tasks": {}}
 
-    def advance(self, state: State, whole: Whole) -> State:
-        batch = whole.batch
-        least = where(Solved()(batch) > 0, _calls(batch), torch.inf).min(GROUP)
-        known = dict(state["tasks"])
-        for task, n in zip(tasks_of(batch), least.x.tolist()):
+    def next_state(self, state: State, view: StepView) -> State:
+        batch = view.batch
+        least_calls = where(Solved()(batch) > 0, _calls(batch), torch.inf).min(GROUP)
+        fewest = dict(state["tasks"])
+        for task, n in zip(task_keys(batch), least_calls.x.tolist()):
             if math.isfinite(n):
-                known[task] = min(n, known.get(task, n))
-        return {"tasks": known}
+                fewest[task] = min(n, fewest.get(task, n))
+        return {"tasks": fewest}
 
-    def recall(self, state: State, batch: Batch) -> dict[object, Field]:
-        fewest = [state["tasks"].get(task, 0.0) for task in tasks_of(batch)]
+    def memory_columns(self, state: State, batch: Batch) -> dict[object, Field]:
+        fewest = [state["tasks"].get(task, 0.0) for task in task_keys(batch)]
         return {(self, "fewest"): batch.tree.field(GROUP, fewest, torch.float64)}
 
     def __call__(self, batch: Batch) -> Field:
         m, n = _calls(batch), batch[self, "fewest"]
-        alone = (math.pi * m / (2 * m + self.slack)).map(torch.cos)
-        beside = (math.pi * m / (m + n).clamp(low=1.0)).map(torch.sin)
-        factor = alone if self.alone else where(n > 0, beside, alone)
+        cosine = (math.pi * m / (2 * m + self.slack)).map(torch.cos)
+        sine = (math.pi * m / (m + n).clamp(low=1.0)).map(torch.sin)
+        factor = cosine if self.cosine_only else where(n > 0, sine, cosine)
         return self.scale * factor * Solved()(batch)
 
 
@@ -122,10 +125,10 @@ def _calls(batch: Batch) -> Field:
 
 
 @dataclass(frozen=True)
-class Flawed(Term):
-    """+1 for a solved trajectory, −1 for a failed one; a solved one in which somebody found an error loses ``penalty``.
+class FlawPenalisedOutcome(Term):
+    """+1 for a solved trajectory, −1 for a failed one; a solved one with an error in its reasoning loses ``penalty``.
 
-    The fact ``error`` is where it was found, −1 for nowhere; nobody has to look at failed ones."""
+    The fact ``error`` is the position of the error, −1 for none; failed trajectories need not be checked."""
 
     penalty: float = 1.0
 
@@ -133,24 +136,25 @@ class Flawed(Term):
         check(self.penalty >= 0, f"the penalty is {self.penalty}; write a number >= 0")
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"fact error"})
 
     def __call__(self, batch: Batch) -> Field:
         solved = Solved()(batch)
-        flaw = where(Fact("error", missing=-1.0)(batch) >= 0, self.penalty, 0.0)
-        return 2 * solved - 1 - solved * flaw
+        deduction = where(Fact("error", missing=-1.0)(batch) >= 0, self.penalty, 0.0)
+        return 2 * solved - 1 - solved * deduction
 
 
 @dataclass(frozen=True)
-class Information(Term):
-    """helpful · H / max H − stable · |H − mean H| in the group, H the entropy of how often a trajectory uses each token."""
+class TokenEntropyReward(Term):
+    """helpful · H / max H − stable · |H − mean H| in the group, H the entropy of the token frequencies of a
+    trajectory."""
 
     helpful: float = 1.0
     stable: float = 1.0
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
@@ -163,45 +167,46 @@ class Information(Term):
         return self.helpful * richness - self.stable * (h - h.mean(GROUP)).abs()
 
 
-# ----------------------------------------------------------------- what was asked
+# ------------------------------------------------------------------ questions
 
 
 @dataclass(frozen=True)
-class Uncovered(Term):
+class ShapleyInformationGain(Term):
     """G = Σ ω over the pieces of information in the answer to a question; 0 for turns that ask nothing. At TURN.
 
-    ω = softmax(φ / temperature), φₖ the fact ``worth k`` of the trajectory, k = 0, 1 …; the turn fact ``uncovered`` is the
-    number with bit k set for each piece k that came. ``fresh``: what an earlier turn uncovered counts no more."""
+    ω = softmax(φ / temperature), φₖ the Shapley value of piece k, the fact ``worth k`` of the trajectory, k = 0, 1 …;
+    the turn fact ``uncovered`` has bit k set for each piece k in the answer. ``first_time_only``: pieces from earlier
+    turns do not count."""
 
     temperature: float = 2.0
-    fresh: bool = False
+    first_time_only: bool = False
 
     def __post_init__(self) -> None:
         check(self.temperature > 0, f"the temperature is {self.temperature}; write a positive number")
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"turn fact question", "turn fact uncovered", "fact worth 0"})
 
     def __call__(self, batch: Batch) -> Field:
         count = sum(name.startswith("worth ") for name in batch.facts)
-        told = [Fact(f"worth {k}", missing=-torch.inf)(batch) for k in range(count)] or [Fact("worth 0")(batch)]
-        weight = torch.softmax(torch.stack([w.x for w in told]) / self.temperature, 0).nan_to_num(0.0)
+        values = [Fact(f"worth {k}", missing=-torch.inf)(batch) for k in range(count)] or [Fact("worth 0")(batch)]
+        weight = torch.softmax(torch.stack([w.x for w in values]) / self.temperature, 0).nan_to_num(0.0)
         asked = where(Fact("question", TURN, missing=0.0)(batch) > 0, 1.0, 0.0)
         bits = Fact("uncovered", TURN, missing=0.0)(batch).to(torch.int64)
         gain = batch.tree.full(TURN, 0.0, torch.float64)
-        for k in range(count):  # over pieces of information, not over turns
-            came = asked * bits.map(lambda b: (b >> k) & 1)  # noqa: B023
-            if self.fresh:
-                came = where(came.running_sum(TRAJECTORY) - came > 0, 0.0, came)
-            gain = gain + came * Field(batch.tree, TRAJECTORY, weight[k])
+        for k in range(count):  # over pieces of information; turns are vectorised
+            answered = asked * bits.map(lambda b: (b >> k) & 1)  # noqa: B023
+            if self.first_time_only:
+                answered = where(answered.running_sum(TRAJECTORY) - answered > 0, 0.0, answered)
+            gain = gain + answered * Field(batch.tree, TRAJECTORY, weight[k])
         return gain
 
 
 @dataclass(frozen=True)
-class Asking(Term):
-    """What each token of a turn is paid: a question α G + β G · solved, the answer γ · solved, both ``form`` times the turn fact
-    ``format``; other turns nothing. At TURN."""
+class QuestionReward(Term):
+    """Reward of each token of a turn: α G + β G · solved for a question, γ · solved for the answer, both plus ``form``
+    times the turn fact ``format``; 0 for other turns. At TURN."""
 
     gain: Term
     alpha: float = 2.0
@@ -210,34 +215,23 @@ class Asking(Term):
     form: float = 1.0
 
     @property
-    def wants(self) -> frozenset[str]:
+    def requires(self) -> frozenset[str]:
         return frozenset({"turn fact question", "turn fact answer"})
 
     def __call__(self, batch: Batch) -> Field:
-        told = lambda name: Fact(name, TURN, missing=0.0)(batch)  # noqa: E731
-        gain, solved, form = self.gain(batch), Solved()(batch), self.form * told("format")
-        asking = self.alpha * gain + self.beta * gain * solved + form
-        return where(told("question") > 0, asking, where(told("answer") > 0, self.gamma * solved + form, 0.0))
-
-
-@dataclass(frozen=True)
-class Places(Kin):
-    """Tokens of one group, each among those at its place in their trajectories; ``apart`` False: all of them together."""
-
-    apart: bool = True
-
-    def __call__(self, batch: Batch) -> Partition:
-        place = batch.tree.index(TOKEN, TRAJECTORY)
-        return Partition.by(batch.tree, TOKEN, batch.group, place if self.apart else place * 0)
+        fact = lambda name: Fact(name, TURN, missing=0.0)(batch)  # noqa: E731
+        gain, solved, form = self.gain(batch), Solved()(batch), self.form * fact("format")
+        question_reward = self.alpha * gain + self.beta * gain * solved + form
+        return where(fact("question") > 0, question_reward, where(fact("answer") > 0, self.gamma * solved + form, 0.0))
 
 
 # ----------------------------------------------------------------- hidden states
 
 
 @dataclass(frozen=True)
-class Outlying(Term):
-    """How far the hidden states of a token lie from good ones, between 0 and 1 of its trajectory; only above ``threshold``, and
-    of those only the ``top`` highest (of equal ones the earlier), else 0. At TOKEN."""
+class FlowOutlierScore(Term):
+    """Distance of a token's hidden states from the flow of good ones, rescaled to [0, 1] within its trajectory; kept
+    only above ``threshold`` and for the ``top`` highest (earlier ones first), else 0. At TOKEN."""
 
     threshold: float = 0.6
     top: int = 15
@@ -248,16 +242,17 @@ class Outlying(Term):
 
     @property
     def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.DEVIATION})
+        return frozenset({Signal.FLOW_DEVIATION})
 
     def __call__(self, batch: Batch) -> Field:
-        tree, raw = batch.tree, batch[Signal.DEVIATION].to(torch.float64)
+        tree, raw = batch.tree, batch[Signal.FLOW_DEVIATION].to(torch.float64)
         low, high = raw.min(TRAJECTORY), raw.max(TRAJECTORY)
         score = where(high > low, (raw - low) / where(high > low, high - low, 1.0), 0.0)
-        place = order_within(-score.x, tree.ancestor(TOKEN, TRAJECTORY), tree.count(TRAJECTORY))
-        return where((score > self.threshold) & Field(tree, TOKEN, place < self.top), score, 0.0)
+        rank = rank_by_value(-score.x, tree.ancestor(TOKEN, TRAJECTORY), tree.count(TRAJECTORY))
+        return where((score > self.threshold) & Field(tree, TOKEN, rank < self.top), score, 0.0)
 
 
 __all__ = [
-    "Acted", "Asking", "Contrast", "Flawed", "Information", "Length", "Outlying", "Places", "Thrift", "Uncovered",
+    "FlawPenalisedOutcome", "FlowOutlierScore", "GroupContrast", "NormalisedLength", "QuestionReward",
+    "ShapleyInformationGain", "TokenEntropyReward", "ToolEfficiencyReward", "UsedAction",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Turns: values that run over the turns of an episode, and what a turn is compared with."""
+"""Turn-level credit: returns over the turns of an episode, and baselines from other turns. Knows no environment and no
+method."""
 
 from __future__ import annotations
 
@@ -8,23 +9,23 @@ import torch
 
 from turnwise.algebra.aggregate import items
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.peers import Peers, among
-from turnwise.algebra.piece import Now, check
+from turnwise.algebra.peers import PeerSpec, resolve_peers
+from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import ends, token_reward
+from turnwise.algebra.value import is_last, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
-from turnwise.credit.voters import neighbour
+from turnwise.credit.peers import shift_turns
 from turnwise.maths import returns
 
 # ---------------------------------------------------------------------- values
 
 
 @dataclass(frozen=True)
-class ToGo(Term):
-    """Sₖ = xₖ + γ Sₖ₊₁ over the turns (or tokens) of a trajectory, of any term x at that level."""
+class SumToGo(Term):
+    """Sₖ = xₖ + γ Sₖ₊₁ over the turns (or tokens) of a trajectory, for any term x at that level."""
 
     term: Term
     gamma: float = 1.0
@@ -34,37 +35,37 @@ class ToGo(Term):
 
     def __call__(self, batch: Batch) -> Field:
         value = self.term(batch)
-        return value.map(lambda x: returns.discounted(x, self.gamma, ends(batch, value.level)))
+        return value.map(lambda x: returns.discounted(x, self.gamma, is_last(batch, value.level)))
 
 
 @dataclass(frozen=True)
-class OwnReturn(Term):
-    """Gₖ = Σ rⱼ over this turn and the later ones of the same agent. At TURN."""
+class AgentReturnToGo(Term):
+    """Gₖ = Σ rⱼ over this turn and the later turns of the same agent. At TURN."""
 
     def __call__(self, batch: Batch) -> Field:
-        own = Partition.by(batch.tree, TURN, batch.tree.ancestor(TURN, TRAJECTORY), batch.agent)
-        return batch.reward.sum(TURN).running_sum(own, reverse=True)
+        same_agent = Partition.by(batch.tree, TURN, batch.tree.ancestor(TURN, TRAJECTORY), batch.agent)
+        return batch.reward.sum(TURN).running_sum(same_agent, reverse=True)
 
 
 @dataclass(frozen=True)
-class UnbrokenReturn(Term):
-    """Gₖ = rₖ + γ eₖ eₖ₊₁ Gₖ₊₁: what comes later counts only as long as no turn fails ``unbroken`` (e = 0). At TURN."""
+class ReturnUntilMismatch(Term):
+    """Gₖ = rₖ + γ eₖ eₖ₊₁ Gₖ₊₁, e = ``match`` of the turn: later rewards count only up to the first mismatch. At TURN."""
 
-    unbroken: Term
+    match: Term
     gamma: float = 0.5
 
     def __post_init__(self) -> None:
         check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
 
     def __call__(self, batch: Batch) -> Field:
-        e = (self.unbroken(batch) > 0.5).to(torch.float64)
-        carry = self.gamma * e * neighbour(e, 1, 0.0)
+        matched = (self.match(batch) > 0.5).to(torch.float64)
+        carry = self.gamma * matched * shift_turns(matched, 1, 0.0)
         return batch.reward.sum(TURN).map(lambda r: returns.backward_recurrence(r, carry.x))
 
 
 @dataclass(frozen=True)
-class ValueHead(Term):
-    """What the critic said when the batch was collected. At TOKEN."""
+class OldValue(Term):
+    """The critic's estimate when the batch was collected. At TOKEN."""
 
     @property
     def reads(self) -> frozenset[Signal]:
@@ -75,9 +76,9 @@ class ValueHead(Term):
 
 
 @dataclass(frozen=True)
-class TwoLevelGAE(Term):
-    """GAE with ``turn_gamma`` from turn to turn, at their last tokens; then with ``gamma`` inside each turn, whose last token
-    is paid the turn's return A + v. Turns without tokens are skipped. At TOKEN."""
+class BiLevelGAE(Term):
+    """Bi-level GAE: first over turns at their last tokens with ``turn_gamma``, then inside each turn with ``gamma``,
+    where the last token's reward is the turn's return A + v. Turns without tokens are skipped. At TOKEN."""
 
     gamma: float = 1.0
     lam: float = 0.95
@@ -93,12 +94,14 @@ class TwoLevelGAE(Term):
 
     def __call__(self, batch: Batch) -> Field:
         tree, v = batch.tree, batch[Signal.OLD_VALUE]
-        final = (tree.size(TOKEN, TURN).at(TOKEN) - tree.index(TOKEN, TURN) <= 1).x
-        at = final.nonzero().squeeze(1)
+        turn_end = (tree.size(TOKEN, TURN).at(TOKEN) - tree.index(TOKEN, TURN) <= 1).x
+        last_tokens = turn_end.nonzero().squeeze(1)
         r = token_reward(batch).x.to(v.x.dtype)
-        outer = returns.gae(r[at], v.x[at], self.turn_gamma, self.lam, ends(batch, TOKEN)[at])
-        paid = r.index_copy(0, at, outer + v.x[at])
-        return v.map(lambda x: returns.gae(paid, x, self.gamma, self.lam, final))
+        turn_advantage = returns.gae(
+            r[last_tokens], v.x[last_tokens], self.turn_gamma, self.lam, is_last(batch, TOKEN)[last_tokens]
+        )
+        turn_return = r.index_copy(0, last_tokens, turn_advantage + v.x[last_tokens])
+        return v.map(lambda x: returns.gae(turn_return, x, self.gamma, self.lam, turn_end))
 
 
 # ------------------------------------------------------------------ comparisons
@@ -107,90 +110,91 @@ ABSENT = ("out", "outcome", "nothing")
 
 
 @dataclass(frozen=True)
-class AtSameTurn(Term):
-    """Aₖ = vₖ − mean of the vₖ of the *other* trajectories of the task at the same turn index; alone it is compared with 0.
+class LeaveOneOutAtTurn(Term):
+    """Aₖ = vₖ − mean of vₖ over the *other* trajectories of the task at the same turn index; without others the
+    baseline is 0.
 
-    Turns that do not ``count`` get 0 and are nobody's peers. An episode that is over before turn k is ``absent``:
+    Turns that are not ``valid`` get 0 and join no baseline. ``absent`` decides about episodes that end before turn k:
 
-        out       late turns are compared with the long episodes only, the last one running with nothing
-        outcome   it stands in with all it earned: a late turn is still compared with the whole task
-        nothing   it stands in with 0, as nothing more came: for rewards that are paid turn by turn
+        out       left out: late turns are compared with long episodes only, the longest with nothing
+        outcome   counted with their total return: a late turn is still compared with the whole task
+        nothing   counted with 0, as they earn nothing more: for rewards paid turn by turn
 
-    In each case the baseline knows nothing of the trajectory it is for, so the gradient stays unbiased."""
+    In each case the baseline is independent of the trajectory it is for, so the gradient stays unbiased."""
 
     value: Term
     absent: str = "out"
-    count: Term = field(default_factory=lambda: Fact("valid", TURN, missing=1.0))
+    valid: Term = field(default_factory=lambda: Fact("valid", TURN, missing=1.0))
 
     def __post_init__(self) -> None:
         check(self.absent in ABSENT, f"absent is {self.absent!r}; write {', '.join(ABSENT)}")
 
     @property
-    def judges(self) -> bool:
+    def compares_peers(self) -> bool:
         return True
 
     def __call__(self, batch: Batch) -> Field:
         v, tree = self.value(batch), batch.tree
         peers = batch.same("index")
-        counts = (self.count(batch) > 0.5).to(v.x.dtype)
-        others, n = (counts * v).sum(peers) - counts * v, counts.sum(peers) - counts
+        is_valid = (self.valid(batch) > 0.5).to(v.x.dtype)
+        others, n = (is_valid * v).sum(peers) - is_valid * v, is_valid.sum(peers) - is_valid
         if self.absent != "out":
             outcome = batch.reward.sum(TRAJECTORY)
-            over = tree.size(TRAJECTORY, GROUP) - outcome.peers(peers)
-            earned = outcome.sum(GROUP) - outcome.sum(peers)
-            others, n = others + (earned if self.absent == "outcome" else 0.0), n + over
-        return counts * (v - where(n > 0, others / n.clamp(low=1.0), 0.0))
+            ended = tree.size(TRAJECTORY, GROUP) - outcome.peer_count(peers)
+            ended_return = outcome.sum(GROUP) - outcome.sum(peers)
+            others, n = others + (ended_return if self.absent == "outcome" else 0.0), n + ended
+        return is_valid * (v - where(n > 0, others / n.clamp(low=1.0), 0.0))
 
 
 @dataclass(frozen=True)
-class Only(Term):
-    """``term`` for the turns that are ``marked``, 0 for the others."""
+class OnMarkedTurns(Term):
+    """``term`` on the turns with ``mark`` > 0.5, 0 on the others."""
 
-    marked: Term
+    mark: Term
     term: Term
 
     def __call__(self, batch: Batch) -> Field:
-        return where(self.marked(batch) > 0.5, self.term(batch), 0.0)
+        return where(self.mark(batch) > 0.5, self.term(batch), 0.0)
 
 
 @dataclass(frozen=True)
-class UnlessAlone(Term):
-    """``term``, but ``alone`` for one that has no peers."""
+class FallbackWithoutPeers(Term):
+    """``term``; ``fallback`` for an item without other peers."""
 
     term: Term
-    alone: Term
-    peers: Peers = GROUP
+    fallback: Term
+    peers: PeerSpec = GROUP
 
     def __call__(self, batch: Batch) -> Field:
-        a, alone = self.term(batch), self.alone(batch)
-        return where(alone.peers(among(self.peers, batch)) > 1, a, alone)
+        a, fallback = self.term(batch), self.fallback(batch)
+        return where(fallback.peer_count(resolve_peers(self.peers, batch)) > 1, a, fallback)
 
 
 # ------------------------------------------------------------- masks, averages
 
 
 @dataclass(frozen=True)
-class Marked(Mask):
-    """The tokens of turns that are marked."""
+class MarkedTurns(Mask):
+    """Tokens of turns with ``mark`` > 0.5."""
 
     mark: Term
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return self.mark(now.batch) > 0.5
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return self.mark(view.batch) > 0.5
 
 
 @dataclass(frozen=True)
-class Varied(Mask):
-    """Groups whose outcomes have a std above ``least``."""
+class GroupStdAbove(Mask):
+    """Groups whose returns have a std above ``threshold``."""
 
-    least: float = 0.3
+    threshold: float = 0.3
 
-    def __call__(self, rho: Field, adv: Field, now: Now) -> Field:
-        return now.batch.reward.sum(TRAJECTORY).std(GROUP) > self.least
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view.batch.reward.sum(TRAJECTORY).std(GROUP) > self.threshold
 
 
 @dataclass(frozen=True)
-class MeanOfTurns:
+class MeanOfTurnMeans:
     """Mean over the tokens of each turn, then over the turns of each trajectory, then over the trajectories."""
 
     def __call__(self, kept: Field) -> Field:
@@ -200,6 +204,6 @@ class MeanOfTurns:
 
 
 __all__ = [
-    "AtSameTurn", "Marked", "MeanOfTurns", "Only", "OwnReturn", "ToGo", "TwoLevelGAE", "UnbrokenReturn", "UnlessAlone",
-    "ValueHead", "Varied",
+    "AgentReturnToGo", "BiLevelGAE", "FallbackWithoutPeers", "GroupStdAbove", "LeaveOneOutAtTurn", "MarkedTurns",
+    "MeanOfTurnMeans", "OldValue", "OnMarkedTurns", "ReturnUntilMismatch", "SumToGo",
 ]  # fmt: skip

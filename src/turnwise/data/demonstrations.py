@@ -1,9 +1,10 @@
-"""Demonstrations beside the policy's own episodes: of the very task where somebody can show it, else of any.
+"""Demonstrations beside the policy's own episodes: of the same task where one exists, otherwise of any task.
 
-    a player of the environment      plays each task of the step
-    rows that name their tasks       the row is told again in the environment, which pays it; where it does not go through
-                                     word for word, the row counts as written: its own reward, or 1
-    rows without tasks               groups of their own, a share of the batch, every pass in a new seeded order
+    a scripted policy of the environment  plays each task of the step
+    rows that name their tasks            the row's turns are replayed in the environment, which rewards them; if the
+                                          dialogue does not match word for word, the row counts as written: its own
+                                          reward, or 1
+    rows without tasks                    groups of their own, a share of the batch, in a new seeded order every epoch
 
 Knows no tokens of the policy and no loss.
 """
@@ -19,139 +20,150 @@ from typing import Any, Protocol
 from turnwise.core.protocols import Action
 from turnwise.core.records import Group, Origin, Sampling, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
-from turnwise.data.dataset import Row, Script
-from turnwise.data.tokenize import Speaker
+from turnwise.data.dataset import DatasetRow, Example
+from turnwise.data.tokenize import DialogueTokenizer
 from turnwise.errors import EnvironmentFault
-from turnwise.rollout.episode import Episode, Limits
-from turnwise.rollout.scripted import Scripted, play_script
-from turnwise.tasks.listed import place
+from turnwise.rollout.episode import Episode, EpisodeLimits
+from turnwise.rollout.scripted import ScriptedSession, play_scripted
+from turnwise.tasks.task_source import shuffled_index
 
-TOGETHER = 64  # episodes at once
-AS_WRITTEN = "as written"
-CUT = "context window"  # how an episode says that it did not fit: half a demonstration is none
+CONCURRENT_EPISODES = 64
+AS_WRITTEN = "as written"  # the reason of a trajectory that is taken from its row without a replay
+CONTEXT_EXCEEDED = "context window"  # the reason of a truncated episode: a truncated demonstration is not used
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Where demonstrations are played."""
+class DemonstrationContext:
+    """What playing a demonstration needs."""
 
-    open: Callable[[Task], Any]
-    speaker: Speaker
-    limits: Limits
+    make_environment: Callable[[Task], Any]
+    tokenizer: DialogueTokenizer
+    limits: EpisodeLimits
 
-    def expert(self, played: Trajectory) -> Trajectory:
-        """Nobody knows its behaviour policy; it is judged at the temperature of the run's."""
-        heat = self.speaker.temperature
-        turns = tuple(replace(turn, logp=(), mass=(), version=(), temperature=heat) for turn in played.turns)
+    def as_expert(self, played: Trajectory) -> Trajectory:
+        """As expert data: its behaviour policy is unknown, and it is scored at the temperature of the run's policy."""
+        temperature = self.tokenizer.temperature
+        turns = tuple(replace(turn, logp=(), mass=(), version=(), temperature=temperature) for turn in played.turns)
         return replace(played, turns=turns, origin=Origin.EXPERT)
 
 
-class Showing(Protocol):
-    """Who can show a task."""
+class Demonstrator(Protocol):
+    """Demonstrates given tasks; None where it has no demonstration of a task."""
 
-    async def show(self, task: Task, step: int) -> Trajectory | None: ...
+    async def demonstrate(self, task: Task, step: int) -> Trajectory | None: ...
 
 
 @dataclass(frozen=True)
-class Player:
-    """A scripted player of the environment: oracle, demonstrator."""
+class ScriptedDemonstrator:
+    """Plays a scripted policy of the environment: ``oracle`` or ``demonstrator``."""
 
     name: str
-    stage: Stage
+    context: DemonstrationContext
 
-    async def show(self, task: Task, step: int) -> Trajectory | None:
-        stage, key = self.stage, f"{self.name}:{task.key}"
-        played = await play_script(self.name, stage.open(task), key, task, stage.speaker.renderer, stage.limits)
-        return stage.expert(played)
+    async def demonstrate(self, task: Task, step: int) -> Trajectory | None:
+        context, key = self.context, f"{self.name}:{task.key}"
+        environment, renderer = context.make_environment(task), context.tokenizer.renderer
+        return context.as_expert(await play_scripted(self.name, environment, key, task, renderer, context.limits))
 
 
 @dataclass(frozen=True)
-class Named:
-    """Rows that name their tasks; of several for one task, each step takes one by lot."""
+class RowDemonstrator:
+    """Rows that name their tasks; where a task has several, each step uses a random one."""
 
-    rows: Mapping[str, Sequence[Row]]
-    stage: Stage
+    rows: Mapping[str, Sequence[DatasetRow]]
+    context: DemonstrationContext
 
-    async def show(self, task: Task, step: int) -> Trajectory | None:
+    async def demonstrate(self, task: Task, step: int) -> Trajectory | None:
         rows = self.rows.get(task.key, ())
         if not rows:
             return None
         row = rows[stable_seed(task.key, step) % len(rows)]
-        key, script = f"row{row.line}:{task.key}", row.scripts[0]
-        played = await told_again(script, key, task, self.stage)
-        return played or replace(self.stage.speaker.trajectory(script, key, task), reason=AS_WRITTEN)
+        key, example = f"row{row.line}:{task.key}", row.examples[0]
+        replayed = await replay_in_environment(example, key, task, self.context)
+        return replayed or replace(self.context.tokenizer.trajectory(example, key, task), reason=AS_WRITTEN)
 
 
-async def told_again(script: Script, key: str, task: Task, stage: Stage) -> Trajectory | None:
-    """What the environment answers and pays if the assistant says the same; None where it is another dialogue."""
-    words = iter(script.turns)
+async def replay_in_environment(
+    example: Example, key: str, task: Task, context: DemonstrationContext
+) -> Trajectory | None:
+    """The episode in which the assistant says what ``example`` says, with the environment's observations and rewards; None
+    where the prompt or the number of turns differs."""
+    texts = iter(example.turns)
 
     def act() -> Action:
         try:
-            return Action(next(words))
+            return Action(next(texts))
         except StopIteration:
             raise EnvironmentFault("the demonstration ends before the episode") from None
 
-    renderer = stage.speaker.renderer
-    session = Scripted(act, renderer)
-    played = await Episode(key, task, stage.open(task), session, renderer, Sampling(), stage.limits).run()
-    begins = [m["content"] for m in played.messages[: len(script.before)]] == [m["content"] for m in script.before]
-    if played.status == Status.FAILED or len(played.turns) != len(script.turns) or not begins:
+    renderer = context.tokenizer.renderer
+    session, environment = ScriptedSession(act, renderer), context.make_environment(task)
+    played = await Episode(key, task, environment, session, renderer, Sampling(), context.limits).run()
+    prompt = [m["content"] for m in played.messages[: len(example.prompt)]]
+    same_prompt = prompt == [m["content"] for m in example.prompt]
+    if played.status == Status.FAILED or len(played.turns) != len(example.turns) or not same_prompt:
         return None
-    return replace(stage.expert(played), facts=script.facts)
+    return replace(context.as_expert(played), facts=example.facts)
 
 
 @dataclass
 class Demonstrations:
-    """The live source. ``loose``: rows without a task; ``showing``: who shows a given one."""
+    """The live source. ``taskless`` holds groups of rows without a task; ``demonstrator`` demonstrates a given task."""
 
     seed: int
     share: float = 0.2
-    showing: Showing | None = None
-    loose: Sequence[Group] = ()
+    demonstrator: Demonstrator | None = None
+    taskless: Sequence[Group] = ()
     drawn: int = 0
     prepared: dict[str, Trajectory] = field(default_factory=dict)
-    counted: Counter[str] = field(default_factory=Counter)  # in the last step
+    counts: Counter[str] = field(default_factory=Counter)  # of the last step
 
     async def prepare(self, tasks: Sequence[Task], step: int) -> None:
-        """Have these tasks shown; what nobody can show is counted, not made up."""
-        self.prepared, self.counted = {}, Counter()
-        showing, wanted = self.showing, list({task.key: task for task in tasks}.values())
-        if showing is None:
+        """Obtain demonstrations of these tasks; a missing one is counted with its reason."""
+        self.prepared, self.counts = {}, Counter()
+        demonstrator, distinct = self.demonstrator, list({task.key: task for task in tasks}.values())
+        if demonstrator is None:
             return
-        for i in range(0, len(wanted), TOGETHER):
-            some = wanted[i : i + TOGETHER]
-            found = await asyncio.gather(*(showing.show(task, step) for task in some), return_exceptions=True)
-            for task, shown in zip(some, found):
-                self._note(task, shown)
+        for i in range(0, len(distinct), CONCURRENT_EPISODES):
+            batch = distinct[i : i + CONCURRENT_EPISODES]
+            outcomes = await asyncio.gather(
+                *(demonstrator.demonstrate(task, step) for task in batch), return_exceptions=True
+            )
+            for task, outcome in zip(batch, outcomes):
+                self._record(task, outcome)
 
-    def _note(self, task: Task, shown: Trajectory | BaseException | None) -> None:
-        if isinstance(shown, BaseException) and not isinstance(shown, Exception):
-            raise shown  # an interrupt is nobody's demonstration
-        if isinstance(shown, Exception):
-            self.counted[f"missing: {type(shown).__name__}: {shown}"] += 1
-        elif shown is None or shown.status == Status.FAILED or not shown.sampled or shown.reason == CUT:
-            self.counted[f"missing: {shown.reason if shown else 'no row of this task'}"] += 1
+    def _record(self, task: Task, outcome: Trajectory | BaseException | None) -> None:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+            raise outcome  # an interrupt must end the run
+        if isinstance(outcome, Exception):
+            self.counts[f"missing: {type(outcome).__name__}: {outcome}"] += 1
+        elif (
+            outcome is None
+            or outcome.status == Status.FAILED
+            or not outcome.sampled
+            or outcome.reason == CONTEXT_EXCEEDED
+        ):
+            self.counts[f"missing: {outcome.reason if outcome else 'no row of this task'}"] += 1
         else:
-            self.prepared[task.key] = shown
-            self.counted[shown.reason if shown.reason == AS_WRITTEN else "played"] += 1
+            self.prepared[task.key] = outcome
+            self.counts[outcome.reason if outcome.reason == AS_WRITTEN else "played"] += 1
 
-    def of(self, task: Task) -> Trajectory | None:
+    def for_task(self, task: Task) -> Trajectory | None:
         return self.prepared.get(task.key)
 
     def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """Each group with the demonstration of its task; then loose rows as groups of their own."""
-        mixed = [_with(group, self.of(group.task)) for group in groups]
-        rows = sum(len(group.trajectories) for group in groups)
-        wanted = round(rows * self.share / (1 - self.share)) if self.loose else 0
-        while wanted > 0:
-            mixed.append(self._next())
-            wanted -= len(mixed[-1].trajectories)
+        """Each group with the demonstration of its task; then taskless rows as groups of their own."""
+        mixed = [_with_demonstration(group, self.for_task(group.task)) for group in groups]
+        rollouts = sum(len(group.trajectories) for group in groups)
+        missing = round(rollouts * self.share / (1 - self.share)) if self.taskless else 0
+        while missing > 0:
+            mixed.append(self._next_taskless())
+            missing -= len(mixed[-1].trajectories)
         return mixed
 
-    def _next(self) -> Group:
+    def _next_taskless(self) -> Group:
         n, self.drawn = self.drawn, self.drawn + 1
-        group = self.loose[place(self.seed, n, len(self.loose))]
+        group = self.taskless[shuffled_index(self.seed, n, len(self.taskless))]
         members = tuple(replace(t, id=f"demo{n}:{t.id}") for t in group.trajectories)
         return Group(f"demo{n}:{group.id}", group.task, members)
 
@@ -162,11 +174,14 @@ class Demonstrations:
         self.drawn = int(state["drawn"])
 
     def metrics(self) -> dict[str, float]:
-        return {f"demos/{what[:60]}": float(n) for what, n in self.counted.items()}
+        return {f"demos/{outcome[:60]}": float(n) for outcome, n in self.counts.items()}
 
 
-def _with(group: Group, shown: Trajectory | None) -> Group:
-    return group if shown is None else replace(group, trajectories=(*group.trajectories, shown))
+def _with_demonstration(group: Group, demonstration: Trajectory | None) -> Group:
+    return group if demonstration is None else replace(group, trajectories=(*group.trajectories, demonstration))
 
 
-__all__ = ["Demonstrations", "Named", "Player", "Showing", "Stage", "told_again"]
+__all__ = [
+    "DemonstrationContext", "Demonstrations", "Demonstrator", "RowDemonstrator", "ScriptedDemonstrator",
+    "replay_in_environment",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Files of rows: JSON Lines, a JSON array, Parquet. Every row keeps its line, so that a fault can be found again.
+"""Reading data files: JSON Lines, a JSON array, Parquet. Every row keeps its line number, so that an error can name it.
 
 Knows no column's meaning.
 """
@@ -15,42 +15,42 @@ from typing import Any
 
 from turnwise.errors import SettingError
 
-SHOWN = 4  # faults told in words; the rest is counted
-LINES = {".jsonl", ".ndjson", ""}
+MAX_QUOTED = 4  # errors quoted in a message; further ones are counted
+JSON_LINES = {".jsonl", ".ndjson", ""}
 
 
 @dataclass
-class Faults:
-    """What is wrong with which line of a file."""
+class LineErrors:
+    """Collects the errors of a file by line, to report them all at once."""
 
     path: Path
-    found: list[tuple[int, str]] = field(default_factory=list)
+    errors: list[tuple[int, str]] = field(default_factory=list)
 
-    def add(self, line: int, words: str) -> None:
-        self.found.append((line, words))
+    def add(self, line: int, message: str) -> None:
+        self.errors.append((line, message))
 
-    def refuse(self, rows: int) -> None:
-        """Raises when there is any: how many, and the first few in words."""
-        if not self.found:
+    def raise_if_any(self, rows: int) -> None:
+        """Raise one error if there are any: how many of ``rows`` rows are affected, and the first few messages."""
+        if not self.errors:
             return
-        alike: dict[str, list[int]] = {}
-        for line, words in sorted(self.found):
-            alike.setdefault(words, []).append(line)
-        some = "; ".join(f"{_lines_of(lines)}: {words}" for words, lines in list(alike.items())[:SHOWN])
-        rest = sum(len(lines) for lines in list(alike.values())[SHOWN:])
-        more = f"; and {rest} more" if rest else ""
-        bad = len({line for line, _ in self.found})
-        raise SettingError(f"{self.path}: {bad} of {rows} rows cannot be used. {some}{more}")
+        by_message: dict[str, list[int]] = {}
+        for line, message in sorted(self.errors):
+            by_message.setdefault(message, []).append(line)
+        quoted = "; ".join(f"{_line_list(lines)}: {text}" for text, lines in list(by_message.items())[:MAX_QUOTED])
+        unquoted = sum(len(lines) for lines in list(by_message.values())[MAX_QUOTED:])
+        more = f"; and {unquoted} more" if unquoted else ""
+        bad = len({line for line, _ in self.errors})
+        raise SettingError(f"{self.path}: {bad} of {rows} rows cannot be used. {quoted}{more}")
 
 
-def _lines_of(lines: list[int]) -> str:
-    shown = ", ".join(map(str, lines[:SHOWN]))
-    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+def _line_list(lines: list[int]) -> str:
+    shown = ", ".join(map(str, lines[:MAX_QUOTED]))
+    more = f" and {len(lines) - MAX_QUOTED} more" if len(lines) > MAX_QUOTED else ""
     return f"line{'s' * (len(lines) > 1)} {shown}{more}"
 
 
 def read_table(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
-    """All rows of a file with their lines (of a Parquet file or a JSON array: their number, from 1)."""
+    """All rows of a file with their line numbers (in a Parquet file or a JSON array: their position, from 1)."""
     path = Path(path)
     if not path.is_file():
         what = "a folder, not a file of rows" if path.is_dir() else "not there"
@@ -62,7 +62,7 @@ def read_table(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def digest(path: str | Path) -> str:
-    """Of the file's bytes: a resumed run must find the same."""
+    """SHA-256 of the file's bytes: a resumed run must read the same data."""
     with Path(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -74,8 +74,8 @@ def _text(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise SettingError(
             f"{path} is not UTF-8 text (byte {fault.start}); write a .jsonl, .json or .parquet file"
         ) from fault
-    whole = text.lstrip()[:1] == "[" and path.suffix not in LINES
-    return _array(path, text) if whole else _lines(path, text)
+    is_array = text.lstrip()[:1] == "[" and path.suffix not in JSON_LINES
+    return _array(path, text) if is_array else _lines(path, text)
 
 
 def _array(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -85,16 +85,16 @@ def _array(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         raise SettingError(
             f"{path} is not JSON: {fault}; write an array of objects, or one object on each line"
         ) from fault
-    faults = Faults(path)
+    errors = LineErrors(path)
     for n, value in enumerate(values, start=1):
         if not isinstance(value, dict):
-            faults.add(n, f"{json.dumps(value)[:40]} is not an object; write {{...}}")
-    faults.refuse(len(values))
+            errors.add(n, f"{json.dumps(value)[:40]} is not an object; write {{...}}")
+    errors.raise_if_any(len(values))
     yield from enumerate(values, start=1)
 
 
 def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    faults, rows = Faults(path), []
+    errors, rows = LineErrors(path), []
     for n, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -102,12 +102,12 @@ def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             value = json.loads(line)
         except (ValueError, RecursionError) as fault:
             value = None
-            faults.add(n, f"{line.strip()[:40]!r} is not JSON ({getattr(fault, 'msg', 'too deep')}); write {{...}}")
+            errors.add(n, f"{line.strip()[:40]!r} is not JSON ({getattr(fault, 'msg', 'too deep')}); write {{...}}")
         else:
             if not isinstance(value, dict):
-                faults.add(n, f"{line.strip()[:40]!r} is not an object; write {{...}}")
+                errors.add(n, f"{line.strip()[:40]!r} is not an object; write {{...}}")
         rows.append((n, value))
-    faults.refuse(len(rows))
+    errors.raise_if_any(len(rows))
     yield from rows
 
 
@@ -120,18 +120,18 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         ) from None
     try:
         values = parquet.read_table(path).to_pylist()
-    except Exception as fault:  # its errors have no common root
+    except Exception as fault:  # pyarrow's errors have no common base class
         raise SettingError(f"{path} cannot be read as Parquet: {str(fault).splitlines()[0]}") from fault
-    yield from enumerate(map(_said, values), start=1)
+    yield from enumerate(map(_without_nulls, values), start=1)
 
 
-def _said(value: Any) -> Any:
-    """A value of Parquet, where every record has every field of its kin, without those that were never written."""
+def _without_nulls(value: Any) -> Any:
+    """A Parquet value without null fields: Parquet gives every struct all the fields of its column, written or not."""
     if isinstance(value, dict):
-        return {name: _said(each) for name, each in value.items() if each is not None}
-    return [_said(each) for each in value] if isinstance(value, list) else value
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def number(value: Any) -> bool:
-    """A finite number or a truth value."""
+def is_finite_number(value: Any) -> bool:
+    """Whether a value is a finite number or a bool."""
     return isinstance(value, bool | int | float) and math.isfinite(value)

@@ -1,4 +1,7 @@
-"""Trajectories of earlier steps, read back so that each stands alone: a forked one takes its parent's part along."""
+"""Stored trajectories as self-contained ones: a forked trajectory gets its parent's prefix in its first context.
+
+Knows forks and contexts; not how the ledger stores them, nor why they are read.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,27 @@ from turnwise.core.batch import prefix
 from turnwise.core.records import Trajectory
 
 
-def alone(trajectory: Trajectory, stored: Callable[[str], Trajectory]) -> Trajectory:
-    """The same trajectory without its parent: what it shared stands in its first context."""
+def inline_fork(trajectory: Trajectory, load: Callable[[str], Trajectory]) -> Trajectory:
+    """The trajectory without a parent: the prefix it shared is part of its first context."""
     if trajectory.fork is None:
         return trajectory
-    family, child = dict[str, Trajectory](), trajectory
+    ancestors, child = dict[str, Trajectory](), trajectory
     while child.fork is not None:
-        child = stored(child.fork.parent)
-        family[child.id] = child
-    first, *rest = trajectory.turns
+        child = load(child.fork.parent)
+        ancestors[child.id] = child
+    first, *later = trajectory.turns
     if not first.restart:
-        shared = tuple(prefix(trajectory, family))
-        blind = (*shared, *first.blind) if first.blind else ()
-        first = replace(first, context=(*shared, *first.context), blind=blind)
-    return replace(trajectory, fork=None, turns=(first, *rest))
+        shared = tuple(prefix(trajectory, ancestors))
+        masked = (*shared, *first.masked_context) if first.masked_context else ()
+        first = replace(first, context=(*shared, *first.context), masked_context=masked)
+    return replace(trajectory, fork=None, turns=(first, *later))
 
 
-def reader(stored: Callable[[str], Trajectory]) -> Callable[[str], Trajectory | None]:
-    """``stored`` reads the ledger. None for a trajectory whose tokens, or whose parent's, were pruned."""
+def trajectory_reader(load: Callable[[str], Trajectory]) -> Callable[[str], Trajectory | None]:
+    """``load`` reads the ledger. The reader returns None for a trajectory whose tokens, or whose parent's, were pruned."""
 
     def read(key: str) -> Trajectory | None:
-        found = alone(stored(key), stored)
-        return found if found.sampled and found.turns[0].context else None
+        trajectory = inline_fork(load(key), load)
+        return trajectory if trajectory.sampled and trajectory.turns[0].context else None
 
     return read

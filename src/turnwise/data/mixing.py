@@ -1,4 +1,4 @@
-"""What a step learns from: a source of groups, and past or foreign data mixed into them. Knows no episode and no loss."""
+"""The training data of a step: a source of groups, with replayed and expert data mixed in. Knows no episode and no loss."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from turnwise.core.records import Group, Task, Trajectory
 from turnwise.data.replay import LiveReplay
 
 
-class Sampled(Protocol):
-    """Of a live sampler, what a checkpoint and a log need."""
+class StatefulSampler(Protocol):
+    """The part of a live sampler that a checkpoint and a log need."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -21,28 +21,28 @@ class Sampled(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
 
-class Source(Protocol):
+class GroupSource(Protocol):
     """Where the groups of a step come from: rollouts, or the rows of a file."""
 
     staleness: int
     training: int  # groups the learner holds at this moment
     dropped: Counter[str]
-    again: deque[tuple[str, Task]]
+    to_reissue: deque[tuple[str, Task]]  # groups in flight when the run was stopped
     ready: deque[Group]
-    pulse: dict[str, float]
+    last_metrics: dict[str, float]  # of the last training step
 
     @property
-    def sampler(self) -> Sampled: ...
+    def sampler(self) -> StatefulSampler: ...
 
-    def pump(self, step: int) -> None: ...
+    def issue(self, step: int) -> None: ...
 
-    async def gather(self, step: int) -> list[Group]: ...
+    async def collect_step(self, step: int) -> list[Group]: ...
 
     async def stop(self) -> None: ...
 
 
-class Shows(Protocol):
-    """Demonstrations, of a task or of any."""
+class DemonstrationSource(Protocol):
+    """Expert trajectories, of given tasks or of any."""
 
     async def prepare(self, tasks: Sequence[Task], step: int) -> None: ...
 
@@ -57,38 +57,41 @@ class Shows(Protocol):
 
 @dataclass
 class Mixture:
-    """What a step learns from besides its own rollouts: a buffer of past ones, demonstrations.
+    """What a step trains on besides its own rollouts: a replay buffer, demonstrations.
 
-    A buffer that asks for demonstrations places them itself; otherwise each group is shown its own."""
+    A buffer that asks for demonstrations places them itself; otherwise each group gets the demonstration of its task."""
 
     replay: LiveReplay
-    shows: Shows | None = None
-    placed: bool = False  # the buffer places the demonstrations
+    demonstrations: DemonstrationSource | None = None
+    replay_places_them: bool = False  # the buffer, not the group, decides where demonstrations go
 
     async def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
-        if self.shows is not None:
-            wanted = self.replay.lacks(groups) if self.placed else [group.task for group in groups]
-            await self.shows.prepare(wanted, step)
+        if self.demonstrations is not None:
+            all_tasks = [group.task for group in groups]
+            tasks = self.replay.missing_demonstrations(groups) if self.replay_places_them else all_tasks
+            await self.demonstrations.prepare(tasks, step)
         mixed = self.replay.mix(groups, step)
-        return mixed if self.shows is None or self.placed else self.shows.mix(mixed, step)
+        if self.demonstrations is None or self.replay_places_them:
+            return mixed
+        return self.demonstrations.mix(mixed, step)
 
     def observe(self, groups: Sequence[Group], credited: Mapping[str, float], step: int) -> None:
         self.replay.observe(groups, credited, step)
 
     def state_dict(self) -> dict[str, Any]:
-        shown = {} if self.shows is None else {"shows": self.shows.state_dict()}
-        return {"replay": self.replay.state_dict(), **shown}
+        state = {} if self.demonstrations is None else {"shows": self.demonstrations.state_dict()}
+        return {"replay": self.replay.state_dict(), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.replay.load_state_dict(state["replay"])
-        if self.shows is not None:
-            self.shows.load_state_dict(state["shows"])
+        if self.demonstrations is not None:
+            self.demonstrations.load_state_dict(state["shows"])
 
     def metrics(self) -> dict[str, float]:
-        return {**self.replay.metrics(), **({} if self.shows is None else self.shows.metrics())}
+        return {**self.replay.metrics(), **({} if self.demonstrations is None else self.demonstrations.metrics())}
 
 
-def foreign(mixed: Sequence[Group], fresh: Sequence[Group]) -> list[Trajectory]:
-    """What was mixed in."""
-    known = {t.id for group in fresh for t in group.trajectories}
-    return [t for group in mixed for t in group.trajectories if t.id not in known]
+def mixed_in(mixed: Sequence[Group], fresh: Sequence[Group]) -> list[Trajectory]:
+    """The trajectories of ``mixed`` that are not among those of ``fresh``."""
+    fresh_ids = {t.id for group in fresh for t in group.trajectories}
+    return [t for group in mixed for t in group.trajectories if t.id not in fresh_ids]

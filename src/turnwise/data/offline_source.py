@@ -1,8 +1,8 @@
 """An offline source behind the collector's interface: groups from a file, no rollouts.
 
-Every pass over the groups is in a new seeded order; the n-th draw depends on the seed and n alone, so a resumed run goes on
-exactly. Each use is a group of its own in the ledger, under the number of its draw; the rows stay in their file.
-A tenth of the prompts is held back, by content, to be ranked before and after. Knows no loss and no model.
+Every epoch visits the groups in a new seeded order; draw n depends on the seed and n alone, so a resumed run continues
+exactly. Each use of a group is its own group in the ledger, under the number of its draw; the rows stay in their file.
+A tenth of the prompts, selected by content, is held out and ranked before and after training. Knows no loss and no model.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnwise.core.protocols import Ledger
+from turnwise.core.protocols import LedgerProtocol
 from turnwise.core.records import Group, Task
 from turnwise.errors import SettingError
-from turnwise.tasks.listed import place
+from turnwise.tasks.task_source import shuffled_index
 
-HELD_BACK = 10  # one prompt in so many
-FEWEST = 20  # groups below which none is held back
+HELD_OUT_ONE_IN = 10  # prompts
+MIN_GROUPS = 20  # below this many groups none is held out
 
 
 @dataclass
-class Draws:
-    """Which group next; the verbs of a live sampler."""
+class ShuffledSampler:
+    """Which group is used next; has the methods of a live sampler."""
 
     count: int
     seed: int
@@ -32,7 +32,7 @@ class Draws:
 
     def next(self) -> tuple[int, int]:
         n, self.drawn = self.drawn, self.drawn + 1
-        return n, place(self.seed, n, self.count)
+        return n, shuffled_index(self.seed, n, self.count)
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
@@ -45,25 +45,27 @@ class Draws:
 
 
 @dataclass
-class Shelf:
+class OfflineSource:
+    """Serves ``size`` stored groups per step."""
+
     groups: Sequence[Group]
-    size: int  # groups a step
-    sampler: Draws
-    ledger: Ledger
+    size: int
+    sampler: ShuffledSampler
+    ledger: LedgerProtocol
     staleness: int = 0
     training: int = 0
-    pulse: dict[str, float] = field(default_factory=dict)
+    last_metrics: dict[str, float] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
-    again: deque[tuple[str, Task]] = field(default_factory=deque)  # nothing is ever in flight: always empty
+    to_reissue: deque[tuple[str, Task]] = field(default_factory=deque)  # always empty: nothing is ever in flight
     ready: deque[Group] = field(default_factory=deque)
 
-    def pump(self, step: int) -> None:
-        """There is nothing to wait for."""
+    def issue(self, step: int) -> None:
+        """Does nothing: stored groups need no rollout."""
 
-    async def gather(self, step: int) -> list[Group]:
-        return [self._take(step) for _ in range(self.size)]
+    async def collect_step(self, step: int) -> list[Group]:
+        return [self._next_group(step) for _ in range(self.size)]
 
-    def _take(self, step: int) -> Group:
+    def _next_group(self, step: int) -> Group:
         n, index = self.sampler.next()
         key, group = str(n), self.groups[index]
         self.ledger.issue(key, group.task, step, step)
@@ -75,19 +77,19 @@ class Shelf:
         pass
 
 
-def held_back(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """What is learned from, and the tenth of the prompts that is not; nothing is held back of very few."""
+def split_held_out(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    """(training groups, held-out groups): about a tenth, whole prompts at a time; none of fewer than ``MIN_GROUPS``."""
     if not groups:
         raise SettingError("there is nothing to learn from; give at least one row")
-    if len(groups) < FEWEST:
+    if len(groups) < MIN_GROUPS:
         return list(groups), []
-    lots: dict[int, list[Group]] = {}
+    by_prompt: dict[int, list[Group]] = {}
     for group in groups:
-        lots.setdefault(zlib.crc32(repr(group.trajectories[0].turns[0].context).encode()), []).append(group)
-    kept: list[Group] = []
-    for lot in sorted(lots):
-        if len(kept) >= len(groups) // HELD_BACK:
+        by_prompt.setdefault(zlib.crc32(repr(group.trajectories[0].turns[0].context).encode()), []).append(group)
+    held_out: list[Group] = []
+    for prompt_hash in sorted(by_prompt):
+        if len(held_out) >= len(groups) // HELD_OUT_ONE_IN:
             break
-        kept += lots[lot]
-    chosen = {group.id for group in kept}
-    return [group for group in groups if group.id not in chosen], kept
+        held_out += by_prompt[prompt_hash]
+    held_out_ids = {group.id for group in held_out}
+    return [group for group in groups if group.id not in held_out_ids], held_out

@@ -1,10 +1,10 @@
-"""Replay: which past data is mixed into a step. A piece is frozen data; ``open`` gives the live buffer with its verbs.
+"""Replay: which past trajectories are mixed into a step. A piece is frozen data; ``open`` returns the live buffer.
 
-    lacks · mix · observe · state_dict · load_state_dict · metrics
+    missing_demonstrations · mix · observe · state_dict · load_state_dict · metrics
 
-A buffer keeps ids, never rows: rows are read back from the ledger when they are mixed in, so a checkpoint stays small and
-a resumed run holds the very same buffer. What it mixes in says so itself: its origin is REPLAY, its facts tell its ``age``
-in steps and the mean ``advantage`` it was credited with when it was fresh. Knows no tokens, no losses, no files.
+A buffer stores ids, never trajectories: it reads them from the ledger when it mixes them in, so a checkpoint stays small and
+a resumed run has the same buffer. A replayed trajectory has the origin REPLAY; its facts hold its ``age`` in steps and the mean
+``advantage`` it had when it was fresh. Knows no tokens, no losses, no files.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from typing import Any, ClassVar, Protocol
 
 from turnwise.core.records import Group, Origin, Task, Trajectory
 from turnwise.errors import RecipeError
+from turnwise.tasks.samplers import weighted_permutation
 
-Read = Callable[[str], Trajectory | None]
-"""A stored trajectory by its id, standing alone; None where its tokens are gone."""
+ReadTrajectory = Callable[[str], Trajectory | None]
+"""Reads a stored trajectory by its id, without a parent; None if its tokens were pruned."""
 
-Shown = Callable[[Task], Trajectory | None]
-"""The demonstration of a task, where there is one."""
+FindDemonstration = Callable[[Task], Trajectory | None]
+"""The demonstration of a task; None if there is none."""
 
-Entry = list[Any]  # [trajectory id, step it was fresh in, mean advantage]
+Entry = list[Any]  # [trajectory id, step in which it was sampled, mean advantage]
 
 
 class LiveReplay(Protocol):
-    def lacks(self, groups: Sequence[Group]) -> list[Task]:
-        """The tasks of which ``mix`` would like to see a demonstration."""
+    def missing_demonstrations(self, groups: Sequence[Group]) -> list[Task]:
+        """The tasks for which ``mix`` needs a demonstration."""
         ...
 
     def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """The groups of a step with past data among them."""
+        """The groups of a step with replayed trajectories added."""
         ...
 
     def observe(self, groups: Sequence[Group], credited: Mapping[str, float], step: int) -> None:
-        """Fresh groups, and the mean advantage of each of their trajectories by its id."""
+        """Store from fresh groups; ``credited`` holds the mean advantage of each trajectory by id."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -48,48 +49,48 @@ class LiveReplay(Protocol):
 
 
 class Replay(Protocol):
-    wants: ClassVar[frozenset[str]]
+    requires: ClassVar[frozenset[str]]
 
-    def open(self, read: Read, shown: Shown, seed: int) -> LiveReplay: ...
+    def open(self, read: ReadTrajectory, find_demonstration: FindDemonstration, seed: int) -> LiveReplay: ...
 
 
-def check(ok: bool, message: str) -> None:
+def require(ok: bool, message: str) -> None:
     if not ok:
         raise RecipeError(message)
 
 
-# ------------------------------------------------------------------- the kinds
+# --------------------------------------------------------------------- pieces
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """Only what was sampled for this step."""
+class NoReplay:
+    """No replay: a step trains only on its own rollouts."""
 
-    wants: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = frozenset()
 
-    def open(self, read: Read, shown: Shown, seed: int) -> LiveReplay:
+    def open(self, read: ReadTrajectory, find_demonstration: FindDemonstration, seed: int) -> LiveReplay:
         return _Empty()
 
 
 @dataclass(frozen=True)
 class SuccessBuffer:
-    """A few past successes of each task (rewarded above ``least``), oldest out first. A group that fails, its rewards nearly
-    alike (std < ``spread``) and low (mean < ``mean``), gets one of them, ``instead`` of its first rollout or beside it."""
+    """Up to ``capacity`` past successes per task (reward above ``least``), first in, first out. A group that fails (reward std
+    below ``spread`` and mean below ``mean``) gets one of them, ``instead`` of its first rollout or in addition."""
 
     capacity: int = 8
     least: float = 0.1
     spread: float = 0.05
     mean: float = 0.2
     instead: bool = True
-    tasks: int = 4096  # remembered at most
+    tasks: int = 4096  # stored at most
 
-    wants: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
-        check(self.capacity >= 1 and self.tasks >= 1, f"a buffer of {self.capacity} successes; write at least 1")
-        check(self.spread >= 0, f"spread is {self.spread}; write 0 or more")
+        require(self.capacity >= 1 and self.tasks >= 1, f"a buffer of {self.capacity} successes; write at least 1")
+        require(self.spread >= 0, f"spread is {self.spread}; write 0 or more")
 
-    def open(self, read: Read, shown: Shown, seed: int) -> LiveReplay:
+    def open(self, read: ReadTrajectory, find_demonstration: FindDemonstration, seed: int) -> LiveReplay:
         return _ByTask(read, seed, self)
 
     def fails(self, group: Group) -> bool:
@@ -103,8 +104,8 @@ class SuccessBuffer:
 
 @dataclass(frozen=True)
 class RecentBuffer:
-    """What was credited above ``above`` in the last ``oldest`` steps and called at least ``tools`` tools; of at most ``size``
-    rows a random few join each step as groups of one, up to ``share`` of the fresh rows."""
+    """Trajectories of the last ``oldest`` steps with an advantage above ``above`` and at least ``tools`` tool calls, at most
+    ``size`` of them. Each step adds random ones as groups of one, up to ``share`` times the number of fresh trajectories."""
 
     oldest: int = 10
     size: int = 2048
@@ -112,15 +113,15 @@ class RecentBuffer:
     above: float = 0.0
     tools: int = 0
 
-    wants: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
-        check(
+        require(
             self.oldest >= 1 and self.size >= 1, f"a buffer of {self.size} rows, {self.oldest} steps; write at least 1"
         )
-        check(self.share > 0, f"share is {self.share}; write a positive number: replayed rows for each fresh one")
+        require(self.share > 0, f"share is {self.share}; write a positive number: replayed rows for each fresh one")
 
-    def open(self, read: Read, shown: Shown, seed: int) -> LiveReplay:
+    def open(self, read: ReadTrajectory, find_demonstration: FindDemonstration, seed: int) -> LiveReplay:
         return _Pool(read, seed, self)
 
     def takes(self, trajectory: Trajectory, advantage: float) -> bool:
@@ -132,22 +133,22 @@ class RecentBuffer:
 
 @dataclass(frozen=True)
 class WeightedPool:
-    """Every past row whose credit was not zero, the last ``size`` of them; each step draws ``share`` of its fresh rows from
-    it, a row with weight |A|^``power``, as groups of one. ``oldest`` 0: none is ever too old."""
+    """The last ``size`` trajectories whose advantage was not zero. Each step samples ``share`` times the number of fresh ones,
+    with weight |A|^``power``, as groups of one. ``oldest`` limits their age in steps; 0: no limit."""
 
     size: int = 2048
     share: float = 0.5
     power: float = 1.0
     oldest: int = 0
 
-    wants: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
-        check(self.size >= 1, f"a pool of {self.size} rows; write at least 1")
-        check(self.share > 0, f"share is {self.share}; write a positive number: replayed rows for each fresh one")
-        check(self.power >= 0 and self.oldest >= 0, f"power is {self.power}, oldest {self.oldest}; write 0 or more")
+        require(self.size >= 1, f"a pool of {self.size} rows; write at least 1")
+        require(self.share > 0, f"share is {self.share}; write a positive number: replayed rows for each fresh one")
+        require(self.power >= 0 and self.oldest >= 0, f"power is {self.power}, oldest {self.oldest}; write 0 or more")
 
-    def open(self, read: Read, shown: Shown, seed: int) -> LiveReplay:
+    def open(self, read: ReadTrajectory, find_demonstration: FindDemonstration, seed: int) -> LiveReplay:
         return _Pool(read, seed, self)
 
     def takes(self, trajectory: Trajectory, advantage: float) -> bool:
@@ -159,32 +160,32 @@ class WeightedPool:
 
 @dataclass(frozen=True)
 class ExpertCache:
-    """One trace of each task: an expert's, until the policy's own latest success takes its place. A group in which nobody was
-    rewarded (above ``least``) gets it, ``instead`` of its first rollout or beside it."""
+    """One trajectory per task: the policy's latest success, or an expert's until there is one. A group without a reward above
+    ``least`` gets it, ``instead`` of its first rollout or in addition."""
 
     least: float = 0.0
     instead: bool = True
-    tasks: int = 65536  # remembered at most
+    tasks: int = 65536  # stored at most
 
-    wants: ClassVar[frozenset[str]] = frozenset({"demonstrations"})
+    requires: ClassVar[frozenset[str]] = frozenset({"demonstrations"})
 
     def __post_init__(self) -> None:
-        check(self.tasks >= 1, f"a cache of {self.tasks} tasks; write at least 1")
+        require(self.tasks >= 1, f"a cache of {self.tasks} tasks; write at least 1")
 
-    def open(self, read: Read, shown: Shown, seed: int) -> LiveReplay:
-        return _Cache(read, shown, self)
+    def open(self, read: ReadTrajectory, find_demonstration: FindDemonstration, seed: int) -> LiveReplay:
+        return _Cache(read, find_demonstration, self)
 
     def fails(self, group: Group) -> bool:
         rewards = [t.reward for t in group.trajectories if t.origin == Origin.POLICY]
         return bool(rewards) and max(rewards) <= self.least
 
 
-# ------------------------------------------------------------------------ live
+# ---------------------------------------------------------------- live buffers
 
 
 @dataclass
 class _Empty:
-    def lacks(self, groups: Sequence[Group]) -> list[Task]:
+    def missing_demonstrations(self, groups: Sequence[Group]) -> list[Task]:
         return []
 
     def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
@@ -205,31 +206,31 @@ class _Empty:
 
 @dataclass
 class _ByTask(_Empty):
-    """Successes by the task's key, oldest first; tasks in the order of their last success."""
+    """Successes by task key, oldest first; tasks are ordered by their latest success."""
 
-    read: Read
+    read: ReadTrajectory
     seed: int
     rule: SuccessBuffer
     stored: dict[str, list[Entry]] = field(default_factory=dict)
 
     def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
-        return [self._helped(group, step) if self.rule.fails(group) else group for group in groups]
+        return [self._with_replay(group, step) if self.rule.fails(group) else group for group in groups]
 
-    def _helped(self, group: Group, step: int) -> Group:
+    def _with_replay(self, group: Group, step: int) -> Group:
         entries = self.stored.get(group.task.key, [])
-        dice = random.Random(f"{self.seed}/{step}/{group.task.key}")
-        for entry in dice.sample(entries, len(entries)):  # the first that is still there
-            row = recalled(self.read, entry, step)
-            if row is not None:
-                return joined(group, row, self.rule.instead)
+        rng = random.Random(f"{self.seed}/{step}/{group.task.key}")
+        for entry in rng.sample(entries, len(entries)):  # the first whose tokens are still stored
+            trajectory = load_entry(self.read, entry, step)
+            if trajectory is not None:
+                return with_trajectory(group, trajectory, self.rule.instead)
         return group
 
     def observe(self, groups: Sequence[Group], credited: Mapping[str, float], step: int) -> None:
         for group in groups:
-            good = [t for t in own(group) if t.reward > self.rule.least]
-            if good:
+            successes = [t for t in policy_trajectories(group) if t.reward > self.rule.least]
+            if successes:
                 past = self.stored.pop(group.task.key, [])
-                entries = past + [[t.id, step, credited.get(t.id, 0.0)] for t in good]
+                entries = past + [[t.id, step, credited.get(t.id, 0.0)] for t in successes]
                 self.stored[group.task.key] = entries[-self.rule.capacity :]
         for key in list(self.stored)[: -self.rule.tasks]:
             del self.stored[key]
@@ -246,37 +247,36 @@ class _ByTask(_Empty):
 
 @dataclass
 class _Pool(_Empty):
-    """Rows of any task, oldest first."""
+    """Trajectories of any task, oldest first."""
 
-    read: Read
+    read: ReadTrajectory
     seed: int
     rule: RecentBuffer | WeightedPool
     stored: list[Entry] = field(default_factory=list)
 
     def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
-        self._age(step)
-        wanted = round(self.rule.share * sum(len(own(group)) for group in groups))
-        found: list[Group] = []
-        for entry in self._drawn(step):
-            if len(found) == wanted:
+        self._expire(step)
+        count = round(self.rule.share * sum(len(policy_trajectories(group)) for group in groups))
+        replayed: list[Group] = []
+        for entry in self._in_random_order(step):
+            if len(replayed) == count:
                 break
-            row = recalled(self.read, entry, step)
-            if row is not None:
-                found.append(Group(f"replay/{row.id}", row.task, (row,)))
-        return [*groups, *found]
+            trajectory = load_entry(self.read, entry, step)
+            if trajectory is not None:
+                replayed.append(Group(f"replay/{trajectory.id}", trajectory.task, (trajectory,)))
+        return [*groups, *replayed]
 
-    def _age(self, step: int) -> None:
+    def _expire(self, step: int) -> None:
         if self.rule.oldest:
             self.stored = [entry for entry in self.stored if step - entry[1] <= self.rule.oldest]
 
-    def _drawn(self, step: int) -> list[Entry]:
-        """All of them in a weighted random order: the k-th is drawn from those the first k − 1 left over."""
-        dice = random.Random(f"{self.seed}/{step}")
-        lots = [math.log(1.0 - dice.random()) / max(self.rule.weight(entry[2]), 1e-30) for entry in self.stored]
-        return [self.stored[i] for i in sorted(range(len(lots)), key=lambda i: -lots[i])]
+    def _in_random_order(self, step: int) -> list[Entry]:
+        """All entries in a weighted random order without replacement."""
+        weights = [self.rule.weight(entry[2]) for entry in self.stored]
+        return [self.stored[i] for i in weighted_permutation(weights, random.Random(f"{self.seed}/{step}"))]
 
     def observe(self, groups: Sequence[Group], credited: Mapping[str, float], step: int) -> None:
-        fresh = [(t, credited.get(t.id, 0.0)) for group in groups for t in own(group)]
+        fresh = [(t, credited.get(t.id, 0.0)) for group in groups for t in policy_trajectories(group)]
         self.stored += [[t.id, step, a] for t, a in fresh if math.isfinite(a) and self.rule.takes(t, a)]
         self.stored = self.stored[-self.rule.size :]
 
@@ -292,31 +292,31 @@ class _Pool(_Empty):
 
 @dataclass
 class _Cache(_Empty):
-    """The last own success by the task's key; before the first, the expert's."""
+    """The policy's latest success by task key; the demonstration where there is none."""
 
-    read: Read
-    shown: Shown
+    read: ReadTrajectory
+    find_demonstration: FindDemonstration
     rule: ExpertCache
     stored: dict[str, Entry] = field(default_factory=dict)
 
-    def lacks(self, groups: Sequence[Group]) -> list[Task]:
+    def missing_demonstrations(self, groups: Sequence[Group]) -> list[Task]:
         return [g.task for g in groups if g.task.key not in self.stored and self.rule.fails(g)]
 
     def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
-        return [self._helped(group, step) if self.rule.fails(group) else group for group in groups]
+        return [self._with_replay(group, step) if self.rule.fails(group) else group for group in groups]
 
-    def _helped(self, group: Group, step: int) -> Group:
+    def _with_replay(self, group: Group, step: int) -> Group:
         entry = self.stored.get(group.task.key)
-        row = recalled(self.read, entry, step) if entry else None
-        row = row or self.shown(group.task)
-        return group if row is None else joined(group, row, self.rule.instead)
+        trajectory = load_entry(self.read, entry, step) if entry else None
+        trajectory = trajectory or self.find_demonstration(group.task)
+        return group if trajectory is None else with_trajectory(group, trajectory, self.rule.instead)
 
     def observe(self, groups: Sequence[Group], credited: Mapping[str, float], step: int) -> None:
         for group in groups:
-            good = [t for t in own(group) if t.reward > self.rule.least]
-            if good:
+            successes = [t for t in policy_trajectories(group) if t.reward > self.rule.least]
+            if successes:
                 self.stored.pop(group.task.key, None)
-                self.stored[group.task.key] = [good[0].id, step, credited.get(good[0].id, 0.0)]
+                self.stored[group.task.key] = [successes[0].id, step, credited.get(successes[0].id, 0.0)]
         for key in list(self.stored)[: -self.rule.tasks]:
             del self.stored[key]
 
@@ -333,29 +333,30 @@ class _Cache(_Empty):
 # --------------------------------------------------------------------- helpers
 
 
-def own(group: Group) -> list[Trajectory]:
-    """What the policy sampled for this very step."""
+def policy_trajectories(group: Group) -> list[Trajectory]:
+    """The trajectories that the policy sampled for this step."""
     return [t for t in group.trajectories if t.origin == Origin.POLICY]
 
 
-def recalled(read: Read, entry: Entry, step: int) -> Trajectory | None:
-    """A stored row as past data: where it comes from, how old it is, what it was credited with."""
-    key, stored, advantage = entry
-    row = read(key)
-    if row is None:
+def load_entry(read: ReadTrajectory, entry: Entry, step: int) -> Trajectory | None:
+    """The stored trajectory as replayed data: with its origin, its age and the advantage it had."""
+    key, sampled_at, advantage = entry
+    trajectory = read(key)
+    if trajectory is None:
         return None
-    facts = {**row.facts, "age": step - stored, "advantage": advantage}
-    return replace(row, origin=Origin.REPLAY, facts=facts)
+    facts = {**trajectory.facts, "age": step - sampled_at, "advantage": advantage}
+    return replace(trajectory, origin=Origin.REPLAY, facts=facts)
 
 
-def joined(group: Group, row: Trajectory, instead: bool) -> Group:
-    """The group with one row more, ``instead`` of its first that nobody forks from."""
+def with_trajectory(group: Group, trajectory: Trajectory, instead: bool) -> Group:
+    """The group with one more trajectory, ``instead`` of the first one that no other forks from."""
     parents = {t.fork.parent for t in group.trajectories if t.fork is not None}
-    free = next((t.id for t in group.trajectories if instead and t.id not in parents), None)
-    kept = [t for t in group.trajectories if t.id != free]
-    return replace(group, trajectories=(row, *kept))
+    replaced = next((t.id for t in group.trajectories if instead and t.id not in parents), None)
+    kept = [t for t in group.trajectories if t.id != replaced]
+    return replace(group, trajectories=(trajectory, *kept))
 
 
 __all__ = [
-    "ExpertCache", "LiveReplay", "Nothing", "Read", "RecentBuffer", "Replay", "Shown", "SuccessBuffer", "WeightedPool",
+    "ExpertCache", "FindDemonstration", "LiveReplay", "NoReplay", "ReadTrajectory", "RecentBuffer", "Replay", "SuccessBuffer",
+    "WeightedPool",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Rows as expert trajectories: every assistant turn to learn becomes tokens, everything else context.
+"""Dataset rows as expert trajectories: the assistant turns to learn become tokens, everything else context.
 
-Rendered by the run's own renderer, turn by turn, as an episode would be. Nobody knows with which probability these tokens
-were said, so none is recorded. Knows no environment and no file format.
+The run's own renderer renders them turn by turn, as it does in an episode. The behaviour policy of these tokens is unknown,
+so no log-probability is recorded. Knows no environment and no file format.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise.core.records import Group, Message, Origin, Task, Trajectory, Turn
-from turnwise.data.dataset import Row, Rows, Script, Wrong
-from turnwise.data.files import Faults
+from turnwise.data.dataset import Dataset, DatasetRow, Example, InvalidRow
+from turnwise.data.files import LineErrors
 from turnwise.errors import RenderError
 from turnwise.rollout.renderer import Dialogue, Renderer
 
 
-class TooLong(Wrong):
+class ExampleTooLong(InvalidRow):
     """More ids than the context holds."""
 
     def __init__(self, ids: int, context: int) -> None:
@@ -27,9 +27,9 @@ class TooLong(Wrong):
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """How a run reads dialogues: its renderer, how many ids it can hold, how many observations it sees, which tools are
-    shown where a row names none, and at which temperature its policy is judged."""
+class DialogueTokenizer:
+    """How a run tokenizes dialogues: its renderer, its context length in ids, how many observations are visible, which tools
+    are shown where a row names none, and the temperature at which its policy is scored."""
 
     renderer: Renderer
     context: int
@@ -37,101 +37,105 @@ class Speaker:
     tools: tuple[dict[str, Any], ...] = ()
     temperature: float = 1.0
 
-    def trajectory(self, script: Script, key: str, task: Task) -> Trajectory:
-        """One script, word for word; its reward stands on the last turn, and is 1 where nobody told another."""
+    def trajectory(self, example: Example, key: str, task: Task) -> Trajectory:
+        """One example, word for word; its reward stands on the last turn, and is 1 where none is given."""
         try:
-            turns, messages = self._turns(script)
+            turns, messages = self._turns(example)
         except RenderError as fault:
-            raise Wrong(str(fault)) from fault
-        reward = paid(script)
+            raise InvalidRow(str(fault)) from fault
+        reward = example_reward(example)
         return Trajectory(
             id=key,
             task=task,
             turns=(*turns[:-1], replace(turns[-1], reward=reward)),
             origin=Origin.EXPERT,
-            success=reward > 0 if script.success is None else script.success,
-            facts=script.facts,
-            rewards=script.rewards,
-            answer=tuple(self.renderer.encode(script.answer)) if script.answer else (),
+            success=reward > 0 if example.success is None else example.success,
+            facts=example.facts,
+            rewards=example.rewards,
+            answer=tuple(self.renderer.encode(example.answer)) if example.answer else (),
             messages=messages,
         )
 
-    def _turns(self, script: Script) -> tuple[list[Turn], tuple[Message, ...]]:
-        dialogue = self._opened(list(script.before), script.tools or self.tools)
+    def _turns(self, example: Example) -> tuple[list[Turn], tuple[Message, ...]]:
+        dialogue = self._open(list(example.prompt), example.tools or self.tools)
         turns: list[Turn] = []
-        waiting: list[Message] = []
+        observations: list[Message] = []
         longest = 0
-        for message in script.said:
+        for message in example.completion:
             if message["role"] != "assistant":
-                waiting.append(message)
+                observations.append(message)
                 continue
             if turns:
-                self.renderer.tell(dialogue, waiting)
-                waiting = []
-            context, restart = tuple(dialogue.fresh), dialogue.restarted
-            tokens = self._tokens(message["content"])
-            action = self.renderer.hear(dialogue, tokens)
+                self.renderer.append_observation(dialogue, observations)
+                observations = []
+            context, restart = tuple(dialogue.new_ids), dialogue.restarted
+            tokens = self._turn_tokens(message["content"])
+            action = self.renderer.append_sampled(dialogue, tokens)
             longest = max(longest, len(dialogue.ids))
             calls, faults = len(action.calls), len(action.faults)
             turn = Turn(context, tuple(tokens), restart=restart, temperature=self.temperature)
             turns.append(replace(turn, tool_calls=calls + faults, tool_errors=faults))
         if longest > self.context:
-            raise TooLong(longest, self.context)
-        return turns, (*dialogue.messages, *waiting)
+            raise ExampleTooLong(longest, self.context)
+        return turns, (*dialogue.messages, *observations)
 
-    def _opened(self, before: list[Message], tools: tuple[dict[str, Any], ...]) -> Dialogue:
-        """The prompt as an episode would show it by now: with a short history, not all of it."""
-        dialogue = self.renderer.open(before, tools, self.history)
-        if dialogue.visible != before:
+    def _open(self, prompt: list[Message], tools: tuple[dict[str, Any], ...]) -> Dialogue:
+        """The prompt as an episode shows it at this point: a short history hides part of it."""
+        dialogue = self.renderer.open(prompt, tools, self.history)
+        if dialogue.visible != prompt:
             dialogue = self.renderer.open(dialogue.visible, tools, self.history)
-            dialogue.messages = list(before)
+            dialogue.messages = list(prompt)
         return dialogue
 
-    def _tokens(self, text: str) -> list[int]:
+    def _turn_tokens(self, text: str) -> list[int]:
         tokens = self.renderer.encode_turn(text)
         if self.renderer.decode(tokens[:-1]) != text:
-            raise Wrong(f"the tokenizer does not give back what the assistant says: {text[:40]!r}")
+            raise InvalidRow(f"the tokenizer does not give back what the assistant says: {text[:40]!r}")
         if set(tokens[:-1]) & set(self.renderer.stop_ids):
-            raise Wrong(f"the assistant says the token that ends a turn inside one: {text[:40]!r}; leave it out")
+            raise InvalidRow(f"the assistant says the token that ends a turn inside one: {text[:40]!r}; leave it out")
         return tokens
 
 
-def paid(script: Script) -> float:
-    """What a script is worth when nobody said: 1, and the worse one of a pair 0."""
-    if script.reward is not None:
-        return script.reward
-    return float(script.facts.get("chosen", 1.0))
+def example_reward(example: Example) -> float:
+    """The reward of an example; by default 1, and 0 for the rejected one of a pair."""
+    if example.reward is not None:
+        return example.reward
+    return float(example.facts.get("chosen", 1.0))
 
 
-def task_of(rows: Rows, row: Row) -> Task:
-    """Its own, or one that names file and line."""
-    return row.task or Task(rows.path.stem, row.line, "data")
+def task_of(dataset: Dataset, row: DatasetRow) -> Task:
+    """The row's own task, or one that names file and line."""
+    return row.task or Task(dataset.path.stem, row.line, "data")
 
 
-def groups_of(rows: Rows, speaker: Speaker, together: bool = True) -> list[Group]:
-    """Pairs as groups of two, the better one first; other rows of one task, or of one prompt, ``together`` or each alone."""
-    faults, long, found = Faults(rows.path), dict[int, int](), dict[str, list[Trajectory]]()
-    for row in rows.rows:
-        key = f"{rows.path.stem}:{row.line}" + (f"+{row.copy}" if row.copy else "")
-        peers = _peers(row) if together and not row.pair else key
-        for i, script in enumerate(row.scripts):
+def build_groups(dataset: Dataset, tokenizer: DialogueTokenizer, together: bool = True) -> list[Group]:
+    """Pairs as groups of two, the chosen one first. Other rows of one task, or of one prompt, form one group if ``together``
+    is set, otherwise each row is a group."""
+    errors, too_long = LineErrors(dataset.path), dict[int, int]()
+    members = dict[str, list[Trajectory]]()
+    for row in dataset.rows:
+        key = f"{dataset.path.stem}:{row.line}" + (f"+{row.copy}" if row.copy else "")
+        group_key = _group_key(row) if together and not row.is_pair else key
+        for i, example in enumerate(row.examples):
             try:
-                made = speaker.trajectory(script, f"{key}.{i}", task_of(rows, row))
-            except TooLong as fault:
-                long[row.line] = max(fault.ids, long.get(row.line, 0))
-            except Wrong as wrong:
-                faults.add(row.line, str(wrong))
+                trajectory = tokenizer.trajectory(example, f"{key}.{i}", task_of(dataset, row))
+            except ExampleTooLong as fault:
+                too_long[row.line] = max(fault.ids, too_long.get(row.line, 0))
+            except InvalidRow as fault:
+                errors.add(row.line, str(fault))
             else:
-                found.setdefault(peers, []).append(made)
-    for line in long:
-        most = max(long.values())
-        faults.add(line, f"longer than the context of {speaker.context} ids; shorten it, or write --context {most}")
-    faults.refuse(len(rows))
-    return [_group(members) for members in found.values()]
+                members.setdefault(group_key, []).append(trajectory)
+    for line in too_long:
+        longest = max(too_long.values())
+        errors.add(
+            line, f"longer than the context of {tokenizer.context} ids; shorten it, or write --context {longest}"
+        )
+    errors.raise_if_any(len(dataset))
+    return [_group(trajectories) for trajectories in members.values()]
 
 
-def _peers(row: Row) -> str:
-    return row.task.key if row.task else json.dumps(row.scripts[0].before, sort_keys=True)
+def _group_key(row: DatasetRow) -> str:
+    return row.task.key if row.task else json.dumps(row.examples[0].prompt, sort_keys=True)
 
 
 def _group(members: list[Trajectory]) -> Group:
@@ -139,10 +143,10 @@ def _group(members: list[Trajectory]) -> Group:
     return Group(members[0].id.rsplit(".", 1)[0], task, tuple(replace(t, task=task) for t in members))
 
 
-def tasks_of(rows: Rows) -> Mapping[str, list[Row]]:
-    """The dialogues of each task that is named, by its key."""
-    found: dict[str, list[Row]] = {}
-    for row in rows.rows:
-        if row.task is not None and not row.pair:
-            found.setdefault(row.task.key, []).append(row)
-    return found
+def rows_by_task(dataset: Dataset) -> Mapping[str, list[DatasetRow]]:
+    """The dialogues of each task that rows name, by task key."""
+    by_task: dict[str, list[DatasetRow]] = {}
+    for row in dataset.rows:
+        if row.task is not None and not row.is_pair:
+            by_task.setdefault(row.task.key, []).append(row)
+    return by_task

@@ -1,11 +1,11 @@
-"""The environments: what an agent can be trained in, by name.
+"""Environments by name: the built-in ones, classes of the user, and families of other packages.
 
-    make("keydoor", difficulty=2)               a fresh episode, not yet reset
+    make("keydoor", difficulty=2)               a new episode, not yet reset
     load("my_package.my_module:MyEnvironment")  a class of your own
-    load("reasoning_gym:chain_sum")             one of a family that another package brings
+    load("reasoning_gym:chain_sum")             one of a family that another package provides
 
-Built-in classes are imported when first asked for, so that one environment's dependencies are not another's.
-This file does not know what an environment needs to be good: ``environments.check`` does.
+Built-in classes are imported on first use, so that an environment needs only its own dependencies.
+Does not know what makes an environment valid: ``environments.checker`` does.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ BUILT_IN = {
 }
 FAMILIES = {
     "reasoning_gym": "turnwise.environments.families.reasoning_gym"
-}  # a module whose ``environment(member)`` makes the class
+}  # a module whose ``environment(member)`` returns the class
 
 
 def load(name: str) -> type[Any]:
     """The class of a built-in name, of ``"family:member"`` or of ``"module:Class"``."""
     family, _, member = name.partition(":")
     if family in FAMILIES:
-        made: type[Any] = importlib.import_module(FAMILIES[family]).environment(member)
-        return made
+        family_class: type[Any] = importlib.import_module(FAMILIES[family]).environment(member)
+        return family_class
     spec = BUILT_IN.get(name, name)
     module_name, colon, class_name = spec.partition(":")
     if not colon:
@@ -48,27 +48,27 @@ def load(name: str) -> type[Any]:
         raise SettingError(f"environment {name!r}: {module_name} cannot be imported: {broken}") from broken
     except (TypeError, ValueError) as odd:
         raise SettingError(f"environment {name!r} cannot be read ({odd}); write module:Class") from odd
-    found = vars(module).get(class_name)
-    if not isinstance(found, type):
+    cls = vars(module).get(class_name)
+    if not isinstance(cls, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        known = nearest(class_name, classes)
-        raise SettingError(f"environment {name!r}: {module_name} has no class {class_name!r}; {known}")
-    return found
+        hint = nearest(class_name, classes)
+        raise SettingError(f"environment {name!r}: {module_name} has no class {class_name!r}; {hint}")
+    return cls
 
 
 def make(name: str, difficulty: int = 1, split: str = "train") -> Any:
-    """A new episode of ``load(name)``. A class that takes no difficulty or split has only the first of each."""
+    """A new episode of ``load(name)``. A class whose constructor takes no difficulty or split has only the default one."""
     cls = load(name)
-    wanted: dict[str, Any] = {"difficulty": difficulty, "split": split}
-    taken = settings(cls)
+    arguments: dict[str, Any] = {"difficulty": difficulty, "split": split}
+    accepted = settings(cls)
     for key, only in (("difficulty", 1), ("split", "train")):
-        if key not in taken and wanted.pop(key) != only:
+        if key not in accepted and arguments.pop(key) != only:
             raise SettingError(f"environment {name!r} has only {key} {only!r}: its __init__ takes no keyword {key!r}")
-    return cls(**wanted)
+    return cls(**arguments)
 
 
 def settings(cls: type[Any]) -> frozenset[str]:
-    """Which of ``difficulty`` and ``split`` a class can be made with. Asked for every episode, looked up once."""
+    """Which of ``difficulty`` and ``split`` the constructor of a class accepts; cached, because every episode asks."""
     return _settings(cls)  # type: ignore[arg-type]  # a class is hashable
 
 
@@ -78,5 +78,5 @@ def _settings(cls: type[Any]) -> frozenset[str]:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a class written in C
         return frozenset()
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return frozenset(key for key in ("difficulty", "split") if anything or key in parameters)
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return frozenset(key for key in ("difficulty", "split") if accepts_any or key in parameters)

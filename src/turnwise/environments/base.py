@@ -1,8 +1,8 @@
-"""What every environment class is built on, and what the loop may ask it.
+"""The base class of environments, with the methods and attributes that the rollout loop reads.
 
-An environment object is one single-use episode: ``reset(seed)`` once, ``step(action)`` until it says it is over. The
-class itself answers for the whole family of tasks: which difficulties exist, how a task is drawn, how a good and a
-mediocre player would act. Tasks of the two splits are disjoint *by content*, not only by seed.
+An environment object is one single-use episode: ``reset(seed)`` once, then ``step(action)`` until a step ends the episode. The
+class describes the whole distribution of tasks: which difficulties exist, how a task is sampled, how an optimal and an
+imperfect scripted policy act. Tasks of the two splits are disjoint *by content*, not only by seed.
 
 An environment knows nothing of tokens, log-probabilities or losses.
 """
@@ -27,12 +27,14 @@ class Environment(ABC):
     """Base class of built-in environments, and the shortest way to write your own."""
 
     difficulties: ClassVar[tuple[int, ...]] = (1,)
-    max_turns: int = 8  # an instance may set its own, by difficulty
+    max_turns: int = 8  # an instance may set its own for its difficulty
     tools: Sequence[dict[str, Any]] = ()  # OpenAI tool schemas, shown to the model by the chat template
-    facts: ClassVar[tuple[str, ...]] = ()  # what it may say of a turn in ``info["facts"]``: numbers or labels, by name
-    inline: ClassVar[bool] = False  # none of its plain methods ever waits: they are called in place, without a thread
-    suggests: ClassVar[Mapping[str, Any]] = {}  # settings of a run for which the user gives none: {"history": 1}
-    symbols: ClassVar[str] = ""  # a regular expression: what the tiny tokenizer must not merge with its neighbours
+    facts: ClassVar[tuple[str, ...]] = ()  # names of the numbers or labels that ``info["facts"]`` of a step may hold
+    inline: ClassVar[bool] = False  # no plain method ever blocks: they are called directly, without a thread
+    suggests: ClassVar[Mapping[str, Any]] = {}  # settings that apply where the user gives none: {"history": 1}
+    symbols: ClassVar[str] = (
+        ""  # regular expression of texts that the tiny tokenizer must not merge with their neighbours
+    )
 
     def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
         if difficulty not in self.difficulties:
@@ -45,120 +47,128 @@ class Environment(ABC):
 
     @abstractmethod
     def reset(self, seed: int) -> Sequence[Message]:
-        """Begin the episode of this seed; the first messages the agent reads."""
+        """Start the episode of this seed; returns the first messages the agent reads."""
 
     @abstractmethod
     def step(self, action: Action) -> Step | Awaitable[Step]:
-        """Answer one action. May be ``async``."""
+        """Apply one action. May be ``async``."""
 
-    # ---- optional powers: None means "this environment cannot"
+    # ---- optional: None means that the environment does not support it
     def state_key(self) -> str | None:
-        """A key that is equal exactly when two moments of two episodes of one task are the same state."""
+        """A key that is equal exactly when two episodes of one task are in the same state."""
         return None
 
     def snapshot(self) -> Any | None:
-        """JSON-able state from which ``restore`` goes on."""
+        """The state as JSON-serialisable data, from which ``restore`` continues."""
         return None
 
     def restore(self, snapshot: Any) -> None:
         raise NotImplementedError(f"{type(self).__name__} cannot be restored")
 
     def answer(self) -> str | None:
-        """The reference answer, in the words an agent would say it in, for credit that measures how likely it has become."""
+        """The reference answer in the form an agent gives it, for credit that measures its log-probability."""
         return None
 
     def hint(self) -> str | None:
-        """Guidance for this task, asked for after ``reset``: how to go about it, not the answer."""
+        """Guidance for this task, read after ``reset``: how to solve it, not the answer."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most episodes hold nothing
-        """Release what the episode holds."""
+        """Release the resources of the episode."""
 
-    # ---- players and demonstrations
+    # ---- scripted policies
     def oracle(self) -> Action:
-        """The next action of a perfect player, from the current state."""
-        raise NotImplementedError(f"{type(self).__name__} has no oracle player")
+        """The next action of an optimal policy in the current state."""
+        raise NotImplementedError(f"{type(self).__name__} has no oracle policy: write a method `oracle`")
 
     def random_action(self, rng: random.Random) -> Action:
-        """The next action of a player that knows the format but nothing else."""
-        raise NotImplementedError(f"{type(self).__name__} has no random player")
+        """The next action of a policy that knows only the action format."""
+        raise NotImplementedError(f"{type(self).__name__} has no random policy: write a method `random_action`")
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """The next action of a *mediocre* demonstrator, for an honest cold start. Default: half the oracle."""
+        """The next action of an *imperfect* demonstrator, so that a cold start leaves something to learn. Default: ``oracle`` with
+        probability 0.5, otherwise ``random_action``."""
         return self.oracle() if rng.random() < 0.5 else self.random_action(rng)
 
 
-class Quiz(Environment):
-    """An episode that ends with one final answer, right or wrong, or when its turns are used up."""
+def overrides(cls: Any, name: str) -> bool:
+    """Whether ``cls`` defines method ``name`` itself rather than inheriting the default of :class:`Environment`."""
+    method = getattr(cls, name, None)
+    return callable(method) and method is not getattr(Environment, name, None)
 
-    limits: ClassVar[Mapping[int, int]]  # turns, by difficulty
+
+class SingleAnswerEnvironment(Environment):
+    """An episode that ends with one final answer, right or wrong, or at the turn limit."""
+
+    limits: ClassVar[Mapping[int, int]]  # turns by difficulty
     seed: int
     turns: int  # taken so far
-    said: str  # the final answer; empty until there is one
+    final_answer: str  # empty until it is given
 
     def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
         super().__init__(difficulty=difficulty, split=split)
         self.max_turns = self.limits[difficulty]
 
     def begin(self, seed: int) -> None:
-        """Back to the first turn. A subclass also draws the problem of this seed."""
-        self.seed, self.turns, self.said = seed, 0, ""
+        """Reset to the first turn. A subclass also samples the problem of this seed."""
+        self.seed, self.turns, self.final_answer = seed, 0, ""
 
     @property
     @abstractmethod
-    def right(self) -> str:
-        """The final answer that wins."""
+    def correct_answer(self) -> str:
+        """The final answer that is rewarded."""
 
     @property
-    def won(self) -> bool:
-        return self.said == self.right
+    def succeeded(self) -> bool:
+        return self.final_answer == self.correct_answer
 
     @property
-    def over(self) -> bool:
-        return bool(self.said) or self.turns >= self.max_turns
+    def is_over(self) -> bool:
+        return bool(self.final_answer) or self.turns >= self.max_turns
 
     def reply(
-        self, messages: Sequence[Message], reward: float = 0.0, told: Mapping[str, float] | None = None, **counts: int
+        self, messages: Sequence[Message], reward: float = 0.0, facts: Mapping[str, float] | None = None, **counts: int
     ) -> Step:
-        """A step, with the facts ``told`` of the turn; the last one tells whether the answer was right."""
+        """A step with the ``facts`` of the turn; the last step of the episode also has ``info["success"]``."""
         info: dict[str, Any] = {
             **counts,
-            **({"facts": told} if told else {}),
-            **({"success": self.won} if self.over else {}),
+            **({"facts": facts} if facts else {}),
+            **({"success": self.succeeded} if self.is_over else {}),
         }
-        return Step(messages, reward, bool(self.said), self.over and not self.said, info)
+        return Step(messages, reward, bool(self.final_answer), self.is_over and not self.final_answer, info)
 
     def snapshot(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("difficulty", "split", "seed", "turns", "said")}
+        state = {name: getattr(self, name) for name in ("difficulty", "split", "seed", "turns")}
+        return {**state, "said": self.final_answer}
 
     def restore(self, snapshot: Any) -> None:
         self.difficulty, self.split = snapshot["difficulty"], snapshot["split"]
         self.max_turns = self.limits[self.difficulty]
         self.begin(snapshot["seed"])
-        self.turns, self.said = snapshot["turns"], snapshot["said"]
+        self.turns, self.final_answer = snapshot["turns"], snapshot["said"]
 
 
 Problem = TypeVar("Problem")
 
 
-def held_out(content: str) -> bool:
-    """Whether a problem belongs to the held-out split: a fixed tenth, by content."""
+def is_held_out(content: str) -> bool:
+    """Whether a problem belongs to the held-out split: a fixed tenth, by a hash of its content."""
     return hashlib.sha256(content.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
-def draw(
+def sample_problem(
     make: Callable[[random.Random], Problem], seed: int, split: str, key: Callable[[Problem], str] = str
 ) -> Problem:
-    """The problem of ``seed`` in ``split``: drawn again until its content falls into that split."""
+    """The problem of ``seed`` in ``split``: ``make`` is called until the content of its problem falls into that split."""
     rng = random.Random(f"{split}/{seed}")
     for _ in range(10_000):
         problem = make(rng)
-        if held_out(key(problem)) == (split != "train"):
+        if is_held_out(key(problem)) == (split != "train"):
             return problem
     raise RuntimeError(f"no {split} problem found for seed {seed}: too few different problems")
 
 
-def call(tool: str, **arguments: Any) -> Action:
+def tool_action(tool: str, **arguments: Any) -> Action:
     """An action that calls one tool, in the format the renderer parses."""
     import json
 
@@ -166,10 +176,11 @@ def call(tool: str, **arguments: Any) -> Action:
     return Action(text=text, calls=(ToolCall(tool, arguments),))
 
 
-def say(text: str) -> Action:
+def text_action(text: str) -> Action:
+    """An action that is plain text."""
     return Action(text=text)
 
 
-def user(text: str) -> Message:
-    """The answer of an environment that has no tools."""
+def user_message(text: str) -> Message:
+    """An observation as a user message, for environments without tools."""
     return {"role": "user", "content": text}

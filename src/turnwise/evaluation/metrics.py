@@ -1,4 +1,4 @@
-"""Evaluation: how often a player succeeds on held-out tasks, with intervals.
+"""Evaluation metrics: how often a policy succeeds on held-out tasks, with confidence intervals. Does not know who plays.
 
 pass@k (unbiased), average@k and majority@k over several samples of each task; intervals by bootstrap over tasks.
 """
@@ -53,18 +53,18 @@ def summarise(evaluation: Evaluation, seed: int) -> dict[str, Any]:
     success = evaluation.success
     n, k = success.shape
     mean, low, high = interval(success, seed)
-    every = [t for row in evaluation.trajectories for t in row]
-    turns = [turn for t in every for turn in t.turns]
+    trajectories = [t for row in evaluation.trajectories for t in row]
+    turns = [turn for t in trajectories for turn in t.turns]
     out: dict[str, Any] = {
         "success": mean,
         "interval": [low, high],
         "tasks": n,
         "samples": k,
-        "turns": len(turns) / max(1, len(every)),
-        "tool_calls": sum(turn.tool_calls for turn in turns) / max(1, len(every)),
-        "tool_errors": sum(turn.tool_errors for turn in turns) / max(1, len(every)),
-        "tokens": sum(t.sampled for t in every),
-        "failed": sum(t.status == Status.FAILED for t in every),
+        "turns": len(turns) / max(1, len(trajectories)),
+        "tool_calls": sum(turn.tool_calls for turn in turns) / max(1, len(trajectories)),
+        "tool_errors": sum(turn.tool_errors for turn in turns) / max(1, len(trajectories)),
+        "tokens": sum(t.sampled for t in trajectories),
+        "failed": sum(t.status == Status.FAILED for t in trajectories),
         "by_difficulty": {},
     }
     for level in sorted({task.difficulty for task in evaluation.tasks}):
@@ -72,7 +72,7 @@ def summarise(evaluation: Evaluation, seed: int) -> dict[str, Any]:
         m, lo, hi = interval(rows, seed)
         out["by_difficulty"][str(level)] = {"success": m, "interval": [lo, hi], "tasks": len(rows)}
     if k > 1:
-        out |= several(evaluation, seed)
+        out |= per_k_metrics(evaluation, seed)
     return out
 
 
@@ -80,13 +80,13 @@ def interval(success: np.ndarray, seed: int) -> tuple[float, float, float]:
     """Mean success and its 95 % interval: Wilson's for single trials, else bootstrap over tasks."""
     per_task = success.mean(1)
     if success.shape[1] == 1 or np.ptp(per_task) == 0:  # a bootstrap of equal numbers would claim certainty
-        found = statistics.wilson(float(per_task.sum()), len(per_task))
+        bounds = statistics.wilson(float(per_task.sum()), len(per_task))
     else:
-        found = statistics.bootstrap(per_task, seed=seed)
-    return found.estimate, found.low, found.high
+        bounds = statistics.bootstrap(per_task, seed=seed)
+    return bounds.estimate, bounds.low, bounds.high
 
 
-def several(evaluation: Evaluation, seed: int) -> dict[str, Any]:
+def per_k_metrics(evaluation: Evaluation, seed: int) -> dict[str, Any]:
     """pass@k and majority@k for every power of two up to the number of samples."""
     success = evaluation.success
     n, k = success.shape
@@ -98,12 +98,12 @@ def several(evaluation: Evaluation, seed: int) -> dict[str, Any]:
 
 
 def _majority(row: Sequence[Trajectory], k: int) -> float:
-    """The chance that the commonest last words of k samples are right."""
-    truth = next((last_words(t) for t in row if t.success), None)
-    return statistics.majority_at_k([last_words(t) for t in row], truth, k) if truth is not None else 0.0
+    """The probability that the most common last message of k samples is right."""
+    truth = next((last_message(t) for t in row if t.success), None)
+    return statistics.majority_at_k([last_message(t) for t in row], truth, k) if truth is not None else 0.0
 
 
-def last_words(trajectory: Trajectory) -> str:
-    """What the agent said last: its answer, for a majority vote."""
-    spoken = [m["content"] for m in trajectory.messages if m.get("role") == "assistant"]
-    return spoken[-1].strip() if spoken else ""
+def last_message(trajectory: Trajectory) -> str:
+    """The last assistant message: the answer of a majority vote."""
+    messages = [m["content"] for m in trajectory.messages if m.get("role") == "assistant"]
+    return messages[-1].strip() if messages else ""

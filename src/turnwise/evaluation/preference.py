@@ -1,4 +1,4 @@
-"""How a policy ranks held-back pairs: does it find the better answer likelier than the worse one? Knows no objective."""
+"""Preference accuracy on held-out pairs: is the better answer likelier under the policy than the worse one? Knows no objective."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from turnwise.core.records import Group
 from turnwise.core.signals import Signal
 from turnwise.maths.statistics import wilson
 
-AT_ONCE = 64  # groups
+GROUPS_PER_BATCH = 64
 
 
-def ranking(learner: Learner, groups: Sequence[Group]) -> dict[str, float]:
-    """Shares of pairs in which the better answer has the higher log-probability, as a whole and a token; and its mean."""
+def rank_pairs(learner: Learner, groups: Sequence[Group]) -> dict[str, float]:
+    """Share of pairs whose better answer has the higher log-probability, in total and per token, and its mean log-probability."""
     rows: list[tuple[str, float, float, float]] = []
-    for i in range(0, len(groups), AT_ONCE):
-        batch = pack(groups[i : i + AT_ONCE])
+    for i in range(0, len(groups), GROUPS_PER_BATCH):
+        batch = pack(groups[i : i + GROUPS_PER_BATCH])
         logp = learner.measure(batch, frozenset({Signal.LOGP}))[Signal.LOGP]
-        owners = [g.id for g in groups[i : i + AT_ONCE] for _ in g.trajectories]
-        chosen = [float(t.facts.get("chosen", 1.0)) for g in groups[i : i + AT_ONCE] for t in g.trajectories]
-        plain = [not t.facts.get("revises") for g in groups[i : i + AT_ONCE] for t in g.trajectories]
+        owners = [g.id for g in groups[i : i + GROUPS_PER_BATCH] for _ in g.trajectories]
+        chosen = [float(t.facts.get("chosen", 1.0)) for g in groups[i : i + GROUPS_PER_BATCH] for t in g.trajectories]
+        originals = [not t.facts.get("revises") for g in groups[i : i + GROUPS_PER_BATCH] for t in g.trajectories]
         columns = (logp.sum(TRAJECTORY).x.tolist(), logp.mean(TRAJECTORY).x.tolist())
-        rows += [row for row, answers in zip(zip(owners, chosen, *columns), plain) if answers]
+        rows += [row for row, original in zip(zip(owners, chosen, *columns), originals) if original]
     if not rows:
         return {}
     better = {key: (whole, each) for key, chosen, whole, each in rows if chosen}
     worse = {key: (whole, each) for key, chosen, whole, each in rows if not chosen}
-    liked = [each for _, chosen, _, each in rows if chosen]
-    found = {"groups": float(len(groups)), "logp": sum(liked) / max(1, len(liked))}
+    chosen_logp = [each for _, chosen, _, each in rows if chosen]
+    metrics = {"groups": float(len(groups)), "logp": sum(chosen_logp) / max(1, len(chosen_logp))}
     pairs = [(better[key], worse[key]) for key in better if key in worse]
     if pairs:
-        found["accuracy"] = sum(good[0] > bad[0] for good, bad in pairs) / len(pairs)
-        found["accuracy_per_token"] = sum(good[1] > bad[1] for good, bad in pairs) / len(pairs)
-    return found
+        metrics["accuracy"] = sum(good[0] > bad[0] for good, bad in pairs) / len(pairs)
+        metrics["accuracy_per_token"] = sum(good[1] > bad[1] for good, bad in pairs) / len(pairs)
+    return metrics
 
 
-def brief(found: Mapping[str, float]) -> dict[str, Any]:
-    """A ranking in the words of an evaluation: a pair ranked right is a task solved."""
-    pairs = int(found["groups"])
-    bounds = wilson(found["accuracy"] * pairs, pairs)
+def as_evaluation(ranking: Mapping[str, float]) -> dict[str, Any]:
+    """A ranking in the form of an evaluation summary: a pair ranked right counts as a task solved."""
+    pairs = int(ranking["groups"])
+    bounds = wilson(ranking["accuracy"] * pairs, pairs)
     counts = dict.fromkeys(("turns", "tool_calls", "tool_errors"), 0.0)
     interval = [bounds.low, bounds.high]
     return {
-        "success": found["accuracy"],
+        "success": ranking["accuracy"],
         "interval": interval,
         "tasks": pairs,
         "samples": 1,

@@ -1,1 +1,1 @@
-"""Adapters: our objectives inside other people's trainers. Each file imports its trainer, so none is imported here."""
+"""Adapters that run our objectives inside other trainers. Each module imports its trainer, so none is imported here."""

@@ -1,9 +1,9 @@
-"""Methods as functions over padded (B, L) tensors and a mask, for other trainers: none of our loop is needed.
+"""Methods as functions over padded (B, L) tensors and a mask, for other trainers. Needs nothing of our training loop.
 
     adv = padded.advantages("rloo", rewards, mask, group)
     loss, metrics = padded.loss("sapo", logp, old_logp, mask, advantages=adv)
 
-``mask`` marks the sampled tokens; prompt, tool and padding positions are False and may hold anything.
+``mask`` marks the sampled tokens; prompt, tool and padding positions are False and may contain anything.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from turnwise import recipes
 from turnwise.algebra import diagnostics
 from turnwise.algebra.objective import Objective
 from turnwise.core.batch import Batch, Sequences
+from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Tree
-from turnwise.core.signals import LIVE, Signal
+from turnwise.core.signals import WITH_GRADIENT, Signal
 from turnwise.errors import RecordError, SettingError, SignalError
 from turnwise.recipes.recipe import Recipe
 
@@ -33,11 +34,11 @@ def from_padded(
     turn: Tensor | None = None,
     **columns: Tensor,
 ) -> Batch:
-    """A batch from padded (B, L) tensors, as other trainers hold them.
+    """A batch from the padded (B, L) tensors of other trainers.
 
     ``mask`` marks the sampled tokens; ``turn`` numbers the turns of each row (default: maximal runs of the mask);
     ``logp`` and ``columns`` are (B, L) too; ``reward`` (B,) is paid at the last turn; ``group`` (B,) labels the peers.
-    A row without sampled tokens still counts among its peers. Only real rows are read, so padding may hold anything."""
+    A row without sampled tokens still counts in its group. Unmasked positions are never read, so padding may contain anything."""
     b, length = ids.shape
     mask = mask.bool()
     if turn is None:
@@ -45,18 +46,19 @@ def from_padded(
     rows = torch.arange(b, device=ids.device)[:, None].expand(b, length)[mask]
     if bool(mask[:, 0].any()):
         raise RecordError("a row begins with a sampled token; the first position must be context")
-    silent = (~mask.any(1)).nonzero().squeeze(1)  # an empty turn each, where their reward is paid: siblings count it
-    places, turn_of = torch.unique(
-        torch.cat([rows * (length + 1) + turn[mask], silent * (length + 1)]), return_inverse=True
+    # a row without sampled tokens gets an empty turn with its reward, which the group's baseline includes
+    without_tokens = (~mask.any(1)).nonzero().squeeze(1)
+    turn_keys, turn_of = torch.unique(
+        torch.cat([rows * (length + 1) + turn[mask], without_tokens * (length + 1)]), return_inverse=True
     )
-    owner = torch.zeros(places.numel(), dtype=torch.int64, device=ids.device)
-    owner[turn_of] = torch.cat([rows, silent])
+    owner = torch.zeros(turn_keys.numel(), dtype=torch.int64, device=ids.device)
+    owner[turn_of] = torch.cat([rows, without_tokens])
     turn_of = turn_of[: rows.numel()]
     labels, group_of = torch.unique(group, return_inverse=True)
     tree = Tree(turn_of, owner, group_of, labels.numel())
     turns = owner.numel()
-    paid = torch.zeros(turns, device=ids.device)
-    paid[tree.size(TURN, TRAJECTORY).x.cumsum(0) - 1] = reward.float()
+    turn_reward = torch.zeros(turns, device=ids.device)
+    turn_reward[tree.size(TURN, TRAJECTORY).x.cumsum(0) - 1] = reward.float()
     zeros = lambda level, dtype: Field(tree, level, torch.zeros(tree.count(level), dtype=dtype, device=ids.device))  # noqa: E731
     return Batch(
         tree=tree,
@@ -71,7 +73,7 @@ def from_padded(
         mass=zeros(TOKEN, torch.float32),
         version=zeros(TOKEN, torch.int64),
         temperature=tree.full(TURN, 1.0),
-        reward=Field(tree, TURN, paid),
+        reward=Field(tree, TURN, turn_reward),
         state=tree.full(TURN, -1, torch.int64),
         action=zeros(TURN, torch.int64),
         agent=zeros(TURN, torch.int64),
@@ -92,7 +94,7 @@ def from_padded(
 
 
 def to_padded(value: Field, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """A field as a padded (B, L) tensor: sampled positions hold it, all others ``fill``. Inverse of ``from_padded``."""
+    """A field as a padded (B, L) tensor, ``fill`` at positions that were not sampled. Inverse of ``from_padded``."""
     out = torch.full(mask.shape, fill, dtype=value.x.dtype, device=value.x.device)
     out[mask.bool()] = value.at(TOKEN).x
     return out
@@ -102,12 +104,12 @@ def to_padded(value: Field, mask: Tensor, fill: float = 0.0) -> Tensor:
 
 
 def objective_of(method: str | Recipe | Objective, **hyper: Any) -> Objective:
-    """The objective of a method. Keep it between calls where the method remembers something (a dual price, a running mean)."""
+    """The objective of a method. Keep it between calls if the method has memory (a dual variable, a running mean)."""
     if isinstance(method, str):
         method = recipes.build(method, **hyper)
     elif hyper:
         raise SettingError(
-            f"hyper-parameters {sorted(hyper)} beside a finished {type(method).__name__}; set them in it"
+            f"hyper-parameters {sorted(hyper)} beside a complete {type(method).__name__}; set them in it"
         )
     return method.objective if isinstance(method, Recipe) else method
 
@@ -123,12 +125,12 @@ def advantages(
 ) -> Tensor:
     """The advantage of every sampled token, (B, L), 0 elsewhere. ``reward`` (B,), ``group`` (B,) labels the peers.
 
-    ``signals``: what the method's credit reads besides, by name: ``old_value``, ``proximal``, ``reference`` (B, L) ..."""
+    ``signals``: what else the method's credit reads, by name: ``old_value``, ``proximal``, ``reference`` (B, L) ..."""
     objective = objective_of(method)
     zeros = torch.zeros(mask.shape, dtype=reward.dtype, device=reward.device)
     batch = _batch(mask, zeros, reward, group, turn, signals)
-    credited = _asking(objective.credit, batch, method)
-    return to_padded(credited["advantage"], _wider(mask)).to(reward.dtype)[:, 1:]
+    credited = _call_with_batch(objective.credit, batch, method)
+    return to_padded(credited[Column.ADVANTAGE], _prepend_column(mask)).to(reward.dtype)[:, 1:]
 
 
 def loss(
@@ -143,64 +145,64 @@ def loss(
     turn: Tensor | None = None,
     **signals: Tensor,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss to minimise and its metrics. Give ``advantages`` (B,) or (B, L), or ``reward`` and ``group`` to have them
-    computed. The tensors are one whole optimiser step: what the method averages, it averages over all of it.
+    """The loss to minimise and its metrics. Pass ``advantages`` (B,) or (B, L), or ``reward`` and ``group`` to compute them.
+    The tensors are one whole optimiser step: the method averages over all of it.
 
-    ``signals``: whatever else the method reads, by name. ``entropy``, ``value`` and ``twin`` may carry gradients."""
+    ``signals``: what else the method reads, by name. ``entropy``, ``value`` and ``twin`` may carry gradients."""
     objective = objective_of(method)
     if (advantages is None) == (reward is None or group is None):
         raise SettingError("write either advantages=..., or both reward=... and group=...")
     rows = mask.shape[0]
     outcome = torch.zeros(rows, dtype=logp.dtype, device=logp.device) if reward is None else reward
     peers = torch.arange(rows, device=logp.device) if group is None else group
-    live = {name: value for name, value in signals.items() if name in LIVE}
+    live = {name: value for name, value in signals.items() if name in WITH_GRADIENT}
     batch = _batch(mask, old_logp, outcome, peers, turn, signals)
     batch = batch.put({Signal.LOGP: Field(batch.tree, TOKEN, logp[mask.bool()].detach())})
     if advantages is None:
-        batch = _asking(objective.credit, batch, method)
+        batch = _call_with_batch(objective.credit, batch, method)
     else:
-        wide = advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages
+        per_token = advantages[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages
         clock = batch.tree.full(BATCH, float(objective.memory.clock), torch.float64)
         objective.memory.clock += 1
-        batch = batch.put(advantage=Field(batch.tree, TOKEN, wide[mask.bool()].detach()), clock=clock)
+        batch = batch.put(advantage=Field(batch.tree, TOKEN, per_token[mask.bool()].detach()), batch_index=clock)
     policy = {
         Signal(name): Field(batch.tree, TOKEN, value[mask.bool()]) for name, value in {**live, "logp": logp}.items()
     }
-    found = _asking(lambda b: objective(objective.plan(b), policy), batch, method)
-    return found.loss, diagnostics.finish({name: float(value) for name, value in found.stats.items()})
+    output = _call_with_batch(lambda b: objective(objective.plan(b), policy), batch, method)
+    return output.loss, diagnostics.finish({name: float(value) for name, value in output.stats.items()})
 
 
-def _asking(call: Any, batch: Batch, method: Any) -> Any:
+def _call_with_batch(call: Any, batch: Batch, method: Any) -> Any:
     try:
         return call(batch)
     except SignalError as fault:
         name = method if isinstance(method, str) else type(method).__name__
-        raise SignalError(f"{name} reads a signal that was not given: {fault}") from None
+        raise SignalError(f"{name} reads a signal that was not passed: {fault}") from None
 
 
-def _wider(x: Tensor) -> Tensor:
-    """One column in front: a row may begin with a sampled token, a sequence may not."""
+def _prepend_column(x: Tensor) -> Tensor:
+    """Prepend a zero column: a row may begin with a sampled token, a sequence may not."""
     return torch.nn.functional.pad(x, (1, 0))
 
 
 def _batch(
     mask: Tensor, old: Tensor, reward: Tensor, group: Tensor, turn: Tensor | None, signals: dict[str, Tensor]
 ) -> Batch:
-    known = {str(s) for s in Signal}
+    names = {str(s) for s in Signal}
     for name, value in signals.items():
-        if name not in known:
-            raise SettingError(f"no signal {name!r}; known: {', '.join(sorted(known))}")
+        if name not in names:
+            raise SettingError(f"no signal {name!r}; known: {', '.join(sorted(names))}")
         if value.shape != mask.shape:
             raise SettingError(f"{name} has shape {tuple(value.shape)}; the mask has {tuple(mask.shape)}")
     ids = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
-    columns = {name: _wider(value.detach()) for name, value in signals.items()}
+    columns = {name: _prepend_column(value.detach()) for name, value in signals.items()}
     return from_padded(
-        _wider(ids),
-        _wider(mask.bool()),
-        logp=_wider(old.detach()),
+        _prepend_column(ids),
+        _prepend_column(mask.bool()),
+        logp=_prepend_column(old.detach()),
         reward=reward,
         group=group,
-        turn=None if turn is None else _wider(turn),
+        turn=None if turn is None else _prepend_column(turn),
         **columns,
     )
 

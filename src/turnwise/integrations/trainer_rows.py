@@ -1,4 +1,7 @@
-"""The rows another trainer generated, as one batch of ours, and where each row stands in it when it comes back in slices."""
+"""The rows another trainer generated, packed into one batch, and the position of each row when it comes back in slices.
+
+Knows no trainer and no method.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +19,36 @@ from turnwise.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """Some of the generated rows, packed. ``place`` says where each of them stands (−1: not here)."""
+class PackedRows:
+    """Some of the generated rows, packed. ``position``: the trajectory of each row in ``batch`` (−1: not contained)."""
 
     batch: Batch
-    place: Tensor  # [all rows]
-    mask: Tensor  # [all rows, L] the sampled tokens
-    sampled: bool  # whether log-probabilities under the sampling policy are known; else it is the present one
+    position: Tensor  # [all rows]
+    mask: Tensor  # [all rows, L] True at sampled tokens
+    has_behaviour: (
+        bool  # whether behaviour log-probabilities are known; else the current policy is the behaviour policy
+    )
 
     @property
     def tokens(self) -> int:
         return self.batch.tree.count(TOKEN)
 
-    def select(self, rows: Tensor) -> Held:
-        """Only these rows, in this order; what is not here stays out."""
-        here = rows[self.place[rows] >= 0]
-        place = torch.full_like(self.place, -1)
-        place[here] = torch.arange(here.numel(), device=place.device)
-        return replace(self, batch=self.batch.select(self.place[here]), place=place)
+    def select(self, rows: Tensor) -> PackedRows:
+        """Only these rows, in this order, as far as they are contained."""
+        contained = rows[self.position[rows] >= 0]
+        position = torch.full_like(self.position, -1)
+        position[contained] = torch.arange(contained.numel(), device=position.device)
+        return replace(self, batch=self.batch.select(self.position[contained]), position=position)
 
     def field(self, value: Tensor, rows: Tensor) -> Field:
         """Values (rows, L) as a field, for the batch of exactly these rows."""
-        here = self.place[rows] >= 0
-        return Field(self.batch.tree, TOKEN, value[here][self.mask[rows[here]][:, : value.shape[1]]])
+        contained = self.position[rows] >= 0
+        return Field(self.batch.tree, TOKEN, value[contained][self.mask[rows[contained]][:, : value.shape[1]]])
 
     def dense(self, value: Field) -> Tensor:
-        """A field as (all rows, L), 0 where there is none."""
-        rows = torch.empty_like(self.place[self.place >= 0])
-        rows[self.place[self.place >= 0]] = (self.place >= 0).nonzero().squeeze(1)
+        """A field as a tensor (all rows, L), 0 where it has no value."""
+        rows = torch.empty_like(self.position[self.position >= 0])
+        rows[self.position[self.position >= 0]] = (self.position >= 0).nonzero().squeeze(1)
         part = torch.zeros((rows.numel(), self.mask.shape[1]), dtype=value.x.dtype, device=self.mask.device)
         part[self.mask[rows]] = value.at(TOKEN).x
         out = torch.zeros(self.mask.shape, dtype=value.x.dtype, device=self.mask.device)
@@ -52,67 +57,69 @@ class Held:
 
 
 @dataclass
-class Step:
-    """An optimiser step under way: its plan, how many slices are to come, and what was counted so far."""
+class AccumulatedStep:
+    """An optimiser step being accumulated: its plan, the number of remaining slices, and the statistics so far."""
 
     objective: Objective
-    held: Held
-    left: int
+    rows: PackedRows
+    remaining: int
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def loss(self, rows: Tensor, live: dict[Signal, Tensor]) -> Tensor:
-        """The share of these rows in the loss of the whole step."""
-        self.left -= 1
-        mine = self.held.select(rows)
-        if not mine.tokens:
-            return live[Signal.LOGP].sum() * 0.0  # backward passes must still meet on every process
-        policy = {name: mine.field(value, rows) for name, value in live.items()}
-        batch = mine.batch if mine.sampled else replace(mine.batch, behaviour=policy[Signal.LOGP].detach())
-        found = self.objective(batch, policy)
-        for name, value in found.stats.items():
+        """The summand of these rows in the loss of the whole step."""
+        self.remaining -= 1
+        part = self.rows.select(rows)
+        if not part.tokens:
+            return live[Signal.LOGP].sum() * 0.0  # every process must still run its backward pass
+        policy = {name: part.field(value, rows) for name, value in live.items()}
+        batch = part.batch if part.has_behaviour else replace(part.batch, behaviour=policy[Signal.LOGP].detach())
+        output = self.objective(batch, policy)
+        for name, value in output.stats.items():
             self.sums[name] = (
                 self.sums.get(name, torch.zeros((), dtype=torch.float64, device=rows.device)) + value.double()
             )
-        return found.loss
+        return output.loss
 
 
-def begin(objective: Objective, held: Held, slices: int, foreseen: dict[Signal, Field]) -> Step:
-    """Plan an optimiser step. ``foreseen``: signals of the present policy over all of it, where the method plans with them."""
-    if held.tokens:
-        batch = held.batch.put(foreseen)
-        if Signal.LOGP in foreseen and not held.sampled:
-            batch = replace(batch, behaviour=foreseen[Signal.LOGP])
-        held = replace(held, batch=objective.plan(batch))
-    return Step(objective, held, slices)
+def plan_step(objective: Objective, rows: PackedRows, slices: int, before_step: dict[Signal, Field]) -> AccumulatedStep:
+    """Plan an optimiser step. ``before_step``: signals of the current policy over all of it, where the method plans with them."""
+    if rows.tokens:
+        batch = rows.batch.put(before_step)
+        if Signal.LOGP in before_step and not rows.has_behaviour:
+            batch = replace(batch, behaviour=before_step[Signal.LOGP])
+        rows = replace(rows, batch=objective.plan(batch))
+    return AccumulatedStep(objective, rows, slices)
 
 
 # ------------------------------------------------------------------ admission
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What an admission rule looks at."""
+class ScoredRow:
+    """What an admission rule reads of a trajectory."""
 
     id: str
     reward: float
 
 
 @dataclass(frozen=True)
-class Answers:
-    trajectories: tuple[Answer, ...]
+class ScoredGroup:
+    """What an admission rule reads of a group."""
+
+    trajectories: tuple[ScoredRow, ...]
 
 
-def admitted(recipe: Recipe, reward: Tensor, scored: Tensor, size: int, first: int) -> Tensor:
-    """The rows a method trains on: those with a reward that its admission lets in, group by group of ``size``."""
-    rewards, has = reward.tolist(), scored.tolist()
+def admitted_rows(recipe: Recipe, reward: Tensor, scored: Tensor, size: int, first: int) -> Tensor:
+    """The rows a method trains on: those with a reward that its admission rule accepts, by groups of ``size`` rows."""
+    rewards, has_reward = reward.tolist(), scored.tolist()
     kept: list[int] = []
-    for begins in range(0, len(rewards), size):
-        rows = [k for k in range(begins, min(begins + size, len(rewards))) if has[k]]
-        answers = Answers(tuple(Answer(str(first + k), rewards[k]) for k in rows))
-        found = recipe.admission(cast(Any, answers)) if rows else "nothing to train on"
-        if not isinstance(found, str):
-            kept += [int(answer.id) - first for answer in found.trajectories]
+    for start in range(0, len(rewards), size):
+        rows = [k for k in range(start, min(start + size, len(rewards))) if has_reward[k]]
+        group = ScoredGroup(tuple(ScoredRow(str(first + k), rewards[k]) for k in rows))
+        verdict = recipe.admission(cast(Any, group)) if rows else "nothing to train on"
+        if not isinstance(verdict, str):
+            kept += [int(row.id) - first for row in verdict.trajectories]
     return torch.tensor(kept, dtype=torch.int64, device=reward.device)
 
 
-__all__ = ["Held", "Step", "admitted", "begin"]
+__all__ = ["AccumulatedStep", "PackedRows", "admitted_rows", "plan_step"]

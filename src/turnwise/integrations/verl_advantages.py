@@ -1,6 +1,6 @@
 """Advantage estimators with verl's signature: rewards, mask and groups of a whole batch in, advantages and returns out.
 
-Nothing of verl is imported here.
+Imports nothing of verl.
 """
 
 from __future__ import annotations
@@ -15,50 +15,54 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from turnwise import recipes
+from turnwise.algebra.gae import GAE
 from turnwise.algebra.objective import Objective
-from turnwise.algebra.penalty import CriticError
-from turnwise.algebra.reward import Environment, Overlong
+from turnwise.algebra.penalty import ClippedValueLoss
+from turnwise.algebra.reward import EnvironmentReward, OverlongPenalty
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import GAE, ReturnToGo
+from turnwise.algebra.value import ReturnToGo
 from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TURN, Field
 from turnwise.core.signals import Signal
 from turnwise.errors import SettingError
 from turnwise.integrations import padded
-from turnwise.integrations import verl_support as fit
+from turnwise.integrations import verl_support as support
 from turnwise.recipes.recipe import Recipe
 
-Made = Callable[[Any], tuple[Objective, Term]]  # verl's algorithm config → the credit, and what is returned as returns
+CreditFactory = Callable[[Any], tuple[Objective, Term]]
+"""verl's algorithm config → the objective that assigns credit, and the term reported as returns."""
 
 
-def fixed(recipe: Recipe) -> Made:
-    kept = fit.bare(recipe).objective, _returns(recipe)  # the objective is kept: it may remember running statistics
-    return lambda config: kept
+def fixed_credit(recipe: Recipe) -> CreditFactory:
+    # built once: the objective may keep running statistics
+    credit = support.without_verl_terms(recipe).objective, _returns(recipe)
+    return lambda config: credit
 
 
-def by_config(name: str, hyper: Mapping[str, Any]) -> Made:
-    """The method; its gamma and lam are verl's ``algorithm.gamma`` and ``.lam`` unless the options name them."""
-    open_keys = [key for key in ("gamma", "lam") if key in recipes.parameters(name) and key not in hyper]
-    made: dict[tuple, tuple[Objective, Term]] = {}
+def credit_from_config(name: str, hyper: Mapping[str, Any]) -> CreditFactory:
+    """A method's credit. gamma and lam are verl's ``algorithm.gamma`` and ``.lam`` unless the options set them."""
+    keys_from_verl = [key for key in ("gamma", "lam") if key in recipes.parameters(name) and key not in hyper]
+    built: dict[tuple, tuple[Objective, Term]] = {}
 
     def build(config: Any) -> tuple[Objective, Term]:
-        told = {key: getattr(config, key) for key in open_keys if getattr(config, key, None) is not None}
-        if (key := tuple(told.items())) not in made:
-            made[key] = fixed(recipes.build(name, **hyper, **told))(config)
-        return made[key]
+        discounts = {key: getattr(config, key) for key in keys_from_verl if getattr(config, key, None) is not None}
+        if (key := tuple(discounts.items())) not in built:
+            built[key] = fixed_credit(recipes.build(name, **hyper, **discounts))(config)
+        return built[key]
 
     return build
 
 
 def _returns(recipe: Recipe) -> Term:
-    """What a critic should have said: its own target, or the return of the sampled tokens to come."""
-    targets = [w.penalty.target for w in recipe.penalties if isinstance(w.penalty, CriticError)]
-    found = [p for p in recipe.advantage.parts if isinstance(p, ReturnToGo) and p.level == TOKEN]
-    return [*targets, *found, ReturnToGo(1.0, TOKEN)][0]
+    """The regression target of a critic: its own, or the return-to-go over sampled tokens."""
+    targets = [w.penalty.target for w in recipe.penalties if isinstance(w.penalty, ClippedValueLoss)]
+    returns = [p for p in recipe.advantage.parts if isinstance(p, ReturnToGo) and p.level == TOKEN]
+    return [*targets, *returns, ReturnToGo(1.0, TOKEN)][0]
 
 
-def estimator(name: str, made: Made) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``made`` is asked at every call, since verl's config comes with it."""
+def estimator(name: str, factory: CreditFactory) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Calls ``factory`` every time, since verl passes its config with each call."""
 
     @torch.no_grad()
     def estimate(
@@ -69,62 +73,65 @@ def estimator(name: str, made: Made) -> Callable[..., tuple[Tensor, Tensor]]:
         values: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor]:
-        objective, returns = made(config)
+        objective, returns = factory(config)
         mask, rewards = response_mask.bool(), token_level_rewards
-        if index is None and objective.advantage.compares:
+        if index is None and objective.advantage.needs_peers:
             raise SettingError(
-                f"{fit.PREFIX}{name} compares the answers to one prompt: give index, the prompt's uid of each row"
+                f"{support.PREFIX}{name} compares the responses to one prompt: pass index, the prompt's uid of each row"
             )
-        if values is None and Signal.OLD_VALUE in objective.advantage.needs:
-            raise SettingError(f"{fit.PREFIX}{name} needs {fit.WHY[Signal.VALUE]}")
+        if values is None and Signal.OLD_VALUE in objective.advantage.signals:
+            raise SettingError(f"{support.PREFIX}{name} needs {support.SIGNAL_MEANING[Signal.VALUE]}")
         _check_length(name, objective, mask)
         labels = np.arange(len(mask)) if index is None else np.unique(np.asarray(index), return_inverse=True)[1]
         columns = {} if values is None else {Signal.OLD_VALUE: values}
         group = torch.as_tensor(labels.reshape(-1), device=mask.device)
         batch = rows(mask, rewards.sum(1), group, torch.zeros_like(rewards), **columns)
-        batch = _paid(batch, rewards, mask, objective)
-        if isinstance(objective.reward, Environment):  # already there, and perhaps on tokens
+        batch = _with_rewards(batch, rewards, mask, objective)
+        if isinstance(objective.reward, EnvironmentReward):  # already in the batch, possibly per token
             objective = replace(objective, reward=None)
         batch = objective.credit(batch)
         out = lambda field: padded.to_padded(field.at(TOKEN), mask).to(rewards.dtype)  # noqa: E731
-        return out(batch["advantage"]), out(returns(batch))
+        return out(batch[Column.ADVANTAGE]), out(returns(batch))
 
     estimate.__doc__ = f"The advantages of {name} as a verl estimator."
     return estimate
 
 
-def _paid(batch: Batch, rewards: Tensor, mask: Tensor, objective: Objective) -> Batch:
-    """verl's rewards as ours: on tokens where returns run over tokens, else by turn.
+def _with_rewards(batch: Batch, rewards: Tensor, mask: Tensor, objective: Objective) -> Batch:
+    """The batch with verl's rewards: per token where returns run over tokens, else per turn.
 
-    What lies off the sampled tokens (on a tool's answer) goes to the sampled token before it, or to the first."""
-    at = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-    place = torch.where(mask, at, -1).cummax(1).values
-    place = torch.where(place < 0, mask.int().argmax(1, keepdim=True), place)
-    token = Field(batch.tree, TOKEN, torch.zeros_like(rewards).scatter_add(1, place, rewards)[mask])
+    A reward on a token that was not sampled (a tool's reply) moves to the sampled token before it, or to the first one."""
+    columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    target = torch.where(mask, columns, -1).cummax(1).values
+    target = torch.where(target < 0, mask.int().argmax(1, keepdim=True), target)
+    token = Field(batch.tree, TOKEN, torch.zeros_like(rewards).scatter_add(1, target, rewards)[mask])
     parts = list(objective.advantage.parts)
-    along = any(isinstance(p, GAE) or (isinstance(p, ReturnToGo) and p.level == TOKEN) for p in parts)
-    if along and isinstance(objective.reward, Environment):
+    per_token = any(isinstance(p, GAE) or (isinstance(p, ReturnToGo) and p.level == TOKEN) for p in parts)
+    if per_token and isinstance(objective.reward, EnvironmentReward):
         return replace(batch, reward=token)
-    silent = batch.tree.size(TOKEN, TURN).x == 0  # a row without tokens: its reward still counts among its peers
-    turn = torch.where(silent, rewards.sum(1)[batch.tree.parents[1]], token.sum(TURN).x)
+    # the reward of a row without sampled tokens still counts in the baseline of its group
+    without_tokens = batch.tree.size(TOKEN, TURN).x == 0
+    turn = torch.where(without_tokens, rewards.sum(1)[batch.tree.parents[1]], token.sum(TURN).x)
     return replace(batch, reward=Field(batch.tree, TURN, turn))
 
 
 def _check_length(name: str, objective: Objective, mask: Tensor) -> None:
     for piece in objective.reward.parts if objective.reward else ():
-        if isinstance(piece, Overlong) and piece.limit < mask.shape[1]:
+        if isinstance(piece, OverlongPenalty) and piece.limit < mask.shape[1]:
             raise SettingError(
-                f"{fit.PREFIX}{name} punishes answers of more than {piece.limit} tokens, but responses here have room for "
+                f"{support.PREFIX}{name} penalises responses of more than {piece.limit} tokens, but responses here have up to "
                 f"{mask.shape[1]}; write register(options={{{name!r}: {{'limit': {mask.shape[1]}, 'cache': ...}}}})"
             )
 
 
 def rows(mask: Tensor, reward: Tensor, group: Tensor, logp: Tensor, **columns: Tensor) -> Batch:
-    """Rows of verl as a batch: a column in front, since a response may begin with a sampled token."""
-    wide = lambda x: pad(x, (1, 0))  # noqa: E731
+    """Rows of verl as a batch, with one column prepended, since a response may begin with a sampled token."""
+    prepend = lambda x: pad(x, (1, 0))  # noqa: E731
     ids = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
-    held = {str(key): wide(value) for key, value in columns.items()}
-    return padded.from_padded(wide(ids), wide(mask), logp=wide(logp), reward=reward, group=group, **held)
+    padded_columns = {str(key): prepend(value) for key, value in columns.items()}
+    return padded.from_padded(
+        prepend(ids), prepend(mask), logp=prepend(logp), reward=reward, group=group, **padded_columns
+    )
 
 
-__all__ = ["by_config", "estimator", "fixed", "rows"]
+__all__ = ["credit_from_config", "estimator", "fixed_credit", "rows"]

@@ -1,6 +1,7 @@
-"""What of a recipe verl runs itself, what our functions run inside verl, and what neither can: judged by pieces alone.
+"""Splits a recipe into what verl computes itself, what our functions compute inside verl, and what neither can.
 
-verl's loss sees (log π_old, log π, A, mask) of one micro-batch; its estimators see rewards, mask and group of a whole batch.
+The pieces of a recipe alone decide. verl passes a loss (log π_old, log π, A, mask) of one micro-batch, and an estimator the
+rewards, mask and groups of a whole batch. Imports nothing of verl.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from turnwise import recipes
 from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import Passes
-from turnwise.algebra.gradient import Plain
-from turnwise.algebra.mask import All, Informative
+from turnwise.algebra.gae import GAE
+from turnwise.algebra.gradient import PlainGradient
+from turnwise.algebra.mask import AllTokens, InformativeGroups
 from turnwise.algebra.peers import Same
-from turnwise.algebra.penalty import KL, CriticError, Weighted
+from turnwise.algebra.penalty import KL, ClippedValueLoss, WeightedPenalty
 from turnwise.algebra.piece import Piece
-from turnwise.algebra.reward import Drift, Environment, Named, OnTokens, RunningScale
+from turnwise.algebra.reward import EnvironmentReward, NamedReward, NegativeReferenceKL, OnLastToken, RunningNormalised
 from turnwise.algebra.term import Plus, Term, Times
-from turnwise.algebra.value import GAE, Outcome
+from turnwise.algebra.value import Outcome
 from turnwise.algebra.weight import Weight
 from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.core.signals import Signal
 from turnwise.errors import SettingError
-from turnwise.integrations.method_support import untold
+from turnwise.integrations.method_support import unavailable_inputs
 from turnwise.recipes.families import (
     actor_critic,
     critic_free,
@@ -36,64 +38,70 @@ from turnwise.recipes.families import (
     trust_region,
 )
 from turnwise.recipes.recipe import Recipe
-from turnwise.tasks.admission import Everything, NotPerfect, Spread
+from turnwise.tasks.admission import AdmitAll, NotPerfect, Spread
 
 PREFIX = "turnwise/"
-TESTED = (critic_free, actor_critic, trust_region, sampler_mismatch, off_policy, entropy, tool_agents)
-METHODS = {name: make for name, make in recipes.METHODS.items() if make.__module__ in {f.__name__ for f in TESTED}}
+TESTED_FAMILIES = (critic_free, actor_critic, trust_region, sampler_mismatch, off_policy, entropy, tool_agents)
+METHODS = {
+    name: make for name, make in recipes.METHODS.items() if make.__module__ in {f.__name__ for f in TESTED_FAMILIES}
+}
 """Families whose methods have been run inside verl itself. Others are not registered."""
 Hyper = Mapping[str, Any]
-WHY = {
+SIGNAL_MEANING = {
     Signal.PROXIMAL: "the sampler's log-probabilities beside old_log_prob (verl weighs by them itself: set "
     "algorithm.rollout_correction, and every turnwise loss multiplies its weights in)",
     Signal.PREVIOUS: "log-probabilities under the weights before the last training step",
     Signal.REFERENCE: "the reference's log-probabilities inside the loss",
     Signal.ENTROPY: "entropies inside the loss",
     Signal.VALUE: "the critic's values, which verl hands to its own estimator alone",
-    Signal.TWIN: "a second value head",
+    Signal.SECOND_VALUE: "a second value head",
     Signal.GRADIENT_NORM: "the gradient norm of each trajectory",
-    Signal.ANSWER: "the likelihood of the gold answer at every turn",
+    Signal.ANSWER_LOGP: "the likelihood of the gold answer at every turn",
     Signal.HELLINGER: "the Hellinger distance to the reference over the whole vocabulary",
-    Signal.PUSH: "the curvature of the coming step (the optimiser's state)",
+    Signal.PREDICTED_LOGP_CHANGE: "the curvature of the coming step (the optimiser's state)",
 }
-KIN = {
+MEASURED_WITH = {
     Signal.OLD_VALUE: Signal.VALUE,
-    Signal.OLD_TWIN: Signal.TWIN,
+    Signal.OLD_SECOND_VALUE: Signal.SECOND_VALUE,
     Signal.OLD_ENTROPY: Signal.ENTROPY,
-    Signal.PUSH_SQUARE: Signal.PUSH,
-    Signal.PUSH_MEAN: Signal.PUSH,
+    Signal.PREDICTED_LOGIT_SQUARE: Signal.PREDICTED_LOGP_CHANGE,
+    Signal.PREDICTED_LOGIT_MEAN: Signal.PREDICTED_LOGP_CHANGE,
 }
-DEFAULT = Recipe(advantage=Outcome())
-ZERO_CREDIT = Everything | Spread | NotPerfect  # what these drop has no advantage anyway: verl's filter_groups does it
+DEFAULT_RECIPE = Recipe(advantage=Outcome())
+ZERO_CREDIT = (
+    AdmitAll | Spread | NotPerfect
+)  # groups these drop have zero advantage anyway: verl's filter_groups does the same
 
 
-# ------------------------------------------------------- what verl adds itself
+# --------------------------------------------- terms that verl computes itself
 
 
-def by_verl(weighted: Weighted) -> bool:
-    """Whether verl has this penalty: a KL to the reference of fixed weight (use_kl_loss), or the critic's own error."""
-    cost = weighted.penalty
-    plain = isinstance(cost, KL) and cost.to == Signal.REFERENCE and not cost.corrected
-    return (plain and not isinstance(weighted.weight, Weight)) or isinstance(cost, CriticError)
+def provided_by_verl(weighted: WeightedPenalty) -> bool:
+    """Whether verl has this penalty: a KL to the reference of fixed weight (use_kl_loss), or the critic's loss."""
+    penalty = weighted.penalty
+    plain_kl = isinstance(penalty, KL) and penalty.to == Signal.REFERENCE and not penalty.corrected
+    return (plain_kl and not isinstance(weighted.weight, Weight)) or isinstance(penalty, ClippedValueLoss)
 
 
-def bare(recipe: Recipe) -> Recipe:
-    """The recipe without what verl adds itself: the KL in the loss, the KL in the reward, the critic's error."""
-    rest = tuple(w for w in recipe.penalties if not by_verl(w))
-    reward, advantage = _without_drift(recipe.reward), _without_drift(recipe.advantage)
-    return replace(recipe, penalties=rest, reward=reward or Environment(), advantage=advantage or recipe.advantage)
+def without_verl_terms(recipe: Recipe) -> Recipe:
+    """The recipe without the terms that verl computes itself: KL in the loss, KL in the reward, the critic's loss."""
+    penalties = tuple(w for w in recipe.penalties if not provided_by_verl(w))
+    reward, advantage = _without_reward_kl(recipe.reward), _without_reward_kl(recipe.advantage)
+    return replace(
+        recipe, penalties=penalties, reward=reward or EnvironmentReward(), advantage=advantage or recipe.advantage
+    )
 
 
-def _without_drift(term: Term) -> Term | None:
-    """The term less the KL in the reward, which verl's rewards hold already; None where it was nothing else."""
-    if isinstance(term, Drift):
+def _without_reward_kl(term: Term) -> Term | None:
+    """The term without the KL in the reward, which verl's rewards already contain; None if nothing else is left."""
+    if isinstance(term, NegativeReferenceKL):
         return None
-    if isinstance(term, OnTokens):  # verl's rewards lie on tokens already
-        return _without_drift(term.reward)
+    if isinstance(term, OnLastToken):  # verl's rewards are per token already
+        return _without_reward_kl(term.reward)
     if isinstance(term, Plus):
-        left, right = _without_drift(term.left), _without_drift(term.right)
+        left, right = _without_reward_kl(term.left), _without_reward_kl(term.right)
         return Plus(left, right) if left and right else left or right
-    inner = {name: _without_drift(part) for name, part in _inner(term).items()}
+    inner = {name: _without_reward_kl(part) for name, part in _inner(term).items()}
     return replace(term, **inner) if all(inner.values()) else None  # type: ignore[type-var]
 
 
@@ -101,73 +109,77 @@ def _inner(term: Term) -> dict[str, Term]:
     return {name: part for name, part in vars(term).items() if isinstance(part, Term)}
 
 
-def drift(term: Term) -> float:
+def reward_kl_weight(term: Term) -> float:
     """The weight of the KL inside a reward or an advantage."""
-    if isinstance(term, Drift):
+    if isinstance(term, NegativeReferenceKL):
         return 1.0
-    return (term.weight if isinstance(term, Times) else 1.0) * sum(drift(part) for part in _inner(term).values())
+    return (term.weight if isinstance(term, Times) else 1.0) * sum(
+        reward_kl_weight(part) for part in _inner(term).values()
+    )
 
 
-def in_reward(recipe: Recipe) -> float:
+def kl_in_reward(recipe: Recipe) -> float:
     """β of the KL that is part of the reward; 0 for none."""
-    return drift(recipe.reward) + drift(recipe.advantage)
+    return reward_kl_weight(recipe.reward) + reward_kl_weight(recipe.advantage)
 
 
-# ------------------------------------------------------------ what is left out
+# ----------------------------------------------------- unsupported recipes
 
 
-def loss_lacks(recipe: Recipe) -> list[str]:
-    """In words, why verl's loss hook cannot run this recipe; empty where it can."""
-    pieces = list(_planning(bare(recipe)))
-    found = [f"needs {WHY.get(s, str(s))}" for s in _missing(pieces, frozenset({Signal.LOGP}))]
-    found += untold(recipe, pieces)
+def loss_unsupported_reasons(recipe: Recipe) -> list[str]:
+    """As sentences, why verl's loss hook cannot run this recipe; empty if it can."""
+    pieces = list(_planning(without_verl_terms(recipe)))
+    reasons = [f"needs {SIGNAL_MEANING.get(s, str(s))}" for s in _missing(pieces, frozenset({Signal.LOGP}))]
+    reasons += unavailable_inputs(recipe, pieces)
     if recipe.smoothing is not None:
-        found.append("adds learned noise inside every layer")
+        reasons.append("adds learned noise inside every layer")
     if recipe.precision.learner:
-        found.append(f"rounds what the learner's layers multiply ({recipe.precision!r})")
+        reasons.append(f"rounds what the learner's layers multiply ({recipe.precision!r})")
     if not isinstance(recipe.control, Passes):
-        found.append("updates turn by turn, the last first, in optimiser steps of its own")
-    if not isinstance(recipe.gradient, Plain):
-        found.append("rescales the finished gradient or the learning rate")
-    if recipe.ratio.couples:
-        found.append("has a ratio that reaches across groups, which verl cuts into micro-batches")
-    if any(isinstance(p, Term | Informative) for p in pieces):
-        found.append("reads rewards inside the loss, where verl gives advantages only")
-    if any(p.start() or isinstance(p, Weight) for p in pieces):
-        found.append("remembers something between optimiser steps, and verl calls a loss once per micro-batch and rank")
+        reasons.append("updates turn by turn, the last first, in optimiser steps of its own")
+    if not isinstance(recipe.gradient, PlainGradient):
+        reasons.append("rescales the finished gradient or the learning rate")
+    if recipe.ratio.couples_trajectories:
+        reasons.append("has a ratio that reaches across groups, which verl cuts into micro-batches")
+    if any(isinstance(p, Term | InformativeGroups) for p in pieces):
+        reasons.append("reads rewards inside the loss, where verl gives advantages only")
+    if any(p.initial_state() or isinstance(p, Weight) for p in pieces):
+        reasons.append(
+            "remembers something between optimiser steps, and verl calls a loss once per micro-batch and rank"
+        )
     how = recipe.aggregate
     if how not in (Mean(TOKEN), Mean(TRAJECTORY)) and not (isinstance(how, Sum) and how.over == TRAJECTORY):
-        found.append(f"averages by {how!r}, where verl tells only how many tokens and rows the step has")
-    return found + _refused(recipe)
+        reasons.append(f"averages by {how!r}, where verl tells only how many tokens and rows the step has")
+    return reasons + _collection_reasons(recipe)
 
 
-def credit_lacks(recipe: Recipe, values: bool = False) -> list[str]:
-    """In words, why verl's estimator hook cannot run this recipe's credit. ``values``: the caller gives a critic's."""
-    pieces = [*bare(recipe).advantage.parts, *bare(recipe).reward.parts]
+def advantage_unsupported_reasons(recipe: Recipe, values: bool = False) -> list[str]:
+    """As sentences, why verl's estimator hook cannot run this recipe's credit. ``values``: the caller passes a critic's."""
+    pieces = [*without_verl_terms(recipe).advantage.parts, *without_verl_terms(recipe).reward.parts]
     has = frozenset({Signal.OLD_VALUE}) if values else frozenset()
-    found = [f"needs {WHY.get(s, str(s))}" for s in _missing(pieces, has)]
-    if found and is_gae(recipe):
-        found[-1] += " (it has these very advantages: write algorithm.adv_estimator=gae)"
-    if any(isinstance(p, RunningScale) for p in pieces) and in_reward(recipe):
-        found.append("scales the reward before the KL is taken off, and verl takes it off first")
-    found += untold(recipe, pieces)
+    reasons = [f"needs {SIGNAL_MEANING.get(s, str(s))}" for s in _missing(pieces, has)]
+    if reasons and is_gae(recipe):
+        reasons[-1] += " (it has these very advantages: write algorithm.adv_estimator=gae)"
+    if any(isinstance(p, RunningNormalised) for p in pieces) and kl_in_reward(recipe):
+        reasons.append("scales the reward before the KL is taken off, and verl takes it off first")
+    reasons += unavailable_inputs(recipe, pieces)
     if any(isinstance(p, GAE) and p.bootstrap for p in pieces):
-        found.append("must know which episodes a limit cut off")
-    if any(isinstance(p, Named) for p in pieces):
-        found.append("reads a named component of the reward")
+        reasons.append("must know which episodes a limit cut off")
+    if any(isinstance(p, NamedReward) for p in pieces):
+        reasons.append("reads a named component of the reward")
     if any(isinstance(peers := getattr(p, "peers", None), Same) and "index" not in peers.what for p in pieces):
-        found.append("compares turns by state or agent, which verl does not record")
-    return found + _refused(recipe)
+        reasons.append("compares turns by state or agent, which verl does not record")
+    return reasons + _collection_reasons(recipe)
 
 
-def left_out(options: Mapping[str, Hyper] | None = None) -> dict[str, str]:
-    """Why a method's loss or advantage is not in verl's registry, in words."""
+def unsupported_methods(options: Mapping[str, Hyper] | None = None) -> dict[str, str]:
+    """Method → why its loss or its advantage is not registered with verl, as a sentence."""
     out = {}
     for name in METHODS:
         recipe = recipes.build(name, **(options or {}).get(name, {}))
-        why = {"loss": loss_lacks(recipe), "advantage": credit_lacks(recipe)}
-        if any(why.values()):
-            out[name] = "; ".join(f"{part}: it {', and '.join(found)}" for part, found in why.items() if found)
+        reasons = {"loss": loss_unsupported_reasons(recipe), "advantage": advantage_unsupported_reasons(recipe)}
+        if any(reasons.values()):
+            out[name] = "; ".join(f"{part}: it {', and '.join(texts)}" for part, texts in reasons.items() if texts)
     return out
 
 
@@ -175,13 +187,15 @@ def is_gae(recipe: Recipe) -> bool:
     """Whether verl's own ``gae`` gives exactly this credit."""
     whitened = recipe.advantage.term if isinstance(recipe.advantage, Whiten) else None
     plain = isinstance(whitened, GAE) and not whitened.bootstrap
-    return plain and isinstance(bare(recipe).reward, Environment)
+    return plain and isinstance(without_verl_terms(recipe).reward, EnvironmentReward)
 
 
-def plans(recipe: Recipe) -> bool:
-    """Whether something is decided over all tokens the loss is shown: exact only where that is the whole step."""
-    kept = not isinstance(recipe.keep, All)
-    return kept or any(type(p).plan is not Piece.plan or p.foresight for p in _planning(bare(recipe)))
+def plans_over_step(recipe: Recipe) -> bool:
+    """Whether the plan decides over all tokens the loss receives: exact only if those are the whole step."""
+    masks_tokens = not isinstance(recipe.keep, AllTokens)
+    return masks_tokens or any(
+        type(p).plan is not Piece.plan or p.reads_before_step for p in _planning(without_verl_terms(recipe))
+    )
 
 
 def _planning(recipe: Recipe) -> Iterator[Piece]:
@@ -190,26 +204,26 @@ def _planning(recipe: Recipe) -> Iterator[Piece]:
 
 
 def _missing(pieces: list[Piece], has: frozenset[Signal]) -> list[Signal]:
-    asked = frozenset[Signal]().union(*(p.reads | p.foresight for p in pieces))
-    missing = {KIN.get(s, s) for s in asked - has}
-    return sorted(missing - {Signal.VALUE} if Signal.TWIN in missing else missing)
+    signals = frozenset[Signal]().union(*(p.reads | p.reads_before_step for p in pieces))
+    missing = {MEASURED_WITH.get(s, s) for s in signals - has}
+    return sorted(missing - {Signal.VALUE} if Signal.SECOND_VALUE in missing else missing)
 
 
-def _refused(recipe: Recipe) -> list[str]:
-    """What is decided while the data is collected, and so can be no part of a loss or of an advantage."""
-    found = []
+def _collection_reasons(recipe: Recipe) -> list[str]:
+    """What a recipe decides while data is collected, which no loss or advantage hook can do."""
+    reasons = []
     if not isinstance(recipe.admission, ZERO_CREDIT):
-        found.append(f"drops trajectories before they are compared ({recipe.admission!r})")
-    if type(recipe.strategy) is not type(DEFAULT.strategy):
-        found.append(f"samples its groups in its own way ({recipe.strategy!r})")
-    return found
+        reasons.append(f"drops trajectories before they are compared ({recipe.admission!r})")
+    if type(recipe.strategy) is not type(DEFAULT_RECIPE.strategy):
+        reasons.append(f"samples its groups in its own way ({recipe.strategy!r})")
+    return reasons
 
 
 # ------------------------------------------------------------------- settings
 
 
 def mode(recipe: Recipe) -> str:
-    """verl's name for how the recipe averages."""
+    """verl's ``loss_agg_mode`` for the recipe's aggregation."""
     how = recipe.aggregate
     if isinstance(how, Sum):
         return "seq-mean-token-sum" if how.length == 1 else "seq-mean-token-sum-norm"
@@ -217,31 +231,32 @@ def mode(recipe: Recipe) -> str:
 
 
 def settings(recipe: Recipe) -> list[str]:
-    """verl's settings for what verl adds itself."""
+    """verl's settings for the terms that verl computes itself."""
     actor = "actor_rollout_ref.actor"
     out = [f"{actor}.loss_agg_mode={mode(recipe)}"]
     if isinstance(recipe.aggregate, Sum) and recipe.aggregate.length != 1:
         out += [f"{actor}.loss_scale_factor={recipe.aggregate.length:g}"]
-    for cost, weight in ((w.penalty, w.weight) for w in recipe.penalties if w.weight and by_verl(w)):
-        if isinstance(cost, KL):
+    for penalty, weight in ((w.penalty, w.weight) for w in recipe.penalties if w.weight and provided_by_verl(w)):
+        if isinstance(penalty, KL):
             out += [f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_coef={weight:g}"]
-            out += [f"{actor}.kl_loss_type={cost.estimator}"]
-        elif isinstance(cost, CriticError) and cost.clip < float("inf"):
-            out += [f"critic.cliprange_value={cost.clip:g}"]
-    if beta := in_reward(recipe):
+            out += [f"{actor}.kl_loss_type={penalty.estimator}"]
+        elif isinstance(penalty, ClippedValueLoss) and penalty.clip < float("inf"):
+            out += [f"critic.cliprange_value={penalty.clip:g}"]
+    if beta := kl_in_reward(recipe):
         out += ["algorithm.use_kl_in_reward=True", f"algorithm.kl_ctrl.kl_coef={beta:g}", "algorithm.kl_penalty=kl"]
-    if not isinstance(recipe.admission, Everything):
+    if not isinstance(recipe.admission, AdmitAll):
         out += ["algorithm.filter_groups.enable=True"]
     return out
 
 
-def refuse(name: str, reasons: list[str]) -> None:
+def raise_if_unsupported(name: str, reasons: list[str]) -> None:
     if reasons:
         instead = f". Use `turnwise train --method {name}`" if name in recipes.METHODS else ""
         raise SettingError(f"{name} cannot run inside verl: it {'; it '.join(reasons)}{instead}")
 
 
 __all__ = [
-    "PREFIX", "WHY", "Hyper", "bare", "by_verl", "credit_lacks", "in_reward", "is_gae", "left_out", "loss_lacks", "mode",
-    "plans", "refuse", "settings",
+    "PREFIX", "SIGNAL_MEANING", "Hyper", "advantage_unsupported_reasons", "is_gae", "kl_in_reward", "loss_unsupported_reasons",
+    "mode", "plans_over_step", "provided_by_verl", "raise_if_unsupported", "settings", "unsupported_methods",
+    "without_verl_terms",
 ]  # fmt: skip

@@ -5,7 +5,7 @@
     k3 = eˣ − x − 1        E[k3] = KL, never negative; its gradient as a loss is (1 − eˣ) ∇ log π, that of KL(π₀‖π)
     k3+                    the value of k3 with the gradient of k2 (straight through)
 
-k3 is capped: one token that the reference finds e²⁰ times likelier must not carry the whole step.
+k3 is capped: a single token that is e²⁰ times likelier under the reference must not dominate the step.
 """
 
 from __future__ import annotations

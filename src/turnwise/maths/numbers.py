@@ -1,4 +1,4 @@
-"""Lists of numbers: as tensors, fast; and the first of them that is large enough."""
+"""Fast conversion of number lists to tensors, and lookup of the first size that is large enough."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def tensor_of(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """``torch.tensor`` for long lists of numbers, which it would look at twice each: a tenth of its time."""
+    """``torch.tensor`` for long lists of numbers in a tenth of the time: it inspects every element twice."""
     if not values:
         return torch.zeros(0, dtype=dtype)
     letter, kind = ("q", torch.int64) if dtype == torch.int64 else ("d", torch.float64)
     return torch.frombuffer(bytearray(struct.pack(f"{len(values)}{letter}", *values)), dtype=kind).to(dtype)
 
 
-def at_least(sizes: Sequence[int], n: int) -> int:
-    """The smallest of the ascending sizes that holds n."""
+def first_at_least(sizes: Sequence[int], n: int) -> int:
+    """The smallest of the ascending sizes that is at least n."""
     return sizes[bisect_left(sizes, n)]

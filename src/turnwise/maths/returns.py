@@ -1,4 +1,4 @@
-"""Returns of ragged episodes by parallel scans: no loop over tokens or turns.
+"""Discounted returns and GAE of ragged episodes by parallel scans: no loop over tokens or turns.
 
 Legend: items [n] packed so that those of one episode are adjacent and in time order; ``last`` [n] marks each episode's end.
 """

@@ -2,8 +2,8 @@
 
     R(C) = R₀ + (A − R₀) / (1 + (C_mid/C)^B)
 
-A is the asymptote, B how steeply it is approached, C_mid where half of the way is done. Compare methods by A first, then B:
-few choices move the asymptote, most only the efficiency. (The Art of Scaling Reinforcement Learning Compute for LLMs,
+A is the asymptote, B the steepness, C_mid the compute at the midpoint. Compare methods by A first, then B: few choices change
+the asymptote, most change only the efficiency. (The Art of Scaling Reinforcement Learning Compute for LLMs,
 arXiv 2510.13786.)
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Curve:
+class ScalingCurve:
     asymptote: float
     slope: float
     middle: float
@@ -26,11 +26,13 @@ class Curve:
         return self.start + (self.asymptote - self.start) / (1 + (self.middle / compute) ** self.slope)
 
 
-def fit(compute: Sequence[float], score: Sequence[float], start: float = 0.0, skip: int = 0, grid: int = 400) -> Curve:
+def fit(
+    compute: Sequence[float], score: Sequence[float], start: float = 0.0, skip: int = 0, grid: int = 400
+) -> ScalingCurve:
     """The curve nearest to (compute, score) after dropping the first ``skip`` points; ``start`` is the score without training.
 
-    For an asymptote A the rest is linear: log((R − R₀)/(A − R)) = B (log C − log C_mid). So A is taken from a grid and the
-    line fitted, weighted by how far each point is from both ends, where the logarithm blows noise up."""
+    For a fixed A the model is linear: log((R − R₀)/(A − R)) = B (log C − log C_mid). So a grid search over A fits a line for
+    each, weighted by the distance of each point from R₀ and A, where the logarithm amplifies noise."""
     c, r = np.asarray(compute, float)[skip:], np.asarray(score, float)[skip:]
     if c.shape != r.shape or len(c) < 3:
         raise ValueError(
@@ -38,7 +40,7 @@ def fit(compute: Sequence[float], score: Sequence[float], start: float = 0.0, sk
         )
     if not (c > 0).all() or not r.max() > start:
         raise ValueError("compute must be positive, and some score above the start")
-    best, error = Curve(float(r.max()), 1.0, float(np.median(c)), start), np.inf
+    best, error = ScalingCurve(float(r.max()), 1.0, float(np.median(c)), start), np.inf
     for asymptote in np.linspace(r.max() + 1e-6, max(1.0, r.max() + 1e-3), grid):
         inside = (r > start) & (r < asymptote)
         if inside.sum() < 2:
@@ -48,7 +50,7 @@ def fit(compute: Sequence[float], score: Sequence[float], start: float = 0.0, sk
         slope, shift = np.polyfit(np.log(c[inside]), y, 1, w=weight)
         if slope <= 0:
             continue
-        curve = Curve(float(asymptote), float(slope), float(np.exp(-shift / slope)), start)
-        found = float(np.square([curve(x) - s for x, s in zip(c, r)]).sum())
-        best, error = (curve, found) if found < error else (best, error)
+        curve = ScalingCurve(float(asymptote), float(slope), float(np.exp(-shift / slope)), start)
+        squared = float(np.square([curve(x) - s for x, s in zip(c, r)]).sum())
+        best, error = (curve, squared) if squared < error else (best, error)
     return best

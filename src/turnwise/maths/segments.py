@@ -2,11 +2,11 @@
 
 Legend: ``x`` [n] values, ``label`` [n] the segment of each (int64, any order), ``count`` the number of segments.
 
-The corner cases of the house are decided here and nowhere else:
+The corner cases are decided here and nowhere else:
 
     an empty segment      sum, mean, min, max, median 0; std 0; count 0
-    a lone item           std 0; leave-one-out mean 0
-    zero spread           std 0 (whoever divides adds the epsilon)
+    a single item         std 0; leave-one-out mean 0
+    zero spread           std 0 (the caller adds an epsilon before it divides)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 def size(label: Tensor, count: int) -> Tensor:
     """How many items each segment holds, [count] int64."""
-    if label.is_cuda:  # bincount looks for the largest label first, and the host waits for it
+    if label.is_cuda:  # bincount needs the largest label on the host, which would synchronise
         return label.new_zeros(count).index_add(0, label, torch.ones_like(label))
     return torch.bincount(label, minlength=count)
 
@@ -38,9 +38,9 @@ def extreme(x: Tensor, label: Tensor, count: int, *, largest: bool) -> Tensor:
 
 
 def std(x: Tensor, label: Tensor, count: int, *, correction: int = 1) -> Tensor:
-    """Standard deviation with n − correction in the denominator; 0 for a lone item.
+    """Standard deviation with n − correction in the denominator; 0 for a single item.
 
-    Two passes: the naive E[x²] − E[x]² loses all digits when the mean is large."""
+    Two passes: the one-pass E[x²] − E[x]² loses all digits when the mean is large."""
     deviation = x - mean(x, label, count)[label]
     degrees = (size(label, count) - correction).clamp(min=1)
     return (total(deviation * deviation, label, count) / degrees).sqrt()
@@ -66,15 +66,15 @@ def median(x: Tensor, label: Tensor, count: int) -> Tensor:
 
 
 def leave_one_out(x: Tensor, label: Tensor, count: int) -> Tensor:
-    """For each item the mean of the *others* of its segment, [n]; 0 for a lone item."""
+    """For each item the mean of the *others* of its segment, [n]; 0 for a single item."""
     others = (size(label, count)[label] - 1).clamp(min=1)
-    rest = total(x, label, count)[label] - x
-    return torch.where(size(label, count)[label] > 1, rest / others, 0)
+    sum_of_others = total(x, label, count)[label] - x
+    return torch.where(size(label, count)[label] > 1, sum_of_others / others, 0)
 
 
 def _in_segment_order(label: Tensor) -> Tensor | None:
-    """A stable order that puts segments together; None where they already are (the usual packing: nothing to sort)."""
-    if not label.is_cuda and bool((label[1:] >= label[:-1]).all()):  # on a GPU sorting is cheaper than asking
+    """A stable order that makes segments contiguous; None where they already are (the usual packing)."""
+    if not label.is_cuda and bool((label[1:] >= label[:-1]).all()):  # on a GPU sorting is cheaper than synchronising
         return None
     return torch.argsort(label, stable=True)
 
@@ -83,15 +83,15 @@ def rank_within(label: Tensor, count: int) -> Tensor:
     """0-based position of each item among the items of its segment, in packed order, [n]."""
     n = size(label, count)
     start = torch.cumsum(n, 0) - n
-    here = torch.arange(label.numel(), device=label.device)
+    index = torch.arange(label.numel(), device=label.device)
     order = _in_segment_order(label)
     if order is None:
-        return here - start[label]
-    return torch.empty_like(label).index_copy(0, order, here - start[label[order]])
+        return index - start[label]
+    return torch.empty_like(label).index_copy(0, order, index - start[label[order]])
 
 
 def running_sum(x: Tensor, label: Tensor, count: int, *, reverse: bool = False) -> Tensor:
-    """Inclusive cumulative sum inside each segment, in packed order, [n]. In float64: the carry spans the whole batch."""
+    """Inclusive cumulative sum inside each segment, in packed order, [n]. In float64: the sum runs over the whole batch."""
     order = _in_segment_order(label)
     values, owner = (x.double(), label) if order is None else (x[order].double(), label[order])
     sums = torch.cumsum(values, 0)

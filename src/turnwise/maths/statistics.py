@@ -1,4 +1,4 @@
-"""What evaluation reports: pass@k, average@k, majority@k, intervals. Pure functions on arrays.
+"""Evaluation statistics: pass@k, average@k, majority@k, confidence intervals. Pure functions on arrays.
 
 Suffixes: ``_T`` tasks. Does not know models, rewards or where the numbers came from.
 """
@@ -51,17 +51,17 @@ def average_at_k(scores: ArrayLike, k: int | None = None) -> np.ndarray:
     """Mean of the first k scores of each task (all of them when k is None). ``scores`` is (tasks, samples)."""
     scores_TN = np.asarray(scores, dtype=np.float64)
     if scores_TN.ndim != 2:
-        raise ValueError(f"average@k wants scores of shape (tasks, samples), not {scores_TN.shape}")
+        raise ValueError(f"average@k needs scores of shape (tasks, samples), not {scores_TN.shape}")
     if k is not None and not 1 <= k <= scores_TN.shape[1]:
         raise ValueError(f"average@{k} needs between 1 and {scores_TN.shape[1]} samples per task")
     return scores_TN[:, :k].mean(axis=1)
 
 
 def majority_at_k(answers: Sequence[Hashable], truth: Hashable, k: int) -> float:
-    """The chance that the commonest of k answers, drawn from these without replacement, is the true one.
+    """The probability that the most frequent of k answers, drawn without replacement, is the true one.
 
-    Exact over all subsets. A tie counts as a fair draw among the tied. ``None`` is an abstention: it takes a place
-    among the k but does not vote; if nobody votes, nobody is right.
+    Exact over all subsets. A tie is broken uniformly. ``None`` is an abstention: it is one of the k but does not vote; without
+    votes the result is wrong.
 
     >>> majority_at_k(["4", "4", "5"], "4", k=3)
     1.0
@@ -70,19 +70,19 @@ def majority_at_k(answers: Sequence[Hashable], truth: Hashable, k: int) -> float
     if not 1 <= k <= n:
         raise ValueError(f"majority@{k} needs between 1 and {n} answers")
     counts = Counter(answers)
-    silent = counts.pop(None, 0)
-    right = counts.pop(truth, 0)
+    abstentions = counts.pop(None, 0)
+    correct = counts.pop(truth, 0)
     total = sum(
-        comb(right, votes) * ways / (tied + 1)
-        for votes in range(1, min(right, k) + 1)
-        for tied, ways in _rivals(list(counts.values()), silent, k - votes, votes).items()
+        comb(correct, votes) * ways / (tied + 1)
+        for votes in range(1, min(correct, k) + 1)
+        for tied, ways in _ways_by_ties(list(counts.values()), abstentions, k - votes, votes).items()
     )
     return float(total / comb(n, k))
 
 
-def _rivals(counts: list[int], silent: int, places: int, most: int) -> dict[int, int]:
-    """Ways for rivals (at most ``most`` votes each) and abstentions to fill ``places``, by how many rivals tie."""
-    ways: dict[tuple[int, int], int] = {(quiet, 0): comb(silent, quiet) for quiet in range(min(silent, places) + 1)}
+def _ways_by_ties(counts: list[int], abstentions: int, places: int, most: int) -> dict[int, int]:
+    """Ways for other answers (at most ``most`` votes each) and abstentions to fill ``places``, by how many answers tie."""
+    ways: dict[tuple[int, int], int] = {(n, 0): comb(abstentions, n) for n in range(min(abstentions, places) + 1)}
     for count in counts:
         grown: dict[tuple[int, int], int] = {}
         for (filled, tied), way in ways.items():
@@ -100,7 +100,7 @@ def _rivals(counts: list[int], silent: int, places: int, most: int) -> dict[int,
 def wilson(successes: float, trials: int, confidence: float = 0.95) -> Interval:
     """Wilson's score interval of a proportion: (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n).
 
-    Stays inside [0, 1] and is honest at 0 and 1, where the textbook interval has no width. No trials: anything goes.
+    Stays inside [0, 1] and has a width at 0 and 1, where the normal approximation has none. Without trials it is [0, 1].
     """
     _check_confidence(confidence)
     if not 0 <= successes <= trials:
@@ -123,8 +123,8 @@ def bootstrap(
 ) -> Interval:
     """Percentile interval of the mean over tasks, resampling whole *tasks*.
 
-    Samples of one task are not independent; resampling them singly would make the interval too narrow. ``tasks`` names
-    the task of each value (None: each its own). The estimate is the mean of the tasks' means.
+    Samples of one task are not independent; resampling single values would make the interval too narrow. ``tasks`` names the
+    task of each value (None: every value is its own task). The estimate is the mean of the tasks' means.
     """
     _check_confidence(confidence)
     means_T = task_means(values, tasks)
@@ -132,9 +132,9 @@ def bootstrap(
         return Interval(float("nan"), float("nan"), float("nan"))
     rng = np.random.default_rng(seed)
     sampled = np.empty(draws)
-    for start in range(0, draws, 256):  # in slices: draws x tasks need not fit in memory
-        chosen = rng.integers(0, means_T.size, size=(min(256, draws - start), means_T.size))
-        sampled[start : start + 256] = means_T[chosen].mean(axis=1)
+    for start in range(0, draws, 256):  # in slices, so that draws x tasks need not fit in memory
+        resampled = rng.integers(0, means_T.size, size=(min(256, draws - start), means_T.size))
+        sampled[start : start + 256] = means_T[resampled].mean(axis=1)
     low, high = np.quantile(sampled, [0.5 - confidence / 2, 0.5 + confidence / 2])
     return Interval(float(means_T.mean()), float(low), float(high))
 

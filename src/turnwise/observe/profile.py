@@ -29,27 +29,27 @@ CAPTURE = "capture"  # of CUDA graphs, wherever it happens: sizes that come for 
 BESIDE = ("prefill", "decode")  # where they are inside nothing, they run beside the loop
 
 SPANS: tuple[tuple[str, str, str], ...] = (  # span, part of the loop, what it is asked
-    ("gather", "collector", "gather"),
-    ("prefill", "generator", "network.read"),
-    ("decode", "generator", "lanes.run"),
-    (CAPTURE, "generator", "network.decoder._captured"),
+    ("rollout", "collector", "collect_step"),
+    ("prefill", "generator", "model_runner.prefill"),
+    ("decode", "generator", "scheduler.run"),
+    (CAPTURE, "generator", "model_runner.decoder._capture"),
     (CAPTURE, "learner", "graphs._capture"),
     ("mix in", "mixture", "mix"),
-    ("check", "probe", "mark"),
+    ("check", "policy_check", "prepare"),
     ("measure", "learner", "measure"),
     ("credit", "objective", "credit"),
     ("update", "learner", "update"),
     ("publish", "generator", "publish"),
-    ("record", "ledger", "drain"),
+    ("record", "ledger", "flush"),
     ("record", "ledger", "seal"),
     ("checkpoint", "", "save"),
     ("log", "", "report"),
 )
 MEANING = {  # of the time that is a span's own
-    ("gather",): "gather: environments, tools, waiting",
-    ("gather", "prefill"): "gather: prefill",
-    ("gather", "decode"): "gather: decode and sample",
-    ("gather", "render"): "gather: messages to ids and back",
+    ("rollout",): "rollout: environments, tools, waiting",
+    ("rollout", "prefill"): "rollout: prefill",
+    ("rollout", "decode"): "rollout: decode and sample",
+    ("rollout", "render"): "rollout: messages to ids and back",
     ("update", "record"): "update: records, while a device computes",
     ("check",): "check that generator and learner agree",
     ("measure",): "measure signals",
@@ -121,7 +121,7 @@ class Profile:
                 self._attach(stack, name, owner, ask)
             self._attach_optimisers(stack)
             stack.enter_context(_held(loop, "report", self._counting(loop.report)))
-            stack.enter_context(_held(loop, "asides", self._asides(loop.asides)))
+            stack.enter_context(_held(loop, "after_step", self._evaluations(loop.after_step)))
             self._turn(loop.start + 1)
             try:
                 yield
@@ -153,8 +153,8 @@ class Profile:
         stack.callback(optimizer.register_optimizer_step_pre_hook(begin).remove)
         stack.callback(optimizer.register_optimizer_step_post_hook(end).remove)
 
-    def _asides(self, asides: Mapping[int, Callable[[], Any]]) -> dict[int, Callable[[], Any]]:
-        return {step: self.clock.around("evaluate", aside) for step, aside in asides.items()}
+    def _evaluations(self, after_step: Mapping[int, Callable[[], Any]]) -> dict[int, Callable[[], Any]]:
+        return {step: self.clock.around("evaluate", evaluation) for step, evaluation in after_step.items()}
 
     def _counting(self, report: Callable[[int, Mapping[str, float]], None]) -> Callable[..., None]:
         """A step ends where it is reported; what comes after belongs to the next."""

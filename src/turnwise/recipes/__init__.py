@@ -1,4 +1,5 @@
-"""Published methods as recipes: one function per paper in ``families``, no arithmetic. Does not know who runs them.
+"""Published methods as recipes: one function per paper in ``families``, no arithmetic. Does not know who trains with
+them.
 
 recipes.build("grpo", clip=0.2)   the recipe of a method
 recipes.METHODS                   every method by name

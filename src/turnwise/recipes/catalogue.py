@@ -1,4 +1,5 @@
-"""The catalogue of methods, read from the recipes themselves: nothing is written down twice."""
+"""The catalogue of methods: names, docstrings and slots, read from the recipes themselves. Holds no text of its own
+about a method."""
 
 from __future__ import annotations
 
@@ -10,124 +11,94 @@ from typing import Any
 
 from turnwise import recipes
 from turnwise.errors import RecipeError, SettingError, nearest
-from turnwise.recipes.compose import composed
+from turnwise.recipes.compose import compose
 from turnwise.recipes.kind import Kind, kind_of
 from turnwise.recipes.recipe import Recipe
 
 
 def kind(name: str) -> Kind:
-    """Which question a method answers anew, as its recipe declares."""
+    """The kind of a method, as its recipe declares it."""
     return kind_of(recipes.method(name))
 
 
-def named(name: str, credit: str = "") -> Recipe:
-    """A method by its name; with the credit of another: ``named("sapo", "hgpo")``, or ``named("sapo+hgpo")``."""
-    method, _, other = name.partition("+")
-    return lend(recipes.build(method), other or credit)
+def parse_method(name: str, credit: str = "") -> Recipe:
+    """The recipe of ``"sapo"``, or with the credit of another method of ``"sapo+hgpo"`` or ``parse_method("sapo",
+    "hgpo")``."""
+    method, _, credit_name = name.partition("+")
+    return with_credit(recipes.build(method), credit_name or credit)
 
 
-def lend(recipe: Recipe, credit: str, options: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe with the credit of another method, by its name; as it is without one."""
+def with_credit(recipe: Recipe, credit: str, options: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe with the credit of another method, by name; unchanged without a name."""
     if not credit:
         return recipe
     if credit not in recipes.METHODS:
         raise SettingError(f"no method {credit!r} to take the credit of; {nearest(credit, recipes.METHODS)}")
     try:
-        return composed(recipe, recipes.build(credit, **(options or {})))
-    except RecipeError as fault:
-        raise SettingError(f"the credit of {credit} does not go with this method: {fault}") from fault
+        return compose(recipe, recipes.build(credit, **(options or {})))
+    except RecipeError as error:
+        raise SettingError(f"the credit of {credit} does not go with this method: {error}") from error
 
 
-def entry(name: str, credit: str = "") -> dict[str, Any]:
-    """One method, from its docstring and its recipe; its slots with the credit of another, where that is asked for."""
+def describe_method(name: str, credit: str = "") -> dict[str, Any]:
+    """One method from its docstring and its recipe; with ``credit``, its slots with the credit of that method."""
     doc = inspect.getdoc(recipes.method(name)) or ""
-    recipe = named(name, credit)
+    recipe = parse_method(name, credit)
     return {
         "name": f"{name}+{credit}" if credit else name,
         "kind": str(kind(name)),
         "family": recipes.method(name).__module__.rsplit(".", 1)[-1],
         "about": (sys.modules[recipes.method(name).__module__].__doc__ or "").splitlines()[0].rstrip("."),
         "idea": doc.splitlines()[0].split(": ", 1)[-1],
-        "paper": section(doc, "Paper"),
-        "settings": section(doc, "Settings"),
-        "deviation": section(doc, "Deviation"),
-        "sure_of": section(doc, "Sure of"),
+        "paper": docstring_section(doc, "Paper"),
+        "settings": docstring_section(doc, "Settings"),
+        "deviation": docstring_section(doc, "Deviation"),
+        "sure_of": docstring_section(doc, "Sure of"),
         "parameters": {n: p.default for n, p in recipes.parameters(name).items()},
-        "needs": sorted(map(str, recipe.objective.needs)),
-        "asks": sorted(recipe.asks),
+        "needs": sorted(map(str, recipe.objective.signals)),
+        "requirements": sorted(recipe.requirements),
         "slots": recipe.slots(),
     }
 
 
-def section(doc: str, title: str) -> str:
-    found = re.search(rf"^{title}: (.*?)(?=^\w[\w ]*: |\Z)", doc, re.MULTILINE | re.DOTALL)
-    return " ".join(found.group(1).split()) if found else ""
+def docstring_section(doc: str, title: str) -> str:
+    """The text of a titled section (``Paper``, ``Settings`` ...) of a method's docstring, on one line."""
+    match = re.search(rf"^{title}: (.*?)(?=^\w[\w ]*: |\Z)", doc, re.MULTILINE | re.DOTALL)
+    return " ".join(match.group(1).split()) if match else ""
 
 
-def rows() -> list[dict[str, Any]]:
-    """What ``turnwise list`` shows: a line for each method."""
+def method_rows() -> list[dict[str, Any]]:
+    """The rows of ``turnwise list``, one per method."""
     base = recipes.build("grpo")
-    out = []
+    rows = []
     for name in recipes.METHODS:
-        e = entry(name)
-        changed, wanted = changes(base, recipes.build(name)), [*e["needs"], *e["asks"]]
-        out.append(
+        described = describe_method(name)
+        slots, needs = changed_slots(base, recipes.build(name)), [*described["needs"], *described["requirements"]]
+        rows.append(
             {
                 "method": name,
-                "kind": e["kind"],
-                "family": e["family"],
-                "about": e["about"],
-                "idea": e["idea"],
-                "paper": e["paper"],
-                "arxiv": " ".join(re.findall(r"arXiv [\d.]+\d", e["paper"])[:1]) or e["paper"][:60],
-                "changes vs grpo": ", ".join(changed) or "–",
-                "needs": ", ".join(dict.fromkeys(n for n in wanted if n not in ("logp", "entropy"))) or "–",
-                "sure of": e["sure_of"],
-                "deviation": e["deviation"] or "–",
+                "kind": described["kind"],
+                "family": described["family"],
+                "about": described["about"],
+                "idea": described["idea"],
+                "paper": described["paper"],
+                "arxiv": " ".join(re.findall(r"arXiv [\d.]+\d", described["paper"])[:1]) or described["paper"][:60],
+                "changes vs grpo": ", ".join(slots) or "–",
+                "needs": ", ".join(dict.fromkeys(n for n in needs if n not in ("logp", "entropy"))) or "–",
+                "sure of": described["sure_of"],
+                "deviation": described["deviation"] or "–",
             }
         )
-    return out
+    return rows
 
 
-def changes(left: Recipe, right: Recipe) -> list[str]:
+def changed_slots(left: Recipe, right: Recipe) -> list[str]:
+    """Names of the slots in which two recipes differ."""
     a, b = left.slots(), right.slots()
     return [slot for slot in a if a[slot] != b[slot]]
 
 
-def difference(left: str, right: str) -> list[dict[str, str]]:
-    """The slots in which two methods differ."""
-    a, b = named(left).slots(), named(right).slots()
+def slot_differences(left: str, right: str) -> list[dict[str, str]]:
+    """The slots in which two methods differ, with both pieces."""
+    a, b = parse_method(left).slots(), parse_method(right).slots()
     return [{"slot": slot, left: a[slot], right: b[slot]} for slot in a if a[slot] != b[slot]]
-
-
-def markdown() -> str:
-    """The catalogue as a page: written by ``make docs``, compared by a test."""
-    lines = [
-        "# Methods",
-        "",
-        "Generated from the recipes by `make docs`; do not edit. `turnwise explain NAME` prints one of them whole,",
-        "`turnwise diff A B` the slots in which two differ. Each method agrees with an independent oracle in loss and",
-        "gradient and passes the contract of all methods (`tests/algebra/test_recipes.py`,",
-        "`tests/test_every_method.py`); how each of them learns is in [learning.md](learning.md).",
-        "",
-        *(f"- **{kind}**: {kind.meaning}" for kind in Kind),
-        "",
-        "| method | kind | family | idea | changes vs `grpo` | needs | sure of | deviation |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| `{r['method']}` | {r['kind']} | {r['family']} | {r['idea']} | {r['changes vs grpo']} | {r['needs']} | {r['sure of']} "
-        f"| {r['deviation']} |"
-        for r in rows()
-    ]
-    for name in recipes.METHODS:
-        e = entry(name)
-        lines += ["", f"## {name}", "", "```text", inspect.getdoc(recipes.method(name)) or "", "```", ""]
-        lines += [f"- **{slot}**: `{piece}`" for slot, piece in e["slots"].items()]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    from pathlib import Path
-
-    Path(sys.argv[1]).write_text(markdown(), encoding="utf-8")

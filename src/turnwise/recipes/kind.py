@@ -1,4 +1,4 @@
-"""Kinds of methods: which question of the algebra a paper answers anew. A family declares one, a method may declare another."""
+"""Kinds of methods: which part of the algebra a paper changes. A family declares one, a method may declare another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Build = TypeVar("Build", bound=Callable[..., object])
 
 
 class Kind(StrEnum):
-    """The four kinds that ``turnwise list`` groups methods by."""
+    """The four kinds by which ``turnwise list`` groups methods."""
 
     OBJECTIVE = "objective"
     CREDIT = "credit"
@@ -20,20 +20,20 @@ class Kind(StrEnum):
 
     @property
     def meaning(self) -> str:
-        """One line for a person."""
+        """One line for the user."""
         return _MEANINGS[self]
 
 
 _MEANINGS = {
-    Kind.OBJECTIVE: "how far the policy may move, and what the loss averages over",
-    Kind.CREDIT: "who gets the credit; combines with any objective: --credit",
-    Kind.DATA: "learns from other data too: demonstrations, replay, a teacher",
-    Kind.PREFERENCE: "learns from pairs of a better and a worse answer",
+    Kind.OBJECTIVE: "ratio, clipping or trust region, and what the loss averages over",
+    Kind.CREDIT: "credit assignment; combines with any objective: --credit",
+    Kind.DATA: "learns from further data: demonstrations, replay, a teacher",
+    Kind.PREFERENCE: "learns from pairs of a chosen and a rejected answer",
 }
 
 
 def declares(kind: Kind) -> Callable[[Build], Build]:
-    """Mark one method of a family as being of another kind than its family's ``KIND``."""
+    """Decorator: the method is of another kind than its family's ``KIND``."""
 
     def mark(build: Build) -> Build:
         build.kind = kind  # type: ignore[attr-defined]
@@ -44,5 +44,5 @@ def declares(kind: Kind) -> Callable[[Build], Build]:
 
 def kind_of(build: Callable[..., object]) -> Kind:
     """The kind of a recipe function: its own, else its family's."""
-    own: Kind | None = getattr(build, "kind", None)
-    return own if own is not None else sys.modules[build.__module__].KIND
+    declared: Kind | None = getattr(build, "kind", None)
+    return declared if declared is not None else sys.modules[build.__module__].KIND

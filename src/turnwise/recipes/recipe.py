@@ -1,4 +1,4 @@
-"""A recipe: one published method as a frozen record of pieces, slot by slot."""
+"""A recipe: one published method as a frozen record of pieces, one per slot. Knows neither trainer nor engine."""
 
 from __future__ import annotations
 
@@ -6,50 +6,52 @@ from dataclasses import dataclass, field, fields
 
 from turnwise.algebra.aggregate import Aggregate, Mean
 from turnwise.algebra.control import Control, Passes
-from turnwise.algebra.gate import Gate, Open
-from turnwise.algebra.gradient import Gradient, Plain
+from turnwise.algebra.gate import Gate, NoGate
+from turnwise.algebra.gradient import Gradient, PlainGradient
 from turnwise.algebra.layer_noise import LayerNoise
-from turnwise.algebra.mask import All, Mask
+from turnwise.algebra.mask import AllTokens, Mask
 from turnwise.algebra.objective import Objective
-from turnwise.algebra.penalty import Weighted
+from turnwise.algebra.penalty import WeightedPenalty
 from turnwise.algebra.piece import text
 from turnwise.algebra.ratio import Importance, Ratio
-from turnwise.algebra.reward import Environment
+from turnwise.algebra.reward import EnvironmentReward
 from turnwise.algebra.term import Term
 from turnwise.core.levels import TRAJECTORY
-from turnwise.core.signals import CRITIC, Signal
-from turnwise.data.replay import Nothing, Replay
+from turnwise.core.signals import TOKEN_CRITIC, Signal
+from turnwise.data.replay import NoReplay, Replay
 from turnwise.errors import RecipeError
 from turnwise.rollout.precision import Precision
 from turnwise.rollout.strategies import Independent, Strategy
-from turnwise.tasks.admission import Admission, Everything
+from turnwise.tasks.admission import Admission, AdmitAll
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import Sampler, Uniform
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The slots of a method. What a slot leaves out keeps its default, and ``diff`` shows only what differs."""
+    """The slots of a method. An omitted slot keeps its default, and ``diff`` shows only the slots that differ."""
 
-    advantage: Term  # who gets the credit?
-    ratio: Ratio = field(default_factory=Importance)  # how far has the policy moved, at which level?
-    gate: Gate = field(default_factory=Open)  # how does that limit the update?
-    penalties: tuple[Weighted, ...] = ()  # what else is optimised?
-    aggregate: Aggregate = field(default_factory=lambda: Mean(TRAJECTORY))  # what is averaged over what?
-    reward: Term = field(default_factory=Environment)  # what is good?
-    sampler: Sampler = field(default_factory=Uniform)  # which task next?
-    budget: Fixed = field(default_factory=Fixed)  # how many rollouts?
-    strategy: Strategy = field(default_factory=Independent)  # how is a group grown?
-    admission: Admission = field(default_factory=Everything)  # which groups are trained on?
-    replay: Replay = field(default_factory=Nothing)  # which past data is mixed in?
-    keep: Mask = field(default_factory=All)  # which of their tokens?
-    control: Control = field(default_factory=Passes)  # in which optimiser steps?
-    gradient: Gradient = field(default_factory=Plain)  # how does a gradient become a step?
-    smoothing: LayerNoise | None = None  # is the policy smoothed by noise while it learns?
-    precision: Precision = field(default_factory=Precision)  # in which numbers?
+    advantage: Term  # credit of each token, turn or trajectory
+    ratio: Ratio = field(default_factory=Importance)  # importance ratio, at which level
+    gate: Gate = field(default_factory=NoGate)  # clipping or another limit on the update
+    penalties: tuple[WeightedPenalty, ...] = ()  # further losses
+    aggregate: Aggregate = field(
+        default_factory=lambda: Mean(TRAJECTORY)
+    )  # the average over tokens, trajectories or groups
+    reward: Term = field(default_factory=EnvironmentReward)  # reward
+    sampler: Sampler = field(default_factory=Uniform)  # which task comes next
+    budget: Fixed = field(default_factory=Fixed)  # tasks and rollouts per step
+    strategy: Strategy = field(default_factory=Independent)  # how the rollouts of a group are sampled
+    admission: Admission = field(default_factory=AdmitAll)  # which groups are trained on
+    replay: Replay = field(default_factory=NoReplay)  # replayed data
+    keep: Mask = field(default_factory=AllTokens)  # which tokens are trained on
+    control: Control = field(default_factory=Passes)  # optimiser steps per batch
+    gradient: Gradient = field(default_factory=PlainGradient)  # scaling of the gradient
+    smoothing: LayerNoise | None = None  # noise on hidden layers while learning
+    precision: Precision = field(default_factory=Precision)  # numeric precision
 
     def __post_init__(self) -> None:
-        if self.advantage.compares and self.budget.size < 2:
+        if self.advantage.needs_peers and self.budget.size < 2:
             raise RecipeError(
                 f"{text(self.advantage)} compares the trajectories of a group, but groups have {self.budget.size}; "
                 "write --group-size 2 or more, or take a method with a critic (ppo) or without a baseline (reinforce)"
@@ -57,31 +59,31 @@ class Recipe:
 
     @property
     def objective(self) -> Objective:
-        """The composition to optimise. A penalty of weight 0 is left out, and with it the signals it would need."""
+        """The composition to optimise. A penalty of weight 0 is left out together with the signals it reads."""
         active = tuple(weighted for weighted in self.penalties if weighted.weight)
         return Objective(
             self.advantage, self.ratio, self.gate, self.aggregate, active, self.reward, self.keep, self.gradient
         )
 
     @property
-    def asks(self) -> frozenset[str]:
-        """What environment or data must tell, in words (see ``Piece.wants``)."""
+    def requirements(self) -> frozenset[str]:
+        """What environment or data must provide, in words (see ``Piece.requires``)."""
         roots = (self.advantage, self.reward, self.ratio, self.gate, self.keep, *self.penalties)
-        grown = getattr(self.strategy, "asks", frozenset[str]())
-        return grown.union(self.replay.wants, *(root.asks for root in roots))
+        of_strategy = getattr(self.strategy, "requirements", frozenset[str]())
+        return of_strategy.union(self.replay.requires, *(root.requirements for root in roots))
 
     @property
-    def corrects(self) -> bool:
-        """Whether its loss looks at how far the learner is from what sampled the data."""
-        weighing = (self.gate, self.keep, *self.penalties)
-        return self.ratio.corrects or any(Signal.PROXIMAL in root.needs for root in weighing)
+    def corrects_off_policy(self) -> bool:
+        """Whether the loss depends on the distance between the learner and the sampler of the data."""
+        others = (self.gate, self.keep, *self.penalties)
+        return self.ratio.corrects_off_policy or any(Signal.PROXIMAL in root.signals for root in others)
 
     @property
     def critics(self) -> int:
-        """How many value heads the pieces ask for."""
-        needs = self.objective.needs
-        return 2 if needs & {Signal.TWIN, Signal.OLD_TWIN} else int(bool(needs & CRITIC))
+        """The number of token-level value heads the pieces read."""
+        signals = self.objective.signals
+        return 2 if signals & {Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE} else int(bool(signals & TOKEN_CRITIC))
 
     def slots(self) -> dict[str, str]:
-        """Each slot and its piece, as a person would write it."""
+        """Each slot and its piece as text."""
         return {f.name: text(getattr(self, f.name)) for f in fields(self)}

@@ -1,4 +1,4 @@
-"""The registry of methods: every recipe function by its name, and how one is built. Holds no method itself."""
+"""The registry of methods: every recipe function by name, and how to build one. Defines no method itself."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ METHODS: dict[str, Callable[..., Recipe]] = {
 
 
 def method(name: str) -> Callable[..., Recipe]:
+    """The recipe function of a method; an unknown name is refused with the nearest one."""
     if name not in METHODS:
         raise SettingError(f"no method {name!r}; {nearest(name, METHODS)}")
     return METHODS[name]
@@ -61,9 +62,10 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
 
 
 def build(name: str, **hyper: Any) -> Recipe:
-    """The recipe of a method; an unknown hyper-parameter is refused with the nearest name, an ill-typed one in words."""
-    known = parameters(name)
+    """Build the recipe of a method; an unknown hyper-parameter is refused with the nearest name, a wrong type with a
+    message."""
+    signature = parameters(name)
     for key in hyper:
-        if key not in known:
-            raise SettingError(f"{name} has no hyper-parameter {key!r}; {nearest(key, known)}")
-    return method(name)(**{key: convert(key, value, known[key].annotation) for key, value in hyper.items()})
+        if key not in signature:
+            raise SettingError(f"{name} has no hyper-parameter {key!r}; {nearest(key, signature)}")
+    return method(name)(**{key: convert(key, value, signature[key].annotation) for key, value in hyper.items()})

@@ -1,7 +1,8 @@
-"""A chat template as a function, without what Transformers does around it for messages that come from anywhere.
+"""A chat template as a function, without the input handling that Transformers does around it.
 
-Ours are plain texts, so the compiled template is asked directly, in half the time: an episode asks after every turn. It stays in
-Transformers' sandbox, and is asked only if it gives what ``apply_chat_template`` gives; whatever is not plain goes there.
+Our messages are plain texts, so the compiled Jinja template is called directly, which takes half the time: an episode renders
+after every turn. It stays in Transformers' sandbox, and is used only if it returns the same texts as ``apply_chat_template``;
+messages that are not plain go to ``apply_chat_template``.
 
 Knows templates; neither ids nor dialogues.
 """
@@ -15,65 +16,65 @@ from turnwise.core.records import Message
 
 Tools = Sequence[dict[str, Any]]
 Render = Callable[[Sequence[Message], Tools, bool], str]
-"""(messages, tools, whether to open the next turn) -> text."""
+"""(messages, tools, whether to add the generation prompt) -> text."""
 
-PLAIN = frozenset({"role", "content", "name", "tool_call_id"})
+PLAIN_KEYS = frozenset({"role", "content", "name", "tool_call_id"})
 _TOOL = {"type": "object", "properties": {"a": {"type": "string", "description": "b <c> é"}}, "required": ["a"]}
 _TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "parameters": _TOOL}},)
-_TALK = [{"role": role, "content": f" {role} <1> é\n"} for role in ("system", "user", "assistant", "tool", "user")]
+_DIALOGUE = [{"role": role, "content": f" {role} <1> é\n"} for role in ("system", "user", "assistant", "tool", "user")]
 
 
-def renderer(tokenizer: Any) -> Render:
-    """The tokenizer's template, by the fastest way that gives the same texts."""
+def fast_template(tokenizer: Any) -> Render:
+    """The tokenizer's template, by the fastest way that returns the same texts."""
 
     def stock(messages: Sequence[Message], tools: Tools, open_turn: bool) -> str:
-        given = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": open_turn}
-        return tokenizer.apply_chat_template(list(messages), **given)
+        options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": open_turn}
+        return tokenizer.apply_chat_template(list(messages), **options)
 
-    from transformers.utils import chat_template_utils  # late: whoever has a tokenizer has it
+    from transformers.utils import chat_template_utils  # late import: only callers with a tokenizer need Transformers
 
     source, compiler = tokenizer.chat_template, getattr(chat_template_utils, "_compile_jinja_template", None)
     if not isinstance(source, str) or compiler is None:
         return stock
     try:
         compiled, special = compiler(source), dict(tokenizer.special_tokens_map)
-    except Exception:  # a template that does not compile: let the stock way say so, where somebody asks
+    except Exception:  # the template does not compile: ``stock`` raises the error at the first rendering
         return stock
 
-    known: list[Tools] = [()]  # the tools that were looked at last: a dialogue has the same ones in every turn
+    checked: list[Tools] = [()]  # the tools checked last: every turn of a dialogue has the same ones
 
-    def quick(messages: Sequence[Message], tools: Tools, open_turn: bool) -> str:
-        if tools is not known[0] and _json(list(tools)):
-            known[0] = tools
-        plain = tools is known[0] and all(map(_plain, messages))
+    def direct(messages: Sequence[Message], tools: Tools, open_turn: bool) -> str:
+        if tools is not checked[0] and _is_json(list(tools)):
+            checked[0] = tools
+        plain = tools is checked[0] and all(map(_is_plain, messages))
         if not plain or not messages or tokenizer.chat_template != source:
             return stock(messages, tools, open_turn)
-        given = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": open_turn}
-        return compiled.render(messages=list(messages), **given, **special)
+        options = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": open_turn}
+        return compiled.render(messages=list(messages), **options, **special)
 
-    asked = [
-        (_TALK[a:b], tools, opens)
+    probes = [
+        (_DIALOGUE[a:b], tools, opens)
         for a in (0, 1)
         for b in range(a + 1, 6)
         for tools in ((), _TOOLS)
         for opens in (0, 1)
     ]
-    return quick if all(_said(quick, *each) == _said(stock, *each) for each in asked) else stock
+    return direct if all(_outcome(direct, *probe) == _outcome(stock, *probe) for probe in probes) else stock
 
 
-def _plain(message: Message) -> bool:
-    return message.keys() <= PLAIN and all(type(value) is str for value in message.values())
+def _is_plain(message: Message) -> bool:
+    return message.keys() <= PLAIN_KEYS and all(type(value) is str for value in message.values())
 
 
-def _json(value: Any) -> bool:
-    """Built of nothing but what JSON is made of."""
+def _is_json(value: Any) -> bool:
+    """Whether a value consists only of JSON types."""
     if type(value) is dict:
-        return all(type(key) is str and _json(item) for key, item in value.items())
-    return all(map(_json, value)) if type(value) is list else value is None or type(value) in (str, int, float, bool)
+        return all(type(key) is str and _is_json(item) for key, item in value.items())
+    return all(map(_is_json, value)) if type(value) is list else value is None or type(value) in (str, int, float, bool)
 
 
-def _said(render: Render, messages: Sequence[Message], tools: Tools, opens: int) -> str:
+def _outcome(render: Render, messages: Sequence[Message], tools: Tools, opens: int) -> str:
     try:
         return render(messages, tools, bool(opens))
-    except Exception as fault:  # templates raise whatever they like, as for a role they do not know
+    except Exception as fault:  # templates raise any exception, for example for an unknown role
         return repr(fault)

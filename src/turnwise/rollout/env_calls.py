@@ -1,8 +1,8 @@
-"""Daemon threads for calls that may block, kept and lent again.
+"""A pool of daemon threads for calls that may block.
 
-Whoever starts a thread waits until it has been scheduled; over a hundred calls a step that costs more than the calls. A
-call that never returns keeps its thread, and, being a daemon, does not hold up the end of the program. Knows nothing of
-what is called.
+Starting a thread waits until the operating system schedules it; over a hundred calls per step that costs more than the calls,
+so idle threads are reused. A call that never returns keeps its thread and, because it is a daemon, does not delay program exit.
+Knows nothing of what is called.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 Work = Callable[[], None]
-"""Must not raise: nobody would hear it."""
+"""Must not raise: nothing would catch it."""
 
-_idle: list[SimpleQueue[Work]] = []  # appending and popping are atomic
+_idle: list[SimpleQueue[Work]] = []  # append and pop are atomic
 os.register_at_fork(after_in_child=_idle.clear)  # threads do not survive a fork
 
 
-def lend(work: Work) -> None:
-    """Run ``work`` in a thread that has nothing to do, or a new one."""
+def run_in_thread(work: Work) -> None:
+    """Run ``work`` in an idle thread of the pool, or in a new one."""
     try:
         inbox = _idle.pop()
     except IndexError:
@@ -33,5 +33,5 @@ def _serve(inbox: SimpleQueue[Work]) -> None:
     while True:
         work = inbox.get()
         work()
-        del work  # or an idle thread would keep an environment alive
+        del work  # otherwise an idle thread keeps an environment alive
         _idle.append(inbox)

@@ -1,4 +1,4 @@
-"""Precision: in which numbers rollouts, drafts and learning are computed, where a method has a say in it."""
+"""The dtypes of rollouts, drafts and training, where a method prescribes them. Knows dtype names; no engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Precision:
-    """Names as in ``--dtype`` and ``--rollout-dtype``; empty: what the settings say. Rollouts are as the learner unless they are
-    told; ``drafts`` are sampled by an engine of their own."""
+    """Names as in ``--dtype`` and ``--rollout-dtype``; empty: as the settings say. ``rollouts`` defaults to the learner's dtype;
+    ``drafts`` are sampled by a separate engine."""
 
     learner: str = ""
     rollouts: str = ""

@@ -1,4 +1,4 @@
-"""The ledger, the checkpoints and the directory of a run. Order of calls: see :mod:`turnwise.store.resume`."""
+"""Run directories: ledger, checkpoints and metadata. The order of calls is described in :mod:`turnwise.store.resume`."""
 
 from turnwise.store.checkpoint import (
     Checkpoint,
@@ -9,19 +9,19 @@ from turnwise.store.checkpoint import (
     save_checkpoint,
     save_model,
 )
-from turnwise.store.ledger import Ledger
-from turnwise.store.queries import Balance, Entry
-from turnwise.store.resume import Issued, Resumed
+from turnwise.store.ledger import SqliteLedger
+from turnwise.store.queries import GroupCounts, GroupSummary
+from turnwise.store.resume import IssuedGroup, ResumePlan
 from turnwise.store.rundir import RunDir, runs
 
 __all__ = [
-    "Balance",
     "Checkpoint",
-    "Entry",
-    "Issued",
-    "Ledger",
-    "Resumed",
+    "GroupCounts",
+    "GroupSummary",
+    "IssuedGroup",
+    "ResumePlan",
     "RunDir",
+    "SqliteLedger",
     "checkpoints",
     "discard_after",
     "latest",

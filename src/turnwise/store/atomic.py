@@ -1,5 +1,6 @@
-"""Writing aside: a file or directory appears whole under its name, or not at all.
+"""Atomic writes: a file or directory appears complete under its final name, or not at all.
 
+Writes go to a temporary path beside the target, which is fsynced and then renamed.
 Does not know what is written, nor who reads it.
 """
 
@@ -18,69 +19,70 @@ from safetensors import SafetensorError
 
 from turnwise.errors import StoreError
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+TARGET_EXISTS = (errno.EEXIST, errno.ENOTEMPTY)
 
 
 @contextlib.contextmanager
-def aside(target: Path, replace: bool = True) -> Iterator[Path]:
-    """Yield a path beside ``target`` to write to (make it a file or a directory); rename it over ``target`` at the end.
+def atomic_write(target: Path, replace: bool = True) -> Iterator[Path]:
+    """Yield a temporary path beside ``target`` (create a file or a directory there); rename it to ``target`` at the end.
 
-    ``replace=False`` fails when ``target`` has come into being meanwhile. When the block raises, ``target`` is as it
-    was and nothing is left behind. A kill leaves at most a dot-file, which the next write to the same target (or
-    :func:`sweep`) removes.
+    ``replace=False`` fails when ``target`` has been created meanwhile. When the block raises, ``target`` is unchanged
+    and the temporary path is removed. A kill leaves at most a dot-file, which the next write to the same target (or
+    :func:`remove_temporaries`) removes.
     """
-    with in_words(target):
+    with explain_write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if replace:
-            _recover(target)
-            sweep(target.parent, target.name)
+            _finish_interrupted_replace(target)
+            remove_temporaries(target.parent, target.name)
     temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
     try:
-        with in_words(target):
+        with explain_write_errors(target):
             yield temporary
-            _sync_tree(temporary)
+            _fsync_tree(temporary)
             if replace:
-                _move(temporary, target)
+                _replace(temporary, target)
             else:
-                _claim(temporary, target)
-            sync(target.parent)
+                _rename_to_new(temporary, target)
+            fsync(target.parent)
     finally:
         remove(temporary)
 
 
 @contextlib.contextmanager
-def in_words(target: Path) -> Iterator[None]:
-    """Turn what the disk says into a :class:`StoreError` a person can act on."""
+def explain_write_errors(target: Path) -> Iterator[None]:
+    """Re-raise errors of the file system and of safetensors as :class:`StoreError`, with what the user can do."""
     try:
         yield
     except OSError as error:
-        raise _explained(target, error, error.errno in FULL) from error
+        raise _store_error(target, error, error.errno in DISK_FULL) from error
     except SafetensorError as error:
-        # safetensors writes from Rust: a full disk arrives as text, not as an OSError
-        raise _explained(target, error, "No space left" in str(error) or "StorageFull" in str(error)) from error
+        # safetensors writes from Rust: it reports a full disk as text, not as an OSError
+        raise _store_error(target, error, "No space left" in str(error) or "StorageFull" in str(error)) from error
 
 
 def write_json(target: Path, value: Mapping[str, Any]) -> None:
-    """A JSON file, whole or not at all."""
-    with aside(target) as path:
+    """Write a JSON file atomically."""
+    with atomic_write(target) as path:
         path.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
 
 
-def sweep(directory: Path, name: str = "*") -> None:
-    """Remove what killed writers left. Only the one writer of a run may call this."""
+def remove_temporaries(directory: Path, name: str = "*") -> None:
+    """Remove the temporary paths of killed writers. Only the single writer of a run may call this."""
     for path in directory.glob(f".{name}.*.tmp"):
         remove(path)
 
 
 def remove(path: Path) -> None:
+    """Remove a file or a directory tree; a missing one is no error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Force a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -89,48 +91,48 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _explained(target: Path, error: Exception, full: bool) -> StoreError:
-    if full:
+def _store_error(target: Path, error: Exception, disk_full: bool) -> StoreError:
+    if disk_full:
         return StoreError(
-            f"no room left on the disk while writing {target}; what was there before is untouched. "
+            f"no space left on the disk while writing {target}; the previous version is unchanged. "
             "Free some space (or keep fewer checkpoints) and resume the run"
         )
     return StoreError(f"could not write {target}: {error}")
 
 
-def _sync_tree(path: Path) -> None:
+def _fsync_tree(path: Path) -> None:
     if path.is_dir():
         for child in path.iterdir():
-            _sync_tree(child)
-    sync(path)
+            _fsync_tree(child)
+    fsync(path)
 
 
-def _retired(target: Path) -> Path:
+def _backup(target: Path) -> Path:
     return target.parent / f".{target.name}.old"
 
 
-def _move(temporary: Path, target: Path) -> None:
-    """A file replaces its elder in one system call; a directory cannot, so its elder steps aside first."""
+def _replace(temporary: Path, target: Path) -> None:
+    """Replace a file in one system call. A directory cannot be replaced so: rename the old one to a backup first."""
     if not target.is_dir():
         os.replace(temporary, target)
         return
-    os.rename(target, _retired(target))
+    os.rename(target, _backup(target))
     os.rename(temporary, target)
-    remove(_retired(target))
+    remove(_backup(target))
 
 
-def _claim(temporary: Path, target: Path) -> None:
+def _rename_to_new(temporary: Path, target: Path) -> None:
     try:
-        os.rename(temporary, target)  # refuses a directory with something in it
+        os.rename(temporary, target)  # fails when the target is a non-empty directory
     except OSError as error:
-        if error.errno in TAKEN:
+        if error.errno in TARGET_EXISTS:
             raise StoreError(f"{target} already exists and will not be overwritten; choose another name") from error
         raise
 
 
-def _recover(target: Path) -> None:
-    """Finish what a kill between the two renames of :func:`_move` left undone."""
-    old = _retired(target)
-    if old.exists() and not target.exists():
-        os.rename(old, target)
-    remove(old)
+def _finish_interrupted_replace(target: Path) -> None:
+    """Restore the backup after a kill between the two renames of :func:`_replace`."""
+    backup = _backup(target)
+    if backup.exists() and not target.exists():
+        os.rename(backup, target)
+    remove(backup)

@@ -1,12 +1,12 @@
-"""Checkpoints: whole or absent, checked when read, the last few kept.
+"""Checkpoints: written atomically, verified by checksum when read, the last few kept.
 
     checkpoints/step-00000012/tensors.safetensors   every tensor
-                              state.json            everything else, and where each tensor belongs
+                              state.json            everything else, and the position of each tensor in it
                               model/                optional Hugging Face export
                               manifest.json         sizes and checksums of the above, written last
 
-Saving the same step again makes ``step-00000012.1``: there is never a moment without a good checkpoint.
-Does not know what the tensors mean, nor what else of a run must be rolled back (see ``resume``).
+Saving the same step again writes ``step-00000012.1`` before it removes the older one, so a valid checkpoint always
+exists. Does not know what the tensors mean, nor what else of a run must be rolled back (see ``resume``).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from turnwise.errors import StoreError
-from turnwise.store.atomic import aside, remove, sweep
+from turnwise.store.atomic import atomic_write, remove, remove_temporaries
 from turnwise.store.state_tree import pack, unpack
 
 FORMAT = 1
-NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+DIRECTORY_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     path: Path
-    step: int  # optimiser steps contained: 0 .. step - 1
+    step: int  # number of optimiser steps completed: 0 .. step - 1 are contained
     tensors: Any
     state: Any
 
@@ -47,18 +47,18 @@ def save_checkpoint(
     model_export: Callable[[Path], object] | None = None,
     keep: int = 3,
 ) -> Path:
-    """Write the checkpoint of ``step``, drop any of later steps (an abandoned past), keep the last ``keep`` steps.
+    """Write the checkpoint of ``step``, remove those of later steps (an abandoned branch), keep the last ``keep`` steps.
 
-    ``tensors`` and ``state`` may be nested; tensors may stand anywhere in either. ``model_export`` gets a directory to
-    fill. On any failure the earlier checkpoints are untouched and nothing half-written stays.
+    ``tensors`` and ``state`` may be nested; tensors may appear anywhere in either. ``model_export`` is called with an
+    empty directory. On any failure the earlier checkpoints are unchanged and no partial checkpoint remains.
     """
     if step < 0 or keep < 1:
         raise StoreError(f"step is {step} and keep is {keep}; the first step is 0 and at least 1 checkpoint is kept")
     directory = Path(directory)
     skeleton, flat = pack({"tensors": tensors, "state": state})
-    sweep(directory)
-    target = _free(directory, step)
-    with aside(target) as path:
+    remove_temporaries(directory)
+    target = _unused_path(directory, step)
+    with atomic_write(target) as path:
         path.mkdir()
         save_file(flat, path / "tensors.safetensors")
         (path / "state.json").write_text(json.dumps(skeleton), encoding="ascii")
@@ -73,23 +73,23 @@ def save_checkpoint(
 
 
 def save_model(target: str | Path, write: Callable[[Path], object]) -> None:
-    """The final model, whole or absent: ``save_model(run.model, lambda path: model.save_pretrained(path))``."""
-    with aside(Path(target)) as path:
+    """Write the final model atomically: ``save_model(run.model, lambda path: model.save_pretrained(path))``."""
+    with atomic_write(Path(target)) as path:
         path.mkdir()
         write(path)
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
-    """All of them, newest first, unchecked."""
+    """All checkpoints, newest first, not verified."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    named = [path for path in directory.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(named, key=_order, reverse=True)
+    paths = [path for path in directory.iterdir() if DIRECTORY_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=_step_and_attempt, reverse=True)
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones are skipped with a warning. None when there is none."""
+    """The newest valid checkpoint, or None. Damaged ones are skipped with a warning."""
     for path in checkpoints(directory):
         try:
             verify(path)
@@ -100,14 +100,20 @@ def latest(directory: str | Path) -> Path | None:
     return None
 
 
+def latest_step(directory: str | Path) -> int:
+    """The step of the newest checkpoint, not verified; 0 if there is none."""
+    paths = checkpoints(directory)
+    return int(paths[0].name.removeprefix("step-").partition(".")[0]) if paths else 0
+
+
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """One checkpoint, or, given their directory, the newest whole one. Tensors come back on the CPU."""
+    """Load one checkpoint or, given the directory of all of them, the newest valid one. Tensors are on the CPU."""
     path = Path(path)
-    if not NAME.fullmatch(path.name):
-        found = latest(path)
-        if found is None:
+    if not DIRECTORY_NAME.fullmatch(path.name):
+        newest = latest(path)
+        if newest is None:
             raise StoreError(f"there is no usable checkpoint in {path}")
-        path, step = found, _order(found)[0]
+        path, step = newest, _step_and_attempt(newest)[0]
     else:
         step = verify(path)
     try:
@@ -119,27 +125,27 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def discard_after(directory: str | Path, step: int) -> list[Path]:
-    """Remove checkpoints of later steps, whole or not: a run that went back to ``step`` must not find them again."""
-    later = [path for path in checkpoints(directory) if _order(path)[0] > step]
+    """Remove checkpoints of later steps, valid or not: a run rolled back to ``step`` must not load them again."""
+    later = [path for path in checkpoints(directory) if _step_and_attempt(path)[0] > step]
     for path in later:
         remove(path)
     return later
 
 
 def verify(path: Path) -> int:
-    """The step of a checkpoint whose every byte is as it was written; raises :class:`StoreError` otherwise."""
+    """Check every file against the manifest and return the step; raise :class:`StoreError` on any difference."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        seen, files, step = manifest["format"], manifest["files"], int(manifest["step"])
+        format_number, files, step = manifest["format"], manifest["files"], int(manifest["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{path} has no readable manifest ({error})") from error
-    if seen != FORMAT:
-        raise StoreError(f"{path} was written in checkpoint format {seen}, this version reads format {FORMAT}")
+    if format_number != FORMAT:
+        raise StoreError(f"{path} was written in checkpoint format {format_number}, this version reads format {FORMAT}")
     for name, expected in files.items():
         try:
             actual = _digest(path / name)
         except OSError as error:
-            raise StoreError(f"{path} lacks {name} ({error})") from error
+            raise StoreError(f"{path} has no file {name} ({error})") from error
         if actual != expected:
             raise StoreError(f"{path} is damaged: {name} does not match its checksum")
     return step
@@ -154,22 +160,23 @@ def _digest(file: Path) -> list[Any]:
         return [file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest()]
 
 
-def _order(path: Path) -> tuple[int, int]:
-    found = NAME.fullmatch(path.name)
-    assert found is not None, path
-    return int(found[1]), int(found[2] or 0)
+def _step_and_attempt(path: Path) -> tuple[int, int]:
+    """``step-00000012.1`` is step 12, attempt 1."""
+    match = DIRECTORY_NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1]), int(match[2] or 0)
 
 
-def _free(directory: Path, step: int) -> Path:
-    taken = [_order(path)[1] for path in checkpoints(directory) if _order(path)[0] == step]
-    suffix = f".{max(taken) + 1}" if taken else ""
+def _unused_path(directory: Path, step: int) -> Path:
+    attempts = [_step_and_attempt(path)[1] for path in checkpoints(directory) if _step_and_attempt(path)[0] == step]
+    suffix = f".{max(attempts) + 1}" if attempts else ""
     return directory / f"step-{step:08d}{suffix}"
 
 
 def _prune(directory: Path, keep: int) -> None:
-    seen: set[int] = set()
+    kept_steps: set[int] = set()
     for path in checkpoints(directory):
-        step = _order(path)[0]
-        if step in seen or len(seen) >= keep:
+        step = _step_and_attempt(path)[0]
+        if step in kept_steps or len(kept_steps) >= keep:
             remove(path)
-        seen.add(step)
+        kept_steps.add(step)

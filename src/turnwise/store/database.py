@@ -1,4 +1,4 @@
-"""The database under a ledger: its tables, how it is opened, and what a broken one says. Knows no rule about steps."""
+"""The SQLite database of a ledger: its tables, how it is opened, and errors for a broken one. Knows no rule about steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import StoreError
-from turnwise.store.atomic import aside
+from turnwise.store.atomic import atomic_write
 
-VERSION = 1
-APPLICATION = 0x54574C31  # "TWL1": no other program's database is mistaken for a ledger
+FORMAT = 1
+APPLICATION_ID = 0x54574C31  # "TWL1": distinguishes a ledger from the databases of other programs
 
 TABLES = """
 CREATE TABLE groups (
@@ -22,10 +22,10 @@ CREATE TABLE groups (
     task        TEXT    NOT NULL,
     version     INTEGER NOT NULL,
     state       TEXT    NOT NULL CHECK (state IN ('in_flight', 'finished', 'trained', 'dropped')),
-    step        INTEGER NOT NULL,           -- of the last thing that happened to it
+    step        INTEGER NOT NULL,           -- of its last transition
     reason      TEXT    NOT NULL DEFAULT '',
     void        INTEGER NOT NULL DEFAULT 0, -- undone by a resume: its id may be issued again
-    issued_at   INTEGER NOT NULL,           -- the ledger's clock when each thing happened
+    issued_at   INTEGER NOT NULL,           -- the ledger's clock at each transition
     finished_at INTEGER,
     trained_at  INTEGER,
     dropped_at  INTEGER
@@ -54,10 +54,12 @@ CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT INTO facts VALUES ('issued', 0), ('clock', 0);
 """
 
-BIRTH = f"BEGIN IMMEDIATE; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; COMMIT;"
+CREATE_SCRIPT = (
+    f"BEGIN IMMEDIATE; {TABLES} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"
+)
 
-MIXED = """
-CREATE TABLE IF NOT EXISTS mixed (          -- past or foreign trajectories that a step also learned from
+MIXED_TABLE = """
+CREATE TABLE IF NOT EXISTS mixed (          -- replayed or demonstrated trajectories that a step also trains on
     clock      INTEGER NOT NULL,
     step       INTEGER NOT NULL,
     trajectory TEXT    NOT NULL,
@@ -68,18 +70,18 @@ CREATE TABLE IF NOT EXISTS mixed (          -- past or foreign trajectories that
 
 
 class Database:
-    """One connection, shared by threads."""
+    """One connection, shared by threads under a mutex."""
 
     def __init__(self, path: Path, readonly: bool) -> None:
         if readonly and not path.exists():
             raise StoreError(f"there is no ledger at {path}")
         self.path = path
-        self._guard = threading.RLock()
+        self._mutex = threading.RLock()
         if not path.exists():
             _create(path)
-        where = f"{path.resolve().as_uri()}?mode={'ro' if readonly else 'rwc'}"
-        with in_words(path):
-            self._db = sqlite3.connect(where, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
+        uri = f"{path.resolve().as_uri()}?mode={'ro' if readonly else 'rwc'}"
+        with explain_sqlite_errors(path):
+            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
             self._db.row_factory = sqlite3.Row
             try:
                 if not readonly:
@@ -90,69 +92,73 @@ class Database:
                 raise
 
     def close(self) -> None:
-        with self._guard:
+        with self._mutex:
             self._db.close()
 
-    def all(self, sql: str, values: Any = ()) -> list[sqlite3.Row]:
-        with self._guard, in_words(self.path):
+    def fetch_all(self, sql: str, values: Any = ()) -> list[sqlite3.Row]:
+        with self._mutex, explain_sqlite_errors(self.path):
             return self._db.execute(sql, values).fetchall()
 
-    def tick(self) -> int:
-        """The next reading of the ledger's clock: one per event, never reused. Inside a transaction."""
+    def next_tick(self) -> int:
+        """Advance the ledger's clock and return it: one tick per event, never reused. Call inside a transaction."""
         self._db.execute("UPDATE facts SET value = value + 1 WHERE name = 'clock'")
         return int(self._db.execute("SELECT value FROM facts WHERE name = 'clock'").fetchone()[0])
 
     @contextlib.contextmanager
     def transaction(self, durable: bool = False) -> Iterator[sqlite3.Connection]:
-        """All of the block or nothing of it. ``durable`` also survives a power cut, with everything before it."""
-        with self._guard, in_words(self.path):
+        """Commit the whole block or roll it back. ``durable``: it and everything before it also survive a power failure."""
+        with self._mutex, explain_sqlite_errors(self.path):
             self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
-                # a full disk may already have rolled back by itself
+                # on a full disk SQLite may already have rolled back
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
 
 
 @contextlib.contextmanager
-def in_words(path: Path) -> Iterator[None]:
-    """Turn what SQLite says into a :class:`StoreError` a person can act on."""
+def explain_sqlite_errors(path: Path) -> Iterator[None]:
+    """Re-raise SQLite errors as :class:`StoreError`, with what the user can do."""
     try:
         yield
     except (sqlite3.DatabaseError, OSError) as error:
-        said = str(error)
-        if "disk is full" in said or "No space left" in said:
-            raise StoreError(f"no room left on the disk for {path}; free some space and resume the run") from error
-        if "malformed" in said or "not a database" in said:
+        message = str(error)
+        if "disk is full" in message or "No space left" in message:
+            raise StoreError(f"no space left on the disk for {path}; free some space and resume the run") from error
+        if "malformed" in message or "not a database" in message:
             raise StoreError(f"{path} is damaged or is not a ledger: {error}") from error
         raise StoreError(f"the ledger {path} failed: {error}") from error
 
 
 def _create(path: Path) -> None:
-    """Aside: SQLite makes the file first and fills it then, and a kill in between would leave a ledger that is none."""
-    with aside(path) as new, contextlib.closing(sqlite3.connect(new)) as db, in_words(path):
-        db.executescript(BIRTH)
+    """Create it atomically: SQLite creates the file before it writes tables, and a kill in between would leave an empty file."""
+    with (
+        atomic_write(path) as temporary,
+        contextlib.closing(sqlite3.connect(temporary)) as db,
+        explain_sqlite_errors(path),
+    ):
+        db.executescript(CREATE_SCRIPT)
 
 
 def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = WAL")
-    fresh = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-    if fresh and db.execute("PRAGMA application_id").fetchone()[0] == 0:
-        db.executescript(BIRTH)  # an older version was killed before it had filled the file
-    if db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION:
-        db.execute(MIXED)  # a ledger of an older version had none
+    is_empty = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+    if is_empty and db.execute("PRAGMA application_id").fetchone()[0] == 0:
+        db.executescript(CREATE_SCRIPT)  # an older version was killed before it wrote the tables
+    if db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID:
+        db.execute(MIXED_TABLE)  # ledgers of older versions lack this table
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:
-    if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
-        raise StoreError(f"{path} is not a ledger of Turnwise")
-    seen = db.execute("PRAGMA user_version").fetchone()[0]
-    if seen != VERSION:
+    if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+        raise StoreError(f"{path} is not a Turnwise ledger")
+    format_number = db.execute("PRAGMA user_version").fetchone()[0]
+    if format_number != FORMAT:
         raise StoreError(
-            f"{path} was written in ledger format {seen}, this version reads format {VERSION}; "
+            f"{path} was written in ledger format {format_number}, this version reads format {FORMAT}; "
             "use the version of Turnwise that wrote it, or start a new run"
         )

@@ -1,7 +1,8 @@
-"""One writer per run: a lock that dies with its process.
+"""A lock that allows one writing process per run and that the kernel releases when the process dies.
 
-Does not know what it guards. A record lock is used and not ``flock``: a child forked by the writer must not keep the
-run locked after the writer was killed. Such locks do not see a second opener in the *same* process, hence the registry.
+Uses a POSIX record lock and not ``flock``: a child forked by the writer inherits an ``flock`` and would keep the run
+locked after the writer is killed. Record locks do not exclude a second opener in the *same* process, hence the
+registry ``_held``. Does not know what it guards.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from turnwise.errors import StoreError
 
 try:
     import fcntl
-except ImportError:  # not on POSIX: only a second opener in the same process is noticed
+except ImportError:  # not POSIX: only a second opener in the same process is detected
     fcntl = None  # type: ignore[assignment]
 
 _held: set[str] = set()
 
 
-class Lock:
+class ProcessLock:
+    """Acquired on construction; raises :class:`StoreError` with the holder's process id when the lock is taken."""
+
     def __init__(self, path: Path) -> None:
         self._name = os.path.realpath(path)
         if self._name in _held:
-            raise _busy(path, os.getpid())
+            raise _in_use(path, os.getpid())
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
@@ -32,21 +35,21 @@ class Lock:
             try:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                owner = os.read(self._descriptor, 32).decode("ascii", "replace").strip()
+                holder = os.read(self._descriptor, 32).decode("ascii", "replace").strip()
                 os.close(self._descriptor)
-                raise _busy(path, owner or "unknown") from error
+                raise _in_use(path, holder or "unknown") from error
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
         _held.add(self._name)
 
     def release(self) -> None:
-        """Idempotent. The file stays: removing it would let two processes lock two different files of one name."""
+        """Idempotent. Keeps the file: removing it would let two processes lock two different files of one name."""
         if self._name in _held:
             _held.discard(self._name)
             os.close(self._descriptor)
 
 
-def _busy(path: Path, owner: int | str) -> StoreError:
+def _in_use(path: Path, holder: int | str) -> StoreError:
     return StoreError(
-        f"the run in {path.parent} is in use by process {owner}; wait for it to end, stop it, or use another run name"
+        f"the run in {path.parent} is in use by process {holder}; wait for it to end, stop it, or use another run name"
     )

@@ -1,4 +1,9 @@
-"""The directory of a run: where each thing lies. Does not know what is in the files, except ``run.json``."""
+"""The directory of a run: the path of each file in it, and the run's metadata in ``run.json``.
+
+``run.json`` carries the number of the directory's format. Checkpoints key the memory of a method's pieces by their
+``repr``, so a release that renames a piece cannot read the checkpoints of an older one: a directory of another format
+is refused when it is opened. Does not know what is in the other files.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import SettingError, StoreError, nearest
-from turnwise.store.atomic import aside, write_json
+from turnwise.store.atomic import atomic_write, write_json
 
+FORMAT = 2
+RELEASE_OF_FORMAT = {
+    1: "0.1",
+    2: "0.2",
+}  # the release that writes and reads each format; format 1 has no number in run.json
 PACKAGES = ("turnwise", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -27,34 +37,43 @@ class RunDir:
     def create(
         cls, root: str | Path, name: str, settings: Mapping[str, Any] | None = None, recipe: str = "", seed: int = 0
     ) -> RunDir:
-        """A new run with its ``run.json``; both appear in one step, so a kill never leaves a run without settings."""
+        """Create a run with its ``run.json``. Both appear in one rename, so a kill never leaves a run without settings."""
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", name):
-            raise SettingError(f"{name!r} cannot name a run; use letters, digits, '-', '_' and '.'")
+            raise SettingError(f"{name!r} is not a valid run name; use letters, digits, '-', '_' and '.'")
         target = Path(root) / name
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise StoreError(
                 f"{target} already exists and will not be overwritten; resume that run, or choose another name"
             )
-        record = {"settings": dict(settings or {}), "recipe": recipe, "seed": seed, "versions": versions()}
-        with aside(target, replace=False) as path:  # another process may be creating it at this moment
+        metadata = {
+            "format": FORMAT,
+            "settings": dict(settings or {}),
+            "recipe": recipe,
+            "seed": seed,
+            "versions": installed_versions(),
+        }
+        with atomic_write(target, replace=False) as path:  # another process may be creating it now
             path.mkdir()
-            write_json(path / "run.json", record)
+            write_json(path / "run.json", metadata)
         return cls(target)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
+        """An existing run. Raises :class:`StoreError` when there is none, or when it has another format."""
         path = Path(path)
         if not (path / "run.json").is_file():
-            known = [run.path.name for run in runs(path.parent)]
-            hint = nearest(path.name, known) if known else f"{path.parent} holds no runs at all"
+            names = [run.path.name for run in runs(path.parent)]
+            hint = nearest(path.name, names) if names else f"{path.parent} contains no runs"
             raise StoreError(f"there is no run at {path}: {hint}")
-        return cls(path)
+        run = cls(path)
+        _check_format(path, run.metadata().get("format", 1))
+        return run
 
-    def facts(self) -> dict[str, Any]:
-        """What ``run.json`` says: settings, recipe, seed, versions."""
+    def metadata(self) -> dict[str, Any]:
+        """The content of ``run.json``: format, settings, recipe, seed, versions."""
         try:
             return dict(json.loads((self.path / "run.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise StoreError(f"{self.path / 'run.json'} cannot be read: {error}") from error
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -98,15 +117,31 @@ class RunDir:
 
 
 def runs(root: str | Path) -> list[RunDir]:
-    """Every run under ``root``, by name."""
+    """Every run under ``root`` of any format, sorted by name."""
     root = Path(root)
     if not root.is_dir():
         return []
     return [RunDir(path) for path in sorted(root.iterdir()) if (path / "run.json").is_file()]
 
 
-def versions() -> dict[str, str]:
-    """Of what was installed when the run began."""
+def _check_format(path: Path, number: Any) -> None:
+    if number == FORMAT:
+        return
+    release = RELEASE_OF_FORMAT.get(number) if isinstance(number, int) else None
+    if release is not None:
+        writer, advice = f"Turnwise {release}", f"Resume or evaluate it with turnwise {release}"
+    elif isinstance(number, int) and number > FORMAT:
+        writer, advice = "a newer release of Turnwise", "Resume or evaluate it with that release"
+    else:
+        writer, advice = "an unknown release of Turnwise", "Resume or evaluate it with the release that wrote it"
+    raise StoreError(
+        f"{path} was written by {writer} (run format {number}); this release reads format {FORMAT}. "
+        f"{advice}, or start a new run."
+    )
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of Python and of the main packages, recorded when a run starts."""
     out = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

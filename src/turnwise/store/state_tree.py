@@ -1,7 +1,7 @@
-"""A nest of dicts, lists, tensors and plain values as two parts: a JSON skeleton and a flat dict of tensors.
+"""Splits a tree of dicts, lists, tensors and plain values into a JSON skeleton and a flat dict of tensors.
 
-Optimiser states, random-number states and samplers' counters all pass through here, so a checkpoint needs neither
-pickle nor a list of what may be in it. Exact: tuples stay tuples, integer keys stay integers, arrays stay arrays.
+Serves optimiser states, random-number states and samplers' counters alike, so a checkpoint needs neither pickle nor
+a schema. Exact: tuples stay tuples, integer keys stay integers, arrays stay arrays.
 
 Does not know about files.
 """
@@ -26,25 +26,25 @@ def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
 
-    def keep(value: Tensor, path: str) -> str:
-        plain = value.detach().cpu().contiguous()
-        pointer = plain.untyped_storage().data_ptr()
-        # the file format refuses tensors that share memory (tied weights)
-        tensors[name := _free(path, tensors)] = plain.clone() if pointer in storages else plain
+    def store(value: Tensor, path: str) -> str:
+        tensor = value.detach().cpu().contiguous()
+        pointer = tensor.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory (tied weights)
+        tensors[name := _unused_name(path, tensors)] = tensor.clone() if pointer in storages else tensor
         storages.add(pointer)
         return name
 
     def walk(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            return {TENSOR: keep(value, path)}
+            return {TENSOR: store(value, path)}
         if isinstance(value, np.ndarray):
-            return {ARRAY: keep(torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape), path)}
+            return {ARRAY: store(torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape), path)}
         if isinstance(value, Mapping):
             items = {key: walk(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
-            plain = all(isinstance(key, str) and not key.startswith("$") for key in items)
-            return items if plain else {ITEMS: [[walk(key, path), item] for key, item in items.items()]}
+            is_json = all(isinstance(key, str) and not key.startswith("$") for key in items)
+            return items if is_json else {ITEMS: [[walk(key, path), item] for key, item in items.items()]}
         if isinstance(value, list | tuple):
-            members = [walk(item, f"{path}.{place}" if path else str(place)) for place, item in enumerate(value)]
+            members = [walk(item, f"{path}.{index}" if path else str(index)) for index, item in enumerate(value)]
             return members if isinstance(value, list) else {TUPLE: members}
         return _plain(value, path)
 
@@ -57,15 +57,15 @@ def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [unpack(item, tensors) for item in skeleton]
     if not isinstance(skeleton, dict):
         return skeleton
-    mark = next(iter(skeleton), "")
-    if mark == TENSOR:
-        return tensors[skeleton[mark]]
-    if mark == ARRAY:
-        return tensors[skeleton[mark]].numpy()
-    if mark == TUPLE:
-        return tuple(unpack(item, tensors) for item in skeleton[mark])
-    if mark == ITEMS:
-        return {unpack(key, tensors): unpack(item, tensors) for key, item in skeleton[mark]}
+    tag = next(iter(skeleton), "")
+    if tag == TENSOR:
+        return tensors[skeleton[tag]]
+    if tag == ARRAY:
+        return tensors[skeleton[tag]].numpy()
+    if tag == TUPLE:
+        return tuple(unpack(item, tensors) for item in skeleton[tag])
+    if tag == ITEMS:
+        return {unpack(key, tensors): unpack(item, tensors) for key, item in skeleton[tag]}
     return {key: unpack(item, tensors) for key, item in skeleton.items()}
 
 
@@ -82,8 +82,8 @@ def _plain(value: Any, path: str) -> Any:
     )
 
 
-def _free(path: str, taken: Mapping[str, Tensor]) -> str:
-    """``{"a.b": x}`` and ``{"a": {"b": y}}`` want the same name."""
+def _unused_name(path: str, taken: Mapping[str, Tensor]) -> str:
+    """``{"a.b": x}`` and ``{"a": {"b": y}}`` map to the same path: append an apostrophe."""
     name = path or "value"
     while name in taken:
         name += "'"

@@ -1,7 +1,7 @@
-"""A trajectory as a row: one JSON text for what people read, one compact blob for its token arrays. Never pickle.
+"""Encodes a trajectory as a database row: JSON text for readable fields, a compact blob for token arrays. No pickle.
 
-Exact: what comes back equals what went in, log-probabilities bit for bit (float32 when that loses nothing, else
-float64). Sequences come back as tuples; messages as JSON gives them (a tuple inside one comes back as a list).
+The round trip is exact, log-probabilities bit for bit (float32 when that loses nothing, else
+float64). Sequences are decoded as tuples; messages as JSON gives them (a tuple inside one becomes a list).
 
 Does not know about SQL, groups' states or steps.
 """
@@ -22,23 +22,25 @@ import numpy as np
 
 from turnwise.core.records import Fork, Origin, Status, Stop, Task, Trajectory, Turn
 
-WHOLE = ("context", "tokens", "version", "blind")
-REAL = ("mass", "logp")
-NARROW = (
+INTEGER_COLUMNS = ("context", "tokens", "version", "masked_context")
+FLOAT_COLUMNS = ("mass", "logp")
+STORED_AS = {"masked_context": "blind"}  # keys of the format that differ from the field of ``Turn``
+FIELD_OF = {key: name for name, key in STORED_AS.items()}
+INTEGER_TYPES = (
     ("|u1", "B"),
     ("<u2", "H"),
     ("<i4", "i"),
     ("<i8", "q"),
-)  # NumPy's name of a kind of whole number, and struct's
-WINDOW = (10, 15)  # bits of the smallest and the largest window a compressor looks back through
-SCALARS = {f.name: f.default for f in fields(Turn) if f.name not in (*WHOLE, *REAL, "facts")}
+)  # (NumPy dtype, struct format), narrowest first
+WINDOW_BITS = (10, 15)  # smallest and largest zlib window
+SCALAR_DEFAULTS = {f.name: f.default for f in fields(Turn) if f.name not in (*INTEGER_COLUMNS, *FLOAT_COLUMNS, "facts")}
 
 
 def encode_task(task: Task) -> str:
-    return _dumps(_fields(task))
+    return _dumps(_task_fields(task))
 
 
-def _fields(task: Task) -> list[Any]:
+def _task_fields(task: Task) -> list[Any]:
     return [task.environment, task.seed, task.split, task.difficulty]
 
 
@@ -47,19 +49,19 @@ def decode_task(text: str) -> Task:
 
 
 def encode(trajectory: Trajectory) -> tuple[str, bytes]:
-    """``(record, blob)``: everything but the token arrays, and the token arrays."""
+    """``(record, blob)``: JSON of everything but the token arrays, and the token arrays."""
     columns: dict[str, Any] = {}
     parts: list[bytes] = []
-    for name in (*WHOLE, *REAL):
+    for name in (*INTEGER_COLUMNS, *FLOAT_COLUMNS):
         values: list[Sequence[Any]] = [getattr(turn, name) for turn in trajectory.turns]
         flat = values[0] if len(values) == 1 else list(chain.from_iterable(values))
-        kind, packed = _narrow_whole(flat) if name in WHOLE else _narrow_real(flat)
-        columns[name] = [kind, [len(value) for value in values]]
+        kind, packed = _pack_integers(flat) if name in INTEGER_COLUMNS else _pack_floats(flat)
+        columns[STORED_AS.get(name, name)] = [kind, [len(value) for value in values]]
         parts.append(packed)
     fork = trajectory.fork
     record = {
         "id": trajectory.id,
-        "task": _fields(trajectory.task),
+        "task": _task_fields(trajectory.task),
         "turns": [_scalars(turn) for turn in trajectory.turns],
         "rewards": dict(trajectory.rewards),
         "status": trajectory.status,
@@ -74,98 +76,101 @@ def encode(trajectory: Trajectory) -> tuple[str, bytes]:
         "messages": list(trajectory.messages),
         "columns": columns,
     }
-    # log-probabilities, the last column, stand behind the compressed ones: their bits are noise that costs half the time
-    return _dumps(record), _compressed(b"".join(parts[:-1])) + parts[-1]
+    # append log-probabilities, the last column, uncompressed: they do not compress, and trying takes half the time
+    return _dumps(record), _compress(b"".join(parts[:-1])) + parts[-1]
 
 
 def decode(record: str, blob: bytes | None) -> Trajectory:
-    """The inverse. Without its blob (pruned) the trajectory comes back with empty token arrays, all else kept."""
-    read = json.loads(record)
-    arrays = _arrays(read["columns"], blob)
+    """The inverse of :func:`encode`. Without the blob (pruned) the token arrays are empty and all else is kept."""
+    encoded = json.loads(record)
+    arrays = _arrays(encoded["columns"], blob)
     turns = tuple(
-        Turn(**arrays[place], **{**scalars, "stop": Stop(scalars.get("stop", Stop.TOKEN))})
-        for place, scalars in enumerate(read["turns"])
+        Turn(**arrays[index], **{**scalars, "stop": Stop(scalars.get("stop", Stop.TOKEN))})
+        for index, scalars in enumerate(encoded["turns"])
     )
     return Trajectory(
-        id=read["id"],
-        task=Task(*read["task"]),
+        id=encoded["id"],
+        task=Task(*encoded["task"]),
         turns=turns,
-        rewards=read["rewards"],
-        status=Status(read["status"]),
-        reason=read["reason"],
-        origin=Origin(read["origin"]),
-        fork=None if read["fork"] is None else Fork(*read["fork"]),
-        guidance=read["guidance"],
-        success=read["success"],
-        end=read.get("end"),
-        facts=read.get("facts", {}),
-        answer=tuple(read.get("answer", ())),
-        messages=tuple(read["messages"]),
+        rewards=encoded["rewards"],
+        status=Status(encoded["status"]),
+        reason=encoded["reason"],
+        origin=Origin(encoded["origin"]),
+        fork=None if encoded["fork"] is None else Fork(*encoded["fork"]),
+        guidance=encoded["guidance"],
+        success=encoded["success"],
+        end=encoded.get("end"),
+        facts=encoded.get("facts", {}),
+        answer=tuple(encoded.get("answer", ())),
+        messages=tuple(encoded["messages"]),
     )
 
 
 def _arrays(columns: dict[str, Any], blob: bytes | None) -> list[dict[str, Any]]:
-    """Per turn, its arrays."""
+    """One dict of arrays per turn."""
     sizes = columns["tokens"][1]
     if blob is None:
         return [{"context": (), "tokens": ()} for _ in sizes]
-    reader = zlib.decompressobj()
-    data, start = reader.decompress(blob) + reader.unused_data, 0  # a blob of an earlier version has nothing behind
+    decompressor = zlib.decompressobj()
+    data, start = (
+        decompressor.decompress(blob) + decompressor.unused_data,
+        0,
+    )  # blobs of earlier versions have no uncompressed part
     out: list[dict[str, Any]] = [{} for _ in sizes]
-    for name, (kind, lengths) in columns.items():
-        array = np.frombuffer(data, np.dtype(kind), sum(lengths), start)
+    for name, (dtype, lengths) in columns.items():
+        array = np.frombuffer(data, np.dtype(dtype), sum(lengths), start)
         start += array.nbytes
         values, at = array.tolist(), 0
         for turn, length in zip(out, lengths):
-            turn[name] = tuple(values[at : at + length])
+            turn[FIELD_OF.get(name, name)] = tuple(values[at : at + length])
             at += length
     return out
 
 
 def _scalars(turn: Turn) -> dict[str, Any]:
-    """Only what differs from the default: short records, and old ones stay readable when a field is added."""
-    said = {name: value for name, default in SCALARS.items() if (value := getattr(turn, name)) != default}
-    return {**said, "facts": dict(turn.facts)} if turn.facts else said
+    """Only fields that differ from their default: records stay short, and readable when a field is added."""
+    changed = {name: value for name, default in SCALAR_DEFAULTS.items() if (value := getattr(turn, name)) != default}
+    return {**changed, "facts": dict(turn.facts)} if turn.facts else changed
 
 
-def _narrow_whole(values: Sequence[int]) -> tuple[str, bytes]:
-    """The narrowest kind that holds them all, and the numbers in it."""
-    for kind, letter in NARROW[:-1]:
+def _pack_integers(values: Sequence[int]) -> tuple[str, bytes]:
+    """The narrowest integer type that holds all values, and the packed values."""
+    for kind, letter in INTEGER_TYPES[:-1]:
         with contextlib.suppress(struct.error):
             return kind, struct.pack(f"<{len(values)}{letter}", *values)
-    kind, letter = NARROW[-1]
+    kind, letter = INTEGER_TYPES[-1]
     return kind, struct.pack(f"<{len(values)}{letter}", *values)
 
 
-def _narrow_real(values: Sequence[float]) -> tuple[str, bytes]:
-    if not len(values):  # NumPy arrays have no truth of their own
+def _pack_floats(values: Sequence[float]) -> tuple[str, bytes]:
+    if not len(values):  # the truth value of a NumPy array is undefined
         return "<f4", b""
     double = struct.pack(f"<{len(values)}d", *values)
     array = np.frombuffer(double, "<f8")
-    with np.errstate(over="ignore"):  # too large for float32 becomes inf, which the comparison notices
+    with np.errstate(over="ignore"):  # values beyond float32 become inf, which the comparison detects
         single = array.astype("<f4")
     exact = bool((single == array).all()) or np.array_equal(single, array, equal_nan=True)
     return ("<f4", single.tobytes()) if exact else ("<f8", double)
 
 
-def _compressed(data: bytes) -> bytes:
-    """Of half a thousand bytes, half the time of a compressor is spent on clearing a window of 32 thousand."""
-    least, most = WINDOW
-    return zlib.compress(data, 1, wbits=min(most, max(least, len(data).bit_length())))
+def _compress(data: bytes) -> bytes:
+    """Fit the window to the data: for 500 bytes, zlib spends half its time on clearing its default window of 32 KiB."""
+    smallest, largest = WINDOW_BITS
+    return zlib.compress(data, 1, wbits=min(largest, max(smallest, len(data).bit_length())))
 
 
-def clean(text: str) -> str:
-    """For columns of the database: lone surrogates of half-decoded tokens are no valid UTF-8. The record is exact."""
+def to_utf8(text: str) -> str:
+    """For database columns: replace lone surrogates (partly decoded tokens), invalid in UTF-8. The record stays exact."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _dumps(value: Any) -> str:
-    # ASCII only: a lone surrogate from a half-decoded token must not break the database's UTF-8
+    # escaped to ASCII: a lone surrogate from a partly decoded token is not valid UTF-8 for the database
     return _JSON.encode(value)
 
 
 def _plain(value: Any) -> Any:
-    """NumPy numbers become Python's; anything else in a message is for people, so its text will do."""
+    """Convert NumPy numbers to Python's; store anything else in a message as text, since only people read it."""
     if isinstance(value, Integral | np.bool_):
         return bool(value) if isinstance(value, np.bool_) else int(value)
     return float(value) if isinstance(value, Real) else str(value)

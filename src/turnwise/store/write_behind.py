@@ -1,8 +1,8 @@
-"""A ledger that is written when there is time: while a device computes and the host would only wait.
+"""A write-behind ledger: it defers writes to a moment when the host would otherwise wait for the device.
 
-Arrows are kept in order and written together by ``drain``, by ``seal``, and before anything is read. What was not written when
-a run is killed belongs to steps after the last checkpoint, which a resumed run takes again anyway: a group that finished then
-counts as in flight. A fault (a full disk, an arrow that is not allowed) is raised where the writing happens.
+It queues transitions in order and writes them together on ``flush``, on ``seal`` and before every read. What a killed run had
+not written belongs to steps after the last checkpoint, which a resumed run repeats anyway: a group that finished in them
+counts as in flight. An error (a full disk, an illegal transition) is raised where the write happens, not where it is queued.
 """
 
 from __future__ import annotations
@@ -15,65 +15,65 @@ from functools import partial
 
 from turnwise.core.records import Group, Task, Trajectory
 from turnwise.errors import RecordError, StoreError
-from turnwise.store.ledger import Ledger
-from turnwise.store.queries import Balance
-from turnwise.store.resume import Resumed
+from turnwise.store.ledger import SqliteLedger
+from turnwise.store.queries import GroupCounts
+from turnwise.store.resume import ResumePlan
 
 
-class Behind:
-    """Before ``ledger``, with the same arrows. Safe to call from several threads."""
+class WriteBehindLedger:
+    """A queue in front of ``ledger``, with the same transitions. Safe to call from several threads."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: SqliteLedger) -> None:
         self._ledger = ledger
-        self._owed: deque[Callable[[], None]] = deque()
-        self._writing = threading.RLock()
+        self._queue: deque[Callable[[], None]] = deque()
+        self._write_lock = threading.RLock()
 
-    def __enter__(self) -> Behind:
+    def __enter__(self) -> WriteBehindLedger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """What a run that fails has to tell stands in its last records; that they cannot be written is then the lesser news."""
+        """Write the queue also when the run fails, for diagnosis; then a failing write must not hide the run's own error."""
         with contextlib.suppress(StoreError, RecordError) if kind else contextlib.nullcontext():
-            self.drain()
+            self.flush()
 
-    def drain(self) -> None:
-        """Write what is owed. What fails stays owed, with all that comes behind it."""
-        with self._writing:
-            while self._owed:
-                self._owed[0]()
-                self._owed.popleft()
+    def flush(self) -> None:
+        """Write the queue in order. A write that fails stays queued, with everything after it."""
+        with self._write_lock:
+            while self._queue:
+                self._queue[0]()
+                self._queue.popleft()
 
-    # ------------------------------------------------------------ the arrows
+    # ------------------------------------------- transitions, queued
 
     def issue(self, group_id: str, task: Task, step: int, version: int) -> None:
-        self._owed.append(partial(self._ledger.issue, group_id, task, step, version))
+        self._queue.append(partial(self._ledger.issue, group_id, task, step, version))
 
     def finish(self, group: Group, step: int) -> None:
-        self._owed.append(partial(self._ledger.finish, group, step))
+        self._queue.append(partial(self._ledger.finish, group, step))
 
     def train(self, group_ids: Iterable[str], step: int) -> None:
-        self._owed.append(partial(self._ledger.train, tuple(group_ids), step))
+        self._queue.append(partial(self._ledger.train, tuple(group_ids), step))
 
-    def mix(self, trajectories: Iterable[Trajectory], step: int) -> None:
-        self._owed.append(partial(self._ledger.mix, tuple(trajectories), step))
+    def record_mixed(self, trajectories: Iterable[Trajectory], step: int) -> None:
+        self._queue.append(partial(self._ledger.record_mixed, tuple(trajectories), step))
 
     def drop(self, group_id: str, reason: str, step: int) -> None:
-        self._owed.append(partial(self._ledger.drop, group_id, reason, step))
+        self._queue.append(partial(self._ledger.drop, group_id, reason, step))
 
-    # ------------------------------------------------------ what must be true
+    # ------------------------------------- operations that flush first
 
     def seal(self, step: int) -> None:
-        self.drain()
+        self.flush()
         self._ledger.seal(step)
 
-    def resume(self, step: int, keep_finished: bool = True) -> Resumed:
-        self.drain()
+    def resume(self, step: int, keep_finished: bool = True) -> ResumePlan:
+        self.flush()
         return self._ledger.resume(step, keep_finished)
 
     def trajectory(self, trajectory_id: str) -> Trajectory:
-        self.drain()
+        self.flush()
         return self._ledger.trajectory(trajectory_id)
 
-    def balance(self) -> Balance:
-        self.drain()
-        return self._ledger.balance()
+    def group_counts(self) -> GroupCounts:
+        self.flush()
+        return self._ledger.group_counts()

@@ -1,1 +1,1 @@
-"""Tasks: which task next, how many rollouts, which finished groups to train on. Knows no token and no loss."""
+"""Tasks: which task is issued next, how many rollouts it gets, which finished groups to train on. Knows no token and no loss."""

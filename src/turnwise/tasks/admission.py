@@ -1,4 +1,4 @@
-"""Admission: which finished groups are trained on, and which of their trajectories."""
+"""Admission: which finished groups are trained on, and which of their trajectories. Knows rewards; no token and no loss."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from turnwise.core.records import Group
 
 class Admission(Protocol):
     def __call__(self, group: Group) -> Group | str:
-        """The group, or what is left of it; or in words why it is refused."""
+        """The group or a subset of it; or, if it is rejected, the reason."""
         ...
 
 
 @dataclass(frozen=True)
-class Everything:
-    """Every group that has a trajectory."""
+class AdmitAll:
+    """Admits every group that has a trajectory."""
 
     def __call__(self, group: Group) -> Group | str:
         return group
@@ -25,7 +25,7 @@ class Everything:
 
 @dataclass(frozen=True)
 class Spread:
-    """Only groups whose rewards differ: all right or all wrong teaches nothing (dynamic sampling draws another)."""
+    """Admits only groups whose rewards differ by more than ``least``: equal rewards give no gradient (dynamic sampling)."""
 
     least: float = 1e-6
 
@@ -36,7 +36,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class NotPerfect:
-    """Not the groups in which everyone got the best reward already."""
+    """Rejects groups in which every trajectory already has the best reward."""
 
     best: float = 1.0
 
@@ -46,13 +46,14 @@ class NotPerfect:
 
 @dataclass(frozen=True)
 class Balance:
-    """No more bad trajectories (below the group's mean) than good ones: the surplus is dropped, by a lot of its ids."""
+    """Admits at most as many trajectories below the group's mean reward as above it; which of the surplus are dropped is
+    decided by a hash of their ids."""
 
     def __call__(self, group: Group) -> Group | str:
         rewards = [t.reward for t in group.trajectories]
         if max(rewards) - min(rewards) <= 1e-9:
             return group
         mean = sum(rewards) / len(rewards)
-        bad = sorted((t for t in group.trajectories if t.reward < mean), key=lambda t: zlib.crc32(t.id.encode()))
-        surplus = {t.id for t in bad[: max(0, len(bad) - sum(r > mean for r in rewards))]}
+        below = sorted((t for t in group.trajectories if t.reward < mean), key=lambda t: zlib.crc32(t.id.encode()))
+        surplus = {t.id for t in below[: max(0, len(below) - sum(r > mean for r in rewards))]}
         return replace(group, trajectories=tuple(t for t in group.trajectories if t.id not in surplus))

@@ -1,4 +1,4 @@
-"""Budgets: how many groups a step trains on, and how many trajectories a group has."""
+"""Budgets: how many groups a step trains on, and how many trajectories each group has. Knows no task."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from turnwise.errors import RecipeError
 
 @dataclass(frozen=True)
 class Fixed:
-    """``groups`` tasks a step, ``size`` trajectories each."""
+    """``groups`` groups per step, ``size`` trajectories per group."""
 
     groups: int = 8
     size: int = 8

@@ -1,37 +1,21 @@
-"""Samplers: which task next. A piece is frozen data; ``open`` gives the live sampler with five verbs.
+"""Task samplers: which task is issued next. A sampler is a frozen piece of a recipe; ``open`` returns its live state.
 
     next · observe · state_dict · load_state_dict · metrics
 
-A sampler knows tasks and finished groups, never tokens or losses.
+A sampler knows tasks and finished groups; never tokens or losses.
 """
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from turnwise.core.records import Group, Task
-from turnwise.core.seeds import stable_seed
 from turnwise.errors import SettingError
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """An endless supply: environment, split and difficulties; the n-th draw depends only on ``seed`` and n."""
-
-    environment: str
-    split: str = "train"
-    difficulties: tuple[int, ...] = (1,)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.difficulties:
-            raise SettingError("no difficulty given; write for example --difficulty 1,2")
-
-    def draw(self, n: int, difficulty: int | None = None) -> Task:
-        seed = stable_seed(self.seed, self.split, n)
-        level = self.difficulties[seed % len(self.difficulties)] if difficulty is None else difficulty
-        return Task(self.environment, seed % 2**31, self.split, level)
+from turnwise.tasks.task_source import TaskStream, shuffled_index
 
 
 class LiveSampler(Protocol):
@@ -49,22 +33,33 @@ class LiveSampler(Protocol):
 
 
 class Sampler(Protocol):
-    def open(self, tasks: Tasks) -> LiveSampler: ...
+    def open(self, tasks: TaskStream) -> LiveSampler: ...
+
+
+def weighted_permutation(weights: Sequence[float], rng: random.Random) -> list[int]:
+    """Indices in a weighted random order without replacement: sorted by log(u)/w, largest first (Efraimidis and Spirakis).
+
+    The k-th index is a draw, in proportion to the weights, from those that the first k − 1 draws left."""
+    keys = [math.log(1.0 - rng.random()) / max(weight, 1e-30) for weight in weights]
+    return sorted(range(len(keys)), key=lambda i: -keys[i])
+
+
+# --------------------------------------------------------------------- uniform
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Every draw is a new task, difficulties alike."""
+    """Every draw is a new task; all difficulties are equally likely."""
 
-    def open(self, tasks: Tasks) -> LiveSampler:
-        return Counter(tasks)
+    def open(self, tasks: TaskStream) -> LiveSampler:
+        return SequentialSampler(tasks)
 
 
 @dataclass
-class Counter:
-    """Draws by number; nothing that was played changes what comes next."""
+class SequentialSampler:
+    """Issues draws 0, 1, 2 ... of the stream; outcomes do not affect the order."""
 
-    tasks: Tasks
+    tasks: TaskStream
     drawn: int = field(default=0)
 
     def next(self) -> tuple[int, Task]:
@@ -87,10 +82,39 @@ class Counter:
         return {"tasks_drawn": float(self.drawn)}
 
 
+# ------------------------------------------------------------------ fixed pools
+
+
+@dataclass(frozen=True)
+class CyclePool:
+    """Cycles through the first ``pool`` tasks of the stream, each once per epoch, so that per-task state (a baseline, a
+    replay buffer) meets its task again."""
+
+    pool: int = 128
+
+    def __post_init__(self) -> None:
+        if self.pool < 1:
+            raise SettingError(f"a pool of {self.pool} tasks; write at least 1")
+
+    def open(self, tasks: TaskStream) -> LiveSampler:
+        return _CyclePool(tasks, pool=self.pool)
+
+
+@dataclass
+class _CyclePool(SequentialSampler):
+    pool: int = 1
+
+    def task(self, n: int) -> Task:
+        return self.tasks.draw(shuffled_index(self.tasks.seed, n, self.pool))
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "tasks_passes": self.drawn / self.pool}
+
+
 @dataclass(frozen=True)
 class Unsolved:
-    """Turns round a pool of ``pool`` tasks; one whose success over all its episodes has reached ``solved`` is not drawn
-    again, until none is left and the pool is renewed."""
+    """Cycles through a pool of ``pool`` tasks and skips every task whose success rate over all its episodes has reached
+    ``solved``. When all are solved, the next ``pool`` tasks of the stream replace them."""
 
     solved: float = 0.9
     pool: int = 1024
@@ -101,52 +125,124 @@ class Unsolved:
                 f"solved {self.solved}, pool {self.pool}; write 0 < solved <= 1 and a pool of at least 1"
             )
 
-    def open(self, tasks: Tasks) -> LiveSampler:
-        return _Pool(tasks, self)
+    def open(self, tasks: TaskStream) -> LiveSampler:
+        return _UnsolvedPool(tasks, self)
 
 
 @dataclass
-class _Pool:
-    tasks: Tasks
+class _UnsolvedPool:
+    tasks: TaskStream
     rule: Unsolved
     drawn: int = 0
     cursor: int = 0
-    seen: dict[str, list[float]] = field(default_factory=dict)  # by task key: successes, episodes
+    outcomes: dict[str, list[float]] = field(default_factory=dict)  # by task key: successes, episodes
 
     def next(self) -> tuple[int, Task]:
         for _ in range(self.rule.pool):
             task = self.tasks.draw(self.cursor)
-            if not self._done(task):
+            if not self._is_solved(task):
                 break
-            self._forward()
+            self._advance()
         else:
             self.cursor += self.rule.pool - self.cursor % self.rule.pool  # all solved: the next pool
             task = self.tasks.draw(self.cursor)
-        self._forward()
+        self._advance()
         number, self.drawn = self.drawn, self.drawn + 1
         return number, task
 
-    def _forward(self) -> None:
-        """The next task of the pool, then round again."""
+    def _advance(self) -> None:
+        """Move the cursor to the next task of the pool, wrapping around at its end."""
         begin = self.cursor - self.cursor % self.rule.pool
         self.cursor = begin + (self.cursor + 1) % self.rule.pool
 
-    def _done(self, task: Task) -> bool:
-        good, n = self.seen.get(task.key, (0.0, 0.0))
-        return n > 0 and good / n >= self.rule.solved
+    def _is_solved(self, task: Task) -> bool:
+        successes, episodes = self.outcomes.get(task.key, (0.0, 0.0))
+        return episodes > 0 and successes / episodes >= self.rule.solved
 
     def observe(self, group: Group) -> None:
-        entry = self.seen.setdefault(group.task.key, [0.0, 0.0])
-        entry[0] += sum(bool(t.success if t.success is not None else t.reward > 0) for t in group.trajectories)
-        entry[1] += len(group.trajectories)
+        counts = self.outcomes.setdefault(group.task.key, [0.0, 0.0])
+        counts[0] += sum(bool(t.success if t.success is not None else t.reward > 0) for t in group.trajectories)
+        counts[1] += len(group.trajectories)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn, "cursor": self.cursor, "seen": self.seen}
+        return {"drawn": self.drawn, "cursor": self.cursor, "seen": self.outcomes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.drawn, self.cursor = int(state["drawn"]), int(state["cursor"])
-        self.seen = {key: list(value) for key, value in state["seen"].items()}
+        self.outcomes = {key: list(value) for key, value in state["seen"].items()}
 
     def metrics(self) -> dict[str, float]:
-        solved = sum(good / n >= self.rule.solved for good, n in self.seen.values() if n)
+        solved = sum(good / n >= self.rule.solved for good, n in self.outcomes.values() if n)
         return {"tasks_drawn": float(self.drawn), "tasks_solved": float(solved)}
+
+
+# ------------------------------------------------------------------ uncertainty
+
+
+@dataclass(frozen=True)
+class UncertaintySampler:
+    """Prefers tasks of uncertain outcome: ``round`` tasks at a time from a pool of ``pool``, without replacement within a
+    round, with weight √(v(1−v)) + floor.
+
+    v = a/(a + b), a ← keep·a + 1 for a success, b ← keep·b + 1 for a failure; a task starts with a = b = strength/2."""
+
+    pool: int = 1024
+    round: int = 64
+    floor: float = 0.05
+    keep: float = 0.96
+    strength: float = 8.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.round <= self.pool:
+            raise SettingError(f"rounds of {self.round} from a pool of {self.pool}; write 1 <= round <= pool")
+        if not (self.floor > 0 and 0 < self.keep <= 1 and self.strength > 0):
+            raise SettingError(f"need floor > 0, 0 < keep <= 1 and strength > 0, got {self}")
+
+    def open(self, tasks: TaskStream) -> LiveSampler:
+        return _UncertaintyPool(tasks, self)
+
+    def weight(self, a: float, b: float) -> float:
+        v = a / (a + b)
+        return math.sqrt(v * (1 - v)) + self.floor
+
+
+@dataclass
+class _UncertaintyPool:
+    tasks: TaskStream
+    rule: UncertaintySampler
+    drawn: int = 0
+    queue: list[int] = field(default_factory=list)  # the rest of this round, as indices into the pool
+    posteriors: dict[str, list[float]] = field(default_factory=dict)  # by task key: a, b
+
+    def next(self) -> tuple[int, Task]:
+        if not self.queue:
+            self.queue = self._draw_round()
+        task = self.tasks.draw(self.queue.pop(0))
+        number, self.drawn = self.drawn, self.drawn + 1
+        return number, task
+
+    def _draw_round(self) -> list[int]:
+        rng = random.Random(f"{self.tasks.seed}/uncertain/{self.drawn}")
+        return weighted_permutation([self._weight(i) for i in range(self.rule.pool)], rng)[: self.rule.round]
+
+    def _weight(self, index: int) -> float:
+        half = self.rule.strength / 2
+        return self.rule.weight(*self.posteriors.get(self.tasks.draw(index).key, (half, half)))
+
+    def observe(self, group: Group) -> None:
+        half = self.rule.strength / 2
+        a, b = self.posteriors.get(group.task.key, (half, half))
+        for t in group.trajectories:
+            success = bool(t.success if t.success is not None else t.reward > 0)
+            a, b = self.rule.keep * a + success, self.rule.keep * b + (not success)
+        self.posteriors[group.task.key] = [a, b]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "queue": self.queue, "seen": self.posteriors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn, self.queue = int(state["drawn"]), [int(i) for i in state["queue"]]
+        self.posteriors = {key: list(value) for key, value in state["seen"].items()}
+
+    def metrics(self) -> dict[str, float]:
+        return {"tasks_drawn": float(self.drawn), "tasks_seen": float(len(self.posteriors))}

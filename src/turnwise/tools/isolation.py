@@ -1,12 +1,13 @@
-"""The ladder of isolations, best first, and which interpreter runs inside.
+"""The isolation mechanisms, strongest first, and the interpreter that runs inside.
 
-    bubblewrap   namespaces made by ``bwrap``, plus seccomp, plus Landlock where the kernel has it
-    namespaces   the same namespaces made by ``unshare``, the file system built by the worker itself
+    bubblewrap   namespaces created by ``bwrap``, plus seccomp, plus Landlock where the kernel has it
+    namespaces   the same namespaces created by ``unshare``; the worker builds the file system itself
     landlock     no namespaces (common in containers): Landlock and seccomp alone; no child processes at all
     limits       resource limits only: against accidents, not against malice
 
-A rung is taken whole or not at all: whoever starts it checks that it holds and otherwise tries the next one down.
-This file writes command lines and orders for the worker; it knows neither the protocol nor what will be run.
+A mechanism is used completely or not at all: the caller starts it, tests that it isolates, and otherwise tries the next
+weaker one. This module writes command lines and the worker's configuration; it knows neither the protocol nor what will
+be run.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from typing import Any
 from turnwise.errors import SettingError, nearest
 from turnwise.tools.guest import landlock, seccomp
 from turnwise.tools.guest.confine import DEVICES
-from turnwise.tools.limits import Limits
+from turnwise.tools.limits import SandboxLimits
 
-SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share/zoneinfo", "/nix/store")
-FLAGS = ("-s", "-S", "-B")  # with an emptied environment: no user site, no site-packages, no bytecode written
+SYSTEM_TREES = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share/zoneinfo", "/nix/store")
+FLAGS = ("-s", "-S", "-B")  # the environment is empty too: no user site, no site-packages, no bytecode written
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python and the trees that must be readable for it to run."""
+    """A Python executable and the directory trees it must be able to read."""
 
     path: str
     trees: tuple[str, ...]
@@ -40,27 +41,27 @@ class Interpreter:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """One rung. ``missing`` says in words why it cannot be used here, or returns an empty string."""
+    """One mechanism. ``unavailable`` returns the reason why it cannot be used here, or an empty string."""
 
     name: str
-    stops: str
-    leaves: str
-    missing: Callable[[], str]
-    wrap: Callable[[Interpreter], list[str]]
+    blocks: str
+    does_not_block: str
+    unavailable: Callable[[], str]
+    command_prefix: Callable[[Interpreter], list[str]]
     namespaces: bool = False
     build_root: bool = False
     landlock: bool = True
     seccomp: bool = True
 
     def describe(self) -> str:
-        """One sentence: what is used, what it stops, what it does not."""
-        return f"{self.name}: stops {self.stops}; does not stop {self.leaves}"
+        """One sentence: the mechanism, what it blocks, what it does not block."""
+        return f"{self.name}: stops {self.blocks}; does not stop {self.does_not_block}"
 
     def command(self, interpreter: Interpreter, boot: str) -> list[str]:
-        return [*self.wrap(interpreter), interpreter.path, *FLAGS, "-c", boot]
+        return [*self.command_prefix(interpreter), interpreter.path, *FLAGS, "-c", boot]
 
-    def orders(self, interpreter: Interpreter, limits: Limits, *, keep_user: bool) -> dict[str, Any]:
-        """What the worker is told, and all it is ever told. ``keep_user``: a session of root's stays root."""
+    def config(self, interpreter: Interpreter, limits: SandboxLimits, *, keep_user: bool) -> dict[str, Any]:
+        """The worker's complete configuration. ``keep_user``: a session started by root keeps running as root."""
         return {
             "namespaces": self.namespaces,
             "wrapped": self.namespaces,
@@ -71,50 +72,57 @@ class Isolation:
             "trees": interpreter.trees,
             "links": interpreter.links,
             "limits": asdict(limits),
-            # users nobody has, a thousand per host process, so that two hosts never count each other's processes
+            # unused user ids, 1024 per host process: the process limit counts per user, so two hosts must not share one
             "first_uid": (1 << 30) + os.getpid() % (1 << 20) * 1024,
         }
 
 
-# ----------------------------------------------------------------- the rungs
+# ------------------------------------------------------------- mechanisms
 
 
-def _root() -> bool:
+def _is_root() -> bool:
     return os.geteuid() == 0
 
 
-def _no_bubblewrap() -> str:
+def _bubblewrap_unavailable() -> str:
     if not shutil.which("bwrap"):
         return "bubblewrap (the command bwrap) is not installed"
-    return _no_seccomp()
+    return _seccomp_unavailable()
 
 
-def _no_unshare() -> str:
-    return _no_seccomp() if shutil.which("unshare") else "the command unshare (util-linux) is not installed"
+def _unshare_unavailable() -> str:
+    return _seccomp_unavailable() if shutil.which("unshare") else "the command unshare (util-linux) is not installed"
 
 
-def _no_landlock() -> str:
+def _landlock_unavailable() -> str:
     if sys.platform != "linux" or not landlock.version():
         return "this kernel has no Landlock"
-    return _no_seccomp()
+    return _seccomp_unavailable()
 
 
-def _no_seccomp() -> str:
-    known = sys.platform == "linux" and seccomp.supported()
-    return "" if known else f"no system-call filter was written for {sys.platform} on {os.uname().machine}"
+def _seccomp_unavailable() -> str:
+    supported = sys.platform == "linux" and seccomp.supported()
+    return "" if supported else f"there is no system-call filter for {sys.platform} on {os.uname().machine}"
 
 
-def _found(command: str) -> str:
+def _executable(command: str) -> str:
     return shutil.which(command) or command
 
 
 def _bubblewrap(interpreter: Interpreter) -> list[str]:
-    out = [_found("bwrap"), "--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    # root keeps its user until a session takes one of its own; anybody else needs a user namespace to have any power
-    out += [] if _root() else ["--unshare-user"]
-    for power in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):  # of the zygote; a session drops all of them
-        out += ["--cap-add", power]
-    # folders on the way are named, or bwrap makes them for its own user only
+    out = [
+        _executable("bwrap"),
+        "--unshare-net",
+        "--unshare-pid",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
+    # root stays root until a session changes its user; any other user needs a user namespace to get capabilities
+    out += [] if _is_root() else ["--unshare-user"]
+    for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):  # of the zygote; a session drops all of them
+        out += ["--cap-add", capability]
+    # name the parent directories, or bwrap creates them accessible to its own user only
     for folder in sorted({str(parent) for path in (*interpreter.trees, *DEVICES) for parent in PurePath(path).parents}):
         out += ["--dir", folder]
     for tree in interpreter.trees:
@@ -128,72 +136,82 @@ def _bubblewrap(interpreter: Interpreter) -> list[str]:
 
 
 def _unshare(interpreter: Interpreter) -> list[str]:
-    out = [_found("unshare"), "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
-    return [*out, *([] if _root() else ["--user", "--map-root-user"]), "--"]
+    out = [_executable("unshare"), "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+    return [*out, *([] if _is_root() else ["--user", "--map-root-user"]), "--"]
 
 
-def _bare(interpreter: Interpreter) -> list[str]:
+def _no_prefix(interpreter: Interpreter) -> list[str]:
     return []
 
 
-_STOPS = "network, files outside system libraries and a private scratch directory, other processes"
-_COUNTED = "more than the allowed processes, memory and CPU time"
-_LEAVES = "bugs in the kernel itself, timing side channels"
-LADDER: tuple[Isolation, ...] = (
-    Isolation("bubblewrap", f"{_STOPS}, {_COUNTED}", _LEAVES, _no_bubblewrap, _bubblewrap, namespaces=True),
-    Isolation("namespaces", f"{_STOPS}, {_COUNTED}", _LEAVES, _no_unshare, _unshare, namespaces=True, build_root=True),
+_BLOCKS = "network, files outside system libraries and a private scratch directory, other processes"
+_LIMITED = "more than the allowed processes, memory and CPU time"
+_DOES_NOT_BLOCK = "bugs in the kernel itself, timing side channels"
+ISOLATIONS: tuple[Isolation, ...] = (
+    Isolation(
+        "bubblewrap", f"{_BLOCKS}, {_LIMITED}", _DOES_NOT_BLOCK, _bubblewrap_unavailable, _bubblewrap, namespaces=True
+    ),
+    Isolation(
+        "namespaces",
+        f"{_BLOCKS}, {_LIMITED}",
+        _DOES_NOT_BLOCK,
+        _unshare_unavailable,
+        _unshare,
+        namespaces=True,
+        build_root=True,
+    ),
     Isolation(
         "landlock",
-        f"{_STOPS}, any child process, more than the allowed memory and CPU time",
-        f"{_LEAVES}, asking whether a file exists, filling the disk of the scratch directory with many files",
-        _no_landlock,
-        _bare,
+        f"{_BLOCKS}, any child process, more than the allowed memory and CPU time",
+        f"{_DOES_NOT_BLOCK}, asking whether a file exists, filling the disk of the scratch directory with many files",
+        _landlock_unavailable,
+        _no_prefix,
     ),
     Isolation(
         "limits",
         "runaway CPU time, memory, output and (roughly) processes",
         "network access, reading or writing whatever its user may, signals to that user's other processes",
         lambda: "" if sys.platform == "linux" else f"the worker needs Linux, this is {sys.platform}",
-        _bare,
+        _no_prefix,
         landlock=False,
         seccomp=False,
     ),
 )
 
 
-def rungs(name: str = "auto") -> tuple[Isolation, ...]:
-    """The rungs to try, in order: all of them, or the one forced."""
+def isolation_candidates(name: str = "auto") -> tuple[Isolation, ...]:
+    """The mechanisms to try, in order: all of them for ``auto``, or the one named."""
     if name == "auto":
-        return LADDER
-    for rung in LADDER:
-        if rung.name == name:
-            return (rung,)
-    raise SettingError(f"no isolation {name!r}; {nearest(name, ['auto', *(r.name for r in LADDER)])}")
+        return ISOLATIONS
+    for isolation in ISOLATIONS:
+        if isolation.name == name:
+            return (isolation,)
+    raise SettingError(f"no isolation {name!r}; {nearest(name, ['auto', *(each.name for each in ISOLATIONS)])}")
 
 
 # ----------------------------------------------------------- the interpreter
 
 
 def interpreters() -> tuple[Interpreter, ...]:
-    """Candidates, best first: the Python we run on, freed of its virtual environment, then the system's."""
-    own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    """Candidates, best first: the Python we run on, outside its virtual environment, then the system's."""
+    current = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     system = os.path.realpath("/usr/bin/python3")
     prefixes = [sys.base_prefix, sys.base_exec_prefix]
-    found = [_interpreter(own, prefixes)]
-    if os.path.exists(system) and system != own:
-        found.append(_interpreter(system, ["/usr"]))
-    return tuple(found)
+    candidates = [_interpreter(current, prefixes)]
+    if os.path.exists(system) and system != current:
+        candidates.append(_interpreter(system, ["/usr"]))
+    return tuple(candidates)
 
 
 def _interpreter(path: str, prefixes: Sequence[str]) -> Interpreter:
-    wanted = [*SYSTEM, "/etc/ld.so.cache", os.path.dirname(path)]
-    wanted += [os.path.join(prefix, part) for prefix in prefixes for part in ("bin", "lib", "lib64")]
+    paths = [*SYSTEM_TREES, "/etc/ld.so.cache", os.path.dirname(path)]
+    paths += [os.path.join(prefix, part) for prefix in prefixes for part in ("bin", "lib", "lib64")]
     links = []
     for name in ("/bin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(name):
             links.append((os.readlink(name), name))
         else:
-            wanted.append(name)
-    trees = sorted({os.path.realpath(tree) for tree in wanted if os.path.exists(tree)})
-    outer = [tree for tree in trees if not any(tree.startswith(other + "/") for other in trees)]
-    return Interpreter(path, tuple(outer), tuple(links))
+            paths.append(name)
+    trees = sorted({os.path.realpath(tree) for tree in paths if os.path.exists(tree)})
+    outermost = [tree for tree in trees if not any(tree.startswith(other + "/") for other in trees)]
+    return Interpreter(path, tuple(outermost), tuple(links))

@@ -1,4 +1,4 @@
-"""What one session of untrusted code may use. Knows neither how a limit is enforced nor by whom."""
+"""Resource limits of one session of untrusted code. Does not know how or where a limit is enforced."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """``Limits(wall_seconds=2.0)``: every other limit keeps its default."""
+class SandboxLimits:
+    """``SandboxLimits(wall_seconds=2.0)``: every other limit keeps its default."""
 
     wall_seconds: float = 5.0  # of one call
     cpu_seconds: int = 60  # of one process, over the whole session
     memory_bytes: int = 512 * MIB  # address space of one process
-    output_bytes: int = 4 * KIB  # of one answer; the rest is cut, with a note
+    output_bytes: int = 4 * KIB  # of one result; the remainder is cut, with a note
     source_bytes: int = 64 * KIB  # of one call
-    scratch_bytes: int = 32 * MIB  # of the private directory, and of one file in it
-    processes: int = 16  # processes and threads together; 1 = the code may start none
+    scratch_bytes: int = 32 * MIB  # of the private scratch directory, and of one file in it
+    processes: int = 16  # processes and threads together; 1: the code may start none
     open_files: int = 64
 
     def __post_init__(self) -> None:

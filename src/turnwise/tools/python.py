@@ -1,9 +1,9 @@
-"""Untrusted Python for an episode: names persist between calls, nothing gets out, every misdeed has an answer in words.
+"""Untrusted Python for an episode: names persist between calls, the code is isolated, every violation is reported as text.
 
-    tool = PythonTool(Limits(wall_seconds=2.0))
+    tool = PythonTool(SandboxLimits(wall_seconds=2.0))
     with tool.open() as session:
         session.run("x = 20")
-        session.run("x + 1")        # Result(output='21', ok=True, ...)
+        session.run("x + 1")        # ExecutionResult(output='21', ok=True, ...)
 
 Knows nothing of models, environments or rewards.
 """
@@ -19,15 +19,15 @@ import weakref
 from collections import deque
 
 from turnwise.errors import ToolFault
-from turnwise.tools.isolation import Interpreter, Isolation, interpreters, rungs
-from turnwise.tools.limits import Limits
-from turnwise.tools.session import Garbled, Gone, Hung, Result, Session, exchange
-from turnwise.tools.zygote import START_SECONDS, Worker, Zygote
+from turnwise.tools.isolation import Interpreter, Isolation, interpreters, isolation_candidates
+from turnwise.tools.limits import SandboxLimits
+from turnwise.tools.session import ExecutionResult, Garbled, Gone, Hung, SandboxSession, execute
+from turnwise.tools.zygote import START_SECONDS, SandboxWorker, ZygoteHandle
 
-__all__ = ["Limits", "PythonTool", "Result", "Session", "python_tool"]
+__all__ = ["ExecutionResult", "PythonTool", "SandboxLimits", "SandboxSession", "python_tool"]
 
-# Runs once in every fresh isolation. A rung that lets any of this through is not the rung it says it is.
-CHECK = """
+# Runs once in every new isolation: a mechanism that allows any of this does not isolate and is not used.
+ISOLATION_TEST = """
 import decimal, json, os, subprocess, socket
 def refused(act, *a):
     try: act(*a)
@@ -43,40 +43,42 @@ os.remove("probe")
 class PythonTool:
     """A pool of isolated interpreters. Safe to share between threads; starts on first use."""
 
-    def __init__(self, limits: Limits | None = None, *, isolation: str = "auto", spare: int = 2) -> None:
-        self.limits = limits or Limits()
-        self._rungs = rungs(isolation)
+    def __init__(self, limits: SandboxLimits | None = None, *, isolation: str = "auto", spare: int = 2) -> None:
+        self.limits = limits or SandboxLimits()
+        self._candidates = isolation_candidates(isolation)
         self._spare = spare
         self._lock = threading.RLock()
-        self._zygote: Zygote | None = None
+        self._zygote: ZygoteHandle | None = None
         self._isolation: Isolation | None = None
-        self._waiting: deque[Worker] = deque()
-        self._orphans: deque[Worker] = deque()  # of sessions dropped without close; ended at the next open
+        self._idle_workers: deque[SandboxWorker] = deque()
+        self._workers_to_end: deque[SandboxWorker] = (
+            deque()
+        )  # of sessions garbage-collected without close(); ended at the next open()
         self._owner = os.getpid()
         _pools.add(self)
 
-    def open(self) -> Session:
-        """A session of its own for one episode."""
-        return Session(self, self.worker())
+    def open(self) -> SandboxSession:
+        """A new session for one episode."""
+        return SandboxSession(self, self.take_worker())
 
-    def worker(self) -> Worker:
-        """A worker nobody has used; its successor is being forked meanwhile."""
+    def take_worker(self) -> SandboxWorker:
+        """An unused worker. Refills the pool first, so that the next worker forks in the background."""
         with self._lock:
-            while self._orphans:
-                self._orphans.popleft().end()
-            zygote = self._running()
+            while self._workers_to_end:
+                self._workers_to_end.popleft().end()
+            zygote = self._running_zygote()
             try:
-                while len(self._waiting) <= self._spare:
-                    self._waiting.append(zygote.spawn())
-            except ToolFault:  # it died since the last call; a second failure is the caller's to hear
-                while len(self._waiting) <= self._spare:
-                    self._waiting.append(self._running().spawn())
-            return self._waiting.popleft()
+                while len(self._idle_workers) <= self._spare:
+                    self._idle_workers.append(zygote.spawn())
+            except ToolFault:  # the zygote died since the last call; a second failure propagates
+                while len(self._idle_workers) <= self._spare:
+                    self._idle_workers.append(self._running_zygote().spawn())
+            return self._idle_workers.popleft()
 
     def describe(self) -> str:
-        """Which isolation is used, what it stops and what it does not, in one sentence."""
+        """The isolation in use, what it blocks and what it does not block, in one sentence."""
         with self._lock:
-            zygote = self._running()
+            zygote = self._running_zygote()
             assert self._isolation is not None
             if not self._isolation.seccomp:
                 return self._isolation.describe()
@@ -85,15 +87,15 @@ class PythonTool:
     @property
     def isolation(self) -> str:
         with self._lock:
-            self._running()
+            self._running_zygote()
             assert self._isolation is not None
             return self._isolation.name
 
     def close(self) -> None:
-        """End every session and the pool; a later ``open`` starts afresh."""
+        """End every session and the pool; a later ``open`` starts a new one."""
         with self._lock:
-            self._discard()
-            self._orphans.clear()
+            self._discard_idle_workers()
+            self._workers_to_end.clear()
             if self._zygote is not None:
                 self._zygote.close()
             self._zygote = None
@@ -104,46 +106,46 @@ class PythonTool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _running(self) -> Zygote:
+    def _running_zygote(self) -> ZygoteHandle:
         if self._zygote is None or not self._zygote.check():
-            self._discard()
-            self._zygote, self._isolation = _start(self._rungs, self.limits)
+            self._discard_idle_workers()
+            self._zygote, self._isolation = _start(self._candidates, self.limits)
         return self._zygote
 
-    def _discard(self) -> None:
-        """Let go of the spare workers: their parent is gone, or about to be."""
-        while self._waiting:
-            self._waiting.popleft().channel.close()
+    def _discard_idle_workers(self) -> None:
+        """Close the idle workers: their parent process has ended, or is about to."""
+        while self._idle_workers:
+            self._idle_workers.popleft().channel.close()
 
-    def abandon(self, worker: Worker) -> None:
-        """Called while garbage is collected, when no lock may be taken."""
+    def end_later(self, worker: SandboxWorker) -> None:
+        """End a worker at the next ``open``. Called by the garbage collector, where taking a lock could deadlock."""
         worker.channel.close()
-        self._orphans.append(worker)
+        self._workers_to_end.append(worker)
 
-    def _leave(self) -> None:
-        """At the end of the process. A forked copy only closes its own ends: the lock may have been held while forking."""
-        self.close() if os.getpid() == self._owner else self._discard()
+    def _close_at_exit(self) -> None:
+        """At interpreter exit. A forked child only closes its own descriptors: the lock may have been held at the fork."""
+        self.close() if os.getpid() == self._owner else self._discard_idle_workers()
 
 
 _pools: weakref.WeakSet[PythonTool] = weakref.WeakSet()
 
 
 @atexit.register
-def _leave_all() -> None:
+def _close_pools_at_exit() -> None:
     for pool in list(_pools):
-        pool._leave()
+        pool._close_at_exit()
 
 
-def _start(candidates: tuple[Isolation, ...], limits: Limits) -> tuple[Zygote, Isolation]:
-    """The first rung that starts and holds."""
+def _start(candidates: tuple[Isolation, ...], limits: SandboxLimits) -> tuple[ZygoteHandle, Isolation]:
+    """The first mechanism that starts and passes the isolation test."""
     faults = []
     for isolation in candidates:
-        if missing := isolation.missing():
-            faults.append(f"{isolation.name}: {missing}")
+        if reason := isolation.unavailable():
+            faults.append(f"{isolation.name}: {reason}")
             continue
         for interpreter, keep_user in _attempts(isolation):
             try:
-                zygote = Zygote(isolation, interpreter, limits, keep_user=keep_user)
+                zygote = ZygoteHandle(isolation, interpreter, limits, keep_user=keep_user)
                 _check(zygote, isolation)
             except ToolFault as fault:
                 faults.append(f"{isolation.name}: {fault}")
@@ -156,26 +158,26 @@ def _start(candidates: tuple[Isolation, ...], limits: Limits) -> tuple[Zygote, I
 
 
 def _attempts(isolation: Isolation) -> list[tuple[Interpreter, bool]]:
-    """Interpreters to try; only where nothing is promised anyway may a session stay root, and then as a last resort."""
-    found = [(interpreter, False) for interpreter in interpreters()]
-    return found if isolation.seccomp else [*found, (found[0][0], True)]
+    """Interpreters to try. A session may stay root only without isolation, and then only as the last attempt."""
+    attempts = [(interpreter, False) for interpreter in interpreters()]
+    return attempts if isolation.seccomp else [*attempts, (attempts[0][0], True)]
 
 
-def _check(zygote: Zygote, isolation: Isolation) -> None:
+def _check(zygote: ZygoteHandle, isolation: Isolation) -> None:
     worker = zygote.spawn()
     try:
-        answer = exchange(worker, CHECK, START_SECONDS)
+        result = execute(worker, ISOLATION_TEST, START_SECONDS)
     except (Hung, Gone, Garbled, ToolFault) as error:
         worker.channel.close()
         zygote.close()
         raise ToolFault(f"a first session did not answer: {error!r}") from error
     worker.end()
-    if not answer.ok or (isolation.seccomp and "False" in answer.output):
+    if not result.ok or (isolation.seccomp and "False" in result.output):
         zygote.close()
-        raise ToolFault(f"it does not hold: {answer.output}")
+        raise ToolFault(f"it does not isolate: {result.output}")
 
 
 @functools.cache
-def python_tool(limits: Limits | None = None, isolation: str = "auto") -> PythonTool:
-    """The pool every environment of this process shares for these settings."""
+def python_tool(limits: SandboxLimits | None = None, isolation: str = "auto") -> PythonTool:
+    """The pool that all environments of this process share for these settings."""
     return PythonTool(limits, isolation=isolation)

@@ -1,4 +1,4 @@
-"""One episode's conversation with one worker: ask, wait no longer than allowed, and say in words what went wrong.
+"""One episode's session with one worker: send code, wait at most the time limit, and report failures as text.
 
 Knows the protocol and the limits; does not know how workers are made or confined.
 """
@@ -14,72 +14,72 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from turnwise.errors import ToolFault
-from turnwise.tools.limits import Limits
-from turnwise.tools.zygote import START_SECONDS, Exit, Garbled, Gone, Hung, Worker
+from turnwise.tools.limits import SandboxLimits
+from turnwise.tools.zygote import START_SECONDS, Garbled, Gone, Hung, SandboxWorker, WorkerExit
 
 RESTARTED = "the interpreter was restarted, its names are gone"
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What one call answered. ``ok`` is False when the code raised, or had to be stopped."""
+class ExecutionResult:
+    """The result of one call. ``ok`` is False when the code raised or was stopped."""
 
     output: str
     ok: bool
     seconds: float
 
 
-class Source(Protocol):
-    """Where a session gets its workers from."""
+class WorkerPool(Protocol):
+    """What a session needs of the pool that owns its workers."""
 
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> SandboxLimits: ...
 
-    def worker(self) -> Worker: ...
+    def take_worker(self) -> SandboxWorker: ...
 
-    def abandon(self, worker: Worker) -> None: ...
+    def end_later(self, worker: SandboxWorker) -> None: ...
 
 
-class Session:
-    """One episode's interpreter. Calls are taken one after another, from whichever thread they come."""
+class SandboxSession:
+    """One episode's interpreter. Calls from several threads run one after another."""
 
-    def __init__(self, source: Source, worker: Worker) -> None:
-        self._source = source
-        self._worker: Worker | None = worker
+    def __init__(self, pool: WorkerPool, worker: SandboxWorker) -> None:
+        self._pool = pool
+        self._worker: SandboxWorker | None = worker
         self._lock = threading.Lock()
         self._closed = False
 
-    def run(self, code: str) -> Result:
-        """Execute ``code``; what it printed, and the value of a last bare expression."""
+    def run(self, code: str) -> ExecutionResult:
+        """Execute ``code``; the output is what it printed and the value of a final expression statement."""
         began = time.perf_counter()
         if refusal := self._refusal(code):
-            return Result(refusal, False, 0.0)
+            return ExecutionResult(refusal, False, 0.0)
         self._lock.acquire()
         try:
-            return exchange(self._ready(), code, self._source.limits.wall_seconds)
-        except (Hung, Gone, Garbled) as trouble:
-            return Result(self._stop(trouble), False, time.perf_counter() - began)
-        except BaseException:  # interrupted halfway: an answer may still come that nobody asked for
+            return execute(self._ready(), code, self._pool.limits.wall_seconds)
+        except (Hung, Gone, Garbled) as failure:
+            return ExecutionResult(self._stop(failure), False, time.perf_counter() - began)
+        except BaseException:  # interrupted mid-call: a late result would be taken for that of the next call
             self._drop()
             raise
         finally:
             self._release()
 
-    async def arun(self, code: str) -> Result:
-        """The same without blocking the event loop."""
+    async def arun(self, code: str) -> ExecutionResult:
+        """Like :meth:`run`, without blocking the event loop."""
         began = time.perf_counter()
         if refusal := self._refusal(code):
-            return Result(refusal, False, 0.0)
+            return ExecutionResult(refusal, False, 0.0)
         while not self._lock.acquire(blocking=False):
             await asyncio.sleep(0.001)
         try:
             worker = self._live()
             if worker is None:
                 worker = await asyncio.to_thread(self._ready)
-            return await aexchange(worker, code, self._source.limits.wall_seconds)
-        except (Hung, Gone, Garbled) as trouble:
-            words = await asyncio.to_thread(self._stop, trouble)
-            return Result(words, False, time.perf_counter() - began)
+            return await aexecute(worker, code, self._pool.limits.wall_seconds)
+        except (Hung, Gone, Garbled) as failure:
+            text = await asyncio.to_thread(self._stop, failure)
+            return ExecutionResult(text, False, time.perf_counter() - began)
         except BaseException:
             self._drop()
             raise
@@ -90,11 +90,11 @@ class Session:
         """Kill the interpreter and everything it started. Safe to call twice, and while a call is running."""
         self._closed = True
         if (worker := self._worker) is not None:
-            worker.interrupt()  # a call that is running ends now, and cleans up itself
+            worker.interrupt()  # a running call ends now and cleans up by itself
         if self._lock.acquire(blocking=False):
             self._release()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> SandboxSession:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,28 +103,28 @@ class Session:
     def __del__(self) -> None:
         worker = getattr(self, "_worker", None)
         if worker is not None:
-            self._source.abandon(worker)
+            self._pool.end_later(worker)
 
-    # ---- the worker behind it
-    def _live(self) -> Worker | None:
+    # ---- the worker
+    def _live(self) -> SandboxWorker | None:
         worker = self._worker
         if worker is None or not worker.ready:
             return None
-        if not worker.zygote.alive:  # the model must hear that its names are gone
+        if not worker.zygote.alive:  # report it: the model must learn that its names are lost
             raise Gone
         return worker
 
-    def _ready(self) -> Worker:
-        """A worker that has said it is ready; a fresh one if the last was killed."""
+    def _ready(self) -> SandboxWorker:
+        """A worker that has reported ready; a new one if the last was killed."""
         if worker := self._live():
             return worker
         fault = ""
-        for _ in range(3):  # one may have been lost with a dead pool, one with a machine out of processes
+        for _ in range(3):  # one attempt may fail with a dead pool, one because the machine is out of processes
             if self._closed:
                 raise ToolFault("this Python session is closed")
             if self._worker is not None and not self._worker.zygote.check():
                 self._drop()  # with its socket
-            worker = self._worker = self._worker or self._source.worker()
+            worker = self._worker = self._worker or self._pool.take_worker()
             try:
                 _wait_ready(worker)
                 return worker
@@ -146,32 +146,34 @@ class Session:
     def _refusal(self, code: str) -> str:
         if self._closed:
             raise ToolFault("this Python session is closed")
-        size, limit = len(code.encode("utf-8", "surrogatepass")), self._source.limits.source_bytes
+        size, limit = len(code.encode("utf-8", "surrogatepass")), self._pool.limits.source_bytes
         return f"error: the code has {size} bytes, the limit is {limit}" if size > limit else ""
 
-    def _stop(self, trouble: Exception) -> str:
-        """End the worker and say why."""
+    def _stop(self, failure: Exception) -> str:
+        """End the worker and return the reason as text for the model."""
         worker, self._worker = self._worker, None
         if worker is None or self._closed:
             if worker is not None:
                 worker.end()
-            raise ToolFault("this Python session was closed during a call") from trouble
-        ended = worker.end(wait=True, grace=isinstance(trouble, Gone))
-        return f"error: {_words(trouble, ended, self._source.limits)} ({RESTARTED})"
+            raise ToolFault("this Python session was closed during a call") from failure
+        exit_status = worker.end(wait=True, grace=isinstance(failure, Gone))
+        return f"error: {_failure_text(failure, exit_status, self._pool.limits)} ({RESTARTED})"
 
 
-def _words(trouble: Exception, ended: Exit | None, limits: Limits) -> str:
-    if ended is not None and (ended.cpu_seconds >= limits.cpu_seconds or ended.code == -signal.SIGXCPU):
+def _failure_text(failure: Exception, exit_status: WorkerExit | None, limits: SandboxLimits) -> str:
+    if exit_status is not None and (
+        exit_status.cpu_seconds >= limits.cpu_seconds or exit_status.code == -signal.SIGXCPU
+    ):
         return f"CPU time limit of {limits.cpu_seconds} s"
-    if isinstance(trouble, Hung):
+    if isinstance(failure, Hung):
         return f"time limit of {limits.wall_seconds:g} s"
-    if isinstance(trouble, Garbled):
+    if isinstance(failure, Garbled):
         return "the answer could not be read"
-    if ended is None or ended.code is None:
+    if exit_status is None or exit_status.code is None:
         return "the interpreter stopped answering"
-    if ended.code < 0:
-        return f"the interpreter was killed by {_signal_name(-ended.code)}"
-    return f"the interpreter exited with code {ended.code}"
+    if exit_status.code < 0:
+        return f"the interpreter was killed by {_signal_name(-exit_status.code)}"
+    return f"the interpreter exited with code {exit_status.code}"
 
 
 def _signal_name(number: int) -> str:
@@ -184,26 +186,26 @@ def _signal_name(number: int) -> str:
 # --------------------------------------------------------------- the protocol
 
 
-def _result(message: dict[str, Any], asked: str, began: float) -> Result:
-    """The untrusted side wrote this message: take two fields of the right type, or nothing."""
+def _result(message: dict[str, Any], request_id: str, began: float) -> ExecutionResult:
+    """Validate a message from the untrusted side: take two fields of the right type, or raise."""
     output, ok = message.get("output"), message.get("ok")
-    if message.get("id") != asked or not isinstance(output, str) or not isinstance(ok, bool):
+    if message.get("id") != request_id or not isinstance(output, str) or not isinstance(ok, bool):
         raise Garbled("not the answer to this call")
-    return Result(output.encode("utf-8", "replace").decode(), ok, time.perf_counter() - began)
+    return ExecutionResult(output.encode("utf-8", "replace").decode(), ok, time.perf_counter() - began)
 
 
-def _receive(worker: Worker, deadline: float) -> dict[str, Any]:
-    while (message := worker.answer()) is None:
-        left = deadline - time.monotonic()
-        if left <= 0:
+def _receive(worker: SandboxWorker, deadline: float) -> dict[str, Any]:
+    while (message := worker.next_message()) is None:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             raise Hung
-        worker.channel.settimeout(left)
+        worker.channel.settimeout(remaining)
         worker.feed(worker.channel.recv(65536))
     return message
 
 
-def _wait_ready(worker: Worker) -> None:
-    """Its first frame, sent before any untrusted code ran."""
+def _wait_ready(worker: SandboxWorker) -> None:
+    """Wait for the worker's first frame, sent before any untrusted code ran."""
     if worker.ready:
         return
     try:
@@ -215,34 +217,34 @@ def _wait_ready(worker: Worker) -> None:
     worker.ready = True
 
 
-def exchange(worker: Worker, code: str, seconds: float) -> Result:
+def execute(worker: SandboxWorker, code: str, seconds: float) -> ExecutionResult:
     """One call, blocking; raises Hung, Gone or Garbled."""
     _wait_ready(worker)
-    asked, began = secrets.token_hex(8), time.perf_counter()
+    request_id, began = secrets.token_hex(8), time.perf_counter()
     deadline = time.monotonic() + seconds
     try:
         worker.channel.settimeout(seconds)
-        worker.channel.sendall(worker.frame({"id": asked, "code": code}))
+        worker.channel.sendall(worker.frame({"id": request_id, "code": code}))
         message = _receive(worker, deadline)
     except TimeoutError as error:
         raise Hung from error
     except OSError as error:
         raise Gone from error
-    return _result(message, asked, began)
+    return _result(message, request_id, began)
 
 
-async def aexchange(worker: Worker, code: str, seconds: float) -> Result:
-    """One call on the running event loop; the worker is ready."""
-    asked, began = secrets.token_hex(8), time.perf_counter()
+async def aexecute(worker: SandboxWorker, code: str, seconds: float) -> ExecutionResult:
+    """One call on the running event loop, with a worker that is ready."""
+    request_id, began = secrets.token_hex(8), time.perf_counter()
     loop = asyncio.get_running_loop()
     worker.channel.setblocking(False)
     try:
         async with asyncio.timeout(seconds):
-            await loop.sock_sendall(worker.channel, worker.frame({"id": asked, "code": code}))
-            while (message := worker.answer()) is None:
+            await loop.sock_sendall(worker.channel, worker.frame({"id": request_id, "code": code}))
+            while (message := worker.next_message()) is None:
                 worker.feed(await loop.sock_recv(worker.channel, 65536))
     except TimeoutError as error:
         raise Hung from error
     except OSError as error:
         raise Gone from error
-    return _result(message, asked, began)
+    return _result(message, request_id, began)

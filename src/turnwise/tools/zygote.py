@@ -1,7 +1,7 @@
-"""The host's handle on the isolated parent of sessions, and on one session's worker. Every wait has a deadline.
+"""Host-side handles on the isolated zygote process and on one session's worker. Every wait has a deadline.
 
-Only ever sends source text and reads JSON whose size and types it checks: what comes back is data, never an object.
-Knows processes and sockets; does not know REPL semantics or which isolation is good enough.
+Sends only source text and reads only JSON whose size and types it checks: replies are data, never pickled objects.
+Knows processes and sockets; does not know REPL semantics or which isolation is sufficient.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 from turnwise.errors import ToolFault
 from turnwise.tools.isolation import ENVIRONMENT, Interpreter, Isolation
-from turnwise.tools.limits import Limits
+from turnwise.tools.limits import SandboxLimits
 
-START_SECONDS = 20.0  # for an interpreter to come up or bury a session on a machine under load
+START_SECONDS = 20.0  # for an interpreter to start or to end a session on a loaded machine
 MODULES = ("landlock", "seccomp", "confine", "repl", "zygote")
 BOOT = """
 import json, socket, sys, types
@@ -39,12 +39,12 @@ for name, source in boot["modules"]:
         setattr(sys.modules[parent], last, module)
     exec(compile(source, name, "exec"), module.__dict__)
 sys.path[:] = [entry for entry in sys.path if entry]
-module.main(control, boot["orders"])
+module.main(control, boot["config"])
 """
 
 
 class Hung(Exception):
-    """The deadline passed."""
+    """No reply arrived before the deadline."""
 
 
 class Gone(Exception):
@@ -52,12 +52,12 @@ class Gone(Exception):
 
 
 class Garbled(Exception):
-    """What came is not an answer."""
+    """The message received is not a valid reply."""
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
-    """How a worker ended: its exit code (negative: a signal), or None when it had to be killed."""
+class WorkerExit:
+    """How a worker ended: its exit code (negative: a signal; None: we killed it) and its CPU time."""
 
     code: int | None
     cpu_seconds: float
@@ -70,11 +70,11 @@ def _modules() -> list[tuple[str, str]]:
     return [*parents, *((f"{package}.{name}", (folder / f"{name}.py").read_text()) for name in MODULES)]
 
 
-class Zygote:
-    """A running isolated parent. ``spawn`` costs a message; the fork happens on its side, while we go on."""
+class ZygoteHandle:
+    """A running zygote process. ``spawn`` only sends a message; the fork happens in the zygote, concurrently."""
 
     def __init__(
-        self, isolation: Isolation, interpreter: Interpreter, limits: Limits, *, keep_user: bool = False
+        self, isolation: Isolation, interpreter: Interpreter, limits: SandboxLimits, *, keep_user: bool = False
     ) -> None:
         self.limits = limits
         self.alive = False
@@ -90,21 +90,21 @@ class Zygote:
             )  # fmt: skip
             theirs.close()
             try:
-                orders = isolation.orders(interpreter, limits, keep_user=keep_user)
-                self._send({"modules": _modules(), "orders": orders})
+                config = isolation.config(interpreter, limits, keep_user=keep_user)
+                self._send({"modules": _modules(), "config": config})
                 answer = self._receive()
             except (OSError, ValueError) as error:
                 self._kill()
                 errors.seek(0)
-                words = errors.read(2000).decode("utf-8", "replace").strip()
-                raise ToolFault(f"{isolation.name} did not start: {words or error}") from error
+                stderr = errors.read(2000).decode("utf-8", "replace").strip()
+                raise ToolFault(f"{isolation.name} did not start: {stderr or error}") from error
         if "fault" in answer:
             self._kill()
             raise ToolFault(f"{isolation.name} did not start: {answer['fault']}")
         self.landlock = bool(answer.get("landlock"))
         self._scratch: str = answer["scratch"]
         self.alive = True
-        _living.add(self)
+        _handles.add(self)
 
     # ---- messages
     def _send(self, message: dict[str, Any], *handles: int) -> None:
@@ -113,13 +113,13 @@ class Zygote:
     def _receive(self) -> dict[str, Any]:
         data = self._control.recv(65536)
         if not data:
-            raise ConnectionResetError("it ended at once")
+            raise ConnectionResetError("it exited at once")
         answer = json.loads(data)
-        assert isinstance(answer, dict)  # our own code speaks on that side
+        assert isinstance(answer, dict)  # the zygote runs trusted code only
         return answer
 
     # ---- sessions
-    def spawn(self) -> Worker:
+    def spawn(self) -> SandboxWorker:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -129,11 +129,11 @@ class Zygote:
             except OSError as error:
                 ours.close()
                 self.close()
-                raise ToolFault(f"the isolated parent of sessions is gone ({error})") from error
-        return Worker(self, number, ours)
+                raise ToolFault(f"the zygote process has ended ({error})") from error
+        return SandboxWorker(self, number, ours)
 
-    def end(self, number: int, *, wait: bool, grace: bool = False) -> Exit | None:
-        """Kill a session and all it started. With ``wait``, return how it ended, once everything is dead."""
+    def end(self, number: int, *, wait: bool, grace: bool = False) -> WorkerExit | None:
+        """Kill a session and all its processes. With ``wait``, return how it ended, once all of them have exited."""
         if not self.alive:
             return None
         try:
@@ -141,26 +141,26 @@ class Zygote:
                 self._send({"end": number, "answer": wait, "grace": grace})
                 answer = self._receive() if wait else None
         except (OSError, ValueError):
-            self.close()  # it does not answer: take everything down, the next session starts a new one
+            self.close()  # it does not reply: end all sessions; the next one starts a new zygote
             return None
-        return Exit(answer["status"], answer["cpu"]) if answer else None
+        return WorkerExit(answer["status"], answer["cpu"]) if answer else None
 
     def check(self) -> bool:
-        """Whether it still runs."""
+        """Whether the process still runs."""
         if self.alive and self._process.poll() is not None:
             self.close()
         return self.alive
 
     def close(self) -> None:
-        """End it and every session; safe to call twice."""
+        """End the zygote and every session. Safe to call twice."""
         self.alive = False
         with contextlib.suppress(OSError):
-            self._control.close()  # it ends by itself when it reads this
+            self._control.close()  # it exits when it reads the end of this socket
         try:
             self._process.wait(2.0)
         except subprocess.TimeoutExpired:
             self._kill()
-        if self._scratch:  # only still there if it was killed before it could tidy up
+        if self._scratch:  # exists only if the zygote was killed before it could clean up
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _kill(self) -> None:
@@ -168,38 +168,38 @@ class Zygote:
         self._process.kill()
         self._process.wait()
 
-    def forget(self) -> None:
-        """In a forked copy of the host: let go without touching what belongs to the original."""
+    def detach(self) -> None:
+        """In a forked child of the host: close our descriptors without touching what belongs to the parent."""
         self.alive = False
-        self._lock = threading.Lock()  # the original may have held it while forking
+        self._lock = threading.Lock()  # the parent may have held it at the fork
         self._control.close()
         self._process.returncode = 0
-        self._scratch = ""  # still in use
+        self._scratch = ""  # the parent still uses it
 
 
-_living: weakref.WeakSet[Zygote] = weakref.WeakSet()
+_handles: weakref.WeakSet[ZygoteHandle] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
-    for zygote in list(_living):
-        zygote.forget()
-    _living.clear()
+def _detach_all() -> None:
+    for zygote in list(_handles):
+        zygote.detach()
+    _handles.clear()
 
 
-# a forked copy that kept the control socket would keep the worker alive after the host is killed
-os.register_at_fork(after_in_child=_forget_all)
+# a forked child that kept the control socket would keep the zygote alive after the host is killed
+os.register_at_fork(after_in_child=_detach_all)
 
 
-class Worker:
-    """The host's end of one session's channel. Frames: four bytes of length, then a JSON object."""
+class SandboxWorker:
+    """The host's end of one session's channel. A frame is a 4-byte length and a JSON object."""
 
-    def __init__(self, zygote: Zygote, number: int, channel: socket.socket) -> None:
+    def __init__(self, zygote: ZygoteHandle, number: int, channel: socket.socket) -> None:
         self.zygote = zygote
         self.number = number
         self.channel = channel
         self.ready = False
         self._buffer = bytearray()
-        self._largest = zygote.limits.output_bytes * 6 + 1024  # six bytes is JSON's dearest character
+        self._max_frame_bytes = zygote.limits.output_bytes * 6 + 1024  # JSON escapes a character in at most six bytes
 
     @staticmethod
     def frame(message: dict[str, Any]) -> bytes:
@@ -211,12 +211,12 @@ class Worker:
             raise Gone
         self._buffer += data
 
-    def answer(self) -> dict[str, Any] | None:
-        """The next whole frame, if it has arrived."""
+    def next_message(self) -> dict[str, Any] | None:
+        """The next complete frame, or None if it has not arrived."""
         if len(self._buffer) < 4:
             return None
         size = int.from_bytes(self._buffer[:4], "big")
-        if size > self._largest:
+        if size > self._max_frame_bytes:
             raise Garbled(f"a frame of {size} bytes")
         if len(self._buffer) < 4 + size:
             return None
@@ -231,10 +231,10 @@ class Worker:
         return message
 
     def interrupt(self) -> None:
-        """Wake whoever waits for an answer: there will be none."""
+        """Wake a thread that waits for a reply; no reply will come."""
         with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
 
-    def end(self, *, wait: bool = False, grace: bool = False) -> Exit | None:
+    def end(self, *, wait: bool = False, grace: bool = False) -> WorkerExit | None:
         self.channel.close()
         return self.zygote.end(self.number, wait=wait, grace=grace)

@@ -1,4 +1,4 @@
-"""Launching a run: start one, go on with one, rehearse one. Settings are refused here, before anything is written."""
+"""Start, resume and rehearse a run. Settings are refused here, before anything is written."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from turnwise.core.protocols import Listener
 from turnwise.errors import SettingError, nearest
 from turnwise.recipes.recipe import Recipe
 from turnwise.store.rundir import RunDir
-from turnwise.training import build
-from turnwise.training.env_spec import settle
-from turnwise.training.events import Stages, silent
-from turnwise.training.trainer import TRACKERS, Course
+from turnwise.training.env_spec import resolve_settings
+from turnwise.training.events import RunEvents, silent
+from turnwise.training.plan import RunPlan, validate
+from turnwise.training.trainer import TRACKERS, Trainer
 
 
 def train(listen: Listener = silent, recipe: Recipe | None = None, **settings: Any) -> dict[str, Any]:
-    """Train an agent; the summary of the run.
+    """Train an agent and return the summary of the run.
 
-    ``train(method="grpo", env="calculator", steps=50)``, or with pieces of your own: ``train(recipe=Recipe(...), ...)``
+    ``train(method="grpo", env="calculator", steps=50)``, or with a recipe of your own: ``train(recipe=Recipe(...), ...)``
     """
-    chosen = settle({**settings, "method": "own"} if recipe else settings)
-    described = repr(build.examine(chosen, recipe))  # refuses before anything is written
-    for kind in chosen.trackers:
-        if kind not in TRACKERS:
-            raise SettingError(f"there is no tracker {kind!r}; {nearest(kind, TRACKERS)}")
-    run = RunDir.create(chosen.out, chosen.name or free_name(chosen), chosen.as_dict(), described, chosen.seed)
-    return Course(chosen, run, Stages(listen), recipe).go()
+    plan = RunPlan.from_settings(resolve_settings({**settings, "method": "own"} if recipe else settings), recipe)
+    validate(plan)
+    for tracker in plan.settings.trackers:
+        if tracker not in TRACKERS:
+            raise SettingError(f"there is no tracker {tracker!r}; {nearest(tracker, TRACKERS)}")
+    s = plan.settings
+    run_dir = RunDir.create(s.out, s.name or free_name(s), s.as_dict(), repr(plan.recipe), s.seed)
+    return Trainer(plan, run_dir, RunEvents(listen)).run()
 
 
 def resume(path: str | Path, listen: Listener = silent, recipe: Recipe | None = None) -> dict[str, Any]:
-    """Go on with a run that was stopped at any moment. A run with a recipe of your own needs it again."""
-    run = RunDir.open(path)
-    facts = run.facts()
-    course = Course(Settings.of(facts["settings"]), run, Stages(listen), recipe)
-    if repr(course.recipe) != facts["recipe"]:
+    """Continue a run that was stopped at any moment. A run with a recipe of your own needs it again."""
+    run_dir = RunDir.open(path)
+    facts = run_dir.metadata()
+    plan = RunPlan.from_settings(Settings.of(facts["settings"]), recipe)
+    if repr(plan.recipe) != facts["recipe"]:
         raise SettingError(f"this run was started with another recipe: {facts['recipe']}")
-    return course.go()
+    return Trainer(plan, run_dir, RunEvents(listen)).run()
 
 
 def free_name(settings: Settings) -> str:
+    """A name that no run in the output folder has: method, environment, seed, a number."""
     env = re.sub(r"[^\w-]+", "-", settings.env.split(":")[-1])
     base = f"{settings.title}-{env}-s{settings.seed}"
     n = 1
@@ -52,10 +54,10 @@ def free_name(settings: Settings) -> str:
 
 
 def dry_run(listen: Listener = silent, **settings: Any) -> dict[str, Any]:
-    """Everything up to one real batch and one real update, in a folder that is thrown away."""
+    """Everything up to one real batch and one real update, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         tasks = 4 if int(settings.get("eval_tasks", 4)) else 0
-        wanted = {**settings, "out": folder, "name": "dry", "steps": 1, "eval_tasks": tasks, "trackers": ()}
-        if int(wanted.get("cold_steps", -1)) != 0 and wanted.get("model", "tiny") == "tiny":
-            wanted["cold_steps"] = 2
-        return train(listen, **wanted)
+        settings |= {"out": folder, "name": "dry", "steps": 1, "eval_tasks": tasks, "trackers": ()}
+        if int(settings.get("cold_steps", -1)) != 0 and settings.get("model", "tiny") == "tiny":
+            settings["cold_steps"] = 2
+        return train(listen, **settings)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.diagnostics import finish
-from turnwise.algebra.gate import Open
+from turnwise.algebra.gate import NoGate
 from turnwise.algebra.objective import Objective
-from turnwise.algebra.penalty import NegativeLogLikelihood, Weighted
+from turnwise.algebra.penalty import NegativeLogLikelihood, WeightedPenalty
 from turnwise.algebra.ratio import OnPolicy
 from turnwise.algebra.value import Constant
 from turnwise.config.settings import Settings
@@ -25,39 +25,41 @@ from turnwise.core.protocols import Learner
 from turnwise.core.records import Group, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.errors import EnvironmentFault, SettingError
-from turnwise.rollout.episode import Limits
+from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.scripted import play_script
-from turnwise.training import build
-from turnwise.training.env_spec import World
-from turnwise.training.events import Stages
+from turnwise.rollout.scripted import play_scripted
+from turnwise.training import engines
+from turnwise.training.env_spec import EnvSpec
+from turnwise.training.events import RunEvents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IMITATION = Objective(Constant(0.0), OnPolicy(), Open(), Mean(TOKEN), (Weighted(1.0, NegativeLogLikelihood()),))
+IMITATION = Objective(
+    Constant(0.0), OnPolicy(), NoGate(), Mean(TOKEN), (WeightedPenalty(1.0, NegativeLogLikelihood()),)
+)
 
 
 def cold_start(
-    settings: Settings, world: World, tokenizer: Any, model: PreTrainedModel, steps: int, stages: Stages
+    settings: Settings, env_spec: EnvSpec, tokenizer: Any, model: PreTrainedModel, steps: int, events: RunEvents
 ) -> None:
-    """Teach ``model``, in place, to imitate the environment's own demonstrator. A killed one begins again, alike."""
-    if not world.demonstrates:
+    """Train ``model`` in place to imitate the environment's demonstrator. A killed one begins again, alike."""
+    if not env_spec.can_demonstrate:
         raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
-    tasks = world.tasks("train", "cold start")
+    tasks = env_spec.tasks("train", "cold start")
     count = min(settings.cold_demos, steps * settings.cold_batch)
-    with stages.stage("demonstrations", count, "episodes"):
-        drawn = [tasks.draw(n) for n in range(count)]
-        demos = demonstrations(drawn, world.open, Renderer(tokenizer), world.limits)
+    with events.stage("demonstrations", count, "episodes"):
+        demo_tasks = [tasks.draw(n) for n in range(count)]
+        demos = demonstrations(demo_tasks, env_spec.make, Renderer(tokenizer), env_spec.limits)
     share = sum(bool(t.success) for t in demos) / len(demos)
-    stages.say(f"{len(demos)} demonstrations of mixed quality: {share:.0%} of them succeed")
-    learner = build.cold_learner_of(settings, model, steps)
-    with stages.stage("cold start", steps):
-        began = time.perf_counter()
+    events.message(f"{len(demos)} demonstrations of mixed quality: {share:.0%} of them succeed")
+    learner = engines.make_cold_start_learner(settings, model, steps)
+    with events.stage("cold start", steps):
+        start = time.perf_counter()
 
         def report(step: int, metrics: dict[str, float]) -> None:
-            rate = metrics["tokens"] * step / (time.perf_counter() - began)
-            stages.step("cold start", step, steps, {**metrics, "tokens_per_second": rate})
+            rate = metrics["tokens"] * step / (time.perf_counter() - start)
+            events.step("cold start", step, steps, {**metrics, "tokens_per_second": rate})
 
         imitate(learner, demos, steps, settings.cold_batch, stable_seed(settings.seed, "cold start"), report)
 
@@ -66,17 +68,20 @@ def demonstrations(
     tasks: Sequence[Task],
     open_environment: Callable[[Task], object],
     renderer: Renderer,
-    limits: Limits,
+    limits: EpisodeLimits,
     player: str = "demonstrator",
 ) -> list[Trajectory]:
     """One scripted episode of each task."""
 
     async def play() -> list[Trajectory]:
         played: list[Trajectory] = []
-        for i in range(0, len(tasks), 64):  # enough at once to hide the tools' latency, few enough to hold
+        for i in range(0, len(tasks), 64):  # enough at once to hide the tools' latency, few enough to fit in memory
             some = enumerate(tasks[i : i + 64], start=i)
             played += await asyncio.gather(
-                *(play_script(player, open_environment(task), f"demo.{n}", task, renderer, limits) for n, task in some)
+                *(
+                    play_scripted(player, open_environment(task), f"demo.{n}", task, renderer, limits)
+                    for n, task in some
+                )
             )
         return played
 

@@ -1,4 +1,7 @@
-"""The world of a run: which environment, which tasks of it, how an episode is opened and where it is cut."""
+"""The environment of a run: its class, its task stream, how an episode is created and where it is truncated.
+
+Knows settings and environment classes; no model, no method.
+"""
 
 from __future__ import annotations
 
@@ -9,80 +12,92 @@ from typing import Any
 from turnwise import environments
 from turnwise.config.settings import Settings, default_of
 from turnwise.core.records import Task
+from turnwise.environments.base import overrides
 from turnwise.errors import SettingError, nearest
-from turnwise.rollout.episode import Limits, Unopened
-from turnwise.tasks.samplers import Tasks
+from turnwise.rollout.episode import EpisodeLimits, FailedEnvironment
+from turnwise.tasks.task_source import TaskStream
 
 SUGGESTED = (
     "difficulty", "max_tokens", "max_turns", "context", "history", "vocabulary", "hidden", "layers", "copying",
     "cold_steps", "cold_batch", "cold_demos", "cold_lr",
 )  # fmt: skip
-OF_THE_TINY_MODEL = ("vocabulary", "hidden", "layers", "copying", "cold_steps", "cold_batch", "cold_demos", "cold_lr")
+TINY_MODEL_ONLY = ("vocabulary", "hidden", "layers", "copying", "cold_steps", "cold_batch", "cold_demos", "cold_lr")
+SECOND_STREAM = 1_000_003  # added to the seed: tokenizer corpus and cold start play other tasks than the run
 
 
-def settle(given: Mapping[str, Any]) -> Settings:
-    """The settings of a run: what the user gives, then what the environment suggests, then the defaults."""
+def resolve_settings(values: Mapping[str, Any]) -> Settings:
+    """The settings of a run: the user's values, then the environment's suggestions, then the defaults."""
     defaults = {f.name: default_of(f) for f in fields(Settings) if f.name in ("env", "model")}
-    kind = environments.load(given.get("env", defaults["env"]))
-    own = {"difficulty": tuple(getattr(kind, "difficulties", (1,))), **getattr(kind, "suggests", {})}
-    for name in own:
+    env_class = environments.load(values.get("env", defaults["env"]))
+    suggested = {"difficulty": tuple(getattr(env_class, "difficulties", (1,))), **getattr(env_class, "suggests", {})}
+    for name in suggested:
         if name not in SUGGESTED:
             raise SettingError(
-                f"{kind.__name__} suggests {name!r}, which is not its to say; {nearest(name, SUGGESTED)}"
+                f"{env_class.__name__} suggests a value for {name!r}, which an environment may not set; "
+                f"{nearest(name, SUGGESTED)}"
             )
-    if given.get("model", defaults["model"]) != defaults["model"]:  # another model needs no such help
-        own = {name: value for name, value in own.items() if name not in OF_THE_TINY_MODEL}
-    return Settings.of({**own, **given})
+    if values.get("model", defaults["model"]) != defaults["model"]:
+        suggested = {name: value for name, value in suggested.items() if name not in TINY_MODEL_ONLY}
+    return Settings.of({**suggested, **values})
 
 
 @dataclass(frozen=True)
-class World:
-    """The environment class of a run and how its tasks are opened."""
+class EnvSpec:
+    """An environment class with the settings its episodes are created by."""
 
     settings: Settings
-    kind: type
+    env_class: type
 
     @classmethod
-    def of(cls, settings: Settings) -> World:
-        kind = environments.load(settings.env)
-        offered = tuple(getattr(kind, "difficulties", (1,)))
+    def from_settings(cls, settings: Settings) -> EnvSpec:
+        env_class = environments.load(settings.env)
+        offered = tuple(getattr(env_class, "difficulties", (1,)))
         wrong = [d for d in settings.difficulty if d not in offered]
         if wrong:
             raise SettingError(f"{settings.env} has no difficulty {wrong[0]}; it offers {', '.join(map(str, offered))}")
-        return cls(settings, kind)
+        return cls(settings, env_class)
 
-    def open(self, task: Task) -> Any:
-        """A fresh episode. A class without splits has other seeds for held-out tasks, and must make do with that."""
-        wanted = {"difficulty": task.difficulty, "split": task.split}
-        return self.kind(**{key: wanted[key] for key in environments.settings(self.kind)})
+    def make(self, task: Task) -> Any:
+        """A fresh episode. A class without splits gets other seeds for held-out tasks instead."""
+        arguments = {"difficulty": task.difficulty, "split": task.split}
+        return self.env_class(**{key: arguments[key] for key in environments.settings(self.env_class)})
 
-    def attempt(self, task: Task) -> Any:
-        """The same; where the class raises, something whose episode fails with that reason."""
+    def try_make(self, task: Task) -> Any:
+        """``make``; where the constructor raises, an environment whose episode fails with that reason."""
         try:
-            return self.open(task)
+            return self.make(task)
         except (Exception, SystemExit) as fault:
-            return Unopened(fault)
+            return FailedEnvironment(fault)
 
-    def tasks(self, split: str, purpose: str = "run") -> Tasks:
+    def tasks(self, split: str, purpose: str = "run") -> TaskStream:
         seed = self.settings.seed if split == "train" else 0  # held-out tasks are the same for every run
-        return Tasks(self.settings.env, split, self.settings.difficulty, seed if purpose == "run" else seed + 1_000_003)
+        seed += 0 if purpose == "run" else SECOND_STREAM
+        return TaskStream(self.settings.env, split, self.settings.difficulty, seed)
 
-    def first(self, split: str, count: int) -> list[Task]:
+    def first_tasks(self, split: str, count: int) -> list[Task]:
         """The tasks of an evaluation."""
         tasks = self.tasks(split)
         return [tasks.draw(n) for n in range(count)]
 
     @property
-    def limits(self) -> Limits:
-        s = self.settings
-        turns = s.max_turns or int(getattr(self.kind, "max_turns", 8))
-        return Limits(turns, s.context, s.env_seconds, s.history)
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        return tuple(getattr(self.env_class, "tools", ()))
 
     @property
-    def unbounded(self) -> Limits:
-        """For players that are not a model: only the environment itself limits them."""
+    def limits(self) -> EpisodeLimits:
+        s = self.settings
+        turns = s.max_turns or int(getattr(self.env_class, "max_turns", 8))
+        return EpisodeLimits(turns, s.context, s.env_seconds, s.history)
+
+    @property
+    def scripted_limits(self) -> EpisodeLimits:
+        """For scripted policies: only the environment itself limits them."""
         return replace(self.limits, context=2**31)
 
     @property
-    def demonstrates(self) -> bool:
-        return hasattr(self.kind, "demonstrate") and hasattr(self.kind, "oracle")
+    def can_demonstrate(self) -> bool:
+        """Whether the class has scripted policies: an ``oracle`` and an imperfect ``demonstrate``, its own or the base's,
+        which mixes ``oracle`` and ``random_action``."""
+        cls = self.env_class
+        inherited = hasattr(cls, "demonstrate") and overrides(cls, "random_action")
+        return overrides(cls, "oracle") and (overrides(cls, "demonstrate") or inherited)

@@ -1,4 +1,4 @@
-"""The stages of a run: announced to whoever listens, timed for the summary. Does not know what is done in them."""
+"""Events of a run: stages, steps and messages for listeners, and the seconds of each stage. Does not know what a stage does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def silent(event: str, facts: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class Stages:
+class RunEvents:
+    """Sends events to ``listen`` and measures stages."""
+
     listen: Listener = silent
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -29,8 +31,8 @@ class Stages:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def step(self, name: str, step: int, total: int, figures: Mapping[str, Any]) -> None:
-        self.listen("step", {"stage": name, "step": step, "total": total, **figures})
+    def step(self, name: str, step: int, total: int, metrics: Mapping[str, Any]) -> None:
+        self.listen("step", {"stage": name, "step": step, "total": total, **metrics})
 
-    def say(self, text: str, level: str = "info") -> None:
+    def message(self, text: str, level: str = "info") -> None:
         self.listen("message", {"level": level, "text": text})

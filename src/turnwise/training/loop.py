@@ -1,9 +1,9 @@
-"""The loop. Ports in, steps out; it knows no formula, no method's name and no engine.
+"""The training loop. Drives protocols only; knows no formula, no method's name and no engine.
 
-    gather groups → mix in → pack → measure signals → credit → optimiser steps → publish → record → checkpoint
+    collect groups → mix in other data → pack → measure signals → credit → optimizer steps → publish weights → log → checkpoint
 
-Synchronous is staleness 0. With staleness k > 0 the learner works in a thread while the generator goes on; requests in
-flight survive a publication and every token carries the version that sampled it.
+Staleness 0 is synchronous. With staleness k > 0 the learner runs in a thread while the generator continues; requests in
+flight survive a weight update, and every token carries the policy version that sampled it.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from typing import Any
 from turnwise.algebra import diagnostics
 from turnwise.algebra.objective import Objective
 from turnwise.core.batch import Batch, pack
+from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY
-from turnwise.core.protocols import Generator, Learner, Ledger, Listener, Probe
+from turnwise.core.protocols import Generator, Learner, LedgerProtocol, Listener, PolicyCheckProtocol
 from turnwise.core.records import Group, Status, Trajectory
 from turnwise.core.seeds import stable_seed
-from turnwise.credit.metrics import diagnose
-from turnwise.data.mixing import Mixture, Source, foreign
+from turnwise.credit.metrics import measure_credit
+from turnwise.data.mixing import GroupSource, Mixture, mixed_in
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import DRAFT_TOKENS
 
 
 @dataclass
 class Loop:
-    """One run of one recipe. ``save(step)`` writes a checkpoint; ``report(step, metrics)`` logs a step."""
+    """The steps of one run of one recipe. ``save(step)`` writes a checkpoint; ``report(step, metrics)`` logs a step."""
 
     recipe: Recipe
-    objective: Objective  # of the recipe; its memory outlives the steps
+    objective: Objective  # the recipe's; keeps the memory of its pieces between steps
     learner: Learner
     generator: Generator
-    collector: Source
+    collector: GroupSource
     mixture: Mixture
-    ledger: Ledger
-    probe: Probe
+    ledger: LedgerProtocol
+    policy_check: PolicyCheckProtocol
     save: Callable[[int], None]
     report: Callable[[int, Mapping[str, float]], None]
     listen: Listener
@@ -48,40 +49,49 @@ class Loop:
     seed: int = 0
     checkpoint_every: int = 20
     start: int = 0
-    asides: Mapping[int, Callable[[], Any]] = field(default_factory=dict)  # coroutines to run after a step (evaluation)
+    stop_requested: Callable[[], bool] = lambda: False  # checked after each step
+    after_step: Mapping[int, Callable[[], Any]] = field(
+        default_factory=dict
+    )  # step → coroutine function, such as an evaluation
 
-    async def run(self) -> None:
+    async def run(self) -> int:
+        """Take all steps, or stop early on request; the number of the last step, which has a checkpoint."""
+        done = self.start
         try:
             for step in range(self.start, self.steps):
                 await self._step(step)
                 done = step + 1
-                if done % self.checkpoint_every == 0 or done == self.steps:
+                stopping = self.stop_requested()
+                if done % self.checkpoint_every == 0 or done == self.steps or stopping:
                     self.ledger.seal(done)
                     self.save(done)
-                if done in self.asides:
-                    await self.asides[done]()
+                if stopping:
+                    break
+                if done in self.after_step:
+                    await self.after_step[done]()
         finally:
             await self.collector.stop()
+        return done
 
     async def _step(self, step: int) -> None:
-        began = time.perf_counter()
-        groups = await self.collector.gather(step)
-        gathered = time.perf_counter()
+        start = time.perf_counter()
+        groups = await self.collector.collect_step(step)
+        collected = time.perf_counter()
         self.ledger.train([g.id for g in groups], step)
         metrics: dict[str, float] = {}
         if groups:
-            self.collector.pump(step)  # with staleness, rollouts go on while the learner works
+            self.collector.issue(step)  # with staleness, rollouts continue while the learner works
             mixed = await self.mixture.mix(groups, step)
-            extra = foreign(mixed, groups)
-            self.ledger.mix(extra, step)
-            metrics |= {**origins(extra), **await self._improve(mixed, groups, step)}
+            other_data = mixed_in(mixed, groups)
+            self.ledger.record_mixed(other_data, step)
+            metrics |= {**origins(other_data), **await self._update(mixed, groups, step)}
         else:
             metrics |= describe(groups, self.learner.version)
             self.listen(
                 "message", {"level": "warning", "text": f"step {step}: no group could be trained on; see dropped/*"}
             )
         self.collector.training = 0
-        self.collector.pulse = {
+        self.collector.last_metrics = {
             k: metrics[k] for k in ("entropy", "success", "reward") if math.isfinite(metrics.get(k, math.nan))
         }
         learned = time.perf_counter()
@@ -91,86 +101,89 @@ class Loop:
         metrics |= {**self.collector.sampler.metrics(), **self.mixture.metrics()}
         now = time.perf_counter()
         metrics |= {
-            "seconds": now - began,
-            "seconds/gather": gathered - began,
-            "seconds/learn": learned - gathered,
+            "seconds": now - start,
+            "seconds/rollout": collected - start,
+            "seconds/learn": learned - collected,
             "seconds/publish": now - learned,
-            "tokens_per_second": metrics.get("tokens", 0.0) / (now - began),
+            "tokens_per_second": metrics.get("tokens", 0.0) / (now - start),
         }
         self.report(step + 1, metrics)
 
-    async def _improve(self, mixed: Sequence[Group], fresh: Sequence[Group], step: int) -> dict[str, float]:
-        seed, seen = stable_seed(self.seed, "passes", step), list[Batch]()
-        told, credit = dict[str, float](), dict[str, float]()
+    async def _update(self, mixed: Sequence[Group], fresh: Sequence[Group], step: int) -> dict[str, float]:
+        seed, credited_batches = stable_seed(self.seed, "passes", step), list[Batch]()
+        rollout_metrics, advantages = dict[str, float](), dict[str, float]()
 
-        def meanwhile() -> None:
-            told.update(describe(fresh, self.learner.version))
-            credit.update(credited(seen[0]))
-            self.ledger.drain()
+        def while_waiting() -> None:
+            rollout_metrics.update(describe(fresh, self.learner.version))
+            advantages.update(mean_advantages(credited_batches[0]))
+            self.ledger.flush()
 
-        rest = (self.objective, self.probe, seen.append, meanwhile)
-        work = lambda: improve(self.learner, self.recipe, mixed, seed, *rest)  # noqa: E731
+        hooks = (self.objective, self.policy_check, credited_batches.append, while_waiting)
+        work = lambda: update_policy(self.learner, self.recipe, mixed, seed, *hooks)  # noqa: E731
         metrics = await asyncio.to_thread(work) if self.collector.staleness else work()
-        self.mixture.observe(fresh, credit, step)
-        return told | metrics
+        self.mixture.observe(fresh, advantages, step)
+        return rollout_metrics | metrics
 
 
-def improve(
+def update_policy(
     learner: Learner,
     recipe: Recipe,
     groups: Sequence[Group],
     seed: int,
     objective: Objective | None = None,
-    probe: Probe | None = None,
-    watch: Callable[[Batch], object] | None = None,
-    meanwhile: Callable[[], object] | None = None,
+    policy_check: PolicyCheckProtocol | None = None,
+    on_credited: Callable[[Batch], object] | None = None,
+    while_waiting: Callable[[], object] | None = None,
 ) -> dict[str, float]:
-    """All optimiser steps on one batch of groups. An objective kept from step to step keeps the memory of its pieces;
-    ``watch`` sees the batch when it has been credited; ``meanwhile`` is called once, while the first step is computed."""
+    """All optimizer steps on one batch of groups; their metrics.
+
+    An objective kept from step to step keeps the memory of its pieces. ``on_credited`` receives the batch once it has
+    advantages. ``while_waiting`` runs once, on the host, while the device computes the first update."""
     objective = objective or recipe.objective
     batch = pack(groups)
     metrics: dict[str, float] = {}
-    if probe is not None:
-        batch, metrics = probe.mark(learner, batch)
-    measured = learner.measure(batch, objective.frozen) if objective.frozen else {}
-    batch = objective.credit(batch.put(measured))
-    if watch is not None:
-        watch(batch)
-    said, seen = Counter[str](), dict[str, float]()
-    aside: list[Callable[[], object]] = [lambda: seen.update(diagnose(batch)), *([meanwhile] if meanwhile else [])]
+    if policy_check is not None:
+        batch, metrics = policy_check.prepare(learner, batch)
+    signals = learner.measure(batch, objective.signals_before_batch) if objective.signals_before_batch else {}
+    batch = objective.credit(batch.put(signals))
+    if on_credited is not None:
+        on_credited(batch)
+    counts, credit_metrics = Counter[str](), dict[str, float]()
+    host_work: list[Callable[[], object]] = [lambda: credit_metrics.update(measure_credit(batch))]
+    host_work += [while_waiting] if while_waiting else []
 
-    def spend() -> None:
-        while aside:
-            aside.pop(0)()
+    def run_host_work() -> None:
+        while host_work:
+            host_work.pop(0)()
 
-    for part in recipe.control.parts_of(batch, seed, learner.measure):
-        told = diagnostics.finish(learner.update(part, objective, spend))
-        found = told.pop("probe", math.nan)
-        if probe is not None and not said:  # afterwards the policy has moved
-            probe.judge(found, learner.version)
-            metrics.setdefault("probe", found)
-        for name, value in told.items():
+    for part in recipe.control.optimizer_steps(batch, seed, learner.measure):
+        update_metrics = diagnostics.finish(learner.update(part, objective, run_host_work))
+        mismatch = update_metrics.pop("probe", math.nan)
+        if policy_check is not None and not counts:  # after the first update the policy has moved
+            policy_check.check(mismatch, learner.version)
+            metrics.setdefault("probe", mismatch)
+        for name, value in update_metrics.items():
             metrics[name] = metrics.get(name, 0.0) + value
-            said[name] += 1
-    summed = {"skipped", "probe"}  # everything else is a mean over the updates of the step that tell of it
-    means = {name: v if name in summed else v / said[name] for name, v in metrics.items()}
-    spend()  # where there was no step at all
-    return means | seen
+            counts[name] += 1
+    summed = {"skipped", "probe"}  # every other metric is a mean over the updates that report it
+    means = {name: v if name in summed else v / counts[name] for name, v in metrics.items()}
+    run_host_work()  # if there was no update at all
+    return means | credit_metrics
 
 
-def credited(batch: Batch) -> dict[str, float]:
+def mean_advantages(batch: Batch) -> dict[str, float]:
     """The mean advantage of each trajectory's tokens, by its id."""
-    mean = batch["advantage"].at(TOKEN).mean(TRAJECTORY)
-    return dict(zip(batch.keys, mean.x.tolist()))
+    mean = batch[Column.ADVANTAGE].at(TOKEN).mean(TRAJECTORY)
+    return dict(zip(batch.trajectory_ids, mean.x.tolist()))
 
 
-def origins(extra: Sequence[Trajectory]) -> dict[str, float]:
-    """How many rows were mixed in, by whose they are."""
-    return {f"mixed/{kind}": float(n) for kind, n in sorted(Counter(t.origin for t in extra).items())}
+def origins(other_data: Sequence[Trajectory]) -> dict[str, float]:
+    """How many trajectories were mixed in, by origin."""
+    return {f"mixed/{kind}": float(n) for kind, n in sorted(Counter(t.origin for t in other_data).items())}
 
 
 def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """What a person wants to see of a batch of rollouts."""
+    """Metrics of a batch of rollouts."""
     trajectories = [t for g in groups for t in g.trajectories]
     if not trajectories:
         return {"groups": 0.0, "trajectories": 0.0, "tokens": 0.0}
@@ -206,4 +219,4 @@ def _span(trajectory: Trajectory) -> float:
     return float(max(versions) - min(versions)) if versions else 0.0
 
 
-__all__ = ["Loop", "describe", "improve"]
+__all__ = ["Loop", "describe", "update_policy"]

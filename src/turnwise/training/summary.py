@@ -1,4 +1,4 @@
-"""The ending of a run: its summary, curves, and one task before and after. Computes no result, only gathers them."""
+"""The summary of a run: its numbers, its curves, one task before and after. Computes no result of its own."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from turnwise.observe.report import transcript
 from turnwise.observe.trackers import read_rows
 from turnwise.store.rundir import RunDir
 
-BRIEF = ("success", "interval", "tasks", "samples", "turns", "tool_calls", "tool_errors", "by_difficulty")
+SUMMARY_KEYS = ("success", "interval", "tasks", "samples", "turns", "tool_calls", "tool_errors", "by_difficulty")
 
 
 @dataclass(frozen=True)
-class Ending:
-    """``before`` and ``after`` are evaluations as the run directory holds them: a summary, and a row for each task."""
+class RunSummary:
+    """``before`` and ``after`` are evaluations as the run directory holds them: a summary, and one row per task."""
 
-    run: RunDir
+    run_dir: RunDir
     settings: Settings
     before: Mapping[str, Any]
     after: Mapping[str, Any]
 
     def write(self, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, Any]:
-        """Leave everything in the run directory; ``facts`` are what only the engines know. Returns the summary."""
-        s, rows = self.settings, read_rows(self.run.metrics)
+        """Write summary, curves and transcripts to the run directory; return the summary. ``facts`` come from the engines."""
+        s, rows = self.settings, read_rows(self.run_dir.metrics)
         summary = {
-            "run": str(self.run.path),
+            "run": str(self.run_dir.path),
             "method": s.title,
             "environment": s.env,
             "seed": s.seed,
-            "measured": "held-out tasks" if s.eval_tasks else "held-back pairs, ranked",
-            "success_before": {name: self.before["summary"][name] for name in BRIEF},
-            "success_after": {name: self.after["summary"][name] for name in BRIEF},
+            "measured": "held-out tasks" if s.eval_tasks else "held-out pairs, ranked",
+            "success_before": {name: self.before["summary"][name] for name in SUMMARY_KEYS},
+            "success_after": {name: self.after["summary"][name] for name in SUMMARY_KEYS},
             "steps": s.steps,
             "tokens": int(sum(row.get("tokens", 0) for row in rows)),
             "seconds": {name: round(value, 2) for name, value in seconds.items()},
@@ -44,16 +44,16 @@ class Ending:
         }
         first = {"step": 0, "eval/success": self.before["summary"]["success"]}
         last = {"step": s.steps, "eval/success": self.after["summary"]["success"]}
-        curves([first, *rows, last], self.run.curves, title=f"{s.title} on {s.env}, seed {s.seed}")
+        curves([first, *rows, last], self.run_dir.curves, title=f"{s.title} on {s.env}, seed {s.seed}")
         self._transcripts()
-        self.run.write_summary(summary)
+        self.run_dir.write_summary(summary)
         return summary
 
     def _transcripts(self) -> None:
         """A failure before and the same task after, preferably solved."""
         both = list(zip(self.before["rows"], self.after["rows"]))
         if not both:  # measured without tasks
-            self.run.transcripts.write_text("")
+            self.run_dir.transcripts.write_text("")
             return
         pairs = [pair for pair in both if not pair[0]["success"]] or both
         solved = [pair for pair in pairs if pair[1]["success"]] or pairs
@@ -62,4 +62,4 @@ class Ending:
             f"## {title}: {'solved' if row['success'] else 'failed'}\n\n{transcript(row['messages'])}\n"
             for title, row in (("Before RL", b), ("After RL", a))
         )
-        self.run.transcripts.write_text(f"# One held-out task, before and after\n\n`{b['task']}`\n\n{text}")
+        self.run_dir.transcripts.write_text(f"# One held-out task, before and after\n\n`{b['task']}`\n\n{text}")

@@ -1,6 +1,7 @@
-"""The course of a run on one machine: prepare, cold start, evaluate, learn, evaluate, end.
+"""The trainer: one run on one machine, from preparation over cold start, evaluation and RL to its summary.
 
-Every stage leaves its result in the run directory before the next begins, so that a killed run goes on where it was.
+Each stage writes its result to the run directory before the next begins, so a killed run resumes at the stage it was in.
+Knows no engine class and no formula.
 """
 
 from __future__ import annotations
@@ -12,126 +13,132 @@ import json
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.settings import Settings
-from turnwise.core.protocols import Generator, Tracker
+from turnwise.core.protocols import Generator, Learner, Tracker
 from turnwise.core.records import Group
 from turnwise.core.signals import Signal
-from turnwise.data.mixing import Mixture, Source
-from turnwise.engines.learner.learner import LocalLearner
-from turnwise.engines.learner.policy_check import Apart, Probe
+from turnwise.data.mixing import GroupSource, Mixture
 from turnwise.errors import SettingError
 from turnwise.evaluation.evaluator import Evaluator
-from turnwise.evaluation.preference import brief, ranking
+from turnwise.evaluation.preference import as_evaluation, rank_pairs
 from turnwise.observe.profile import PAGE, Profile
 from turnwise.observe.tracker_services import SERVICES, service
 from turnwise.observe.trackers import JsonLines, TensorBoard, Trackers
-from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.renderer import Renderer
 from turnwise.store.atomic import write_json
-from turnwise.store.checkpoint import discard_after, latest, load_checkpoint, save_checkpoint, save_model
-from turnwise.store.ledger import Ledger
+from turnwise.store.checkpoint import discard_after, latest, latest_step, load_checkpoint, save_checkpoint, save_model
+from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
-from turnwise.store.write_behind import Behind
-from turnwise.training import build
+from turnwise.store.write_behind import WriteBehindLedger
+from turnwise.training import build, engines
 from turnwise.training.cold_start import cold_start
 from turnwise.training.collector import Collector, usable
-from turnwise.training.data_sources import Supply, split
-from turnwise.training.env_spec import World
-from turnwise.training.events import Stages
+from turnwise.training.data_sources import split
+from turnwise.training.events import RunEvents
+from turnwise.training.interrupt import RunStopped, StopSignals
 from turnwise.training.loop import Loop
-from turnwise.training.summary import Ending
+from turnwise.training.plan import RunPlan
+from turnwise.training.summary import RunSummary
 
 COLD_STEPS = 100
 TRACKERS = ("tensorboard", *SERVICES)
-SELDOM = 50_000  # new containers before cycles are looked for; Python says 700, and a step makes tens of thousands
+GC_THRESHOLD = (
+    50_000  # new containers between cycle collections; Python's default is 700, and a step makes tens of thousands
+)
 
 
 @dataclass
-class Course:
-    """One run, from its first stage to its last."""
+class Trainer:
+    """One run, from its first stage to its last. ``plan`` is validated; ``events`` tells listeners what happens."""
 
-    settings: Settings
-    run: RunDir
-    stages: Stages
-    own: Recipe | None = None  # instead of a named method
+    plan: RunPlan
+    run_dir: RunDir
+    events: RunEvents
 
     def __post_init__(self) -> None:
-        self.recipe: Recipe = build.recipe_of(self.settings, self.own)
-        self.settings = build.precise(self.settings, self.recipe)
+        self.settings, self.recipe, self.env_spec = self.plan.settings, self.plan.recipe, self.plan.env_spec
         self.objective = self.recipe.objective
-        self.world = World.of(self.settings)
-        self.held_back: list[Group] = []
-        self.paths: dict[str, str] = {}  # which way generator and learner compute
+        self.stop = StopSignals()
+        self.held_out: list[Group] = []  # pairs of a file that are ranked and not trained on
+        self.paths: dict[str, str] = {}  # which implementation generator and learner use
 
-    @cached_property
-    def supply(self) -> Supply:
-        """Read when it is first needed: a finished run needs no file any more."""
-        return Supply.of(self.settings, self.world, self.recipe)
+    def run(self) -> dict[str, Any]:
+        """Start or resume the run; returns its summary."""
+        if self.run_dir.summary.is_file():
+            return dict(json.loads(self.run_dir.summary.read_text()))
+        with self.stop.handled():
+            try:
+                return self._run()
+            except RunStopped as stopped:
+                raise RunStopped(stopped.number, self._stopped_message()) from None
 
-    def go(self) -> dict[str, Any]:
-        """Run, or go on with, everything; returns the summary."""
-        if self.run.summary.is_file():
-            return dict(json.loads(self.run.summary.read_text()))
-        notice = getattr(self.world.kind, "notice", None)
+    def _stopped_message(self) -> str:
+        step, path = latest_step(self.run_dir.checkpoints), self.run_dir.path
+        saved = f"at step {step}, with a checkpoint" if step else "before its first checkpoint"
+        return f"stopped {saved}; `turnwise resume {path}` continues it"
+
+    def _run(self) -> dict[str, Any]:
+        notice = getattr(self.env_spec.env_class, "notice", None)
         if notice is not None:
-            self.stages.say(notice())
-        self._same_files()
-        with self.stages.stage("prepare"):
+            self.events.message(notice())
+        self._check_files()
+        with self.events.stage("prepare"):
             tokenizer, model = self._initial()
         self.renderer = Renderer(tokenizer)
-        self._tell_tools()
+        self._warn_of_hidden_tools()
         s, budget = self.settings, self.recipe.budget
         dialogues = budget.groups * budget.size * (s.staleness + 1)
-        generator = build.drafting_of(s, self.recipe, model, self.renderer, s.staleness == 0, dialogues)
-        learner = build.learner_of(self.settings, model, self.recipe)
-        engines = {"generator": generator, "learner": learner}
-        self.paths = {name: e.describe() for name, e in engines.items() if hasattr(e, "describe")}
+        generator = engines.make_generator(s, self.recipe, model, self.renderer, s.staleness == 0, dialogues)
+        learner = engines.make_learner(s, model, self.recipe, build.load_teacher(s))
+        self.paths = {"generator": generator.describe(), "learner": learner.describe()}
         for name, path in self.paths.items():
-            self.stages.say(f"{name}: {path}")
+            self.events.message(f"{name}: {path}")
         return asyncio.run(self._learn(learner, generator, tokenizer))
 
-    def _tell_tools(self) -> None:
-        """A model that is not told of its tools can only guess at them."""
-        tools = list(getattr(self.world.kind, "tools", ()))
-        if tools and not self.renderer.shows(tools):
-            named = ", ".join(tool["function"]["name"] for tool in tools)
-            self.stages.say(
-                f"the model's chat template shows no tools, so it is not told of: {named}; give one that does with "
+    def _warn_of_hidden_tools(self) -> None:
+        """A model whose prompt does not list the tools can only guess at them."""
+        tools = list(self.env_spec.tools)
+        if tools and not self.renderer.renders_tools(tools):
+            names = ", ".join(tool["function"]["name"] for tool in tools)
+            self.events.message(
+                f"the model's chat template shows no tools, so the prompt does not mention: {names}; give one that does with "
                 "--template FILE.jinja, or let the environment's first message say how to call them", "warning",
             )  # fmt: skip
 
-    def _same_files(self) -> None:
-        """A run goes on from the very rows it began with."""
-        path, found = self.run.path / "sources.json", self.supply.digests()
-        known = json.loads(path.read_text()) if path.is_file() else found
-        changed = [name for name in known if known[name] != found.get(name)]
+    def _check_files(self) -> None:
+        """Refuse to resume on files whose content has changed."""
+        path, digests = self.run_dir.path / "sources.json", self.plan.data.digests()
+        recorded = json.loads(path.read_text()) if path.is_file() else digests
+        changed = [name for name in recorded if recorded[name] != digests.get(name)]
         if changed:
-            raise SettingError(f"{changed[0]} has changed since this run began; bring the old file back, or start anew")
-        if found and not path.is_file():
-            write_json(path, found)
-        if self.supply.rows is not None and self.supply.rows.unused:
-            columns = ", ".join(f"{name} ({n} rows)" for name, n in sorted(self.supply.rows.unused.items()))
-            self.stages.say(f"not numbers and not short texts, so not read: {columns}", "warning")
+            raise SettingError(
+                f"{changed[0]} has changed since this run began; restore the old file, or start a new run"
+            )
+        if digests and not path.is_file():
+            write_json(path, digests)
+        if self.plan.data.rows is not None and self.plan.data.rows.unused_columns:
+            columns = ", ".join(f"{name} ({n} rows)" for name, n in sorted(self.plan.data.rows.unused_columns.items()))
+            self.events.message(
+                f"these columns hold neither numbers nor short texts and are not read: {columns}", "warning"
+            )
 
     def _initial(self) -> tuple[Any, Any]:
-        """The model RL starts from: given, or tiny and cold-started; kept in the run directory."""
-        s, folder = self.settings, self.run.path / "initial"
+        """Tokenizer and model that RL starts from: the given ones, or tiny and cold-started; kept in the run directory."""
+        s, folder = self.settings, self.run_dir.path / "initial"
         if not folder.is_dir():
-            tokenizer = build.tokenizer_of(s, self.world)
-            model = build.model_of(s, len(tokenizer))
+            tokenizer = self.plan.tokenizer
+            model = build.load_model(s, len(tokenizer))
             steps = (COLD_STEPS if s.model == build.TINY else 0) if s.cold_steps < 0 else s.cold_steps
             if steps:
-                cold_start(s, self.world, tokenizer, model, steps, self.stages)
+                cold_start(s, self.env_spec, tokenizer, model, steps, self.events)
             save_model(folder, lambda path: _write(path, model.save_pretrained, tokenizer.save_pretrained))
-        return build.tokenizer_of(s, self.world, folder), build.model_of(s, 0, folder)
+        return build.load_tokenizer(s, self.env_spec, folder), build.load_model(s, 0, folder)
 
-    async def _learn(self, learner: LocalLearner, generator: Generator, tokenizer: Any) -> dict[str, Any]:
-        s, evaluator = self.settings, build.evaluator_of(self.world, self.renderer, generator)
-        with Ledger(self.run.ledger) as written, Behind(written) as ledger:
+    async def _learn(self, learner: Learner, generator: Generator, tokenizer: Any) -> dict[str, Any]:
+        s, evaluator = self.settings, build.make_evaluator(self.env_spec, self.renderer, generator)
+        with SqliteLedger(self.run_dir.ledger) as written, WriteBehindLedger(written) as ledger:
             start, collector, mixture = self._resume(learner, generator, ledger)
             with contextlib.closing(self._trackers(start)) as self.tracker:
                 await generator.publish(learner.weights(), start)
@@ -144,68 +151,74 @@ class Course:
                     collector=collector,
                     mixture=mixture,
                     ledger=ledger,
-                    probe=(Apart if self.recipe.smoothing else Probe)(build.tolerance_of(s)),
+                    policy_check=engines.make_policy_check(s, self.recipe),
                     save=lambda step: self._save(step, learner, collector, mixture),
                     report=self._report,
-                    listen=self.stages.listen,
+                    listen=self.events.listen,
                     steps=s.steps,
                     seed=s.seed,
                     checkpoint_every=s.checkpoint_every,
                     start=start,
-                    asides=self._asides(evaluator, learner),
+                    stop_requested=lambda: bool(self.stop.received),
+                    after_step=self._evaluations(evaluator, learner),
                 )
-                with self.stages.stage("learn", s.steps), self._profiled(loop), _standing():
+                with self.events.stage("learn", s.steps), self._profiled(loop), _frozen_gc(), self.stop.deferred():
                     await loop.run()
+                self.stop.raise_if_received()
                 after = await self._evaluate(evaluator, "after", learner)
-            balance = ledger.balance()
-        save_model(self.run.model, lambda path: _write(path, learner.export, tokenizer.save_pretrained))
+            counts = ledger.group_counts()
+        save_model(self.run_dir.model, lambda path: _write(path, learner.export, tokenizer.save_pretrained))
         facts = {
             "steps_skipped": learner.skipped,
-            "parameters": sum(p.numel() for p in learner.model.parameters()),
-            "groups": asdict(balance),
-            "device": str(build.device_of(s)),
+            "parameters": learner.parameter_count,
+            "groups": asdict(counts),
+            "device": str(engines.select_device(s)),
             "engines": self.paths,
             **self._ranked(),
         }
-        return Ending(self.run, s, before, after).write(facts, self.stages.seconds)
+        return RunSummary(self.run_dir, s, before, after).write(facts, self.events.seconds)
 
     @contextlib.contextmanager
     def _profiled(self, loop: Loop) -> Iterator[None]:
-        """Where the steps go, once, if that is asked for."""
-        page = self.run.path / PAGE
+        """Profile the loop once, if the settings ask for it."""
+        page = self.run_dir.path / PAGE
         if not self.settings.profile or page.is_file():
             yield
             return
         title = f"{self.settings.title} on {self.settings.env}, model {self.settings.model}"
-        with Profile(self.run.path, title).over(loop, render=(self.renderer, ("open", "hear", "tell"))):
+        render = (self.renderer, ("open", "append_sampled", "append_observation"))
+        with Profile(self.run_dir.path, title).over(loop, render=render):
             yield
         if page.is_file():
-            self.stages.say(f"where the steps went: {page}")
+            self.events.message(f"time per step, by phase: {page}")
 
-    def _collector(self, generator: Generator, ledger: Behind) -> Source:
+    def _collector(self, generator: Generator, ledger: WriteBehindLedger) -> GroupSource:
         """Rollouts, or the rows of a file."""
         s = self.settings
-        if self.supply.offline:
-            learned, self.held_back = split(self.supply.groups(self.renderer), s)
-            self.stages.say(f"{len(learned)} groups to learn from, {len(self.held_back)} held back; no rollouts")
-            return self.supply.shelf(learned, ledger)
+        if self.plan.data.offline:
+            train, self.held_out = split(self.plan.data.groups(self.renderer), s)
+            self.events.message(f"{len(train)} groups to train on, {len(self.held_out)} held out; no rollouts")
+            return self.plan.data.offline_source(train, ledger)
+        masked = Signal.LOGP_WITHOUT_FEEDBACK in self.objective.signals
         return Collector(
             self.recipe,
             generator,
-            self.recipe.sampler.open(self.supply.tasks()),
+            self.recipe.sampler.open(self.plan.data.tasks()),
             ledger,
-            build.player(self.world, self.renderer, build.sampling_of(s), Signal.BLIND in self.objective.needs),
+            build.make_play(self.env_spec, self.renderer, build.sampling_settings(s), masked),
             s.seed,
             s.staleness,
             s.max_draws,
         )
 
-    def _resume(self, learner: LocalLearner, generator: Generator, ledger: Behind) -> tuple[int, Source, Mixture]:
-        """Where the last checkpoint stands, a collector that owes what was in flight there, and what is mixed in."""
+    def _resume(
+        self, learner: Learner, generator: Generator, ledger: WriteBehindLedger
+    ) -> tuple[int, GroupSource, Mixture]:
+        """The step of the last checkpoint, a collector that re-issues what was in flight there, and the mixture."""
         s, collector = self.settings, self._collector(generator, ledger)
-        mixture = self.supply.mixture(self.renderer, ledger.trajectory)
-        path = latest(self.run.checkpoints)
-        if self.objective.needs & {Signal.REFERENCE, Signal.HELLINGER}:
+        mixture = self.plan.data.mixture(self.renderer, ledger.trajectory)
+        path = latest(self.run_dir.checkpoints)
+        if self.objective.signals & {Signal.REFERENCE, Signal.HELLINGER}:
             learner.reference()  # the initial policy, before anything moves it
         start = 0
         if path is not None:
@@ -214,37 +227,39 @@ class Course:
             collector.sampler.load_state_dict(saved.state["sampler"])
             self.objective.memory.load_state_dict(saved.state["memory"])
             mixture.load_state_dict(saved.state["mixture"])
-            collector.pulse = dict(saved.state["pulse"])
+            collector.last_metrics = dict(saved.state["pulse"])
             start = saved.step
-        discard_after(self.run.checkpoints, start)
+        discard_after(self.run_dir.checkpoints, start)
         owed = ledger.resume(start, keep_finished=s.staleness > 0)
-        collector.again = deque((f"{issued.group_id.split('~')[0]}~{start}", issued.task) for issued in owed.again)
+        collector.to_reissue = deque(
+            (f"{issued.group_id.split('~')[0]}~{start}", issued.task) for issued in owed.to_reissue
+        )
         collector.ready = deque(usable(group)[0] for group in owed.pending)
         return start, collector, mixture
 
-    def _save(self, step: int, learner: LocalLearner, collector: Source, mixture: Mixture) -> None:
+    def _save(self, step: int, learner: Learner, collector: GroupSource, mixture: Mixture) -> None:
         state = learner.state_dict()
         memory = self.objective.memory.state_dict()
-        own = {"sampler": collector.sampler.state_dict(), "memory": memory, "pulse": collector.pulse}
+        own = {"sampler": collector.sampler.state_dict(), "memory": memory, "pulse": collector.last_metrics}
         facts = {"learner": state["scalars"], "mixture": mixture.state_dict(), **own}
-        save_checkpoint(self.run.checkpoints, step, state["tensors"], facts, keep=self.settings.keep_checkpoints)
+        save_checkpoint(self.run_dir.checkpoints, step, state["tensors"], facts, keep=self.settings.keep_checkpoints)
 
     def _trackers(self, start: int) -> Trackers:
         return Trackers(
-            [JsonLines(self.run.metrics, start + 1), *(self._tracker(t, start) for t in self.settings.trackers)]
+            [JsonLines(self.run_dir.metrics, start + 1), *(self._tracker(t, start) for t in self.settings.trackers)]
         )
 
     def _tracker(self, kind: str, start: int) -> Tracker:
         if kind == "tensorboard":
-            return TensorBoard(self.run.tensorboard, start + 1)
-        return service(kind, "turnwise", self.run.path.name, self.settings.as_dict())
+            return TensorBoard(self.run_dir.tensorboard, start + 1)
+        return service(kind, "turnwise", self.run_dir.path.name, self.settings.as_dict())
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
         self.tracker.log(step, metrics)
-        self.stages.step("learn", step, self.settings.steps, metrics)
+        self.events.step("learn", step, self.settings.steps, metrics)
 
-    def _asides(
-        self, evaluator: Evaluator, learner: LocalLearner
+    def _evaluations(
+        self, evaluator: Evaluator, learner: Learner
     ) -> dict[int, Callable[[], Coroutine[Any, Any, None]]]:
         every = self.settings.eval_every
         if not every:
@@ -255,22 +270,25 @@ class Course:
                 if self.settings.eval_tasks:
                     found = await evaluator.run()
                     self.tracker.log(step, {"eval/success": found.summary()["success"]})
-                if self.held_back:
-                    self.tracker.log(step, {f"ranking/{k}": v for k, v in ranking(learner, self.held_back).items()})
+                if self.held_out:
+                    self.tracker.log(step, {f"ranking/{k}": v for k, v in rank_pairs(learner, self.held_out).items()})
 
             return run
 
         return {step: at(step) for step in range(every, self.settings.steps, every)}
 
-    async def _evaluate(self, evaluator: Evaluator, when: str, learner: LocalLearner) -> dict[str, Any]:
-        """Evaluate once; a resumed run reads what it already knows. Without tasks, by the pairs that were held back."""
-        path = self.run.path / f"evaluation_{when}.json"
-        if self.held_back and not (self.run.path / f"ranking_{when}.json").is_file():
-            write_json(self.run.path / f"ranking_{when}.json", ranking(learner, self.held_back))
+    async def _evaluate(self, evaluator: Evaluator, when: str, learner: Learner) -> dict[str, Any]:
+        """Evaluate once; a resumed run reads the recorded result. Without tasks, rank the held-out pairs."""
+        path = self.run_dir.path / f"evaluation_{when}.json"
+        if self.held_out and not (self.run_dir.path / f"ranking_{when}.json").is_file():
+            write_json(self.run_dir.path / f"ranking_{when}.json", rank_pairs(learner, self.held_out))
         if not self.settings.eval_tasks:
-            return {"summary": brief(json.loads((self.run.path / f"ranking_{when}.json").read_text())), "rows": []}
+            return {
+                "summary": as_evaluation(json.loads((self.run_dir.path / f"ranking_{when}.json").read_text())),
+                "rows": [],
+            }
         if not path.is_file():
-            with self.stages.stage(f"evaluate {when}", self.settings.eval_tasks, "tasks"):
+            with self.events.stage(f"evaluate {when}", self.settings.eval_tasks, "tasks"):
                 found = await evaluator.run()
             rows = [
                 {"task": t.key, "success": bool(r[0].success), "messages": list(r[0].messages)}
@@ -280,9 +298,9 @@ class Course:
         return dict(json.loads(path.read_text()))
 
     def _ranked(self) -> dict[str, Any]:
-        """How held-back rows were ranked before and after."""
-        paths = {when: self.run.path / f"ranking_{when}.json" for when in ("before", "after")}
-        return {"ranking": {w: json.loads(p.read_text()) for w, p in paths.items()}} if self.held_back else {}
+        """How held-out pairs were ranked before and after."""
+        paths = {when: self.run_dir.path / f"ranking_{when}.json" for when in ("before", "after")}
+        return {"ranking": {w: json.loads(p.read_text()) for w, p in paths.items()}} if self.held_out else {}
 
 
 def _write(path: Path, *writers: Callable[[Path], Any]) -> None:
@@ -291,15 +309,15 @@ def _write(path: Path, *writers: Callable[[Path], Any]) -> None:
 
 
 @contextlib.contextmanager
-def _standing() -> Iterator[None]:
-    """What is there before the first step stays until the last: the collector of cycles need not walk through a million objects
-    of libraries every few hundred episodes. Nor need it walk through the tokens of each few dozen: a step leaves few cycles."""
-    often = gc.get_threshold()
+def _frozen_gc() -> Iterator[None]:
+    """Freeze live objects so that the cyclic collector skips them, and collect seldom: libraries hold a million objects, a
+    step makes tens of thousands of containers, and few of them form cycles."""
+    thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(SELDOM, *often[1:])
+    gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*often)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()

@@ -1,6 +1,6 @@
-"""How tokens attend to KV slots: many tokens of few rows (``Reading``), or one of every running row (``Stepping``).
+"""Attention over the KV cache: packed prompt tokens (``PrefillLayout``) or one token of every running row (``DecodeLayout``).
 
-Both write their keys and values into the slots first and attend to them from there. Know nothing of ids or requests.
+Both write their keys and values into the cache first and attend to them there. Neither knows about ids or requests.
 """
 
 from __future__ import annotations
@@ -14,121 +14,123 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turnwise.core.levels import send_all
-from turnwise.engines.generator.kv_cache import Slots
+from turnwise.core.transfer import to_device_packed
+from turnwise.engines.generator.kv_cache import KVCache
 from turnwise.maths.numbers import tensor_of
 
-BUCKET = 16  # attended widths are multiples of this: few shapes, little waste
+BUCKET = 16  # attention widths are multiples of this: few distinct shapes, little padding
 
 
-def _width(longest: int, slots: Slots) -> int:
-    return min(slots.width, -(-longest // BUCKET) * BUCKET)
+def _width(longest: int, kv_cache: KVCache) -> int:
+    return min(kv_cache.width, -(-longest // BUCKET) * BUCKET)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Read ``ids`` into ``row``, starting at column ``start``."""
+class PrefillChunk:
+    """Tokens ``ids`` to prefill into cache row ``row``, starting at column ``start``."""
 
     row: int
     start: int
     ids: list[int]
 
 
-class Packed(NamedTuple):
-    """N tokens of J jobs, one job behind the other."""
+class PackedTokens(NamedTuple):
+    """N tokens of J chunks, packed one chunk after another."""
 
     tokens: Tensor  # [N] ids
-    position: Tensor  # [N] the column of its row that each is to have
-    row: Tensor  # [N]
-    job: Tensor  # [N]
-    offset: Tensor  # [N] from the beginning of its job
-    rows: Tensor  # [J]
-    start: Tensor  # [J] columns that the row holds already
-    ends: Tensor  # [J + 1] where jobs begin and end
+    position: Tensor  # [N] column of its row that each token takes
+    row: Tensor  # [N] cache row of each token
+    chunk: Tensor  # [N] chunk of each token
+    offset: Tensor  # [N] from the start of its chunk
+    chunk_rows: Tensor  # [J] cache row of each chunk
+    start: Tensor  # [J] columns that the row already holds
+    boundaries: Tensor  # [J + 1] cumulative chunk lengths
 
 
-class Reading:
-    """Packed tokens of some rows, each behind what its row already holds."""
+class PrefillLayout:
+    """Packed tokens of several rows; each chunk follows what its row already holds."""
 
-    def __init__(self, slots: Slots, jobs: Sequence[Job]) -> None:
-        sizes = [len(job.ids) for job in jobs]
-        longest = max(job.start + size for job, size in zip(jobs, sizes))
-        slots.reserve(longest)
-        self.slots, self.width, self.depth = slots, _width(longest, slots), max(sizes)
-        rows, start = torch.tensor([j.row for j in jobs]), torch.tensor([j.start for j in jobs])
-        ends = torch.tensor([0, *sizes]).cumsum(0)
-        tokens = tensor_of([t for job in jobs for t in job.ids], torch.int64)
-        job = torch.repeat_interleave(torch.arange(len(jobs)), ends.diff())
-        offset = torch.arange(len(tokens)) - ends[job]
-        self.host = Packed(tokens, start[job] + offset, rows[job], job, offset, rows, start, ends)
+    def __init__(self, kv_cache: KVCache, chunks: Sequence[PrefillChunk]) -> None:
+        sizes = [len(chunk.ids) for chunk in chunks]
+        longest = max(chunk.start + size for chunk, size in zip(chunks, sizes))
+        kv_cache.reserve(longest)
+        self.kv_cache, self.width, self.longest_chunk = kv_cache, _width(longest, kv_cache), max(sizes)
+        rows, start = torch.tensor([c.row for c in chunks]), torch.tensor([c.start for c in chunks])
+        boundaries = torch.tensor([0, *sizes]).cumsum(0)
+        tokens = tensor_of([token for chunk in chunks for token in chunk.ids], torch.int64)
+        chunk = torch.repeat_interleave(torch.arange(len(chunks)), boundaries.diff())
+        offset = torch.arange(len(tokens)) - boundaries[chunk]
+        self.host = PackedTokens(
+            tokens, start[chunk] + offset, rows[chunk], chunk, offset, rows, start, boundaries
+        )  # fmt: skip
         self.masks: dict[int | None, Tensor] = {}
 
     @cached_property
-    def there(self) -> Packed:
-        """The same where the slots are."""
-        return Packed(*send_all(self.host, self.slots.device))
+    def on_device(self) -> PackedTokens:
+        """``host``, copied to the device of the cache."""
+        return PackedTokens(*to_device_packed(self.host, self.kv_cache.device))
 
     def mask(self, window: int | None) -> Tensor:
         if window not in self.masks:
-            start = self.there.start
-            query = start[:, None] + torch.arange(self.depth, device=start.device)  # [J, depth]
-            age = query[:, :, None] - torch.arange(
-                self.width, device=query.device
-            )  # [J, depth, width]; negative = future
+            start = self.on_device.start
+            query = start[:, None] + torch.arange(self.longest_chunk, device=start.device)  # [J, longest chunk]
+            # [J, longest chunk, width]; negative: a later token
+            age = query[:, :, None] - torch.arange(self.width, device=query.device)
             self.masks[window] = (age >= 0 if window is None else (age >= 0) & (age < window))[:, None]
         return self.masks[window]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k and v [1, Hkv, N, D] into their rows."""
-        row, position = self.there.row, self.there.position
-        self.slots.keys[layer][row, :, position] = k[0].transpose(0, 1)
-        self.slots.values[layer][row, :, position] = v[0].transpose(0, 1)
+        """Store k and v [1, Hkv, N, D] in their rows."""
+        row, position = self.on_device.row, self.on_device.position
+        self.kv_cache.keys[layer][row, :, position] = k[0].transpose(0, 1)
+        self.kv_cache.values[layer][row, :, position] = v[0].transpose(0, 1)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         self.write(layer, k, v)
-        keys, values, there = self.slots.keys[layer], self.slots.values[layer], self.there
-        padded = q.new_zeros(len(there.rows), self.depth, q.shape[1], q.shape[3])
-        padded[there.job, there.offset] = q[0].transpose(0, 1)
+        keys, values, packed = self.kv_cache.keys[layer], self.kv_cache.values[layer], self.on_device
+        padded = q.new_zeros(len(packed.chunk_rows), self.longest_chunk, q.shape[1], q.shape[3])
+        padded[packed.chunk, packed.offset] = q[0].transpose(0, 1)
         out = F.scaled_dot_product_attention(
             padded.transpose(1, 2),
-            keys[there.rows, :, : self.width],
-            values[there.rows, :, : self.width],
+            keys[packed.chunk_rows, :, : self.width],
+            values[packed.chunk_rows, :, : self.width],
             attn_mask=self.mask(window),
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.transpose(1, 2)[there.job, there.offset][None]  # [1, N, H, D]
+        return out.transpose(1, 2)[packed.chunk, packed.offset][None]  # [1, N, H, D]
 
 
-class Stepping:
-    """One token of each row [0, n), again and again; ``advance`` between two steps."""
+class DecodeLayout:
+    """One token of each row [0, n) per decode step; call ``advance`` between two steps."""
 
-    def __init__(self, slots: Slots, lengths: Sequence[int], steps: int) -> None:
-        """``lengths``: columns each row holds. Room is made for ``steps`` more."""
+    def __init__(self, kv_cache: KVCache, lengths: Sequence[int], steps: int) -> None:
+        """``lengths``: columns that each row holds. Reserves room for ``steps`` more."""
         self.longest = max(lengths)
-        slots.reserve(min(slots.context, self.longest + steps))
-        self.slots, self.n = slots, len(lengths)
-        self.position = torch.tensor(lengths, device=slots.device)
-        self.column = torch.arange(slots.width, device=slots.device)
-        self.row = torch.arange(self.n, device=slots.device)
+        kv_cache.reserve(min(kv_cache.context, self.longest + steps))
+        self.kv_cache, self.n = kv_cache, len(lengths)
+        self.position = torch.tensor(lengths, device=kv_cache.device)
+        self.column = torch.arange(kv_cache.width, device=kv_cache.device)
+        self.row = torch.arange(self.n, device=kv_cache.device)
         self._prepare()
 
     def _prepare(self) -> None:
-        self.width = _width(min(self.longest + 1, self.slots.context), self.slots)
+        self.width = _width(min(self.longest + 1, self.kv_cache.context), self.kv_cache)
         self.indices: dict[int, Tensor] = {}
         self.masks: dict[int | None, Tensor] = {}
 
     def advance(self) -> None:
-        """Finished rows ride along until the next regrouping: clamped, they overwrite their own last column."""
-        self.position = (self.position + 1).clamp_(max=self.slots.context - 1)
+        """Move every row on by one column. Finished rows stay in the batch until the next compaction: clamped, they overwrite
+        their own last column."""
+        self.position = (self.position + 1).clamp_(max=self.kv_cache.context - 1)
         self.longest += 1
         self._prepare()
 
     def index(self, heads: int) -> Tensor:
-        """Flat places in [rows * heads * width] where this step's keys go."""
+        """Flat indices into [rows * heads * width] where this step's keys go."""
         if heads not in self.indices:
             head = torch.arange(heads, device=self.position.device)
-            base = (self.row[:, None] * heads + head) * self.slots.width
+            base = (self.row[:, None] * heads + head) * self.kv_cache.width
             self.indices[heads] = (base + self.position[:, None]).flatten()
         return self.indices[heads]
 
@@ -136,28 +138,28 @@ class Stepping:
         """Additive [n, 1, 1, width]."""
         if window not in self.masks:
             age = self.position[:, None] - self.column[: self.width]
-            seen = age >= 0 if window is None else (age >= 0) & (age < window)
+            visible = age >= 0 if window is None else (age >= 0) & (age < window)
             zero = torch.zeros((), dtype=dtype, device=age.device)
-            self.masks[window] = torch.where(seen, zero, float("-inf"))[:, None, None]
+            self.masks[window] = torch.where(visible, zero, float("-inf"))[:, None, None]
         return self.masks[window]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [n, H, 1, D] -> [n, 1, H, D]."""
         self.write(layer, k[:, :, 0], v[:, :, 0])
-        return self.look(layer, q, scale, window)
+        return self.cached_attention(layer, q, scale, window)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k and v [n, Hkv, D] into this step's column of every row."""
+        """Store k and v [n, Hkv, D] in this step's column of every row."""
         index = self.index(k.shape[1])
-        self.slots.keys[layer].view(-1, k.shape[2]).index_copy_(0, index, k.reshape(-1, k.shape[2]))
-        self.slots.values[layer].view(-1, v.shape[2]).index_copy_(0, index, v.reshape(-1, v.shape[2]))
+        self.kv_cache.keys[layer].view(-1, k.shape[2]).index_copy_(0, index, k.reshape(-1, k.shape[2]))
+        self.kv_cache.values[layer].view(-1, v.shape[2]).index_copy_(0, index, v.reshape(-1, v.shape[2]))
 
-    def look(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention of q [n, H, 1, D] to what the slots hold. The heads that share a key are queries of that key:
-        nothing is repeated and K stays a view."""
+    def cached_attention(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attention of q [n, H, 1, D] over the cached columns. The query heads that share a key head become queries of that
+        key head, so no key is repeated and K stays a view."""
         n, H, _, D = q.shape
-        keys = self.slots.keys[layer][:n, :, : self.width]
-        values = self.slots.values[layer][:n, :, : self.width]
+        keys = self.kv_cache.keys[layer][:n, :, : self.width]
+        values = self.kv_cache.values[layer][:n, :, : self.width]
         grouped = q.reshape(n, keys.shape[1], -1, D)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask(window, q.dtype), scale=scale)
         return out.reshape(n, 1, H, values.shape[-1])

@@ -1,12 +1,11 @@
-"""Decoding on a GPU: one step of all lanes, from token to token, captured as a CUDA graph and replayed without a word from
-the host.
+"""Decoding on a GPU: one decode step of all lanes, sampling included, captured as a CUDA graph and replayed without the host.
 
-A graph is captured for each bucket of lanes when it is first needed, and for each bucket of readings when it comes again. Lanes
-of a bucket that nobody uses rest (position −1): their slot rows, which may keep a waiting dialogue, are neither read nor written.
-Weights and slots stay where they are for as long as a graph lives; new weights are copied into place. Where a graph cannot be
-captured the same step runs without one.
+A decode graph is captured for each batch bucket when it is first needed, a prefill graph for each shape when it occurs a second
+time. Unused lanes of a bucket are inactive (position −1): their cache rows, which may belong to a waiting dialogue, are neither
+read nor written. Weights and KV cache keep their addresses for the life of a graph; new weights are copied in place. Where
+capture fails, the same step runs without a graph.
 
-Knows weights, slots and how a token is drawn; neither requests nor text.
+Knows weights, the KV cache and sampling; neither requests nor text.
 """
 
 from __future__ import annotations
@@ -23,254 +22,253 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from turnwise.engines.generator import weight_views
-from turnwise.engines.generator.attention_layouts import Reading, Stepping
-from turnwise.engines.generator.graph_inputs import CAPTURED, Page, Size
-from turnwise.engines.generator.kv_cache import Slots
-from turnwise.engines.generator.llama_decoder import Decoder, _Layer
-from turnwise.engines.kernels.decode_reference import SISTERS, quantise
-from turnwise.engines.kernels.sampling import ALL, pick, truncate, uniforms
+from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillLayout
+from turnwise.engines.generator.graph_inputs import MAX_CAPTURED_TOKENS, GraphInputs, GraphShape
+from turnwise.engines.generator.kv_cache import KVCache
+from turnwise.engines.generator.llama_decoder import LlamaDecoder, _Layer
+from turnwise.engines.kernels.decode_reference import LANES_PER_PROGRAM, quantise
+from turnwise.engines.kernels.sampling import KEEP_ALL, pick, truncate, uniforms
 
 log = logging.getLogger(__name__)
 
-HISTORY = 512  # steps of a run at most
-LISTEN = 4  # steps after which the host hears what was drawn ...
-AHEAD = 2  # ... while as many blocks less one are on their way: at most these ride on when enough is enough
+MAX_STEPS = 512  # decode steps of one ``decode_steps`` call
+SYNC_EVERY = 4  # copy sampled tokens to the host every 4 decode steps ...
+BLOCKS_IN_FLIGHT = 2  # ... with at most 2 such blocks launched and not yet read: an early stop wastes at most these
 
-CROWD = 768  # programs (lanes times key heads) from which on lanes look together: fewer would leave a GPU idle ...
-SAVED = 0.25  # ... and the share of columns that need not be read again: four lanes a program cost some time themselves
+MIN_PROGRAMS = 768  # programs (lanes times key heads) from which shared prefixes pay: fewer would leave a GPU idle ...
+MIN_SAVED_SHARE = 0.25  # ... and the share of column reads it must save: 4 lanes per program have a cost of their own
 
-Cut = tuple[int, float, float]
-"""(top-k, top-p, min-p) of a lane; (0, 1, 0) cuts nothing."""
+Truncation = tuple[int, float, float]
+"""(top-k, top-p, min-p) of a lane; (0, 1, 0) keeps the whole distribution."""
 
-Shape = tuple[int, bool, bool]
-"""What a graph is made for: lanes, whether some look at a part of the distribution only, whether lanes look together."""
+DecodeGraphKey = tuple[int, bool, bool]
+"""What a decode graph is captured for: lanes, whether any lane truncates, whether lanes share prefixes."""
 
 
-def buckets(most: int) -> list[int]:
-    """Numbers of lanes that graphs are made for: powers of two and their midpoints."""
+def batch_buckets(most: int) -> list[int]:
+    """Batch sizes that graphs are captured for: powers of two and their midpoints."""
     sizes = [2**k for k in range(31)] + [3 * 2**k for k in range(4, 30)]
     return sorted({min(size, most) for size in sizes if size < 2 * most})
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
-    """A product's weights in e4m3: data [out, in], scale [out, 1]."""
+class Fp8Matrix:
+    """A weight in e4m3: data [out, in], scale [out, 1]."""
 
     data: Tensor
     scale: Tensor
 
 
-class GraphDecoder(Decoder):
-    """The Llama family in the slots' dtype with a float32 residual stream, as a learner under autocast computes it."""
+class GraphDecoder(LlamaDecoder):
+    """The Llama family in the cache's dtype with a float32 residual stream, like a learner under autocast."""
 
     @staticmethod
-    def misfit(model: PreTrainedModel, windows: set[int | None]) -> str:
+    def unsupported_reason(model: PreTrainedModel, windows: set[int | None]) -> str:
         config = model.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        fits = size >= 16 and not size & (size - 1)
-        return Decoder.misfit(model, windows) or ("" if fits else f"head size {size}, not a power of two from 16 on")
+        reason = "" if size >= 16 and not size & (size - 1) else f"head size {size}, not a power of two from 16 on"
+        return LlamaDecoder.unsupported_reason(model, windows) or reason
 
-    def __init__(self, model: PreTrainedModel, slots: Slots, narrow: bool = False, kernels: Any = None) -> None:
-        """``kernels``: the module that has them; Triton's unless given."""
-        if kernels is None:
-            pass  # late: Triton is there only where CUDA is
-
-        self.kernels, self.on_gpu = kernels, slots.device.type == "cuda"
-        slots.reserve(slots.context)  # a graph cannot follow slots that move
-        self.kind = slots.dtype
-        super().__init__(model, slots, narrow)
+    def __init__(self, model: PreTrainedModel, kv_cache: KVCache, fp8: bool, kernels: Any) -> None:
+        """``kernels``: the module with the decode kernels, ``kernels.triton.decode`` or ``kernels.decode_reference``."""
+        self.kernels, self.on_gpu = kernels, kv_cache.device.type == "cuda"
+        kv_cache.reserve(kv_cache.context)  # a graph needs the cache at a fixed address
+        self.dtype = kv_cache.dtype
+        super().__init__(model, kv_cache, fp8)
         self.cos, self.sin = self.cos[:, 0].float().contiguous(), self.sin[:, 0].float().contiguous()
-        rows, device = slots.rows, slots.device
-        self.tokens, self.position, self.begin, self.seed = torch.zeros(4, rows, dtype=torch.int64, device=device)
-        self.cold = torch.ones(rows, device=device)
-        self.top_k = torch.full((rows, 1), ALL, device=device)
+        rows, device = kv_cache.rows, kv_cache.device
+        self.tokens, self.position, self.start, self.seed = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        self.inverse_temperature = torch.ones(rows, device=device)
+        self.top_k = torch.full((rows, 1), KEEP_ALL, device=device)
         self.top_p = torch.ones(rows, 1, dtype=torch.float64, device=device)
         self.min_p = torch.zeros_like(self.top_p)
-        self.shared = torch.zeros(2, -(-rows // SISTERS), dtype=torch.int64, device=device)
-        self.drawn = torch.zeros(HISTORY, rows, dtype=torch.int64, device=device)
-        self.logp, self.mass = torch.zeros(2, HISTORY, rows, device=device)
-        told = [torch.zeros_like(x, device="cpu") for x in (self.drawn, self.logp, self.mass)]
-        self._told = [x.pin_memory() for x in told] if self.on_gpu else told
-        self.graphs: dict[Shape, Callable[[], None]] = {}
-        self.readers: dict[Size, tuple[Page, Callable[[], None]]] = {}
-        self.met: set[Size] = set()  # read once, without a graph
+        self.shared = torch.zeros(2, -(-rows // LANES_PER_PROGRAM), dtype=torch.int64, device=device)
+        self.sampled = torch.zeros(MAX_STEPS, rows, dtype=torch.int64, device=device)
+        self.logp, self.mass = torch.zeros(2, MAX_STEPS, rows, device=device)
+        buffers = [torch.zeros_like(x, device="cpu") for x in (self.sampled, self.logp, self.mass)]
+        self._host_buffers = [x.pin_memory() for x in buffers] if self.on_gpu else buffers
+        self.decode_graphs: dict[DecodeGraphKey, Callable[[], None]] = {}
+        self.prefill_graphs: dict[GraphShape, tuple[GraphInputs, Callable[[], None]]] = {}
+        self.prefilled_once: set[GraphShape] = set()  # shapes that occurred once, without a graph
         self.pool: Any = None
-        self.faults: set[str] = set()  # why a step had to run without a graph
+        self.capture_errors: set[str] = set()
 
     def describe(self) -> str:
-        kind = str(self.kind).removeprefix("torch.") + (" with fp8 weights" if self.narrow else "")
-        how = "kernels without CUDA graphs" if self.faults or not self.on_gpu else "CUDA graphs"
-        return f"{how}, {kind}, grouped-query kernel" + "".join(f"; {fault}" for fault in sorted(self.faults))
+        dtype = str(self.dtype).removeprefix("torch.") + (" with fp8 weights" if self.fp8 else "")
+        graphs = "kernels without CUDA graphs" if self.capture_errors or not self.on_gpu else "CUDA graphs"
+        return f"{graphs}, {dtype}, grouped-query kernel" + "".join(f"; {e}" for e in sorted(self.capture_errors))
 
     # ------------------------------------------------------------------ weights
 
-    def refresh(self, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Take the model's weights anew, in place. ``weights``: what was published, before it was rounded to the slots' dtype."""
-        if hasattr(self, "layers") and not self.narrow:
-            for name, place, own in self._places:
-                place.copy_((weights or {}).get(name, own))
+    def refresh_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Update the weights in place. ``weights``: the published ones, before they were rounded to the cache's dtype."""
+        if hasattr(self, "layers") and not self.fp8:
+            for name, view, parameter in self._weight_views:
+                view.copy_((weights or {}).get(name, parameter))
             return
         base = self.model.model
-        exact = lambda name, own: (weights or {}).get(name, own).detach().to(self.slots.device, torch.float32)  # noqa: E731
+        exact = lambda name, p: (weights or {}).get(name, p).detach().to(self.kv_cache.device, torch.float32)  # noqa: E731
         embedding = exact("model.embed_tokens.weight", base.embed_tokens.weight)
         norm = exact("model.norm.weight", base.norm.weight)
-        head = self.model.lm_head.weight.detach().to(self.kind).t().contiguous()
-        layers = [self._exact_norms(f"model.layers.{i}", layer, exact) for i, layer in enumerate(base.layers)]
+        head = self.model.lm_head.weight.detach().to(self.dtype).t().contiguous()
+        layers = [self._with_float32_norms(f"model.layers.{i}", layer, exact) for i, layer in enumerate(base.layers)]
         if not hasattr(self, "layers"):
             self.embedding, self.norm, self.head, self.layers = embedding, norm, head, layers
             return
         new = [embedding, norm, head, *(t for layer in layers for t in _tensors(layer))]
         old = [self.embedding, self.norm, self.head, *(t for layer in self.layers for t in _tensors(layer))]
-        for into, value in zip(old, new):
-            into.copy_(value)
+        for target, value in zip(old, new):
+            target.copy_(value)
 
     @cached_property
-    def _places(self) -> list[tuple[str, Tensor, Tensor]]:
-        """A weight's name, where it lies here, and the model's own."""
-        every = list(weight_views.outside(self.embedding, self.norm, self.head))
+    def _weight_views(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Each parameter's name, its view in the fused weights, and the model's own tensor."""
+        views = list(weight_views.model_views(self.embedding, self.norm, self.head))
         for i, layer in enumerate(self.layers):
-            every += weight_views.inside(i, layer, self.H, self.Hkv, self.D)
-        own = self.model.state_dict()
-        return [(name, place, own[name]) for name, place in every if name in own]
+            views += weight_views.layer_views(i, layer, self.H, self.Hkv, self.D)
+        parameters = self.model.state_dict()
+        return [(name, view, parameters[name]) for name, view in views if name in parameters]
 
-    def _exact_norms(self, name: str, module: Any, exact: Any) -> _Layer:
-        """A layer's products in ``kind``, its norms in float32 as they were published."""
+    def _with_float32_norms(self, name: str, module: Any, exact: Any) -> _Layer:
+        """A layer with its matrices in ``self.dtype`` and its norms in float32, as they were published."""
         fused, attention = self._fuse(module), module.self_attn
         qk_norm = None
         if fused.qk_norm is not None:
             q = exact(f"{name}.self_attn.q_norm.weight", attention.q_norm.weight)
             k = exact(f"{name}.self_attn.k_norm.weight", attention.k_norm.weight)
             qk_norm = torch.cat((q.expand(self.H, -1), k.expand(self.Hkv, -1)))
-        kind = lambda t: t.to(self.kind) if isinstance(t, Tensor) else t  # noqa: E731
+        cast = lambda t: t.to(self.dtype) if isinstance(t, Tensor) else t  # noqa: E731
         return _Layer(
             exact(f"{name}.input_layernorm.weight", fused.norm),
-            kind(fused.qkv),
-            kind(fused.qkv_bias),
+            cast(fused.qkv),
+            cast(fused.qkv_bias),
             qk_norm,
-            kind(fused.out),
-            kind(fused.out_bias),
+            cast(fused.out),
+            cast(fused.out_bias),
             exact(f"{name}.post_attention_layernorm.weight", fused.mlp_norm),
-            kind(fused.gate_up),
-            kind(fused.down),
+            cast(fused.gate_up),
+            cast(fused.down),
         )
 
-    def _turned(self, *layers: nn.Linear) -> Any:
-        if not self.narrow:
-            return super()._turned(*layers)
-        return Narrow(*quantise(torch.cat([layer.weight.detach() for layer in layers])))
+    def _transposed(self, *layers: nn.Linear) -> Any:
+        if not self.fp8:
+            return super()._transposed(*layers)
+        return Fp8Matrix(*quantise(torch.cat([layer.weight.detach() for layer in layers])))
 
-    # ------------------------------------------------------------------ one pass
+    # ------------------------------------------------------------------ one forward pass
 
     def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        return self.kernels.add_norm(x, delta, weight, torch.empty(x.shape, dtype=self.kind, device=x.device), self.eps)
+        out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
+        return self.kernels.add_norm(x, delta, weight, out, self.eps)
 
-    def _product(self, h: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, Narrow):
-            out = self.kernels.narrow_product(h, weight.data, weight.scale)
+    def _linear(self, h: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Fp8Matrix):
+            out = self.kernels.fp8_matmul(h, weight.data, weight.scale)
             return out if bias is None else out.add_(bias)
         return torch.mm(h, weight) if bias is None else torch.addmm(bias, h, weight)
 
     def _mlp(self, x: Tensor, delta: Tensor, layer: _Layer) -> Tensor:
-        both = self._product(self._norm(x, delta, layer.mlp_norm), layer.gate_up)
-        act = self.kernels.swiglu(both, torch.empty(len(x), both.shape[1] // 2, dtype=self.kind, device=x.device))
-        return self._product(act, layer.down)
+        gate_up = self._linear(self._norm(x, delta, layer.mlp_norm), layer.gate_up)
+        out = torch.empty(len(x), gate_up.shape[1] // 2, dtype=self.dtype, device=x.device)
+        return self._linear(self.kernels.swiglu(gate_up, out), layer.down)
 
     def _logits(self, tokens: Tensor, position: Tensor, shared: Tensor | None = None) -> Tensor:
-        """Feed one token a lane; float32 logits of the next."""
-        x = self.embedding[tokens]  # not F.embedding: 12.5 µs for 16 lanes, where this takes 2
+        """Feed one token per lane; return the float32 logits of the next."""
+        x = self.embedding[tokens]  # not F.embedding: 12.5 µs for 16 lanes, against 2 µs here
         delta: Tensor | None = None
         for i, layer in enumerate(self.layers):
-            qkv = self._product(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias)
-            mixed = torch.empty(len(x), self.H * self.D, dtype=self.kind, device=x.device)
-            k, v = self.slots.keys[i], self.slots.values[i]
-            self.kernels.attend(
-                qkv, k, v, self.cos, self.sin, layer.qk_norm, position, mixed, self.scale, self.eps, shared
+            qkv = self._linear(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias)
+            attention = torch.empty(len(x), self.H * self.D, dtype=self.dtype, device=x.device)
+            k, v = self.kv_cache.keys[i], self.kv_cache.values[i]
+            self.kernels.decode_attention(
+                qkv, k, v, self.cos, self.sin, layer.qk_norm, position, attention, self.scale, self.eps, shared
             )  # fmt: skip
-            delta = self._mlp(x, self._product(mixed, layer.out, layer.out_bias), layer)
-        return _wide_product(self._norm(x, delta, self.norm), self.head)
+            delta = self._mlp(x, self._linear(attention, layer.out, layer.out_bias), layer)
+        return _float32_matmul(self._norm(x, delta, self.norm), self.head)
 
-    def read(self, layout: Reading) -> None:
-        """Keys and values of packed tokens. Sizes that come again are captured, where launching would take longer than they."""
-        size = Size.of(layout)
-        page, read = self.readers.get(size) or self._reader(size)
-        page.fill(layout)
-        read()
+    def prefill(self, layout: PrefillLayout) -> None:
+        """Compute keys and values of packed tokens. Shapes that recur are captured, where launches would dominate."""
+        shape = GraphShape.of(layout)
+        inputs, run = self.prefill_graphs.get(shape) or self._prefill_graph(shape)
+        inputs.fill(layout)
+        run()
 
-    def _reader(self, size: Size) -> tuple[Page, Callable[[], None]]:
-        page = Page(size, self.slots.device)
-        read = partial(self._read, page)
-        if size not in self.met or size.tokens > CAPTURED:
-            self.met.add(size)
-            return page, read
-        self.readers[size] = page, self._captured(read, f"of {size.tokens} tokens to read")
-        return self.readers[size]
+    def _prefill_graph(self, shape: GraphShape) -> tuple[GraphInputs, Callable[[], None]]:
+        inputs = GraphInputs(shape, self.kv_cache.device)
+        run = partial(self._prefill, inputs)
+        if shape not in self.prefilled_once or shape.tokens > MAX_CAPTURED_TOKENS:
+            self.prefilled_once.add(shape)
+            return inputs, run
+        self.prefill_graphs[shape] = inputs, self._capture(run, f"for a prefill of {shape.tokens} tokens")
+        return self.prefill_graphs[shape]
 
-    def _read(self, page: Page) -> None:
-        """The last layer's attention and MLP feed only logits, which nobody wants."""
-        x = self.embedding[page.tokens]
+    def _prefill(self, inputs: GraphInputs) -> None:
+        """The last layer's attention and MLP feed only logits, which prefill does not need."""
+        x = self.embedding[inputs.tokens]
         delta: Tensor | None = None
-        # zeros, since tokens that are none must stay numbers
-        q, mixed = torch.zeros(2, len(x), self.H * self.D, dtype=self.kind, device=x.device)
+        # zeros, not empty: padding tokens must stay finite
+        q, attention = torch.zeros(2, len(x), self.H * self.D, dtype=self.dtype, device=x.device)
         for i, layer in enumerate(self.layers):
-            qkv = self._product(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias)
-            k, v = self.slots.keys[i], self.slots.values[i]
-            self.kernels.settle(
-                qkv, k, v, self.cos, self.sin, layer.qk_norm, page.position, page.row, q, self.eps
+            qkv = self._linear(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias)
+            k, v = self.kv_cache.keys[i], self.kv_cache.values[i]
+            self.kernels.rope_and_cache(
+                qkv, k, v, self.cos, self.sin, layer.qk_norm, inputs.position, inputs.row, q, self.eps
             )  # fmt: skip
             if i < len(self.layers) - 1:
-                self.kernels.look_back(q, k, v, page.ends, page.start, page.rows, page.size.depth, mixed, self.scale)
-                delta = self._mlp(x, self._product(mixed, layer.out, layer.out_bias), layer)
+                chunks = (inputs.boundaries, inputs.start, inputs.chunk_rows, inputs.shape.longest)
+                self.kernels.prefill_attention(q, k, v, *chunks, attention, self.scale)
+                delta = self._mlp(x, self._linear(attention, layer.out, layer.out_bias), layer)
 
-    def step(self, tokens: Tensor, layout: Stepping) -> Tensor:
-        """One step by itself, to compare with other forwards."""
+    def decode_step(self, tokens: Tensor, layout: DecodeLayout) -> Tensor:
+        """One decode step without a graph, to compare with other forwards."""
         return self._logits(tokens, layout.position)
 
-    # ------------------------------------------------------------------ many steps
+    # ------------------------------------------------------------------ many decode steps
 
-    def _advance(self, lanes: int, cuts: bool, together: bool) -> None:
-        cut = slice(0, lanes)
-        place = self.position[cut].clone() if cuts else None
-        shared = self.shared.flatten()[: 2 * -(-lanes // SISTERS)].view(2, -1) if together else None
-        logits = self._logits(self.tokens[cut], self.position[cut], shared)
-        self.kernels.draw(
-            logits, self.cold[cut], self.seed[cut], self.tokens[cut], self.position[cut], self.begin[cut], self.drawn,
-            self.logp,
+    def _decode_and_sample(self, lanes: int, truncates: bool, shares: bool) -> None:
+        batch = slice(0, lanes)
+        position = self.position[batch].clone() if truncates else None
+        shared = self.shared.flatten()[: 2 * -(-lanes // LANES_PER_PROGRAM)].view(2, -1) if shares else None
+        logits = self._logits(self.tokens[batch], self.position[batch], shared)
+        self.kernels.sample(
+            logits, self.inverse_temperature[batch], self.seed[batch], self.tokens[batch], self.position[batch],
+            self.start[batch], self.sampled, self.logp,
         )  # fmt: skip
-        if place is not None:
-            self._draw_from_part(logits, place)
+        if position is not None:
+            self._sample_truncated(logits, position)
 
-    def _draw_from_part(self, logits: Tensor, place: Tensor) -> None:
-        """Lanes with top-k, top-p or min-p draw once more, as ``Sampler`` does; the others keep what they have."""
-        cut = slice(0, len(place))
-        cold, limits = self.cold[cut], (self.top_k[cut], self.top_p[cut], self.min_p[cut])
-        whole = ((limits[0] == ALL) & (limits[1] == 1) & (limits[2] == 0)) | (cold == 0)[:, None]
-        p = (logits * cold[:, None]).softmax(-1)
+    def _sample_truncated(self, logits: Tensor, position: Tensor) -> None:
+        """Sample lanes with top-k, top-p or min-p again, as ``TokenSampler`` does; the other lanes keep their token."""
+        batch = slice(0, len(position))
+        inverse, limits = self.inverse_temperature[batch], (self.top_k[batch], self.top_p[batch], self.min_p[batch])
+        whole = ((limits[0] == KEEP_ALL) & (limits[1] == 1) & (limits[2] == 0)) | (inverse == 0)[:, None]
+        p = (logits * inverse[:, None]).softmax(-1)
         kept, mass = truncate(p, whole, *limits)
-        token = pick(kept, uniforms(self.seed[cut], place + 1)).clamp_(
-            max=logits.shape[1] - 1
-        )  # lanes at rest hold anything
-        mine = (place >= 0) & ~whole[:, 0]
-        lane, step = torch.arange(len(place), device=place.device), (place - self.begin[cut]).clamp(min=0)
-        found = (token[:, 0], p.gather(1, token)[:, 0].log() - mass, mass)
-        for into, value in zip((self.drawn, self.logp, self.mass), found):
-            into[step, lane] = torch.where(mine, value, into[step, lane])
-        self.tokens[cut] = torch.where(mine, token[:, 0], self.tokens[cut])
+        token = pick(kept, uniforms(self.seed[batch], position + 1))
+        token.clamp_(max=logits.shape[1] - 1)  # the logits of inactive lanes are arbitrary
+        truncated = (position >= 0) & ~whole[:, 0]
+        lane, step = torch.arange(len(position), device=position.device), (position - self.start[batch]).clamp(min=0)
+        values = (token[:, 0], p.gather(1, token)[:, 0].log() - mass, mass)
+        for history, value in zip((self.sampled, self.logp, self.mass), values):
+            history[step, lane] = torch.where(truncated, value, history[step, lane])
+        self.tokens[batch] = torch.where(truncated, token[:, 0], self.tokens[batch])
 
-    def _replay(self, *shape: *Shape) -> Callable[[], None]:
-        """Takes one step of a bucket: a captured graph, or where that failed the step itself."""
-        if shape not in self.graphs:
-            lanes, cuts, _ = shape
+    def _decode_graph(self, *key: *DecodeGraphKey) -> Callable[[], None]:
+        """One decode step of a bucket: a captured graph, or where capture failed the step itself."""
+        if key not in self.decode_graphs:
+            lanes, truncates, _ = key
             saved = self.position.clone()
-            self.position.fill_(-1)  # rehearse with every lane at rest
-            what = f"of {lanes} lanes{' with cut distributions' * cuts}"
+            self.position.fill_(-1)  # warm up with every lane inactive
+            what = f"of {lanes} lanes{' with truncated distributions' * truncates}"
             try:
-                self.graphs[shape] = self._captured(partial(self._advance, *shape), what)
+                self.decode_graphs[key] = self._capture(partial(self._decode_and_sample, *key), what)
             finally:
                 self.position.copy_(saved)
-        return self.graphs[shape]
+        return self.decode_graphs[key]
 
-    def _captured(self, run: Callable[[], None], what: str) -> Callable[[], None]:
-        """As a graph, or where that fails as it is. It is rehearsed here: nothing it is given may matter."""
+    def _capture(self, run: Callable[[], None], what: str) -> Callable[[], None]:
+        """``run`` as a CUDA graph, or ``run`` itself where capture fails. It is also called once to warm up, so its inputs must
+        have no side effects."""
         if not self.on_gpu:
             return run
         try:
@@ -280,116 +278,119 @@ class GraphDecoder(Decoder):
                 run()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # a learner may allocate in another thread meanwhile: only this one must not
+            # a learner may allocate in another thread meanwhile: only this thread must not
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 run()
         except RuntimeError as fault:
-            why = f"no graph {what}: {str(fault).splitlines()[0]}"
-            self.faults.add(why)
-            log.warning("%s; it runs without one, and slower", why)
+            error = f"no graph {what}: {str(fault).splitlines()[0]}"
+            self.capture_errors.add(error)
+            log.warning("%s; it runs without a graph, which is slower", error)
             return run
         self.pool = self.pool or graph.pool()
         return graph.replay
 
-    def rehearse(self) -> None:
-        deque(self.run(2, [0], [0], [0], [1.0]), 0)
+    def warm_up(self) -> None:
+        deque(self.decode_steps(2, [0], [0], [0], [1.0]), 0)
 
-    def run(
+    def decode_steps(
         self,
         steps: int,
         tokens: Sequence[int],
-        held: Sequence[int],
+        cached: Sequence[int],
         seeds: Sequence[int],
         temperatures: Sequence[float],
-        cuts: Sequence[Cut] | None = None,
-        enough: Callable[[int], bool] = lambda launched: False,
-        alike: Sequence[int] = (),
+        truncations: Sequence[Truncation] | None = None,
+        should_stop: Callable[[int], bool] = lambda launched: False,
+        common_prefixes: Sequence[int] = (),
     ) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
-        """``steps`` tokens of every lane [0, n), step by step: ids, log-probabilities, and with ``cuts`` the kept log mass [n].
-        The host hears of a block of steps while the GPU draws the next. Once so many are ``enough`` nothing more is launched;
-        what was, is told.
+        """Decode ``steps`` tokens of every lane [0, n). Yields per step: ids, log-probabilities, and with ``truncations`` the
+        kept log mass [n]. The host processes a block of steps while the GPU computes the next. Once ``should_stop(launched)``
+        nothing more is launched; what was launched is still yielded.
 
-        ``held``: columns each row holds; ``alike``: how many of them it has in common with the row before it. A temperature of
-        0 is greedy. Beyond the context a lane rests."""
-        assert steps <= HISTORY, f"{steps} steps in a run; at most {HISTORY}"
+        ``cached``: columns that each row holds; ``common_prefixes``: how many of them equal those of the row before. Temperature
+        0 is greedy. A lane becomes inactive at the end of the context."""
+        assert steps <= MAX_STEPS, f"{steps} steps in a run; at most {MAX_STEPS}"
         n = len(tokens)
-        lanes = next(size for size in buckets(self.slots.rows) if size >= n)
-        shared = self._together(lanes, steps, held, alike)
-        replay = self._replay(lanes, cuts is not None, shared is not None)
-        self._set_out(lanes, tokens, held, seeds, temperatures, cuts, shared)
-        heard: deque[tuple[Any, list[Tensor]]] = deque()
+        lanes = next(size for size in batch_buckets(self.kv_cache.rows) if size >= n)
+        shared = self._shared_prefixes(lanes, steps, cached, common_prefixes)
+        replay = self._decode_graph(lanes, truncations is not None, shared is not None)
+        self._load_inputs(lanes, tokens, cached, seeds, temperatures, truncations, shared)
+        in_flight: deque[tuple[Any, list[Tensor]]] = deque()
         begin = 0
         while True:
-            while begin < steps and len(heard) < AHEAD and not enough(begin):
-                block = slice(begin, min(steps, begin + LISTEN))
-                heard.append(self._launch(replay, block))
+            while begin < steps and len(in_flight) < BLOCKS_IN_FLIGHT and not should_stop(begin):
+                block = slice(begin, min(steps, begin + SYNC_EVERY))
+                in_flight.append(self._launch_block(replay, block))
                 begin = block.stop
-            if not heard:
+            if not in_flight:
                 return
-            told, (drawn, logp, mass) = heard.popleft()
-            if told is not None:
-                told.synchronize()
-            masses = mass[:, :n].clone() if cuts is not None else [None] * len(drawn)
-            yield from zip(drawn[:, :n].tolist(), logp[:, :n].clone(), masses)
+            copied, (sampled, logp, mass) = in_flight.popleft()
+            if copied is not None:
+                copied.synchronize()
+            masses = mass[:, :n].clone() if truncations is not None else [None] * len(sampled)
+            yield from zip(sampled[:, :n].tolist(), logp[:, :n].clone(), masses)
 
-    def _together(self, lanes: int, steps: int, held: Sequence[int], alike: Sequence[int]) -> list[list[int]] | None:
-        """By fours of lanes: the columns they share, and the row these are read in. None where that would not pay."""
-        if not alike or lanes * self.Hkv < CROWD:
+    def _shared_prefixes(
+        self, lanes: int, steps: int, cached: Sequence[int], common_prefixes: Sequence[int]
+    ) -> list[list[int]] | None:
+        """For each program's lanes: the columns they share, and the row to read these from. None where sharing does not pay."""
+        if not common_prefixes or lanes * self.Hkv < MIN_PROGRAMS:
             return None
-        fours = range(0, lanes, SISTERS)
-        common = [min(alike[at + 1 : at + SISTERS], default=0) for at in fours]
-        looked = sum(held) + len(held) * steps // 2
-        if (SISTERS - 1) * sum(common) < SAVED * looked:
+        leaders = range(0, lanes, LANES_PER_PROGRAM)
+        common = [min(common_prefixes[at + 1 : at + LANES_PER_PROGRAM], default=0) for at in leaders]
+        columns_read = sum(cached) + len(cached) * steps // 2
+        if (LANES_PER_PROGRAM - 1) * sum(common) < MIN_SAVED_SHARE * columns_read:
             return None
-        return [common, list(fours)]
+        return [common, list(leaders)]
 
-    def _launch(self, replay: Callable[[], None], block: slice) -> tuple[Any, list[Tensor]]:
-        """Some steps, and the way home of what they draw."""
+    def _launch_block(self, replay: Callable[[], None], block: slice) -> tuple[Any, list[Tensor]]:
+        """Launch a block of decode steps and the copies of their results to the host."""
         for _ in range(block.start, block.stop):
             replay()
-        every = zip(self._told, (self.drawn, self.logp, self.mass))
-        copies = [here[block].copy_(there[block], non_blocking=True) for here, there in every]
-        told = torch.cuda.Event() if self.on_gpu else None
-        if told is not None:
-            told.record()
-        return told, copies
+        buffers = zip(self._host_buffers, (self.sampled, self.logp, self.mass))
+        copies = [host[block].copy_(device[block], non_blocking=True) for host, device in buffers]
+        copied = torch.cuda.Event() if self.on_gpu else None
+        if copied is not None:
+            copied.record()
+        return copied, copies
 
-    def _set_out(
+    def _load_inputs(
         self,
         lanes: int,
         tokens: Sequence[int],
-        held: Sequence[int],
+        cached: Sequence[int],
         seeds: Sequence[int],
         temperatures: Sequence[float],
-        cuts: Sequence[Cut] | None,
+        truncations: Sequence[Truncation] | None,
         shared: Sequence[Sequence[int]] | None,
     ) -> None:
-        """Where every lane of a bucket begins; the unused ones rest."""
-        n, device = len(tokens), self.slots.device
+        """Write the initial state of every lane of a bucket; unused lanes become inactive."""
+        n, device = len(tokens), self.kv_cache.device
         if shared is not None:
             flat = torch.tensor(shared).flatten()
             self.shared.flatten()[: len(flat)] = flat.to(device, non_blocking=True)
         free = lanes - n
-        rows = ([*tokens, *[0] * free], [*held, *[-1] * free], [*held, *[0] * free], [*seeds, *[0] * free])
-        there = torch.tensor(rows).to(device, non_blocking=True)
-        for into, value in zip((self.tokens, self.position, self.begin, self.seed), there):
-            into[:lanes] = value
-        self.cold[:n] = torch.tensor([0.0 if t == 0 else 1 / t for t in temperatures]).to(device, non_blocking=True)
-        if cuts is not None:
-            top_k, top_p, min_p = zip(*cuts)
-            self.top_k[:n, 0] = torch.tensor([k or ALL for k in top_k]).to(device, non_blocking=True)
+        rows = ([*tokens, *[0] * free], [*cached, *[-1] * free], [*cached, *[0] * free], [*seeds, *[0] * free])
+        staged = torch.tensor(rows).to(device, non_blocking=True)
+        for target, value in zip((self.tokens, self.position, self.start, self.seed), staged):
+            target[:lanes] = value
+        inverse = torch.tensor([0.0 if t == 0 else 1 / t for t in temperatures])
+        self.inverse_temperature[:n] = inverse.to(device, non_blocking=True)
+        if truncations is not None:
+            top_k, top_p, min_p = zip(*truncations)
+            self.top_k[:n, 0] = torch.tensor([k or KEEP_ALL for k in top_k]).to(device, non_blocking=True)
             self.top_p[:n, 0] = torch.tensor(top_p, dtype=torch.float64).to(device, non_blocking=True)
             self.min_p[:n, 0] = torch.tensor(min_p, dtype=torch.float64).to(device, non_blocking=True)
             self.mass.zero_()
 
 
 def _tensors(layer: _Layer) -> list[Tensor]:
-    every = [getattr(layer, f.name) for f in fields(layer)]
-    parts = [(x.data, x.scale) if isinstance(x, Narrow) else (x,) for x in every]
+    values = [getattr(layer, f.name) for f in fields(layer)]
+    parts = [(x.data, x.scale) if isinstance(x, Fp8Matrix) else (x,) for x in values]
     return [t for part in parts for t in part if t is not None]
 
 
-def _wide_product(h: Tensor, weight: Tensor) -> Tensor:
+def _float32_matmul(h: Tensor, weight: Tensor) -> Tensor:
     """h·W accumulated and returned in float32: rounded logits would cost the log-probabilities three digits."""
     if h.dtype == torch.float32:
         return torch.mm(h, weight)

@@ -1,5 +1,5 @@
-"""Two generators of one policy: drafts are sampled by a cheap one, all else by the exact one. Random numbers are the same in
-both, so a draft that is sampled again comes out much the same."""
+"""Two generators of one policy: a low-precision one samples drafts, the exact one everything else. Both use the same random
+numbers, so a draft that is sampled again with the exact one comes out nearly the same."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.session import LocalSession
 
 
-class Drafting:
-    """Implements ``ports.Generator``."""
+class DraftingGenerator:
+    """Implements ``core.protocols.Generator``."""
 
     def __init__(self, exact: LocalGenerator, cheap: LocalGenerator) -> None:
         self.exact, self.cheap = exact, cheap
-        self.network, self.lanes = exact.network, exact.lanes  # where a profile looks
+        self.model_runner, self.scheduler = exact.model_runner, exact.scheduler  # the profiler times these
 
     @property
     def version(self) -> int:

@@ -1,9 +1,9 @@
-"""Where a generator computes: between two turns of the event loop, or in a worker thread beside it.
+"""Where a generator computes: in the event loop's thread, or in a worker thread beside it.
 
-A thread of its own brings a second team of OpenMP threads, and two teams on the same cores wake each other up at every
-product: a tenth of a whole training step. So a generator that others wait for anyway (a deterministic one) computes in
-the event loop's thread and lets the loop turn whenever a request is done, so that tools run beside it. One that others
-work beside has a worker, and the loop stays free. Does not know what is computed.
+A worker thread brings a second OpenMP thread team, and two teams on the same cores wake each other up at every matrix
+product: that costs a tenth of a whole training step. So a deterministic generator, for which everything else waits anyway,
+computes in the event loop's thread and lets the loop run whenever a request finishes, so that tools run in between. A
+generator that runs concurrently with other work gets a worker, and the loop stays free. Does not know what is computed.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from typing import Any
 
 import torch
 
-SETTLE = 8  # rounds of the event loop in which woken callers may come back before anything is decided
+LOOP_ROUNDS = 8  # rounds of the event loop in which resumed callers may submit their next request
 
 
-async def settle() -> None:
-    for _ in range(SETTLE):
+async def run_callbacks() -> None:
+    """Let the event loop run ready callbacks before the next batch is composed."""
+    for _ in range(LOOP_ROUNDS):
         await asyncio.sleep(0)
 
 
-class Driver:
-    def __init__(self, beside: bool, threads: int | None) -> None:
-        """``threads`` of computing can only be set for a worker, so asking for a number asks for one."""
+class GeneratorExecutor:
+    def __init__(self, in_worker: bool, threads: int | None) -> None:
+        """``threads``: CPU threads of the computation. They can be set only for a worker, so a number implies one."""
         self._worker: ThreadPoolExecutor | None = None
-        if beside or threads is not None:
+        if in_worker or threads is not None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="turnwise-generator")
         if self._worker is not None and threads is not None:
-            own = torch.get_num_threads()
+            main_threads = torch.get_num_threads()
             self._worker.submit(torch.set_num_threads, threads).result()
-            torch.set_num_threads(own)  # the setting is per thread, but also the default of threads yet to come
+            torch.set_num_threads(main_threads)  # the setting is per thread, but also the default of later threads
 
     def drain(self) -> None:
-        """Wait for what a worker still does for an event loop that is gone."""
+        """Wait for what the worker still computes for an event loop that has ended."""
         if self._worker is not None:
             self._worker.submit(lambda: None).result()
 
@@ -46,17 +47,17 @@ class Driver:
         else:
             await asyncio.get_running_loop().run_in_executor(self._worker, function, *args)
 
-    async def drive(
-        self, steps: Callable[[Callable[[Any], None]], Iterator[None]], answer: Callable[[Any], None]
+    async def run(
+        self, steps: Callable[[Callable[[Any], None]], Iterator[None]], resolve: Callable[[Any], None]
     ) -> None:
-        """Run ``steps(report)`` to its end; what it reports is answered in the event loop."""
+        """Exhaust ``steps(report)``; call ``resolve`` in the event loop for everything it reports."""
         if self._worker is None:
-            for _ in steps(answer):
-                await settle()
+            for _ in steps(resolve):
+                await run_callbacks()
             return
         loop = asyncio.get_running_loop()
 
-        def report(done: Any) -> None:
-            loop.call_soon_threadsafe(answer, done)
+        def report(finished: Any) -> None:
+            loop.call_soon_threadsafe(resolve, finished)
 
         await loop.run_in_executor(self._worker, lambda: deque(steps(report), 0))

@@ -1,6 +1,6 @@
-"""What a reading is told, in sizes that come again: a graph finds it always in the same place.
+"""Static input buffers of captured prefill graphs, padded to bucketed shapes: a replayed graph reads the same addresses.
 
-Knows layouts; neither weights nor what is done with them.
+Knows prefill layouts; neither weights nor what is computed from the buffers.
 """
 
 from __future__ import annotations
@@ -10,50 +10,59 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from turnwise.core.levels import send
-from turnwise.engines.generator.attention_layouts import Reading
-from turnwise.maths.numbers import at_least
+from turnwise.core.transfer import to_device
+from turnwise.engines.generator.attention_layouts import PrefillLayout
+from turnwise.maths.numbers import first_at_least
 
-TOKENS = [2**k * quarters // 4 for k in range(8, 24) for quarters in range(4, 8)]  # buckets of what is read at once ...
-JOBS = [4**k for k in range(2, 12)]  # ... of which these two cost next to nothing
-DEPTHS = [2**k for k in range(6, 24)]
-CAPTURED = 8192  # tokens up to which reading is captured: from there on launches hide behind products
+TOKEN_BUCKETS = [
+    2**k * quarters // 4 for k in range(8, 24) for quarters in range(4, 8)
+]  # padding here costs compute ...
+CHUNK_BUCKETS = [4**k for k in range(2, 12)]  # ... padding in these two costs next to nothing
+LENGTH_BUCKETS = [2**k for k in range(6, 24)]
+MAX_CAPTURED_TOKENS = 8192  # larger prefills run without a graph: their launches hide behind the matrix products
 
 
-class Size(NamedTuple):
-    """A bucket of readings: tokens, jobs, tokens of the longest job."""
+class GraphShape(NamedTuple):
+    """The bucket of a prefill: tokens, chunks, tokens of the longest chunk."""
 
     tokens: int
-    jobs: int
-    depth: int
+    chunks: int
+    longest: int
 
     @classmethod
-    def of(cls, layout: Reading) -> Size:
-        tokens, jobs = len(layout.host.tokens), len(layout.host.rows)
-        return cls(at_least(TOKENS, tokens), at_least(JOBS, jobs), at_least(DEPTHS, layout.depth))
+    def of(cls, layout: PrefillLayout) -> GraphShape:
+        tokens, chunks = len(layout.host.tokens), len(layout.host.chunk_rows)
+        return cls(
+            first_at_least(TOKEN_BUCKETS, tokens),
+            first_at_least(CHUNK_BUCKETS, chunks),
+            first_at_least(LENGTH_BUCKETS, layout.longest_chunk),
+        )
 
 
-class Page:
-    """What a reading of some size is told, where a graph finds it; beyond what is given, tokens that are none."""
+class GraphInputs:
+    """The inputs of a prefill of one shape in one device buffer. Padding tokens have position −1."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
-        self.size = size
-        self.flat = self._blank().to(device)
-        self.tokens, self.position, self.row, self.rows, self.start, self.ends = self._parts(self.flat)
+    def __init__(self, shape: GraphShape, device: torch.device) -> None:
+        self.shape = shape
+        self.buffer = self._padding().to(device)
+        self.tokens, self.position, self.row, self.chunk_rows, self.start, self.boundaries = self._views(self.buffer)
 
-    def _blank(self) -> Tensor:
-        blank = torch.zeros(3 * self.size.tokens + 3 * self.size.jobs + 1, dtype=torch.int64)
-        self._parts(blank)[1].fill_(-1)
-        return blank
+    def _padding(self) -> Tensor:
+        padding = torch.zeros(3 * self.shape.tokens + 3 * self.shape.chunks + 1, dtype=torch.int64)
+        self._views(padding)[1].fill_(-1)
+        return padding
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        n, jobs, _ = self.size
-        return list(flat.split([n, n, n, jobs, jobs, jobs + 1]))
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        n, chunks, _ = self.shape
+        return list(buffer.split([n, n, n, chunks, chunks, chunks + 1]))
 
-    def fill(self, layout: Reading) -> None:
-        given = self._blank()
-        host, parts = layout.host, self._parts(given)
-        for into, value in zip(parts, (host.tokens, host.position, host.row, host.rows, host.start, host.ends)):
-            into[: len(value)] = value
-        parts[-1][len(host.ends) :] = len(host.tokens)
-        self.flat.copy_(send(given, self.flat.device))
+    def fill(self, layout: PrefillLayout) -> None:
+        """Stage all inputs in one host-to-device copy."""
+        staged, host = self._padding(), layout.host
+        views = self._views(staged)
+        for view, value in zip(
+            views, (host.tokens, host.position, host.row, host.chunk_rows, host.start, host.boundaries)
+        ):
+            view[: len(value)] = value
+        views[-1][len(host.boundaries) :] = len(host.tokens)
+        self.buffer.copy_(to_device(staged, self.buffer.device))

@@ -1,8 +1,8 @@
-"""KV slots: one row of keys and values per dialogue, kept across turns; and who sits where.
+"""The KV cache: one row of keys and values per dialogue, kept across turns; and which dialogue owns which row.
 
-Rows [0, n) are the running ones, so that a decode step reads ``K[:n, :, :T]`` as a view and never gathers. Rows behind
-them keep the KV of dialogues that wait for their environment, until the place is needed. Knows ids and rows; neither
-models nor sampling.
+Rows [0, n) belong to the running requests, so a decode step reads ``K[:n, :, :T]`` as a view and never gathers. The rows after
+them keep the KV of dialogues that wait for their environment, until a running request needs the row. Knows ids and rows;
+neither models nor sampling.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-Shape = tuple[int, int]
+HeadShape = tuple[int, int]
 """(kv heads, head size) of a key or value."""
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
-    """One dialogue's claim on a row. ``order`` is its place among all dialogues ever opened."""
+class CacheSlot:
+    """One dialogue's claim on a cache row. ``order``: its number among all dialogues ever opened."""
 
     order: int
     row: int | None = None
-    used: int = 0  # clock of its last admission
+    last_used: int = 0  # number of its last admission
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RowCopy:
     source: int
     target: int
     length: int
 
 
 @dataclass(eq=False)
-class Slots:
-    shapes: Sequence[tuple[Shape, Shape]]  # per layer: key, value
+class KVCache:
+    shapes: Sequence[tuple[HeadShape, HeadShape]]  # per layer: key, value
     rows: int
     context: int
     dtype: torch.dtype
@@ -45,8 +45,8 @@ class Slots:
     values: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.owner: list[Seat | None] = [None] * self.rows
-        self.held: list[list[int]] = [[] for _ in range(self.rows)]  # ids whose KV each row holds
+        self.owner: list[CacheSlot | None] = [None] * self.rows
+        self.cached_ids: list[list[int]] = [[] for _ in range(self.rows)]  # ids whose KV each row holds
         self.uniform = len({shape for pair in self.shapes for shape in pair}) == 1
         self._blocks: list[Tensor] = []
         self.reserve(min(128, self.context))
@@ -54,13 +54,13 @@ class Slots:
     # ------------------------------------------------------------------ memory
 
     def reserve(self, width: int) -> None:
-        """At least this many columns. Grown by doubling, so that a long context costs memory only when it is used."""
+        """Allocate at least this many columns. Doubles, so that a long context costs memory only once it is used."""
         if width <= self.width:
             return
         width = min(self.context, max(width, 2 * self.width))
         old, flat = self._blocks, [shape for pair in self.shapes for shape in pair]
         plan = [(len(flat), flat[0])] if self.uniform else [(1, shape) for shape in flat]
-        # zeros, not empty: a masked column still meets 0 * value, and 0 * NaN is NaN
+        # zeros, not empty: a masked column is still multiplied by 0, and 0 * NaN is NaN
         self._blocks = [
             torch.zeros(count, self.rows, heads, width, size, dtype=self.dtype, device=self.device)
             for count, (heads, size) in plan
@@ -71,60 +71,63 @@ class Slots:
         tensors = [tensor for block in self._blocks for tensor in block.unbind(0)]
         self.keys, self.values = tensors[0::2], tensors[1::2]
 
-    def move(self, moves: Sequence[Move]) -> None:
-        """Copy rows; every source is read before any target is written."""
-        moves = [m for m in moves if m.length and m.source != m.target]
-        if not moves:
+    def copy_rows(self, copies: Sequence[RowCopy]) -> None:
+        """Copy rows; read every source before any target is written."""
+        copies = [c for c in copies if c.length and c.source != c.target]
+        if not copies:
             return
-        length = max(m.length for m in moves)
-        source = torch.tensor([m.source for m in moves], device=self.device)
-        target = torch.tensor([m.target for m in moves], device=self.device)
+        length = max(c.length for c in copies)
+        source = torch.tensor([c.source for c in copies], device=self.device)
+        target = torch.tensor([c.target for c in copies], device=self.device)
         for block in self._blocks:
             part = block[:, :, :, :length]
             part.index_copy_(1, target, part.index_select(1, source))
 
-    # ------------------------------------------------------------------ seats
+    # ------------------------------------------------------------------ rows
 
-    def arrange(self, active: Sequence[Seat], donors: Mapping[Seat, tuple[int, int]] | None = None) -> None:
-        """Seat ``active`` in rows [0, n). Who sits there already stays; idle dialogues give way and keep their KV if
-        there is room, the longest unused lose it. A newcomer with a donor (row, length) starts from a copy of it."""
-        n, donors = len(active), donors or {}
-        seated = {s.row for s in active if s.row is not None and s.row < n}
-        places = [row for row in range(n) if row not in seated]
-        coming = [s for s in active if s.row is None or s.row >= n]
-        if not coming:
+    def assign_rows(
+        self, active: Sequence[CacheSlot], prefix_sources: Mapping[CacheSlot, tuple[int, int]] | None = None
+    ) -> None:
+        """Give the ``active`` slots rows [0, n). A slot that already has one of them keeps it. Idle dialogues move out and keep
+        their KV where there is room; the least recently used lose it. A new slot with a prefix source (row, length) starts from
+        a copy of that prefix."""
+        n, prefix_sources = len(active), prefix_sources or {}
+        taken = {s.row for s in active if s.row is not None and s.row < n}
+        free_rows = [row for row in range(n) if row not in taken]
+        incoming = [s for s in active if s.row is None or s.row >= n]
+        if not incoming:
             return
-        leaving = self._make_room(active, n, {s.row for s in coming})
-        moves, contents = [], []
-        for seat, place in [*zip(coming, places), *leaving]:
-            source, length = (seat.row, None) if seat.row is not None else donors.get(seat, (place, 0))
-            ids = self.held[source] if length is None else self.held[source][:length]
-            moves.append(Move(source, place, len(ids)))
-            contents.append((seat, place, ids))
-        for seat, _, _ in contents:  # rows left behind are free; their ids stay readable as donors
-            if seat.row is not None:
-                self.owner[seat.row] = None
-        for seat, place, ids in contents:
-            seat.row, self.owner[place], self.held[place] = place, seat, ids
-        self.move(moves)
+        displaced = self._evict(active, n, {s.row for s in incoming})
+        copies, contents = [], []
+        for slot, target in [*zip(incoming, free_rows), *displaced]:
+            source, length = (slot.row, None) if slot.row is not None else prefix_sources.get(slot, (target, 0))
+            ids = self.cached_ids[source] if length is None else self.cached_ids[source][:length]
+            copies.append(RowCopy(source, target, len(ids)))
+            contents.append((slot, target, ids))
+        for slot, _, _ in contents:  # the rows they leave become free; their ids stay usable as prefix sources
+            if slot.row is not None:
+                self.owner[slot.row] = None
+        for slot, target, ids in contents:
+            slot.row, self.owner[target], self.cached_ids[target] = target, slot, ids
+        self.copy_rows(copies)
 
-    def _make_room(self, active: Sequence[Seat], n: int, vacated: set[int | None]) -> list[tuple[Seat, int]]:
-        """Where idle dialogues sitting in [0, n) go; the longest unused of all idle ones lose their row if need be."""
+    def _evict(self, active: Sequence[CacheSlot], n: int, vacated: set[int | None]) -> list[tuple[CacheSlot, int]]:
+        """New rows for idle dialogues that own a row of [0, n); evicts the least recently used if there are too few rows."""
         running = set(active)
         idle = [s for s in self.owner if s is not None and s not in running]
-        idle.sort(key=lambda s: (-s.used, s.order))
-        for seat in idle[self.rows - n :]:
-            self.release(seat)
+        idle.sort(key=lambda s: (-s.last_used, s.order))
+        for slot in idle[self.rows - n :]:
+            self.release(slot)
         spare = [row for row in range(n, self.rows) if self.owner[row] is None or row in vacated]
         displaced = [s for s in idle[: self.rows - n] if s.row is not None and s.row < n]
         return list(zip(displaced, spare))
 
-    def release(self, seat: Seat) -> None:
-        """Give up a row. Its ids stay readable as a donor until someone else sits there."""
-        if seat.row is not None:
-            self.owner[seat.row] = None
-            seat.row = None
+    def release(self, slot: CacheSlot) -> None:
+        """Free a slot's row. Its ids stay usable as a prefix source until another slot takes the row."""
+        if slot.row is not None:
+            self.owner[slot.row] = None
+            slot.row = None
 
-    def forget(self) -> None:
-        """The weights changed: what the rows hold belongs to an older policy."""
-        self.held = [[] for _ in range(self.rows)]
+    def invalidate(self) -> None:
+        """Forget all cached ids: after a weight update the rows hold the KV of an older policy."""
+        self.cached_ids = [[] for _ in range(self.rows)]

@@ -1,7 +1,7 @@
-"""The generator's own copy of a model: read tokens into slots, step running rows, take new weights.
+"""The model runner: the generator's own copy of a model. Prefills tokens into the KV cache, decodes running rows, loads weights.
 
-``Network`` runs any causal LM through its stock forward; where a hand-written decoder reproduces it, that one steps.
-Knows nothing of requests, sampling or text.
+``ModelRunner`` runs any causal LM through its stock forward, or through a hand-written decoder where that one gives the same
+logits. Knows nothing of requests, sampling or text.
 """
 
 from __future__ import annotations
@@ -17,23 +17,27 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from turnwise.engines.attention_interface import adopt
-from turnwise.engines.generator.attention_layouts import Job, Reading, Stepping
+from turnwise.engines import compat
+from turnwise.engines.attention_interface import install_attention
+from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk, PrefillLayout
 from turnwise.engines.generator.cuda_graphs import GraphDecoder
-from turnwise.engines.generator.kv_cache import Shape, Slots
-from turnwise.engines.generator.llama_decoder import Decoder
-from turnwise.engines.kernels.dispatch import calm
+from turnwise.engines.generator.kv_cache import HeadShape, KVCache
+from turnwise.engines.generator.llama_decoder import LlamaDecoder
+from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)
 
-PROOF, SHORTEST = 12, 4  # ids read and stepped to prove a path, and the shortest context in which that says anything
-READ_BUDGET = 4096  # tokens of one packed reading: bounds its memory ...
-READ_BUDGET_CUDA = 1 << 15  # ... smaller ones leave a large GPU waiting for launches
+PROBE_TOKENS, MIN_CONTEXT = (
+    12,
+    4,
+)  # tokens that verify a decode path, and the shortest context in which that is meaningful
+PREFILL_BUDGET = 4096  # tokens of one packed prefill: bounds its memory ...
+PREFILL_BUDGET_CUDA = 1 << 15  # ... with smaller ones a large GPU waits for launches
 
 
 def kernels_for(device: torch.device) -> tuple[Any, str]:
-    """The module of kernels for a device, or why there is none."""
+    """The kernel module for a device, or the reason why there is none."""
     if device.type != "cuda":
         return None, "no GPU"
     if importlib.util.find_spec("triton") is None:
@@ -45,20 +49,20 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _Probe:
-    """A layout that only looks at shapes."""
+class _ShapeProbe:
+    """A layout that only records head shapes and windows."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, tuple[Shape, Shape]] = {}
+        self.shapes: dict[int, tuple[HeadShape, HeadShape]] = {}
         self.windows: set[int | None] = set()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         self.shapes[layer] = ((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))
         self.windows.add(window)
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-class Network:
+class ModelRunner:
     def __init__(
         self,
         model: PreTrainedModel,
@@ -68,175 +72,180 @@ class Network:
         fast: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """``dtype``: of weights and slots; float8_e4m3fn: weights of the layers in fp8, all else in bfloat16 (on a CPU in the
-        model's own)."""
-        if context < SHORTEST:
-            raise SettingError(f"context={context} is too short to prove a model in; write at least {SHORTEST}")
-        self.narrow = dtype == torch.float8_e4m3fn
-        if self.narrow:
+        """``dtype``: of weights and KV cache; float8_e4m3fn: layer weights in fp8, everything else in bfloat16 (on a CPU in the
+        model's own dtype)."""
+        if context < MIN_CONTEXT:
+            raise SettingError(f"context={context} is too short to verify a model in; write at least {MIN_CONTEXT}")
+        self.fp8 = dtype == torch.float8_e4m3fn
+        if self.fp8:
             dtype = torch.bfloat16 if device.type == "cuda" else None
-        self.exact = dict(model.named_parameters()) if dtype not in (None, model.dtype) else None  # before rounding
+        self.exact = (
+            dict(model.named_parameters()) if dtype not in (None, model.dtype) else None
+        )  # the weights before rounding
         self.model = copy.deepcopy(model).to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
-        for p in self.model.parameters():  # not the buffers: rounded rotary frequencies are off by half a turn soon
+        for p in self.model.parameters():  # not the buffers: rounded rotary frequencies soon differ by half a turn
             p.data = p.data.to(dtype or p.dtype)
         self.device = device
-        calm(device)
-        many, vocabulary = min(PROOF, context), model.config.get_text_config().vocab_size
-        ids = torch.randint(0, vocabulary, (many,), generator=torch.Generator().manual_seed(0))
+        limit_host_threads(device)
+        count, vocabulary = min(PROBE_TOKENS, context), model.config.get_text_config().vocab_size
+        ids = torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
             reference = self.model(input_ids=ids[None].to(device), use_cache=False).logits[0]
-            adopt(self.model)
-            probe = _Probe()
-            self._forward(ids[None].to(device), torch.arange(many, device=device)[None], probe)
+            install_attention(self.model)
+            probe = _ShapeProbe()
+            self._forward(ids[None].to(device), torch.arange(count, device=device)[None], probe)
             shapes = [probe.shapes[layer] for layer in sorted(probe.shapes)]
             if list(probe.shapes) != list(range(len(shapes))):
                 raise SettingError(f"{type(model).__name__} does not route every layer through its attention interface")
-            self.slots = Slots(shapes, rows, context, next(self.model.parameters()).dtype, device)
-            self.decoder: Decoder | None = None
-            self.path = f"stock forward, {_name(self.slots.dtype)}, because fast is off"
+            self.kv_cache = KVCache(shapes, rows, context, next(self.model.parameters()).dtype, device)
+            self.decoder: LlamaDecoder | None = None
+            self.path = f"stock forward, {_name(self.kv_cache.dtype)}, because fast is off"
             self._verify(ids, reference, "its stock forward")
             if fast:
                 self._accelerate(ids, reference, probe.windows)
         self.exact = None
-        log.info("generator steps %s by: %s", type(self.model).__name__, self.describe())
+        log.info("generator decodes %s with: %s", type(self.model).__name__, self.describe())
 
     def _forward(self, tokens: Tensor, position: Tensor, layout: object) -> Tensor:
         return self.model(input_ids=tokens, position_ids=position, layout=layout, use_cache=False).logits
 
-    # ------------------------------------------------------------------ checks
+    # ------------------------------------------------------------------ verification
 
     def _deviation(self, ids: Tensor, reference: Tensor) -> float:
-        """Largest error of reading all ids but the last two and stepping those, relative to the logits' scale."""
-        self.read([Job(0, 0, ids[:-2].tolist())])
-        layout = Stepping(self.slots, [len(ids) - 2], 2)
-        rows = []
+        """Largest logit error of prefilling all ids but the last two and decoding those, relative to the largest logit."""
+        self.prefill([PrefillChunk(0, 0, ids[:-2].tolist())])
+        layout = DecodeLayout(self.kv_cache, [len(ids) - 2], 2)
+        logits = []
         for token in ids[-2:].to(self.device):
-            rows.append(self.step(token[None], layout)[0])
+            logits.append(self.decode_step(token[None], layout)[0])
             layout.advance()
-        return float((torch.stack(rows) - reference[-2:]).abs().max() / (1e-6 + reference.abs().max()))
+        return float((torch.stack(logits) - reference[-2:]).abs().max() / (1e-6 + reference.abs().max()))
 
     def _tolerance(self) -> float:
-        if self.narrow and self.decoder is not None:
+        if self.fp8 and self.decoder is not None:
             return 0.25
-        return 1e-3 if self.slots.dtype in (torch.float32, torch.float64) else 0.05
+        return 1e-3 if self.kv_cache.dtype in (torch.float32, torch.float64) else 0.05
 
     def _verify(self, ids: Tensor, reference: Tensor, what: str) -> None:
         error = self._deviation(ids, reference)
         if not error <= self._tolerance():
             raise SettingError(
-                f"{type(self.model).__name__} reads differently through KV slots than by {what} (off by {error:.2g}): "
+                f"{type(self.model).__name__} computes other logits with a KV cache than {what} (off by {error:.2g}): "
                 "its attention uses something beyond the Transformers attention interface (soft-capping, sinks ...)"
             )
 
     def _accelerate(self, ids: Tensor, reference: Tensor, windows: set[int | None]) -> None:
-        """Step through the best decoder that fits this model, works on this machine and gives the same logits."""
+        """Use the fastest decoder that supports this model, works on this machine and gives the same logits."""
         reasons: list[str] = []
         for what, make in self._decoders(windows):
             try:
-                made = make()
-                if isinstance(made, str):
-                    reasons.append(f"not {what}, because of {made}")
+                decoder = make()
+                if isinstance(decoder, str):
+                    reasons.append(f"not {what}, because of {decoder}")
                     continue
-                self.decoder = made
+                self.decoder = decoder
                 error = self._deviation(ids, reference)
                 if error <= self._tolerance():
-                    self.decoder.rehearse()
+                    self.decoder.warm_up()
                     self.path = "; ".join(["", *reasons])
                     return
                 reasons.append(f"not {what}, because its logits were off by {error:.2g}")
-            except Exception as fault:  # no compiler, an old GPU, too little memory: a slower path is better than none
+            except Exception as fault:  # no compiler, an old GPU, too little memory: fall back to a slower path
                 reasons.append(f"not {what}, because of {type(fault).__name__}: {(str(fault).splitlines() or [''])[0]}")
                 log.warning("generator: %s", reasons[-1])
         self.decoder = None
-        narrow = "; weights are not rounded to fp8" if self.narrow else ""
-        self.path = f"stock forward, {_name(self.slots.dtype)}{narrow}; " + "; ".join(reasons)
+        rounding = "; weights are not rounded to fp8" if self.fp8 else ""
+        self.path = f"stock forward, {_name(self.kv_cache.dtype)}{rounding}; " + "; ".join(reasons)
 
-    def _decoders(self, windows: set[int | None]) -> list[tuple[str, Callable[[], Decoder | str]]]:
-        """Decoders to try, the fastest first; each gives itself or why it does not fit."""
+    def _decoders(self, windows: set[int | None]) -> list[tuple[str, Callable[[], LlamaDecoder | str]]]:
+        """Decoders to try, fastest first; each factory returns a decoder or the reason why it does not support the model."""
 
-        def replayed(narrow: bool) -> Decoder | str:
-            kernels, why = kernels_for(self.device)
-            why = why or GraphDecoder.misfit(self.model, windows)
-            if why:
-                return why
-            decoder = GraphDecoder(self.model, self.slots, narrow, kernels)
-            decoder.refresh(self.exact)
+        def graph_decoder(fp8: bool) -> LlamaDecoder | str:
+            kernels, reason = kernels_for(self.device)
+            reason = reason or GraphDecoder.unsupported_reason(self.model, windows)
+            if reason:
+                return reason
+            decoder = GraphDecoder(self.model, self.kv_cache, fp8, kernels)
+            decoder.refresh_weights(self.exact)
             return decoder
 
-        def plain() -> Decoder | str:
-            return Decoder.misfit(self.model, windows) or Decoder(self.model, self.slots, self.narrow)
+        def eager_decoder() -> LlamaDecoder | str:
+            return LlamaDecoder.unsupported_reason(self.model, windows) or LlamaDecoder(
+                self.model, self.kv_cache, self.fp8
+            )
 
-        graphs: list[tuple[str, Callable[[], Decoder | str]]] = []
+        graphs: list[tuple[str, Callable[[], LlamaDecoder | str]]] = []
         if kernels_for(self.device)[0] is not None or self.device.type == "cuda":
-            graphs = [(f"CUDA graphs{' in fp8' * narrow}", partial(replayed, narrow)) for narrow in (True, False)]
-        return [*graphs[0 if self.narrow else 1 :], ("the hand-written decoder", plain)]
+            graphs = [(f"CUDA graphs{' in fp8' * fp8}", partial(graph_decoder, fp8)) for fp8 in (True, False)]
+        return [*graphs[0 if self.fp8 else 1 :], ("the hand-written decoder", eager_decoder)]
 
     def describe(self) -> str:
-        """Which path steps, and why not a faster one."""
+        """The decode path in use, and why no faster one is."""
         return self.path if self.decoder is None else self.decoder.describe() + self.path
 
     @property
     def graphs(self) -> GraphDecoder | None:
-        """The decoder, if it can draw many tokens without the host."""
+        """The decoder, if it samples many tokens on the GPU without the host."""
         return self.decoder if isinstance(self.decoder, GraphDecoder) else None
 
-    # ------------------------------------------------------------------ use
+    # ------------------------------------------------------------------ prefill and decode
 
-    def read(self, jobs: Sequence[Job]) -> int:
-        """Compute the KV of these ids. Returns how many tokens were read."""
-        budget = READ_BUDGET_CUDA if self.device.type == "cuda" else READ_BUDGET
-        for part in _parts(jobs, budget, padded=self.graphs is None):
-            layout = Reading(self.slots, part)
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> int:
+        """Compute the KV of these ids. Returns the number of tokens."""
+        budget = PREFILL_BUDGET_CUDA if self.device.type == "cuda" else PREFILL_BUDGET
+        for batch in _prefill_batches(chunks, budget, padded=self.graphs is None):
+            layout = PrefillLayout(self.kv_cache, batch)
             if self.decoder is not None:
-                self.decoder.read(layout)
+                self.decoder.prefill(layout)
             else:
-                base, (ids, position, *_) = self.model.base_model, layout.there
-                # no logits are needed: a request's last id is read by its first step
+                base, (ids, position, *_) = self.model.base_model, layout.on_device
+                # no logits needed: the last id of a request is fed by its first decode step
                 base(input_ids=ids[None], position_ids=position[None], layout=layout, use_cache=False)
-        return sum(len(job.ids) for job in jobs)
+        return sum(len(chunk.ids) for chunk in chunks)
 
-    def step(self, tokens: Tensor, layout: Stepping) -> Tensor:
-        """Feed one token per row [n]; logits [n, V] of the next."""
+    def decode_step(self, tokens: Tensor, layout: DecodeLayout) -> Tensor:
+        """Feed one token per row [n]; return the logits [n, V] of the next."""
         if self.decoder is not None:
-            return self.decoder.step(tokens, layout)
+            return self.decoder.decode_step(tokens, layout)
         return self._forward(tokens[:, None], layout.position[:, None], layout)[:, 0]
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy weights by name. Names may be missing (a tied head), never unknown."""
-        own = self.model.state_dict()
-        unknown = [name for name in weights if name not in own]
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy weights by name. Names may be missing (a tied head), but never unknown."""
+        parameters = self.model.state_dict()
+        unknown = [name for name in weights if name not in parameters]
         if unknown:
             raise SettingError(
                 f"published weights name {unknown[0]!r}, which {type(self.model).__name__} does not have"
             )
         for name, value in weights.items():
-            if own[name].shape != value.shape:
+            if parameters[name].shape != value.shape:
                 raise SettingError(
-                    f"weight {name!r} has shape {tuple(value.shape)}; the model's is {tuple(own[name].shape)}"
+                    f"weight {name!r} has shape {tuple(value.shape)}; the model's is {tuple(parameters[name].shape)}"
                 )
         if weights:
-            torch._foreach_copy_([own[name] for name in weights], list(weights.values()))
+            compat.foreach_copy_([parameters[name] for name in weights], list(weights.values()))
         if self.decoder is not None:
-            self.decoder.refresh(weights)
-        self.slots.forget()
+            self.decoder.refresh_weights(weights)
+        self.kv_cache.invalidate()
 
 
-def _parts(jobs: Sequence[Job], budget: int, padded: bool) -> list[list[Job]]:
-    """Cut into packed passes of a bounded number of tokens, and where jobs are padded to the longest, of at most twice as many
-    with the padding; long jobs first, so that like is read with like. The pieces of a long job follow one another."""
+def _prefill_batches(chunks: Sequence[PrefillChunk], budget: int, padded: bool) -> list[list[PrefillChunk]]:
+    """Group chunks into packed passes of at most ``budget`` tokens, and where chunks are padded to the longest, of at most twice
+    as many with padding. Long chunks come first, so that chunks of similar length share a pass. A chunk over the budget is split,
+    and its pieces go into consecutive passes."""
     pieces = [
-        Job(job.row, job.start + at, job.ids[at : at + budget])
-        for job in sorted(jobs, key=lambda job: -len(job.ids))
-        for at in range(0, len(job.ids), budget)
+        PrefillChunk(chunk.row, chunk.start + at, chunk.ids[at : at + budget])
+        for chunk in sorted(chunks, key=lambda chunk: -len(chunk.ids))
+        for at in range(0, len(chunk.ids), budget)
     ]
-    parts: list[list[Job]] = []
-    room = depth = 0
+    batches: list[list[PrefillChunk]] = []
+    room = longest = 0
     for piece in pieces:
-        depth = max(depth, len(piece.ids))
-        wide = padded and bool(parts) and (len(parts[-1]) + 1) * depth > 2 * budget
-        if not parts or len(piece.ids) > room or wide or parts[-1][-1].row == piece.row:
-            parts.append([])
-            room, depth = budget, len(piece.ids)
-        parts[-1].append(piece)
+        longest = max(longest, len(piece.ids))
+        too_padded = padded and bool(batches) and (len(batches[-1]) + 1) * longest > 2 * budget
+        if not batches or len(piece.ids) > room or too_padded or batches[-1][-1].row == piece.row:
+            batches.append([])
+            room, longest = budget, len(piece.ids)
+        batches[-1].append(piece)
         room -= len(piece.ids)
-    return parts
+    return batches

@@ -1,6 +1,7 @@
-"""The running requests, one lane per row: step them all, notice who is done, hand out what was sampled.
+"""The running requests, one batch lane per cache row: admit, decode, detect stops, deliver sampled tokens, compact.
 
-Talks to the world only through ``report``. Knows requests and slots, neither threads nor the event loop.
+Reports finished requests only through the callback ``report``. Knows requests and the KV cache; neither threads nor the event
+loop.
 """
 
 from __future__ import annotations
@@ -16,31 +17,35 @@ import torch
 from torch import Tensor
 
 from turnwise.core.records import Sampling, Stop
-from turnwise.engines.generator.attention_layouts import Job, Stepping
-from turnwise.engines.generator.cuda_graphs import HISTORY
-from turnwise.engines.generator.kv_cache import Move, Seat
-from turnwise.engines.generator.model_runner import Network
-from turnwise.engines.kernels.sampling import Sampler, uniforms
+from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk
+from turnwise.engines.generator.cuda_graphs import MAX_STEPS
+from turnwise.engines.generator.kv_cache import CacheSlot, RowCopy
+from turnwise.engines.generator.model_runner import ModelRunner
+from turnwise.engines.kernels.sampling import TokenSampler, uniforms
 
 COUNTS = (
-    "tokens", "steps", "lane_steps", "prefill_tokens", "prefix_hits", "shared_tokens", "reread_tokens", "admissions",
-    "publishes", "impatience",
+    "tokens", "steps", "lane_steps", "prefill_tokens", "prefix_hits", "shared_tokens", "recomputed_tokens", "admissions",
+    "publishes", "patience_timeouts",
 )  # fmt: skip
-THIN = 7 / 8  # share of living lanes at which the others close ranks, where that can happen after any step ...
-THIN_AHEAD = 3 / 4  # ... and where some steps more are on their way already
-HANDFUL = 32  # steps after which what a GPU has drawn is handed out, and others may say something
-BLOCK = 8  # steps between two looks of the host at a GPU without graphs
-TAIL = 8  # extra tokens decoded before the stop string's own length, so that no word boundary hides it
+COMPACT_BELOW = 7 / 8  # share of running lanes at which the batch is compacted, where it can be after any step ...
+COMPACT_BELOW_GRAPHS = 3 / 4  # ... and where further decode steps are already in flight
+DELIVER_EVERY = 32  # decode steps after which tokens from a GPU are delivered and the event loop runs
+EAGER_SYNC_EVERY = 8  # decode steps between two copies to the host on a GPU without CUDA graphs
+STOP_MARGIN = 8  # tokens decoded before the length of the stop string, so that no word boundary hides it
+MIN_SHARED_PREFIX = 8  # shorter prefixes of other rows are not copied
+
+StepOutput = tuple[list[int], Tensor, Tensor | None]
+"""One decode step of all lanes: ids, log-probabilities [n], kept log mass [n] if any lane truncates."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One turn being sampled. ``sequence`` is everything so far, the first ``given`` of it not ours."""
+    """One turn to sample. ``sequence``: all ids so far, of which the first ``prompt_length`` are the prompt."""
 
-    seat: Seat
+    cache_slot: CacheSlot
     seed: int
     sequence: list[int]
-    given: int
+    prompt_length: int
     sampling: Sampling
     budget: int  # tokens it may sample: its own limit or what the context leaves
     future: Any
@@ -49,263 +54,270 @@ class Request:
     version: list[int] = field(default_factory=list)
     stop: Stop | None = None
     cancelled: bool = False
-    since: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.perf_counter)
 
     @property
     def sampled(self) -> int:
-        return len(self.sequence) - self.given
+        return len(self.sequence) - self.prompt_length
 
 
-class Lanes:
-    def __init__(self, network: Network, stop_ids: Sequence[int], decode: Callable[[list[int]], str] | None) -> None:
-        self.network, self.slots = network, network.slots
+class Scheduler:
+    def __init__(
+        self, model_runner: ModelRunner, stop_ids: Sequence[int], decode: Callable[[list[int]], str] | None
+    ) -> None:
+        self.model_runner, self.kv_cache = model_runner, model_runner.kv_cache
         self.stop_ids = frozenset(stop_ids)
         self.decode = decode
         self.version = 0
         self.running: list[Request] = []
         self.count: Counter[str] = Counter()
         self.seconds = 0.0
-        self._history: list[tuple[list[int], Tensor, Tensor | None]] = []
+        self._undelivered: list[StepOutput] = []
 
     def stats(self) -> dict[str, float]:
         rate = self.count["tokens"] / self.seconds if self.seconds else 0.0
-        fast = float(self.network.decoder is not None)
+        fast = float(self.model_runner.decoder is not None)
         derived = {"seconds": self.seconds, "tokens_per_second": rate, "decoder": fast}
         return {name: float(self.count[name]) for name in COUNTS} | derived
 
-    # ------------------------------------------------------------------ composition
+    # ------------------------------------------------------------------ batch composition
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Seat newcomers beside the running ones and read what their rows do not hold yet."""
+        """Give waiting requests rows beside the running ones and prefill what their rows do not hold yet."""
         self.count["admissions"] += 1
-        donors = self._donors([r for r in requests if r.seat.row is None])
+        prefix_sources = self._prefix_sources([r for r in requests if r.cache_slot.row is None])
         for request in requests:
-            request.seat.used = self.count["admissions"]
-        self.slots.arrange([r.seat for r in [*self.running, *requests]], donors)
+            request.cache_slot.last_used = self.count["admissions"]
+        self.kv_cache.assign_rows([r.cache_slot for r in [*self.running, *requests]], prefix_sources)
         leaders: dict[tuple[int, ...], Request] = {}
-        jobs, copies = [], []
+        chunks, copies = [], []
         for request in requests:
             row, ids = _row(request), request.sequence[:-1]
-            known = common(self.slots.held[row], ids)
-            self.slots.held[row] = ids
-            self.count["prefix_hits"] += known
-            if known == len(ids):
+            cached = common_prefix_length(self.kv_cache.cached_ids[row], ids)
+            self.kv_cache.cached_ids[row] = ids
+            self.count["prefix_hits"] += cached
+            if cached == len(ids):
                 continue
             leader = leaders.setdefault(tuple(ids), request)
             if leader is request:
-                jobs.append(Job(row, known, ids[known:]))
+                chunks.append(PrefillChunk(row, cached, ids[cached:]))
             else:
-                copies.append(Move(_row(leader), row, len(ids)))
-                self.count["shared_tokens"] += len(ids) - known
-        if jobs:
-            self.count["prefill_tokens"] += self.network.read(jobs)
-        self.slots.move(copies)
+                copies.append(RowCopy(_row(leader), row, len(ids)))
+                self.count["shared_tokens"] += len(ids) - cached
+        if chunks:
+            self.count["prefill_tokens"] += self.model_runner.prefill(chunks)
+        self.kv_cache.copy_rows(copies)
         self.running = sorted([*self.running, *requests], key=_row)
 
-    def _donors(self, requests: Sequence[Request]) -> dict[Seat, tuple[int, int]]:
-        """For each newcomer the row that holds most of its ids, other dialogues' and free rows included."""
-        heads: dict[tuple[int, ...], list[int]] = {}
-        for row, held in enumerate(self.slots.held):
-            if len(held) >= TAIL:
-                heads.setdefault(tuple(held[:TAIL]), []).append(row)
-        donors: dict[Seat, tuple[int, int]] = {}
+    def _prefix_sources(self, requests: Sequence[Request]) -> dict[CacheSlot, tuple[int, int]]:
+        """For each new dialogue the row with the longest prefix of its ids; rows of others and free rows count too."""
+        rows_by_head: dict[tuple[int, ...], list[int]] = {}
+        for row, cached in enumerate(self.kv_cache.cached_ids):
+            if len(cached) >= MIN_SHARED_PREFIX:
+                rows_by_head.setdefault(tuple(cached[:MIN_SHARED_PREFIX]), []).append(row)
+        sources: dict[CacheSlot, tuple[int, int]] = {}
         for request in requests:
-            rows = heads.get(tuple(request.sequence[:TAIL]), ())
-            best = max(((common(self.slots.held[row], request.sequence[:-1]), -row) for row in rows), default=(0, 0))
+            rows, ids = rows_by_head.get(tuple(request.sequence[:MIN_SHARED_PREFIX]), ()), request.sequence[:-1]
+            lengths = ((common_prefix_length(self.kv_cache.cached_ids[row], ids), -row) for row in rows)
+            best = max(lengths, default=(0, 0))
             if best[0]:
-                donors[request.seat] = (-best[1], best[0])
-        return donors
+                sources[request.cache_slot] = (-best[1], best[0])
+        return sources
 
-    def reread(self, version: int) -> None:
-        """The weights changed: give every running row the KV of the new policy."""
+    def recompute(self, version: int) -> None:
+        """After a weight update, recompute the KV of every running row under the new policy."""
         self.version = version
         self.count["publishes"] += 1
-        jobs = [Job(_row(r), 0, r.sequence[:-1]) for r in self.running if len(r.sequence) > 1]
-        if jobs:
-            self.count["reread_tokens"] += self.network.read(jobs)
+        chunks = [PrefillChunk(_row(r), 0, r.sequence[:-1]) for r in self.running if len(r.sequence) > 1]
+        if chunks:
+            self.count["recomputed_tokens"] += self.model_runner.prefill(chunks)
         for request in self.running:
-            self.slots.held[_row(request)] = request.sequence[:-1]
+            self.kv_cache.cached_ids[_row(request)] = request.sequence[:-1]
 
-    # ------------------------------------------------------------------ stepping
+    # ------------------------------------------------------------------ decoding
 
     def run(
         self, tick: int, report: Callable[[Request], None], interrupted: Callable[[int], bool]
     ) -> Generator[None, None, None]:
-        """``tick`` tokens for every lane, or as many as it takes; newcomers can only be admitted between two runs. Pauses
-        (yields) where requests were done, so that whoever drives it can serve them first. ``interrupted``: whether to stop after
-        so many steps."""
+        """Decode ``tick`` tokens per lane, or fewer if all finish; requests are admitted only between two runs. Yields when
+        requests finish, so that the executor can resolve them first. ``interrupted``: whether to stop after so many steps."""
         done = 0
         while self.running and done < tick and not interrupted(done):
-            done += yield from self._stretch(tick - done, report, interrupted)
-            if self.network.graphs is not None:  # its stretches end when somebody can be admitted
+            done += yield from self._decode_batch(tick - done, report, interrupted)
+            if self.model_runner.graphs is not None:  # its batches end when a request can be admitted
                 break
 
-    def _stretch(
+    def _decode_batch(
         self, tick: int, report: Callable[[Request], None], interrupted: Callable[[int], bool]
     ) -> Generator[None, None, int]:
-        """Step an unchanging set of rows until enough lanes are dead to be worth closing ranks. A decoder that draws ahead is
-        told so, and what it has drawn by then is not thrown away; it goes on beyond the tick while everybody lives: nobody's
-        place could be taken."""
+        """Decode a fixed set of rows until enough lanes have finished to make compaction worthwhile. With CUDA graphs the decoder
+        then stops launching, and tokens already in flight are kept. It decodes beyond the tick as long as every lane runs:
+        no row could be reassigned anyway."""
         began, lanes = time.perf_counter(), self.running
-        ahead, few, died = self.network.graphs is not None, False, False
-        steps = min(HISTORY if ahead else tick, max(r.budget - r.sampled for r in lanes))
-        watch = [i for i, r in enumerate(lanes) if r.sampling.stop]
-        due: dict[int, list[int]] = {}
+        graphs, compact, any_finished = self.model_runner.graphs is not None, False, False
+        steps = min(MAX_STEPS if graphs else tick, max(r.budget - r.sampled for r in lanes))
+        with_stop_strings = [i for i, r in enumerate(lanes) if r.sampling.stop]
+        due: dict[int, list[int]] = {}  # lanes that reach their budget, by step
         for i, request in enumerate(lanes):
             due.setdefault(request.budget - request.sampled - 1, []).append(i)
-        enough = lambda launched: few or interrupted(launched) or (died and launched >= tick)  # noqa: E731
-        drawing = self._ahead(steps, enough) if ahead else self._one_by_one(steps)
-        self._history, step = [], 0
-        for drawn, logp, mass in drawing:
-            self._history.append((drawn, logp, mass))
-            ended = self._ended(drawn, due.get(step, ()), watch)
+        should_stop = lambda n: compact or interrupted(n) or (any_finished and n >= tick)  # noqa: E731
+        outputs = self._replay_graphs(steps, should_stop) if graphs else self._decode_eagerly(steps)
+        self._undelivered, step = [], 0
+        for tokens, logp, mass in outputs:
+            self._undelivered.append((tokens, logp, mass))
+            finished = self._finished_lanes(tokens, due.get(step, ()), with_stop_strings)
             step += 1
-            if ended:
-                self._finish(ended, report)
-                died = True
-                few = sum(r.stop is None for r in lanes) <= (THIN_AHEAD if ahead else THIN) * len(lanes)
-                if few and not ahead:
+            if finished:
+                self._finish(finished, report)
+                any_finished = True
+                threshold = (COMPACT_BELOW_GRAPHS if graphs else COMPACT_BELOW) * len(lanes)
+                compact = sum(r.stop is None for r in lanes) <= threshold
+                if compact and not graphs:
                     break
-            if pause := ahead and len(self._history) >= min(tick, HANDFUL):  # a GPU draws on meanwhile
-                self._collect_living()
-            if ended or pause:
+            if pause := graphs and len(self._undelivered) >= min(tick, DELIVER_EVERY):  # the GPU decodes on meanwhile
+                self._deliver_running()
+            if finished or pause:
                 self.seconds += time.perf_counter() - began
                 yield
                 began = time.perf_counter()
-            if interrupted(step) and not ahead:
+            if interrupted(step) and not graphs:
                 break
-        self._close_ranks()
+        self.compact()
         self.count["steps"] += step
         self.count["lane_steps"] += step * len(lanes)
         self.seconds += time.perf_counter() - began
         yield
         return step
 
-    def _one_by_one(self, steps: int) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
-        """What every lane draws, step by step: ids, log-probabilities, kept mass. On a GPU the host looks at several steps at
-        once: a look at each would stop the GPU as often."""
-        lanes, device = self.running, self.slots.device
-        layout = Stepping(self.slots, [len(r.sequence) - 1 for r in lanes], steps)
-        sampler = Sampler([r.sampling for r in lanes], device)
+    def _decode_eagerly(self, steps: int) -> Iterator[StepOutput]:
+        """Decode step by step. On a GPU tokens are copied to the host every ``EAGER_SYNC_EVERY`` steps: each copy waits for the
+        GPU."""
+        lanes, device = self.running, self.kv_cache.device
+        layout = DecodeLayout(self.kv_cache, [len(r.sequence) - 1 for r in lanes], steps)
+        sampler = TokenSampler([r.sampling for r in lanes], device)
         seed, position = (
             torch.tensor(x, device=device) for x in ([r.seed for r in lanes], [len(r.sequence) for r in lanes])
         )
         u = uniforms(seed, position + torch.arange(steps, device=device)[:, None])  # [steps, n]
         tokens = torch.tensor([r.sequence[-1] for r in lanes], device=device)
-        block = 1 if device.type == "cpu" else BLOCK
+        block = 1 if device.type == "cpu" else EAGER_SYNC_EVERY
         for begin in range(0, steps, block):
-            found = []
+            outputs = []
             for step in range(begin, min(steps, begin + block)):
-                tokens, logp, mass = sampler(self.network.step(tokens, layout), u[step])
-                found.append((tokens, logp, mass))
+                tokens, logp, mass = sampler(self.model_runner.decode_step(tokens, layout), u[step])
+                outputs.append((tokens, logp, mass))
                 layout.advance()
-            for ids, (_, logp, mass) in zip(torch.stack([x[0] for x in found]).tolist(), found):
+            for ids, (_, logp, mass) in zip(torch.stack([x[0] for x in outputs]).tolist(), outputs):
                 yield ids, logp, mass
 
-    def _ahead(self, steps: int, enough: Callable[[int], bool]) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
-        """The same, drawn by a decoder that needs no host; lanes that end in between ride along."""
-        lanes, graphs = self.running, self.network.graphs
-        assert graphs is not None
-        cuts = [(r.sampling.top_k, r.sampling.top_p, r.sampling.min_p) for r in lanes]
-        return graphs.run(
+    def _replay_graphs(self, steps: int, should_stop: Callable[[int], bool]) -> Iterator[StepOutput]:
+        """The same by a decoder that samples on the GPU; lanes that finish in between stay in the batch."""
+        lanes, decoder = self.running, self.model_runner.graphs
+        assert decoder is not None
+        truncations = [(r.sampling.top_k, r.sampling.top_p, r.sampling.min_p) for r in lanes]
+        return decoder.decode_steps(
             steps,
             [r.sequence[-1] for r in lanes],
             [len(r.sequence) - 1 for r in lanes],
             [r.seed for r in lanes],
             [r.sampling.temperature for r in lanes],
-            cuts if any(_cuts(r.sampling) for r in lanes) else None,
-            enough,
-            self._alike(),
+            truncations if any(_truncates(r.sampling) for r in lanes) else None,
+            should_stop,
+            self._common_prefixes(),
         )
 
-    def _alike(self) -> list[int]:
-        """How many first columns of its row each lane has in common with the lane before it."""
-        every = [r.sequence for r in self.running]
-        return [0, *(min(common(a, b), len(a) - 1, len(b) - 1) for a, b in pairwise(every))]
+    def _common_prefixes(self) -> list[int]:
+        """How many leading columns each lane's row has in common with the row of the lane before it."""
+        sequences = [r.sequence for r in self.running]
+        pairs = pairwise(sequences)
+        return [0, *(min(common_prefix_length(a, b), len(a) - 1, len(b) - 1) for a, b in pairs)]
 
-    def _ended(self, drawn: list[int], due: Sequence[int], watch: Sequence[int]) -> dict[int, Stop]:
-        """Lanes that are done after this token, and why. A stop id wins over a string, a string over a limit."""
-        ended = {i: Stop.LENGTH for i in due if self.running[i].stop is None}
-        for i in watch:
-            if self.running[i].stop is None and self._says_stop(i):
-                ended[i] = Stop.STRING
-        if not self.stop_ids.isdisjoint(drawn):
-            for i, token in enumerate(drawn):
+    def _finished_lanes(
+        self, tokens: list[int], due: Sequence[int], with_stop_strings: Sequence[int]
+    ) -> dict[int, Stop]:
+        """Lanes that finish with this token, and why. A stop id takes precedence over a string, a string over a limit."""
+        finished = {i: Stop.LENGTH for i in due if self.running[i].stop is None}
+        for i in with_stop_strings:
+            if self.running[i].stop is None and self._hits_stop_string(i):
+                finished[i] = Stop.STRING
+        if not self.stop_ids.isdisjoint(tokens):
+            for i, token in enumerate(tokens):
                 if token in self.stop_ids and self.running[i].stop is None:
-                    ended[i] = Stop.TOKEN
-        return ended
+                    finished[i] = Stop.TOKEN
+        return finished
 
-    def _says_stop(self, lane: int) -> bool:
-        """Does the decoded tail hold a stop string that the last token completed?"""
+    def _hits_stop_string(self, lane: int) -> bool:
+        """Whether the decoded tail holds a stop string that the last token completed."""
         assert self.decode is not None
         request = self.running[lane]
-        # every token carries at least a byte, so these tokens cover the string and some context before it
-        size = TAIL + max(len(string.encode()) for string in request.sampling.stop)
-        before = request.sequence[max(request.given, len(request.sequence) - size) :]
-        text = self.decode([*before, *(drawn[lane] for drawn, _, _ in self._history[-size:])][-size:])
+        # every token carries at least one byte, so these tokens cover the string and some context before it
+        size = STOP_MARGIN + max(len(string.encode()) for string in request.sampling.stop)
+        before = request.sequence[max(request.prompt_length, len(request.sequence) - size) :]
+        text = self.decode([*before, *(tokens[lane] for tokens, _, _ in self._undelivered[-size:])][-size:])
         return any(string in text for string in request.sampling.stop)
 
-    # ------------------------------------------------------------------ handing out
+    # ------------------------------------------------------------------ delivery
 
-    def _collect(self, lanes: Sequence[int]) -> None:
-        """Move what these lanes sampled in this stretch from the history into their requests."""
-        drawn = list(zip(*(h[0] for h in self._history)))
-        mine = lambda rows: torch.stack(rows)[:, lanes].T.tolist()  # noqa: E731
-        logp = mine([h[1] for h in self._history])
-        mass = mine([h[2] for h in self._history]) if self._history[0][2] is not None else None
-        size = len(self._history)
-        none, version = [0.0] * size, [self.version] * size
-        for at, lane in enumerate(lanes):
+    def _deliver(self, lanes: Sequence[int]) -> None:
+        """Append the undelivered tokens of these lanes to their requests."""
+        outputs = self._undelivered
+        tokens = list(zip(*(ids for ids, _, _ in outputs)))
+        select = lambda rows: torch.stack(rows)[:, lanes].T.tolist()  # noqa: E731
+        logp = select([o[1] for o in outputs])
+        mass = select([o[2] for o in outputs]) if outputs[0][2] is not None else None
+        size = len(outputs)
+        no_mass, version = [0.0] * size, [self.version] * size
+        for index, lane in enumerate(lanes):
             request = self.running[lane]
-            request.sequence.extend(drawn[lane])
-            request.logp.extend(logp[at])
-            request.mass.extend(none if mass is None else mass[at])
+            request.sequence.extend(tokens[lane])
+            request.logp.extend(logp[index])
+            request.mass.extend(no_mass if mass is None else mass[index])
             request.version.extend(version)
-            self.slots.held[_row(request)] = request.sequence[:-1]
+            self.kv_cache.cached_ids[_row(request)] = request.sequence[:-1]
         self.count["tokens"] += size * len(lanes)
 
-    def _finish(self, ended: dict[int, Stop], report: Callable[[Request], None]) -> None:
-        self._collect(list(ended))
-        for lane, stop in ended.items():
+    def _finish(self, finished: dict[int, Stop], report: Callable[[Request], None]) -> None:
+        self._deliver(list(finished))
+        for lane, stop in finished.items():
             self.running[lane].stop = stop
             report(self.running[lane])
 
-    def _collect_living(self) -> None:
-        living = [i for i, r in enumerate(self.running) if r.stop is None]
-        if living and self._history:
-            self._collect(living)
-        self._history = []
+    def _deliver_running(self) -> None:
+        unfinished = [i for i, r in enumerate(self.running) if r.stop is None]
+        if unfinished and self._undelivered:
+            self._deliver(unfinished)
+        self._undelivered = []
 
-    def _close_ranks(self) -> None:
-        """Collect from the living, drop the dead and move the living together."""
-        self._collect_living()
-        self.drop(lambda r: r.stop is not None)
+    def compact(self) -> None:
+        """Deliver to the running requests, remove the finished ones and move the remaining rows together."""
+        self._deliver_running()
+        self.remove(lambda r: r.stop is not None)
 
-    def drop(self, gone: Callable[[Request], bool]) -> list[Request]:
-        """Take requests out of their lanes between two runs; their rows keep the KV."""
-        out = [r for r in self.running if gone(r)]
-        if out:
-            self.running = [r for r in self.running if not gone(r)]
-            self.slots.arrange([r.seat for r in self.running])
+    def remove(self, condition: Callable[[Request], bool]) -> list[Request]:
+        """Take requests out of the batch between two runs; their rows keep the KV."""
+        removed = [r for r in self.running if condition(r)]
+        if removed:
+            self.running = [r for r in self.running if not condition(r)]
+            self.kv_cache.assign_rows([r.cache_slot for r in self.running])
             self.running.sort(key=_row)
-        return out
+        return removed
 
 
-def _cuts(sampling: Sampling) -> bool:
+def _truncates(sampling: Sampling) -> bool:
     return not (sampling.whole or sampling.greedy)
 
 
 def _row(request: Request) -> int:
-    assert request.seat.row is not None
-    return request.seat.row
+    assert request.cache_slot.row is not None
+    return request.cache_slot.row
 
 
-def common(a: list[int], b: list[int]) -> int:
+def common_prefix_length(a: list[int], b: list[int]) -> int:
     """Length of the longest common prefix."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
-    while low < high:  # by halves: slices compare faster than a loop
+    while low < high:  # bisect: slices compare faster than a loop
         middle = (low + high + 1) // 2
         low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
     return low

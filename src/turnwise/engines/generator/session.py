@@ -1,6 +1,6 @@
 """One dialogue with the local generator: ids in, ids out.
 
-Keeps no ids itself: the KV slots know what has been read. Knows nothing of text, environments or other dialogues.
+Stores no ids itself: the KV cache knows which ids have been processed. Knows nothing of text, environments or other dialogues.
 """
 
 from __future__ import annotations
@@ -10,87 +10,88 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from turnwise.core.records import Completion, Sampling, Stop
-from turnwise.engines.generator.kv_cache import Seat
+from turnwise.engines.generator.kv_cache import CacheSlot
 from turnwise.engines.generator.scheduler import Request
 from turnwise.engines.kernels.sampling import signed
 from turnwise.errors import SettingError
 
 
-class _House(Protocol):
-    """What a session asks of its generator."""
+class _SessionOwner(Protocol):
+    """What a session needs from its generator."""
 
     def open(self, seed: int) -> LocalSession: ...
 
-    def request(self, session: LocalSession, ids: Sequence[int], sampling: Sampling) -> Request: ...
+    def make_request(self, session: LocalSession, ids: Sequence[int], sampling: Sampling) -> Request: ...
 
-    def leave(self, session: LocalSession) -> None: ...
+    def detach(self, session: LocalSession) -> None: ...
 
-    def poke(self) -> None: ...
+    def wake(self) -> None: ...
 
 
 class LocalSession:
-    """Implements ``ports.Session``. Random numbers depend on (seed, position) alone, and on how often the dialogue began
-    afresh: drawn again at the same places, the same numbers would make a policy repeat its every slip for ever."""
+    """Implements ``core.protocols.Session``. Random numbers depend only on (seed, position) and on how often the dialogue was
+    restarted: without the latter, a policy that rewrites its history would draw the same numbers at the same positions and
+    repeat every mistake."""
 
-    def __init__(self, house: _House, seed: int, order: int) -> None:
+    def __init__(self, owner: _SessionOwner, seed: int, order: int) -> None:
         self.seed = signed(seed)
-        self.seat = Seat(order)
+        self.cache_slot = CacheSlot(order)
         self.parked = False
         self.closed = False
         self.request: Request | None = None
-        self._house = house
-        self._drawn = 0  # positions for which a number was drawn
+        self._owner = owner
+        self._sampled_until = 0  # positions for which a random number was drawn
 
     @property
-    def asking(self) -> bool:
-        """A request of this session waits or runs."""
+    def pending(self) -> bool:
+        """A request of this session is waiting or running."""
         return self.request is not None and self.request.stop is None
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Continue ``ids``, the whole sequence so far. The prefix its slot holds is not read again."""
+        """Continue ``ids``, the whole sequence so far. A prefix that the cache holds is not prefilled again."""
         if self.closed:
             raise SettingError("this session was closed; open a new one")
         if self.request is not None:
             raise SettingError("this session is already generating; await it, or fork the session")
-        if len(ids) < self._drawn:  # history was rewritten or left out
-            self.seed, self._drawn = signed(self.seed + 1), 0
-        request = self._house.request(self, ids, sampling)
+        if len(ids) < self._sampled_until:  # the history was rewritten or shortened
+            self.seed, self._sampled_until = signed(self.seed + 1), 0
+        request = self._owner.make_request(self, ids, sampling)
         if request.budget < 1:  # the context is full before the first token
             request.stop = Stop.LENGTH
             return completion(request)
         self.request, self.parked = request, False
-        self._house.poke()
+        self._owner.wake()
         try:
             await request.future
         finally:
-            request.cancelled = True  # if the caller was cancelled, the engine must not go on for nobody
-            self.request, self._drawn = None, len(request.sequence)
+            request.cancelled = True  # if the caller was cancelled, nobody needs the remaining tokens
+            self.request, self._sampled_until = None, len(request.sequence)
         return completion(request)
 
     def fork(self, seed: int) -> LocalSession:
-        """Another dialogue that starts from the same past: what this one's row holds is copied when it first asks."""
-        return self._house.open(seed)
+        """Open another dialogue with the same history; its first request copies the cached prefix from this one's row."""
+        return self._owner.open(seed)
 
     def park(self) -> None:
-        """This session will rest: a deterministic generator need not wait for it. Asking again ends the rest."""
+        """Tell a deterministic generator not to wait for this session. The next ``generate`` unparks it."""
         self.parked = True
-        self._house.poke()
+        self._owner.wake()
 
     def cancel(self) -> None:
-        """An unfinished ``generate`` returns what it has. Its KV stays."""
+        """Make an unfinished ``generate`` return the tokens it has. Its KV stays cached."""
         if self.request is not None:
             self.request.cancelled = True
-            self._house.poke()
+            self._owner.wake()
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
             self.cancel()
-            self._house.leave(self)
+            self._owner.detach(self)
 
 
 def completion(request: Request) -> Completion:
     assert request.stop is not None
-    tokens = request.sequence[request.given :]
-    seconds = time.perf_counter() - request.since
+    tokens = request.sequence[request.prompt_length :]
+    seconds = time.perf_counter() - request.started
     return Completion(tokens, request.logp, request.mass, request.version, request.stop, seconds)

@@ -1,6 +1,6 @@
-"""A layer's products, forward and backward, in the weights' own numbers or rounded to fp8.
+"""A learner's linear layers, forward and backward, in the weights' own dtype or rounded to fp8.
 
-Legend: L rows, d inputs, n outputs. Weights are [n, d], as linear layers keep them.
+Legend: L rows, d inputs, n outputs. Weights are [n, d], as ``nn.Linear`` stores them. Knows weights; no layers or models.
 """
 
 from __future__ import annotations
@@ -11,50 +11,50 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from turnwise.engines.kernels.decode_reference import quantise, widened
+from turnwise.engines.kernels.decode_reference import dequantise, quantise
 
 
 @dataclass(frozen=True, eq=False)
-class Rounded:
-    """A weight in e4m3, a scale for each output, whose inputs are rounded likewise, a scale for each row: what a sampler's fp8
-    products compute. e4m3 numbers are exact in half precision, so only the order of sums differs."""
+class EmulatedFp8Weight:
+    """A weight in e4m3 with a scale per output, multiplied by inputs rounded to e4m3 with a scale per row: emulates the
+    generator's fp8 products. e4m3 numbers are exact in half precision, so only the order of sums differs."""
 
-    data: Tensor  # [n, d] e4m3 numbers in the products' dtype
+    data: Tensor  # [n, d] e4m3 numbers in the dtype of the products
     scale: Tensor  # [n, 1]
 
     @classmethod
-    def of(cls, weight: Tensor) -> Rounded:
+    def of(cls, weight: Tensor) -> EmulatedFp8Weight:
         data, scale = quantise(weight)
         return cls(data.to(weight.dtype), scale)
 
-    def product(self, h: Tensor) -> Tensor:
+    def matmul(self, h: Tensor) -> Tensor:
         data, scale = quantise(h)
         a, b = data.to(h.dtype), self.data.t()
         out = torch.mm(a, b, out_dtype=torch.float32) if h.is_cuda and h.dtype != torch.float32 else torch.mm(a, b)
         return (out.float() * scale * self.scale.t()).to(h.dtype)
 
-    def wide(self) -> Tensor:
-        return widened(self.data, self.scale).to(self.data.dtype)
+    def dequantised(self) -> Tensor:
+        return dequantise(self.data, self.scale).to(self.data.dtype)
 
 
-Weight = Tensor | Rounded
+Weight = Tensor | EmulatedFp8Weight
 
 
-def product(h: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(h: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """h Wᵀ + b in the dtype of h."""
-    if isinstance(weight, Rounded):
-        return weight.product(h) if bias is None else weight.product(h) + bias
+    if isinstance(weight, EmulatedFp8Weight):
+        return weight.matmul(h) if bias is None else weight.matmul(h) + bias
     return torch.mm(h, weight.t()) if bias is None else torch.addmm(bias, h, weight.t())
 
 
-def back(d: Tensor, weight: Weight) -> Tensor:
-    """d W: the gradient of a product's input. Rounding passes gradients through as they are."""
-    return torch.mm(d, weight.wide() if isinstance(weight, Rounded) else weight)
+def input_gradient(d: Tensor, weight: Weight) -> Tensor:
+    """d W: the gradient of the input. Rounding is treated as the identity (straight-through)."""
+    return torch.mm(d, weight.dequantised() if isinstance(weight, EmulatedFp8Weight) else weight)
 
 
-def seen(h: Tensor, weight: Weight) -> Tensor:
-    """What a product really multiplied."""
-    return widened(*quantise(h)).to(h.dtype) if isinstance(weight, Rounded) else h
+def quantised_input(h: Tensor, weight: Weight) -> Tensor:
+    """The input as the product uses it: rounded to fp8 if the weight is."""
+    return dequantise(*quantise(h)).to(h.dtype) if isinstance(weight, EmulatedFp8Weight) else h
 
 
 def weight_gradient(d: Tensor, h: Tensor, like: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def weight_gradient(d: Tensor, h: Tensor, like: Tensor) -> Tensor:
     return torch.mm(d.t(), h, out_dtype=like.dtype) if d.is_cuda else torch.mm(d.t(), h).to(like.dtype)
 
 
-def parts_of(grad: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """One gradient of a fused product, cut into those of its weights."""
-    cut = grad.split([len(w) for w in weights])
-    return [g if want else None for g, want in zip(cut, wanted)]
+def split_gradient(grad: Tensor, weights: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Split the gradient of a fused weight into those of its parts; None for parts that need none."""
+    parts = grad.split([len(w) for w in weights])
+    return [g if need else None for g, need in zip(parts, needed)]

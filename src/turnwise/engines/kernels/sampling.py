@@ -1,7 +1,7 @@
-"""Drawing tokens: temperature, truncation, counter-based random numbers. All rows at once.
+"""Batched token sampling: temperature, truncation, counter-based random numbers.
 
-A token is a pure function of (logits, sampling, seed, position): which rows share a batch, in which order and in which
-slot, cannot matter. Knows neither models nor requests, nor what a token means.
+A token is a pure function of (logits, sampling parameters, seed, position): it does not depend on which rows share a batch, on
+their order or on their cache row. Knows neither models nor requests, nor what a token means.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from turnwise.core.records import Sampling
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number, and the two multipliers of splitmix64
 MIX = ((30, -4658895280553007687), (27, -7723592293110705685))
 
-ALL = 1 << 31  # a top-k that cuts nothing
+KEEP_ALL = 1 << 31  # a top-k that truncates nothing
 
 
 def signed(seed: int) -> int:
-    """Any Python integer as a signed 64-bit one."""
+    """Wrap any Python integer to a signed 64-bit one."""
     return ((seed + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64. ``&`` turns the arithmetic shift into a logical one."""
+    """The finaliser of splitmix64. ``&`` makes the arithmetic shift a logical one."""
     for shift, factor in MIX:
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x ^ ((x >> 31) & ((1 << 33) - 1))
@@ -39,33 +39,32 @@ def uniforms(seed: Tensor, position: Tensor) -> Tensor:
     return ((x >> 12) & ((1 << 52) - 1)).double() * 2.0**-52
 
 
-class Sampler:
-    """The settings of some rows as columns. Truncation order is that of Transformers: top-k, top-p, then min-p."""
+class TokenSampler:
+    """The sampling parameters of a batch as column tensors. Truncates in the order of Transformers: top-k, top-p, then min-p."""
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
         self.greedy = _column([s.greedy for s in samplings], device) if any(s.greedy for s in samplings) else None
         temperatures = [1.0 if s.greedy else s.temperature for s in samplings]
-        self.cold = any(t != 1.0 for t in temperatures)
-        self.temperature = _column(temperatures, device) if self.cold else None
-        self.cut = any(not (s.whole or s.greedy) for s in samplings)
-        if self.cut:
+        self.temperature = _column(temperatures, device) if any(t != 1.0 for t in temperatures) else None
+        self.truncates = any(not (s.whole or s.greedy) for s in samplings)
+        if self.truncates:
             self.whole = _column([s.whole or s.greedy for s in samplings], device)
-            self.top_k = _column([s.top_k or ALL for s in samplings], device)
+            self.top_k = _column([s.top_k or KEEP_ALL for s in samplings], device)
             self.top_p = _column([s.top_p for s in samplings], device, torch.float64)
             self.min_p = _column([s.min_p for s in samplings], device, torch.float64)
         self.all_greedy = all(s.greedy for s in samplings)
 
     def __call__(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """logits [B, V], u [B] -> token, logp, mass [B]; mass is None when no row cuts anything.
+        """logits [B, V], u [B] -> token, logp, mass [B]; mass is None when no row truncates.
 
-        A greedy row's logp is that of the temperature-1 distribution: its own is always 0 and would teach nothing."""
+        A greedy row's logp is that of the temperature-1 distribution: its own is always 0 and carries no gradient."""
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if self.temperature is not None:
             logits = logits / self.temperature.to(logits.dtype)
-        weight = full = logits.softmax(-1)  # the log is taken of the chosen ones only: one pass of exp fewer
+        weight = full = logits.softmax(-1)  # take the log of the sampled entries only: one pass of exp fewer
         mass = None
-        if self.cut:
+        if self.truncates:
             weight, mass = truncate(full, self.whole, self.top_k, self.top_p, self.min_p)
         best = logits.argmax(-1, keepdim=True) if self.greedy is not None else None
         if self.all_greedy and best is not None:
@@ -74,19 +73,19 @@ class Sampler:
             token = pick(weight, u)
             if best is not None and self.greedy is not None:
                 token = torch.where(self.greedy, best, token)
-        chosen = full.gather(1, token)[:, 0].log()
-        return token[:, 0], (chosen if mass is None else chosen - mass), mass
+        logp = full.gather(1, token)[:, 0].log()
+        return token[:, 0], (logp if mass is None else logp - mass), mass
 
 
 def pick(weight: Tensor, u: Tensor) -> Tensor:
-    """weight [B, V], u [B] -> [B, 1]: the entry in which u of the summed weight falls."""
+    """Inverse-CDF sampling. weight [B, V], u [B] -> [B, 1]: the entry in which u times the total weight falls."""
     cdf = weight.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
 
 
 def truncate(weight: Tensor, whole: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero what is cut; the kept log mass [B]. ``whole`` rows [B, 1] keep all. Sorted to decide, unsorted to draw: a row must
-    ignore its neighbours."""
+    """Zero the truncated entries; also return the kept log mass [B]. ``whole`` rows [B, 1] keep all. The entries are sorted to
+    find the truncation and sampled unsorted, so that a row does not depend on its neighbours."""
     p, order = weight.sort(dim=-1, descending=True, stable=True)
     p = p.double()
     rank = torch.arange(p.shape[1], device=p.device)

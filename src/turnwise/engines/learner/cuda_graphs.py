@@ -1,13 +1,12 @@
-"""The layers of a decoder captured as CUDA graphs, forward and backward: a pass costs the host two launches, not a thousand.
+"""A decoder's layers captured as CUDA graphs, forward and backward: a pass costs the host two launches instead of a thousand.
 
-A graph has fixed sizes, so rows, keys and sequences are padded up to buckets. Padded rows are sequences of their own that nobody
-asks anything of: their gradient is zero. Real runs hardly have the same sizes twice, and a capture costs as much as many passes:
-the first graphs are of coarse sizes, which passes a little smaller borrow; sizes that come often get one of their own. All graphs
-share one pool of memory, which is right because a backward pass follows its own forward pass before another begins; whoever
-breaks that rule is read without.
-A learner that adds up gradients (``blocks.adding``) has the graphs do it: no copy of them is made on the way.
+A graph has fixed shapes, so rows, keys and sequences are padded up to buckets. Padding rows form sequences of their own whose
+output gradient is zero. Real runs rarely repeat a shape, and one capture costs as much as many passes: the first graphs have
+coarse buckets, which slightly smaller passes reuse, and a frequent bucket gets a dedicated graph. All graphs share one memory
+pool. That is safe because a backward pass follows its forward pass before the next one starts; a pass that breaks this order
+runs without a graph. Inside ``accumulating_gradients`` the graphs add directly into the parameters' gradients, without a copy.
 
-Knows blocks and layouts; neither what the states are for nor who asks.
+Knows layers and layouts; knows neither what the states are for nor who needs them.
 """
 
 from __future__ import annotations
@@ -23,233 +22,260 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from turnwise.engines.learner.varlen_attention import Ragged
-from turnwise.maths.numbers import at_least
+from turnwise.engines import compat
+from turnwise.engines.learner.varlen_attention import VarlenAttention
+from turnwise.maths.numbers import first_at_least
 
 log = logging.getLogger(__name__)
 
-ROWS = [2**k * eighths // 8 for k in range(8, 24) for eighths in range(8, 16)]  # sizes of buckets: rows cost time ...
-COARSE = [2**k * eighths // 8 for k in range(8, 24) for eighths in (8, 10, 13)]
-KEYS = [2**k for k in range(8, 24)]  # ... the others next to none
-SEQUENCES = [4**k for k in range(3, 10)]
-LONGEST = [2**k for k in range(9, 24)]
-SLACK = 1.26  # times the rows of its bucket may a pass borrow a graph of ...
-OFTEN = 16  # ... until it has come so often
+# Padding rows cost time, so their buckets are fine; padding in the other dimensions costs almost nothing.
+ROW_BUCKETS = [2**k * eighths // 8 for k in range(8, 24) for eighths in range(8, 16)]
+COARSE_ROW_BUCKETS = [2**k * eighths // 8 for k in range(8, 24) for eighths in (8, 10, 13)]
+KEY_BUCKETS = [2**k for k in range(8, 24)]
+SEQUENCE_BUCKETS = [4**k for k in range(3, 10)]
+LENGTH_BUCKETS = [2**k for k in range(9, 24)]
+MAX_ROW_RATIO = 1.26  # a pass may reuse a graph with up to this many times the rows of its own bucket ...
+DEDICATED_AFTER = 16  # ... until its bucket has occurred this often
 
 
-class Key(NamedTuple):
-    """One bucket. ``keys`` 0: every sequence has its own rows for keys; ``grad``: with a backward pass."""
+class GraphBucket(NamedTuple):
+    """The shape of a graph. ``keys`` 0: no shared prefixes, key i is row i. ``grad``: with a backward graph."""
 
     rows: int
     keys: int
     sequences: int
-    longest: tuple[int, int]
-    kind: torch.dtype
+    max_seqlen: tuple[int, int]
+    dtype: torch.dtype
     grad: bool
 
     @property
-    def sizes(self) -> list[int]:
-        """Of what a pass is given: ids, positions, where queries and keys begin, whose copies the keys are."""
+    def input_sizes(self) -> list[int]:
+        """Sizes of the inputs: ids, positions, cumulative lengths of queries and of keys, source rows of the keys."""
         return [self.rows, self.rows, self.sequences + 1, self.sequences + 1, self.keys]
 
 
-Read = Callable[[Tensor, Tensor, Ragged, Mapping[Tensor, Tensor]], Tensor]
-"""ids [L], positions [L], layout, what stands for each of the weights -> states [L, d]."""
+LayersForward = Callable[[Tensor, Tensor, VarlenAttention, Mapping[Tensor, Tensor]], Tensor]
+"""ids [L], positions [L], layout, the tensor to use for each weight -> states [L, d]."""
 
 
-class Body:
-    """Reads a decoder by graphs where it can. ``read`` must launch kernels only: no host may look at a tensor in it."""
+class CapturedLayers:
+    """Runs a decoder's layers by CUDA graphs where possible. ``forward`` may only launch kernels: no host-device sync."""
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self.weights: list[Tensor] = list(weights)
         self.parameters = [p for p in weights if p.requires_grad]
-        self.seen: Counter[Key] = Counter()
-        self.rehearsed: set[tuple[torch.dtype, bool, bool]] = set()
-        self.graphs: dict[Key, _Graph] = {}
+        self.bucket_counts: Counter[GraphBucket] = Counter()
+        self.warmed_up: set[tuple[torch.dtype, bool, bool]] = set()
+        self.graphs: dict[GraphBucket, _Graph] = {}
         self.pool: Any = None
-        self.grads: list[Tensor] = []  # of the parameters, to which every graph adds
-        self.adds = False  # whether these are the parameters' own, or what autograd is to hand on
-        self.works = True
-        self._pending: Callable[[], object | None] = lambda: None  # of the last forward pass with a gradient
+        self.grads: list[Tensor] = []  # one per parameter; every backward graph adds to them
+        self.accumulates = False  # True: ``grads`` are the parameters' .grad; False: autograd gets copies of them
+        self.enabled = True
+        self._pending: Callable[[], object | None] = lambda: None  # weak reference to an outstanding forward pass
 
-    def __call__(self, read: Read, kind: torch.dtype, ids: Tensor, position: Tensor, layout: Ragged) -> Tensor | None:
-        """States [L, d]; None: read it yourself."""
+    def __call__(
+        self, forward: LayersForward, dtype: torch.dtype, ids: Tensor, position: Tensor, layout: VarlenAttention
+    ) -> Tensor | None:
+        """States [L, d]; None: no graph can be used, run the layers without one."""
         grad = torch.is_grad_enabled() and bool(self.parameters)
-        key = self._key(ids, layout, kind, grad)
-        self.seen[key] += 1
-        if not self.works or self._pending() is not None:
+        bucket = self._bucket(ids, layout, dtype, grad)
+        self.bucket_counts[bucket] += 1
+        if not self.enabled or self._pending() is not None:
             return None
-        graph = self.graphs.get(key) or self._borrowed(key, len(ids), layout)
+        graph = self.graphs.get(bucket) or self._reusable_graph(bucket, len(ids), layout)
         if graph is None:
-            key = key if self.seen[key] >= OFTEN else self._key(ids, layout, kind, grad, COARSE)
-            if not self._capture(key, read, next(iter(self.weights), ids).device):
+            if self.bucket_counts[bucket] < DEDICATED_AFTER:
+                bucket = self._bucket(ids, layout, dtype, grad, COARSE_ROW_BUCKETS)
+            if not self._capture(bucket, forward, next(iter(self.weights), ids).device):
                 return None
-            graph = self.graphs[key]
-        graph.fill(ids, position, layout)
+            graph = self.graphs[bucket]
+        graph.stage_inputs(ids, position, layout)
         if not grad:
             graph.forward.replay()
             return graph.out[: len(ids)].clone()
-        token = _Token()
-        self._pending = weakref.ref(token)
-        return _Replay.apply(graph, token, len(ids), *self.parameters)
+        pending = _PendingBackward()
+        self._pending = weakref.ref(pending)
+        return _Replay.apply(graph, pending, len(ids), *self.parameters)
 
     @contextmanager
-    def adding(self) -> Iterator[None]:
-        self.adds = True
+    def accumulating_gradients(self) -> Iterator[None]:
+        self.accumulates = True
         try:
             yield
         finally:
-            self.adds = False
+            self.accumulates = False
 
     def gradients(self, replay: Callable[[], None]) -> Sequence[Tensor | None]:
-        """What a backward pass gives to each parameter; nothing where it was added to the parameter's own already."""
-        if not self.adds:
-            before = [g.clone() for g in self.grads]  # somebody may be adding up in them
-            torch._foreach_zero_(self.grads)
+        """Run a backward graph. Returns the gradient of each parameter; None where it went into the parameter's .grad."""
+        if not self.accumulates:
+            saved = [g.clone() for g in self.grads]  # they may hold a running sum
+            compat.foreach_zero_(self.grads)
             replay()
-            found = [g.clone() for g in self.grads]
-            torch._foreach_copy_(self.grads, before)
-            return found
+            gradients = [g.clone() for g in self.grads]
+            compat.foreach_copy_(self.grads, saved)
+            return gradients
         new = []
-        for p, own in zip(self.parameters, self.grads):
+        for p, buffer in zip(self.parameters, self.grads):
             if p.grad is None:
-                new.append(own)
-            elif p.grad is not own:
-                own.copy_(p.grad)
-            p.grad = own
+                new.append(buffer)
+            elif p.grad is not buffer:
+                buffer.copy_(p.grad)
+            p.grad = buffer
         if new:
-            torch._foreach_zero_(new)
+            compat.foreach_zero_(new)
         replay()
         return [None] * len(self.grads)
 
-    def _key(self, ids: Tensor, layout: Ragged, kind: torch.dtype, grad: bool, sizes: Sequence[int] = ROWS) -> Key:
-        rows, longest = at_least(sizes, len(ids)), at_least(LONGEST, max(layout.longest))
-        keys, sequences = _needs(layout, rows - len(ids), longest)
-        return Key(rows, keys and at_least(KEYS, keys), at_least(SEQUENCES, sequences), (longest, longest), kind, grad)
+    def _bucket(
+        self,
+        ids: Tensor,
+        layout: VarlenAttention,
+        dtype: torch.dtype,
+        grad: bool,
+        row_buckets: Sequence[int] = ROW_BUCKETS,
+    ) -> GraphBucket:
+        rows = first_at_least(row_buckets, len(ids))
+        length = first_at_least(LENGTH_BUCKETS, max(layout.max_seqlen))
+        keys, sequences = _padded_sizes(layout, rows - len(ids), length)
+        keys = keys and first_at_least(KEY_BUCKETS, keys)
+        return GraphBucket(rows, keys, first_at_least(SEQUENCE_BUCKETS, sequences), (length, length), dtype, grad)
 
-    def _borrowed(self, key: Key, n: int, layout: Ragged) -> _Graph | None:
-        """The smallest graph that has room for n rows of this layout, unless it would waste too much, too often."""
-        if self.seen[key] >= OFTEN:
+    def _reusable_graph(self, bucket: GraphBucket, n: int, layout: VarlenAttention) -> _Graph | None:
+        """The smallest captured graph with room for n rows of this layout. None if it pads too much, or the bucket is
+        frequent."""
+        if self.bucket_counts[bucket] >= DEDICATED_AFTER:
             return None
+        kind = (bucket.dtype, bucket.grad, bool(bucket.keys))
         for other in sorted(self.graphs, key=lambda k: k[:4]):
-            alike = (other.kind, other.grad, bool(other.keys)) == (key.kind, key.grad, bool(key.keys))
-            if alike and key.rows <= other.rows <= SLACK * key.rows and other.longest >= key.longest:
-                keys, sequences = _needs(layout, other.rows - n, other.longest[0])
+            if (other.dtype, other.grad, bool(other.keys)) != kind or other.max_seqlen < bucket.max_seqlen:
+                continue
+            if bucket.rows <= other.rows <= MAX_ROW_RATIO * bucket.rows:
+                keys, sequences = _padded_sizes(layout, other.rows - n, other.max_seqlen[0])
                 if keys <= other.keys and sequences <= other.sequences:
                     return self.graphs[other]
         return None
 
-    def _capture(self, key: Key, read: Read, device: torch.device) -> bool:
-        """Rehearsed where nothing like it was: whatever is compiled or loaded then, others find. If one misses something all the
-        same, it is rehearsed after all."""
-        like = (key.kind, key.grad, bool(key.keys))
-        for rehearse in (True,) if like not in self.rehearsed else (False, True):
+    def _capture(self, bucket: GraphBucket, forward: LayersForward, device: torch.device) -> bool:
+        """Capture a graph. The first of its kind warms up, which compiles kernels and loads libraries for the later ones too;
+        a later one that fails without warm-up is tried again with it."""
+        kind = (bucket.dtype, bucket.grad, bool(bucket.keys))
+        for warm_up in (True,) if kind not in self.warmed_up else (False, True):
             try:
-                self.graphs[key] = _Graph(key, self, read, device, rehearse)
-                self.rehearsed.add(like)
+                self.graphs[bucket] = _Graph(bucket, self, forward, device, warm_up)
+                self.warmed_up.add(kind)
                 return True
             except (RuntimeError, torch.AcceleratorError) as fault:  # an old driver, too little memory ...
                 why = str(fault).splitlines()[0]
-                log.debug("no graph of %s%s: %s", key, "" if rehearse else " unrehearsed", why)
-        self.works = False
-        log.warning("the learner reads without CUDA graphs from now on: %s", why)
+                log.debug("no graph of %s%s: %s", bucket, "" if warm_up else " without warm-up", why)
+        self.enabled = False
+        log.warning("the learner runs without CUDA graphs from now on: %s", why)
         return False
 
 
-class _Token:
-    """Lives as long as a forward pass waits for its backward pass."""
+class _PendingBackward:
+    """Alive while a forward pass waits for its backward pass."""
 
 
 class _Graph:
-    def __init__(self, key: Key, body: Body, read: Read, device: torch.device, rehearse: bool) -> None:
-        self.key, self.body = key, weakref.proxy(body)
-        self.flat = torch.zeros(sum(key.sizes), dtype=torch.int64, device=device)
-        self.spent, self.turn = False, 0  # whether a backward pass used it up; how many forward passes there were
-        first = torch.arange(min(key.rows, key.longest[0]))
+    """The forward and backward graph of one bucket."""
+
+    def __init__(
+        self,
+        bucket: GraphBucket,
+        captured: CapturedLayers,
+        forward: LayersForward,
+        device: torch.device,
+        warm_up: bool,
+    ) -> None:
+        self.bucket, self.captured = bucket, weakref.proxy(captured)
+        self.input_buffer = torch.zeros(sum(bucket.input_sizes), dtype=torch.int64, device=device)
+        self.activations_overwritten = False  # by a backward pass
+        self.forward_count = 0
+        first = torch.arange(min(bucket.rows, bucket.max_seqlen[0]))
         ends = torch.tensor([0, len(first)])
-        self.fill(
-            torch.zeros_like(first), first, Ragged(ends, ends, key.longest, first if key.keys else None, len(first))
-        )
-        if rehearse:
-            self._rehearse(read)
-            torch.cuda.empty_cache()  # what it leaves a graph's pool cannot use, and it is as large
+        layout = VarlenAttention(ends, ends, bucket.max_seqlen, first if bucket.keys else None, len(first))
+        self.stage_inputs(torch.zeros_like(first), first, layout)
+        if warm_up:
+            self._warm_up(forward)
+            torch.cuda.empty_cache()  # the graph's pool cannot use what the warm-up allocated, and it is as large
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.forward, pool=body.pool, capture_error_mode="thread_local"):
-            out, leaves = self._read(read)
-        body.pool = body.pool or self.forward.pool()
+        with torch.cuda.graph(self.forward, pool=captured.pool, capture_error_mode="thread_local"):
+            out, leaves = self._run(forward)
+        captured.pool = captured.pool or self.forward.pool()
         self.out = out.detach()
-        if key.grad:
+        if bucket.grad:
             self.d_out = torch.zeros_like(self.out)
-            body.grads = body.grads or [torch.zeros_like(p) for p in body.parameters]
-            with torch.cuda.graph(self.backward, pool=body.pool, capture_error_mode="thread_local"):
-                torch._foreach_add_(body.grads, torch.autograd.grad(out, leaves, self.d_out))
+            captured.grads = captured.grads or [torch.zeros_like(p) for p in captured.parameters]
+            with torch.cuda.graph(self.backward, pool=captured.pool, capture_error_mode="thread_local"):
+                compat.foreach_add_(captured.grads, torch.autograd.grad(out, leaves, self.d_out))
 
-    def _read(self, read: Read) -> tuple[Tensor, list[Tensor]]:
-        """The states, and the leaves to differentiate by: the parameters themselves may still be part of another pass."""
-        own = {p: p.detach().requires_grad_(p.requires_grad) for p in self.body.weights}
-        return read(*self.given(), own), [own[p] for p in self.body.parameters]
+    def _run(self, forward: LayersForward) -> tuple[Tensor, list[Tensor]]:
+        """The states, and the leaves to differentiate by. Leaves are aliases: the parameters may be part of another pass."""
+        alias = {p: p.detach().requires_grad_(p.requires_grad) for p in self.captured.weights}
+        return forward(*self.inputs(), alias), [alias[p] for p in self.captured.parameters]
 
-    def given(self) -> tuple[Tensor, Tensor, Ragged]:
-        """What was last filled in: ids, positions, layout."""
-        ids, position, queries, keys, source = self.flat.split(self.key.sizes)
-        copied = source if self.key.keys else None
-        return ids, position, Ragged(queries.int(), keys.int(), self.key.longest, copied, self.key.rows)
+    def inputs(self) -> tuple[Tensor, Tensor, VarlenAttention]:
+        """The staged ids, positions and layout."""
+        ids, position, cu_seqlens_q, cu_seqlens_k, source = self.input_buffer.split(self.bucket.input_sizes)
+        bucket, source = self.bucket, source if self.bucket.keys else None
+        layout = VarlenAttention(cu_seqlens_q.int(), cu_seqlens_k.int(), bucket.max_seqlen, source, bucket.rows)
+        return ids, position, layout
 
-    def _rehearse(self, read: Read) -> None:
-        """Once without a graph, on a stream of its own: kernels are compiled, libraries take their workspaces."""
+    def _warm_up(self, forward: LayersForward) -> None:
+        """Run once without a graph on a side stream, so that kernels are compiled and libraries allocate workspaces."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            out, leaves = self._read(read)
-            if self.key.grad:
+            out, leaves = self._run(forward)
+            if self.bucket.grad:
                 torch.autograd.grad(out, leaves, torch.zeros_like(out))
         torch.cuda.current_stream().wait_stream(side)
 
-    def fill(self, ids: Tensor, position: Tensor, layout: Ragged) -> None:
-        """A batch of this bucket, and the padding that makes it whole: put together on the host and sent as one, since every word
-        to a GPU takes the host longer than a thousand numbers."""
-        n, pads, longest = len(ids), self.key.rows - len(ids), self.key.longest[0]
-        here = torch.zeros(len(self.flat), dtype=torch.int64, pin_memory=self.flat.is_cuda)
-        *rows, queries, keys, source = here.split(self.key.sizes)
-        for into, value in zip(rows, (ids, position)):
-            into[:n] = value
-        ends = torch.arange(1, -(-pads // longest) + 1).mul_(longest).clamp_(max=pads)  # of the padding's own sequences
-        for into, value in ((queries, layout.queries.cpu()), (keys, layout.keys.cpu())):
-            given, whole = len(value), len(value) + len(ends)
-            into[:given] = value
-            into[given:whole] = ends + value[-1]
-            into[whole:] = value[-1] + pads
-        if layout.source is not None:  # each row of the padding has one copy; keys beyond those are nobody's
-            m = len(layout.source)
-            source[:m] = layout.source
+    def stage_inputs(self, ids: Tensor, position: Tensor, layout: VarlenAttention) -> None:
+        """Pad the inputs to the bucket and stage all of them in one pinned host-to-device copy: the fixed cost of a copy
+        exceeds that of transferring a thousand numbers."""
+        n, pads, longest = len(ids), self.bucket.rows - len(ids), self.bucket.max_seqlen[0]
+        staged = torch.zeros(len(self.input_buffer), dtype=torch.int64, pin_memory=self.input_buffer.is_cuda)
+        *rows, cu_seqlens_q, cu_seqlens_k, source = staged.split(self.bucket.input_sizes)
+        for target, value in zip(rows, (ids, position)):
+            target[:n] = value
+        ends = torch.arange(1, -(-pads // longest) + 1).mul_(longest).clamp_(max=pads)  # of the padding's sequences
+        for target, value in ((cu_seqlens_q, layout.cu_seqlens_q.cpu()), (cu_seqlens_k, layout.cu_seqlens_k.cpu())):
+            real, padded = len(value), len(value) + len(ends)
+            target[:real] = value
+            target[real:padded] = ends + value[-1]
+            target[padded:] = value[-1] + pads
+        if layout.key_source is not None:  # each padding row has one key; keys after those belong to no row
+            m = len(layout.key_source)
+            source[:m] = layout.key_source
             source[m : m + pads] = torch.arange(n, n + pads)
-        self.flat.copy_(here, non_blocking=True)
+        self.input_buffer.copy_(staged, non_blocking=True)
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph: _Graph, token: _Token, rows: int, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, graph: _Graph, pending: _PendingBackward, rows: int, *parameters: Tensor) -> Tensor:
         graph.forward.replay()
-        graph.spent, graph.turn = False, graph.turn + 1
-        ctx.graph, ctx.token, ctx.rows, ctx.turn = graph, token, rows, graph.turn
+        graph.activations_overwritten, graph.forward_count = False, graph.forward_count + 1
+        ctx.graph, ctx.pending, ctx.rows, ctx.forward_count = graph, pending, rows, graph.forward_count
         return graph.out[:rows].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Any, ...]:
         graph: _Graph = ctx.graph
-        assert graph.turn == ctx.turn, "another forward pass came before this second backward pass"
-        if graph.spent:  # asked a second time: the first backward pass wrote over what the forward pass had kept
+        assert graph.forward_count == ctx.forward_count, "another forward pass came before this second backward pass"
+        if graph.activations_overwritten:  # a second backward pass: the first one overwrote the saved activations
             graph.forward.replay()
         graph.d_out[: ctx.rows] = d
         graph.d_out[ctx.rows :] = 0
-        found = graph.body.gradients(graph.backward.replay)
-        graph.spent = True
-        ctx.token = None  # the next forward pass may come, unless this one is still held for another backward pass
-        return None, None, None, *found
+        gradients = graph.captured.gradients(graph.backward.replay)
+        graph.activations_overwritten = True
+        ctx.pending = None  # allow the next forward pass, unless this one is retained for another backward pass
+        return None, None, None, *gradients
 
 
-def _needs(layout: Ragged, pads: int, longest: int) -> tuple[int, int]:
-    """Keys (0: those of its own rows) and ends of sequences, with so many rows of padding."""
-    keys = 0 if layout.source is None else len(layout.source) + pads
-    return keys, len(layout.queries) + -(-pads // longest)
+def _padded_sizes(layout: VarlenAttention, pads: int, longest: int) -> tuple[int, int]:
+    """Number of keys (0: without shared prefixes) and of sequence boundaries, including ``pads`` rows of padding."""
+    keys = 0 if layout.key_source is None else len(layout.key_source) + pads
+    return keys, len(layout.cu_seqlens_q) + -(-pads // longest)

@@ -1,8 +1,8 @@
-"""One micro-batch as one model reads it: a single pass, taken when first asked for, that all signals share.
+"""A lazy forward pass of one model over one micro-batch, shared by all signals that need its hidden states.
 
-Legend: L packed positions, N sampled tokens, D width, V vocabulary.
+Legend: L packed positions, N sampled tokens, D hidden size, V vocabulary size.
 
-Knows models and states; not what a signal is for.
+Knows models and hidden states; does not know what a signal is for.
 """
 
 from __future__ import annotations
@@ -21,78 +21,85 @@ from turnwise.core.levels import TOKEN
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.logprobs import token_logprobs
 
-CHUNK = 1 << 22  # numbers in one chunk of [tokens, vocabulary]
-During = Callable[[], AbstractContextManager[Any]]
-"""What holds while a model reads: its arithmetic, adapters switched off ..."""
+CHUNK = 1 << 22  # elements in one chunk of logits [tokens, vocabulary]
+ForwardContext = Callable[[], AbstractContextManager[Any]]
+"""Makes the context a model runs in: autocast, adapters switched off ..."""
 
 
-class Reading:
+class ForwardPass:
+    """Hidden states, log-probabilities and distributions of one model, each computed on first use."""
+
     def __init__(
         self,
         batch: Batch,
         model: PreTrainedModel,
-        during: During,
-        through: bool = False,
-        states: packed_forward.States | None = None,
+        context: ForwardContext,
+        after_sampled: bool = False,
+        states: packed_forward.PackedStates | None = None,
     ) -> None:
-        """``through``: the state after each sampled token is wanted too. ``states``: where they are there already."""
-        self.batch, self.model, self.during, self.through = batch, model, during, through
-        self._scored: tuple[Tensor, Tensor | None] | None = None
+        """``after_sampled``: also compute the state after each sampled token. ``states``: already computed hidden states."""
+        self.batch, self.model, self.context, self.after_sampled = batch, model, context, after_sampled
+        self._token_logp: tuple[Tensor, Tensor | None] | None = None
         if states is not None:
             self.states = states
 
     @cached_property
-    def states(self) -> packed_forward.States:
-        """What the head would read at packed positions."""
-        with self.during():
+    def states(self) -> packed_forward.PackedStates:
+        """Inputs of the LM head at packed positions."""
+        with self.context():
             if self.batch.sequences.ids.numel():
-                return packed_forward.read(self.model, self.batch.sequences, self.through)
-            return packed_forward.States(
+                return packed_forward.packed_states(self.model, self.batch.sequences, self.after_sampled)
+            return packed_forward.PackedStates(
                 next(self.model.get_input_embeddings().parameters())[:0], self.batch.sequences.ids
             )
 
     @cached_property
-    def _rounded(self) -> Tensor:
-        """``before`` as the model's arithmetic left it: what its head multiplies."""
-        return self.states.at(self.batch.sequences.at - 1)
+    def _before_in_compute_dtype(self) -> Tensor:
+        """``before`` in the compute dtype: the operand of the LM head."""
+        return self.states.at(self.batch.sequences.sampled_at - 1)
 
     @cached_property
     def before(self) -> Tensor:
-        """The state each token was sampled from, [N, D], in the precision of the weights."""
-        return self._rounded.to(next(self.model.parameters()).dtype)
+        """The state each token was sampled from, [N, D], in the dtype of the weights."""
+        return self._before_in_compute_dtype.to(next(self.model.parameters()).dtype)
 
     @cached_property
     def after(self) -> Tensor:
-        """The state once the token itself was read, [N, D], in the precision of the weights."""
-        assert self.through, "this reading stopped before the last sampled tokens"
-        return self.states.at(self.batch.sequences.at).to(next(self.model.parameters()).dtype)
+        """The state after the model has read the token itself, [N, D], in the dtype of the weights."""
+        assert self.after_sampled, "this forward pass stopped before the last sampled tokens"
+        return self.states.at(self.batch.sequences.sampled_at).to(next(self.model.parameters()).dtype)
 
     def logp(self, want_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the sampled tokens and, where wanted, the entropies, [N]."""
-        if self._scored is None or (want_entropy and self._scored[1] is None):
+        """Log-probabilities [N] of the sampled tokens and, with ``want_entropy``, the entropies [N]."""
+        if self._token_logp is None or (want_entropy and self._token_logp[1] is None):
             head, target, temperature = (
-                packed_forward.head(self.model),
+                packed_forward.lm_head(self.model),
                 self.batch.token.x,
                 self.batch.temperature.at(TOKEN).x,
             )
-            with self.during():
-                self._scored = token_logprobs(
-                    self._rounded, head.weight, head.bias, target, temperature, want_entropy=want_entropy
+            with self.context():
+                self._token_logp = token_logprobs(
+                    self._before_in_compute_dtype,
+                    head.weight,
+                    head.bias,
+                    target,
+                    temperature,
+                    want_entropy=want_entropy,
                 )
-        return self._scored
+        return self._token_logp
 
-    # ------------------------------------------------- whole distributions
+    # -------------------------------------------------- full distributions
     @cached_property
-    def inverse(self) -> Tensor:
+    def inverse_temperature(self) -> Tensor:
         """1/temperature of each token; greedy turns count as temperature 1."""
         t = self.batch.temperature.at(TOKEN).x.to(self.before.dtype)
         return torch.where(t == 0, 1.0, t).reciprocal()
 
     def distributions(self) -> Iterator[tuple[slice, Tensor]]:
-        """(rows, log-probabilities of the whole vocabulary for them [rows, V]), a few tokens at a time."""
-        head = packed_forward.head(self.model)
+        """Yield (rows, their log-probabilities over the whole vocabulary [rows, V]), one chunk of tokens at a time."""
+        head = packed_forward.lm_head(self.model)
         size = max(1, CHUNK // max(1, head.weight.shape[0]))
         for a in range(0, self.before.shape[0], size):
             rows = slice(a, a + size)
             z = torch.nn.functional.linear(self.before[rows], head.weight, head.bias)
-            yield rows, torch.log_softmax(z * self.inverse[rows, None], 1)
+            yield rows, torch.log_softmax(z * self.inverse_temperature[rows, None], 1)

@@ -1,4 +1,6 @@
-"""Noise at the input of every decoder layer, each layer with a learnable size. Off unless switched on for a pass."""
+"""Gaussian noise at the input of every decoder layer, with a learnable scale per layer. Off unless enabled for a pass.
+
+Knows layers and seeds; does not know when noise is needed."""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import torch
 from torch import nn
 
 
-class Noise:
-    """Hooks on the layers of a model. The draw depends on step, micro-batch and layer only, so a run can be repeated."""
+class LayerNoiseHooks:
+    """Forward pre-hooks on a model's layers. The noise depends only on step, micro-batch and layer, so a run is reproducible."""
 
     def __init__(self, layers: Sequence[nn.Module], sigma: float, device: torch.device, dtype: torch.dtype) -> None:
         self.log_sigma = nn.Parameter(torch.full((len(layers),), math.log(sigma), device=device, dtype=dtype))
@@ -32,7 +34,7 @@ class Noise:
         return ((noisy, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": noisy})
 
     @contextmanager
-    def on(self, step: int, micro: int) -> Iterator[None]:
+    def enabled(self, step: int, micro: int) -> Iterator[None]:
         self._seed = step * 65537 + micro
         try:
             yield

@@ -1,10 +1,10 @@
-"""The local learner: measures signals of a batch and takes optimiser steps, in this process.
+"""The in-process learner: measures the signals of a batch and takes optimizer steps.
 
-Micro-batches are an affair of memory only: their losses *sum*, and nothing is rescaled. The model never leaves
-evaluation mode: dropout would make the learner another policy than the generator.
+Micro-batches only bound memory: their losses are summed and nothing is rescaled. The model stays in evaluation mode, because
+dropout would make the learner a different policy from the generator.
 
-The learner does not know what it optimises: an objective arrives as a callable that says which signals it needs, and
-``measuring`` gives them. It knows no rewards, no advantages, no method's name.
+An objective arrives as a callable that declares the signals it needs; ``SignalMeasurer`` provides them. The learner does not
+know what it optimises: no rewards, no advantages, no method's name.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, Field
-from turnwise.core.protocols import Objective
-from turnwise.core.signals import LIVE, Signal
-from turnwise.engines.kernels.dispatch import calm
+from turnwise.core.protocols import ObjectiveProtocol
+from turnwise.core.signals import WITH_GRADIENT, Signal
+from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward
-from turnwise.engines.learner.layer_noise import Noise
+from turnwise.engines.learner.layer_noise import LayerNoiseHooks
 from turnwise.engines.learner.optimizer import LearnerSettings
-from turnwise.engines.learner.signals.measure import Measuring
-from turnwise.engines.learner.value_heads import Critics
+from turnwise.engines.learner.signals.measure import SignalMeasurer
+from turnwise.engines.learner.value_heads import ValueHeads
 from turnwise.errors import SettingError
 
 VALUE_FILE = "value_head.safetensors"
-CRITIC = ("value/", "turns/", "critic/")
+CRITIC_PREFIXES = ("value/", "turns/", "critic/")
 
 
 class LocalLearner:
-    """A ``ports.Learner`` around any Transformers causal LM. Takes the model over: do not call it elsewhere."""
+    """A ``protocols.Learner`` around any Transformers causal LM. It modifies the model in place: do not call it elsewhere."""
 
     def __init__(
         self,
@@ -52,256 +53,272 @@ class LocalLearner:
         noise: Any = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``critic``: value heads for tokens; ``turn_critic``: judge whole turns too; ``separate_critic``: with a trunk and
-        an optimiser of its own. ``teacher``: a frozen model of the same vocabulary."""
+        """``critic``: number of token value heads; ``turn_critic``: also estimate values of whole turns; ``separate_critic``:
+        give the critic its own trunk and optimizer. ``teacher``: a frozen model with the same vocabulary. ``noise``: an
+        ``algebra.LayerNoise``."""
         self.settings = settings or LearnerSettings()
         self.device = torch.device(device)
-        calm(self.device)
-        self.dtype = self.settings.arithmetic(self.device)
+        limit_host_threads(self.device)
+        self.dtype = self.settings.compute_dtype(self.device)
         self.master = torch.float64 if self.dtype == torch.float64 else torch.float32
         model.to(device=self.device, dtype=self.master)  # type: ignore[call-arg]
-        self.model = packed_forward.adopt(model.eval())
+        self.model = packed_forward.prepare(model.eval())
         if self.settings.lora_rank:
             lora.inject(self.model, self.settings.lora_rank, self.settings.lora_alpha)
         if self.settings.recompute:
-            packed_forward.recompute(self.model)
-        self.head = packed_forward.head(self.model)
-        self.critics = Critics(self.model, self.head.weight, int(critic), turn_critic, separate_critic)
-        self.critic = self.critics.value
-        self.noise = Noise(packed_forward.layers(self.model), noise.sigma, self.device, self.master) if noise else None
-        if self.settings.lora_rank or self.noise is not None:  # its layers are not what they were when it was adopted
-            llama_layers.forbid(
+            packed_forward.enable_checkpointing(self.model)
+        self.head = packed_forward.lm_head(self.model)
+        self.value_heads = ValueHeads(self.model, self.head.weight, int(critic), turn_critic, separate_critic)
+        self.token_value_head = self.value_heads.token_heads
+        layers = packed_forward.decoder_layers(self.model) if noise else []
+        self.noise = LayerNoiseHooks(layers, noise.sigma, self.device, self.master) if noise else None
+        if self.settings.lora_rank or self.noise is not None:  # the layers changed after ``prepare`` checked them
+            llama_layers.disable(
                 self.model.get_decoder(), "adapters" if self.settings.lora_rank else "noise between its layers"
             )
-        if self.settings.narrow:
-            llama_layers.narrow(self.model.get_decoder())
+        if self.settings.fp8:
+            llama_layers.enable_fp8(self.model.get_decoder())
         self.version = 0
-        self.steps = 0  # taken
-        self.skipped = 0  # not taken, because a loss or gradient was not finite
-        self.measuring = Measuring(self, teacher)
-        self._trained = {n: p for n, p in self._named() if p.requires_grad}
-        self._own = {n: p for n, p in self._trained.items() if not (separate_critic and n.startswith(CRITIC))}
-        rates = {**dict.fromkeys(CRITIC, self.settings.value_lr), "noise/": noise.rate if noise else None}
-        self._optimiser = optimizer.adamw(self._own, self.settings, rates)
-        apart = {n: p for n, p in self._trained.items() if n not in self._own}
-        self._apart = optimizer.adamw(apart, self.settings, rates) if apart else None
+        self.steps = 0  # optimizer steps taken
+        self.skipped = 0  # steps not taken because a loss or gradient was not finite
+        self.measurer = SignalMeasurer(self, teacher)
+        self._trained = {n: p for n, p in self._named_parameters() if p.requires_grad}
+        separate = lambda name: separate_critic and name.startswith(CRITIC_PREFIXES)  # noqa: E731
+        self._policy_group = {n: p for n, p in self._trained.items() if not separate(n)}
+        rates = {**dict.fromkeys(CRITIC_PREFIXES, self.settings.value_lr), "noise/": noise.rate if noise else None}
+        self._policy_optimizer = optimizer.adamw(self._policy_group, self.settings, rates)
+        critic_group = {n: p for n, p in self._trained.items() if n not in self._policy_group}
+        self._critic_optimizer = optimizer.adamw(critic_group, self.settings, rates) if critic_group else None
 
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((f"model/{n}", p) for n, p in self.model.named_parameters())
-        yield from self.critics.named()
+        yield from self.value_heads.named_parameters()
         if self.noise is not None:
             yield "noise/log_sigma", self.noise.log_sigma
-        if self.measuring.teacher is not None:
-            yield from ((f"teacher/{n}", p) for n, p in self.measuring.teacher.named_parameters())
+        if self.measurer.teacher is not None:
+            yield from ((f"teacher/{n}", p) for n, p in self.measurer.teacher.named_parameters())
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
 
     def describe(self) -> str:
-        """Which path it computes by, for a log."""
-        arithmetic, master = (str(kind).removeprefix("torch.") for kind in (self.dtype, self.master))
-        how = llama_layers.describe(self.model.get_decoder())
-        return f"{how}, {arithmetic} on {self.device.type}" + (f", weights {master}" if master != arithmetic else "")
+        """The execution path, for a log."""
+        compute, master = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.master))
+        layers = llama_layers.describe(self.model.get_decoder())
+        return f"{layers}, {compute} on {self.device.type}" + (f", weights {master}" if master != compute else "")
 
     @property
     def graphs(self) -> Any:
-        """What captures its passes; None where nothing does."""
-        fast = llama_layers.of(self.model.get_decoder())
-        return None if fast is None else fast.body
+        """The CUDA-graph cache of the policy's layers; None where the model runs its stock forward."""
+        layers = llama_layers.fast_path(self.model.get_decoder())
+        return None if layers is None else layers.captured
 
     @property
-    def _optimisers(self) -> list[torch.optim.Optimizer]:
-        """The policy's, then that of a separate critic."""
-        return [self._optimiser] if self._apart is None else [self._optimiser, self._apart]
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """The policy's optimizer, then a separate critic's."""
+        return [o for o in (self._policy_optimizer, self._critic_optimizer) if o is not None]
 
     # ------------------------------------------------------------ measuring
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
-        """The asked signals of the batch, without gradient, in the batch's own order."""
-        return self.measuring.measure(batch, signals)
+        """Measure ``signals`` without gradient, in the order of the batch."""
+        return self.measurer.measure(batch, signals)
 
     def reference(self) -> PreTrainedModel:
-        """The frozen initial policy, copied when first asked for; it must be asked for before the first step."""
-        return self.measuring.reference()
+        """The frozen initial policy. The first call copies it and must come before the first step."""
+        return self.measurer.reference()
 
     def policy(self) -> Iterator[nn.Parameter]:
-        """The policy's trained weights."""
+        """Trained parameters of the policy."""
         return (p for n, p in self._trained.items() if n.startswith("model/"))
 
     def preconditioner(self) -> Tensor:
-        """lr · P of the head's weights: what AdamW would make of one token's gradient."""
-        rate = self.settings.lr * self.settings.factor(self.steps)
-        return rate * optimizer.preconditioner(self._optimiser, self.head.weight, self.settings)
+        """lr · P for the LM head's weights: the step AdamW would make of one token's gradient."""
+        rate = self.settings.lr * self.settings.lr_factor(self.steps)
+        return rate * optimizer.preconditioner(self._policy_optimizer, self.head.weight, self.settings)
 
     # ------------------------------------------------------------- updating
     def update(
-        self, batch: Batch, objective: Objective, meanwhile: Callable[[], object] | None = None
+        self, batch: Batch, objective: ObjectiveProtocol, while_waiting: Callable[[], object] | None = None
     ) -> dict[str, float]:
-        """One optimiser step over the whole batch; if a loss or gradient is not finite, none, and nothing changes.
-        ``meanwhile`` is called while a GPU still computes."""
-        self.measuring.learn(batch)
-        factor = self.settings.factor(self.steps)
+        """Take one optimizer step over the whole batch, or change nothing if a loss or gradient is not finite.
+        ``while_waiting`` is called while a GPU still computes."""
+        self.measurer.train_auxiliary(batch)
+        factor = self.settings.lr_factor(self.steps)
         try:
             loss, sums, sides, planned = self._backward(batch, objective)
             scales = objective.scales(planned, self._gradients(), sides)
-            optimizer.scale(self._optimiser, scales.gradient)
+            optimizer.scale_gradients(self._policy_optimizer, scales.gradient)
             if self.settings.offload:
-                optimizer.move(self._optimisers, self.device)
-            factors = [factor * scales.rate, factor]  # what the objective says of the rate is said of the policy
-            movers = dict(zip(self._optimisers, factors))
-            norms, taken = optimizer.guarded_step(movers, self.settings.clip, loss)
+                optimizer.move_state(self._optimizers, self.device)
+            factors = [factor * scales.rate, factor]  # the objective scales the policy's rate only, not the critic's
+            lr_factors = dict(zip(self._optimizers, factors))
+            norms, taken = optimizer.guarded_step(lr_factors, self.settings.clip, loss)
         finally:
-            for mover in self._optimisers:
-                mover.zero_grad(set_to_none=True)  # half a gradient must not leak into the next update
+            for each in self._optimizers:
+                each.zero_grad(set_to_none=True)  # a partial gradient must not leak into the next update
         if self.settings.offload:
-            optimizer.move(self._optimisers, torch.device("cpu"))
+            optimizer.move_state(self._optimizers, torch.device("cpu"))
         sums |= dict(zip(("grad_norm", "grad_norm/critic"), norms)) | {"loss": loss, "taken": taken}
-        if meanwhile is not None:
-            meanwhile()
-        told = torch.stack([value.double().to(self.device) for value in sums.values()]).tolist()  # the first look
-        found = dict(zip(sums, told))
-        if done := bool(found.pop("taken")):
-            self.critics.follow(self.settings.follow)
-        self.steps += done
-        self.skipped += not done
-        found |= {"scale/gradient": scales.gradient, "scale/rate": scales.rate}
-        return found | {"lr": self.settings.lr * factor * scales.rate, "skipped": float(not done)}
+        if while_waiting is not None:
+            while_waiting()
+        values = torch.stack([value.double().to(self.device) for value in sums.values()]).tolist()  # the only host sync
+        metrics = dict(zip(sums, values))
+        if stepped := bool(metrics.pop("taken")):
+            self.value_heads.update_targets(self.settings.follow)
+        self.steps += stepped
+        self.skipped += not stepped
+        metrics |= {"scale/gradient": scales.gradient, "scale/rate": scales.rate}
+        return metrics | {"lr": self.settings.lr * factor * scales.rate, "skipped": float(not stepped)}
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._own.values() if p.grad is not None]
+        return [p.grad for p in self._policy_group.values() if p.grad is not None]
 
     def _backward(
-        self, batch: Batch, objective: Objective
+        self, batch: Batch, objective: ObjectiveProtocol
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, list[Tensor]], Batch]:
-        """Add up losses, statistics and gradients over the micro-batches. The host looks at none of them: what it does
-        meanwhile, a GPU need not wait for."""
+        """Sum losses, statistics and gradients over the micro-batches. The host reads none of them, so it never stalls the
+        GPU."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         sums: dict[str, Tensor] = {}
         sides: dict[str, list[Tensor]] = {}
         step = batch
-        for planned, micro, policy in self._micros(batch, objective):
-            step, found = planned, objective(micro, policy)
-            for name, side in found.sides.items():
+        for planned, micro, policy in self._micro_batches(batch, objective):
+            step, result = planned, objective(micro, policy)
+            for name, side in result.side_losses.items():
                 self._add_side(sides.setdefault(name, []), side)
-            if found.loss.requires_grad:  # a micro-batch without sampled tokens has nothing to say
-                with llama_layers.adding(self.model.get_decoder(), self.critics.trunk):
-                    found.loss.backward()
-            total += found.loss.detach()
-            for name, value in found.stats.items():  # a GPU is busy with the backward pass
+            if result.loss.requires_grad:  # false for a micro-batch without sampled tokens
+                with llama_layers.accumulating_gradients(self.model.get_decoder(), self.value_heads.trunk):
+                    result.loss.backward()
+            total += result.loss.detach()
+            for name, value in result.stats.items():  # computed while the GPU runs the backward pass
                 sums[name] = sums.get(name, 0) + torch.as_tensor(value).detach()
         return total, sums, sides, step
 
-    def _micros(self, batch: Batch, objective: Objective) -> Iterator[tuple[Batch, Batch, dict[Signal, Field]]]:
-        """(the planned step, a micro-batch of it, its live signals). Where the step is one micro-batch, planning looks at
-        the very forward pass that is differentiated; otherwise it costs a pass of its own."""
-        batch = batch.put(vocabulary=batch.tree.full(BATCH, float(self.head.weight.shape[0])))
-        parts = list(self._split(batch)) if objective.foresees else []
-        if len(parts) == 1 and objective.foresees <= LIVE and self.noise is None:
-            micro, policy = self.measuring.live(parts[0], objective.live)
+    def _micro_batches(
+        self, batch: Batch, objective: ObjectiveProtocol
+    ) -> Iterator[tuple[Batch, Batch, dict[Signal, Field]]]:
+        """(the planned step, one of its micro-batches, its live signals). If the step is one micro-batch, planning reuses the
+        forward pass that is differentiated; otherwise planning costs an extra forward pass."""
+        batch = batch.put(vocabulary_size=batch.tree.full(BATCH, float(self.head.weight.shape[0])))
+        parts = list(self._split(batch)) if objective.signals_before_step else []
+        if len(parts) == 1 and objective.signals_before_step <= WITH_GRADIENT and self.noise is None:
+            micro, policy = self.measurer.live(parts[0], objective.signals_with_gradient)
             planned = objective.plan(micro.put({s: f.detach() for s, f in policy.items()}))
             yield planned, planned, policy
             return
-        if objective.foresees:
-            batch = batch.put(self.measure(batch, objective.foresees))
+        if objective.signals_before_step:
+            batch = batch.put(self.measure(batch, objective.signals_before_step))
         planned = objective.plan(batch)
-        moving, silent = self._apart_from_silent(planned)
-        for part, pulled in ((moving, True), (silent, False)):
-            for number, cut in enumerate(() if part is None else self._split(part)):
-                with torch.set_grad_enabled(pulled), self.noise.on(self.steps, number) if self.noise else nullcontext():
-                    micro, policy = self.measuring.live(cut, objective.live)
+        with_gradient, without = self._split_by_gradient(planned)
+        for part, grad in ((with_gradient, True), (without, False)):
+            for number, piece in enumerate(() if part is None else self._split(part)):
+                with (
+                    torch.set_grad_enabled(grad),
+                    self.noise.enabled(self.steps, number) if self.noise else nullcontext(),
+                ):
+                    micro, policy = self.measurer.live(piece, objective.signals_with_gradient)
                 yield planned, micro, policy
 
-    def _apart_from_silent(self, planned: Batch) -> tuple[Batch, Batch | None]:
-        """What has a gradient, and what the objective says has none: that is read for its statistics alone. If nothing has one,
-        some of it is differentiated all the same: an optimiser with momentum moves on a gradient of zero, not on none."""
-        quiet = planned.columns.get("silent")
-        if quiet is None or self.noise is not None:
+    def _split_by_gradient(self, planned: Batch) -> tuple[Batch, Batch | None]:
+        """Trajectories with a gradient, and those the objective marks as having none, which run forward for their statistics
+        only. If none has a gradient, differentiate one all the same: an optimizer with momentum steps on a zero gradient, but
+        not on a missing one."""
+        silent = planned.columns.get(Column.NO_GRADIENT)
+        if silent is None or self.noise is not None:
             return planned, None
-        rows = quiet.x.to(torch.int64).tolist()
-        moving, silent = ([k for k, still in enumerate(rows) if still == kind] for kind in (0, 1))
-        if not moving:
-            moving, silent = silent[:1], silent[1:]
-        return (planned.select(moving), planned.select(silent)) if silent else (planned, None)
+        flags = silent.x.to(torch.int64).tolist()
+        with_gradient, without = ([k for k, flag in enumerate(flags) if flag == kind] for kind in (0, 1))
+        if not with_gradient:
+            with_gradient, without = without[:1], without[1:]
+        return (planned.select(with_gradient), planned.select(without)) if without else (planned, None)
 
     def _split(self, batch: Batch) -> Iterator[Batch]:
-        """Micro-batches. Only a GPU reads ragged sequences without padding them."""
+        """Cut into micro-batches. Only a GPU packs sequences of different lengths without padding."""
         return batch.split(self.settings.positions, padded=self.device.type != "cuda")
 
     def _add_side(self, grads: list[Tensor], side: Tensor) -> None:
-        """Collect the gradient of another scalar beside the main one."""
-        trained = list(self._own.values())
+        """Accumulate the gradient of an additional scalar into ``grads``."""
+        trained = list(self._policy_group.values())
         if not grads:
             grads += [torch.zeros_like(p) for p in trained]
         if side.requires_grad:
-            found = torch.autograd.grad(side, trained, retain_graph=True, allow_unused=True)
-            for total, g in zip(grads, found):
+            contributions = torch.autograd.grad(side, trained, retain_graph=True, allow_unused=True)
+            for total, g in zip(grads, contributions):
                 if g is not None:
                     total += g
 
-    # -------------------------------------------------------- giving weights
+    # -------------------------------------------------------------- weights
     def weights(self) -> Mapping[str, Tensor]:
-        """Plain weights (adapters merged) by the base model's parameter names. They are the live ones: copy them before
-        the next update."""
+        """Weights by the base model's parameter names, adapters merged. They alias the live parameters: copy them before the
+        next update."""
         if self.settings.lora_rank:
             return lora.merged(self.model)
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
     def export(self, path: str | Path) -> None:
-        """A directory that ``AutoModelForCausalLM.from_pretrained`` loads; the value head lies beside the model."""
+        """Write a directory that ``AutoModelForCausalLM.from_pretrained`` loads, and the token value head beside the model."""
         folder = Path(path)
-        with _quiet():
-            (lora.plain(self.model) if self.settings.lora_rank else self.model).save_pretrained(folder)
-        if self.critic is not None:
-            save_file({n: p.detach().cpu() for n, p in self.critic.named_parameters()}, folder / VALUE_FILE)
+        with _no_progress_bars():
+            (lora.merged_model(self.model) if self.settings.lora_rank else self.model).save_pretrained(folder)
+        if self.token_value_head is not None:
+            save_file({n: p.detach().cpu() for n, p in self.token_value_head.named_parameters()}, folder / VALUE_FILE)
 
     # ---------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
-        """A snapshot after which updates go on bit for bit: {"tensors": by name, "scalars": JSON-able}."""
+        """A snapshot from which training resumes bit for bit: {"tensors": by name, "scalars": JSON-serialisable}."""
         tensors = {name: p.detach().clone() for name, p in self._trained.items()}
-        tensors |= {f"optimiser/{n}": t for n, t in optimizer.moments(self._optimisers, self._trained).items()}
-        tensors |= {f"slow/{n}": p.detach().clone() for n, p in self.critics.slow_tensors().items()}
-        tensors |= self.measuring.tensors()
+        tensors |= {f"optimiser/{n}": t for n, t in optimizer.state_tensors(self._optimizers, self._trained).items()}
+        tensors |= {f"slow/{n}": p.detach().clone() for n, p in self.value_heads.target_tensors().items()}
+        tensors |= self.measurer.tensors()
         counts = {"version": self.version, "steps": self.steps, "skipped": self.skipped}
         return {"tensors": tensors, "scalars": {**counts, "frozen": self._frozen()}}
 
     def _frozen(self) -> float:
-        """A fingerprint of the weights that are not trained and therefore not in the state."""
-        return sum(float(p.detach().double().abs().sum()) for n, p in self._named() if n not in self._trained)
+        """A fingerprint of the frozen weights, which the state does not contain."""
+        frozen = (p for n, p in self._named_parameters() if n not in self._trained)
+        return sum(float(p.detach().double().abs().sum()) for p in frozen)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of ``state_dict``, for a learner of the same model and settings."""
         tensors, scalars = state["tensors"], state["scalars"]
-        _match(self._trained, {n: t for n, t in tensors.items() if n.startswith(("model/", "noise/", *CRITIC))})
+        trained = ("model/", "noise/", *CRITIC_PREFIXES)
+        _check_same_shapes(self._trained, {n: t for n, t in tensors.items() if n.startswith(trained)})
         if not math.isclose(scalars["frozen"], self._frozen(), rel_tol=1e-6):
             raise SettingError(
-                "this state belongs to adapters of another base model, or to another teacher: their frozen weights differ"
+                "this state belongs to adapters of another base model, or to another teacher: their frozen weights differ; "
+                "load it into a learner built from the same model and teacher"
             )
         for name, p in self._trained.items():
             p.copy_(tensors[name])
-        cut = lambda prefix: {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}  # noqa: E731
-        optimizer.restore(self._optimisers, self._trained, cut("optimiser/"))
-        for name, slow in self.critics.slow_tensors().items():
-            slow.copy_(tensors[f"slow/{name}"])
-        self.measuring.load(cut)
+        under = lambda prefix: {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}  # noqa: E731
+        optimizer.restore_state(self._optimizers, self._trained, under("optimiser/"))
+        for name, target in self.value_heads.target_tensors().items():
+            target.copy_(tensors[f"slow/{name}"])
+        self.measurer.load(under)
         self.version, self.steps, self.skipped = (int(scalars[k]) for k in ("version", "steps", "skipped"))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Transformers draws a progress bar for every file it writes, right through ours."""
-    shown = logging.is_progress_bar_enabled()
+def _no_progress_bars() -> Iterator[None]:
+    """Disable Transformers' progress bars: one per written file would break up ours."""
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
 
 
-def _match(mine: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """A state of another model must not load by halves."""
-    wrong = list(mine.keys() ^ saved.keys()) or [n for n in mine if mine[n].shape != saved[n].shape]
+def _check_same_shapes(current: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Refuse the state of another model before any tensor is copied."""
+    wrong = list(current.keys() ^ saved.keys()) or [n for n in current if current[n].shape != saved[n].shape]
     if wrong:
         raise SettingError(
-            f"this state is of another model or other settings (critic, lora_rank): {len(wrong)} tensors differ, "
-            f"first {sorted(wrong)[0]!r}"
+            f"this state is of another model or other settings: {len(wrong)} tensors differ, first {sorted(wrong)[0]!r}; "
+            "use the model, critic and lora_rank it was saved with"
         )
 
 

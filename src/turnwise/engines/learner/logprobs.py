@@ -1,16 +1,15 @@
-"""Log-probabilities and entropies of chosen tokens without ever holding all the logits.
+"""Log-probabilities and entropies of given tokens without materialising all logits.
 
-Legend: N rows, D hidden width, V vocabulary.
+Legend: N rows, D hidden size, V vocabulary size.
 
     z = (h·Wᵀ + b) / T        logp = z[y] − lse(z)        H = lse(z) − Σ p·z,  p = softmax(z)
     ∂logp/∂z = onehot(y) − p  ∂H/∂z = −p·(log p + H)
 
-Rows are taken a chunk at a time; the backward pass computes a chunk's logits again. When all of them are small p is kept
-instead, which is faster. Where there are kernels, one reads a chunk's logits, and keeps p − onehot(y) where there is room: two
-products are then all that is left of the backward pass. Sums run in float32
-(float64 for float64 inputs) whatever the inputs are.
+Rows are processed in chunks; the backward pass recomputes a chunk's logits. If all of them are small, p is kept instead, which
+is faster. Fused kernels, where available, read a chunk's logits once and keep p − onehot(y) if memory allows, which leaves two
+matrix products for the backward pass. Sums run in float32 (float64 for float64 inputs) whatever the input dtype.
 
-This module knows nothing of models, sequences or objectives.
+Knows nothing of models, sequences or objectives.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from torch.autograd.function import once_differentiable
 from turnwise.engines.kernels import reference
 from turnwise.engines.kernels.dispatch import ops_for
 
-CHUNK_BYTES = 16 << 20  # of the logits of one chunk; two or three buffers of this size live at once
-CHUNK_BYTES_CUDA = 256 << 20  # smaller chunks leave a large GPU waiting for launches
-KEEP_BYTES = 32 << 20  # up to here p (and log p, where entropy is wanted) of all rows is kept for the backward pass
+CHUNK_BYTES = 16 << 20  # logits of one chunk; two or three buffers of this size exist at once
+CHUNK_BYTES_CUDA = 256 << 20  # smaller chunks make a large GPU wait for kernel launches
+KEEP_BYTES = 32 << 20  # keep p (and log p, with entropy) of all rows for the backward pass up to this size
 KEEP_BYTES_CUDA = 2 << 30  # the same on a GPU
 
 
@@ -42,41 +41,41 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """``hidden`` [N, D], ``weight`` [V, D], ``bias`` [V], ``targets`` [N] -> log-probabilities [N], entropies [N].
 
-    ``temperature`` is a number or [N]; 0 stands for greedy decoding and is read as 1. The entropies are None unless
-    wanted. ``chunk`` rows are computed at a time (default: what fits in a few tens of MB, on a GPU a few hundred)."""
+    ``temperature`` is a number or [N]; 0 means greedy decoding and counts as 1. The entropies are None without
+    ``want_entropy``. ``chunk``: rows per chunk (default: what fits in a few tens of MB, on a GPU a few hundred)."""
     n, vocabulary = hidden.shape[0], weight.shape[0]
     assert hidden.dim() == 2 and weight.shape[1] == hidden.shape[1], (hidden.shape, weight.shape)
     assert targets.shape == (n,), (targets.shape, n)
-    wide = _wide(hidden)
-    row = vocabulary * wide.itemsize
-    by_hand = ops_for(hidden) is reference
-    each = row * (2 if want_entropy else 1) if by_hand else vocabulary * _narrow(hidden).itemsize
-    room = KEEP_BYTES_CUDA if hidden.is_cuda else KEEP_BYTES
-    keep = chunk is None and n * each <= room and (by_hand or _differentiated(hidden, weight))
-    whole = max(1, n) if keep and by_hand else 0
-    size = whole or chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row)
+    wide = _sum_dtype(hidden)
+    row_bytes = vocabulary * wide.itemsize
+    no_kernels = ops_for(hidden) is reference
+    kept_bytes = row_bytes * (2 if want_entropy else 1) if no_kernels else vocabulary * _product_dtype(hidden).itemsize
+    limit = KEEP_BYTES_CUDA if hidden.is_cuda else KEEP_BYTES
+    keep = chunk is None and n * kept_bytes <= limit and (no_kernels or _needs_gradient(hidden, weight))
+    all_rows = max(1, n) if keep and no_kernels else 0
+    size = all_rows or chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row_bytes)
     t = torch.as_tensor(temperature, dtype=wide, device=hidden.device)
     inverse = torch.where(t == 0, torch.ones_like(t), t).reciprocal().expand(n)
     return _TokenLogprobs.apply(hidden, weight, bias, targets, inverse, want_entropy, size, keep)
 
 
-def _differentiated(*tensors: Tensor) -> bool:
+def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _narrow(x: Tensor) -> torch.dtype:
-    """The dtype matrix products run in: autocast's, decided here once so that both passes agree."""
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products: autocast's. Determined once, so that forward and backward pass agree."""
     if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """a·b accumulated *and returned* in the wide dtype where the device can."""
+    """a·b accumulated *and returned* in the wide dtype where the device supports it."""
     if a.dtype == wide:
         return a @ b
     if a.is_cuda:
@@ -85,7 +84,7 @@ def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _logits(h: Tensor, w: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
-    """Of some rows, in the wide dtype; a fresh buffer that the caller may overwrite."""
+    """Logits of some rows in the wide dtype, in a new buffer that the caller may overwrite."""
     z = _product(h, w.T, wide)
     if bias is not None:
         z += bias
@@ -93,7 +92,7 @@ def _logits(h: Tensor, w: Tensor, bias: Tensor | None, wide: torch.dtype) -> Ten
 
 
 def _scores(h: Tensor, w: Tensor, bias: Tensor | None, inverse: Tensor, wide: torch.dtype) -> Tensor:
-    """Logits of some rows over temperature."""
+    """Logits of some rows, divided by temperature."""
     return _logits(h, w, bias, wide).mul_(inverse[:, None])
 
 
@@ -110,11 +109,11 @@ class _TokenLogprobs(torch.autograd.Function):
         size: int,
         keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        wide, narrow = _wide(hidden), _narrow(hidden)
+        wide, narrow = _sum_dtype(hidden), _product_dtype(hidden)
         logp, lse = (torch.empty(hidden.shape[0], dtype=wide, device=hidden.device) for _ in range(2))
         entropy = torch.empty_like(logp) if want_entropy else None
         kept: tuple[Tensor | None, Tensor | None] = (None, None)
-        ctx.kernels = kernels = ops_for(hidden)  # asked while autocast is what it was
+        ctx.kernels = kernels = ops_for(hidden)  # chosen under the caller's autocast
         with torch.autocast(hidden.device.type, enabled=False):
             h, w = hidden.to(narrow), weight.to(narrow)
             if keep and kernels is not reference:
@@ -122,11 +121,11 @@ class _TokenLogprobs(torch.autograd.Function):
             for a in range(0, hidden.shape[0], size):
                 rows = slice(a, a + size)
                 if kernels is not reference:
-                    given = (targets[rows], inverse[rows], want_entropy, None if kept[0] is None else kept[0][rows])
-                    found = kernels.scores(_logits(h[rows], w, bias, wide), *given)
-                    for into, value in zip((logp, lse, entropy), found):
-                        if into is not None:
-                            into[rows] = value
+                    args = (targets[rows], inverse[rows], want_entropy, None if kept[0] is None else kept[0][rows])
+                    results = kernels.log_probs(_logits(h[rows], w, bias, wide), *args)
+                    for out, value in zip((logp, lse, entropy), results):
+                        if out is not None:
+                            out[rows] = value
                     continue
                 z = _scores(h[rows], w, bias, inverse[rows], wide)
                 top = z.amax(1, keepdim=True)
@@ -149,7 +148,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, inverse, lse, entropy, kept_p, kept_log_p = ctx.saved_tensors
-        wide = _wide(hidden)
+        wide = _sum_dtype(hidden)
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         grad_h = torch.empty_like(hidden) if need_h else None
         grad_w = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_w else None
@@ -160,17 +159,17 @@ class _TokenLogprobs(torch.autograd.Function):
             return *_from_kept(kept_p, h, w, g_logp * -inverse, hidden, (need_h, need_w, need_b)), *[None] * 5
         for a in range(0, hidden.shape[0], ctx.size):
             rows = slice(a, a + ctx.size)
-            given = [None if g is None else g[rows] for g in (g_logp, g_entropy, entropy)]
+            args = [None if g is None else g[rows] for g in (g_logp, g_entropy, entropy)]
             if kernels is not reference and grad_b is None:
                 z = _logits(h[rows], w, bias, wide)
-                d = kernels.pull(z, targets[rows], inverse[rows], lse[rows], *given, ctx.narrow)
+                d = kernels.log_probs_backward(z, targets[rows], inverse[rows], lse[rows], *args, ctx.narrow)
                 del z
             else:
                 p, log_p = (kept_p, kept_log_p) if kernels is reference else (None, None)
                 if p is None:
                     log_p = _scores(h[rows], w, bias, inverse[rows], wide).sub_(lse[rows, None])
                     p = log_p.exp()
-                d = _pull(p, log_p, targets[rows], *given)
+                d = _logit_gradient(p, log_p, targets[rows], *args)
                 d *= inverse[rows, None]
                 if grad_b is not None:
                     grad_b += d.sum(0)
@@ -184,18 +183,19 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _from_kept(
-    away: Tensor, h: Tensor, w: Tensor, c: Tensor, hidden: Tensor, needs: tuple[bool, bool, bool]
+    residual: Tensor, h: Tensor, w: Tensor, c: Tensor, hidden: Tensor, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden, weight and bias where d(logits) = c ⊙ away, ``away`` = p − onehot [N, V]: c goes to the other side."""
-    wide = _wide(hidden)
+    """Gradients of hidden, weight and bias for d(logits) = c ⊙ residual, ``residual`` = p − onehot [N, V]. Scales the smaller
+    operand by c instead of the residual."""
+    wide = _sum_dtype(hidden)
     c = c[:, None]
-    grad_h = _product(away, w, wide).mul_(c).to(hidden.dtype) if needs[0] else None
-    grad_w = _product(away.T, (h * c).to(away.dtype), wide) if needs[1] else None
-    grad_b = _product(away.T, c.to(away.dtype), wide).squeeze(1) if needs[2] else None
+    grad_h = _product(residual, w, wide).mul_(c).to(hidden.dtype) if needs[0] else None
+    grad_w = _product(residual.T, (h * c).to(residual.dtype), wide) if needs[1] else None
+    grad_b = _product(residual.T, c.to(residual.dtype), wide).squeeze(1) if needs[2] else None
     return grad_h, grad_w, grad_b
 
 
-def _pull(
+def _logit_gradient(
     p: Tensor,
     log_p: Tensor | None,
     targets: Tensor,
@@ -203,7 +203,7 @@ def _pull(
     g_entropy: Tensor | None,
     entropy: Tensor | None,
 ) -> Tensor:
-    """g·∂logp/∂z + g′·∂H/∂z for some rows, in a fresh buffer: what was kept may serve a second backward pass."""
+    """g·∂logp/∂z + g′·∂H/∂z for some rows, in a new buffer: a second backward pass may need the kept p."""
     if g_entropy is None or entropy is None or log_p is None:
         d = torch.zeros_like(p) if g_logp is None else p * -g_logp[:, None]
     else:
@@ -217,7 +217,7 @@ def _pull(
 
 
 def _accumulate(total: Tensor, d: Tensor, h: Tensor) -> None:
-    """total += dᵀ·h, without a temporary where the dtypes allow."""
+    """total += dᵀ·h, without a temporary if the dtypes match."""
     if d.dtype == total.dtype:
         total.addmm_(d.T, h)
     else:

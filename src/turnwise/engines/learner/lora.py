@@ -1,6 +1,6 @@
-"""Low-rank adapters inside a stock model, through PEFT: put in, switched off, merged out.
+"""LoRA adapters through PEFT: inject them into a stock model, disable them, merge them into its weights.
 
-This module does not know how adapters are trained.
+Does not know how adapters are trained.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def _peft() -> Any:
 
 
 def inject(model: PreTrainedModel, rank: int, alpha: float | None) -> None:
-    """Adapters on every linear layer but the head; everything else is frozen. Starts as the identity."""
+    """Add adapters to every linear layer except the LM head and freeze everything else. The model's outputs do not change."""
     peft = _peft()
     settings = peft.LoraConfig(
         r=rank, lora_alpha=2 * rank if alpha is None else alpha, lora_dropout=0.0, target_modules="all-linear"
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        torch.manual_seed(0)  # the same adapters on every machine and at every start
-        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # PEFT sees a GPT-2 layer and does the right thing
+        torch.manual_seed(0)  # the same adapters on every machine and in every process
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # PEFT warns about GPT-2's Conv1D, then handles it
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
 
 
 @contextmanager
 def disabled(model: PreTrainedModel) -> Iterator[None]:
-    """The model as it was before training."""
+    """Run the base model: adapters are bypassed inside this context."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
@@ -54,13 +54,13 @@ def disabled(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-        for p, flag in flags.items():  # PEFT switches gradients along with its adapters
+        for p, flag in flags.items():  # PEFT toggles requires_grad together with its adapters
             p.requires_grad_(flag)
 
 
 @torch.no_grad()
 def merged(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Plain weights under the names the model had before ``inject``. The model itself stays as it is."""
+    """Merged weights under the names the model had before ``inject``. Leaves the model unchanged."""
     from peft.tuners.lora import LoraLayer
 
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
@@ -75,8 +75,8 @@ def merged(model: PreTrainedModel) -> dict[str, Tensor]:
     return out
 
 
-def plain(model: PreTrainedModel) -> PreTrainedModel:
-    """A model without adapters that holds the merged weights, to be saved."""
+def merged_model(model: PreTrainedModel) -> PreTrainedModel:
+    """A model without adapters that holds the merged weights, for saving."""
     with torch.device("meta"):
         out = type(model)(copy.deepcopy(model.config))
     out.load_state_dict(merged(model), strict=False, assign=True)

@@ -1,6 +1,6 @@
-"""How weights move: the learner's settings, AdamW groups, the learning-rate schedule, the guarded step.
+"""Optimization: the learner's settings, AdamW parameter groups, the learning-rate schedule, the guarded step.
 
-This module does not know where gradients come from: no batches, no objectives, no models beyond their parameter names.
+Does not know where gradients come from: no batches, no objectives, no models beyond their parameter names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from turnwise.engines import compat
 from turnwise.errors import SettingError, nearest
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -21,24 +22,24 @@ DTYPES = ("auto", "float32", "bfloat16", "float64", "fp8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """Everything that can be chosen about a learner. ``LearnerSettings(lr=3e-4, clip=1.0, positions=8192)``"""
+    """All settings of a learner. ``LearnerSettings(lr=3e-4, clip=1.0, positions=8192)``"""
 
     lr: float = 1e-5
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    clip: float = 1.0  # largest norm of the whole gradient; infinity for never
+    clip: float = 1.0  # maximum global gradient norm; infinity disables clipping
     warmup: int = 0  # steps until the full learning rate
-    schedule: str = "constant"  # after the warm-up: constant, or to zero at total_steps: linear, cosine
+    schedule: str = "constant"  # after the warm-up: constant, or decay to zero at total_steps: linear, cosine
     total_steps: int | None = None
-    positions: int = 16384  # packed ids in one micro-batch: memory, never the result
-    dtype: str = "auto"  # float32 on CPU, bfloat16 (weights stay float32) on CUDA; fp8: that, its layers rounded
+    positions: int = 16384  # packed ids per micro-batch: affects memory, never the result
+    dtype: str = "auto"  # auto: float32 on CPU, bfloat16 with float32 weights on CUDA; fp8: auto with fp8 layers
     lora_rank: int = 0  # 0 trains every weight
     lora_alpha: float | None = None  # None: twice the rank
     value_lr: float | None = None  # of the critic; None: lr
-    recompute: bool = False  # keep only what enters each layer, and compute the layer again in the backward pass
-    offload: bool = False  # the optimiser's memory lies in the host's memory between steps
-    follow: float = 0.1  # how far the critic's slow copy follows it in one step
+    recompute: bool = False  # activation checkpointing: keep only each layer's input
+    offload: bool = False  # keep optimizer state in host memory between steps
+    follow: float = 0.1  # τ of the critic's target network: φ̄ ← (1 − τ) φ̄ + τ φ
 
     def __post_init__(self) -> None:
         self._at_least(0, "lr", "weight_decay", "warmup", "lora_rank", "value_lr")
@@ -51,52 +52,54 @@ class LearnerSettings:
             raise SettingError(f"follow is {self.follow}; write a number in (0, 1]")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise SettingError(f"betas is {self.betas}; write two numbers in [0, 1)")
-        for name, known in (("schedule", SCHEDULES), ("dtype", DTYPES)):
-            if getattr(self, name) not in known:
-                raise SettingError(f"{name} is {getattr(self, name)!r}; {nearest(str(getattr(self, name)), known)}")
+        for name, choices in (("schedule", SCHEDULES), ("dtype", DTYPES)):
+            if getattr(self, name) not in choices:
+                raise SettingError(f"{name} is {getattr(self, name)!r}; {nearest(str(getattr(self, name)), choices)}")
         if self.schedule != "constant" and self.total_steps is None:
-            raise SettingError(f"schedule {self.schedule!r} needs total_steps")
+            raise SettingError(f"schedule {self.schedule!r} needs an end; write total_steps")
         if self.total_steps is not None and self.warmup > self.total_steps:
-            raise SettingError(f"warmup ({self.warmup}) is longer than total_steps ({self.total_steps})")
+            raise SettingError(
+                f"warmup ({self.warmup}) is longer than total_steps ({self.total_steps}); write a shorter one"
+            )
 
-    def _at_least(self, least: int, *names: str) -> None:
+    def _at_least(self, minimum: int, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            if value is not None and not (value >= least and math.isfinite(value)):
-                raise SettingError(f"{name} is {value}; write a number of at least {least}")
+            if value is not None and not (value >= minimum and math.isfinite(value)):
+                raise SettingError(f"{name} is {value}; write a number of at least {minimum}")
 
     @property
-    def narrow(self) -> bool:
-        """Are the layers' products those of an fp8 sampler?"""
+    def fp8(self) -> bool:
+        """Whether the layers' matrix products are rounded to fp8, as an fp8 generator's are."""
         return self.dtype == "fp8"
 
-    def arithmetic(self, device: torch.device) -> torch.dtype:
-        """What ``dtype`` means on this device."""
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """The compute dtype on this device."""
         if self.dtype in ("auto", "fp8"):
             return torch.bfloat16 if device.type == "cuda" else torch.float32
         return getattr(torch, self.dtype)
 
-    def factor(self, step: int) -> float:
-        """What multiplies the learning rates in the ``step``-th step, counted from 0."""
+    def lr_factor(self, step: int) -> float:
+        """The factor of all learning rates in the ``step``-th step, counted from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.schedule == "constant":
             return 1.0
-        left = (self.total_steps or 1) - self.warmup
-        done = min(1.0, (step - self.warmup) / left) if left else 1.0
-        return 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        decay_steps = (self.total_steps or 1) - self.warmup
+        progress = min(1.0, (step - self.warmup) / decay_steps) if decay_steps else 1.0
+        return 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def adamw(
     parameters: Mapping[str, nn.Parameter], settings: LearnerSettings, rates: Mapping[str, float | None]
 ) -> torch.optim.AdamW:
-    """AdamW over named parameters; ``rates``: learning rates by the prefix of a name, ``lr`` for all others. Vectors never
+    """AdamW over named parameters. ``rates``: learning rates by name prefix; ``lr`` for all others. Vectors have no weight
     decay."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, p in parameters.items():
         decay = settings.weight_decay if p.dim() > 1 else 0.0
-        own = next((rate for prefix, rate in rates.items() if name.startswith(prefix)), None)
-        groups.setdefault((settings.lr if own is None else own, decay), []).append(p)
+        rate = next((rate for prefix, rate in rates.items() if name.startswith(prefix)), None)
+        groups.setdefault((settings.lr if rate is None else rate, decay), []).append(p)
     return torch.optim.AdamW(
         [{"params": ps, "lr": lr, "base_lr": lr, "weight_decay": decay} for (lr, decay), ps in groups.items()],
         betas=settings.betas,
@@ -105,83 +108,85 @@ def adamw(
     )
 
 
-def scale(optimiser: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply all gradients."""
+def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply all gradients by ``factor``."""
     if factor != 1.0:
-        torch._foreach_mul_([p.grad for g in optimiser.param_groups for p in g["params"] if p.grad is not None], factor)
+        compat.foreach_mul_([p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None], factor)
 
 
-def preconditioner(optimiser: torch.optim.Optimizer, p: Tensor, settings: LearnerSettings) -> Tensor:
-    """What AdamW multiplies a new gradient of ``p`` with: (1 − β₁)/(√v̂ + ε); 1 − β₁ before its first step.
+def preconditioner(optimizer: torch.optim.Optimizer, p: Tensor, settings: LearnerSettings) -> Tensor:
+    """The factor AdamW applies to a new gradient of ``p``: (1 − β₁)/(√v̂ + ε); 1 − β₁ before its first step.
 
-    v̂ is held at or above its mean: rows of tokens that never occurred have none, and would promise steps without bound."""
-    fresh = 1 - settings.betas[0]
-    state = optimiser.state.get(p)
+    v̂ is clamped below by its mean: it is zero for tokens that never occurred, which would predict unbounded steps."""
+    new_share = 1 - settings.betas[0]
+    state = optimizer.state.get(p)
     if not state:
-        return torch.full_like(p, fresh)
+        return torch.full_like(p, new_share)
     v = state["exp_avg_sq"] / (1 - settings.betas[1] ** float(state["step"]))
-    return fresh / (v.clamp(min=v.mean()).sqrt() + settings.eps)
+    return new_share / (v.clamp(min=v.mean()).sqrt() + settings.eps)
 
 
 def guarded_step(
-    movers: Mapping[torch.optim.Optimizer, float], clip: float, loss: Tensor | None = None
+    lr_factors: Mapping[torch.optim.Optimizer, float], clip: float, loss: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """Clip and step each optimiser at its factor of the learning rate, or leave all as they were if the loss or any gradient is
-    not finite. Returns each one's norm before clipping and whether the step was taken. Gradients are gone afterwards.
+    """Clip and step each optimizer at its factor of the learning rate, or change nothing if the loss or any gradient is not
+    finite. Returns each gradient norm before clipping, and whether the step was taken. Clears the gradients.
 
-    Nobody looks at a number here: the device itself decides, while the host may still be ahead of it."""
-    parameters = [[p for group in mover.param_groups for p in group["params"]] for mover in movers]
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None]) for own in parameters]
+    Does not synchronise with the device: the device decides, while the host may run ahead."""
+    parameters = [[p for group in each.param_groups for p in group["params"]] for each in lr_factors]
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in parameters]
     finite = [torch.isfinite(x).to(norms[0].device) for x in (*norms, *([] if loss is None else [loss]))]
     taken = torch.stack(finite).all()
-    for (mover, factor), own, norm in zip(movers.items(), parameters, norms):
+    for (each, factor), params, norm in zip(lr_factors.items(), parameters, norms):
         if math.isfinite(clip):
-            torch.nn.utils.clip_grads_with_norm_(own, clip, norm)
-        for group in mover.param_groups:
+            torch.nn.utils.clip_grads_with_norm_(params, clip, norm)
+        for group in each.param_groups:
             group["lr"] = group["base_lr"] * factor
-        with _unless(mover, ~taken):
-            mover.step()
-        mover.zero_grad(set_to_none=True)
+        with _skip_step_if(each, ~taken):
+            each.step()
+        each.zero_grad(set_to_none=True)
     return norms, taken
 
 
 @contextmanager
-def _unless(mover: torch.optim.Optimizer, bad: Tensor) -> Iterator[None]:
-    """Its next step changes nothing where ``bad`` is true: what fused optimisers offer to scalers of half-precision gradients."""
-    mover.grad_scale, mover.found_inf = None, bad.float()  # type: ignore[attr-defined]
+def _skip_step_if(optimizer: torch.optim.Optimizer, bad: Tensor) -> Iterator[None]:
+    """Turn the next step into a no-op where ``bad`` is true, by the interface fused optimizers offer to ``GradScaler``."""
+    optimizer.grad_scale, optimizer.found_inf = None, bad.float()  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        del mover.grad_scale, mover.found_inf  # type: ignore[attr-defined]
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def move(optimisers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
-    """The optimisers' memory to a device: beside the weights for a step, or to the host until the next one."""
-    for mover in optimisers:
-        for state in mover.state.values():
+def move_state(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+    """Move optimizer state to a device: beside the weights for a step, or to the host until the next one."""
+    for each in optimizers:
+        for state in each.state.values():
             for key, value in state.items():
-                if value.dim() and value.device.type != device.type:  # step counts stay with the weights
+                if value.dim() and value.device.type != device.type:  # step counters stay beside the weights
                     state[key] = value.to(device).pin_memory() if device.type == "cpu" else value.to(device)
 
 
-def moments(optimisers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The optimisers' memory by parameter name: ``exp_avg/<name>`` and so on. A snapshot."""
+def state_tensors(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """A snapshot of optimizer state by parameter name: ``exp_avg/<name>`` and so on."""
     return {
         f"{key}/{name}": value.detach().clone()
-        for mover in optimisers
+        for each in optimizers
         for name, p in parameters.items()
-        for key, value in mover.state.get(p, {}).items()
+        for key, value in each.state.get(p, {}).items()
     }
 
 
-def restore(
-    optimisers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]
+def restore_state(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]
 ) -> None:
-    """The inverse of ``moments``."""
-    owner = {p: mover for mover in optimisers for group in mover.param_groups for p in group["params"]}
-    for mover in optimisers:
-        mover.state.clear()
-    for full, value in saved.items():
-        key, name = full.split("/", 1)
+    """The inverse of ``state_tensors``."""
+    owner = {p: each for each in optimizers for group in each.param_groups for p in group["params"]}
+    for each in optimizers:
+        each.state.clear()
+    for path, value in saved.items():
+        key, name = path.split("/", 1)
         p = parameters[name]
-        owner[p].state[p][key] = value.detach().clone().to(p.device)  # the next step moves it where it belongs
+        owner[p].state[p][key] = value.detach().clone().to(p.device)  # with ``offload``, the next step moves it

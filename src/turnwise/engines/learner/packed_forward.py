@@ -1,12 +1,12 @@
-"""Packed sequences through a stock causal LM: attention that follows sequence boundaries, and the hidden states.
+"""Forward pass of packed sequences through a causal LM: attention within sequence boundaries, and the hidden states.
 
-Legend: L packed positions, S sequences, P padded positions, H heads, D width.
+Legend: L packed positions, S sequences, P padded positions, U computed positions, H heads, D hidden size.
 
-Attention pads sequences of like length on the right into buckets. Under a causal mask no real position ever sees the
-padding, so plain causal attention is exact and no mask is built. On a GPU in half precision and by the C kernels of a CPU
-nothing is padded: one call reads ragged sequences. A beginning that several sequences share is read once.
+The fallback right-pads sequences of similar length into buckets. Under a causal mask no real position attends to the padding,
+so plain causal attention is exact and needs no mask. Half precision on a GPU and the C kernels on a CPU run variable-length
+attention without padding. A prefix that several sequences share is computed once.
 
-This module does not know what the hidden states are for: no log-probabilities, no sampled tokens, no losses.
+Does not know what the hidden states are for: no log-probabilities, no losses.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from turnwise.core.batch import Sequences
-from turnwise.core.levels import send
+from turnwise.core.transfer import to_device
 from turnwise.engines import attention_interface
 from turnwise.engines.kernels.cpu import attention as kernels
-from turnwise.engines.kernels.dispatch import kind_of
+from turnwise.engines.kernels.dispatch import compute_dtype
 from turnwise.engines.learner import llama_layers
-from turnwise.engines.learner.shared_prefix import Copy, Shared
-from turnwise.engines.learner.varlen_attention import Ragged
+from turnwise.engines.learner.shared_prefix import PaddingMap, SharedPrefixes
+from turnwise.engines.learner.varlen_attention import VarlenAttention
 from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)
 
-FILL = 0.75  # a bucket takes sequences down to this part of its longest ...
-SLACK = 16  # ... or this much shorter, whichever is more: one more launch costs as much as some padding
-TOLERANCE = 1e-3  # of the largest logit, between two ways of reading
+MIN_FILL = 0.75  # a bucket takes sequences down to this fraction of its longest ...
+MAX_PADDING = 16  # ... or this many ids shorter, whichever admits more: another launch costs as much as some padding
+TOLERANCE = 1e-3  # largest difference between two execution paths, relative to the largest logit
 
 
 class PackedLayout:
-    """How packed sequences attend: each to itself, causally. One layout serves all layers of a forward pass."""
+    """Causal attention within each packed sequence, by padded buckets. One layout serves all layers of a forward pass."""
 
-    def __init__(self, start: Tensor, shared: Shared | None = None) -> None:
-        """``shared``: q, k and v come for the positions that are read, not for their copies."""
+    def __init__(self, start: Tensor, prefixes: SharedPrefixes | None = None) -> None:
+        """``prefixes``: q, k and v hold the computed positions only, not their copies."""
         lengths = start[1:] - start[:-1]
         order = torch.argsort(lengths, stable=True)
         self.buckets = _buckets(lengths[order].tolist())
@@ -55,13 +55,15 @@ class PackedLayout:
         total = int(padded.sum())
         here = torch.arange(int(start[-1]), device=start.device)
         slot = here + torch.repeat_interleave(offset - start[:-1], lengths)
-        whole = shared or Shared.none(here)
-        self.slot = None if total == len(whole.first) and torch.equal(slot, here) else slot
-        self.copy = None if self.slot is None else Copy(whole, slot, total)
+        prefixes = prefixes or SharedPrefixes.unshared(here)
+        self.slot = None if total == len(prefixes.computed) and torch.equal(slot, here) else slot
+        self.padding_map = None if self.slot is None else PaddingMap(prefixes, slot, total)
         self._masks: dict[tuple[int, int], Tensor] = {}
-        self.packing = kernels.Packing.of(whole.row, whole.first, start) if start.device.type == "cpu" else None
+        self.packing = (
+            kernels.Packing.of(prefixes.row_of, prefixes.computed, start) if start.device.type == "cpu" else None
+        )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return self.attend_rows(q, k, v, scale, window)[None]
@@ -69,19 +71,21 @@ class PackedLayout:
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
         """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]."""
         if self.packing is not None and window is None and kernels.fits(q, k, v, self.packing):
-            return kernels.attend(q, k, v, scale, self.packing)
-        if self.copy is not None:
-            q, k, v = (self.copy.spread(x) for x in (q, k, v))  # [P, H, D]
+            return kernels.varlen_attention(q, k, v, scale, self.packing)
+        if self.padding_map is not None:
+            q, k, v = (self.padding_map.scatter(x) for x in (q, k, v))  # [P, H, D]
         parts, at = [], 0
         for rows, length in self.buckets:
-            cut = slice(at, at + rows * length)
-            a, b, c = (x[cut].unflatten(0, (rows, length)).transpose(1, 2) for x in (q, k, v))  # [rows, H, length, D]
-            parts.append(self._bucket(a, b, c, scale, window).transpose(1, 2).flatten(0, 1))
-            at = cut.stop
+            bucket = slice(at, at + rows * length)
+            a, b, c = (
+                x[bucket].unflatten(0, (rows, length)).transpose(1, 2) for x in (q, k, v)
+            )  # [rows, H, length, D]
+            parts.append(self._attend_bucket(a, b, c, scale, window).transpose(1, 2).flatten(0, 1))
+            at = bucket.stop
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out if self.copy is None else self.copy.take(out)
+        return out if self.padding_map is None else self.padding_map.gather(out)
 
-    def _bucket(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def _attend_bucket(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         length = q.shape[2]
         mask = None if window is None or length <= window else self._mask(length, window, q.device)
         grouped = q.shape[1] != k.shape[1]
@@ -90,26 +94,26 @@ class PackedLayout:
     def _mask(self, length: int, window: int, device: torch.device) -> Tensor:
         if (length, window) not in self._masks:
             here = torch.arange(length, device=device)
-            back = here[:, None] - here[None, :]
-            self._masks[length, window] = (back >= 0) & (back < window)
+            distance = here[:, None] - here[None, :]
+            self._masks[length, window] = (distance >= 0) & (distance < window)
         return self._masks[length, window]
 
 
-def _layout(
-    start: Tensor, shared: Shared, model: PreTrainedModel, to: Callable[[Tensor], Tensor]
-) -> PackedLayout | Ragged:
+def _attention_layout(
+    start: Tensor, prefixes: SharedPrefixes, model: PreTrainedModel, to: Callable[[Tensor], Tensor]
+) -> PackedLayout | VarlenAttention:
     weight = next(model.parameters())
-    if weight.is_cuda and kind_of(weight) in (torch.bfloat16, torch.float16):
-        return Ragged.of(start, shared)
-    return PackedLayout(to(start), Shared(to(shared.first), to(shared.row)))
+    if weight.is_cuda and compute_dtype(weight) in (torch.bfloat16, torch.float16):
+        return VarlenAttention.of(start, prefixes)
+    return PackedLayout(to(start), SharedPrefixes(to(prefixes.computed), to(prefixes.row_of)))
 
 
 def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
-    """Ascending lengths -> (rows, padded length) of each bucket."""
+    """Ascending sequence lengths -> (sequences, padded length) of each bucket."""
     out: list[tuple[int, int]] = []
     rows, longest = 0, 0
     for length in reversed(lengths):
-        if rows and length < longest * FILL and length < longest - SLACK:
+        if rows and length < longest * MIN_FILL and length < longest - MAX_PADDING:
             out.append((rows, longest))
             rows = 0
         longest = longest if rows else length
@@ -121,18 +125,18 @@ def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class States:
-    """What the LM head would read at packed positions: ``values`` [U, D], and which of them each position has, [L]."""
+class PackedStates:
+    """Inputs of the LM head: ``values`` [U, D] of the computed positions, and the row of each packed position, [L]."""
 
     values: Tensor
-    row: Tensor
+    row_of: Tensor
 
     def at(self, positions: Tensor) -> Tensor:
-        return _Rows.apply(self.values, self.row[positions])
+        return _GatherRows.apply(self.values, self.row_of[positions])
 
 
-class _Rows(torch.autograd.Function):
-    """Chosen rows; what flows back to a row that was chosen often adds up in float32 at least."""
+class _GatherRows(torch.autograd.Function):
+    """index_select whose backward pass sums the gradients of repeated rows in at least float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -144,127 +148,136 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        whole = wide.new_zeros(ctx.size, *grad.shape[1:])
-        return whole.index_add_(0, ctx.saved_tensors[0], wide).to(grad.dtype), None
+        total = wide.new_zeros(ctx.size, *grad.shape[1:])
+        return total.index_add_(0, ctx.saved_tensors[0], wide).to(grad.dtype), None
 
 
-def hidden_states(model: PreTrainedModel, sequences: Sequences, through: bool = False) -> Tensor:
-    """What the LM head would read at every packed position, [L, D]."""
-    states = read(model, sequences, through, whole=True)
-    return states.at(torch.arange(len(states.row), device=states.row.device))
+def hidden_states(model: PreTrainedModel, sequences: Sequences, after_sampled: bool = False) -> Tensor:
+    """Inputs of the LM head at every packed position, [L, D]."""
+    states = packed_states(model, sequences, after_sampled, all_positions=True)
+    return states.at(torch.arange(len(states.row_of), device=states.row_of.device))
 
 
-def read(model: PreTrainedModel, sequences: Sequences, through: bool = False, whole: bool = False) -> States:
-    """The states of packed sequences. The model must have been adopted.
+def packed_states(
+    model: PreTrainedModel, sequences: Sequences, after_sampled: bool = False, all_positions: bool = False
+) -> PackedStates:
+    """Hidden states of packed sequences. Call ``prepare`` on the model first.
 
-    If tokens were sampled, only the states they were sampled from are true: much of the rest is not computed. ``through``: those
-    after the sampled tokens are wanted too. ``whole``: and all that come before."""
-    here = sequences.host or sequences  # what is looked at on the host keeps no GPU waiting
-    to = partial(send, device=next(model.parameters()).device)
-    kept, position, start = _worth_reading(here, through)
-    ids = here.ids[kept]
-    # stock norms pass gradients through float32 even in a float64 model, where a rounded sum is not the sum of the
-    # rounded: exactness is what float64 is asked for, so there nothing is shared
-    shared = Shared.none(ids) if model.dtype == torch.float64 else Shared.of(ids, start)
-    row = torch.zeros_like(here.ids).index_copy(0, kept, shared.row)
-    decoder, layout = model.get_decoder(), _layout(start, shared, model, to)
-    ids, position = ids[shared.first], position[shared.first]
-    fast = llama_layers.of(decoder)
-    if isinstance(layout, Ragged) and fast is not None:  # captured graphs have fixed sizes
-        return States(fast(ids, position, layout), to(row))
-    ids, position, row = to(ids), to(position), to(row)
-    layout = layout.to(ids.device) if isinstance(layout, Ragged) else layout
-    if fast is not None and here.at.numel() and not whole:
-        wanted = torch.cat([here.at - 1, here.at]) if through else here.at - 1
-        asked, place = _distinct(row[to(wanted)], len(ids))
-        return States(fast(ids, position, layout, asked), place[row])
-    if fast is not None:
-        return States(fast(ids, position, layout), row)
+    If tokens were sampled, only the states they were sampled from are valid: many others are not computed. ``after_sampled``:
+    also the states after the sampled tokens. ``all_positions``: and all states before them."""
+    sequences = sequences.host or sequences  # the host copy: reading it does not wait for the GPU
+    to = partial(to_device, device=next(model.parameters()).device)
+    kept, position, start = _positions_to_compute(sequences, after_sampled)
+    ids = sequences.ids[kept]
+    # Stock norms round gradients to float32 even in a float64 model, and rounding a sum differs from summing the rounded
+    # terms. float64 is chosen for exactness, so it shares no prefixes.
+    prefixes = SharedPrefixes.unshared(ids) if model.dtype == torch.float64 else SharedPrefixes.of(ids, start)
+    row_of = torch.zeros_like(sequences.ids).index_copy(0, kept, prefixes.row_of)
+    decoder, layout = model.get_decoder(), _attention_layout(start, prefixes, model, to)
+    ids, position = ids[prefixes.computed], position[prefixes.computed]
+    layers = llama_layers.fast_path(decoder)
+    if isinstance(layout, VarlenAttention) and layers is not None:
+        # Compute every row: captured graphs have fixed shapes.
+        return PackedStates(layers(ids, position, layout), to(row_of))
+    ids, position, row_of = to(ids), to(position), to(row_of)
+    layout = layout.to(ids.device) if isinstance(layout, VarlenAttention) else layout
+    if layers is not None and sequences.sampled_at.numel() and not all_positions:
+        outputs = (
+            torch.cat([sequences.sampled_at - 1, sequences.sampled_at]) if after_sampled else sequences.sampled_at - 1
+        )
+        rows, index_of = _distinct(row_of[to(outputs)], len(ids))
+        return PackedStates(layers(ids, position, layout, rows), index_of[row_of])
+    if layers is not None:
+        return PackedStates(layers(ids, position, layout), row_of)
     out = decoder(input_ids=ids[None], position_ids=position[None], use_cache=False, layout=layout)
-    return States(out.last_hidden_state[0], row)
+    return PackedStates(out.last_hidden_state[0], row_of)
 
 
 def _distinct(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Some of ``size`` rows, each once, ascending; and the place of each row among them."""
-    chosen = torch.zeros(size, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
-    return chosen.nonzero().squeeze(1), (chosen.long().cumsum(0) - 1).clamp_(min=0)
+    """The distinct ``rows`` of ``size``, ascending; and the index of each row among them, [size]."""
+    present = torch.zeros(size, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+    return present.nonzero().squeeze(1), (present.long().cumsum(0) - 1).clamp_(min=0)
 
 
-def _worth_reading(sequences: Sequences, through: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed positions, their places in their own sequences, and where each sequence begins among them: what follows a
-    sequence's last sampled token, and the token itself unless the reading goes ``through`` it, predicts nothing that anybody
-    asks for. Sampled tokens lie in the order of the sequences."""
-    begin, at = sequences.start[:-1], sequences.at
+def _positions_to_compute(sequences: Sequences, after_sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The packed positions to compute, their positions within their sequences, and where each sequence starts among them.
+
+    Drops what follows a sequence's last sampled token, and that token itself unless ``after_sampled``: no requested state
+    depends on it. Sampled tokens are in the order of the sequences."""
+    begin, at = sequences.start[:-1], sequences.sampled_at
     lengths = sequences.lengths
     if at.numel():
-        until = torch.searchsorted(at, sequences.start)  # how many sampled tokens lie before each sequence's begin
+        until = torch.searchsorted(at, sequences.start)  # number of sampled tokens before each sequence
         last = at[(until[1:] - 1).clamp(min=0)]
-        lengths = torch.where(until.diff() > 0, last + through - begin, 1)
+        lengths = torch.where(until.diff() > 0, last + after_sampled - begin, 1)
     start = torch.cat([begin.new_zeros(1), lengths.cumsum(0)])
     position = torch.arange(int(start[-1]), device=begin.device) - torch.repeat_interleave(start[:-1], lengths)
     return position + torch.repeat_interleave(begin, lengths), position, start
 
 
-def layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     """The decoder layers, in order."""
-    found = getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None)
-    if found is None:
+    layers = getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None)
+    if layers is None:
         raise SettingError(
-            f"{type(model).__name__} does not show its decoder layers, so no noise can be put between them"
+            f"{type(model).__name__} has neither `layers` nor `h`, so noise and recomputation cannot reach its layers; "
+            "use a method without layer noise, and write recompute=False"
         )
-    return list(found)
+    return list(layers)
 
 
-def recompute(model: PreTrainedModel) -> None:
-    """From now on keep only what enters each layer, and compute the layer again in the backward pass."""
-    fast = llama_layers.of(model.get_decoder())
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Enable activation checkpointing: keep only each layer's input and recompute the layer in the backward pass."""
+    fast = llama_layers.fast_path(model.get_decoder())
     if fast is not None:
         fast.recompute = True
-    for layer in layers(model):  # for the stock forward, should it be needed
+    for layer in decoder_layers(model):  # also in the stock forward, which may be the fallback
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def head(model: PreTrainedModel) -> nn.Linear:
-    """The linear map from hidden states to logits."""
-    found = model.get_output_embeddings()
-    if not isinstance(found, nn.Linear):
-        raise SettingError(f"{type(model).__name__} has no linear output head (found {type(found).__name__})")
-    return found
+def lm_head(model: PreTrainedModel) -> nn.Linear:
+    """The linear layer from hidden states to logits."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise SettingError(
+            f"{type(model).__name__} has no linear output head (found {type(head).__name__}); use a causal LM that has one"
+        )
+    return head
 
 
-def adopt(model: PreTrainedModel) -> PreTrainedModel:
-    """Route attention through layouts, after proving on random ids that packing does not change this model's logits."""
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):  # too weak on random weights for the proof
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Route attention through layouts and verify on random ids that packing does not change this model's logits."""
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):  # the check below misses it on random weights
         if getattr(model.config, name, None):
             raise SettingError(f"{type(model).__name__} uses {name}, which packed training does not support")
-    model.set_attn_implementation("eager")  # the one every model has; what the model came with may not run in float32
+    model.set_attn_implementation("eager")  # every model has it; the model's own choice may not support float32
     lengths = (5, 12, 9)
-    linear = head(model)
+    linear = lm_head(model)
     device, generator = linear.weight.device, torch.Generator().manual_seed(0)
     ids = torch.randint(linear.weight.shape[0], (sum(lengths),), generator=generator).to(device)
     with torch.no_grad():
         expected = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)])
-        attention_interface.adopt(model)
+        attention_interface.install_attention(model)
         start = torch.tensor([0, *lengths], device=device).cumsum(0)
         sequences = Sequences(ids, start, torch.arange(len(lengths), device=device), start[:0])
         gap = lambda: float((linear(hidden_states(model, sequences)) - expected).abs().max() / expected.abs().max())  # noqa: E731
-        if llama_layers.of(model.get_decoder()) is not None:
-            _prove_blocks(model, gap)
+        if llama_layers.fast_path(model.get_decoder()) is not None:
+            _verify_layers(model, gap)
         try:
-            found = gap()
+            difference = gap()
         except (TypeError, RuntimeError, AttributeError, SettingError) as fault:
-            reason = "its layers do not hand our attention layout on" if isinstance(fault, SettingError) else fault
-            raise SettingError(f"{type(model).__name__} cannot read packed sequences: {reason}") from fault
-    if not found <= TOLERANCE:
+            reason = "its layers do not pass our attention layout on" if isinstance(fault, SettingError) else fault
+            raise SettingError(f"{type(model).__name__} cannot run packed sequences: {reason}") from fault
+    if not difference <= TOLERANCE:
         raise SettingError(
-            f"{type(model).__name__} gives other logits for packed sequences (off by {found:.2g} of the largest): it scales "
-            "its logits or its attention takes an option that packing does not know"
+            f"{type(model).__name__} gives other logits for packed sequences (off by {difference:.2g} of the largest): it "
+            "scales its logits, or its attention has an option that packing does not support; use another model"
         )
     return model
 
 
-def _prove_blocks(model: PreTrainedModel, gap: Callable[[], float]) -> None:
-    """Keep to the stock forward where the hand-written layers fail or differ: no compiler, a new version of the model ..."""
+def _verify_layers(model: PreTrainedModel, gap: Callable[[], float]) -> None:
+    """Fall back to the stock forward where the hand-written layers fail or differ: no compiler, a newer model version ..."""
     try:
         off = gap()
         why = "" if off <= TOLERANCE else f"their logits were off by {off:.2g}"
@@ -272,6 +285,6 @@ def _prove_blocks(model: PreTrainedModel, gap: Callable[[], float]) -> None:
         why = f"they failed: {str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__}"
     if why:
         log.warning(
-            "the learner reads %s by its stock forward, not by hand-written layers: %s", type(model).__name__, why
+            "the learner runs %s by its stock forward, not by hand-written layers: %s", type(model).__name__, why
         )
-        llama_layers.forbid(model.get_decoder(), why)
+        llama_layers.disable(model.get_decoder(), why)

@@ -1,7 +1,7 @@
-"""Which positions of packed sequences have read the same ids so far: a causal model need compute them only once.
+"""Prefix sharing: find packed positions with identical prefixes, so that a causal model computes each distinct prefix once.
 
-The trajectories of a group begin with the same prompt, so a fifth to a half of what a learner reads it would read again.
-Exact: ids are compared, not hashed. Knows ids and boundaries; neither models nor what the states are for.
+The trajectories of a group start with the same prompt, so a fifth to a half of a learner's positions would be recomputed.
+Exact: ids are compared, not hashed. Knows ids and boundaries; knows neither models nor what the states are for.
 """
 
 from __future__ import annotations
@@ -16,82 +16,83 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
-    """L packed positions, of which U are read. Every other one is a copy of one of those."""
+class SharedPrefixes:
+    """L packed positions, of which U are computed. Every other position is a copy of one of those."""
 
-    first: Tensor  # [U] the packed positions that are read, ascending
-    row: Tensor  # [L] which of the U each position is
+    computed: Tensor  # [U] the packed positions that are computed, ascending
+    row_of: Tensor  # [L] the index of each position among the U
 
     @classmethod
-    def of(cls, ids: Tensor, start: Tensor) -> Shared:
+    def of(cls, ids: Tensor, start: Tensor) -> SharedPrefixes:
         source = _sources(ids, start)
-        own = source == torch.arange(source.numel(), device=ids.device)
-        return cls(own.nonzero().squeeze(1), (own.cumsum(0) - 1)[source])
+        distinct = source == torch.arange(source.numel(), device=ids.device)
+        return cls(distinct.nonzero().squeeze(1), (distinct.cumsum(0) - 1)[source])
 
     @classmethod
-    def none(cls, ids: Tensor) -> Shared:
-        """Every position is read."""
+    def unshared(cls, ids: Tensor) -> SharedPrefixes:
+        """Compute every position."""
         here = torch.arange(ids.numel(), device=ids.device)
         return cls(here, here)
 
 
 def _sources(ids: Tensor, start: Tensor) -> Tensor:
-    """For each position the one that is read in its stead.
+    """For each position, the position that is computed in its place.
 
-    In alphabetical order, what a sequence shares with any earlier one it shares with the one right before it."""
+    In lexicographic order the longest prefix that a sequence shares with any earlier one is shared with its predecessor."""
     numbers, ends = ids.cpu().numpy(), start.tolist()
     text, size = numbers.astype(">i4").tobytes(), 4  # big-endian, so that bytes sort as numbers do
     source = np.arange(len(numbers))
-    before: tuple[int, int] | None = None
+    previous: tuple[int, int] | None = None
     for a, b in sorted(pairwise(ends), key=lambda ab: text[size * ab[0] : size * ab[1]]):
-        if before is not None:
-            span = min(b - a, before[1] - before[0])
-            apart = np.flatnonzero(numbers[a : a + span] != numbers[before[0] : before[0] + span])
-            same = int(apart[0]) if len(apart) else span
-            source[a : a + same] = source[before[0] : before[0] + same]
-        before = (a, b)
+        if previous is not None:
+            span = min(b - a, previous[1] - previous[0])
+            different = np.flatnonzero(numbers[a : a + span] != numbers[previous[0] : previous[0] + span])
+            common = int(different[0]) if len(different) else span
+            source[a : a + common] = source[previous[0] : previous[0] + common]
+        previous = (a, b)
     return torch.from_numpy(source).to(ids.device)
 
 
-class Copy:
-    """Rows [U, ...] to places [P, ...]: position i of L goes to ``slot[i]``, what is between repeats the first row."""
+class PaddingMap:
+    """Maps rows [U, ...] to padded slots [P, ...]: position i of L goes to ``slot[i]``; padding slots repeat the first row."""
 
-    def __init__(self, shared: Shared, slot: Tensor, total: int | None = None) -> None:
-        place = slot.to(shared.row.device)
-        self.source = torch.zeros(total or len(slot), dtype=torch.int64, device=place.device)
-        self.source[place] = shared.row
-        self.home = place[shared.first]  # [U] where each row's first copy lies
-        again = torch.ones_like(shared.row, dtype=torch.bool).index_fill_(0, shared.first, False)
-        self.others, self.rows = place[again], shared.row[again]
+    def __init__(self, prefixes: SharedPrefixes, slot: Tensor, total: int | None = None) -> None:
+        slot = slot.to(prefixes.row_of.device)
+        self.source = torch.zeros(total or len(slot), dtype=torch.int64, device=slot.device)
+        self.source[slot] = prefixes.row_of
+        self.first_slot = slot[prefixes.computed]  # [U] the slot of each row's first copy
+        is_copy = torch.ones_like(prefixes.row_of, dtype=torch.bool).index_fill_(0, prefixes.computed, False)
+        self.copy_slots, self.copy_rows = slot[is_copy], prefixes.row_of[is_copy]
 
-    def spread(self, x: Tensor) -> Tensor:
-        return _Spread.apply(x, self)
+    def scatter(self, x: Tensor) -> Tensor:
+        return _Scatter.apply(x, self)
 
-    def take(self, x: Tensor) -> Tensor:
-        """[P, ...] -> [U, ...]: copies are alike, the first one speaks for all."""
-        return _Take.apply(x, self)
+    def gather(self, x: Tensor) -> Tensor:
+        """[P, ...] -> [U, ...]. All copies of a row are equal, so the first one suffices."""
+        return _Gather.apply(x, self)
 
 
-class _Spread(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copy: Copy) -> Tensor:
-        ctx.copy = copy
-        return x.index_select(0, copy.source)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.index_select(0, ctx.copy.home)
-        if ctx.copy.others.numel():
-            own.index_add_(0, ctx.copy.rows, grad.index_select(0, ctx.copy.others))
-        return own, None
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copy: Copy) -> Tensor:
-        ctx.copy, ctx.total = copy, x.shape[0]
-        return x.index_select(0, copy.home)
+    def forward(ctx: Any, x: Tensor, padding_map: PaddingMap) -> Tensor:
+        ctx.padding_map = padding_map
+        return x.index_select(0, padding_map.source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.new_zeros(ctx.total, *grad.shape[1:]).index_copy_(0, ctx.copy.home, grad), None
+        m = ctx.padding_map
+        total = grad.index_select(0, m.first_slot)
+        if m.copy_slots.numel():
+            total.index_add_(0, m.copy_rows, grad.index_select(0, m.copy_slots))
+        return total, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, padding_map: PaddingMap) -> Tensor:
+        ctx.padding_map, ctx.total = padding_map, x.shape[0]
+        return x.index_select(0, padding_map.first_slot)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.total, *grad.shape[1:]).index_copy_(0, ctx.padding_map.first_slot, grad), None

@@ -1,12 +1,12 @@
-"""Value estimates: heads for tokens, heads for whole turns with slow copies, and the trunk they read.
+"""The critic: value heads for tokens, value heads for whole turns with their target network, and the trunk they read.
 
-    VALUE, TWIN  read the state a token is sampled from            V, V_TWIN  the state before a turn's first token
-    Q, Q_TWIN    the state once a turn's last token was read       SLOW_…     the same by copies φ̄ ← (1 − τ) φ̄ + τ φ
+    VALUE, SECOND_VALUE  read the state a token is sampled from     V, SECOND_V  the state before a turn's first token
+    Q, SECOND_Q          the state after a turn's last token        TARGET_…     the same by targets φ̄ ← (1 − τ) φ̄ + τ φ
 
-A shared critic reads the policy's states: token heads send their gradient into them, turn heads never do. A separate one
-reads a trunk of its own, a copy of the initial policy, and sends its gradient there alone.
+A shared critic reads the policy's hidden states: the gradient of token heads flows into the policy, that of turn heads does
+not. A separate critic has its own trunk, a copy of the initial policy, and its gradient stays there.
 
-Knows states and turns; neither rewards nor losses.
+Knows hidden states and turns; knows neither rewards nor losses.
 """
 
 from __future__ import annotations
@@ -21,116 +21,127 @@ from transformers import PreTrainedModel
 
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TURN, Field
-from turnwise.core.signals import SLOW, UTTERANCE, Signal
-from turnwise.engines.learner.forward_pass import Reading
+from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
+from turnwise.engines import compat
+from turnwise.engines.learner.forward_pass import ForwardPass
 from turnwise.errors import SettingError
 
-TOKENWISE = (Signal.VALUE, Signal.TWIN)
-STATEWISE = frozenset({Signal.V, Signal.V_TWIN})
-INNER = 256  # width inside a turn head
+TOKEN_VALUES = (Signal.VALUE, Signal.SECOND_VALUE)
+STATE_VALUES = frozenset({Signal.V, Signal.SECOND_V})
+INNER = 256  # hidden width of a turn head
 M = TypeVar("M", bound=nn.Module)
 
 
-class Critics:
-    """All of them, or none: ``heads`` for tokens, ``turns`` whether turns are judged too."""
+class ValueHeads:
+    """``heads`` token heads and, with ``turns``, turn heads and their target network. May be empty."""
 
     def __init__(self, model: PreTrainedModel, like: Tensor, heads: int, turns: bool, separate: bool) -> None:
-        """``like`` [V, D]: the policy's head, for width, device and precision."""
-        wanted = bool(heads) or turns
-        self.trunk: PreTrainedModel | None = copy.deepcopy(model.get_decoder()) if separate and wanted else None
-        self.value = _zero(nn.Linear(like.shape[1], heads)).to(like) if heads else None
-        self.judge = turn_heads(like.shape[1]).to(like) if turns else None
-        self.slow_trunk = frozen(self.trunk) if turns and self.trunk is not None else None
-        self.slow_judge = None if self.judge is None else frozen(self.judge)
+        """``like`` [V, D]: the LM head's weight, for width, device and dtype."""
+        needs_trunk = separate and (bool(heads) or turns)
+        self.trunk: PreTrainedModel | None = copy.deepcopy(model.get_decoder()) if needs_trunk else None
+        self.token_heads = _zero_init(nn.Linear(like.shape[1], heads)).to(like) if heads else None
+        self.turn_heads = make_turn_heads(like.shape[1]).to(like) if turns else None
+        self.target_trunk = frozen_copy(self.trunk) if turns and self.trunk is not None else None
+        self.target_turn_heads = None if self.turn_heads is None else frozen_copy(self.turn_heads)
 
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What is trained, by name."""
-        for room, module in (("value", self.value), ("turns", self.judge), ("critic", self.trunk)):
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The trained parameters by name. The prefixes are keys of saved states."""
+        for prefix, module in (("value", self.token_heads), ("turns", self.turn_heads), ("critic", self.trunk)):
             if module is not None:
-                yield from ((f"{room}/{n}", p) for n, p in module.named_parameters())
+                yield from ((f"{prefix}/{n}", p) for n, p in module.named_parameters())
 
     # ------------------------------------------------------------ estimates
-    def estimates(self, reading: Reading, wanted: frozenset[Signal]) -> dict[Signal, Field]:
-        """Of the live critic. ``reading``: the trunk's own, or the policy's where it is shared."""
-        self._can_tell(wanted)
+    def estimates(self, forward: ForwardPass, signals: frozenset[Signal]) -> dict[Signal, Field]:
+        """Estimates of the trained critic. ``forward``: the trunk's pass, or the policy's for a shared critic."""
+        self._require_heads(signals)
         out: dict[Signal, Field] = {}
-        if self.value is not None and wanted & set(TOKENWISE):
-            values = self.value(reading.before.to(self.value.weight.dtype)).unbind(1)
-            out |= {s: Field(reading.batch.tree, TOKEN, x) for s, x in zip(TOKENWISE, values)}
-        if self.judge is not None and wanted & set(UTTERANCE):
-            out |= judged(self.judge, reading, wanted, detach=self.trunk is None)
+        if self.token_heads is not None and signals & set(TOKEN_VALUES):
+            values = self.token_heads(forward.before.to(self.token_heads.weight.dtype)).unbind(1)
+            out |= {s: Field(forward.batch.tree, TOKEN, x) for s, x in zip(TOKEN_VALUES, values)}
+        if self.turn_heads is not None and signals & set(TURN_CRITIC):
+            out |= turn_estimates(self.turn_heads, forward, signals, detach=self.trunk is None)
         return out
 
-    def slow(self, reading: Reading, wanted: frozenset[Signal]) -> dict[Signal, Field]:
-        """Of the slow copies."""
-        live = {slow: live for slow, live in zip(SLOW, UTTERANCE) if slow in wanted}
-        self._can_tell(frozenset(live.values()))
-        assert self.slow_judge is not None
-        found = judged(self.slow_judge, reading, frozenset(live.values()), detach=True)
-        return {slow: found[live] for slow, live in live.items()}
+    def target_estimates(self, forward: ForwardPass, signals: frozenset[Signal]) -> dict[Signal, Field]:
+        """Estimates of the target network."""
+        live_of = {target: live for target, live in zip(TURN_CRITIC_TARGET, TURN_CRITIC) if target in signals}
+        self._require_heads(frozenset(live_of.values()))
+        assert self.target_turn_heads is not None
+        estimates = turn_estimates(self.target_turn_heads, forward, frozenset(live_of.values()), detach=True)
+        return {target: estimates[live] for target, live in live_of.items()}
 
-    def _can_tell(self, wanted: frozenset[Signal]) -> None:
-        heads = 0 if self.value is None else self.value.out_features
-        if wanted & set(TOKENWISE) and heads < (2 if Signal.TWIN in wanted else 1):
+    def _require_heads(self, signals: frozenset[Signal]) -> None:
+        heads = 0 if self.token_heads is None else self.token_heads.out_features
+        if signals & set(TOKEN_VALUES) and heads < (2 if Signal.SECOND_VALUE in signals else 1):
             raise SettingError(
-                f"values were asked of a learner with {heads} value heads; write critic=1, or 2 for twins"
+                f"token values were requested from a learner with {heads} value heads; write critic=1, or critic=2 for a "
+                "second value"
             )
-        if wanted & set(UTTERANCE) and self.judge is None:
-            raise SettingError("values of whole turns were asked of a learner that judges none; write turn_critic=True")
+        if signals & set(TURN_CRITIC) and self.turn_heads is None:
+            raise SettingError(
+                "values of turns were requested from a learner without turn heads; write turn_critic=True"
+            )
 
-    # ----------------------------------------------------------- slow copies
+    # -------------------------------------------------------- target network
     @torch.no_grad()
-    def follow(self, tau: float) -> None:
-        for slow, live in ((self.slow_trunk, self.trunk), (self.slow_judge, self.judge)):
-            if slow is not None and live is not None:
-                torch._foreach_lerp_(list(slow.parameters()), list(live.parameters()), tau)
+    def update_targets(self, tau: float) -> None:
+        """Polyak averaging: φ̄ ← (1 − τ) φ̄ + τ φ."""
+        for target, live in ((self.target_trunk, self.trunk), (self.target_turn_heads, self.turn_heads)):
+            if target is not None and live is not None:
+                compat.foreach_lerp_(list(target.parameters()), list(live.parameters()), tau)
 
-    def slow_tensors(self) -> dict[str, Tensor]:
-        rooms = (("turns", self.slow_judge), ("critic", self.slow_trunk))
-        return {f"{room}/{n}": p for room, m in rooms if m is not None for n, p in m.named_parameters()}
+    def target_tensors(self) -> dict[str, Tensor]:
+        modules = (("turns", self.target_turn_heads), ("critic", self.target_trunk))
+        return {f"{prefix}/{n}": p for prefix, m in modules if m is not None for n, p in m.named_parameters()}
 
 
-def turn_heads(width: int) -> nn.ModuleDict:
-    """A small network for each of Q, V and their twins. They begin at 0 and apart: twins differ inside."""
+def make_turn_heads(width: int) -> nn.ModuleDict:
+    """An MLP for each of Q, V and their second heads. All start at output 0, with different hidden layers."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # the same on every machine and at every start
+        torch.manual_seed(0)  # the same heads on every machine and in every process
         return nn.ModuleDict(
             {
                 str(signal): nn.Sequential(
-                    nn.Linear(width, INNER), nn.ReLU(), nn.Linear(INNER, INNER), nn.ReLU(), _zero(nn.Linear(INNER, 1))
+                    nn.Linear(width, INNER),
+                    nn.ReLU(),
+                    nn.Linear(INNER, INNER),
+                    nn.ReLU(),
+                    _zero_init(nn.Linear(INNER, 1)),
                 )
-                for signal in UTTERANCE
+                for signal in TURN_CRITIC
             }
         )
 
 
-def judged(heads: nn.ModuleDict, reading: Reading, wanted: frozenset[Signal], detach: bool) -> dict[Signal, Field]:
-    """TURN estimates; 0 for turns without tokens."""
-    first, last, turns = ends(reading.batch)
+def turn_estimates(
+    heads: nn.ModuleDict, forward: ForwardPass, signals: frozenset[Signal], detach: bool
+) -> dict[Signal, Field]:
+    """Estimates at TURN level; 0 for turns without tokens."""
+    first, last, turns = turn_boundaries(forward.batch)
     out: dict[Signal, Field] = {}
-    for signal in UTTERANCE:
-        if signal in wanted:
-            state = reading.before[first] if signal in STATEWISE else reading.after[last]
+    for signal in TURN_CRITIC:
+        if signal in signals:
+            state = forward.before[first] if signal in STATE_VALUES else forward.after[last]
             state = state.detach() if detach else state
             value = heads[signal](state.to(next(heads.parameters()).dtype)).squeeze(1)
-            zeros = value.new_zeros(reading.batch.tree.count(TURN))
-            out[signal] = Field(reading.batch.tree, TURN, zeros.index_copy(0, turns, value))
+            zeros = value.new_zeros(forward.batch.tree.count(TURN))
+            out[signal] = Field(forward.batch.tree, TURN, zeros.index_copy(0, turns, value))
     return out
 
 
-def ends(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """First token, last token and number of each turn that has tokens."""
+def turn_boundaries(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices of the first token, of the last token and of the turn, for each turn that has tokens."""
     count = batch.tree.size(TOKEN, TURN).x
     turns = (count > 0).nonzero().squeeze(1)
-    behind = count.cumsum(0)[turns]
-    return behind - count[turns], behind - 1, turns
+    end = count.cumsum(0)[turns]
+    return end - count[turns], end - 1, turns
 
 
-def _zero(linear: nn.Linear) -> nn.Linear:
+def _zero_init(linear: nn.Linear) -> nn.Linear:
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear
 
 
-def frozen(module: M) -> M:
+def frozen_copy(module: M) -> M:
     return copy.deepcopy(module).requires_grad_(False)

@@ -1,10 +1,10 @@
-"""Ragged sequences in one call of attention, in half precision on a GPU: nothing is padded.
+"""Variable-length attention in half precision on a GPU: sequences of different lengths in one call, without padding.
 
-Legend: L positions, S sequences, H heads, D width, U rows that are read, M keys.
+Legend: L positions, S sequences, H heads, D head size, U computed rows, M keys.
 
-A beginning that several sequences share is read once. Our kernels look its keys and values up for all of them; torch's flash
-attention, which serves windows and heads that those do not know, gets copies. What flows back from each is summed.
-Knows boundaries and copies; neither models nor what the states are for.
+A prefix that several sequences share is computed once. Our kernels index its keys and values from every sequence; PyTorch's
+flash attention, the fallback for sliding windows and unsupported head sizes, gets copies. The backward pass sums the gradients
+of all copies. Knows boundaries and copies; knows neither models nor what the states are for.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from turnwise.core.levels import send
+from turnwise.core.transfer import to_device
+from turnwise.engines import compat
 from turnwise.engines.kernels.dispatch import attention_for, ops_for
-from turnwise.engines.learner.shared_prefix import Shared
+from turnwise.engines.learner.shared_prefix import SharedPrefixes
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
-    """M keys that are copies of U rows: which row each is of, and the copies of each row, ``members[first[u]:first[u + 1]]``."""
+class KeyCopies:
+    """M keys that are copies of U rows: the row of each key, and the keys of row u, ``members[first[u]:first[u + 1]]``."""
 
     source: Tensor  # [M] int64
     first: Tensor  # [U + 1] int32
     members: Tensor  # [M] int32
 
     @classmethod
-    def of(cls, source: Tensor, rows: int, end: Tensor | None = None) -> Copies:
-        """``end``: from this key on they are nobody's."""
+    def of(cls, source: Tensor, rows: int, end: Tensor | None = None) -> KeyCopies:
+        """``end``: keys from this index on belong to no row."""
         here = torch.arange(max(rows + 1, len(source)), device=source.device)
         owner = source if end is None else source.where(here[: len(source)] < end, rows)
         ordered, members = owner.sort(stable=True)
@@ -42,113 +43,123 @@ class Copies:
 
 
 @dataclass(frozen=True, eq=False)
-class Ragged:
-    """Where ragged sequences begin among queries and keys, [S + 1], and which of U ``rows`` each key is a copy of, [M] (None:
-    each is its own). It is made on the host; kernels want it on their device, with boundaries in int32."""
+class VarlenAttention:
+    """Sequence boundaries among queries and keys. Built on the host; kernels need ``to(device)``, with int32 boundaries."""
 
-    queries: Tensor
-    keys: Tensor
-    longest: tuple[int, int]
-    source: Tensor | None = None
-    rows: int = 0
+    cu_seqlens_q: Tensor  # [S + 1] cumulative lengths
+    cu_seqlens_k: Tensor  # [S + 1]
+    max_seqlen: tuple[int, int]  # of queries, of keys
+    key_source: Tensor | None = None  # [M] the row that each key copies; None: key i is row i
+    rows: int = 0  # U
 
     @classmethod
-    def of(cls, start: Tensor, shared: Shared) -> Ragged:
-        """The layout of sequences that begin at ``start``. The queries of a shared beginning are asked once, by the first
-        sequence that has it."""
+    def of(cls, start: Tensor, prefixes: SharedPrefixes) -> VarlenAttention:
+        """The layout of sequences that start at ``start``. Queries of a shared prefix belong to the first sequence that has
+        it."""
         lengths = start[1:] - start[:-1]
-        queries = torch.searchsorted(shared.first, start).diff()  # how many of each sequence's positions are read
-        asks = queries > 0  # a sequence that is all copy asks nothing
-        copied = len(shared.first) < len(shared.row)
-        source = shared.row[asks.repeat_interleave(lengths)] if copied else None
-        queries, lengths = queries[asks], lengths[asks]
-        begin, keys = (torch.cat([n.new_zeros(1), n.cumsum(0)]) for n in (queries, lengths))
-        return cls(begin, keys, (int(queries.max()), int(lengths.max())), source, len(shared.first))
+        queries = torch.searchsorted(prefixes.computed, start).diff()  # computed positions of each sequence
+        active = queries > 0  # a sequence made of copies only has no queries
+        shared = len(prefixes.computed) < len(prefixes.row_of)
+        source = prefixes.row_of[active.repeat_interleave(lengths)] if shared else None
+        queries, lengths = queries[active], lengths[active]
+        cu_seqlens_q, cu_seqlens_k = (torch.cat([n.new_zeros(1), n.cumsum(0)]) for n in (queries, lengths))
+        max_seqlen = (int(queries.max()), int(lengths.max()))
+        return cls(cu_seqlens_q, cu_seqlens_k, max_seqlen, source, len(prefixes.computed))
 
-    def to(self, device: torch.device | str) -> Ragged:
-        queries, keys = (send(x.to(torch.int32), device) for x in (self.queries, self.keys))
-        source = None if self.source is None else send(self.source, device)
-        return Ragged(queries, keys, self.longest, source, self.rows)
+    def to(self, device: torch.device | str) -> VarlenAttention:
+        cu_seqlens_q, cu_seqlens_k = (
+            to_device(x.to(torch.int32), device) for x in (self.cu_seqlens_q, self.cu_seqlens_k)
+        )
+        source = None if self.key_source is None else to_device(self.key_source, device)
+        return VarlenAttention(cu_seqlens_q, cu_seqlens_k, self.max_seqlen, source, self.rows)
 
     @cached_property
-    def copies(self) -> Copies | None:
-        """Whose copies the keys are; those behind the last sequence are nobody's."""
-        return None if self.source is None else Copies.of(self.source, self.rows, self.keys[-1])
+    def copies(self) -> KeyCopies | None:
+        """Keys grouped by the row they copy; keys after the last sequence belong to no row."""
+        return None if self.key_source is None else KeyCopies.of(self.key_source, self.rows, self.cu_seqlens_k[-1])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]: as stock layers ask."""
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]: the call of stock layers."""
         q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
         return self.attend_rows(q, k, v, scale, window)[None]
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]. The last query of a sequence stands over its last key."""
+        """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]. The last query of a sequence aligns with its last key."""
         kernels = attention_for(q, q.shape[2]) if window is None else None
         if kernels is not None:
-            return _Attended.apply(q, k, v, self, kernels, scale)
+            return _KernelAttention.apply(q, k, v, self, kernels, scale)
         if self.copies is not None:
-            k, v = _Copied.apply(k, v, self.copies)
-        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-        flash = torch.ops.aten._flash_attention_forward
-        starts = (self.queries, self.keys)
-        return flash(q, k, v, *starts, *self.longest, 0.0, True, False, scale=scale, **sides)[0]
+            k, v = _ExpandKeys.apply(k, v, self.copies)
+        boundaries = (self.cu_seqlens_q, self.cu_seqlens_k)
+        return compat.flash_attention_varlen(q, k, v, *boundaries, self.max_seqlen, scale, window)
 
     @staticmethod
-    def turns(x: Tensor, size: int) -> bool:
-        """Whether there is ``attend_product`` for heads of this size, where x lies."""
+    def fuses_rotary(x: Tensor, size: int) -> bool:
+        """Whether ``attend_fused_qkv`` supports heads of this size on the device of x."""
         return attention_for(x, size) is not None
 
-    def attend_product(self, qkv: Tensor, keys: int, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
-        """qkv [L, H + 2 Hkv, D] as a product leaves them -> [L, H, D]: q and k are turned by the angles [L, D/2] on the way, in
-        place. Kernels leave the gradient as that product wants it: not in parts, and not turned."""
-        return _Turned.apply(qkv, cos, sin, self, keys, scale)
+    def attend_fused_qkv(self, qkv: Tensor, keys: int, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+        """Fused qkv [L, H + 2 Hkv, D] -> [L, H, D]. Applies rotary angles [L, D/2] to q and k in place. The gradient comes back
+        fused and already rotated back, as the qkv projection needs it."""
+        return _RotaryKernelAttention.apply(qkv, cos, sin, self, keys, scale)
 
-    def where(self, scale: float) -> tuple[Any, ...]:
-        """What kernels must know."""
-        return self.queries, self.keys, self.source, self.longest, scale
+    def kernel_args(self, scale: float) -> tuple[Any, ...]:
+        """The layout arguments of a kernel."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.key_source, self.max_seqlen, scale
 
 
-class _Copied(torch.autograd.Function):
-    """k and v [U, ...] to every key that is a copy of one; gradients of copies add up in float32, in a fixed order."""
+class _ExpandKeys(torch.autograd.Function):
+    """Copy k and v [U, ...] to every key; the backward pass sums the copies' gradients in float32, in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, k: Tensor, v: Tensor, copies: KeyCopies) -> tuple[Tensor, Tensor]:
         ctx.copies, ctx.ops = copies, ops_for(k)
-        return ctx.ops.copies(k, v, copies.source)
+        return ctx.ops.gather_copies(k, v, copies.source)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *ctx.ops.collect(dk, dv, ctx.copies.first, ctx.copies.members), None
+        return *ctx.ops.sum_copies(dk, dv, ctx.copies.first, ctx.copies.members), None
 
 
-class _Attended(torch.autograd.Function):
-    """The kernels' attention: keys and values are looked up where they lie."""
+class _KernelAttention(torch.autograd.Function):
+    """Attention by our kernels, which index keys and values in place."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Ragged, kernels: ModuleType, scale: float) -> Tensor:
-        ctx.kernels, ctx.where, ctx.copies = kernels, layout.where(scale), layout.copies
-        out, stats = kernels.forward(q, k, v, *ctx.where)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: VarlenAttention, kernels: ModuleType, scale: float
+    ) -> Tensor:
+        ctx.kernels, ctx.kernel_args, ctx.copies = kernels, layout.kernel_args(scale), layout.copies
+        out, stats = kernels.forward(q, k, v, *ctx.kernel_args)
         ctx.save_for_backward(q, k, v, out, stats)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        dq, dk, dv = ctx.kernels.backward(d_out, *ctx.saved_tensors, *ctx.where)
+        dq, dk, dv = ctx.kernels.backward(d_out, *ctx.saved_tensors, *ctx.kernel_args)
         if ctx.copies is not None:
-            dk, dv = ops_for(dk).collect(dk, dv, ctx.copies.first, ctx.copies.members)
+            dk, dv = ops_for(dk).sum_copies(dk, dv, ctx.copies.first, ctx.copies.members)
         return dq, dk, dv, None, None, None
 
 
-class _Turned(torch.autograd.Function):
-    """The same of a whole product, whose q and k are turned first."""
+class _RotaryKernelAttention(torch.autograd.Function):
+    """The same for fused qkv, with rotary embedding of q and k first."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, layout: Ragged, keys: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, layout: VarlenAttention, keys: int, scale: float
+    ) -> Tensor:
         ctx.ops, ctx.kernels = ops_for(qkv), attention_for(qkv, qkv.shape[2])
-        ctx.parts, ctx.where, ctx.copies = [qkv.shape[1] - 2 * keys, keys, keys], layout.where(scale), layout.copies
-        ctx.ops.rotate_(qkv.flatten(1), cos, sin, qkv.shape[1] - keys, qkv.shape[2])  # nobody else reads it
-        out, stats = ctx.kernels.forward(*qkv.split(ctx.parts, 1), *ctx.where)
+        ctx.parts, ctx.kernel_args, ctx.copies = (
+            [qkv.shape[1] - 2 * keys, keys, keys],
+            layout.kernel_args(scale),
+            layout.copies,
+        )
+        ctx.ops.rotate_(
+            qkv.flatten(1), cos, sin, qkv.shape[1] - keys, qkv.shape[2]
+        )  # in place: qkv has no other reader
+        out, stats = ctx.kernels.forward(*qkv.split(ctx.parts, 1), *ctx.kernel_args)
         ctx.save_for_backward(qkv, cos, sin, out, stats)
         return out
 
@@ -158,12 +169,12 @@ class _Turned(torch.autograd.Function):
         qkv, cos, sin, out, stats = ctx.saved_tensors
         d, d_out = torch.empty_like(qkv), d_out.contiguous()
         (q, k, v), (dq, dk, dv) = qkv.split(ctx.parts, 1), d.split(ctx.parts, 1)
-        ctx.kernels.d_queries(d_out, q, k, v, out, stats, *ctx.where, dq, (cos, sin))
-        given = (d_out, q, k, v, stats, *ctx.where)
+        ctx.kernels.d_queries(d_out, q, k, v, out, stats, *ctx.kernel_args, dq, (cos, sin))
+        args = (d_out, q, k, v, stats, *ctx.kernel_args)
         if ctx.copies is None:
-            ctx.kernels.d_keys(*given, dk, dv, (cos, sin))
-        else:  # a row's copies are summed first
-            each = d.new_empty(2, len(ctx.copies.source), *dk.shape[1:])
-            ctx.kernels.d_keys(*given, *each)
-            ctx.ops.collect(*each, ctx.copies.first, ctx.copies.members, (dk, dv), (cos, sin))
+            ctx.kernels.d_keys(*args, dk, dv, (cos, sin))
+        else:  # sum the copies of each row, then rotate back
+            per_key = d.new_empty(2, len(ctx.copies.source), *dk.shape[1:])
+            ctx.kernels.d_keys(*args, *per_key)
+            ctx.ops.sum_copies(*per_key, ctx.copies.first, ctx.copies.members, (dk, dv), (cos, sin))
         return d, None, None, None, None, None

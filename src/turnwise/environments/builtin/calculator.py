@@ -1,9 +1,9 @@
-"""Arithmetic word problems with a Python interpreter: write code, read its reply, correct it, answer.
+"""Arithmetic word problems with a Python interpreter: write code, read its output, correct it, answer.
 
-The numbers of a problem are named, and the interpreter knows them by these names. They are too large to multiply in one's
-head (least of all a small model's), so the only way is the tool. An episode ends with ``answer: X``, where X is a number or
-the name of something the interpreter holds by then; reward 1 if that is right, else 0. The interpreter is a real, isolated
-one, and each episode has a fresh one: after an error the name does not exist, and whoever ignores the error has no answer.
+The numbers of a problem are named, and the interpreter defines these names. They are too large for a small model to multiply
+without the tool. An episode ends with ``answer: X``, where X is a number or a name that the interpreter has defined by then;
+reward 1 if its value is right, else 0. Each episode has its own isolated interpreter: after an error the name does not exist,
+so an agent that ignores the error has no answer. Knows no model and no reward other than this one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, call, draw, say, user
-from turnwise.tools import Session, python_tool
+from turnwise.environments.base import Environment, sample_problem, text_action, tool_action, user_message
+from turnwise.tools import SandboxSession, python_tool
 
 TOOL = {
     "type": "function",
@@ -29,7 +29,7 @@ TOOL = {
     },
 }
 
-# (question, expression) over the numbers a..d; each difficulty has one more operation
+# (question, expression) over the numbers a..d; each difficulty adds one operation
 QUESTIONS: dict[int, tuple[tuple[str, str], ...]] = {
     1: (
         ("{who} has {a} boxes of {b} {what}. How many {what}?", "a*b"),
@@ -56,29 +56,31 @@ _ANSWER = re.compile(r"answer:\s*(-?\d[\d,]*\.?\d*|[A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
-class Problem:
+class WordProblem:
     question: str
     expression: str
-    numbers: tuple[tuple[str, int], ...]  # what each name stands for
+    numbers: tuple[tuple[str, int], ...]  # (name, value)
 
     @property
     def answer(self) -> int:
-        return int(eval(self.expression, {"__builtins__": {}}, dict(self.numbers)))  # our own template, no model's text
+        return int(
+            eval(self.expression, {"__builtins__": {}}, dict(self.numbers))
+        )  # the expression of a template, never text of a model
 
     @property
     def bindings(self) -> str:
         return ";".join(f"{name}={value}" for name, value in self.numbers)
 
 
-def make_problem(rng: random.Random, difficulty: int) -> Problem:
+def make_problem(rng: random.Random, difficulty: int) -> WordProblem:
     question, expression = rng.choice(QUESTIONS[difficulty])
     numbers = tuple((name, rng.randint(12, 98)) for name in "abcd" if name in expression)
     words = {"who": rng.choice(WHO), "what": rng.choice(WHAT), **{name: f"{name}={value}" for name, value in numbers}}
-    return Problem(question.format(**words), expression, numbers)
+    return WordProblem(question.format(**words), expression, numbers)
 
 
 class Calculator(Environment):
-    """``reset`` poses a problem; calls of ``python`` are run; ``answer: N`` ends the episode."""
+    """``reset`` states a problem, calls of ``python`` are executed, ``answer: X`` ends the episode."""
 
     difficulties: ClassVar[tuple[int, ...]] = (1, 2, 3)
     max_turns = 5
@@ -86,27 +88,27 @@ class Calculator(Environment):
 
     def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
         super().__init__(difficulty=difficulty, split=split)
-        self.problem: Problem | None = None
-        self.replies: list[tuple[str, bool]] = []  # what the interpreter said, and whether it was no error
-        self.session: Session | None = None
+        self.problem: WordProblem | None = None
+        self.replies: list[tuple[str, bool]] = []  # (output of the interpreter, whether it ran without an error)
+        self.session: SandboxSession | None = None
         self.style = ""
         self.turn = 0
 
     def reset(self, seed: int) -> list[Message]:
         make = lambda rng: make_problem(rng, self.difficulty)  # noqa: E731
-        self.problem = draw(make, seed, self.split, key=lambda problem: problem.expression + problem.bindings)
-        return [user(self.problem.question)]
+        self.problem = sample_problem(make, seed, self.split, key=lambda problem: problem.expression + problem.bindings)
+        return [user_message(self.problem.question)]
 
     async def step(self, action: Action) -> Step:
         self.turn += 1
-        found = _ANSWER.findall(action.text)
+        answers = _ANSWER.findall(action.text)
         if action.calls or action.faults:
             step = await self._run(action)
-        elif found:
-            right = await self._value(found[-1]) == self._problem.answer
+        elif answers:
+            right = await self._value(answers[-1]) == self._problem.answer
             return Step([], float(right), terminated=True, info={"success": right})
         else:
-            step = Step([user("Call python or write answer: X")], info={"tool_errors": 1})
+            step = Step([user_message("Call python or write answer: X")], info={"tool_errors": 1})
         if self.turn >= self.max_turns:
             return replace(step, truncated=True, info={**step.info, "success": False})
         return step
@@ -127,7 +129,7 @@ class Calculator(Environment):
         return Step(messages, info={"tool_calls": len(action.calls) + len(action.faults), "tool_errors": errors})
 
     async def _value(self, answer: str) -> float:
-        """What an answer stands for; not a number where the name does not exist or holds no number."""
+        """The value of an answer; NaN if its name is not defined or holds no number."""
         if not answer[0].isalpha():
             return float(answer.replace(",", ""))
         result = await (await self._interpreter()).arun(answer)
@@ -136,7 +138,7 @@ class Calculator(Environment):
         except ValueError:
             return math.nan
 
-    async def _interpreter(self) -> Session:
+    async def _interpreter(self) -> SandboxSession:
         if self.session is None:
             self.session = python_tool().open()
             await self.session.arun(self._problem.bindings)
@@ -150,33 +152,34 @@ class Calculator(Environment):
         return str(self._problem.answer)
 
     def hint(self) -> str:
-        """What to compute; not what comes out."""
+        """The expression to compute, without its value."""
         return f"compute t={self._problem.expression};t"
 
     @property
-    def _problem(self) -> Problem:
+    def _problem(self) -> WordProblem:
         assert self.problem is not None, "reset first"
         return self.problem
 
     @staticmethod
     def notice() -> str:
-        """What a user should know before the first episode: how the untrusted code is held."""
+        """A message for the user before the first episode: how untrusted code is isolated."""
         return f"python tool: {python_tool().describe()}"
 
-    # ------------------------------------------------------------ players
+    # --------------------------------------------------- scripted policies
     def oracle(self) -> Action:
         if self.replies and self.replies[-1][1]:
-            return say("answer: t")
-        return call("python", code=f"t={self._problem.expression};t")
+            return text_action("answer: t")
+        return tool_action("python", code=f"t={self._problem.expression};t")
 
     def random_action(self, rng: random.Random) -> Action:
         if rng.random() < 0.5:
-            return say(f"answer: {rng.choice(['t', rng.randint(100, 9999)])}")
+            return text_action(f"answer: {rng.choice(['t', rng.randint(100, 9999)])}")
         names = [name for name, _ in self._problem.numbers]
-        return call("python", code=f"t={rng.choice(names)}{rng.choice('+-*')}{rng.choice(names)};t")
+        return tool_action("python", code=f"t={rng.choice(names)}{rng.choice('+-*')}{rng.choice(names)};t")
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """A third plays well; the others guess, compute the wrong thing, or write broken code and ignore the error."""
+        """About a third of the episodes is correct; the others guess, compute a wrong expression, or write invalid code and ignore
+        the error."""
         self.style = (
             self.style or rng.choices(("good", "guess", "wrong", "broken", "mended"), weights=(28, 22, 24, 16, 10))[0]
         )
@@ -184,28 +187,28 @@ class Calculator(Environment):
         if not self.replies:
             return self._first_call(right, rng)
         if self.replies[-1][1]:
-            return say("answer: t")
+            return text_action("answer: t")
         if self.style == "mended":
-            return call("python", code=f"t={right};t")
-        return say(f"answer: {rng.choice(['t', self._guess(rng)])}")
+            return tool_action("python", code=f"t={right};t")
+        return text_action(f"answer: {rng.choice(['t', self._guess(rng)])}")
 
     def _first_call(self, right: str, rng: random.Random) -> Action:
         if self.style == "guess":
-            return say(f"answer: {self._guess(rng)}")
+            return text_action(f"answer: {self._guess(rng)}")
         if self.style == "wrong":
-            right = _spoil_sense(right, rng)
+            right = _wrong_expression(right, rng)
         if self.style in ("broken", "mended"):
-            right = _spoil_syntax(right, rng)
-        return call("python", code=f"t={right};t")
+            right = _invalid_expression(right, rng)
+        return tool_action("python", code=f"t={right};t")
 
     def _guess(self, rng: random.Random) -> int:
-        """Of about the right size and round, as people guess."""
+        """A rounded number of about the right magnitude."""
         rough = self._problem.answer * rng.uniform(0.5, 1.5)
         return max(100, int(round(rough, 1 - len(str(int(rough))))))
 
 
-def _spoil_sense(expression: str, rng: random.Random) -> str:
-    """Another operator, or the last operation forgotten: runs, and is wrong."""
+def _wrong_expression(expression: str, rng: random.Random) -> str:
+    """A valid but wrong expression: another operator, or without the last operation."""
     signs = [i for i, ch in enumerate(expression) if ch in "+-*"]
     if len(signs) > 1 and "(" not in expression and rng.random() < 0.4:
         return expression[: signs[-1]]
@@ -214,8 +217,8 @@ def _spoil_sense(expression: str, rng: random.Random) -> str:
     return expression[:at] + other + expression[at + 1 :]
 
 
-def _spoil_syntax(expression: str, rng: random.Random) -> str:
-    """Code that Python refuses: a sign of its own making, a name nobody gave, a statement cut short."""
+def _invalid_expression(expression: str, rng: random.Random) -> str:
+    """An expression that Python rejects: an unknown operator, an undefined name, or an incomplete statement."""
     kind = rng.randrange(3)
     if kind == 0:
         return expression.replace("*", " x ", 1) if "*" in expression else expression + " x"

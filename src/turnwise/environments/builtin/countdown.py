@@ -1,8 +1,7 @@
-"""Countdown: one turn, one expression that reaches the target from the given numbers, each used exactly once.
+"""Countdown: one turn, one expression that evaluates to the target and uses each given number exactly once.
 
-Every task is solvable, because it is made by combining its own numbers. Expressions are read with ``ast`` and walked by
-hand: nothing the model writes is ever run. It does not know how the numbers were combined when the task was made; the
-oracle searches like any other player.
+Every task is solvable, because its target is made by combining its numbers. Expressions are parsed with ``ast`` and evaluated
+by a tree walk: model output is never executed. Does not store how the target was made; the oracle searches for a solution.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from functools import lru_cache
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, draw, say, user
+from turnwise.environments.base import Environment, sample_problem, text_action, user_message
 
-HIGHEST = {1: 20, 2: 12, 3: 10}  # largest given number; there are difficulty + 1 of them
-GOOD = {1: 0.32, 2: 0.4, 3: 0.42}  # how often the demonstrator is right on purpose; blind luck comes on top
+MAX_NUMBER = {1: 20, 2: 12, 3: 10}  # by difficulty; a task has difficulty + 1 numbers
+ORACLE_SHARE = {1: 0.32, 2: 0.4, 3: 0.42}  # of a demonstrator's actions; random ones add lucky hits
 TARGETS = range(1, 100)
-LONGEST = 120  # characters: also keeps the parser far from its nesting limit
-READABLE = re.compile(r"[0-9+\-*/() ]+")
+MAX_LENGTH = 120  # characters; also bounds the nesting depth of the parser
+ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
-Term = tuple[int, str]  # a value and the text that makes it
+Term = tuple[int, str]  # a value and its expression
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class CountdownProblem:
     """``Problem((3, 7, 2), 20)``: (3+7)*2."""
 
     numbers: tuple[int, ...]
@@ -39,12 +38,12 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """The order of the numbers is not content."""
+        """Problems that differ only in the order of their numbers have the same key."""
         return f"{sorted(self.numbers)} {self.target}"
 
 
-class Unreadable(ValueError):
-    """What was wrong with an expression, in words."""
+class IllegalExpression(ValueError):
+    """An expression that is not legal; the message says why."""
 
 
 class Countdown(Environment):
@@ -55,10 +54,10 @@ class Countdown(Environment):
     inline = True
 
     def reset(self, seed: int) -> Sequence[Message]:
-        self.problem = draw(lambda rng: make_problem(rng, self.difficulty), seed, self.split, lambda p: p.key)
+        self.problem = sample_problem(lambda rng: make_problem(rng, self.difficulty), seed, self.split, lambda p: p.key)
         numbers = " ".join(map(str, self.problem.numbers))
         return [
-            user(
+            user_message(
                 f"numbers: {numbers}. target: {self.problem.target}. "
                 "use each number exactly once with + - * / and ( ). say only the expression."
             )
@@ -70,53 +69,53 @@ class Countdown(Environment):
             value = evaluate(action.text, self.problem.numbers)
             right = value == self.problem.target
             text = f"right: {value}." if right else f"wrong: that is {value}, not {self.problem.target}."
-        except Unreadable as problem:
-            legal, text = 0.0, f"not legal: {problem}."
+        except IllegalExpression as fault:
+            legal, text = 0.0, f"not legal: {fault}."
         info = {"success": right, "rewards": {"format": legal}, "tool_errors": int(not legal)}
-        return Step([user(text)], float(right), terminated=True, info=info)
+        return Step([user_message(text)], float(right), terminated=True, info=info)
 
     def answer(self) -> str:
         return solve(self.problem)
 
     def oracle(self) -> Action:
-        return say(solve(self.problem))
+        return text_action(solve(self.problem))
 
     def random_action(self, rng: random.Random) -> Action:
-        """A legal expression of the right numbers, otherwise blind."""
+        """A random legal expression of the given numbers."""
         texts = [str(n) for n in self.problem.numbers]
         while len(texts) > 1:
             left, right = (texts.pop(rng.randrange(len(texts))) for _ in range(2))
             texts.append(f"({left}{rng.choice('+-*/')}{right})")
-        return say(_bare(texts[0]))
+        return text_action(_without_parentheses(texts[0]))
 
     def demonstrate(self, rng: random.Random) -> Action:
-        return self.oracle() if rng.random() < GOOD[self.difficulty] else self.random_action(rng)
+        return self.oracle() if rng.random() < ORACLE_SHARE[self.difficulty] else self.random_action(rng)
 
 
-def make_problem(rng: random.Random, difficulty: int) -> Problem:
-    """Numbers, and a target made by combining them all at random."""
+def make_problem(rng: random.Random, difficulty: int) -> CountdownProblem:
+    """Random numbers, and a target made by combining all of them at random."""
     while True:
-        numbers = tuple(rng.randint(1, HIGHEST[difficulty]) for _ in range(difficulty + 1))
+        numbers = tuple(rng.randint(1, MAX_NUMBER[difficulty]) for _ in range(difficulty + 1))
         terms = [(n, str(n)) for n in numbers]
         while len(terms) > 1:
             left, right = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
             terms.append(rng.choice(list(_combine(left, right))))
         if terms[0][0] in TARGETS:
-            return Problem(numbers, terms[0][0])
+            return CountdownProblem(numbers, terms[0][0])
 
 
 def evaluate(text: str, numbers: Sequence[int]) -> Fraction:
-    """The exact value of an expression that uses every number exactly once; raises ``Unreadable`` in words."""
+    """The exact value of an expression that uses every number exactly once; raises ``IllegalExpression`` otherwise."""
     text = text.strip()
-    if len(text) > LONGEST or not READABLE.fullmatch(text):
-        raise Unreadable("say only numbers, + - * / and ( )")
+    if len(text) > MAX_LENGTH or not ALLOWED.fullmatch(text):
+        raise IllegalExpression("say only numbers, + - * / and ( )")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Unreadable("the expression cannot be read") from None
+        raise IllegalExpression("the expression cannot be read") from None
     used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     if Counter(used) != Counter(numbers):
-        raise Unreadable("use each number exactly once")
+        raise IllegalExpression("use each number exactly once")
     return _value(tree)
 
 
@@ -124,7 +123,7 @@ def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
-        raise Unreadable("use only + - * / between two numbers")
+        raise IllegalExpression("use only + - * / between two numbers")
     left, right = _value(node.left), _value(node.right)
     match OPERATORS[type(node.op)]:
         case "+":
@@ -134,16 +133,16 @@ def _value(node: ast.expr) -> Fraction:
         case "*":
             return left * right
     if right == 0:
-        raise Unreadable("it divides by 0")
+        raise IllegalExpression("it divides by 0")
     return left / right
 
 
 @lru_cache(maxsize=4096)
-def solve(problem: Problem) -> str:
-    """The first solution found by trying all pairs; whole positive values on the way suffice, tasks are made so."""
-    found = _search([(n, str(n)) for n in problem.numbers], problem.target)
-    assert found is not None, f"{problem} was made by combining its numbers"
-    return _bare(found)
+def solve(problem: CountdownProblem) -> str:
+    """The first solution of an exhaustive search. Positive whole intermediate values suffice, because tasks are made with them."""
+    solution = _search([(n, str(n)) for n in problem.numbers], problem.target)
+    assert solution is not None, f"{problem} was made by combining its numbers"
+    return _without_parentheses(solution)
 
 
 def _search(terms: list[Term], target: int) -> str | None:
@@ -151,15 +150,15 @@ def _search(terms: list[Term], target: int) -> str | None:
         return terms[0][1] if terms[0][0] == target else None
     for i, left in enumerate(terms):
         for j in range(i + 1, len(terms)):
-            rest = terms[:i] + terms[i + 1 : j] + terms[j + 1 :]
+            others = terms[:i] + terms[i + 1 : j] + terms[j + 1 :]
             for term in _combine(left, terms[j]):
-                if (found := _search([*rest, term], target)) is not None:
-                    return found
+                if (solution := _search([*others, term], target)) is not None:
+                    return solution
     return None
 
 
 def _combine(left: Term, right: Term) -> Iterator[Term]:
-    """Every whole positive value of two terms."""
+    """All positive whole values of two terms."""
     (a, s), (b, t) = left, right
     yield a + b, f"({s}+{t})"
     yield a * b, f"({s}*{t})"
@@ -173,6 +172,6 @@ def _combine(left: Term, right: Term) -> Iterator[Term]:
         yield b // a, f"({t}/{s})"
 
 
-def _bare(text: str) -> str:
-    """Without the outermost parentheses, which every combined term has."""
+def _without_parentheses(text: str) -> str:
+    """The expression without its outermost parentheses, which every combined term has."""
     return text[1:-1] if text.startswith("(") else text

@@ -1,9 +1,9 @@
-"""A small invented world and the notes about it: people, companies, cities and lands, and how they are related.
+"""Small fictional worlds and notes about them: people, companies, cities and lands, and their relations.
 
-Names are invented, so nobody knows a fact from elsewhere. All worlds draw from the same names, and in each they stand for
-something else: who remembers instead of reading is wrong. Worlds are made once and shared between episodes; none changes.
+Names are invented, so no fact is known from pretraining. All worlds share the same names with different meanings, so memorised
+facts of other worlds are wrong. Worlds are immutable, cached and shared between episodes.
 
-It does not know of questions being scored, nor of turns.
+Does not know how questions are scored, nor turns.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from turnwise.environments.builtin.search import Index
+from turnwise.environments.builtin.search import BM25Index
 
-WORLDS = 400  # per split: so many that only reading pays
+WORLDS = 400  # per split: too many to memorise
 COUNTS = {"company": 6, "person": 12, "city": 6, "land": 2}
 RELATIONS = {
     "company": ("founder", "seat"),
@@ -24,20 +24,20 @@ RELATIONS = {
     "land": ("capital",),
 }
 CONSONANTS, VOWELS = "bdfgklmprstvz", "aeiou"  # no n: "name" would be a name
-NAMES = 32  # in all; a world has as many as it counts
+NAMES = 32  # in total; a world uses as many as ``COUNTS`` adds up to
 SYMBOLS = rf"\b[{CONSONANTS}][{VOWELS}][{CONSONANTS}][{VOWELS}]\b|(?:{'|'.join(sum(RELATIONS.values(), ()))}) "
 
 
 @dataclass(frozen=True, eq=False)
-class World:
-    """``facts["zelo"] == {"founder": "mika", "seat": "toba"}``; note ``number["zelo", "seat"]`` says so."""
+class FictionalWorld:
+    """``facts["zelo"] == {"founder": "mika", "seat": "toba"}``; the note with that fact is ``number["zelo", "seat"]``."""
 
     names: tuple[str, ...]
     kinds: Mapping[str, str]
     facts: Mapping[str, Mapping[str, str]]
     notes: tuple[str, ...]
     number: Mapping[tuple[str, str], int]
-    index: Index
+    index: BM25Index
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +60,24 @@ class Question:
 
     @property
     def content(self) -> str:
-        """The whole way: what a held-out question asks was never asked, and answered so, in training."""
+        """Text and path: no training question has the text and the path of a held-out one."""
         return f"{self.text} {' '.join(self.names)}"
 
 
 @lru_cache(maxsize=2 * WORLDS)
-def world(split: str, number: int) -> World:
+def fictional_world(split: str, number: int) -> FictionalWorld:
     rng = random.Random(f"world/{split}/{number}")
     names = tuple(rng.sample(_names(), sum(COUNTS.values())))
     kinds = dict(zip(names, (kind for kind, count in COUNTS.items() for _ in range(count))))
     facts = _facts(rng, {kind: [n for n in names if kinds[n] == kind] for kind in COUNTS})
-    stated = [(name, relation) for name in names for relation in facts[name]]
-    notes = tuple(f"the {relation} of {name} is {facts[name][relation]}." for name, relation in stated)
-    index = Index([f"{name} {note}" for (name, _), note in zip(stated, notes)])  # whom it is about counts for more
-    return World(names, kinds, facts, notes, {key: n for n, key in enumerate(stated)}, index)
+    subjects = [(name, relation) for name in names for relation in facts[name]]
+    notes = tuple(f"the {relation} of {name} is {facts[name][relation]}." for name, relation in subjects)
+    index = BM25Index([f"{name} {note}" for (name, _), note in zip(subjects, notes)])  # the subject's name counts twice
+    return FictionalWorld(names, kinds, facts, notes, {key: n for n, key in enumerate(subjects)}, index)
 
 
-def ask(world: World, hops: int, rng: random.Random) -> Question:
-    """A random walk over facts that meets no name twice, so that no hop can be skipped by going back."""
+def sample_question(world: FictionalWorld, hops: int, rng: random.Random) -> Question:
+    """A random walk over facts that visits no name twice, so that no hop can be skipped."""
     while True:
         names, relations = [rng.choice(world.names)], []
         for _ in range(hops):
@@ -90,17 +90,17 @@ def ask(world: World, hops: int, rng: random.Random) -> Question:
 
 @lru_cache(maxsize=1)
 def _names() -> tuple[str, ...]:
-    """The invented names of all worlds: few, so that a small model soon knows each as a word."""
+    """The invented names of all worlds: few, so that a small model soon represents each as a word."""
     rng = random.Random("names")
     shape = (CONSONANTS, VOWELS, CONSONANTS, VOWELS)
-    found: dict[str, None] = {}
-    while len(found) < NAMES:
-        found["".join(rng.choice(letters) for letters in shape)] = None
-    return tuple(found)
+    names: dict[str, None] = {}
+    while len(names) < NAMES:
+        names["".join(rng.choice(letters) for letters in shape)] = None
+    return tuple(names)
 
 
 def _facts(rng: random.Random, of: Mapping[str, list[str]]) -> dict[str, dict[str, str]]:
-    """A consistent world: marriages are mutual, a capital lies in its land."""
+    """Consistent facts: marriages are mutual, a capital lies in its land."""
     people, cities, lands = of["person"], of["city"], of["land"]
     facts: dict[str, dict[str, str]] = {}
     for company in of["company"]:

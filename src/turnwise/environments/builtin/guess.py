@@ -1,10 +1,10 @@
-"""Guess: find the hidden thing by yes/no questions, in about as few turns as halving the candidates allows.
+"""Guess: identify a hidden thing by yes/no questions, in about as few turns as halving the candidates allows.
 
-A thing is its own description (size, colour, shape), so all a player needs is the list, of which each answer leaves what
-is still possible. Candidates are drawn so that greedy halving always ends in time; a player that asks badly has to guess
-among several in its last turn. A guess ends it.
+A thing is its own description (size, colour, shape), so each observation lists the candidates that are still possible.
+Candidates are sampled so that greedy halving always ends within the turn limit; after bad questions the last turn has to guess
+among several. A guess ends the episode.
 
-It does not know what the player remembers: each observation stands alone. ``state_key`` is the set still possible.
+Does not know what the agent remembers: each observation is self-contained. ``state_key`` is the set of possible candidates.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Quiz, draw, say, user
+from turnwise.environments.base import SingleAnswerEnvironment, sample_problem, text_action, user_message
 
 FEATURES = (("big", "small"), ("red", "blue", "green", "black"), ("ball", "box", "cup", "hat"))
 ATTRIBUTES = tuple(word for feature in FEATURES for word in feature)
 PARTS = {" ".join(words): frozenset(words) for words in product(*FEATURES)}
 THINGS = tuple(PARTS)
 CANDIDATES = {1: 4, 2: 7, 3: 12}
-QUESTIONS = {1: 2, 2: 3, 3: 4}  # the least with which halving can succeed; the guess is one turn more
+QUESTIONS = {1: 2, 2: 3, 3: 4}  # the least with which halving succeeds; the guess takes one more turn
 
 ASK = re.compile(r"(?:is it )?(?:a )?(\w+) ?\?")
 GUESS = re.compile(r"guess:? ([a-z])\.?")
@@ -35,13 +35,13 @@ PROMPT = "one of these is hidden. ask: is it WORD? when you know: guess LETTER."
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class GuessProblem:
     candidates: tuple[str, ...]
     hidden: str
 
     @property
     def key(self) -> str:
-        """The candidates alone: a held-out list is new whatever is hidden in it."""
+        """The candidates alone: a held-out list is new, whichever of its things is hidden."""
         return ", ".join(sorted(self.candidates))
 
 
@@ -50,37 +50,37 @@ def has(thing: str, attribute: str) -> bool:
 
 
 def divide(things: Sequence[str], attribute: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those that have the attribute, and the others."""
+    """(things with the attribute, things without it)."""
     return tuple(t for t in things if has(t, attribute)), tuple(t for t in things if not has(t, attribute))
 
 
-def best(things: Sequence[str]) -> str:
-    """The attribute that tells most: of a yes/no answer, the one nearest to halving. First of equals."""
+def best_question(things: Sequence[str]) -> str:
+    """The attribute with the largest information gain: the one closest to halving ``things``; the first of equals."""
     return min(ATTRIBUTES, key=lambda attribute: abs(2 * sum(has(t, attribute) for t in things) - len(things)))
 
 
-def in_time(things: Sequence[str], questions: int) -> bool:
-    """Whether greedy halving is down to one thing after so many questions, whatever is hidden."""
+def solvable(things: Sequence[str], questions: int) -> bool:
+    """Whether greedy halving leaves one thing after ``questions`` questions, whichever is hidden."""
     if len(things) == 1 or len(things) > 2**questions:
         return len(things) == 1
-    return all(in_time(half, questions - 1) for half in divide(things, best(things)))
+    return all(solvable(half, questions - 1) for half in divide(things, best_question(things)))
 
 
 @lru_cache(maxsize=1024)
-def problem_of(difficulty: int, split: str, seed: int) -> Problem:
+def problem_of(difficulty: int, split: str, seed: int) -> GuessProblem:
     """Cached, because a whole group of episodes starts from one seed."""
-    return draw(lambda rng: _make(rng, difficulty), seed, split, lambda problem: problem.key)
+    return sample_problem(lambda rng: _make(rng, difficulty), seed, split, lambda problem: problem.key)
 
 
-def _make(rng: random.Random, difficulty: int) -> Problem:
+def _make(rng: random.Random, difficulty: int) -> GuessProblem:
     while True:
         things = tuple(rng.sample(THINGS, CANDIDATES[difficulty]))
-        if in_time(things, QUESTIONS[difficulty]):
-            return Problem(things, rng.choice(things))
+        if solvable(things, QUESTIONS[difficulty]):
+            return GuessProblem(things, rng.choice(things))
 
 
-class Guess(Quiz):
-    """Reward 1 for the right guess in time, else 0."""
+class Guess(SingleAnswerEnvironment):
+    """Reward 1 for the right guess within the turn limit, else 0."""
 
     difficulties = (1, 2, 3)
     limits: ClassVar[Mapping[int, int]] = {difficulty: questions + 1 for difficulty, questions in QUESTIONS.items()}
@@ -96,12 +96,12 @@ class Guess(Quiz):
         "cold_batch": 32,
     }
     symbols: ClassVar[str] = rf"(?:, | not | )?(?:{'|'.join(ATTRIBUTES)})| [a-l]\b"
-    problem: Problem
+    problem: GuessProblem
     remaining: tuple[str, ...]
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.begin(seed)
-        return [{"role": "system", "content": PROMPT}, user(self._left())]
+        return [{"role": "system", "content": PROMPT}, user_message(self._status())]
 
     def begin(self, seed: int) -> None:
         super().begin(seed)
@@ -109,38 +109,38 @@ class Guess(Quiz):
         self.remaining = self.problem.candidates
 
     def step(self, action: Action) -> Step:
-        if self.over:
+        if self.is_over:
             return self._answer("it is over.")
         self.turns += 1
         text = action.text.strip().lower()
-        if (asked := ASK.fullmatch(text)) and asked[1] in ATTRIBUTES:
-            return self._tell(asked[1])
+        if (question := ASK.fullmatch(text)) and question[1] in ATTRIBUTES:
+            return self._reply_to_question(question[1])
         if (guess := GUESS.fullmatch(text)) and guess[1] in self._letters():
-            self.said = guess[1]
-            text = "right." if self.won else f"wrong: {self.right}."
-            return self._answer(text, reward=float(self.won), told="answer")
-        return self._answer(f"say: is it WORD? or: guess LETTER. {self._left()}", errors=1)
+            self.final_answer = guess[1]
+            text = "right." if self.succeeded else f"wrong: {self.correct_answer}."
+            return self._answer(text, reward=float(self.succeeded), fact="answer")
+        return self._answer(f"say: is it WORD? or: guess LETTER. {self._status()}", errors=1)
 
-    def _tell(self, attribute: str) -> Step:
+    def _reply_to_question(self, attribute: str) -> Step:
         yes = has(self.problem.hidden, attribute)
-        with_it, without = divide(self.remaining, attribute)
-        self.remaining = with_it if yes else without
-        return self._answer(f"it is {'' if yes else 'not '}{attribute}. {self._left()}", told="question")
+        matching, others = divide(self.remaining, attribute)
+        self.remaining = matching if yes else others
+        return self._answer(f"it is {'' if yes else 'not '}{attribute}. {self._status()}", fact="question")
 
-    def _left(self) -> str:
-        """What is still possible, and how many turns are left."""
+    def _status(self) -> str:
+        """The candidates still possible, and the number of turns left."""
         listed = ", ".join(f"{thing} {self._letter(thing)}" for thing in self.remaining)
         return f"{listed}. {self.max_turns - self.turns} left."
 
-    def _answer(self, text: str, reward: float = 0.0, errors: int = 0, told: str = "") -> Step:
-        return self.reply([user(text)], reward, {told: 1.0} if told else None, tool_errors=errors)
+    def _answer(self, text: str, reward: float = 0.0, errors: int = 0, fact: str = "") -> Step:
+        return self.reply([user_message(text)], reward, {fact: 1.0} if fact else None, tool_errors=errors)
 
     @property
-    def right(self) -> str:
+    def correct_answer(self) -> str:
         return self._letter(self.problem.hidden)
 
     def answer(self) -> str:
-        return f"guess {self.right}"
+        return f"guess {self.correct_answer}"
 
     def _letters(self) -> str:
         return LETTERS[: len(self.problem.candidates)]
@@ -159,21 +159,21 @@ class Guess(Quiz):
         self.remaining = tuple(snapshot["remaining"])
 
     def oracle(self) -> Action:
-        """Halve until one is left; with one turn to go, take the first that is still possible."""
+        """Halve until one candidate is left; in the last turn, guess the first possible one."""
         last = self.turns >= self.max_turns - 1
         if last or len(self.remaining) == 1:
-            return say(f"guess {self._letter(self.remaining[0])}")
-        return say(f"is it {best(self.remaining)}?")
+            return text_action(f"guess {self._letter(self.remaining[0])}")
+        return text_action(f"is it {best_question(self.remaining)}?")
 
     def random_action(self, rng: random.Random) -> Action:
         if rng.random() < 0.5:
-            return say(f"guess {rng.choice(self._letters())}")
-        return say(f"is it {rng.choice(ATTRIBUTES)}?")
+            return text_action(f"guess {rng.choice(self._letters())}")
+        return text_action(f"is it {rng.choice(ATTRIBUTES)}?")
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """Forgets what it asked on every other turn, and then asks, or at the end guesses, blindly."""
+        """The oracle in 45 % of the turns; otherwise a random question, or in the last turn a random guess."""
         if rng.random() < 0.45:
             return self.oracle()
         if self.turns >= self.max_turns - 1:
-            return say(f"guess {rng.choice(self._letters())}")
-        return say(f"is it {rng.choice(ATTRIBUTES)}?")
+            return text_action(f"guess {rng.choice(self._letters())}")
+        return text_action(f"is it {rng.choice(ATTRIBUTES)}?")

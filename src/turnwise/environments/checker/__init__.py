@@ -1,1 +1,1 @@
-"""The check of an environment: plays it and reports what is wrong in words. Does not know any particular environment."""
+"""The environment checker: plays an environment and reports its faults. Knows no particular environment."""

@@ -1,11 +1,11 @@
-"""Is this environment fit to train in? Plays it well, blindly and with nonsense, and says in plain words what is wrong.
+"""Checks whether an environment can be trained in: plays scripted policies and malformed actions, and reports faults.
 
     report = check_env("my_package.my_module:MyEnvironment")
     print(report.text())
 
-Works for any class with ``reset(seed)`` and ``step(action)``; what it offers beyond that (an oracle, splits, snapshots
-...) is checked if it is there. It does not know the rules of any game, so it cannot tell a wrong reward from a right
-one, except that its own oracle must win; and it cannot see an order that changes only between processes (a set's).
+Works for any class with ``reset(seed)`` and ``step(action)``; optional methods (an oracle, splits, snapshots ...) are checked
+if present. Does not know the rules of any environment, so it cannot detect a wrong reward, except that the environment's own
+oracle must succeed; nor an order that differs only between processes (that of a set).
 """
 
 from __future__ import annotations
@@ -20,163 +20,179 @@ from typing import Any
 
 from turnwise.core.protocols import Action
 from turnwise.environments import load
-from turnwise.environments.base import SPLITS, say
-from turnwise.environments.checker.driver import Broken, Hang, Probe, Record, Spot
-from turnwise.environments.checker.nonsense import nonsense
-from turnwise.environments.checker.report import Report, Tally
+from turnwise.environments.base import SPLITS, text_action
+from turnwise.environments.checker.driver import (
+    CallTimeout,
+    EnvironmentDriver,
+    EpisodeAborted,
+    EpisodeRecord,
+    EpisodeSpec,
+)
+from turnwise.environments.checker.malformed_actions import malformed_actions
+from turnwise.environments.checker.report import CheckReport, PlayStats
 from turnwise.environments.checker.rules import tool_fault
 
-BLIND_WORDS = ("yes", "no", "1", "2", "go", "a")
+FALLBACK_TEXTS = ("yes", "no", "1", "2", "go", "a")  # actions of a class without random_action
 ENDLESS = "does not end within max_turns * 4 turns; truncate it at max_turns"
-UNSTEADY = "the same seed and actions give another episode the second time"
-OFTEN = 0.9  # a blind player that wins so often learns nothing
+NOT_DETERMINISTIC = "the same seed and actions give another episode the second time"
+TOO_EASY = 0.9  # success rate of random actions above which there is little to learn
 
 
-def check_env(cls: type[Any] | str, episodes: int = 20, seconds: float = 5.0) -> Report:
-    """Look at a class (or at what ``load`` finds). ``episodes`` per difficulty; ``seconds`` limits each call."""
+def check_env(cls: type[Any] | str, episodes: int = 20, seconds: float = 5.0) -> CheckReport:
+    """Check a class, or the one that ``load`` returns. ``episodes`` per difficulty; ``seconds`` limits each call."""
     cls = load(cls) if isinstance(cls, str) else cls
-    check = Check(Probe(cls, seconds), max(episodes, 2))
-    looks = (check.players, check.nonsense, check.repeats, check.shared, check.splits, check.snapshots, check.tools)
+    check = EnvironmentCheck(EnvironmentDriver(cls, seconds), max(episodes, 2))
+    checks = (
+        check.scripted_policies, check.malformed_actions, check.determinism, check.isolation, check.splits, check.snapshots,
+        check.tools,
+    )  # fmt: skip
     try:
-        for look in looks if check.signature() else ():
-            with suppress(Broken):  # noted; the other looks may still tell something
-                look()
-    except Hang:
-        pass  # noted
+        for run in checks if check.signature() else ():
+            with suppress(EpisodeAborted):  # already a finding; the other checks may find more
+                run()
+    except CallTimeout:
+        pass  # already a finding
     finally:
-        check.probe.worker.close()
-    return Report(cls.__name__, check.probe.problems.lines(), check.warnings.lines(), check.played)
+        check.driver.thread.close()
+    return CheckReport(cls.__name__, check.driver.problems.lines(), check.warnings.lines(), check.played)
 
 
-class Check:
-    """One look per method; each leaves its findings in the notes."""
+class EnvironmentCheck:
+    """One check per method; each adds to ``problems`` and ``warnings``."""
 
-    def __init__(self, probe: Probe, episodes: int) -> None:
-        self.probe, self.episodes = probe, episodes
-        self.problems, self.warnings = probe.problems, probe.warnings
-        self.played: dict[str, Tally] = {}
-        self.difficulties: tuple[int, ...] = getattr(probe.cls, "difficulties", (1,))
-        if "difficulty" not in probe.settings:
+    def __init__(self, driver: EnvironmentDriver, episodes: int) -> None:
+        self.driver, self.episodes = driver, episodes
+        self.problems, self.warnings = driver.problems, driver.warnings
+        self.played: dict[str, PlayStats] = {}
+        self.difficulties: tuple[int, ...] = getattr(driver.cls, "difficulties", (1,))
+        if "difficulty" not in driver.settings:
             self.difficulties = (1,)
 
     def signature(self) -> bool:
         for name, argument in (("reset", "seed"), ("step", "action")):
             try:
-                inspect.signature(getattr(self.probe.cls, name)).bind(None, None)
+                inspect.signature(getattr(self.driver.cls, name)).bind(None, None)
             except (AttributeError, TypeError, ValueError):
                 self.problems.add(f"there is no {name} that takes one argument; write def {name}(self, {argument})")
         if not isinstance(self.difficulties, list | tuple) or not self.difficulties:
             self.problems.add(f"difficulties is {self.difficulties!r}; write a tuple such as (1, 2, 3)")
-        if "split" not in self.probe.settings:
-            self.warnings.add("__init__ takes no split: what it learns cannot be measured on held-out tasks")
-        return not self.problems.seen
+        if "split" not in self.driver.settings:
+            self.warnings.add("__init__ takes no split: success cannot be measured on held-out tasks")
+        return not self.problems.entries
 
-    def _play(self, player: str, spot: Spot) -> Record | None:
-        """An episode of one of the environment's own players; None where it has no such player or broke."""
-        spot, rng = replace(spot, player=player), random.Random(spot.seed)
-        arguments = () if player == "oracle" else (rng,)
+    def _play(self, policy: str, spec: EpisodeSpec) -> EpisodeRecord | None:
+        """An episode of one of the environment's scripted policies; None if it has no such policy or the episode was aborted."""
+        spec, rng = replace(spec, policy=policy), random.Random(spec.seed)
+        arguments = () if policy == "oracle" else (rng,)
 
         def act(env: Any) -> Action:
-            action = self.probe.optional(env, player, spot, *arguments)
-            if action is None and player == "random_action":
-                return say(rng.choice(BLIND_WORDS))
+            action = self.driver.optional(env, policy, spec, *arguments)
+            if action is None and policy == "random_action":
+                return text_action(rng.choice(FALLBACK_TEXTS))
             if not isinstance(action, Action):
                 if action is not None:
-                    self.problems.add(f"{player} returns a {type(action).__name__}; return an Action", str(spot))
-                raise Broken
+                    self.problems.add(f"{policy} returns a {type(action).__name__}; return an Action", str(spec))
+                raise EpisodeAborted
             return action
 
         try:
-            record = self.probe.play(spot, act)
-        except Broken:
+            record = self.driver.play(spec, act)
+        except EpisodeAborted:
             return None
         if not record.ended:
-            self.problems.add(f"an episode {ENDLESS}", str(spot))
-        self.played.setdefault(player, Tally()).add(record)
+            self.problems.add(f"an episode {ENDLESS}", str(spec))
+        self.played.setdefault(policy, PlayStats()).add(record)
         return record
 
-    def _spots(self, split: str = "train") -> Iterator[Spot]:
+    def _specs(self, split: str = "train") -> Iterator[EpisodeSpec]:
         for difficulty in self.difficulties:
             for seed in range(self.episodes):
-                yield Spot(seed, difficulty, split)
+                yield EpisodeSpec(seed, difficulty, split)
 
-    def players(self) -> None:
-        """The oracle must win; a blind player should not."""
-        for player in ("oracle", "random_action", "demonstrate"):
-            for spot in self._spots():
-                record = self._play(player, spot)
-                if player == "oracle" and record and record.ended and record.success is False:
-                    self.problems.add("the oracle does not succeed", str(spot))
-                if player == "oracle" and record and record.success and record.reward <= 0:
-                    self.warnings.add("the oracle succeeds but earns no reward", str(spot))
-        blind = self.played.get("random_action", Tally())
-        if blind.episodes and blind.won >= OFTEN * blind.episodes:
-            self.warnings.add(f"a blind player wins {blind.won} of {blind.episodes} episodes: there is little to learn")
+    def scripted_policies(self) -> None:
+        """The oracle must succeed; random actions should not."""
+        for policy in ("oracle", "random_action", "demonstrate"):
+            for spec in self._specs():
+                record = self._play(policy, spec)
+                if policy == "oracle" and record and record.ended and record.success is False:
+                    self.problems.add("the oracle does not succeed", str(spec))
+                if policy == "oracle" and record and record.success and record.reward <= 0:
+                    self.warnings.add("the oracle succeeds but earns no reward", str(spec))
+        random_play = self.played.get("random_action", PlayStats())
+        if random_play.episodes and random_play.won >= TOO_EASY * random_play.episodes:
+            self.warnings.add(
+                f"random actions succeed in {random_play.won} of {random_play.episodes} episodes: there is little to learn"
+            )
 
-    def nonsense(self) -> None:
-        """Each kind of nonsense, all episode long."""
-        for label, action in nonsense(getattr(self.probe.cls, "tools", ())).items():
-            spot = Spot(0, self.difficulties[0], player=label)
+    def malformed_actions(self) -> None:
+        """An episode of each kind of malformed action."""
+        for label, action in malformed_actions(getattr(self.driver.cls, "tools", ())).items():
+            spec = EpisodeSpec(0, self.difficulties[0], policy=label)
             try:
-                record = self.probe.play(spot, _always(action))
-            except Broken:
+                record = self.driver.play(spec, _always(action))
+            except EpisodeAborted:
                 continue
             if not record.ended:
-                self.warnings.add(f"an episode of nonsense {ENDLESS}", str(spot))
+                self.warnings.add(f"an episode of malformed actions {ENDLESS}", str(spec))
 
-    def repeats(self) -> None:
-        """A seed means one episode, and different seeds mean different ones."""
+    def determinism(self) -> None:
+        """Equal seeds give equal episodes, different seeds different ones."""
         for difficulty in self.difficulties:
-            found = set()
+            episodes = set()
             for seed in range(min(self.episodes, 8)):
-                spot = Spot(seed, difficulty)
-                one, two = (self._again("random_action", spot) for _ in range(2))
+                spec = EpisodeSpec(seed, difficulty)
+                one, two = (self._play_uncounted("random_action", spec) for _ in range(2))
                 if one and two and one.lines != two.lines:
-                    self.problems.add(UNSTEADY, str(spot))
-                found.add(str(self._same_play(spot).lines))
-            if len(found) == 1:
-                notes = self.problems if "oracle" in self.played else self.warnings  # fixed words may see no difference
-                notes.add("all seeds give the same episode; reset must use its seed", f"difficulty {difficulty}")
+                    self.problems.add(NOT_DETERMINISTIC, str(spec))
+                episodes.add(str(self._fixed_play(spec).lines))
+            if len(episodes) == 1:
+                findings = (
+                    self.problems if "oracle" in self.played else self.warnings
+                )  # a fixed text may show no difference
+                findings.add("all seeds give the same episode; reset must use its seed", f"difficulty {difficulty}")
 
-    def _again(self, player: str, spot: Spot) -> Record | None:
-        """An episode that is not counted."""
+    def _play_uncounted(self, policy: str, spec: EpisodeSpec) -> EpisodeRecord | None:
+        """``_play`` without adding to the statistics."""
         counted, self.played = self.played, {}
         try:
-            return self._play(player, spot)
+            return self._play(policy, spec)
         finally:
             self.played = counted
 
-    def _same_play(self, spot: Spot) -> Record:
-        """The oracle's episode, or one of fixed words: only the seed can make a difference."""
-        record = self._again("oracle", spot) if "oracle" in self.played else None
-        return record or self.probe.play(spot, _always(say(BLIND_WORDS[0])))
+    def _fixed_play(self, spec: EpisodeSpec) -> EpisodeRecord:
+        """The oracle's episode, or one of a fixed text: only the seed makes a difference."""
+        record = self._play_uncounted("oracle", spec) if "oracle" in self.played else None
+        return record or self.driver.play(spec, _always(text_action(FALLBACK_TEXTS[0])))
 
-    def shared(self) -> None:
-        """Two episodes, turn about, must not notice each other. Says nothing where one alone is no rule."""
-        if UNSTEADY in self.problems.seen:
+    def isolation(self) -> None:
+        """Two interleaved episodes must not affect each other. Skipped if a single one is not deterministic."""
+        if NOT_DETERMINISTIC in self.problems.entries:
             return
         for difficulty in self.difficulties:
-            spots = (Spot(0, difficulty, player="two at once"), Spot(1, difficulty, player="two at once"))
-            alone = [self._again("random_action", spot) for spot in spots]
+            specs = (EpisodeSpec(0, difficulty, policy="two at once"), EpisodeSpec(1, difficulty, policy="two at once"))
+            alone = [self._play_uncounted("random_action", spec) for spec in specs]
             if alone[0] is None or alone[1] is None:
                 return
-            envs = [self.probe.new(spot) for spot in spots]
-            lines = [[self.probe.reset(env, spot)] for env, spot in zip(envs, spots)]
+            envs = [self.driver.new(spec) for spec in specs]
+            lines = [[self.driver.reset(env, spec)] for env, spec in zip(envs, specs)]
             for turn in range(max(len(record.actions) for record in alone if record)):
                 for i, record in enumerate(alone):
                     if record and turn < len(record.actions):
-                        lines[i].append(self.probe.step(envs[i], record.actions[turn], spots[i], Record()))
-            if any(record and record.lines != seen for record, seen in zip(alone, lines)):
-                where = str(spots[0])
+                        lines[i].append(self.driver.step(envs[i], record.actions[turn], specs[i], EpisodeRecord()))
+            if any(record and record.lines != interleaved for record, interleaved in zip(alone, lines)):
+                where = str(specs[0])
                 self.problems.add("two episodes at once change each other; keep state on self, not on the class", where)
 
     def splits(self) -> None:
-        """No episode of one split may turn up in the other."""
-        if "split" not in self.probe.settings:
+        """No episode may occur in both splits."""
+        if "split" not in self.driver.settings:
             return
         for difficulty in self.difficulties:
             train, held_out = (
-                {str(self._same_play(Spot(seed, difficulty, split)).lines): seed for seed in range(self.episodes)}
+                {
+                    str(self._fixed_play(EpisodeSpec(seed, difficulty, split)).lines): seed
+                    for seed in range(self.episodes)
+                }
                 for split in SPLITS
             )
             both = train.keys() & held_out.keys()
@@ -185,45 +201,49 @@ class Check:
             elif both:
                 seeds = ", ".join(f"{train[k]} and {held_out[k]}" for k in sorted(both)[:3])
                 shared = f"train and held_out share {len(both)} of {len(held_out)} episodes (seeds {seeds})"
-                self.problems.add(f"{shared}; draw tasks with environments.base.draw", f"difficulty {difficulty}")
+                self.problems.add(
+                    f"{shared}; sample tasks with environments.base.sample_problem", f"difficulty {difficulty}"
+                )
 
     def snapshots(self) -> None:
-        """A restored episode goes on exactly as the one it was taken from, from any turn."""
+        """A restored episode continues exactly like the original, from any turn."""
         for difficulty in self.difficulties:
-            spot = Spot(0, difficulty, player="snapshot")
-            record = self._again("random_action", spot)
+            spec = EpisodeSpec(0, difficulty, policy="snapshot")
+            record = self._play_uncounted("random_action", spec)
             for turn in range(min(len(record.actions), 12) if record else 0):
-                if record and not self._resumes(spot, record, turn):
+                if record and not self._check_snapshot(spec, record, turn):
                     return
 
-    def _resumes(self, spot: Spot, record: Record, turn: int) -> bool:
-        """Whether there is a snapshot worth trying elsewhere."""
-        env = self.probe.new(spot)
-        self.probe.reset(env, spot)
+    def _check_snapshot(self, spec: EpisodeSpec, record: EpisodeRecord, turn: int) -> bool:
+        """Compare the original and the restored episode from ``turn`` on. False if there is no usable snapshot."""
+        env = self.driver.new(spec)
+        self.driver.reset(env, spec)
         for action in record.actions[:turn]:
-            self.probe.step(env, action, spot, Record())
-        taken = self.probe.optional(env, "snapshot", spot)
-        if taken is None:
+            self.driver.step(env, action, spec, EpisodeRecord())
+        snapshot = self.driver.optional(env, "snapshot", spec)
+        if snapshot is None:
             return False
         try:
-            text = json.dumps(taken)
+            text = json.dumps(snapshot)
         except (TypeError, ValueError) as error:
-            self.problems.add(f"snapshot() cannot be written as JSON: {error}", str(spot))
+            self.problems.add(f"snapshot() cannot be written as JSON: {error}", str(spec))
             return False
-        fresh = self.probe.new(spot)
-        self.probe.call("restore()", spot, lambda: fresh.restore(json.loads(text)))
-        rest = record.actions[turn:]
-        ways = [[self.probe.step(each, action, spot, Record()) for action in rest] for each in (env, fresh)]
-        if ways[0] != ways[1]:
-            self.problems.add("an episode restored from its snapshot goes on differently", str(spot))
-        if json.dumps(taken) != text:
-            self.problems.add("a snapshot changes when its episode goes on; copy what it holds", str(spot))
+        restored = self.driver.new(spec)
+        self.driver.call("restore()", spec, lambda: restored.restore(json.loads(text)))
+        later = record.actions[turn:]
+        original, copy = (
+            [self.driver.step(each, action, spec, EpisodeRecord()) for action in later] for each in (env, restored)
+        )
+        if original != copy:
+            self.problems.add("an episode restored from its snapshot continues differently", str(spec))
+        if json.dumps(snapshot) != text:
+            self.problems.add("a snapshot changes when its episode continues; copy the state into it", str(spec))
         return True
 
     def tools(self) -> None:
-        wrong = tool_fault(getattr(self.probe.new(Spot(0, self.difficulties[0])), "tools", ()))
-        if wrong:
-            self.problems.add(wrong)
+        fault = tool_fault(getattr(self.driver.new(EpisodeSpec(0, self.difficulties[0])), "tools", ()))
+        if fault:
+            self.problems.add(fault)
 
 
 def _always(action: Action) -> Callable[[Any], Action]:

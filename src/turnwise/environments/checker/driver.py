@@ -1,6 +1,7 @@
-"""Driving an environment that may be wrong in any way: every call is timed, caught and looked at, and noted in words.
+"""Drives an environment that may be faulty in any way: every call has a time limit, every exception is caught, every returned
+value is validated, and faults become findings.
 
-Used by ``environments.check``. It does not know which episodes are worth playing, nor which environments exist.
+Used by ``environments.checker.check``. Does not know which episodes to play, nor which environments exist.
 """
 
 from __future__ import annotations
@@ -16,56 +17,56 @@ from typing import Any
 
 from turnwise.core.protocols import Action
 from turnwise.environments import settings
-from turnwise.environments.checker.rules import is_flag, oddities, role_fault, unlisted
-from turnwise.environments.contract import Wrong, read_messages, read_state_key, read_step
+from turnwise.environments.checker.rules import implicit_conversions, is_flag, role_fault, undeclared_facts
+from turnwise.environments.contract import ContractViolation, read_messages, read_state_key, read_step
 from turnwise.errors import EnvironmentFault
 
-TURNS = 64  # for a class that does not say how long its episodes are
+DEFAULT_MAX_TURNS = 64  # of a class without max_turns
 
 
-class Broken(Exception):
-    """This episode cannot go on; the reason is already noted."""
+class EpisodeAborted(Exception):
+    """The episode cannot continue; the reason is already among the findings."""
 
 
-class Hang(Exception):
-    """A call did not return: nothing more can be checked safely."""
+class CallTimeout(Exception):
+    """A call did not return: nothing else can be checked safely."""
 
 
 @dataclass
-class Notes:
-    """Each thing said once, with how often it was seen and where first."""
+class Findings:
+    """Distinct messages, each with its count and the first episode in which it occurred."""
 
-    seen: dict[str, tuple[int, str, str]] = field(default_factory=dict)
+    entries: dict[str, tuple[int, str, str]] = field(default_factory=dict)  # by key: count, first episode, message
 
     def add(self, text: str, where: str = "", same: str = "") -> None:
-        """``same`` tells what is one thing where the text does not: equal mistakes quote different values."""
-        count, first, words = self.seen.get(same or text, (0, where, text))
-        self.seen[same or text] = (count + 1, first, words)
+        """``same`` is the key of messages that are one mistake although they quote different values."""
+        count, first, message = self.entries.get(same or text, (0, where, text))
+        self.entries[same or text] = (count + 1, first, message)
 
     def lines(self) -> tuple[str, ...]:
         def line(text: str, count: int, where: str) -> str:
             times = f"seen {count} times, first" if count > 1 else "seen"
             return f"{text} ({times} at {where})" if where else text
 
-        return tuple(line(text, count, where) for count, where, text in self.seen.values())
+        return tuple(line(text, count, where) for count, where, text in self.entries.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
-    """Which episode: enough to play it again by hand."""
+class EpisodeSpec:
+    """Identifies an episode: enough to reproduce it."""
 
     seed: int
     difficulty: int = 1
     split: str = "train"
-    player: str = ""
+    policy: str = ""
 
     def __str__(self) -> str:
-        return f"difficulty {self.difficulty}, {self.split}, seed {self.seed}" + f", {self.player}" * bool(self.player)
+        return f"difficulty {self.difficulty}, {self.split}, seed {self.seed}" + f", {self.policy}" * bool(self.policy)
 
 
 @dataclass
-class Record:
-    """One episode as it was seen: comparable lines, and what was done."""
+class EpisodeRecord:
+    """One played episode: its returned values as comparable lines, and its actions."""
 
     lines: list[str] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
@@ -74,20 +75,20 @@ class Record:
     ended: bool = False
 
 
-class Worker:
-    """A thread that does one call at a time, so that a call that hangs can be left behind: Python cannot end it."""
+class DriverThread:
+    """A thread that runs one call at a time, so that a call that hangs can be abandoned: Python cannot end it."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        Thread(target=self._work, daemon=True).start()
+        Thread(target=self._serve, daemon=True).start()
 
     def run(self, function: Callable[[], Any], seconds: float) -> Any:
         self._jobs.put(function)
         try:
             value, error = self._results.get(timeout=seconds)
         except Empty:
-            raise Hang from None
+            raise CallTimeout from None
         if error is not None:
             raise error
         return value
@@ -95,7 +96,7 @@ class Worker:
     def close(self) -> None:
         self._jobs.put(None)
 
-    def _work(self) -> None:
+    def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 value = job()
@@ -108,127 +109,129 @@ async def _wait(value: Any) -> Any:
     return await value
 
 
-class Probe:
-    """One environment class under inspection."""
+class EnvironmentDriver:
+    """Calls one environment class and collects findings."""
 
     def __init__(self, cls: type[Any], seconds: float) -> None:
         self.cls, self.seconds = cls, seconds
-        self.worker = Worker()
+        self.thread = DriverThread()
         self.settings = settings(cls)
-        self.problems, self.warnings = Notes(), Notes()
+        self.problems, self.warnings = Findings(), Findings()
 
-    def call(self, what: str, spot: Spot | None, function: Callable[[], Any]) -> Any:
-        """The value of a call into the environment; ``NotImplementedError`` passes, it means "I cannot"."""
-        where = str(spot) if spot else ""
+    def call(self, what: str, spec: EpisodeSpec | None, function: Callable[[], Any]) -> Any:
+        """The result of a call into the environment; ``NotImplementedError`` propagates: the method is not supported."""
+        where = str(spec) if spec else ""
         try:
-            return self.worker.run(function, self.seconds)
+            return self.thread.run(function, self.seconds)
         except NotImplementedError:
             raise
-        except Hang:
+        except CallTimeout:
             self.problems.add(f"{what} did not return within {self.seconds:g} s; the check stopped there", where)
             raise
         except BaseException as error:
-            # the message may quote the nonsense it was given, and must still be printable
+            # the message may quote a malformed action, and must still be printable
             text = " ".join(str(error).split())[:120].encode("ascii", "backslashreplace").decode()
-            self.problems.add(f"{what} raises {type(error).__name__}: {text}; it must answer in words", where)
-            raise Broken from None
+            self.problems.add(f"{what} raises {type(error).__name__}: {text}; it must return a message", where)
+            raise EpisodeAborted from None
 
-    def new(self, spot: Spot) -> Any:
-        wanted = {key: getattr(spot, key) for key in self.settings}
+    def new(self, spec: EpisodeSpec) -> Any:
+        arguments = {key: getattr(spec, key) for key in self.settings}
         return self.call(
-            f"{self.cls.__name__}({', '.join(f'{k}=...' for k in sorted(wanted))})", spot, lambda: self.cls(**wanted)
+            f"{self.cls.__name__}({', '.join(f'{k}=...' for k in sorted(arguments))})",
+            spec,
+            lambda: self.cls(**arguments),
         )
 
-    def optional(self, env: Any, name: str, spot: Spot, *arguments: Any) -> Any:
-        """The value of an optional method; None where there is none."""
+    def optional(self, env: Any, name: str, spec: EpisodeSpec, *arguments: Any) -> Any:
+        """The result of an optional method; None if the environment does not have it."""
         method = getattr(env, name, None)
         if not callable(method):
             return None
         try:
-            return self.call(f"{name}()", spot, lambda: method(*arguments))
+            return self.call(f"{name}()", spec, lambda: method(*arguments))
         except NotImplementedError:
             return None
 
-    def turns(self, env: Any) -> int:
-        turns = getattr(env, "max_turns", TURNS)
+    def max_turns(self, env: Any) -> int:
+        turns = getattr(env, "max_turns", DEFAULT_MAX_TURNS)
         if isinstance(turns, int) and turns >= 1:
             return turns
         self.problems.add(f"max_turns is {turns!r}; it must be a whole number of at least 1")
-        return TURNS
+        return DEFAULT_MAX_TURNS
 
-    def reset(self, env: Any, spot: Spot) -> str:
-        answer = self._required("reset", spot, lambda: env.reset(spot.seed))
-        messages = self._read(spot, read_messages, answer, "reset")
-        self._roles("reset", messages, spot)
+    def reset(self, env: Any, spec: EpisodeSpec) -> str:
+        value = self._required("reset", spec, lambda: env.reset(spec.seed))
+        messages = self._read(spec, read_messages, value, "reset")
+        self._roles("reset", messages, spec)
         if not messages:
-            self.problems.add("reset returns no messages; the agent would have nothing to read", str(spot))
-            raise Broken
-        return _text(messages) + self._key(env, spot)
+            self.problems.add("reset returns no messages; the agent would have nothing to read", str(spec))
+            raise EpisodeAborted
+        return _text(messages) + self._key(env, spec)
 
-    def step(self, env: Any, action: Action, spot: Spot, record: Record) -> str:
-        """Act, look at the answer, and write it into the record."""
-        step = self._read(spot, read_step, self._required("step", spot, lambda: env.step(action)))
-        self._roles("step", step.messages, spot)
-        for words in (*oddities(step), *unlisted(step, getattr(env, "facts", ()))):
-            self.warnings.add(words, str(spot))
+    def step(self, env: Any, action: Action, spec: EpisodeSpec, record: EpisodeRecord) -> str:
+        """Apply an action, validate the step, and add it to the record; returns the step as a comparable line."""
+        step = self._read(spec, read_step, self._required("step", spec, lambda: env.step(action)))
+        self._roles("step", step.messages, spec)
+        for message in (*implicit_conversions(step), *undeclared_facts(step, getattr(env, "facts", ()))):
+            self.warnings.add(message, str(spec))
         record.actions.append(action)
         record.reward += float(step.reward)
         record.ended = bool(step.terminated or step.truncated)
         if record.ended:
-            record.success = self._success(step, spot)
+            record.success = self._success(step, spec)
         flags = f"{float(step.reward)!r} {bool(step.terminated)} {bool(step.truncated)}"
-        return f"{_text(step.messages)} {flags}{self._key(env, spot)}"
+        return f"{_text(step.messages)} {flags}{self._key(env, spec)}"
 
-    def play(self, spot: Spot, player: Callable[[Any], Action]) -> Record:
-        """A whole episode, or four times as many turns as one may have."""
-        env, record = self.new(spot), Record()
-        record.lines.append(self.reset(env, spot))
-        limit = 4 * self.turns(env)
+    def play(self, spec: EpisodeSpec, policy: Callable[[Any], Action]) -> EpisodeRecord:
+        """A whole episode, or four times ``max_turns`` turns of it."""
+        env, record = self.new(spec), EpisodeRecord()
+        record.lines.append(self.reset(env, spec))
+        limit = 4 * self.max_turns(env)
         while not record.ended and len(record.actions) < limit:
-            record.lines.append(self.step(env, player(env), spot, record))
-        self.optional(env, "close", spot)
+            record.lines.append(self.step(env, policy(env), spec, record))
+        self.optional(env, "close", spec)
         return record
 
-    def _required(self, what: str, spot: Spot, function: Callable[[], Any]) -> Any:
+    def _required(self, what: str, spec: EpisodeSpec, function: Callable[[], Any]) -> Any:
         try:
-            return self.call(what, spot, function)
+            return self.call(what, spec, function)
         except NotImplementedError:
-            self.problems.add(f"{what} raises NotImplementedError; it must be written", str(spot))
-            raise Broken from None
+            self.problems.add(f"{what} raises NotImplementedError; write it", str(spec))
+            raise EpisodeAborted from None
 
-    def _read(self, spot: Spot, read: Callable[..., Any], *answer: Any) -> Any:
-        """The answer as an episode would read it."""
+    def _read(self, spec: EpisodeSpec, read: Callable[..., Any], *arguments: Any) -> Any:
+        """The returned value, validated as in an episode."""
         try:
-            return read(*answer)
+            return read(*arguments)
         except EnvironmentFault as fault:
-            wrong: Wrong = fault.args[0]
-            self.problems.add(str(wrong), str(spot), same=f"{wrong.what} {wrong.wanted}")
-            raise Broken from None
+            violation: ContractViolation = fault.args[0]
+            self.problems.add(str(violation), str(spec), same=f"{violation.what} {violation.expected}")
+            raise EpisodeAborted from None
 
-    def _roles(self, what: str, messages: Any, spot: Spot) -> None:
-        wrong = role_fault(messages)
-        if wrong:
-            self.problems.add(f"{what}: {wrong}", str(spot))
-            raise Broken
+    def _roles(self, what: str, messages: Any, spec: EpisodeSpec) -> None:
+        fault = role_fault(messages)
+        if fault:
+            self.problems.add(f"{what}: {fault}", str(spec))
+            raise EpisodeAborted
 
-    def _success(self, step: Any, spot: Spot) -> bool | None:
+    def _success(self, step: Any, spec: EpisodeSpec) -> bool | None:
         success = step.info.get("success")
         if is_flag(success):
             return bool(success)
-        seen = repr(success) if "success" in step.info else "missing"
-        self.problems.add(f"step: info['success'] of the last step is {seen}; it must be True or False", str(spot))
+        shown = repr(success) if "success" in step.info else "missing"
+        self.problems.add(f"step: info['success'] of the last step is {shown}; it must be True or False", str(spec))
         return None
 
-    def _key(self, env: Any, spot: Spot) -> str:
-        """The state key, looked at twice: asking must not change it."""
+    def _key(self, env: Any, spec: EpisodeSpec) -> str:
+        """The state key, read twice: reading must not change it."""
         if not callable(getattr(env, "state_key", None)):
             return ""
         first, second = (
-            self._read(spot, read_state_key, self._required("state_key()", spot, lambda: env.state_key()))
+            self._read(spec, read_state_key, self._required("state_key()", spec, lambda: env.state_key()))
             for _ in range(2)
         )
         if first != second:
-            self.problems.add("state_key() changes when asked twice without a step between", str(spot))
+            self.problems.add("state_key() changes when asked twice without a step between", str(spec))
         return f" [{first}]"
 
 

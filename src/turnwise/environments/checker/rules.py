@@ -1,7 +1,7 @@
-"""What the check asks of an answer beyond what an episode needs (``environments.contract``), and of a tool schema: each function
-says in words what is wrong, or nothing.
+"""Rules of the checker beyond those an episode enforces (``environments.contract``), and rules for tool schemas. Each function
+returns what is wrong, or nothing.
 
-It looks at one answer at a time and does not know which environment gave it, nor why.
+Looks at one returned value at a time; does not know which environment returned it, nor why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def role_fault(messages: Sequence[Message]) -> str:
-    """A role that chat templates do not know, or nothing."""
+    """The fault of a role that chat templates do not know; empty if there is none."""
     for message in messages:
         if message["role"] not in ROLES:
             return f"a message has the role {message['role']!r}; write one of {', '.join(ROLES)}"
@@ -26,12 +26,12 @@ def role_fault(messages: Sequence[Message]) -> str:
 
 
 def is_flag(value: Any) -> bool:
-    """A bool, NumPy's included."""
+    """Whether a value is a bool, including NumPy's."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
 
 
-def oddities(step: Step) -> Iterator[str]:
-    """What an episode reads all the same, but perhaps not as it was meant."""
+def implicit_conversions(step: Step) -> Iterator[str]:
+    """Values that an episode accepts, but converts."""
     for name in ("terminated", "truncated"):
         value = getattr(step, name)
         if not is_flag(value):
@@ -42,15 +42,15 @@ def oddities(step: Step) -> Iterator[str]:
             yield f"step: info[{name!r}] is {count!r}, taken as {int(count)}; write a whole number"
 
 
-def unlisted(step: Step, facts: Sequence[str]) -> Iterator[str]:
-    """Facts that are told but not listed: a method that asks for them could not know of them."""
+def undeclared_facts(step: Step, facts: Sequence[str]) -> Iterator[str]:
+    """Facts that the class does not declare: a method that requires them could not find out that they exist."""
     for name in step.info.get("facts", {}):
         if name not in facts:
-            yield f"step tells the fact {name!r}, which the class does not list; write facts = ({name!r}, ...)"
+            yield f"step returns the fact {name!r}, which the class does not declare; write facts = ({name!r}, ...)"
 
 
 def tool_fault(tools: Any) -> str:
-    """What is wrong with a list of OpenAI tool schemas, or nothing."""
+    """What is wrong with a list of OpenAI tool schemas; empty if nothing is."""
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         return f"tools is a {type(tools).__name__}; it must be a list of OpenAI tool schemas"
     for tool in tools:

@@ -1,14 +1,14 @@
-"""Any dataset of the package reasoning-gym as an environment of one turn: its question, one answer, its own score.
+"""Any dataset of the package reasoning-gym as a one-turn environment: its question, one answer, its own score.
 
     load("reasoning_gym:chain_sum")                              a class like any other
-    load("reasoning_gym:chain_sum,max_terms=2,max_digits=2")     with fields of the dataset's own configuration
+    load("reasoning_gym:chain_sum,max_terms=2,max_digits=2")     with fields of the dataset's configuration
 
-The difficulty is the level of the dataset's own curriculum, from 1, easier levels included; a dataset that has none, and one
-whose levels its own configuration refuses, has difficulty 1 alone: its defaults. Reward is the dataset's score, and an episode
-succeeds when that is 1. Splits share no question.
+The difficulty is the level of the dataset's curriculum, from 1, easier levels included. A dataset without a curriculum, or whose
+levels its configuration rejects, has only difficulty 1: its defaults. The reward is the dataset's score, and an episode succeeds
+when that is 1. Splits share no question.
 
-The package is imported when a dataset is first asked for: that takes two seconds, and only who asks needs it. This file knows
-nothing of what any dataset asks, except which of them run an answer as a program.
+The package is imported when a dataset is first loaded, which takes two seconds. Knows nothing of what any dataset asks, except
+which of them execute an answer as a program.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, draw, say, user
+from turnwise.environments.base import Environment, sample_problem, text_action, user_message
 from turnwise.errors import SettingError, nearest
 
-PROBLEMS = 10_000  # of one level, both splits together; some datasets make all of theirs at once
+PROBLEMS = 10_000  # per level, both splits together; some datasets generate all of them at once
 SEED = 1
-LONGEST = 4000  # characters of an answer: some scores take long over longer ones
+MAX_ANSWER = 4000  # characters: some scores take long for longer answers
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-WHOLE = re.compile(r"-?[0-9]{1,9}")
-SLIPS = (-10, -2, -1, 1, 2, 10)
-FORM = "Say only the answer, or end with <answer>ANSWER</answer>."
-OURS = ("seed", "size")  # fields of a configuration that the splits and seeds of a run decide
+INTEGER = re.compile(r"-?[0-9]{1,9}")
+NEAR_MISSES = (-10, -2, -1, 1, 2, 10)
+ANSWER_FORMAT = "Say only the answer, or end with <answer>ANSWER</answer>."
+RUN_FIELDS = ("seed", "size")  # configuration fields that the run sets
 RUN_ANSWERS = frozenset(
     (
         "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
@@ -43,96 +43,108 @@ RUN_ANSWERS = frozenset(
 Entry = dict[str, Any]  # question, answer (None where there is no single one), metadata
 
 
-class Puzzle(Environment):
-    """One question of a dataset. A class is made for each dataset by ``environment``, with a reference answer or without."""
+class ReasoningGymEnvironment(Environment):
+    """One question of a dataset. ``environment`` makes a subclass for each dataset, with or without a reference answer."""
 
     max_turns = 1
     suggests: ClassVar[Mapping[str, Any]] = {"difficulty": (1,)}
-    levels: ClassVar[Mapping[int, Callable[[], Any]]]  # difficulty: its dataset, made when first asked for
+    levels: ClassVar[Mapping[int, Callable[[], Any]]]  # by difficulty: returns its dataset, generated at the first call
     entry: Entry
 
     def reset(self, seed: int) -> Sequence[Message]:
-        self.entry = drawn(self.levels[self.difficulty], seed, self.split)
-        return [user(f"{self.entry['question']}\n{FORM}")]
+        self.entry = sample_entry(self.levels[self.difficulty], seed, self.split)
+        return [user_message(f"{self.entry['question']}\n{ANSWER_FORMAT}")]
 
     def step(self, action: Action) -> Step:
-        score = self.score(read(action.text))
+        score = self.score(extract_answer(action.text))
         gold = self.entry["answer"]
         text = "right." if score >= 1 else f"wrong: it is {gold}." if gold is not None else "wrong."
         info = {"success": score >= 1, "tool_errors": len(action.faults)}
-        return Step([user(text)], score, terminated=True, info=info)
+        return Step([user_message(text)], score, terminated=True, info=info)
 
     def score(self, answer: str) -> float:
-        if not answer or len(answer) > LONGEST:
+        if not answer or len(answer) > MAX_ANSWER:
             return 0.0
         try:
             return float(self.levels[self.difficulty]().score_answer(answer, self.entry))
-        except Exception:  # its reader stumbled over what the model wrote, which is then no right answer
+        except Exception:  # the dataset's parser failed on model output: a wrong answer
             return 0.0
 
 
-class Answered(Puzzle):
-    """A puzzle with a reference answer, so that it can be shown and told."""
+class AnsweredReasoningGymEnvironment(ReasoningGymEnvironment):
+    """A question with a reference answer, which gives it ``answer`` and scripted policies."""
 
     def answer(self) -> str:
         return str(self.entry["answer"])
 
     def oracle(self) -> Action:
-        return say(self.answer())
+        return text_action(self.answer())
 
     def random_action(self, rng: random.Random) -> Action:
-        """The right answer of some other question."""
-        return say(str(item(self.levels[self.difficulty], rng.randrange(PROBLEMS))["answer"]))
+        """The reference answer of a random question."""
+        return text_action(str(dataset_entry(self.levels[self.difficulty], rng.randrange(PROBLEMS))["answer"]))
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """Half of the time right. A whole number is missed narrowly: who imitates must still read the question."""
+        """Right in half of the episodes. Otherwise a near miss of a whole number, so that an imitator must still read the question,
+        or a random answer."""
         if rng.random() < 0.5:
             return self.oracle()
-        right = self.answer()
-        return say(str(int(right) + rng.choice(SLIPS))) if WHOLE.fullmatch(right) else self.random_action(rng)
+        reference = self.answer()
+        return (
+            text_action(str(int(reference) + rng.choice(NEAR_MISSES)))
+            if INTEGER.fullmatch(reference)
+            else self.random_action(rng)
+        )
 
 
-def read(text: str) -> str:
-    """The answer in what was said: what stands between the last tags, or all of it."""
-    found = TAGGED.findall(text)
-    return str(found[-1] if found else text).strip()
+def extract_answer(text: str) -> str:
+    """The answer of a turn: the text between the last tags, or all of it."""
+    tagged = TAGGED.findall(text)
+    return str(tagged[-1] if tagged else text).strip()
 
 
 @lru_cache(maxsize=4096)
-def item(dataset: Callable[[], Any], number: int) -> Entry:
+def dataset_entry(dataset: Callable[[], Any], number: int) -> Entry:
     return dict(dataset()[number])
 
 
-@lru_cache(maxsize=4096)  # all episodes of a group ask for one task
-def drawn(dataset: Callable[[], Any], seed: int, split: str) -> Entry:
-    return draw(lambda rng: item(dataset, rng.randrange(PROBLEMS)), seed, split, lambda entry: entry["question"])
+@lru_cache(maxsize=4096)  # all episodes of a group share one task
+def sample_entry(dataset: Callable[[], Any], seed: int, split: str) -> Entry:
+    return sample_problem(
+        lambda rng: dataset_entry(dataset, rng.randrange(PROBLEMS)), seed, split, lambda entry: entry["question"]
+    )
 
 
-@cache  # one class for each name, so that its datasets are made once
-def environment(spec: str) -> type[Puzzle]:
+@cache  # one class per name, so that its datasets are generated once
+def environment(spec: str) -> type[ReasoningGymEnvironment]:
     """The class of ``DATASET`` or ``DATASET,field=value,...``."""
     name, *pairs = spec.split(",")
-    factory = package()
-    kinds = factory.DATASETS
-    offered = sorted(set(kinds) - RUN_ANSWERS - {"composite"})
+    factory = import_factory()
+    datasets = factory.DATASETS
+    offered = sorted(set(datasets) - RUN_ANSWERS - {"composite"})
     if name in RUN_ANSWERS:
-        raise SettingError(f"reasoning_gym:{name} would run what a model writes as a program; take another dataset")
+        raise SettingError(f"reasoning_gym:{name} would execute model output as a program; choose another dataset")
     if name not in offered:
         raise SettingError(f"reasoning-gym has no dataset {name!r}; {nearest(name, offered)}; write reasoning_gym:NAME")
-    make, config = kinds[name]
-    given = {**settings(name, config, pairs), "seed": SEED, "size": PROBLEMS}
+    make, config = datasets[name]
+    values = {**parse_fields(name, config, pairs), "seed": SEED, "size": PROBLEMS}
     curriculum = factory.create_curriculum(name) if factory.has_curriculum(name) else None
-    configs = levels(name, config, curriculum, given)
-    made: dict[int, Callable[[], Any]] = {n: once(make, each) for n, each in enumerate(configs, start=1)}
-    base = Puzzle if item(made[1], 0)["answer"] is None else Answered
-    body = {"difficulties": tuple(made), "levels": made, "__doc__": f"{name} of reasoning-gym.", "__module__": __name__}
+    configs = level_configs(name, config, curriculum, values)
+    levels: dict[int, Callable[[], Any]] = {n: lazy(make, config) for n, config in enumerate(configs, start=1)}
+    base = ReasoningGymEnvironment if dataset_entry(levels[1], 0)["answer"] is None else AnsweredReasoningGymEnvironment
+    body = {
+        "difficulties": tuple(levels),
+        "levels": levels,
+        "__doc__": f"{name} of reasoning-gym.",
+        "__module__": __name__,
+    }
     return type(f"reasoning_gym:{spec}", (base,), body)
 
 
-def package() -> Any:
-    """The package's table of datasets."""
+def import_factory() -> Any:
+    """The module ``reasoning_gym.factory``, which holds the table of datasets."""
     try:
-        import reasoning_gym  # noqa: F401 - fills the table
+        import reasoning_gym  # noqa: F401 - registers the datasets
         from reasoning_gym import factory
     except ImportError as missing:
         raise SettingError(
@@ -141,59 +153,59 @@ def package() -> Any:
     return factory
 
 
-def settings(name: str, config: type[Any], pairs: Sequence[str]) -> dict[str, Any]:
+def parse_fields(name: str, config: type[Any], pairs: Sequence[str]) -> dict[str, Any]:
     """``["max_terms=2"]`` as fields of the configuration."""
-    plain = [f.name for f in fields(config) if f.name not in OURS]
-    given: dict[str, Any] = {}
+    allowed = [f.name for f in fields(config) if f.name not in RUN_FIELDS]
+    values: dict[str, Any] = {}
     for pair in pairs:
         key, sign, text = pair.partition("=")
         if not sign:
             raise SettingError(f"reasoning_gym:{name} is followed by {pair!r}; write field=value, separated by commas")
-        if key in OURS:
-            raise SettingError(f"reasoning_gym:{name}: {key} is decided by the run; leave it out")
-        if key not in plain:
-            raise SettingError(f"reasoning_gym:{name} has no field {key!r}; {nearest(key, plain)}")
+        if key in RUN_FIELDS:
+            raise SettingError(f"reasoning_gym:{name}: {key} is set by the run; leave it out")
+        if key not in allowed:
+            raise SettingError(f"reasoning_gym:{name} has no field {key!r}; {nearest(key, allowed)}")
         try:
-            given[key] = json.loads(text)
-        except ValueError:  # a word
-            given[key] = text
-    return given
+            values[key] = json.loads(text)
+        except ValueError:  # not JSON: a plain string
+            values[key] = text
+    return values
 
 
-def levels(name: str, config: type[Any], curriculum: Any, given: Mapping[str, Any]) -> list[Any]:
-    """The configurations of all difficulties, with the given fields in each."""
-    found: list[Any] = []
-    for plain in steps(curriculum) or [config()]:
+def level_configs(name: str, config: type[Any], curriculum: Any, values: Mapping[str, Any]) -> list[Any]:
+    """The configurations of all difficulties, each with the given field values."""
+    configs: list[Any] = []
+    for default in curriculum_configs(curriculum) or [config()]:
         try:
-            made = valid(replace(plain, **given))
-            found += [made] * (made not in found)  # fields given may leave nothing that a level could change
-        except (AssertionError, ValueError, TypeError) as wrong:
-            if found:
-                break  # the fields given do not go with the harder levels
-            own = ", ".join(f"{key}={value}" for key, value in given.items() if key not in OURS)
-            about = f"with {own or 'its defaults'} it says {str(wrong) or repr(wrong)!r}, and it would have {plain}"
-            raise SettingError(f"reasoning_gym:{name} cannot be made: {about}") from wrong
-    return found
+            made = validated(replace(default, **values))
+            configs += [made] * (made not in configs)  # the given fields may fix all that the levels would vary
+        except (AssertionError, ValueError, TypeError) as fault:
+            if configs:
+                break  # the given fields are not valid at the harder levels
+            user_values = ", ".join(f"{key}={value}" for key, value in values.items() if key not in RUN_FIELDS)
+            about = f"with {user_values or 'its defaults'} it says {str(fault) or repr(fault)!r}, and it would have {default}"
+            raise SettingError(f"reasoning_gym:{name} cannot be made: {about}") from fault
+    return configs
 
 
-def steps(curriculum: Any) -> list[Any]:
-    """The curriculum's levels, up to the first that is not valid: difficulties have no gaps."""
-    found: list[Any] = []
+def curriculum_configs(curriculum: Any) -> list[Any]:
+    """The configurations of the curriculum's levels, up to the first invalid one: difficulties have no gaps."""
+    configs: list[Any] = []
     for level in range(max((len(a.levels) for a in curriculum.attributes.values()), default=0) if curriculum else 0):
         curriculum.set_global_level(level)
         try:
-            found.append(valid(curriculum.generate_configuration()))
+            configs.append(validated(curriculum.generate_configuration()))
         except (AssertionError, ValueError, TypeError):
             break
-    return found
+    return configs
 
 
-def valid(config: Any) -> Any:
+def validated(config: Any) -> Any:
     if hasattr(config, "validate"):
         config.validate()
     return config
 
 
-def once(make: Callable[[Any], Any], config: Any) -> Callable[[], Any]:
-    """``make(config)``, when it is first called."""
+def lazy(make: Callable[[Any], Any], config: Any) -> Callable[[], Any]:
+    """A function that returns ``make(config)``, evaluated at its first call."""
     return lru_cache(maxsize=1)(lambda: make(config))

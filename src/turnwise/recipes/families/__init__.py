@@ -1,1 +1,1 @@
-"""The papers, one function each, one file per family. No arithmetic: only pieces and their hyper-parameters."""
+"""The methods by family: one function per paper, only pieces and hyper-parameters, no arithmetic."""

@@ -1,4 +1,4 @@
-"""Methods with a critic: a value head says how well it stands before each token."""
+"""Actor-critic methods: a value head estimates the return before each token."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import math
 
 from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean
-from turnwise.algebra.gate import Clip, Toward
-from turnwise.algebra.gradient import OverClippingBias
-from turnwise.algebra.penalty import KL, CriticError, MedianError, SquaredError, TwinError, Weighted
+from turnwise.algebra.gae import GAE, LambdaReturn
+from turnwise.algebra.gate import Clip, RatioRegression
+from turnwise.algebra.gradient import DivideByClippingBias
+from turnwise.algebra.penalty import (
+    KL,
+    ClippedValueLoss,
+    MedianValueError,
+    SquaredValueError,
+    TwoHeadValueError,
+    WeightedPenalty,
+)
 from turnwise.algebra.ratio import Importance, PerToken
-from turnwise.algebra.reward import Drift, OnTokens, RunningScale
-from turnwise.algebra.value import GAE, LambdaReturn, Outcome, ReturnToGo, SecondHead, SoftMin
-from turnwise.algebra.weight import Guard
+from turnwise.algebra.reward import NegativeReferenceKL, OnLastToken, RunningNormalised
+from turnwise.algebra.value import Outcome, ReturnToGo, SecondValue, SoftMinValue
+from turnwise.algebra.weight import KLController
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
@@ -28,7 +36,7 @@ def ppo(
     value_weight: float = 1.0,
     dual: float | None = None,
 ) -> Recipe:
-    """PPO: a critic, generalised advantages over the sampled tokens of all turns, a clipped ratio for each token.
+    """PPO: GAE from a value head over the sampled tokens of all turns, clipped token ratio, clipped value loss.
 
     J = 1/N Σₜ min(ρₜAₜ, clip(ρₜ, 1±clip)Aₜ) − c ½ 1/N Σₜ max((v−G)², (clip(v, v_old±value_clip)−G)²)
 
@@ -40,28 +48,28 @@ def ppo(
         advantage=Whiten(GAE(gamma, lam)),
         gate=Clip(clip, clip, dual),
         aggregate=Mean(TOKEN),
-        penalties=(Weighted(value_weight, CriticError(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
+        penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
     )
 
 
 def turn_ppo(
     clip: float = 0.2, gamma: float = 1.0, lam: float = 1.0, value_clip: float = 0.5, value_weight: float = 1.0
 ) -> Recipe:
-    """Turn-PPO: the ratio is judged a turn at a time, as an agent acts; each token keeps its own advantage.
+    """Turn-PPO: PPO with turn-level importance ratios; each token keeps its own advantage.
 
     wᵏ = exp( 1/nₖ Σ_{t∈turn k} log ρₜ );  wₜ = sg[wᵏ] · πₜ/sg[πₜ];  J = mean over trajectories of 1/|y| Σₜ clipped(wₜ, Aₜ)
 
     Paper: ST-PPO: Stabilized Off-Policy PPO for Multi-Turn Agents Training, arXiv 2511.20718 (its first ingredient).
     Settings: clip 0.2, gamma and lambda 1, several epochs of mini-batches.
     Deviation: the paper leaves open whether the turn ratio is differentiated as a whole; here each token has its own gradient.
-    Sure of: the turn ratio (paper text), the routing of the gradient (reconstructed).
+    Sure of: the turn ratio (paper text), the gradient path (reconstructed).
     """
     return Recipe(
         advantage=Whiten(GAE(gamma, lam)),
         ratio=PerToken(Importance(TURN)),
         gate=Clip(clip, clip),
         aggregate=Mean(TRAJECTORY),
-        penalties=(Weighted(value_weight, CriticError(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
+        penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
     )
 
 
@@ -73,21 +81,21 @@ def st_ppo(
     value_weight: float = 1.0,
     floor: float = 1.0,
 ) -> Recipe:
-    """ST-PPO: Turn-PPO, and the step shrinks by the size of what the clip took away.
+    """ST-PPO: Turn-PPO with gradients divided by the norm of the clipped part (clipping-bias correction).
 
     wₜ = sg[wᵏ] · πₜ/sg[πₜ];  C = ∇ of the clipped part;  g = ∇J_clip / max(‖C‖, floor), unchanged where nothing is clipped
 
     Paper: ST-PPO: Stabilized Off-Policy PPO for Multi-Turn Agents Training, arXiv 2511.20718.
     Settings: clip 0.2, gamma and lambda 1, several epochs of mini-batches.
-    Deviation: the floor is ours (1 makes it a pure shrink); each token has its own gradient inside a turn.
-    Sure of: turn ratio and bias (paper text), division by ‖C‖ (paper text and reviews), floor and routing (reconstructed).
+    Deviation: the floor is ours (with 1 the gradient only ever shrinks); each token has its own gradient inside a turn.
+    Sure of: turn ratio and bias (paper text), division by ‖C‖ (paper text and reviews), floor and gradient path (reconstructed).
     """
     return Recipe(
         advantage=Whiten(GAE(gamma, lam)),
         ratio=PerToken(Importance(TURN)),
         gate=Clip(clip, clip),
-        penalties=(Weighted(value_weight, CriticError(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
-        gradient=OverClippingBias(floor),
+        penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
+        gradient=DivideByClippingBias(floor),
     )
 
 
@@ -99,7 +107,7 @@ def s_ppo(
     value_weight: float = 1.0,
     floor: float = 1.0,
 ) -> Recipe:
-    """S-PPO: token ratios, and the step shrinks by the size of what the clip took away.
+    """S-PPO: token-level PPO with gradients divided by the norm of the clipped part (clipping-bias correction).
 
     C = ∇ of the clipped part;  g = ∇J_clip / max(‖C‖, floor), unchanged where nothing is clipped
 
@@ -111,8 +119,8 @@ def s_ppo(
     return Recipe(
         advantage=Whiten(GAE(gamma, lam)),
         gate=Clip(clip, clip),
-        penalties=(Weighted(value_weight, CriticError(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
-        gradient=OverClippingBias(floor),
+        penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
+        gradient=DivideByClippingBias(floor),
     )
 
 
@@ -124,7 +132,7 @@ def bpo(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Recipe:
-    """BPO: the ratio is regressed onto a bounded target, 1 ± eps by the sign of (Q − median); outside it is pulled back.
+    """BPO: regresses the ratio onto a bounded target, 1 ± eps by the sign of Q − median, instead of clipping.
 
     ρ* = 1 − eps + 2 eps σ((Q − U)/softness);  L = |ρ − ρ*| |Q − V| + ½(V − Q)² + ½(softplus(Q − U) − ½(Q − U))
 
@@ -136,14 +144,17 @@ def bpo(
     q = LambdaReturn(gamma, lam)
     return Recipe(
         advantage=GAE(gamma, lam),
-        gate=Toward(LambdaReturn(gamma, lam) - SecondHead(), softness, eps, eps),
+        gate=RatioRegression(LambdaReturn(gamma, lam) - SecondValue(), softness, eps, eps),
         aggregate=Mean(TOKEN),
-        penalties=(Weighted(value_weight, SquaredError(q)), Weighted(median_weight, MedianError(q))),
+        penalties=(
+            WeightedPenalty(value_weight, SquaredValueError(q)),
+            WeightedPenalty(median_weight, MedianValueError(q)),
+        ),
     )
 
 
 def t_ppo(clip: float = 0.2, gamma: float = 1.0, lam: float = 0.95, value_weight: float = 1.0) -> Recipe:
-    """T-PPO: an episode that a limit cut off is bootstrapped with the critic; the critic itself learns from finished ones.
+    """T-PPO: truncated episodes bootstrap from the critic; the critic learns from finished episodes only.
 
     unfinished: V(s_l) := V(s_{l−1}) in GAE;  critic: Monte-Carlo returns of finished episodes
 
@@ -157,7 +168,7 @@ def t_ppo(clip: float = 0.2, gamma: float = 1.0, lam: float = 0.95, value_weight
         advantage=GAE(gamma, lam, bootstrap=True),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
-        penalties=(Weighted(value_weight, CriticError(target, math.inf, finished=True)),),
+        penalties=(WeightedPenalty(value_weight, ClippedValueLoss(target, math.inf, finished=True)),),
     )
 
 
@@ -171,21 +182,21 @@ def ppo_max(
     limit: float = 10.0,
     centre: bool = True,
 ) -> Recipe:
-    """PPO-max: PPO with the reward over its running mean and std, clipped, and a k1 KL inside it.
+    """PPO-max: PPO with the reward normalised by its running mean and std, clipped, and a k1 KL in the reward.
 
     R ← clip((R − mean)/std, ±limit);  rₜ = R·1[last] − η (log π_old − log π_ref);  GAE, clip, value clip
 
     Paper: Secrets of RLHF in Large Language Models Part I: PPO, arXiv 2307.04964.
     Settings: eta 0.05, gamma 1, lambda 0.95, clip 0.2. centre=False is the released script: it only divides by the std.
-    Deviation: the critic starts from the policy's states, not from a reward model; no language-model loss beside.
+    Deviation: the critic starts from the policy's states, not from a reward model; no language-model loss in addition.
     Sure of: the formula (paper text and official code; they differ in the centring), limit (ours).
     """
     return Recipe(
         advantage=Whiten(GAE(gamma, lam)),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
-        reward=OnTokens(RunningScale(limit, centre)) + eta * Drift(),
-        penalties=(Weighted(value_weight, CriticError(LambdaReturn(gamma, lam), value_clip)),),
+        reward=OnLastToken(RunningNormalised(limit, centre)) + eta * NegativeReferenceKL(),
+        penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip)),),
     )
 
 
@@ -197,22 +208,22 @@ def safe(
     huber: float = 0.5,
     value_clip: float = 0.2,
 ) -> Recipe:
-    """SAFE: a pessimistic pair of critics, and a KL guard whose threshold follows the reward.
+    """SAFE: soft minimum of twin critics, and an adaptive KL controller whose threshold follows the reward.
 
     A = whiten(R − softmin(V₁, V₂));  guard: c (K − θ) max(½, 2/(H+0.1)) · KL once the smoothed KL K exceeds θ
 
     Paper: SAFE: Stable Alignment Finetuning with Entropy-Aware Predictive Control for RLHF, arXiv 2602.04651.
     Settings: softness 0.5, Kp 0.3, Ki 0.01, Kd 0.05, threshold within 0.1 to 0.6, Huber 0.5.
     Deviation: the released penalty carries no gradient; here one factor of its square is the differentiable KL (k2). V is
-    the value before the first token. The preview of the step is left out; heads have no LayerNorm.
-    Sure of: the constants (official code), the rendering of the penalty (ours).
+    the value before the first token. The predictive look-ahead is left out; heads have no LayerNorm.
+    Sure of: the constants (official code), the form of the penalty (ours).
     """
     return Recipe(
-        advantage=Whiten(Outcome() - SoftMin(softness)),
+        advantage=Whiten(Outcome() - SoftMinValue(softness)),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
         penalties=(
-            Weighted(value_weight, TwinError(Outcome(), value_clip, huber)),
-            Weighted(Guard(penalty), KL("k2")),
+            WeightedPenalty(value_weight, TwoHeadValueError(Outcome(), value_clip, huber)),
+            WeightedPenalty(KLController(penalty), KL("k2")),
         ),
     )

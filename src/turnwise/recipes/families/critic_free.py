@@ -1,16 +1,16 @@
-"""Baselines without a critic: a trajectory is compared with its siblings, or with nothing."""
+"""Critic-free policy gradients: the baseline comes from the group or the batch, or there is none."""
 
 from __future__ import annotations
 
 from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten
 from turnwise.algebra.aggregate import Mean, Sum
-from turnwise.algebra.gate import Cap, Clip, Geometric, Open
-from turnwise.algebra.penalty import KL, Weighted
+from turnwise.algebra.gate import CappedWeight, Clip, GeometricMeanClip, NoGate
+from turnwise.algebra.penalty import KL, WeightedPenalty
 from turnwise.algebra.ratio import Importance, OnPolicy, PerToken
-from turnwise.algebra.reward import Drift, Environment, OnTokens, Overlong
-from turnwise.algebra.value import Outcome, ReturnToGo, Total
+from turnwise.algebra.reward import EnvironmentReward, NegativeReferenceKL, OnLastToken, OverlongPenalty
+from turnwise.algebra.value import Outcome, ReturnToGo, SumOverTrajectory
 from turnwise.core.levels import TOKEN, TRAJECTORY
-from turnwise.credit.trajectories import WithIdeal
+from turnwise.credit.trajectories import StandardiseWithVirtualBest
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.tasks.admission import NotPerfect, Spread
@@ -19,7 +19,7 @@ KIND = Kind.OBJECTIVE
 
 
 def reinforce() -> Recipe:
-    """REINFORCE: the reward of an episode moves every token of it.
+    """REINFORCE: policy gradient with the return of an episode on each of its tokens, without a baseline.
 
     ∇J = E[ R · Σₜ ∇ log π(yₜ) ]
 
@@ -27,11 +27,11 @@ def reinforce() -> Recipe:
     Settings: no baseline, no ratio, sum over the tokens of a trajectory, mean over trajectories.
     Sure of: the formula (textbook).
     """
-    return Recipe(advantage=Outcome(), ratio=OnPolicy(), gate=Open(), aggregate=Sum(TRAJECTORY))
+    return Recipe(advantage=Outcome(), ratio=OnPolicy(), gate=NoGate(), aggregate=Sum(TRAJECTORY))
 
 
 def rloo() -> Recipe:
-    """RLOO: the mean of the *other* trajectories of the group is an unbiased baseline.
+    """RLOO: leave-one-out baseline, the mean return of the *other* trajectories of the group; unbiased.
 
     Aᵢ = Rᵢ − 1/(G−1) Σ_{j≠i} Rⱼ;  ∇J = E[ Aᵢ Σₜ ∇ log π(yₜ) ]
 
@@ -40,11 +40,11 @@ def rloo() -> Recipe:
     Deviation: no KL in the reward (`rloo_kl` has it); verifiable rewards do without it.
     Sure of: the formula (official-lineage code).
     """
-    return Recipe(advantage=LeaveOneOut(), ratio=OnPolicy(), gate=Open(), aggregate=Sum(TRAJECTORY))
+    return Recipe(advantage=LeaveOneOut(), ratio=OnPolicy(), gate=NoGate(), aggregate=Sum(TRAJECTORY))
 
 
 def rloo_kl(beta: float = 0.03) -> Recipe:
-    """RLOO with a KL: the k1 estimate to the reference is part of the reward, as in the paper's preference runs.
+    """RLOO with KL: leave-one-out baseline with a k1 KL penalty to the reference inside the reward.
 
     Rᵢ ← Rᵢ − β Σₜ (log π_old − log π_ref);  A and gradient as RLOO
 
@@ -52,12 +52,12 @@ def rloo_kl(beta: float = 0.03) -> Recipe:
     Settings: G 2-4, beta 0.03.
     Sure of: the formula (official-lineage code).
     """
-    outcome = Outcome() + beta * Total(Drift())
-    return Recipe(advantage=LeaveOneOut(outcome), ratio=OnPolicy(), gate=Open(), aggregate=Sum(TRAJECTORY))
+    outcome = Outcome() + beta * SumOverTrajectory(NegativeReferenceKL())
+    return Recipe(advantage=LeaveOneOut(outcome), ratio=OnPolicy(), gate=NoGate(), aggregate=Sum(TRAJECTORY))
 
 
 def grpo(clip: float = 0.2, beta: float = 0.04) -> Recipe:
-    """GRPO: the z-score of the reward inside its group is the advantage of every token.
+    """GRPO: the group z-score of the return is the advantage of every token; clipped token ratio, KL to the reference.
 
     Aᵢ = (Rᵢ − mean) / (std + ε);  J = 1/G Σᵢ 1/|yᵢ| Σₜ [ min(ρₜAᵢ, clip(ρₜ, 1±clip)Aᵢ) − β k3ₜ ]
 
@@ -66,7 +66,7 @@ def grpo(clip: float = 0.2, beta: float = 0.04) -> Recipe:
     Deviation: a group of one gets advantage 0, not its raw reward.
     Sure of: the formula (official-lineage code), the constants (paper text).
     """
-    return Recipe(advantage=Standardise(), gate=Clip(clip, clip), penalties=(Weighted(beta, KL("k3")),))
+    return Recipe(advantage=Standardise(), gate=Clip(clip, clip), penalties=(WeightedPenalty(beta, KL("k3")),))
 
 
 def dr_grpo(clip: float = 0.2, length: float = 64) -> Recipe:
@@ -75,34 +75,34 @@ def dr_grpo(clip: float = 0.2, length: float = 64) -> Recipe:
     Aᵢ = Rᵢ − mean;  J = 1/(G·L) Σᵢ Σₜ min(ρₜAᵢ, clip(ρₜ, 1±clip)Aᵢ),  L a constant
 
     Paper: Understanding R1-Zero-Like Training, arXiv 2503.20783.
-    Settings: G 8, clip 0.2, no KL, L = the generation budget (3000 tokens there; 64 here, small models speak briefly).
+    Settings: G 8, clip 0.2, no KL, L = the generation budget (3000 tokens in the paper; 64 here, for the short answers of small models).
     Sure of: the formula (official code).
     """
     return Recipe(advantage=Standardise(scale=False), gate=Clip(clip, clip), aggregate=Sum(TRAJECTORY, length=length))
 
 
 def dapo(low: float = 0.2, high: float = 0.28, limit: int = 192, cache: int = 64, dual: float | None = None) -> Recipe:
-    """DAPO: wider upper clip, no group without signal, every token alike, a soft penalty on overlong answers.
+    """DAPO: GRPO with a wider upper clip, dynamic sampling, a token-level mean and a soft overlong penalty.
 
     J = 1/Σ|yᵢ| Σᵢ Σₜ min(ρₜAᵢ, clip(ρₜ, 1−low, 1+high)Aᵢ);  R ← R + clip((limit − cache − n)/cache, −1, 0);
-    groups with equal rewards are dropped and others drawn until the batch is full
+    groups with equal rewards are dropped and others sampled until the batch is full
 
     Paper: DAPO: An Open-Source LLM Reinforcement Learning System at Scale, arXiv 2503.14476.
     Settings: low 0.2, high 0.28, G 16, 16 updates per batch, limit 20480, cache 4096, dual clip 10 in its scripts.
-    Deviation: limit and cache scaled to laptop answers; one update per batch unless asked for more.
+    Deviation: limit and cache scaled to short answers; one update per batch by default.
     Sure of: the formula (official code and paper text).
     """
     return Recipe(
         advantage=Standardise(),
         gate=Clip(low, high, dual),
         aggregate=Mean(TOKEN),
-        reward=Environment() + Overlong(limit, cache),
+        reward=EnvironmentReward() + OverlongPenalty(limit, cache),
         admission=Spread(),
     )
 
 
 def gspo(low: float = 3e-4, high: float = 4e-4) -> Recipe:
-    """GSPO: the reward belongs to the whole sequence, so the ratio and the clip do too.
+    """GSPO: sequence-level importance ratio (geometric mean of the token ratios) and sequence-level clipping.
 
     sᵢ = exp( 1/|yᵢ| Σₜ log ρₜ );  J = 1/G Σᵢ min(sᵢAᵢ, clip(sᵢ, 1−low, 1+high)Aᵢ)
 
@@ -114,7 +114,7 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> Recipe:
 
 
 def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Recipe:
-    """GSPO-token: the ratio of the whole sequence with each token's own gradient, so advantages may differ inside it.
+    """GSPO-token: sequence-level ratio with token-level gradients, so that advantages may differ between tokens.
 
     sᵢₜ = sg[sᵢ] · πₜ/sg[πₜ];  J = 1/G Σᵢ 1/|yᵢ| Σₜ min(sᵢₜAₜ, clip(sᵢₜ, 1−low, 1+high)Aₜ)
 
@@ -127,7 +127,7 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Recipe:
 
 
 def gmpo(low: float = 0.4, high: float = 0.4) -> Recipe:
-    """GMPO: the geometric mean of token ratios, each clipped in log space on its harmful side.
+    """GMPO: geometric mean of the token ratios, each clipped in log space on the side the advantage pushes to.
 
     cₜ = min(lₜ, high) where A > 0, max(lₜ, −low) where A < 0;  J = mean of Aᵢ exp( 1/|yᵢ| Σₜ cₜ )
 
@@ -135,11 +135,11 @@ def gmpo(low: float = 0.4, high: float = 0.4) -> Recipe:
     Settings: low and high 0.4, no KL in the main setting.
     Sure of: the formula (official code).
     """
-    return Recipe(advantage=Standardise(), gate=Geometric(low, high))
+    return Recipe(advantage=Standardise(), gate=GeometricMeanClip(low, high))
 
 
 def cispo(high: float = 5.0) -> Recipe:
-    """CISPO: the importance *weight* is capped, not the surrogate, so no token ever loses its gradient.
+    """CISPO: caps and detaches the importance weight instead of clipping the surrogate, so every token keeps a gradient.
 
     ∇J = 1/Σ|yᵢ| Σᵢ Σₜ sg[min(ρₜ, high)] Aᵢ ∇ log πₜ
 
@@ -147,11 +147,11 @@ def cispo(high: float = 5.0) -> Recipe:
     Settings: only an upper cap; 5 in later studies (the paper does not print it), no KL.
     Sure of: the formula (paper text, code in three public trainers), the cap (later practice).
     """
-    return Recipe(advantage=Standardise(), gate=Cap(high), aggregate=Mean(TOKEN))
+    return Recipe(advantage=Standardise(), gate=CappedWeight(high), aggregate=Mean(TOKEN))
 
 
 def reinforce_pp(clip: float = 0.2, beta: float = 1e-2, gamma: float = 1.0) -> Recipe:
-    """REINFORCE++: no critic and no group; token returns with the KL inside, whitened over the whole batch.
+    """REINFORCE++: token-level returns with the KL in the reward, whitened over the batch; no critic, no group.
 
     uₜ = rₜ − β (log π_old − log π_ref);  Aₜ = whiten( Σ_{s≥t} γ^{s−t} uₛ );  clipped ratio, token mean
 
@@ -163,12 +163,12 @@ def reinforce_pp(clip: float = 0.2, beta: float = 1e-2, gamma: float = 1.0) -> R
         advantage=Whiten(ReturnToGo(gamma, TOKEN)),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
-        reward=OnTokens() + beta * Drift(),
+        reward=OnLastToken() + beta * NegativeReferenceKL(),
     )
 
 
 def reinforce_pp_baseline(clip: float = 0.2, beta: float = 1e-2) -> Recipe:
-    """REINFORCE++-baseline: the group mean as baseline, the scale from the whole batch, the KL as a k2 loss.
+    """REINFORCE++-baseline: group-mean baseline, whitening over the batch, and a k2 KL loss.
 
     Aᵢ = whiten( Rᵢ − mean );  J = 1/Σ|yᵢ| Σ [ min(ρₜAᵢ, clip(ρₜ)Aᵢ) − β ½(log π − log π_ref)² ]
 
@@ -180,12 +180,12 @@ def reinforce_pp_baseline(clip: float = 0.2, beta: float = 1e-2) -> Recipe:
         advantage=Whiten(Standardise(scale=False)),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
-        penalties=(Weighted(beta, KL("k2")),),
+        penalties=(WeightedPenalty(beta, KL("k2")),),
     )
 
 
 def two_sided_grpo(clip: float = 0.2, delta: float = 4.0) -> Recipe:
-    """Two-sided GRPO: a ratio that explodes on a bad answer is bounded as well.
+    """Two-sided GRPO: GRPO with an upper bound on the ratio for negative advantages as well (dual clip).
 
     J = 1/G Σᵢ 1/|yᵢ| Σₜ min( min(ρₜ, δ)Aᵢ, clip(ρₜ, 1±clip)Aᵢ )
 
@@ -197,7 +197,7 @@ def two_sided_grpo(clip: float = 0.2, delta: float = 4.0) -> Recipe:
 
 
 def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
-    """NGRPO: a virtual perfect answer joins the statistics of each group, so that a group that failed as a whole still learns.
+    """NGRPO: adds a virtual perfect answer to the group statistics, so that a group that failed as a whole still learns.
 
     Aᵢ = (Rᵢ − mean S)/(std S + ε), S = {R₁ … R_G, best};  clip(ρ, 1−low, 1+high), token mean; perfect groups dropped
 
@@ -205,4 +205,9 @@ def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
     Settings: best 1, low 0.16, high 0.24, G 8, no KL.
     Sure of: the formula (official code).
     """
-    return Recipe(advantage=WithIdeal(best), gate=Clip(low, high), aggregate=Mean(TOKEN), admission=NotPerfect(best))
+    return Recipe(
+        advantage=StandardiseWithVirtualBest(best),
+        gate=Clip(low, high),
+        aggregate=Mean(TOKEN),
+        admission=NotPerfect(best),
+    )

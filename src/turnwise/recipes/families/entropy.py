@@ -1,4 +1,4 @@
-"""Methods that watch the entropy: keep it, spread credit by it, or hold it within a band."""
+"""Entropy control: preserve the entropy, distribute credit by it, or keep it in a band."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from turnwise.algebra.adaptive_clip import EntropyClip
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.entropy import NormalisedEntropy
-from turnwise.algebra.factor import Divergent, EntropyChange, Redistribution
-from turnwise.algebra.gate import Clip, Either, Open, Score
-from turnwise.algebra.mask import OutsideCovariance
-from turnwise.algebra.penalty import CovarianceDrift, EntropyBand, LowEntropy, Weighted
-from turnwise.algebra.value import Each, Outcome
-from turnwise.algebra.weight import Relaxing
+from turnwise.algebra.factor import DampEntropyChange, EntropyRedistribution, ReferenceDivergence
+from turnwise.algebra.gate import ByGuidance, Clip, NoGate, ScoreFunction
+from turnwise.algebra.mask import CovarianceClip
+from turnwise.algebra.penalty import EntropyBand, HighCovarianceDrift, NegativeEntropy, WeightedPenalty
+from turnwise.algebra.value import Outcome, SpreadTo
+from turnwise.algebra.weight import DecayingWeight
 from turnwise.core.levels import TOKEN
-from turnwise.credit.trajectories import Guided, Unless
+from turnwise.credit.trajectories import FallbackAboveLimit, GuidedAdvantage
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.strategies import Thermostat
+from turnwise.rollout.strategies import EntropyControl
 from turnwise.tasks.admission import Spread
 
 KIND = Kind.OBJECTIVE
@@ -25,7 +25,7 @@ KIND = Kind.OBJECTIVE
 def clip_cov(
     fraction: float = 2e-4, low: float = 1.0, high: float = 5.0, clip_low: float = 1.0, clip_high: float = 1.0
 ) -> Recipe:
-    """Clip-Cov: a few of the tokens that make entropy fall, drawn by lot, give no gradient.
+    """Clip-Cov: masks a small random share of the tokens with high covariance of A and log π, which lower the entropy.
 
     cov = (A − mean A)(log π − mean log π); fraction of all tokens, with cov in (low, high), is silenced
 
@@ -34,12 +34,12 @@ def clip_cov(
     Deviation: means over the whole step, not the micro-batch.
     Sure of: the formula (official code).
     """
-    gate = Clip(clip_low, clip_high).where(OutsideCovariance(fraction, low, high, clip_low, clip_high))
+    gate = Clip(clip_low, clip_high).where(CovarianceClip(fraction, low, high, clip_low, clip_high))
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
 
 def kl_cov(fraction: float = 2e-3, beta: float = 1.0) -> Recipe:
-    """KL-Cov: the tokens that make entropy fall most are held near the sampler; no clip.
+    """KL-Cov: a KL penalty on the tokens with the highest covariance of A and log π; no clip.
 
     J = token mean of ρA − β |log π − log μ| on the top fraction by covariance
 
@@ -50,9 +50,9 @@ def kl_cov(fraction: float = 2e-3, beta: float = 1.0) -> Recipe:
     """
     return Recipe(
         advantage=Standardise(),
-        gate=Open(),
+        gate=NoGate(),
         aggregate=Mean(TOKEN),
-        penalties=(Weighted(beta, CovarianceDrift(fraction)),),
+        penalties=(WeightedPenalty(beta, HighCovarianceDrift(fraction)),),
     )
 
 
@@ -64,7 +64,7 @@ def steer(
     high: float = 0.28,
     dual: float = 10.0,
 ) -> Recipe:
-    """STEER: tokens that would change the entropy most, up or down, weigh less.
+    """STEER: down-weights tokens whose update would change the entropy most, in either direction.
 
     Ω = (A/π_old) π(1−π)(log π + H);  L = W(|Ω|) · clipped(ρ, A),  W falls from most to least
 
@@ -73,7 +73,7 @@ def steer(
     Deviation: extremes over the whole step, not the micro-batch.
     Sure of: the formula (official code).
     """
-    gate = Clip(low, high, dual) * EntropyChange(least, most, form)
+    gate = Clip(low, high, dual) * DampEntropyChange(least, most, form)
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
 
@@ -85,7 +85,7 @@ def hapo(
     high: float = 0.2,
     dual: float = 10.0,
 ) -> Recipe:
-    """HAPO: the entropy of a token decides its clip range and its share of the advantage.
+    """HAPO: clip range and advantage of each token scale with its entropy.
 
     A over all *tokens* of a group; low·(1 − αh) below and high·(1 + αh) above; A ← A(1 + βh) where it applies
 
@@ -96,10 +96,10 @@ def hapo(
     Sure of: the formula (official code and its page, which conflict).
     """
     entropy = NormalisedEntropy(quantile)
-    tokens = Standardise(Each(TOKEN, Outcome()), correction=0)
+    tokens = Standardise(SpreadTo(TOKEN, Outcome()), correction=0)
     return Recipe(
-        advantage=Unless(tokens, 5.0, Standardise()),
-        gate=EntropyClip(entropy, alpha, low, high, dual) * Redistribution(entropy, beta, alpha, low, high),
+        advantage=FallbackAboveLimit(tokens, 5.0, Standardise()),
+        gate=EntropyClip(entropy, alpha, low, high, dual) * EntropyRedistribution(entropy, beta, alpha, low, high),
         aggregate=Mean(TOKEN),
         admission=Spread(),
     )
@@ -108,8 +108,7 @@ def hapo(
 def aepo(
     target: float = 0.5, hot: float = 1.2, cold: float = 0.8, share: float = 0.25, alpha: float = 1.0, clip: float = 0.2
 ) -> Recipe:
-    """AEPO (arbitrary entropy): a share of each group is sampled hotter or colder, and its successes imitated, so that the
-    entropy stays at a set point.
+    """AEPO (arbitrary entropy): samples part of a group at another temperature and imitates its successes, to hold the entropy.
 
     ∇J = ∇J_GRPO + α E_{y ~ π^T}[ 1[y beats its group] ∇ log π(y) ],  T hot where H ≤ target, else cold
 
@@ -119,16 +118,16 @@ def aepo(
     Sure of: the mechanics (official code), the objective (paper text), alpha (unspecified).
     """
     return Recipe(
-        advantage=Guided(alpha),
-        gate=Either(guided=Score(), plain=Clip(clip, clip)),
-        strategy=Thermostat(target, hot, cold, share),
+        advantage=GuidedAdvantage(alpha),
+        gate=ByGuidance(guided=ScoreFunction(), plain=Clip(clip, clip)),
+        strategy=EntropyControl(target, hot, cold, share),
     )
 
 
 def epo(
     weight: float = 1e-3, alpha: float = 0.1, low: float = 0.0, high: float = 2.0, clip: float = 0.2, half: int = 50
 ) -> Recipe:
-    """EPO: an entropy bonus, and a price for leaving a band around the entropy of past batches at the same turn.
+    """EPO: entropy bonus, and a penalty for leaving a band around the past entropy at the same turn.
 
     J = J_clip + λ [ H − βₖ α ([low·H̄ − H]₊ + [H − high·H̄]₊) ],  βₖ = 1 + exp(−k/half)
 
@@ -141,14 +140,14 @@ def epo(
         advantage=Standardise(),
         gate=Clip(clip, clip),
         penalties=(
-            Weighted(weight, LowEntropy()),
-            Weighted(Relaxing(weight, half), EntropyBand(low, high, alpha)),
+            WeightedPenalty(weight, NegativeEntropy()),
+            WeightedPenalty(DecayingWeight(weight, half), EntropyBand(low, high, alpha)),
         ),
     )
 
 
 def dgpo(kappa: float = 1.0, tau: float = 0.5, clip: float = 0.2) -> Recipe:
-    """DGPO (distribution): credit goes to the tokens where the policy has left the reference and is unsure.
+    """DGPO (distribution): distributes the advantage to tokens that diverge from the reference and have high entropy.
 
     Aₜ = A · |y| softmaxₜ(d (H/log|V|)^κ / τ),  d = 1 − Σ√(π π_ref)
 
@@ -156,4 +155,4 @@ def dgpo(kappa: float = 1.0, tau: float = 0.5, clip: float = 0.2) -> Recipe:
     Settings: kappa 1, tau 0.5, clip 0.2, no KL.
     Sure of: the formula (third-party rendering of the paper).
     """
-    return Recipe(advantage=Standardise(), gate=Clip(clip, clip) * Divergent(kappa, tau))
+    return Recipe(advantage=Standardise(), gate=Clip(clip, clip) * ReferenceDivergence(kappa, tau))

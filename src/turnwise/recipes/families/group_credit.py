@@ -1,4 +1,4 @@
-"""Groups, rewards and baselines: with whom a trajectory is compared, by what, and how several rewards become one credit."""
+"""Group-level credit: peers, baselines and scales of a trajectory's return, and several rewards in one advantage."""
 
 from __future__ import annotations
 
@@ -7,50 +7,64 @@ from typing import Literal
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.gate import Clip
-from turnwise.algebra.penalty import KL, Nearness, Weighted
+from turnwise.algebra.penalty import KL, SquaredLogRatio, WeightedPenalty
 from turnwise.algebra.value import Outcome
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY
 from turnwise.credit.baselines import (
-    FromMiddle,
-    FromOthersPrediction,
-    FromPrediction,
-    HardFirst,
-    Middle,
-    OverMeanDeviation,
+    AtMedian,
+    DifficultyWeighted,
+    LeaveOneOutProbeBaseline,
+    ProbeBaseline,
+    StandardiseByMeanDeviation,
+    StandardiseByMedian,
 )
 from turnwise.credit.fact import Fact
-from turnwise.credit.history import ByUpdates, Verdict, WithEntropy
-from turnwise.credit.likelihood import Misranked, Novel, Unlikely
-from turnwise.credit.multi_reward import BetaScaled, EachStandardised, OverBatch, Rewards, SharedScale, Unit
-from turnwise.credit.selectors import Among, Best, From, Not, Only
-from turnwise.credit.sets import ClipParts, Disputed, SetValue, SureGroups
-from turnwise.credit.stratified import AcrossHalves, Alike, Blend, DampedGroups, SharedBaseline, Told
+from turnwise.credit.history import CappedEntropyBonus, ImprovementWeighted, RetentionByKL
+from turnwise.credit.likelihood import NoveltyBonus, PairwiseCalibration, UnlikelinessReward
+from turnwise.credit.multi_reward import (
+    BetaNormalised,
+    CentredOverTotalStd,
+    StandardiseOverBatch,
+    SumOfStandardised,
+    UnitOutcome,
+    WeightedRewards,
+)
+from turnwise.credit.selectors import BestOfGroup, FromOrigin, Not, OnSelected, SelectedPeers
+from turnwise.credit.sets import ClipEachPart, ConsistencyAdvantage, DisagreementWeighted, SetAdvantage
+from turnwise.credit.stratified import (
+    Blend,
+    ConditionalAdvantage,
+    LengthDampedGroups,
+    PublicBaseline,
+    SameCount,
+    SameFact,
+)
 from turnwise.credit.tail_risk import TailRisk
-from turnwise.credit.tracker import Tracker
+from turnwise.credit.tracker import SuccessTracker
 from turnwise.data.replay import WeightedPool
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.tasks.budgets import Fixed
-from turnwise.tasks.listed import Rounds
+from turnwise.tasks.samplers import CyclePool
 
 KIND = Kind.CREDIT
 
 
 def mc_grpo(eps: float = 1e-3, rescale: bool = False, fallback: bool = False, clip: float = 0.2) -> Recipe:
-    """MC-GRPO: with few rollouts the mean flips signs; the median of one rollout more does not, and leaves the loss.
+    """MC-GRPO: median-centred advantages for small groups; one extra rollout serves as the median and is not trained on.
 
     m = median R, d = median |R − m|;  A = (R − m)/(d + ε);  one rollout at the median is not trained on
 
     Paper: MC-GRPO: Median-Centered GRPO for Small-Rollout RL, arXiv 2601.22582.
     Settings: groups of G + 1 (9 here), eps 1e-3. rescale is the GSM8K script's n/(members with A ≠ 0); fallback takes d = 1
-    where d is 0: with rewards of 0 and 1 it always is, and the minority gets ±1/eps, left to the clipping of gradients.
+    where d is 0: with rewards of 0 and 1 it always is, and the minority gets ±1/eps, left to gradient clipping.
     Of an even group the median is the lower of the middle two, so that it is a member there, too.
     Sure of: the formula (official code).
     """
     return Recipe(
-        advantage=FromMiddle(eps, rescale, fallback),
+        advantage=StandardiseByMedian(eps, rescale, fallback),
         gate=Clip(clip, clip),
-        keep=Not(Best(Middle())),
+        keep=Not(BestOfGroup(AtMedian())),
         budget=Fixed(8, 9),
     )
 
@@ -63,7 +77,7 @@ def bnpo(
     high: float = 0.28,
     dual: float | None = 10.0,
 ) -> Recipe:
-    """BNPO: rewards of 0 and 1 are scaled by a Beta density fitted to the success rates of the batch.
+    """BNPO: normalises binary rewards by a Beta density fitted to the success rates of the batch.
 
     A = (R − p)/Beta(p; α, β), α = max(1, 1 + a/3), β = max(1, 1 + b/3);  (a, b) by moments of p over the tasks
 
@@ -73,7 +87,7 @@ def bnpo(
     Sure of: the formula (official code).
     """
     return Recipe(
-        advantage=BetaScaled(Rewards(rewards), bottom, top),
+        advantage=BetaNormalised(WeightedRewards(rewards), bottom, top),
         gate=Clip(low, high, dual),
         aggregate=Sum(TRAJECTORY),
     )
@@ -86,7 +100,7 @@ def gdpo(
     whiten: Literal["rows", "tokens", "none"] = "rows",
     clip: float = 0.2,
 ) -> Recipe:
-    """GDPO: every reward is standardised by itself before they are added, so none drowns the others.
+    """GDPO: standardises each reward by itself before summing (decoupled normalisation), then whitens over the batch.
 
     A = Σₖ wₖ (Rᵏ − meanᵏ)/(stdᵏ + ε), then (A − mean)/(std + ε) over the batch
 
@@ -97,7 +111,7 @@ def gdpo(
     Sure of: the formula (official code).
     """
     return Recipe(
-        advantage=OverBatch(EachStandardised(Rewards(rewards, weights), eps), whiten, eps),
+        advantage=StandardiseOverBatch(SumOfStandardised(WeightedRewards(rewards, weights), eps), whiten, eps),
         gate=Clip(clip, clip),
     )
 
@@ -105,7 +119,7 @@ def gdpo(
 def dvao(
     rewards: tuple[str, ...] = (), weights: tuple[float, ...] = (), eps: float = 1e-6, clip: float = 0.2
 ) -> Recipe:
-    """DVAO: a reward weighs as much as it varies in this very group.
+    """DVAO: weights each reward by its std within the group.
 
     A = Σₖ wₖ (Rᵏ − meanᵏ) / (Σₖ wₖ stdᵏ + ε)
 
@@ -113,7 +127,7 @@ def dvao(
     Settings: all named rewards with weight 1, G 16.
     Sure of: the formula (third-party notes quoting the method section); eps is ours.
     """
-    return Recipe(advantage=SharedScale(Rewards(rewards, weights), eps), gate=Clip(clip, clip))
+    return Recipe(advantage=CentredOverTotalStd(WeightedRewards(rewards, weights), eps), gate=Clip(clip, clip))
 
 
 def risk_po(
@@ -128,13 +142,13 @@ def risk_po(
     eps: float = 1e-6,
     clip: float = 0.2,
 ) -> Recipe:
-    """RiskPO: bundles of tasks have graded scores, and the lower tail of their distribution counts most.
+    """RiskPO: risk-sensitive advantage from the quantiles of bundle scores, with emphasis on the lower tail.
 
     g = (ω g_low + g_mid)/(ω + 1) over the std of the bundle's scores, by the quantiles q_a, q_b; shared out by R − mean
 
     Paper: RiskPO: Risk-based Policy Optimization via Verifiable Reward, arXiv 2510.00911.
     Settings: bundles of 5, a 0.2, b 0.8 (0.9 on easy tasks), omega 1.5, eta 0.1, tracked quantiles.
-    Deviation: tasks are bundled by lot, not in the order they came in, so that no packing changes the credit.
+    Deviation: tasks are bundled at random, not in batch order, so that packing does not change the credit.
     Sure of: the formula (official code), clip (ours).
     """
     return Recipe(advantage=TailRisk(bundle, a, b, omega, eta, mode, share, baseline, eps), gate=Clip(clip, clip))
@@ -148,25 +162,27 @@ def canon(
     high: float = 0.28,
     length: float = 64,
 ) -> Recipe:
-    """CANON: the halves of a group by entropy or length are compared with each other, to learn which direction pays.
+    """CANON: conditional advantage, each half of a group (by entropy or length) against the other half's mean.
 
     A = μ (R − mean of the other half) + (1 − μ)(R − mean of the own half)
 
     Paper: CANON: Conditional Advantage Estimation, arXiv 2509.23962.
     Settings: mu 1 or 0.5, or None for the batch's mean reward; alpha 1 (below 1, with length, long answers lose); G 16, clip
-    0.2/0.28, no KL, a constant length (8192 there, 64 here).
+    0.2/0.28, no KL, a constant length (8192 in the paper, 64 here).
     Deviation: no cosine schedule of mu.
     Sure of: the formula (official code).
     """
     return Recipe(
-        advantage=AcrossHalves(mu, alpha, metric), gate=Clip(low, high), aggregate=Sum(TRAJECTORY, length=length)
+        advantage=ConditionalAdvantage(mu, alpha, metric),
+        gate=Clip(low, high),
+        aggregate=Sum(TRAJECTORY, length=length),
     )
 
 
 def stratified_grpo(
     alpha: float = 0.8, by: Literal["tool_calls", "turns"] = "tool_calls", eps: float = 1e-6, clip: float = 0.2
 ) -> Recipe:
-    """Stratified GRPO: trajectories are compared with those of their own structure, and a little with all.
+    """Stratified GRPO: z-score within strata of equal structure, blended with the z-score of the group.
 
     A = α z-score among those with as many calls + (1 − α) z-score among the group
 
@@ -175,7 +191,7 @@ def stratified_grpo(
     Sure of: the formula (third-party notes), alpha (unverified).
     """
     return Recipe(
-        advantage=Blend(alpha, Standardise(Outcome(), Alike(by), eps=eps), Standardise(eps=eps)),
+        advantage=Blend(alpha, Standardise(Outcome(), SameCount(by), eps=eps), Standardise(eps=eps)),
         gate=Clip(clip, clip),
     )
 
@@ -188,7 +204,7 @@ def dgpo_difficulty(
     valid_tokens: bool = True,
     clip: float = 0.2,
 ) -> Recipe:
-    """DGPO (difficulty): every task moves the policy alike, by the mean absolute deviation; hard ones then count more.
+    """DGPO (difficulty): scales by the mean absolute deviation, then weights hard tasks more.
 
     A = λ (R − mean)/(mean |R − mean| + ε), λ = B softmax(−p/softness) over the B tasks whose rewards differ
 
@@ -197,16 +213,18 @@ def dgpo_difficulty(
     the named reward whose mean is p, None for the outcome. The mean runs over the tokens of these B tasks (valid_tokens).
     Sure of: the formula (official code).
     """
-    term = OverMeanDeviation(Outcome(), eps, summed)
+    term = StandardiseByMeanDeviation(Outcome(), eps, summed)
     return Recipe(
-        advantage=HardFirst(term, softness, accuracy, valid_tokens), gate=Clip(clip, clip), aggregate=Mean(TOKEN)
+        advantage=DifficultyWeighted(term, softness, accuracy, valid_tokens),
+        gate=Clip(clip, clip),
+        aggregate=Mean(TOKEN),
     )
 
 
 def capo_calibration(
     tau: float = 0.6, high: float = 2.5, low: float = 1.05, scaled: bool = False, clip: float = 0.2
 ) -> Recipe:
-    """CAPO (calibration): right answers should be likelier than wrong ones; credit goes where a pair is the other way round.
+    """CAPO (calibration): pairwise credit that makes right answers likelier than wrong ones of the group.
 
     Aᵢ = Σ over wrong j of σ((lⱼ − lᵢ)/τ) for a right i, −Σ over right j of σ((lᵢ − lⱼ)/τ) for a wrong one; l = mean log π
 
@@ -216,121 +234,124 @@ def capo_calibration(
     Deviation: l is taken from the log-probabilities of sampling.
     Sure of: the formula up to its scale (third-party notes).
     """
-    return Recipe(advantage=Misranked(tau, high, low, scaled), gate=Clip(clip, clip))
+    return Recipe(advantage=PairwiseCalibration(tau, high, low, scaled), gate=Clip(clip, clip))
 
 
 def copo(b: float = 0.5, k: float = 1.0, forced: bool = False, clip: float = 0.2, eps: float = 1e-6) -> Recipe:
-    """COPO: where a group agrees siblings teach nothing; then its accuracy is compared with that of other tasks.
+    """COPO: blends the group advantage with an across-task consistency advantage by the entropy of the group's answers.
 
     J = w J_local + (1 − w) J_across, w = σ(k (H − b)), H the entropy of the answers in bits; A_across = z-score over the
     tasks of mean R (1 − κH), κ = (1 − 1/G)/log₂ G; two clipped objectives
 
     Paper: COPO: Consistency-Aware Policy Optimization, arXiv 2508.04138.
     Settings: b 0.5, k 1, G 8, eps 1e-6; forced sets w = 0 where the local advantage is 0.
-    Deviation: answers are alike by the fact `answer`; where nobody tells it, by their reward.
+    Deviation: answers are equal by the fact `answer`; where it is not recorded, by their return.
     Sure of: the formula (official code); the paper's tuned b and k were not found.
     """
-    near, same = Standardise(eps=eps), Told("answer")
-    across = SureGroups(same, eps)
+    near, same = Standardise(eps=eps), SameFact("answer")
+    across = ConsistencyAdvantage(same, eps)
     return Recipe(
-        advantage=Disputed(near, same, b, k, forced) + Disputed(near, same, b, k, forced, across),
-        gate=ClipParts(Disputed(near, same, b, k, forced), clip, clip),
+        advantage=DisagreementWeighted(near, same, b, k, forced)
+        + DisagreementWeighted(near, same, b, k, forced, across),
+        gate=ClipEachPart(DisagreementWeighted(near, same, b, k, forced), clip, clip),
     )
 
 
 def adora(
     damp: float = 0.1, threshold: float = 0.5, lenient: bool = False, eps: float = 1e-6, clip: float = 0.2
 ) -> Recipe:
-    """ADORA: full weight only for groups in which a right answer is longer than the wrong ones usually are.
+    """ADORA: damps groups whose longest right answer is not longer than their mean wrong answer.
 
     A = z-score, times damp unless max length of right ones > mean length of wrong ones that were not cut off
 
     Paper: ADORA: Training Reasoning Model with Dynamic Advantage Estimation on RL, blog and code, 2025-03.
     Settings: damp 0.1. Right is a reward above 1.01 for its language models (their rewards exceed 1) and above 0.5 for its
-    vision models, where lenient turns the rule for groups without right or without wrong ones round.
+    vision models, where lenient reverses the rule for groups without right or without wrong answers.
     Deviation: the threshold is 0.5 in both: here, a solved task pays 1.
     Sure of: the formula (official code).
     """
-    return Recipe(advantage=DampedGroups(Standardise(eps=eps), damp, threshold, lenient), gate=Clip(clip, clip))
+    return Recipe(advantage=LengthDampedGroups(Standardise(eps=eps), damp, threshold, lenient), gate=Clip(clip, clip))
 
 
 def unlikeliness(beta: float = 0.25, kl: float = 0.1, clip: float = 0.2, eps: float = 1e-6) -> Recipe:
-    """Unlikeliness reward: of the right answers the rare ones earn more, so that the distribution is not only sharpened.
+    """Unlikeliness reward: right answers that were less likely earn more, against distribution sharpening.
 
     R ← R (1 − β k/G), k = 0 for the least likely of the group;  A = z-score
 
     Paper: Rewarding the Unlikely: Lifting GRPO Beyond Distribution Sharpening, arXiv 2506.02355.
     Settings: beta 0.25, G 32, two passes, KL 0.1.
-    Deviation: rows with a tiny advantage are kept; one pass unless asked for more.
+    Deviation: trajectories with a tiny advantage are kept; one pass by default.
     Sure of: the formula (official code).
     """
     return Recipe(
-        advantage=Standardise(Unlikely(beta), eps=eps), gate=Clip(clip, clip), penalties=(Weighted(kl, KL("k3")),)
+        advantage=Standardise(UnlikelinessReward(beta), eps=eps),
+        gate=Clip(clip, clip),
+        penalties=(WeightedPenalty(kl, KL("k3")),),
     )
 
 
 def xrpo(novelty: float = 2.5, kappa: float = 0.5, eps: float = 1e-6, clip: float = 0.2) -> Recipe:
-    """XRPO: good answers that were unlikely among their siblings gain, up to a bound.
+    """XRPO: a bounded novelty bonus for good answers that were unlikely within their group.
 
     A + min(λ (1 − η)₊, κA) where A > 0, η = exp(l − mean l), l = mean log π
 
     Paper: XRPO: Pushing the Limits of GRPO with Targeted Exploration and Exploitation, arXiv 2510.06672.
     Settings: novelty 2.5, kappa 0.5.
-    Deviation: the sharpening alone; rollouts are not allotted by uncertainty, hopeless tasks not seeded with solved ones.
+    Deviation: the sharpening alone; rollouts are not allocated by uncertainty, unsolved tasks get no in-context examples.
     Sure of: the formula (third-party implementation).
     """
-    return Recipe(advantage=Novel(Standardise(eps=eps), novelty, kappa), gate=Clip(clip, clip))
+    return Recipe(advantage=NoveltyBonus(Standardise(eps=eps), novelty, kappa), gate=Clip(clip, clip))
 
 
 @declares(Kind.DATA)
 def pipo(window: int = 3, damp: float = 0.5, eps: float = 1e-6, clip: float = 0.2) -> Recipe:
-    """PIPO: the next batch judges the last update; the batch before is replayed with its credit times that verdict.
+    """PIPO: replays the previous batch with its advantages weighted by whether the return improved since.
 
     A = φ(ξ) a for a replayed trajectory, a its credit then; ξ = (μ − mean)/(std + ε) of the last K batches; φ(ξ) = ξ, λξ below 0
 
     Paper: PIPO: Policy Improvement Reinforcement Learning, arXiv 2604.00860.
     Settings: K 3, λ 0.5.
-    Deviation: old and new are one optimiser step, not two; rows whose credit was 0 are not replayed (they would give nothing).
+    Deviation: old and new are one optimiser step, not two; trajectories with advantage 0 are not replayed (they have no gradient).
     Sure of: the formula (third-party notes), K and λ (unverified).
     """
-    own, past = From("policy"), From("replay")
-    verdict = Verdict(Fact("advantage", missing=0.0), window, damp, eps)
+    own, past = FromOrigin("policy"), FromOrigin("replay")
+    verdict = ImprovementWeighted(Fact("advantage", missing=0.0), window, damp, eps)
     return Recipe(
-        advantage=Only(own, Standardise(Outcome(), Among(own), eps=eps)) + Only(past, verdict),
+        advantage=OnSelected(own, Standardise(Outcome(), SelectedPeers(own), eps=eps)) + OnSelected(past, verdict),
         gate=Clip(clip, clip),
         replay=WeightedPool(share=1.0, power=0.0, oldest=1),
     )
 
 
 def polychromic(size: int = 4, bottom: float = 0.0, top: float = 1.0, beta: float = 0.01, clip: float = 0.2) -> Recipe:
-    """Polychromic objective: sets of trajectories are scored by reward times diversity; all members share the credit.
+    """Polychromic objective: scores sets of trajectories by mean reward times diversity; members share the advantage.
 
     f(set) = mean R · share of distinct members;  A = mean of f over its sets − mean over all sets of n in the group
 
     Paper: Polychromic Objectives for Reinforcement Learning, arXiv 2509.25424.
-    Settings: N 8, n 4; a penalty (log π − log μ)² keeps near the sampler. bottom and top: what counts as 0 and as 1.
+    Settings: N 8, n 4; a penalty (log π − log μ)² keeps the policy near the sampler. bottom and top: what counts as 0 and as 1.
     Deviation: the state is the task and all sets of its group count, in closed form; no vines inside an episode, no critic.
-    Trajectories are alike by the fact `key`; where nobody tells it, by all they said.
+    Trajectories are equal by the fact `key`; where it is not recorded, by all their actions.
     Sure of: the formula (third-party notes), beta (ours).
     """
     return Recipe(
-        advantage=SetValue(size, Told("key", "words"), Unit(bottom, top)),
+        advantage=SetAdvantage(size, SameFact("key", "words"), UnitOutcome(bottom, top)),
         gate=Clip(clip, clip),
-        penalties=(Weighted(beta, Nearness()),),
+        penalties=(WeightedPenalty(beta, SquaredLogRatio()),),
     )
 
 
 def public_baseline(scale: bool = False, eps: float = 1e-6, clip: float = 0.2) -> Recipe:
-    """AdvEvo-MARL's public baseline: agents of one function, attackers or workers, share one baseline.
+    """AdvEvo-MARL's public baseline: one baseline for all agents of a function (attackers or workers).
 
     A = Rᵢⱼ − mean of R over all agents j of the function and all rollouts i
 
     Paper: AdvEvo-MARL: Shaping Internalized Safety through Adversarial Co-Evolution, arXiv 2510.01586.
     Settings: clipped ratio, token mean; scale divides by the std.
-    Deviation: any number of agents and functions; the turn fact `function` tells them, without it each agent is its own.
+    Deviation: any number of agents and functions; the turn fact `function` names it, without it each agent is its own.
     Sure of: the idea (abstract); the formula is reconstructed.
     """
-    return Recipe(advantage=SharedBaseline(scale, eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
+    return Recipe(advantage=PublicBaseline(scale, eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
 def mssr(
@@ -347,42 +368,42 @@ def mssr(
     clip: float = 0.2,
     pool: int = 512,
 ) -> Recipe:
-    """MSSR: one rollout of a task against what earlier visits lead one to expect, and a bounded bonus for uncertain tokens.
+    """MSSR: single rollouts against a tracked success rate per task, plus a capped entropy bonus.
 
     A = batch z-score of r − a/(a + b);  Aₜ = A + min(|A|/γ, λ Hₜ);  a ← ηa + r, b ← ηb + 1 − r
 
     Paper: Stable and Efficient Single-Rollout RL for Multimodal Reasoning, arXiv 2512.18215.
     Settings: gamma 0.4, weight 2, eta between 0.875 and 0.96 by the mean KL of the last 20 updates (target 0.01), KL 0.01;
-    2048 tasks of one rollout (64 here, of a pool of 512 that is passed again and again: a task must come back to be known).
+    2048 tasks of one rollout (64 here, in repeated passes over a pool of 512: a task must return to have a history).
     strength: a new task begins with a = b = strength/2, 1/(1 − least)/2.
     Deviation: the KL of an update is measured on the batch after it; rollouts of one task in one batch are one visit.
     Sure of: the formula and constants (third-party notes).
     """
-    keep = ByUpdates(least, most, window, target)
-    surprise = Unit(bottom, top) - Tracker(Unit(bottom, top), keep, strength, one_vote=True)
+    keep = RetentionByKL(least, most, window, target)
+    surprise = UnitOutcome(bottom, top) - SuccessTracker(UnitOutcome(bottom, top), keep, strength, average=True)
     return Recipe(
-        advantage=WithEntropy(Standardise(surprise, BATCH), gamma, weight),
+        advantage=CappedEntropyBonus(Standardise(surprise, BATCH), gamma, weight),
         gate=Clip(clip, clip),
-        penalties=(Weighted(kl, KL("k3")),),
+        penalties=(WeightedPenalty(kl, KL("k3")),),
         budget=Fixed(64, 1),
-        sampler=Rounds(pool),
+        sampler=CyclePool(pool),
     )
 
 
 def poise(normalise: bool = True, eps: float = 1e-6, low: float = 0.2, high: float = 0.28) -> Recipe:
-    """POISE: a probe of the policy's own hidden states is the critic; a rollout's baseline is read from its siblings.
+    """POISE: the baseline is a probe of the policy's hidden states, read from the other rollouts of the group.
 
     A = R − mean over the other rollouts j of V(zⱼ), then the z-score over the batch
 
     Paper: Your Language Model is Its Own Critic, arXiv 2605.07579.
-    Settings: two rollouts of a task there (any number here), DAPO's clip and token mean.
+    Settings: two rollouts per task in the paper (any number here), DAPO's clip and token mean.
     Sure of: the formula (abstract and third-party notes); the probe's features are reconstructed.
     """
-    return Recipe(advantage=FromOthersPrediction(normalise, eps), gate=Clip(low, high), aggregate=Mean(TOKEN))
+    return Recipe(advantage=LeaveOneOutProbeBaseline(normalise, eps), gate=Clip(low, high), aggregate=Mean(TOKEN))
 
 
 def v0(clip: float = 0.2) -> Recipe:
-    """V₀: the chance of solving a task, predicted from how the policy fared on others of late, is the baseline.
+    """V₀: the baseline is the predicted success rate of the task, from recent outcomes on other tasks.
 
     A = R − V₀(x | recent outcomes)
 
@@ -392,4 +413,4 @@ def v0(clip: float = 0.2) -> Recipe:
     classifier; V₀ is its mean over the other rollouts of the task. It sets no rollout budgets.
     Sure of: the model (official code), its use as a baseline (abstract).
     """
-    return Recipe(advantage=FromPrediction(), gate=Clip(clip, clip))
+    return Recipe(advantage=ProbeBaseline(), gate=Clip(clip, clip))

@@ -1,13 +1,13 @@
-"""Group-relative REINFORCE as an off-policy method: what stabilises it is a mask, a penalty or the choice of data."""
+"""Group-relative REINFORCE off-policy, stabilised by a mask, a regulariser or the choice of data."""
 
 from __future__ import annotations
 
 from turnwise.algebra.advantage import SoftBaseline, Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.factor import ExpAdvantage
-from turnwise.algebra.gate import Cap, Score
-from turnwise.algebra.mask import OneSided, Ring, TwoSided
-from turnwise.algebra.penalty import Nearness, NegativeLogLikelihood, Weighted
+from turnwise.algebra.gate import CappedWeight, ScoreFunction
+from turnwise.algebra.mask import InsideOrFarOutside, OneSided, TwoSided
+from turnwise.algebra.penalty import NegativeLogLikelihood, SquaredLogRatio, WeightedPenalty
 from turnwise.algebra.ratio import Importance, OnPolicy
 from turnwise.algebra.value import Constant
 from turnwise.core.levels import TOKEN, TRAJECTORY
@@ -21,7 +21,7 @@ INF = float("inf")
 
 
 def rec_one_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recipe:
-    """REC-OneSide: tokens are masked once the ratio has gone far enough in the direction of A; weighted by it.
+    """REC-OneSide: importance-weighted REINFORCE; masks tokens whose ratio already moved far in the direction of A.
 
     ∇J = token mean of A w ∇ log π, kept where A ≥ 0 and ρ ≤ 1+high, or A ≤ 0 and ρ ≥ 1−low;  w = min(ρ, cap)
 
@@ -29,12 +29,12 @@ def rec_one_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
     Settings: bounds 0.2; the wider 0.6/2.0 train faster. the unweighted variants (NoIS) match it in the paper.
     Sure of: the formula (official code).
     """
-    gate = Cap(cap).where(OneSided(low, high))
+    gate = CappedWeight(cap).where(OneSided(low, high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
 
 def rec_two_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recipe:
-    """REC-TwoSide: tokens are masked wherever the ratio has left the window.
+    """REC-TwoSide: importance-weighted REINFORCE; masks tokens whose ratio is outside the window.
 
     ∇J = token mean of A w ∇ log π, kept where 1−low ≤ ρ ≤ 1+high
 
@@ -42,14 +42,14 @@ def rec_two_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
     Settings: bounds 0.2.
     Sure of: the formula (official code).
     """
-    gate = Cap(cap).where(TwoSided(low, high))
+    gate = CappedWeight(cap).where(TwoSided(low, high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
 
 def rec_ring(
     low: float = 0.2, high: float = 0.2, far_low: float = 0.6, far_high: float = 2.0, cap: float = INF
 ) -> Recipe:
-    """REC-Ring: two-sided, and tokens far outside take part again where A pulls them back.
+    """REC-Ring: two-sided mask that re-admits tokens far outside where A pulls them back.
 
     kept where 1−low ≤ ρ ≤ 1+high, or A ≥ 0 and ρ ≤ 1−far_low, or A ≤ 0 and ρ ≥ 1+far_high
 
@@ -57,12 +57,12 @@ def rec_ring(
     Settings: bounds 0.2, far bounds 0.6 and 2.0.
     Sure of: the formula (official code).
     """
-    gate = Cap(cap).where(Ring(low, high, far_low, far_high))
+    gate = CappedWeight(cap).where(InsideOrFarOutside(low, high, far_low, far_high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
 
 def rec_sequence(low: float = 3e-4, high: float = 4e-4) -> Recipe:
-    """REC-GSPO: the one-sided mask judged on the geometric mean of the whole trajectory, no weight.
+    """REC-GSPO: one-sided mask on the geometric-mean ratio of the whole trajectory, without importance weights.
 
     ∇J = mean of 1/|y| Σ A ∇ log π, kept where A ≥ 0 and s ≤ 1+high, or A ≤ 0 and s ≥ 1−low
 
@@ -70,12 +70,12 @@ def rec_sequence(low: float = 3e-4, high: float = 4e-4) -> Recipe:
     Settings: bounds 3e-4 and 4e-4.
     Sure of: the formula (official code).
     """
-    gate = Score().where(OneSided(low, high))
+    gate = ScoreFunction().where(OneSided(low, high))
     return Recipe(advantage=Standardise(scale=False), ratio=Importance(TRAJECTORY), gate=gate)
 
 
 def red_weight(softness: float = 1.0) -> Recipe:
-    """RED-Weight: good trajectories weigh more, exp(A/softness).
+    """RED-Weight: REINFORCE with trajectories weighted by exp(A/softness).
 
     ∇J = token mean of A exp(A/softness) ∇ log π
 
@@ -83,12 +83,12 @@ def red_weight(softness: float = 1.0) -> Recipe:
     Settings: softness 1.
     Sure of: the formula (official code).
     """
-    gate = Score() * ExpAdvantage(softness)
+    gate = ScoreFunction() * ExpAdvantage(softness)
     return Recipe(advantage=Standardise(scale=False), ratio=OnPolicy(), gate=gate, aggregate=Mean(TOKEN))
 
 
 def red_drop() -> Recipe:
-    """RED-Drop: where a group has more bad than good trajectories, surplus bad ones are dropped before comparing.
+    """RED-Drop: drops surplus negative trajectories of a group before the advantages are computed.
 
     ∇J = token mean of A ∇ log π over what is left, A = R − mean of what is left
 
@@ -99,14 +99,14 @@ def red_drop() -> Recipe:
     return Recipe(
         advantage=Standardise(scale=False),
         ratio=OnPolicy(),
-        gate=Score(),
+        gate=ScoreFunction(),
         aggregate=Mean(TOKEN),
         admission=Balance(),
     )
 
 
 def kimi_opmd(tau: float = 0.1) -> Recipe:
-    """Kimi OPMD: no ratio and no clip; a squared log-ratio keeps the policy near the one that sampled.
+    """Kimi OPMD: REINFORCE with a squared log-ratio penalty to the sampler, no ratio and no clip.
 
     J = token mean of A log π − τ (log π − log μ)²
 
@@ -117,14 +117,14 @@ def kimi_opmd(tau: float = 0.1) -> Recipe:
     return Recipe(
         advantage=Standardise(scale=False),
         ratio=OnPolicy(),
-        gate=Score(),
+        gate=ScoreFunction(),
         aggregate=Mean(TOKEN),
-        penalties=(Weighted(tau, Nearness()),),
+        penalties=(WeightedPenalty(tau, SquaredLogRatio()),),
     )
 
 
 def rep_forward(tau: float = 0.1) -> Recipe:
-    """REP (forward KL): group-relative REINFORCE with a little imitation of everything that was sampled.
+    """REP (forward KL): group-relative REINFORCE plus a likelihood term on all samples.
 
     J = token mean of A log π + τ log π
 
@@ -135,14 +135,14 @@ def rep_forward(tau: float = 0.1) -> Recipe:
     return Recipe(
         advantage=Standardise(scale=False),
         ratio=OnPolicy(),
-        gate=Score(),
+        gate=ScoreFunction(),
         aggregate=Mean(TOKEN),
-        penalties=(Weighted(tau, NegativeLogLikelihood()),),
+        penalties=(WeightedPenalty(tau, NegativeLogLikelihood()),),
     )
 
 
 def asym_re(tau: float = 0.1) -> Recipe:
-    """AsymRE: the baseline is lowered a little, so that old data pushes more up than down.
+    """AsymRE: REINFORCE with the baseline lowered by τ, so that off-policy data emphasises positive examples.
 
     A = R − (mean − τ);  ∇J = token mean of A ∇ log π
 
@@ -151,11 +151,11 @@ def asym_re(tau: float = 0.1) -> Recipe:
     Sure of: the formula (official code).
     """
     advantage = Standardise(scale=False) + Constant(tau)
-    return Recipe(advantage=advantage, ratio=OnPolicy(), gate=Score(), aggregate=Mean(TOKEN))
+    return Recipe(advantage=advantage, ratio=OnPolicy(), gate=ScoreFunction(), aggregate=Mean(TOKEN))
 
 
 def opmd(tau: float = 1.0) -> Recipe:
-    """OPMD: the baseline is a soft maximum of the group's rewards.
+    """OPMD: REINFORCE with a soft maximum of the group's returns as baseline.
 
     A = R − τ log mean exp(R/τ);  ∇J = token mean of A ∇ log π / (1 + τ)
 
@@ -164,4 +164,4 @@ def opmd(tau: float = 1.0) -> Recipe:
     Sure of: the formula (official code).
     """
     advantage = SoftBaseline(tau, shrink=True)
-    return Recipe(advantage=advantage, ratio=OnPolicy(), gate=Score(), aggregate=Mean(TOKEN))
+    return Recipe(advantage=advantage, ratio=OnPolicy(), gate=ScoreFunction(), aggregate=Mean(TOKEN))

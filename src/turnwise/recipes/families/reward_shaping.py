@@ -1,37 +1,44 @@
-"""Methods that shape what an episode is worth: against its past, by what it called, asked or thought, by a judge."""
+"""Reward shaping: tracked baselines, replayed successes, bonuses from tools, questions, judges and hidden states."""
 
 from __future__ import annotations
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.gate import Clip
-from turnwise.algebra.penalty import KL, Weighted
-from turnwise.algebra.value import Each, Outcome
+from turnwise.algebra.penalty import KL, WeightedPenalty
+from turnwise.algebra.value import Outcome, SpreadTo
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY
-from turnwise.credit.effective_rank import Bonus, RankPotential
+from turnwise.credit.effective_rank import CappedBonus, EffectiveRankPotential
 from turnwise.credit.fact import Fact
-from turnwise.credit.replayed import LessCovariance, Recalibrated, Repeated, ToolBonus, Warming, WorthRepeating
-from turnwise.credit.selectors import From
-from turnwise.credit.shaping import (
-    Acted,
-    Asking,
-    Contrast,
-    Flawed,
-    Information,
-    Length,
-    Outlying,
-    Places,
-    Thrift,
-    Uncovered,
+from turnwise.credit.peers import SameTokenIndex
+from turnwise.credit.selectors import FromOrigin, Not, OnSelected, SelectedPeers
+from turnwise.credit.self_imitation import (
+    CosineWarmup,
+    DividedBy,
+    DropHighCovariance,
+    NonNegativeReplay,
+    PastMedian,
+    ReplayLoss,
+    ToolCallBonus,
 )
-from turnwise.credit.tracker import DriftSince, Forgetting, Solved, Tracker
-from turnwise.credit.turns import ToGo
+from turnwise.credit.shaping import (
+    FlawPenalisedOutcome,
+    FlowOutlierScore,
+    GroupContrast,
+    NormalisedLength,
+    QuestionReward,
+    ShapleyInformationGain,
+    TokenEntropyReward,
+    ToolEfficiencyReward,
+    UsedAction,
+)
+from turnwise.credit.tracker import DriftSinceVisit, RetentionByDrift, Solved, SuccessTracker
+from turnwise.credit.turns import SumToGo
 from turnwise.data.replay import RecentBuffer
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.tasks.budgets import Fixed
-from turnwise.tasks.listed import Rounds
-from turnwise.tasks.uncertain import Uncertain
+from turnwise.tasks.samplers import CyclePool, UncertaintySampler
 
 KIND = Kind.CREDIT
 
@@ -46,26 +53,28 @@ def spo_single(
     clip: float = 0.2,
     wide: float = 0.28,
 ) -> Recipe:
-    """SPO (single-stream): one rollout of a task is compared with how often the task was solved before.
+    """SPO (single-stream): one rollout per task against a tracked success rate, normalised over the batch.
 
     A = (r − v − mean)/(std + ε) over the batch, v = a/(a + b); then a ← ρa + r, b ← ρb + 1 − r, ρ = clip(2^{−D/half}, low, high);
-    tasks come by √(v(1 − v)) + 0.05, without replacement
+    tasks are sampled by √(v(1 − v)) + 0.05, without replacement
 
     Paper: Single-stream Policy Optimization, arXiv 2509.13232.
     Settings: half 0.06, low 0.875, high 0.96, 8 tries of a task before its first visit, clip 0.2/0.28, 768 tasks a step.
     Deviation: D is not the drift on the task's last response but the sum of the drifts, each measured on its step's batch,
-    of the steps since (no less, by the triangle inequality); without tries told (facts ``tries``, ``solved``) a task starts
-    even; the sampler counts for itself and forgets at a fixed rate; 64 tasks a step from a pool of 1024.
+    of the steps since (no less, by the triangle inequality); without the facts ``tries`` and ``solved`` a task starts
+    at ½; the sampler keeps its own counts and decays them at a fixed rate; 64 tasks a step from a pool of 1024.
     Sure of: the formula (official recipe).
     """
     return Recipe(
         advantage=Standardise(
-            Solved() - Tracker(keep=Forgetting(DriftSince(), half, low, high), strength=strength), BATCH, eps=1e-8
+            Solved() - SuccessTracker(keep=RetentionByDrift(DriftSinceVisit(), half, low, high), strength=strength),
+            BATCH,
+            eps=1e-8,
         ),
         gate=Clip(clip, wide),
         aggregate=Mean(TOKEN),
         budget=Fixed(64, 1),
-        sampler=Uncertain(),
+        sampler=UncertaintySampler(),
     )
 
 
@@ -74,28 +83,29 @@ def spear(
     gamma: float = 1.0, warm: float = 100.0, horizon: float = 200.0, oldest: int = 5, size: int = 2048,
     scale: bool = False, fraction: float = 0.02, low: float = 2.0, high: float = 60.0, length: float = 64.0,
 ) -> Recipe:  # fmt: skip
-    """SPEAR: good episodes of the last steps are imitated if they still beat today's median; a tool bonus fades meanwhile.
+    """SPEAR (agent runs): replays trajectories with a return of at least the past median; bonus per turn with a tool call.
 
     fresh: A = R + b − mean, b = min(1, 0.1 tool turns)(cos(πt/T) + 1)/2;  replayed: A = R − median of recent group means,
     kept where A ≥ 0, in a loss of their own, weight γ (1 − cos(πt/T'))/2, less some tokens of high covariance
 
     Paper: Self-imitation with Progressive Exploration for Agentic RL, arXiv 2509.22601.
-    Settings: gamma 1, T' 100 (300 with code tools), T 200, 5 steps, 2048 rows, 2 % of tokens with covariance in (2, 60),
+    Settings: gamma 1, T' 100 (300 with code tools), T 200, 5 steps, 2048 trajectories, 2 % of tokens with covariance in (2, 60),
     clip 0.2/0.28, no std, no KL.
-    Deviation: stored rows are drawn each step, not all at once when the buffer is full; unreadable or repetitive outputs
-    and tasks with little spread are not filtered out.
+    Deviation: replayed trajectories are sampled each step, not all at once when the buffer is full; unparsable or repetitive
+    outputs and tasks with little spread are not filtered out. `spear_replay` clamps the replayed advantage at 0 instead.
     Sure of: the formula (official code).
     """
-    past = WorthRepeating(oldest, size)
-    replayed = Repeated(Clip(0.2, 0.28).where(LessCovariance(past, fraction, low, high)))
+    past, fresh = NonNegativeReplay(oldest, size), Not(FromOrigin("replay"))
+    value, recalibrated = Outcome() + ToolCallBonus(horizon=horizon), Outcome() - PastMedian(Outcome(), fresh)
+    if scale:
+        recalibrated = DividedBy(recalibrated, PastMedian(Outcome(), fresh, statistic="std"))
+    loss = ReplayLoss(Clip(0.2, 0.28).where(DropHighCovariance(past, fraction, low, high)))
     return Recipe(
-        advantage=Recalibrated(Outcome() + ToolBonus(horizon=horizon), scale),
-        gate=Clip(0.2, 0.28),
-        penalties=(Weighted(Warming(gamma, warm), replayed, rows=past),),
-        aggregate=Sum(TRAJECTORY, length=length),
-        keep=From("policy"),
-        replay=RecentBuffer(oldest, size),
-    )
+        advantage=OnSelected(fresh, Standardise(value, SelectedPeers(fresh), scale=False))
+        + OnSelected(FromOrigin("replay"), recalibrated),
+        gate=Clip(0.2, 0.28), aggregate=Sum(TRAJECTORY, length=length), keep=FromOrigin("policy"),
+        penalties=(WeightedPenalty(CosineWarmup(gamma, warm), loss, rows=past),), replay=RecentBuffer(oldest, size),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------ hidden states
@@ -110,7 +120,7 @@ def verl_rank(
     everywhere: bool = False,
     clip: float = 0.2,
 ) -> Recipe:
-    """VERL (effective rank): hidden states that spread earn a bonus, by their rank while it speeds up, by its speed else.
+    """VERL (effective rank): a capped advantage bonus from the effective rank of hidden states and its dynamics.
 
     A + min(max(Φ, 0), |A|/κ),  Φ = Σ w tanh(rel),  w = β explore + (1 − β) exploit,  β = σ(sharpness · rel of the acceleration)
 
@@ -120,14 +130,16 @@ def verl_rank(
     Sure of: the formula (official code).
     """
     return Recipe(
-        advantage=Bonus(Standardise(), RankPotential(follow, sharpness, explore, exploit), kappa, everywhere),
+        advantage=CappedBonus(
+            Standardise(), EffectiveRankPotential(follow, sharpness, explore, exploit), kappa, everywhere
+        ),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
     )
 
 
 def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float = 0.2) -> Recipe:
-    """RLFR: tokens whose hidden states leave the flow of good reasoning cost a little, from there back.
+    """RLFR: penalises tokens whose hidden states deviate from the flow of good reasoning, as a reward-to-go.
 
     Aₜ = z − coef Σ_{s≥t} score_s, z = (R − mean)/(std + ε), score in [0, 1] of the trajectory, above threshold, top k only
 
@@ -136,7 +148,7 @@ def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float 
     Sure of: the formula (official code).
     """
     return Recipe(
-        advantage=Standardise() - coef * ToGo(Outlying(threshold, top)),
+        advantage=Standardise() - coef * SumToGo(FlowOutlierScore(threshold, top)),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
     )
@@ -148,7 +160,7 @@ def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float 
 def gcpo(
     threshold: float = 0.0, length: float = 1.0, longest: int = 1024, form: float = 1.0, clip: float = 0.2
 ) -> Recipe:
-    """GCPO: an auxiliary action is rewarded where those who took it did better, and punished where they did worse.
+    """GCPO: rewards an auxiliary action where its users did better than the rest of the group, penalises it otherwise.
 
     R ← R + form · format ± 1[acted] + length · min(1, n/longest), the sign by the group; then as GRPO
 
@@ -157,7 +169,12 @@ def gcpo(
     Deviation: one group is split by whether the action was taken (fact ``action``, else any tool call); ``format`` is a fact.
     Sure of: the structure (summaries), not the constants.
     """
-    shaped = Outcome() + Contrast(Acted(), threshold) + length * Length(longest) + form * Fact("format", missing=0.0)
+    shaped = (
+        Outcome()
+        + GroupContrast(UsedAction(), threshold)
+        + length * NormalisedLength(longest)
+        + form * Fact("format", missing=0.0)
+    )
     return Recipe(advantage=Standardise(shaped), gate=Clip(clip, clip))
 
 
@@ -172,59 +189,63 @@ def promed(
     clip: float = 0.1,
     kl: float = 0.04,
 ) -> Recipe:
-    """ProMed: a question is paid for the information it uncovers, each piece by its Shapley value for the answer.
+    """ProMed: rewards a question by the Shapley value of the information in its answer.
 
     r = α G + β G 1[solved] + format for questions, γ 1[solved] + format for the answer;  A = r − mean at the same place
 
     Paper: Shapley Information Gain Guided RL for Proactive Medical LLMs, arXiv 2508.13514.
     Settings: alpha 2, beta 1, gamma 3, format 1, softmax temperature (softness) 2, groups of 4, clip 0.1, KL 0.04.
-    Deviation: environment or reader tell the Shapley values (facts ``worth k``) and what came (turn fact ``uncovered``, a
-    bit for each piece); as in its code a piece counts whenever it comes, with fresh only the first time.
+    Deviation: environment or data record the Shapley values (facts ``worth k``) and the pieces in an answer (turn fact ``uncovered``,
+    one bit each); as in its code a piece counts every time, with fresh only the first time.
     Sure of: the formula (official code).
     """
-    paid = Asking(Uncovered(softness, fresh), alpha, beta, gamma, form)
+    reward = QuestionReward(ShapleyInformationGain(softness, fresh), alpha, beta, gamma, form)
     return Recipe(
-        advantage=Standardise(Each(TOKEN, paid), Places(places), scale=False),
+        advantage=Standardise(SpreadTo(TOKEN, paid), SameTokenIndex(places), scale=False),
         gate=Clip(clip, clip),
-        penalties=(Weighted(kl, KL("k3")),),
+        penalties=(WeightedPenalty(kl, KL("k3")),),
     )
 
 
 def fapo(penalty: float = 1.0, low: float = 0.2, high: float = 0.28, dual: float | None = 10.0) -> Recipe:
-    """FAPO: a right answer with a flaw in its reasoning earns less; while most fail it still helps, later it hurts.
+    """FAPO: penalises right answers with flawed reasoning, as found by a judge.
 
     R = ±1 by the verdict, less ``penalty`` for a right answer in which a judge found an error;  A = (R − mean)/(std + ε)
 
     Paper: Flawed-Aware Policy Optimization, arXiv 2510.22543.
     Settings: penalty 1, clip 0.2/0.28, dual 10, G 16; the judge is a reward model of 4 B parameters.
-    Deviation: whoever judges tells the fact ``error``; training the judge is not part of this.
+    Deviation: the judge records the fact ``error``; training the judge is not included.
     Sure of: the formula (official code).
     """
-    return Recipe(advantage=Standardise(Flawed(penalty)), gate=Clip(low, high, dual), aggregate=Mean(TOKEN))
+    return Recipe(
+        advantage=Standardise(FlawPenalisedOutcome(penalty)), gate=Clip(low, high, dual), aggregate=Mean(TOKEN)
+    )
 
 
 def otc(alpha: float = 1.0, slack: float = 4.0, alone: bool = False, clip: float = 0.2, pool: int = 128) -> Recipe:
-    """OTC: a solved task earns more the closer its number of tool calls is to the fewest that ever solved it.
+    """OTC: scales the reward of a solved task by how close its tool calls are to the fewest that ever solved it.
 
     R = α sin(πm/(m + n)) 1[solved], n the fewest calls over all visits; n = 0 (or alone): α cos(πm/(2m + slack)) 1[solved]
 
     Paper: Acting Less is Reasoning More! Teaching Model to Act Efficiently, arXiv 2504.14870.
-    Settings: alpha 1; slack about the largest number of calls (a guess); a pool of 128 tasks, passed again and again (ours):
-    the fewest calls are remembered from visit to visit.
+    Settings: alpha 1; slack about the largest number of calls (a guess); repeated passes over a pool of 128 tasks (ours):
+    the fewest calls are remembered across visits.
     Deviation: alone is the factor of its PPO form, here on the group's advantage.
     Sure of: the formula (third-party notes).
     """
-    return Recipe(advantage=Standardise(Thrift(alpha, slack, alone)), gate=Clip(clip, clip), sampler=Rounds(pool))
+    return Recipe(
+        advantage=Standardise(ToolEfficiencyReward(alpha, slack, alone)), gate=Clip(clip, clip), sampler=CyclePool(pool)
+    )
 
 
 def information_consistency(helpful: float = 1.0, stable: float = 1.0, clip: float = 0.2) -> Recipe:
-    """Information-consistency GRPO: answers to paraphrases of one request should tell much, and equally much.
+    """Information-consistency GRPO: rewards high and equal token entropy of answers to paraphrases of one request.
 
     R = helpful · H/max H − stable · |H − mean H|, H the entropy of the tokens an answer uses;  A = (R − mean)/(std + ε)
 
     Paper: Information-Consistent Language Model Recommendations through GRPO, arXiv 2512.12858.
     Settings: the weights are guesses.
-    Deviation: the episodes of a group must be paraphrases of one request: the environment words them; its reward is not read.
+    Deviation: the episodes of a group must be paraphrases of one request: the environment writes them; its reward is not read.
     Sure of: the idea (abstract); the formula is a reconstruction.
     """
-    return Recipe(advantage=Standardise(Information(helpful, stable)), gate=Clip(clip, clip))
+    return Recipe(advantage=Standardise(TokenEntropyReward(helpful, stable)), gate=Clip(clip, clip))

@@ -1,4 +1,4 @@
-"""Methods for a sampler that is not the learner's policy: other kernels, other precision, older weights.
+"""Corrections for a sampler that differs from the learner's policy: other kernels, other precision, older weights.
 
 μ sampled the data, π_old is the learner's policy before the first update on it, ρ = π/π_old, mismatch = π_old/μ.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
-from turnwise.algebra.factor import Truncated
-from turnwise.algebra.gate import Cap, Clip
+from turnwise.algebra.factor import TruncatedImportance
+from turnwise.algebra.gate import CappedWeight, Clip
 from turnwise.algebra.layer_noise import LayerNoise
-from turnwise.algebra.mask import Agreeing, NotLeft, NoVeto, OneSided, SmallMismatch
+from turnwise.algebra.mask import MismatchKLBelow, MismatchWithin, OffPolicySequenceMask, OneSided, TokenVeto
 from turnwise.algebra.ratio import Importance
 from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.precision import Precision
-from turnwise.rollout.strategies import Screened
+from turnwise.rollout.strategies import DraftSelection
 
 KIND = Kind.OBJECTIVE
 
@@ -24,7 +24,7 @@ INF = float("inf")
 
 
 def tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Recipe:
-    """TIS: each token's loss is weighted by learner over sampler, truncated.
+    """TIS: truncated importance sampling, a token weight min(π_old/μ, cap) on the clipped loss.
 
     L = Σₜ min(π_old/μ, cap) · clipped(π/π_old, A)
 
@@ -32,12 +32,12 @@ def tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Recipe:
     Settings: cap 2 (1.5 to 5), on a clip of 0.2/0.28 with token mean.
     Sure of: the formula (official code of three trainers).
     """
-    gate = Clip(low, high) * Truncated(cap)
+    gate = Clip(low, high) * TruncatedImportance(cap)
     return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
 
 
 def sequence_tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Recipe:
-    """Sequence TIS: one truncated weight for a whole trajectory; unbiased up to the cap, of larger variance.
+    """Sequence TIS: truncated importance sampling with one weight per trajectory; less bias, more variance.
 
     L = Σₜ min(Πₛ π_old/μ, cap) · clipped(π/π_old, A)
 
@@ -45,12 +45,12 @@ def sequence_tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Reci
     Settings: cap 2 to 10.
     Sure of: the formula (official code of three trainers).
     """
-    gate = Clip(low, high) * Truncated(cap, TRAJECTORY)
+    gate = Clip(low, high) * TruncatedImportance(cap, TRAJECTORY)
     return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
 
 
 def mis(low: float = 0.5, high: float = 2.0) -> Recipe:
-    """MIS: tokens on which learner and sampler disagree are dropped, the others weighted.
+    """MIS: masked importance sampling, drops tokens whose mismatch π_old/μ is out of bounds and weights the others.
 
     L = mean over kept tokens of (π_old/μ) · clipped(π/π_old, A), kept where low ≤ π_old/μ ≤ high
 
@@ -61,14 +61,14 @@ def mis(low: float = 0.5, high: float = 2.0) -> Recipe:
     return Recipe(
         advantage=Standardise(),
         ratio=Importance(proximal=True),
-        gate=Clip(0.2, 0.28) * Truncated(INF),
+        gate=Clip(0.2, 0.28) * TruncatedImportance(INF),
         aggregate=Mean(TOKEN),
-        keep=Agreeing(low, high),
+        keep=MismatchWithin(low, high),
     )
 
 
 def sequence_mis(low: float = 0.5, high: float = 2.0) -> Recipe:
-    """Sequence MIS: whole trajectories on which learner and sampler disagree are dropped, the others weighted.
+    """Sequence MIS: masked importance sampling by trajectory, drops those with a product ratio out of bounds.
 
     L = mean over kept tokens of W · clipped(π/π_old, A), W = Πₛ π_old/μ, kept where low ≤ W ≤ high
 
@@ -79,14 +79,14 @@ def sequence_mis(low: float = 0.5, high: float = 2.0) -> Recipe:
     return Recipe(
         advantage=Standardise(),
         ratio=Importance(proximal=True),
-        gate=Clip(0.2, 0.28) * Truncated(INF, TRAJECTORY),
+        gate=Clip(0.2, 0.28) * TruncatedImportance(INF, TRAJECTORY),
         aggregate=Mean(TOKEN),
-        keep=Agreeing(low, high, TRAJECTORY),
+        keep=MismatchWithin(low, high, TRAJECTORY),
     )
 
 
 def icepop(low: float = 0.5, high: float = 5.0) -> Recipe:
-    """IcePop: tokens on which learner and sampler disagree give no gradient, on either side.
+    """IcePop: zeroes tokens whose mismatch is out of bounds on either side; they still count in the mean.
 
     L = mean over all tokens of (π_old/μ)·1[low ≤ π_old/μ ≤ high] · clipped(π/π_old, A)
 
@@ -94,12 +94,12 @@ def icepop(low: float = 0.5, high: float = 5.0) -> Recipe:
     Settings: bounds 0.5 and 5; dropped tokens still count in the mean.
     Sure of: the formula (official code).
     """
-    gate = (Clip(0.2, 0.28) * Truncated(INF)).where(Agreeing(low, high))
+    gate = (Clip(0.2, 0.28) * TruncatedImportance(INF)).where(MismatchWithin(low, high))
     return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
 
 
 def geo_rs(low: float = 0.999, high: float = 1.001) -> Recipe:
-    """Geo-RS: trajectories whose mean log mismatch is not tiny are rejected.
+    """Geo-RS: rejects trajectories by the geometric mean of the mismatch.
 
     kept where low ≤ exp(meanₜ log π_old/μ) ≤ high; no weight
 
@@ -112,12 +112,12 @@ def geo_rs(low: float = 0.999, high: float = 1.001) -> Recipe:
         ratio=Importance(proximal=True),
         gate=Clip(0.2, 0.28),
         aggregate=Mean(TOKEN),
-        keep=Agreeing(low, high, TRAJECTORY, mean=True),
+        keep=MismatchWithin(low, high, TRAJECTORY, mean=True),
     )
 
 
 def k3_rs(limit: float = 1e-2) -> Recipe:
-    """K3-RS: trajectories with a large k3 of learner against sampler are rejected.
+    """K3-RS: rejects trajectories by the k3 estimate of the KL between learner and sampler.
 
     kept where meanₜ (r − 1 − log r) ≤ limit, r = π_old/μ; no weight
 
@@ -130,12 +130,12 @@ def k3_rs(limit: float = 1e-2) -> Recipe:
         ratio=Importance(proximal=True),
         gate=Clip(0.2, 0.28),
         aggregate=Mean(TOKEN),
-        keep=SmallMismatch(limit),
+        keep=MismatchKLBelow(limit),
     )
 
 
 def veto(floor: float = 1e-4, cap: float = 2.0) -> Recipe:
-    """Veto: one token that the learner finds all but impossible rejects its trajectory; token TIS on the rest.
+    """Veto: rejects a trajectory with a single token that is nearly impossible for the learner; token TIS otherwise.
 
     kept where minₜ π_old/μ ≥ floor
 
@@ -146,14 +146,14 @@ def veto(floor: float = 1e-4, cap: float = 2.0) -> Recipe:
     return Recipe(
         advantage=Standardise(),
         ratio=Importance(proximal=True),
-        gate=Clip(0.2, 0.28) * Truncated(cap),
+        gate=Clip(0.2, 0.28) * TruncatedImportance(cap),
         aggregate=Mean(TOKEN),
-        keep=NoVeto(floor),
+        keep=TokenVeto(floor),
     )
 
 
 def sequence_mask(limit: float = 0.5, low: float = 0.2, high: float = 0.28) -> Recipe:
-    """Off-policy sequence mask: bad trajectories that the policy has already left are dropped; good ones never are.
+    """Off-policy sequence mask: drops trajectories with A < 0 that the policy has moved away from.
 
     dropped where A < 0 and meanₜ (log μ − log π) > limit
 
@@ -161,11 +161,13 @@ def sequence_mask(limit: float = 0.5, low: float = 0.2, high: float = 0.28) -> R
     Settings: limit about 0.5 (third-party), clip 0.2/0.28, token mean.
     Sure of: the rule (paper text), the limit (third-party).
     """
-    return Recipe(advantage=Standardise(), gate=Clip(low, high), aggregate=Mean(TOKEN), keep=NotLeft(limit))
+    return Recipe(
+        advantage=Standardise(), gate=Clip(low, high), aggregate=Mean(TOKEN), keep=OffPolicySequenceMask(limit)
+    )
 
 
 def decoupled_ppo(clip: float = 0.2, cap: float = 5.0) -> Recipe:
-    """Decoupled PPO: clip around the policy this batch began with, weighted from the one that sampled it.
+    """Decoupled PPO: clips around the proximal policy and weights by proximal over behaviour policy.
 
     L = Σₜ sg[π_prox/μ] · clipped(π/π_prox, A), tokens with π_prox/μ > cap masked
 
@@ -174,26 +176,26 @@ def decoupled_ppo(clip: float = 0.2, cap: float = 5.0) -> Recipe:
     Deviation: group z-score instead of ±5 rewards normalised over the batch.
     Sure of: the formula (paper text and official code).
     """
-    gate = (Clip(clip, clip) * Truncated(INF)).where(Agreeing(0.0, cap))
+    gate = (Clip(clip, clip) * TruncatedImportance(INF)).where(MismatchWithin(0.0, cap))
     return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
 
 
 def minirl(low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Recipe:
-    """MiniRL: the first-order surrogate of the sequence objective: one capped weight π/μ, a mask by π/π_old, token sums.
+    """MiniRL: first-order surrogate of the sequence objective with one capped weight π/μ, a PPO-style mask, token sums.
 
     ∇J = 1/G Σᵢ Σₜ Mₜ sg[min(π/μ, cap)] Aᵢ ∇ log πₜ,  M = 0 where π/π_old has left 1−low … 1+high in the direction of A
 
     Paper: Stabilizing Reinforcement Learning with LLMs: Formulation and Practices, arXiv 2512.01374.
     Settings: low 0.2, high 0.27, cap 5 (recalled).
-    Deviation: A = R − mean (whether the std is divided out is unconfirmed); routing replay has no place in dense models.
+    Deviation: A = R − mean (whether the std is divided out is unconfirmed); routing replay does not apply to dense models.
     Sure of: the structure (paper text), the constants (recalled).
     """
     mask = OneSided(low, high, ratio=Importance(proximal=True))
-    return Recipe(advantage=Standardise(scale=False), gate=Cap(cap).where(mask), aggregate=Sum(TRAJECTORY))
+    return Recipe(advantage=Standardise(scale=False), gate=CappedWeight(cap).where(mask), aggregate=Sum(TRAJECTORY))
 
 
 def alp(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate: float = 5e-4) -> Recipe:
-    """ALP: noise in every layer while learning makes the policy a smooth family that covers the sampler; one wide clip.
+    """ALP: noise on hidden layers while learning smooths the policy so that it covers the sampler; one wide clip.
 
     h_l ← h_l + σ_l e;  ρ = π_σ/μ;  J = token mean of min(ρA, clip(ρ, 1−low, 1+high)A)
 
@@ -206,7 +208,7 @@ def alp(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate: float = 
 
 
 def alp_sequence(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate: float = 5e-4) -> Recipe:
-    """Seq-ALP: layer noise with the geometric-mean ratio of the whole trajectory.
+    """Seq-ALP: layer noise with the geometric-mean ratio of the trajectory.
 
     s = exp(meanₜ log π_σ/μ);  J = mean of min(sA, clip(s, 1−low, 1+high)A)
 
@@ -222,7 +224,7 @@ def alp_sequence(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate:
 
 
 def jet_rl(clip: float = 0.2) -> Recipe:
-    """Jet-RL: rollouts and learner compute in the same fp8, so that what is fast is still on-policy.
+    """Jet-RL: rollouts and learner use the same fp8 precision, so that fast rollouts stay on-policy.
 
     ŵ = scale · e4m3(w / scale) in both;  y = ĥ ŵ;  ∂/∂w = ∂/∂ŵ;  L as GRPO's
 
@@ -236,16 +238,19 @@ def jet_rl(clip: float = 0.2) -> Recipe:
 
 
 def sol_rl(clip: float = 0.2, drafts: int = 0) -> Recipe:
-    """Sol-RL: many cheap drafts explore, the best and the worst are sampled again exactly, and only those are learned from.
+    """Sol-RL: samples many fp8 drafts, re-samples the best and worst in full precision and trains on those only.
 
     drafts ~ π̂ (fp8), n of them;  kept: the best and the worst k/2 by reward;  the same random numbers again under π;  L as GRPO's
 
     Paper: FP4 Explore, BF16 Train: Diffusion Reinforcement Learning via Efficient Rollout Scaling, arXiv 2604.06916.
-    Settings: four drafts for each trajectory kept is ours (drafts 0), clip 0.2.
-    Deviation: for language models; a seed fixes the numbers drawn, not the text, so a draft sampled again may part from itself.
+    Settings: four drafts per kept trajectory are ours (drafts 0), clip 0.2.
+    Deviation: for language models; a seed fixes the random numbers, not the text, so a re-sampled draft may diverge.
     fp8 instead of NVFP4. Advantages are z-scores among the kept.
-    Sure of: the two stages and the choice of extremes (abstract and notes), the rest is ours.
+    Sure of: the two stages and the selection of extremes (abstract and notes), the rest is ours.
     """
     return Recipe(
-        advantage=Standardise(), gate=Clip(clip, clip), strategy=Screened(drafts), precision=Precision(drafts="fp8")
+        advantage=Standardise(),
+        gate=Clip(clip, clip),
+        strategy=DraftSelection(drafts),
+        precision=Precision(drafts="fp8"),
     )

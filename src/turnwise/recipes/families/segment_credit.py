@@ -1,27 +1,41 @@
-"""Methods that credit parts of an episode: segments between forks, branches, turns, what comes after a pivot."""
+"""Segment-level credit: segments between forks, branches of a tree, memory segments, utterances and steps."""
 
 from __future__ import annotations
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import CriticsFirst
-from turnwise.algebra.gate import Clip, Open, Taper
-from turnwise.algebra.mask import Agreeing, All, Both
-from turnwise.algebra.penalty import SquaredError, Weighted
+from turnwise.algebra.gate import Clip, ClipByOutcome, NoGate
+from turnwise.algebra.mask import AllTokens, Both, MismatchWithin
+from turnwise.algebra.penalty import SquaredValueError, WeightedPenalty
 from turnwise.algebra.ratio import Importance, OnPolicy
 from turnwise.algebra.value import Constant, Outcome, ReturnToGo
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.credit.critics import (
-    AdvantageError,
-    BaselineError,
-    Closed,
-    Judged,
-    UtteranceError,
-    ValueRise,
-    VariedStates,
+    AdvantageRegressionError,
+    StatesWithSpread,
+    TokenBaselineError,
+    TurnValueDifference,
+    UtteranceAdvantage,
+    UtteranceCriticError,
+    ZeroGate,
 )
-from turnwise.credit.forks import AfterForks, Earned, NestedRise, SampledRise, Through, Unforked
-from turnwise.credit.segments import Above, Amplified, AtEnd, Credited, FewSegments, Unsure
+from turnwise.credit.forks import (
+    AfterLastFork,
+    MeanOverPaths,
+    MonteCarloValueDifference,
+    PathReturn,
+    TreeValueDifference,
+    UnforkedTrajectories,
+)
+from turnwise.credit.segments import (
+    AmplifiedPositive,
+    CentredOnGroup,
+    NonZeroAdvantage,
+    PaidAtEnd,
+    ProbabilityBelow,
+    SampledSegments,
+)
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch
@@ -33,7 +47,7 @@ KIND = Kind.CREDIT
 
 
 def spo_chain(rho: float = 0.9, clip: float = 0.2, trunks: int = 2) -> Recipe:
-    """SPO-chain: an episode is cut in a few places, fresh completions tell what each is worth, and a segment gets the rise.
+    """SPO-chain: Monte-Carlo values at a few cut points; each segment's advantage is the value difference.
 
     A = V(end of segment) − V(start), V(cut) = mean outcome of the trajectories that left there, V(last) = R;
     only tokens of the trunks with μ(y) < rho are trained on and counted
@@ -41,21 +55,21 @@ def spo_chain(rho: float = 0.9, clip: float = 0.2, trunks: int = 2) -> Recipe:
     Paper: Segment Policy Optimization, arXiv 2505.23564.
     Settings: rho 0.9, clip 0.2; a cut before every 5th such token (2 to 100 tried), 9 completions at each.
     Deviation: cuts are before turns, as many as a group of 16 has forks for (the credit itself takes forks at any token);
-    the prompt is worth what the other trunks earned.
+    the value of the prompt is the mean return of the other trunks.
     Sure of: the formula (official code).
     """
     return Recipe(
-        advantage=SampledRise(),
+        advantage=MonteCarloValueDifference(),
         strategy=Branch(trunks, "every"),
         budget=Fixed(8, 16),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
-        keep=Both(Unsure(rho), Unforked()),
+        keep=Both(ProbabilityBelow(rho), UnforkedTrajectories()),
     )
 
 
 def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2, trunks: int = 4) -> Recipe:
-    """SPO-tree: the group is one tree, a segment's credit is how much more its end is worth than its beginning.
+    """SPO-tree: tree-structured rollouts; each segment's advantage is the value of its end minus that of its start.
 
     A = V(child) − V(parent), V(leaf) = R, V(inner) = mean of its children; with scale over their std; A = 0 is dropped
 
@@ -66,28 +80,28 @@ def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2, trunks: i
     Sure of: the formula (official code).
     """
     return Recipe(
-        advantage=NestedRise(scale),
+        advantage=TreeValueDifference(scale),
         strategy=Branch(trunks, "even"),
         budget=Fixed(8, 16),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
-        keep=Both(Unsure(rho), Credited()),
+        keep=Both(ProbabilityBelow(rho), NonZeroAdvantage()),
     )
 
 
 def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 8) -> Recipe:
-    """ARPO (agentic): episodes branch after tool results; what branches share is credited with the mean of all of them.
+    """ARPO (agentic): branches after tool results; shared tokens get the mean advantage of all branches through them.
 
     Aₜ = mean over the trajectories through token t of (R − mean)/(std + ε); the rest as GRPO, every token alike
 
     Paper: Agentic Reinforced Policy Optimization, arXiv 2507.19849.
     Settings: 16 trajectories a task, 8 of them from the prompt, a branch where u − 0.2 ΔH ≤ 0.5.
     Deviation: a shared token is stored once and counted once; with copies its credit is the sum, as if each trajectory
-    had its own copy of it (the paper's soft setting). Branches leave before the turns that began least surely.
+    had its own copy of it (the paper's soft setting). Branches start before the turns with the least certain first tokens.
     Sure of: the soft setting and the branching (official code), the mean (summaries of the paper).
     """
     return Recipe(
-        advantage=Through(Standardise(Earned()), copies),
+        advantage=MeanOverPaths(Standardise(PathReturn()), copies),
         strategy=Branch(trunks),
         budget=Fixed(8, 16),
         gate=Clip(clip, clip),
@@ -98,52 +112,52 @@ def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 8) -> Recipe:
 def r3l(
     alpha: float = 3.0, best: float = 1.0, perfect: float = 1.0, tau: float | None = None, trunks: int = 4
 ) -> Recipe:
-    """R3L: a failed attempt is retried from its pivot; only what comes after the pivot is trained on, successes weigh more.
+    """R3L: retries failed attempts from a pivot; trains only on tokens after the pivot and amplifies successes.
 
     A = R − mean (with tau: R − τ log mean exp(R/τ));  Â = perfect where R ≥ best, αA where A ≥ 0, else A;  ∇J = mean Â ∇ log π
 
     Paper: Reflect-then-Retry RL with Language-Guided Exploration, arXiv 2601.03715.
     Settings: alpha 3, group of 8 with its retries; perfect 1 as in its code (its text says alpha).
-    Deviation: a retry is a trajectory that left its base attempt, whatever came of it, before a turn it began unsurely:
-    no reflection names the pivot, and none is trained on.
+    Deviation: a retry is a trajectory that forks from its base attempt, whatever its outcome, before a turn with an uncertain
+    first token: no reflection names the pivot, and none is trained on.
     Sure of: the formula (official code).
     """
     return Recipe(
-        advantage=Amplified(Above(Earned(), tau), Earned(), alpha, best, perfect),
+        advantage=AmplifiedPositive(CentredOnGroup(PathReturn(), tau), PathReturn(), alpha, best, perfect),
         ratio=OnPolicy(),
-        keep=AfterForks(),
+        keep=AfterLastFork(),
         strategy=Branch(trunks),
     )
 
 
 def ipa(gamma: float = 0.95, mismatch: float = 5.0) -> Recipe:
-    """IPA: a turn is the unit of return, of ratio and of trust in the sampler; good episodes are imitated, bad ones tapered.
+    """IPA: turn-level returns, ratios and mismatch masks; tapers the ratio of failed episodes.
 
     Gₖ = γ^{K−k} R;  ∇J = mean Σₖ mₖ wₖ Gₖ ∇ log π(turn k),  w = 1 where R > 0, else min(ρₖ, 1),
     ρₖ the geometric mean of π/π_prox, mₖ = 1 where that of π_prox/μ is at most ``mismatch``
 
     Paper: Let It Flow: Agentic Crafting on Rock and Roll, arXiv 2512.24873.
     Settings: gamma 0.95, mismatch 5 in a public re-run; failures pay −1.
-    Deviation: episodes start at the beginning, not at prefixes of good ones. Failures that pay 0 teach nothing.
+    Deviation: episodes start at the beginning, not at prefixes of good ones. Failures with reward 0 have no gradient.
     Sure of: the formula (third-party notes), not the constants.
     """
     return Recipe(
         advantage=ReturnToGo(gamma),
-        reward=AtEnd(Outcome()),
+        reward=PaidAtEnd(Outcome()),
         ratio=Importance(TURN, proximal=True),
-        gate=Taper(by=Outcome()).where(Agreeing(0.0, mismatch, TURN, mean=True)),
+        gate=ClipByOutcome(by=Outcome()).where(MismatchWithin(0.0, mismatch, TURN, mean=True)),
         aggregate=Sum(TRAJECTORY),
     )
 
 
 @declares(Kind.OBJECTIVE)
 def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
-    """DCPO (MemAct): when an agent rewrites its context, each stretch is trained under the context that was really visible.
+    """DCPO (MemAct): trains each segment between context rewrites under the context that was visible there.
 
     A = (R − mean)/(std + ε), one vote for each trajectory, on every token of each of its segments; every token alike
 
     Paper: Memory as Action: Autonomous Context Curation for Long-Horizon Agentic Tasks, arXiv 2510.12635.
-    Settings: at most ``segments`` of a trajectory are trained on, drawn by lot; None: all.
+    Settings: at most ``segments`` of a trajectory are trained on, at random; None: all.
     Deviation: a turn that restarts its context is read under that context by itself; the fact ``memory`` is only needed
     to draw segments. Penalties for limits and malformed calls are the environment's.
     Sure of: the mechanism (third-party notes), not the constants.
@@ -152,7 +166,7 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
         advantage=Standardise(),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
-        keep=FewSegments(segments),
+        keep=SampledSegments(segments),
     )
 
 
@@ -163,13 +177,13 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
 def archer(
     gamma: float = 0.9, baseline: bool = False, value_weight: float = 1.0, passes: int = 10, warm: int = 10
 ) -> Recipe:
-    """ArCHer: twin critics judge whole utterances; the tokens of an utterance follow its verdict.
+    """ArCHer: twin turn-level critics; the utterance advantage drives a token-level policy gradient.
 
     Q → r + γ V̄(s'), V → Q̄(s, a), bars: slow copies;  ∇J = mean over turns of (min Q − min V) Σₜ ∇ log π(yₜ)
 
     Paper: ArCHer: Training Language Model Agents via Hierarchical Multi-Turn RL, arXiv 2402.19446.
     Settings: gamma 0.9, target rate 0.1, critic lr 2e-5, 50 critic and 3 actor epochs (10 and 1 here), 20 iterations of warm-up
-    (10 here): without it the policy learns to end soon, the only thing young critics know of.
+    (10 here): without it the policy learns to end early, which is all an untrained critic predicts.
     Deviation: critics and policy learn on the same fresh turns: no replay; the slow copies are read once for each batch; the
     action judged is the one taken. With baseline the token's own value head is subtracted and learns the verdict.
     Sure of: the formula (official code).
@@ -177,34 +191,34 @@ def archer(
     return Recipe(
         advantage=Constant(1.0),
         ratio=OnPolicy(),
-        gate=Open() * Judged(baseline),
+        gate=NoGate() * UtteranceAdvantage(baseline),
         aggregate=Sum(TURN),
         penalties=(
-            Weighted(value_weight, UtteranceError(gamma), Mean(TURN)),
-            Weighted(baseline, BaselineError(), Mean(TOKEN)),
+            WeightedPenalty(value_weight, UtteranceCriticError(gamma), Mean(TURN)),
+            WeightedPenalty(baseline, TokenBaselineError(), Mean(TOKEN)),
         ),
         control=CriticsFirst(passes, warm),
     )
 
 
 def direct_advantage(beta: float = 0.1, least: float = 0.0, value_weight: float = 1.0) -> Recipe:
-    """DAPO (direct advantage): the log-ratio of a step to the reference is regressed to its scaled advantage.
+    """DAPO (direct advantage): regresses the step's log-ratio to the reference onto its scaled advantage.
 
     min E (A/β − Σₜ log π/π_ref)² over steps, A = V(after) − V(before), R − V at the end
 
     Paper: Improving Multi-Step Reasoning with Direct Advantage Policy Optimization, arXiv 2412.18279.
-    Settings: beta small; states whose advantages lie less than ``least`` apart are left out.
+    Settings: beta small; states whose advantages span less than ``least`` are left out.
     Deviation: a step is a turn; the critic learns along, by squared error to the outcome, instead of beforehand by
-    cross-entropy to success rates; the reference stays.
+    cross-entropy to success rates; the reference is fixed.
     Sure of: the quadratic loss (third-party summaries), not the constants.
     """
     return Recipe(
-        advantage=ValueRise(),
-        gate=Closed(),
+        advantage=TurnValueDifference(),
+        gate=ZeroGate(),
         aggregate=Mean(TURN),
-        keep=VariedStates(least),
+        keep=StatesWithSpread(least),
         penalties=(
-            Weighted(1.0, AdvantageError(beta)),
-            Weighted(value_weight, SquaredError(Outcome()), Mean(TOKEN), rows=All()),
+            WeightedPenalty(1.0, AdvantageRegressionError(beta)),
+            WeightedPenalty(value_weight, SquaredValueError(Outcome()), Mean(TOKEN), rows=AllTokens()),
         ),
     )

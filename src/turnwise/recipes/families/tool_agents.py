@@ -1,15 +1,15 @@
-"""Methods for agents: credit by when tools are called and by what a turn tells about the answer."""
+"""Tool-using agents: credit by the time of tool calls and by information gain about the answer."""
 
 from __future__ import annotations
 
-from turnwise.algebra.adaptive_clip import InformedClip
-from turnwise.algebra.advantage import InformationGain, OverSpread, Standardise
+from turnwise.algebra.adaptive_clip import InformationClip
+from turnwise.algebra.advantage import DivideByBatchStd, InformationGain, Standardise
 from turnwise.algebra.aggregate import Mean
-from turnwise.algebra.gate import Cap, Clip
-from turnwise.algebra.mask import Informative
+from turnwise.algebra.gate import CappedWeight, Clip
+from turnwise.algebra.mask import InformativeGroups
 from turnwise.algebra.ratio import Importance, PerToken
 from turnwise.core.levels import GROUP, TOKEN, TURN
-from turnwise.credit.trajectories import EarlyTools
+from turnwise.credit.trajectories import EarlyToolBonus
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.tasks.admission import Spread
@@ -19,7 +19,7 @@ KIND = Kind.CREDIT
 
 
 def aspo(delta: float = -2.0, k: float = 0.7, low: float = 0.2, high: float = 0.28) -> Recipe:
-    """ASPO (tools): successful episodes that call a tool earlier than their siblings get a little more credit.
+    """ASPO (tools): a bounded advantage bonus for successful episodes that call a tool earlier than their group.
 
     A ← A + clip(δ (p − mean p)/mean L, ±kA), p the token where the first call begins; on DAPO
 
@@ -29,7 +29,7 @@ def aspo(delta: float = -2.0, k: float = 0.7, low: float = 0.2, high: float = 0.
     Sure of: the formula (paper text and third-party notes).
     """
     return Recipe(
-        advantage=EarlyTools(Standardise(), delta, k),
+        advantage=EarlyToolBonus(Standardise(), delta, k),
         gate=Clip(low, high),
         aggregate=Mean(TOKEN),
         admission=Spread(),
@@ -37,7 +37,7 @@ def aspo(delta: float = -2.0, k: float = 0.7, low: float = 0.2, high: float = 0.
 
 
 def a2tgpo(alpha: float = 0.3, beta: float = 0.3, gamma: float = 1.0, low: float = 0.2, high: float = 0.2) -> Recipe:
-    """A2TGPO: how much a turn raises the gold answer's likelihood is credit for it, and widens its clip.
+    """A2TGPO: turn-level information gain about the gold answer as extra advantage, and as the width of the turn's clip.
 
     Aₖ = A + α Dₖ, Dₖ = 1/√(n−k) Σ_{j≥k} γ^{j−k} zⱼ;  turn ratio, clip 1 ± eps·(1 + β(2σ(zₖ) − 1))
 
@@ -49,27 +49,27 @@ def a2tgpo(alpha: float = 0.3, beta: float = 0.3, gamma: float = 1.0, low: float
     return Recipe(
         advantage=Standardise() + alpha * InformationGain(gamma),
         ratio=PerToken(Importance(TURN)),
-        gate=InformedClip(beta, low, high),
+        gate=InformationClip(beta, low, high),
         aggregate=Mean(TOKEN),
     )
 
 
 @declares(Kind.OBJECTIVE)
 def scale_rl(cap: float = 5.0, solved: float = 0.9) -> Recipe:
-    """ScaleRL: what survived 400k GPU hours of ablations: capped weights, task means, one scale, no dead groups.
+    """ScaleRL: capped importance weights, prompt-level means, batch-level std, zero-variance filtering, no solved tasks.
 
     ∇J = mean over tasks of token means of sg[min(ρ, cap)] A ∇ log π,  A = (R − mean)/std of the batch
 
     Paper: The Art of Scaling Reinforcement Learning Compute for LLMs, arXiv 2510.13786.
-    Settings: cap 5, tasks solved at 0.9 are not drawn again, 48 tasks of 16, staleness up to 8.
-    Deviation: no forced interruption of long thoughts; staleness is a setting of the run. Its curve fit is in
+    Settings: cap 5, tasks solved at 0.9 are not sampled again, 48 tasks of 16, staleness up to 8.
+    Deviation: no forced interruption of long reasoning; staleness is a setting of the run. Its curve fit is in
     `turnwise.maths.scaling`.
     Sure of: the recipe (paper text), batch and learning rate (recalled).
     """
     return Recipe(
-        advantage=OverSpread(Standardise(scale=False)),
-        gate=Cap(cap),
+        advantage=DivideByBatchStd(Standardise(scale=False)),
+        gate=CappedWeight(cap),
         aggregate=Mean(GROUP),
-        keep=Informative(),
+        keep=InformativeGroups(),
         sampler=Unsolved(solved),
     )

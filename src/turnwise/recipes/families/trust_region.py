@@ -1,22 +1,22 @@
-"""Methods that limit how far the policy moves: other ratios, other gates, other trust regions."""
+"""Trust regions: other importance ratios, clipping rules and limits on how far the policy moves."""
 
 from __future__ import annotations
 
-from turnwise.algebra.adaptive_clip import Around, Balanced, Growing
-from turnwise.algebra.advantage import OverSpread, Standardise
+from turnwise.algebra.adaptive_clip import BalancedClip, ProximalClip, WideningClip
+from turnwise.algebra.advantage import DivideByBatchStd, Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import LastTurnFirst, Passes
 from turnwise.algebra.fibration import Fibration
-from turnwise.algebra.gate import Cap, Clip, Open, Sigmoid, Taper, Toward
-from turnwise.algebra.gradient import ByEffectiveSamples, BySignalToNoise, OverClippingBias
-from turnwise.algebra.mask import BinaryKL, Predictable, TotalVariation
-from turnwise.algebra.penalty import KL, RatioVariance, Weighted
+from turnwise.algebra.gate import CappedWeight, Clip, ClipByOutcome, NoGate, RatioRegression, SigmoidGate
+from turnwise.algebra.gradient import DivideByClippingBias, ScaleByEffectiveSamples, ScaleBySignalToNoise
+from turnwise.algebra.mask import BinaryKL, SmallPredictedChange, TotalVariation
+from turnwise.algebra.penalty import KL, RatioVariance, WeightedPenalty
 from turnwise.algebra.ratio import Importance, PerToken, PrefixMinimum, PrefixProduct, Product
-from turnwise.algebra.value import Constant, FromMedian, Outcome
-from turnwise.algebra.weight import Dual, Staircase
+from turnwise.algebra.value import Constant, MedianCentred, Outcome
+from turnwise.algebra.weight import DualVariable, StepSchedule
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.core.signals import Signal
-from turnwise.credit.trajectories import LeastVariance
+from turnwise.credit.trajectories import MinimumVarianceBaseline
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 
@@ -24,7 +24,7 @@ KIND = Kind.OBJECTIVE
 
 
 def so_grpo(clip: float = 0.2, floor: float = 1.0) -> Recipe:
-    """SO-GRPO: GRPO with turn ratios, and the step shrinks by the size of what the clip took away.
+    """SO-GRPO: GRPO with turn-level ratios, and gradients divided by the norm of the clipped part (clipping bias).
 
     wᵏ = exp( mean over turn k of log ρ );  g = ∇J_clip / max(‖C‖, floor), C = ∇ of the clipped part
 
@@ -37,12 +37,12 @@ def so_grpo(clip: float = 0.2, floor: float = 1.0) -> Recipe:
         advantage=Standardise(),
         ratio=PerToken(Importance(TURN)),
         gate=Clip(clip, clip),
-        gradient=OverClippingBias(floor),
+        gradient=DivideByClippingBias(floor),
     )
 
 
 def minpro(low: float = 0.8, high: float = 1.28) -> Recipe:
-    """MinPRO: the prefix of a token counts as its least likely earlier token, so its ratio cannot explode.
+    """MinPRO: multiplies the token ratio by the minimum ratio of its prefix, a bounded proxy for the prefix product.
 
     wₜ = min_{i<t} ρᵢ · ρₜ;  ∇J = token mean of sg[clip(wₜ, low, high)] A ∇ log πₜ
 
@@ -50,12 +50,12 @@ def minpro(low: float = 0.8, high: float = 1.28) -> Recipe:
     Settings: rollouts delayed by two or more steps; bounds as CISPO or DAPO (the paper's were not found).
     Sure of: the formula (two third-party notes agree), the bounds (unknown).
     """
-    gate = Cap(high, low)
+    gate = CappedWeight(high, low)
     return Recipe(advantage=Standardise(), ratio=PrefixMinimum(), gate=gate, aggregate=Mean(TOKEN))
 
 
 def ctpo(low: float = 0.025, high: float = 0.05, dual: float = 0.05, power: float = 0.5) -> Recipe:
-    """CTPO: the true prefix product, in a window that widens along the text like a random walk.
+    """CTPO: cumulative prefix product as ratio, clipped in log space to a window that grows with the token index.
 
     ρ̂ₜ = Π_{i≤t} ρᵢ;  clip in log space to [−low·tᵖ, high·tᵖ], for A < 0 also at dual·tᵖ
 
@@ -63,32 +63,34 @@ def ctpo(low: float = 0.025, high: float = 0.05, dual: float = 0.05, power: floa
     Settings: low 0.025, high 0.05, dual 0.05, power 0.5.
     Sure of: the formula (official code).
     """
-    gate = Growing(low, high, dual, power)
+    gate = WideningClip(low, high, dual, power)
     return Recipe(advantage=Standardise(), ratio=PrefixProduct(), gate=gate, aggregate=Mean(TOKEN))
 
 
 def dppo_tv(low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Recipe:
-    """DPPO (total variation): tokens are masked by how far their *probability* moved, which is fair to rare ones.
+    """DPPO (total variation): masks tokens by the change of their *probability*, which does not penalise rare tokens.
 
     kept where A > 0 and p − p_μ ≤ high, or A ≤ 0 and p − p_μ ≥ −low;  ∇J = token mean of sg[min(ρ, cap)] A ∇ log π
 
     Paper: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
-    Settings: cap 20; the thresholds are the user's (0.15 here is ours).
+    Settings: cap 20; the thresholds are left to the user (0.15 is ours).
     Sure of: the formula (code in a public trainer), the thresholds (unconfirmed).
     """
-    return Recipe(advantage=Standardise(), gate=Cap(cap).where(TotalVariation(low, high)), aggregate=Mean(TOKEN))
+    return Recipe(
+        advantage=Standardise(), gate=CappedWeight(cap).where(TotalVariation(low, high)), aggregate=Mean(TOKEN)
+    )
 
 
 def dppo_kl(limit: float = 0.05, cap: float = 20.0) -> Recipe:
-    """DPPO (binary KL): tokens are masked by the KL of (p, 1 − p), unless they move back.
+    """DPPO (binary KL): masks tokens by the KL of (p, 1 − p), unless the update moves them back to the sampler.
 
     kept where KL((p_μ, 1−p_μ) ‖ (p, 1−p)) ≤ limit, or the move is toward p_μ
 
     Paper: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
-    Settings: cap 20; the threshold is the user's (0.05 here is ours).
+    Settings: cap 20; the threshold is left to the user (0.05 is ours).
     Sure of: the formula (code in a public trainer), the threshold (unconfirmed).
     """
-    return Recipe(advantage=Standardise(), gate=Cap(cap).where(BinaryKL(limit)), aggregate=Mean(TOKEN))
+    return Recipe(advantage=Standardise(), gate=CappedWeight(cap).where(BinaryKL(limit)), aggregate=Mean(TOKEN))
 
 
 def bapo(
@@ -102,7 +104,7 @@ def bapo(
     dual: float = 3.0,
     statistic: str = "gradient",
 ) -> Recipe:
-    """BAPO: before each step the clip window is widened until good tokens carry their share of the objective.
+    """BAPO: widens the clip window before each step until positive tokens carry a set share of the objective.
 
     while Σ_{A>0} e / Σ e < share: raise the upper bound, then the lower;  e = what a token contributes
 
@@ -111,30 +113,30 @@ def bapo(
     Deviation: statistic "gradient" by default; with the paper's "value" the lower bound cannot help and runs to its end.
     Sure of: the search (official code and paper text, which differ in order and statistic).
     """
-    gate = Balanced(share, low, high, low_end, high_end, low_step, high_step, dual, statistic)
+    gate = BalancedClip(share, low, high, low_end, high_end, low_step, high_step, dual, statistic)
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
 
 def topr(baseline: float = 0.0) -> Recipe:
-    """TOPR: good trajectories are imitated as they are, bad ones lose their weight as the policy leaves them.
+    """TOPR: no importance weight on good trajectories, a truncated (tapered) sequence ratio on bad ones.
 
     ∇J = mean of α (R − c) Σₜ ∇ log πₜ,  α = 1 where R ≥ 0, min(π(y)/μ(y), 1) where R < 0
 
     Paper: Tapered Off-Policy REINFORCE, arXiv 2503.14286.
     Settings: rewards ±1, n 16, no KL; an effective share of 10 to 20 % good ones works best.
-    Deviation: environments here pay 0 and 1, so nothing is tapered unless a reward is negative.
+    Deviation: environments here reward 0 and 1, so nothing is tapered unless a reward is negative.
     Sure of: the formula (paper text).
     """
     return Recipe(
         advantage=Outcome() - Constant(baseline),
         ratio=Product(TRAJECTORY),
-        gate=Taper(),
+        gate=ClipByOutcome(),
         aggregate=Sum(TRAJECTORY),
     )
 
 
 def sapo(pos: float = 1.0, neg: float = 1.05) -> Recipe:
-    """SAPO: a smooth gate instead of a clip; its gradient fades with the distance from 1, faster for bad answers.
+    """SAPO: a sigmoid gate instead of clipping; the gradient decays with |ρ − 1|, faster for negative advantages.
 
     J = 1/G Σᵢ 1/|yᵢ| Σₜ (4/τ) σ(τ(ρₜ − 1)) Aᵢ,  τ by the sign of A
 
@@ -142,11 +144,11 @@ def sapo(pos: float = 1.0, neg: float = 1.05) -> Recipe:
     Settings: pos 1.0, neg 1.05.
     Sure of: the formula (official, three public trainers agree).
     """
-    return Recipe(advantage=Standardise(), gate=Sigmoid(pos, neg))
+    return Recipe(advantage=Standardise(), gate=SigmoidGate(pos, neg))
 
 
 def fiberpo(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -> Recipe:
-    """FiberPO: the drift of a trajectory and the residual of each token have trust regions of their own.
+    """FiberPO: separate trust regions for the drift of a trajectory and for the residual of each token.
 
     G = W·F, W = exp(g(S⁺) − g(S⁻)), F the clipped residual;  J = mean of 1/T Σₜ Gₜ Aₜ; beyond its budget a drift pulls back
 
@@ -154,11 +156,11 @@ def fiberpo(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -> Recip
     Settings: budgets 0.12/0.05, eps 0.04 in an illustration; none tuned.
     Sure of: the formula (paper text; its Jacobian was checked by finite differences).
     """
-    return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps), gate=Open())
+    return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps), gate=NoGate())
 
 
 def fiberpo_domain(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -> Recipe:
-    """FiberPO-Domain: the drift is split into domain, group and trajectory, each gated by itself.
+    """FiberPO-Domain: splits the drift into domain, group and trajectory parts, each with its own gate.
 
     W = exp Σ± ±[ g(S_D) + g(S_g − S_D) + g(S_τ − S_g) ];  F as in FiberPO
 
@@ -166,11 +168,11 @@ def fiberpo_domain(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -
     Settings: none published. A domain here is an environment at one difficulty.
     Sure of: the formula (paper text).
     """
-    return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps, domains=True), gate=Open())
+    return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps, domains=True), gate=NoGate())
 
 
 def r2vpo(weight: float = 0.04, target: float = 0.02, rate: float = 0.01) -> Recipe:
-    """R2VPO: no clip; the variance of the ratio has a price that rises while it is too large.
+    """R2VPO: no clipping; penalises the variance of the ratio with a Lagrange multiplier.
 
     J = token mean of ρA − λ(ρ − 1)²;  λ ← max(0, λ + rate (mean (ρ − 1)² − target))
 
@@ -180,14 +182,14 @@ def r2vpo(weight: float = 0.04, target: float = 0.02, rate: float = 0.01) -> Rec
     """
     return Recipe(
         advantage=Standardise(),
-        gate=Open(),
+        gate=NoGate(),
         aggregate=Mean(TOKEN),
-        penalties=(Weighted(Dual(weight, target, rate), RatioVariance()),),
+        penalties=(WeightedPenalty(DualVariable(weight, target, rate), RatioVariance()),),
     )
 
 
 def gbpo(low: float = 0.3, high: float = 0.3, softness: float = 1e-4) -> Recipe:
-    """GBPO: the ratio is regressed onto a bounded target chosen by whether the reward beats the group's median.
+    """GBPO: regresses the ratio onto a bounded target by whether the return exceeds the group median.
 
     ρ* = 1 − low + (low + high) σ(((R − median)/(std + ε))/softness);  L = token mean of |ρ − ρ*| |A|
 
@@ -195,12 +197,12 @@ def gbpo(low: float = 0.3, high: float = 0.3, softness: float = 1e-4) -> Recipe:
     Settings: bounds 0.3, softness 1e-4 recommended (1.0 in its config), 5 to 10 epochs per batch.
     Sure of: the formula (official code).
     """
-    gate = Toward(FromMedian(), softness, low, high)
+    gate = RatioRegression(MedianCentred(), softness, low, high)
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
 
 def vcpo(cap: float = 8.0, base: float = 1.0) -> Recipe:
-    """VCPO: the baseline of least variance under the trajectories' weights, and a step that shrinks with their number.
+    """VCPO: minimum-variance off-policy baseline, and a learning rate scaled by the effective sample size.
 
     b* = Σ w²n²R / Σ w²n²;  g = mean of min(w, cap) (R − b*)/std · 1/|y| Σ ∇ log π;  lr ← lr √min(1, (ESS/B)/base)
 
@@ -210,15 +212,15 @@ def vcpo(cap: float = 8.0, base: float = 1.0) -> Recipe:
     Sure of: the formula (official code; the paper's w² is used once, the code's twice).
     """
     return Recipe(
-        advantage=LeastVariance(offpolicy=True, scale=True),
+        advantage=MinimumVarianceBaseline(offpolicy=True, scale=True),
         ratio=Product(TRAJECTORY),
-        gate=Cap(cap),
-        gradient=ByEffectiveSamples(base),
+        gate=CappedWeight(cap),
+        gradient=ScaleByEffectiveSamples(base),
     )
 
 
 def oblr_po(clip: float = 0.2, shares: int = 4) -> Recipe:
-    """OBLR-PO: the baseline of least variance, and a learning rate by the gradient's signal to noise.
+    """OBLR-PO: minimum-variance baseline, and a learning rate scaled by the signal-to-noise ratio of the gradient.
 
     b* = Σ n²R / Σ n², n = ‖∇ log π(y)‖;  lr ← lr |g|²/(|g|² + Var)
 
@@ -228,15 +230,15 @@ def oblr_po(clip: float = 0.2, shares: int = 4) -> Recipe:
     Sure of: the baseline (paper text), the learning-rate estimator (reconstructed).
     """
     return Recipe(
-        advantage=LeastVariance(),
+        advantage=MinimumVarianceBaseline(),
         gate=Clip(clip, clip),
         aggregate=Sum(TRAJECTORY),
-        gradient=BySignalToNoise(shares),
+        gradient=ScaleBySignalToNoise(shares),
     )
 
 
 def remix(clip: float = 0.2, weight: float = 1e-3, begin: int = 50) -> Recipe:
-    """ReMix: older data, more passes; the window is centred where the batch began, the KL moves from base to previous policy.
+    """ReMix: several passes over older data; clips around the policy at batch start, KL moves from base to previous policy.
 
     clip(ρ, c ± eps), c = sg[π_k/μ];  λₜ KL(π‖base) + (1 − λₜ) KL(π‖π_{k−1}),  λₜ = max(1 − 0.1⌈(t − 50)₊/10⌉, 0.5)
 
@@ -248,18 +250,18 @@ def remix(clip: float = 0.2, weight: float = 1e-3, begin: int = 50) -> Recipe:
     old = KL("k2", to=Signal.PREVIOUS)
     return Recipe(
         advantage=Standardise(),
-        gate=Around(clip),
+        gate=ProximalClip(clip),
         aggregate=Mean(TOKEN),
         penalties=(
-            Weighted(Staircase(weight, begin), KL("k2")),
-            Weighted(Staircase(weight, begin, rest=True), old),
+            WeightedPenalty(StepSchedule(weight, begin), KL("k2")),
+            WeightedPenalty(StepSchedule(weight, begin, complement=True), old),
         ),
         control=Passes(epochs=2),
     )
 
 
 def capo(objective: float = 5.0, policy: float = 5.0, clip: float = 0.2) -> Recipe:
-    """CAPO (curvature): tokens whose coming step would change objective or policy too much are left out.
+    """CAPO (curvature): masks tokens whose predicted second-order change of objective or policy is too large.
 
     kept where |m_H| < objective and m_F < policy: second-order predictions from the last layer and the optimiser's state
 
@@ -269,11 +271,11 @@ def capo(objective: float = 5.0, policy: float = 5.0, clip: float = 0.2) -> Reci
     whole vocabulary instead of its top 50; the learner's own second moments, held above their mean, instead of shadow ones.
     Sure of: the formula (official code).
     """
-    return Recipe(advantage=Standardise(), gate=Clip(clip, clip), keep=Predictable(objective, policy))
+    return Recipe(advantage=Standardise(), gate=Clip(clip, clip), keep=SmallPredictedChange(objective, policy))
 
 
 def see_upo(clip: float = 0.2, beta: float = 0.002, turns: int = 10) -> Recipe:
-    """SeeUPO: turns are virtual agents that update one after another, last turn first; no critic, no group std.
+    """SeeUPO: updates the turns one after another, last turn first, with turn-level ratios; no critic, no group std.
 
     for k = K … 1: J_k = mean of min(s_k M_k, clip(s_k)M_k) over turn k only;  M_{k−1} = M_k · π_new(k)/π_old(k)
 
@@ -283,9 +285,9 @@ def see_upo(clip: float = 0.2, beta: float = 0.002, turns: int = 10) -> Recipe:
     Sure of: order and normalisation (third-party notes agree), length normalisation (unverified).
     """
     return Recipe(
-        advantage=OverSpread(Standardise(scale=False)),
+        advantage=DivideByBatchStd(Standardise(scale=False)),
         ratio=Importance(TURN),
         gate=Clip(clip, clip),
-        penalties=(Weighted(beta, KL("k3")),),
+        penalties=(WeightedPenalty(beta, KL("k3")),),
         control=LastTurnFirst(turns),
     )

@@ -1,6 +1,6 @@
-"""How the worker gives up its powers: mounts, namespaces, identity, capabilities, resource limits.
+"""Drops the worker's privileges: mounts, namespaces, user, capabilities, resource limits.
 
-Runs before any untrusted code and is not undone. Knows the kernel; does not know what will run afterwards.
+Runs before any untrusted code and cannot be undone. Knows the kernel; does not know what will run afterwards.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ def unshare(flags: int) -> None:
     _check(libc.unshare(flags), "unshare")
 
 
-def enter_pids(namespace: int) -> None:
-    """Children forked from now on are born in this process namespace."""
+def enter_pid_namespace(namespace: int) -> None:
+    """Create later children in this PID namespace."""
     _check(libc.setns(namespace, NEWPID), "setns")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    coded = kind.encode() if kind else None
-    _check(libc.mount(source.encode(), target.encode(), coded, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
+    filesystem = kind.encode() if kind else None
+    _check(
+        libc.mount(source.encode(), target.encode(), filesystem, ctypes.c_ulong(flags), data.encode()),
+        f"mount {target}",
+    )
 
 
 def die_with_parent() -> None:
@@ -50,8 +53,8 @@ def die_with_parent() -> None:
 
 
 def build_root(trees: Sequence[str], links: Sequence[tuple[str, str]]) -> None:
-    """A root holding only these trees, read-only, four devices and an empty scratch directory; then move into it."""
-    base = SCRATCH  # whatever was there disappears under the new root
+    """Build a root with only these read-only trees, four devices and an empty scratch directory; pivot into it."""
+    base = SCRATCH  # the mount hides whatever was there
     mount("none", "/", None, REC | PRIVATE)
     mount("tmpfs", base, "tmpfs", NOSUID | NODEV, "size=1m,mode=0755")
     for path in trees:
@@ -67,7 +70,7 @@ def build_root(trees: Sequence[str], links: Sequence[tuple[str, str]]) -> None:
     _check(libc.syscall({0: 155, 1: 41}[seccomp.MACHINES[os.uname().machine][0]], b".", b"."), "pivot_root")
     _check(libc.umount2(b".", DETACH), "umount")
     os.chdir("/")
-    # a single mount cannot be left writable by accident: the root itself is the last to be closed
+    # remount the root read-only last, so that no mount stays writable by accident
     mount("none", "/", None, REMOUNT | BIND | READ_ONLY | NOSUID | NODEV)
 
 
@@ -81,19 +84,19 @@ def _bind(source: str, target: str, flags: int) -> None:
     mount("none", target, None, REMOUNT | BIND | flags)
 
 
-def own_scratch(size: int) -> None:
-    """A scratch directory that only this session sees and that vanishes with it; /proc is covered."""
+def mount_private_scratch(size: int) -> None:
+    """Mount a scratch directory that only this session sees and that ends with it; hide /proc."""
     unshare(NEWNS | NEWIPC)
     mount("none", "/", None, REC | PRIVATE)
     mount("tmpfs", SCRATCH, "tmpfs", NOSUID | NODEV, f"size={size},nr_inodes=4096,mode=0777")
     mount("tmpfs", "/proc", "tmpfs", NOSUID | NODEV | READ_ONLY, "size=4k,mode=0555")
 
 
-# ----------------------------------------------------------- who and how much
+# ------------------------------------------------------------ user and limits
 
 
-def become_nobody(uid: int) -> bool:
-    """Another user, if we are root and may. One of its own, so that the process limit counts this session alone."""
+def drop_user(uid: int) -> bool:
+    """Switch from root to user ``uid``, which no other session has: the process limit then counts this session alone."""
     if os.getuid() != 0:
         return False
     for number in (uid, 65534):
@@ -109,14 +112,16 @@ def become_nobody(uid: int) -> bool:
 
 def drop_capabilities() -> None:
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    nothing = (ctypes.c_uint32 * 6)()
-    _check(libc.capset(header, nothing), "capset")
+    empty_sets = (ctypes.c_uint32 * 6)()
+    _check(libc.capset(header, empty_sets), "capset")
 
 
-def limit(limits: dict[str, Any]) -> None:
-    """Everything but the number of processes, whose meaning depends on the user (``limit_processes``)."""
+def limit_resources(limits: dict[str, Any]) -> None:
+    """Set all limits but that of processes, which counts per user (``limit_processes``)."""
     cpu = limits["cpu_seconds"]
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))  # the hard one kills whoever ignores the soft one's signal
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (cpu, cpu + 1)
+    )  # the hard limit kills a process that ignores the soft limit's signal
     for which, amount in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_FSIZE, limits["scratch_bytes"]),
@@ -136,36 +141,36 @@ def limit_processes(count: int) -> None:
 
 
 def threads_of_user() -> int:
-    """How many threads this user runs already: a shared user's process limit has to start from there."""
+    """The number of threads this user already runs: the process limit of a shared user must include them."""
     total = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             if os.stat(f"/proc/{name}").st_uid == os.getuid():
                 total += len(os.listdir(f"/proc/{name}/task"))
         except OSError:
-            continue  # gone meanwhile
+            continue  # it has ended meanwhile
     return total
 
 
-def confine(orders: dict[str, Any], uid: int, scratch: str) -> None:
-    """All of it, for one session, in the only order that works: mounts need the powers dropped next."""
-    limits = orders["limits"]
-    if orders["namespaces"]:
-        own_scratch(limits["scratch_bytes"])
-    limit(limits)
-    changed = orders["change_user"] and become_nobody(uid)
-    if orders["namespaces"] and not changed:
-        unshare(NEWUSER)  # processes are counted per user *and* user namespace
-    if orders["namespaces"] or changed:
+def confine(config: dict[str, Any], uid: int, scratch: str) -> None:
+    """Apply all of it to one session. The order matters: mounts need the privileges that are dropped next."""
+    limits = config["limits"]
+    if config["namespaces"]:
+        mount_private_scratch(limits["scratch_bytes"])
+    limit_resources(limits)
+    changed_user = config["change_user"] and drop_user(uid)
+    if config["namespaces"] and not changed_user:
+        unshare(NEWUSER)  # the kernel counts processes per user *and* user namespace
+    if config["namespaces"] or changed_user:
         limit_processes(limits["processes"])
-    elif not orders["seccomp"]:
-        limit_processes(orders["busy"] + limits["processes"])
-    if not orders["namespaces"]:
-        die_with_parent()  # after the change of user, which clears it
-    if orders["seccomp"]:
+    elif not config["seccomp"]:
+        limit_processes(config["busy"] + limits["processes"])
+    if not config["namespaces"]:
+        die_with_parent()  # after the change of user, which clears the setting
+    if config["seccomp"]:
         drop_capabilities()
-    if orders["landlock"]:
-        landlock.apply([*orders["trees"], *DEVICES], [scratch, os.devnull])
-    if orders["seccomp"]:
-        forks = orders["namespaces"] and limits["processes"] > 1
-        seccomp.apply(forks=forks, own_processes=orders["namespaces"])
+    if config["landlock"]:
+        landlock.apply([*config["trees"], *DEVICES], [scratch, os.devnull])
+    if config["seccomp"]:
+        forks = config["namespaces"] and limits["processes"] > 1
+        seccomp.apply(forks=forks, private_pids=config["namespaces"])

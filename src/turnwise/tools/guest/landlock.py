@@ -1,4 +1,4 @@
-"""Landlock: a process gives up, for good, every file it is not about to need. Knows kernel structures, not sessions."""
+"""Landlock: restricts a process permanently to the files it needs. Knows kernel structures, not sessions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import stat
 import struct
 from collections.abc import Iterable
 
-CREATE, ADD, RESTRICT = 444, 445, 446  # the same numbers on every machine
+CREATE, ADD, RESTRICT = 444, 445, 446  # system-call numbers, equal on all architectures
 READ_FILE, READ_DIR, EXECUTE, WRITE_FILE, TRUNCATE, IOCTL = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14, 1 << 15
-RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}  # by version
+RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}  # by ABI version
 PR_SET_NO_NEW_PRIVS = 38
 
 
@@ -19,12 +19,12 @@ def _libc() -> ctypes.CDLL:
 
 
 def version() -> int:
-    """Of the kernel's Landlock; 0 when it has none."""
+    """The ABI version of the kernel's Landlock; 0 without Landlock."""
     return max(0, _libc().syscall(CREATE, None, ctypes.c_size_t(0), 1))
 
 
 def apply(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """From now on only these trees can be opened; no TCP; no signal or abstract socket to the outside, where known."""
+    """Allow only these trees to be opened; deny TCP and, where the kernel can, signals and abstract sockets outward."""
     libc, abi = _libc(), version()
     rights = RIGHTS[min(abi, 5)]
     attributes = struct.pack("QQQ", rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
@@ -45,7 +45,7 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:
     try:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # not there, so nothing to allow
+        return  # it does not exist: nothing to allow
     if not stat.S_ISDIR(os.fstat(handle).st_mode):
         rights &= READ_FILE | EXECUTE | WRITE_FILE | TRUNCATE | IOCTL
     if libc.syscall(ADD, ruleset, 1, struct.pack("=Qi", rights & RIGHTS[min(version(), 5)], handle), 0):

@@ -1,7 +1,7 @@
-"""One session's interpreter: reads frames of source, answers frames of text, keeps names in between.
+"""One session's REPL: reads frames of source, replies with frames of text, keeps names between calls.
 
-Knows nothing of how it is confined or who asks. A frame is four bytes of length and a JSON object; the channel is a
-descriptor of its own, so whatever the code prints can never be taken for an answer.
+Does not know how it is confined or who the client is. A frame is a 4-byte length and a JSON object; the channel is a
+separate descriptor, so nothing the code prints can be mistaken for a reply.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import traceback
 from typing import Any
 
-# bound now, because the code may replace what the modules hold
+# bound at import, because the untrusted code may replace attributes of these modules
 _dumps, _loads, _pack, _unpack = json.dumps, json.loads, struct.pack, struct.unpack
 _parse, _compile, _Expression, _Expr = ast.parse, compile, ast.Expression, ast.Expr
 _format, _read, _fstat, _truncate, _exec, _eval = (
@@ -26,13 +26,13 @@ NAME = "<python>"
 
 
 class Capture(io.TextIOBase):
-    """Standard output: keeps the beginning, counts the rest."""
+    """Standard output: keeps the first ``limit`` characters and notes whether more was written."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._parts: list[str] = []
         self._kept = 0
-        self.lost = False
+        self.truncated = False
 
     def writable(self) -> bool:
         return True
@@ -44,17 +44,17 @@ class Capture(io.TextIOBase):
         if text:
             self._parts.append(text[:room])
             self._kept += min(len(text), room)
-            self.lost = self.lost or len(text) > room
+            self.truncated = self.truncated or len(text) > room
         return len(text)
 
     def take(self) -> tuple[str, bool]:
-        text, lost = "".join(self._parts), self.lost
-        self._parts, self._kept, self.lost = [], 0, False
-        return text, lost
+        text, truncated = "".join(self._parts), self.truncated
+        self._parts, self._kept, self.truncated = [], 0, False
+        return text, truncated
 
 
 def run(code: str, names: dict[str, Any], out: Capture) -> bool:
-    """Execute like a REPL: the value of a last bare expression is shown. True when nothing was raised."""
+    """Execute like a REPL: write the value of a final expression statement. True when nothing was raised."""
     try:
         tree = _parse(code, NAME)
         last = tree.body[-1] if tree.body else None
@@ -67,13 +67,13 @@ def run(code: str, names: dict[str, Any], out: Capture) -> bool:
                 names["_"] = value
                 out.write(repr(value) + "\n")
         return True
-    except BaseException as error:  # SystemExit and KeyboardInterrupt are the code's too
+    except BaseException as error:  # including the code's own SystemExit and KeyboardInterrupt
         out.write(_last_line(error) + "\n")
         return False
 
 
 def _last_line(error: BaseException) -> str:
-    """Just ``NameError: name 'x' is not defined``: small models read this."""
+    """Only ``NameError: name 'x' is not defined``, without a traceback: small models read this."""
     try:
         error.__traceback__ = error.__cause__ = error.__context__ = None
         lines = _format(type(error), error)
@@ -83,15 +83,15 @@ def _last_line(error: BaseException) -> str:
         return type(error).__name__
 
 
-def clip(text: str, limit: int, lost: bool) -> str:
+def clip(text: str, limit: int, truncated: bool) -> str:
     data = text.encode("utf-8", "backslashreplace")
-    if len(data) <= limit and not lost:
+    if len(data) <= limit and not truncated:
         return data.decode()
     return data[:limit].decode("utf-8", "ignore") + f"\n[output cut at {limit} bytes]"
 
 
 def _raw_output(spool: int, limit: int) -> tuple[str, bool]:
-    """What was written to descriptors 1 and 2 directly, by child processes for instance."""
+    """What was written to descriptors 1 and 2 directly, for instance by child processes."""
     try:
         size = _fstat(spool).st_size
         if not size:
@@ -99,7 +99,7 @@ def _raw_output(spool: int, limit: int) -> tuple[str, bool]:
         data = _read(spool, limit, 0)
         _truncate(spool, 0)
         return data.decode("utf-8", "replace"), size > limit
-    except OSError:  # the code closed it: its own loss
+    except OSError:  # the code closed the descriptor
         return "", False
 
 
@@ -108,18 +108,18 @@ def _receive(channel: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = channel.recv(size - len(data))
         if not part:
-            os._exit(0)  # the host is gone or done with us
+            os._exit(0)  # the host closed the channel
         data += part
     return data
 
 
-def send(channel: socket.socket, answer: dict[str, Any]) -> None:
-    data = _dumps(answer).encode()
+def send(channel: socket.socket, message: dict[str, Any]) -> None:
+    data = _dumps(message).encode()
     channel.sendall(_pack(">I", len(data)) + data)
 
 
 def serve(channel: socket.socket, spool: int, limit: int) -> None:
-    """Answer until the host hangs up."""
+    """Serve requests until the host closes the channel."""
     out = Capture(limit)
     sys.stdout = sys.stderr = out
     main = type(sys)("__main__")
@@ -129,7 +129,7 @@ def serve(channel: socket.socket, spool: int, limit: int) -> None:
     while True:
         request = _loads(_receive(channel, _unpack(">I", _receive(channel, 4))[0]))
         ok = run(request["code"], names, out)
-        text, lost = out.take()
-        raw, raw_lost = _raw_output(spool, limit)
-        text = clip(text + raw, limit, lost or raw_lost)
+        text, truncated = out.take()
+        raw, raw_truncated = _raw_output(spool, limit)
+        text = clip(text + raw, limit, truncated or raw_truncated)
         send(channel, {"id": request["id"], "ok": ok, "output": text.rstrip("\n")})

@@ -1,7 +1,7 @@
-"""The system calls untrusted code may not make, as a BPF program for this very process.
+"""The system calls denied to untrusted code, as a seccomp BPF filter for this process.
 
-A deny list over what the kernel offered when it was written; any newer number is answered "no such call", so a future
-kernel cannot widen it. Knows system-call numbers and nothing about files, limits or Python sessions.
+A deny list over the calls known when it was written; newer call numbers return ENOSYS, so a future kernel cannot widen
+what is allowed. Knows system-call numbers and nothing about files, limits or Python sessions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import platform
 import struct
 from collections.abc import Iterable
 
-# name: number on x86_64, number on aarch64 (None: that machine has no such call)
-REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # looking into or steering other processes
+# name: number on x86_64, number on aarch64 (None: that architecture lacks the call)
+DENIED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
+    # inspecting or controlling other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "move_pages": (279, 239), "migrate_pages": (256, 238), "process_madvise": (440, 440),
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
@@ -24,9 +24,9 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "move_mount": (429, 429), "open_tree": (428, 428), "fsopen": (430, 430),
     "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    # sockets of any family (a socket *pair* stays: asyncio needs it and it reaches nobody)
+    # sockets of any family (socketpair stays allowed: asyncio needs it and it connects to nothing outside)
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
-    # wide kernel surfaces
+    # large kernel attack surfaces
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "keyctl": (250, 219), "add_key": (248, 217),
     "request_key": (249, 218), "fanotify_init": (300, 262), "open_by_handle_at": (304, 265),
@@ -34,13 +34,13 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     # memory outside the address-space limit, or shared with other sessions
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180),
-    # Landlock does not govern these, and without a user of our own they would reach the host user's files
+    # Landlock does not cover these, and without a separate user they would affect the host user's files
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
     "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
     "utimensat": (280, 88), "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
     "mknod": (133, None), "mknodat": (259, 33),
-    # the machine
+    # the whole machine
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
     "kexec_file_load": (320, 294), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225),
     "acct": (163, 89), "quotactl": (179, 60), "quotactl_fd": (443, 443), "syslog": (103, 116),
@@ -56,7 +56,7 @@ SIGNALS: dict[str, tuple[int | None, int | None]] = {
 PIDFDS: dict[str, tuple[int | None, int | None]] = {"pidfd_open": (434, 434), "pidfd_send_signal": (424, 424)}
 CLONE, CLONE3, PRLIMIT, PRCTL = (56, 220), (435, 435), (302, 261), (157, 167)
 FCNTL, IOCTL = (72, 25), (16, 29)
-NEWEST = 462  # a higher number is younger than this list
+NEWEST_SYSCALL = 462  # higher numbers were added after this list was written
 
 NEW_NAMESPACE, THREAD = 0x7E020000, 0x10000
 F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
@@ -73,12 +73,12 @@ def supported() -> bool:
     return platform.machine() in MACHINES
 
 
-def _refuse(number: int, error: int = errno.EPERM) -> list[Instruction]:
+def _deny(number: int, error: int = errno.EPERM) -> list[Instruction]:
     return [(EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | error)]
 
 
 def _by_argument(number: int, index: int, tests: list[tuple[int, int, int]], otherwise: int) -> list[Instruction]:
-    """For one call: the first test ``(code, constant, verdict)`` that holds on the low word of an argument decides."""
+    """Filter one call by an argument: the first test ``(code, constant, verdict)`` that holds on its low word decides."""
     body: list[Instruction] = [(LOAD, 0, 0, 16 + 8 * index)]
     for code, constant, verdict in tests:
         body += [(code, 0, 1, constant), (RETURN, 0, 0, verdict)]
@@ -90,30 +90,32 @@ def _numbers(table: dict[str, tuple[int | None, int | None]], column: int) -> It
     return (number for row in table.values() if (number := row[column]) is not None)
 
 
-def program(*, forks: bool, own_processes: bool) -> list[Instruction]:
-    """``forks``: new processes are allowed. ``own_processes``: we see only our own, so signals need no check."""
+def program(*, forks: bool, private_pids: bool) -> list[Instruction]:
+    """``forks``: allow new processes. ``private_pids``: in a PID namespace, where signals need no check."""
     column, arch = MACHINES[platform.machine()]
     deny = ERRNO | errno.EPERM
     out: list[Instruction] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    out += [(GREATER, 0, 1, NEWEST), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
-    out += _refuse(CLONE3[column], errno.ENOSYS)  # its flags lie in memory, unreadable here: libc falls back to clone
-    for number in _numbers(REFUSED, column):
-        out += _refuse(number)
+    out += [(GREATER, 0, 1, NEWEST_SYSCALL), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
+    out += _deny(
+        CLONE3[column], errno.ENOSYS
+    )  # a filter cannot read its flags, which are in memory: libc falls back to clone
+    for number in _numbers(DENIED_SYSCALLS, column):
+        out += _deny(number)
     clone = [(ANY_BIT, NEW_NAMESPACE, deny)] + ([] if forks else [(ANY_BIT, THREAD, ALLOW)])
     out += _by_argument(CLONE[column], 0, clone, ALLOW if forks else deny)
     out += _by_argument(PRLIMIT[column], 0, [(EQUAL, 0, ALLOW), (EQUAL, os.getpid(), ALLOW)], deny)
     out += _by_argument(PRCTL[column], 0, [(EQUAL, PR_SET_PDEATHSIG, deny)], ALLOW)
-    # a descriptor's owner can be made any process, which then gets signals from it
+    # these calls make another process receive signals from a descriptor
     out += _by_argument(FCNTL[column], 1, [(EQUAL, cmd, deny) for cmd in (F_SETOWN, F_SETSIG, F_SETOWN_EX)], ALLOW)
     out += _by_argument(IOCTL[column], 1, [(EQUAL, cmd, deny) for cmd in (FIOSETOWN, SIOCSPGRP)], ALLOW)
     if not forks:
         for number in _numbers(FORKS, column):
-            out += _refuse(number)
-    if not own_processes:
+            out += _deny(number)
+    if not private_pids:
         for number in _numbers(SIGNALS, column):
             out += _by_argument(number, 0, [(EQUAL, os.getpid(), ALLOW)], deny)
         for number in _numbers(PIDFDS, column):
-            out += _refuse(number)
+            out += _deny(number)
     return [*out, (RETURN, 0, 0, ALLOW)]
 
 
@@ -121,9 +123,9 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def apply(*, forks: bool, own_processes: bool) -> None:
-    """Put the filter on this process, for good."""
-    code = program(forks=forks, own_processes=own_processes)
+def apply(*, forks: bool, private_pids: bool) -> None:
+    """Install the filter on this process permanently."""
+    code = program(forks=forks, private_pids=private_pids)
     packed = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
     libc = ctypes.CDLL(None, use_errno=True)
     filters = _Program(len(code), packed)

@@ -1,7 +1,7 @@
-"""The parent of all sessions inside the isolation: forks one confined child per session, and buries it.
+"""The parent process of all sessions inside the isolation: forks one confined child per session, and reaps it.
 
-Never runs untrusted code. It is the first process of its namespace where there is one, so that its end is everybody's
-end; it ends when the host's side of its control socket closes, however the host died.
+Never runs untrusted code. Where there is a PID namespace it is process 1 of it, so the kernel ends all others with it.
+It exits when the host's end of its control socket closes, however the host ended.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from turnwise.tools.guest import confine, landlock, repl
 
 PRELOAD = ("collections", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "math", "operator",
            "random", "re", "statistics", "string", "textwrap", "typing")  # fmt: skip
-GRACE = 0.1  # seconds a session that hung up is given to finish dying by itself
+GRACE = 0.1  # seconds a session that closed its channel has to exit by itself
 
 
 class Zygote:
-    """Holds the children by session id."""
+    """The child processes by session id, and the loop that serves the host's requests."""
 
-    def __init__(self, control: socket.socket, orders: dict[str, Any]) -> None:
+    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
         self.control = control
-        self.orders = orders
+        self.config = config
         self.children: dict[int, int] = {}
-        self.pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if orders["namespaces"] else -1
-        self.base = confine.SCRATCH if orders["namespaces"] else tempfile.mkdtemp(prefix="turnwise-")
-        if not orders["namespaces"]:
-            os.chmod(self.base, 0o711)  # a session's user must pass through, and see no neighbour
+        self.pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if config["namespaces"] else -1
+        self.base = confine.SCRATCH if config["namespaces"] else tempfile.mkdtemp(prefix="turnwise-")
+        if not config["namespaces"]:
+            os.chmod(self.base, 0o711)  # a session's user may traverse it but not list it
 
     def serve(self) -> None:
         while True:
@@ -48,42 +48,42 @@ class Zygote:
                 self.end(message)
         self.close()
 
-    # ---- birth
+    # ---- start
     def spawn(self, session: int, handle: int) -> None:
         try:
-            if self.orders["namespaces"]:
+            if self.config["namespaces"]:
                 confine.unshare(confine.NEWPID)
             pid = os.fork()
             if pid == 0:
                 self._child(session, handle)
             self.children[session] = pid
         except OSError:
-            pass  # the host reads the end of the channel and asks again
+            pass  # the host sees the channel close and tries again
         finally:
             os.close(handle)
-            if self.orders["namespaces"]:
-                confine.enter_pids(self.pids)
+            if self.config["namespaces"]:
+                confine.enter_pid_namespace(self.pids)
 
     def _child(self, session: int, handle: int) -> None:
-        """Confine this process and serve; never returns."""
+        """Confine this process and run the REPL; never returns."""
         try:
             signal.set_wakeup_fd(-1)
             os.setsid()
             channel = socket.socket(fileno=_isolate_descriptor(handle))
             scratch = self._scratch(session)
-            uid = self.orders["first_uid"] + session % 1024
-            if not self.orders["namespaces"]:
+            uid = self.config["first_uid"] + session % 1024
+            if not self.config["namespaces"]:
                 os.mkdir(scratch, 0o700)
-                if os.getuid() == 0 and self.orders["change_user"]:
-                    _give(scratch, uid)
-            confine.confine(self.orders, uid, scratch)
+                if os.getuid() == 0 and self.config["change_user"]:
+                    _make_accessible(scratch, uid)
+            confine.confine(self.config, uid, scratch)
             os.chdir(scratch)
             os.environ.update(HOME=scratch, TMPDIR=scratch)
             spool = os.open(".output", os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
             os.unlink(".output")
             os.dup2(spool, 1)
             os.dup2(spool, 2)
-            repl.serve(channel, spool, self.orders["limits"]["output_bytes"])
+            repl.serve(channel, spool, self.config["limits"]["output_bytes"])
         except BaseException as error:
             with contextlib.suppress(OSError):
                 repl.send(channel, {"fault": f"{type(error).__name__}: {error}"})
@@ -91,58 +91,58 @@ class Zygote:
             os._exit(70)
 
     def _scratch(self, session: int) -> str:
-        return self.base if self.orders["namespaces"] else os.path.join(self.base, str(session))
+        return self.base if self.config["namespaces"] else os.path.join(self.base, str(session))
 
-    # ---- death
+    # ---- end
     def end(self, message: dict[str, Any]) -> None:
         session = message["end"]
-        status, cpu = self._bury(session, GRACE if message["grace"] else 0.0)
+        status, cpu = self._reap(session, GRACE if message["grace"] else 0.0)
         if message["answer"]:
             self.control.send(json.dumps({"ended": session, "status": status, "cpu": cpu}).encode())
 
-    def _bury(self, session: int, grace: float) -> tuple[int | None, float]:
-        """Exit code (None: it had to be killed) and CPU seconds. All that the session started is dead afterwards."""
+    def _reap(self, session: int, grace: float) -> tuple[int | None, float]:
+        """Exit code (None: we killed it) and CPU seconds. All processes of the session have ended afterwards."""
         pid = self.children.pop(session, None)
         if pid is None:
             return 0, 0.0
         deadline = time.monotonic() + grace
-        found, status, usage = os.wait4(pid, os.WNOHANG)
-        while not found and time.monotonic() < deadline:
+        exited, status, usage = os.wait4(pid, os.WNOHANG)
+        while not exited and time.monotonic() < deadline:
             time.sleep(0.001)
-            found, status, usage = os.wait4(pid, os.WNOHANG)
+            exited, status, usage = os.wait4(pid, os.WNOHANG)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-        if not found:
+        if not exited:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             usage = os.wait4(pid, 0)[2]
-        if not self.orders["namespaces"]:
+        if not self.config["namespaces"]:
             shutil.rmtree(self._scratch(session), ignore_errors=True)
-        return (os.waitstatus_to_exitcode(status) if found else None), usage.ru_utime + usage.ru_stime
+        return (os.waitstatus_to_exitcode(status) if exited else None), usage.ru_utime + usage.ru_stime
 
     def close(self) -> None:
         for session in list(self.children):
-            self._bury(session, 0.0)
-        if not self.orders["namespaces"]:
+            self._reap(session, 0.0)
+        if not self.config["namespaces"]:
             shutil.rmtree(self.base, ignore_errors=True)
 
 
 def _isolate_descriptor(handle: int) -> int:
-    """Keep standard input, output, error and this one; nothing else survives, least of all the control socket."""
+    """Close every descriptor but 0, 1, 2 and this one, above all the control socket."""
     os.dup2(handle, 3, inheritable=False)
-    os.closerange(4, min(os.sysconf("SC_OPEN_MAX"), 1 << 16))  # the zygote itself never holds more than a handful
+    os.closerange(4, min(os.sysconf("SC_OPEN_MAX"), 1 << 16))  # the zygote itself never opens more than a handful
     return 3
 
 
-def _give(path: str, uid: int) -> None:
+def _make_accessible(path: str, uid: int) -> None:
     try:
         os.chown(path, uid, uid)
-    except OSError:  # a container that knows few users: the session will be one of them
+    except OSError:  # a container that maps few users: the session will run as one of those
         os.chmod(path, 0o777)
 
 
 def _world_readable(path: str) -> bool:
-    """Whether any user can read this file: every folder on the way passes."""
+    """Whether any user can read this file and traverse every directory above it."""
     while path != "/":
         if not os.stat(path).st_mode & (0o001 if os.path.isdir(path) else 0o004):
             return False
@@ -150,27 +150,28 @@ def _world_readable(path: str) -> bool:
     return True
 
 
-def main(control: socket.socket, orders: dict[str, Any]) -> None:
+def main(control: socket.socket, config: dict[str, Any]) -> None:
     control.setblocking(True)
-    kept = socket.socket(fileno=os.dup(control.fileno()))
+    channel = socket.socket(fileno=os.dup(control.fileno()))
     null = os.open(os.devnull, os.O_RDWR)
     try:
-        if orders["wrapped"]:
-            confine.die_with_parent()  # the parent is the wrapper, one single thread, not a thread of the host
-        if orders["build_root"]:
-            confine.build_root(orders["trees"], orders["links"])
-        orders["landlock"] = orders["landlock"] and landlock.version() > 0
-        orders["busy"] = confine.threads_of_user()
-        if orders["change_user"] and os.getuid() == 0 and not _world_readable(os.path.realpath(os.__file__)):
-            raise PermissionError("another user could not read this interpreter's library")
+        if config["wrapped"]:
+            # the parent is the wrapper, which has one thread; with the host as parent, the end of a thread would kill us
+            confine.die_with_parent()
+        if config["build_root"]:
+            confine.build_root(config["trees"], config["links"])
+        config["landlock"] = config["landlock"] and landlock.version() > 0
+        config["busy"] = confine.threads_of_user()
+        if config["change_user"] and os.getuid() == 0 and not _world_readable(os.path.realpath(os.__file__)):
+            raise PermissionError("other users cannot read this interpreter's library")
         for name in PRELOAD:
             importlib.import_module(name)
-        zygote = Zygote(kept, orders)
+        zygote = Zygote(channel, config)
     except Exception as error:
-        kept.send(json.dumps({"fault": f"{type(error).__name__}: {error}"}).encode())
+        channel.send(json.dumps({"fault": f"{type(error).__name__}: {error}"}).encode())
         os._exit(70)
-    scratch = "" if orders["namespaces"] else zygote.base
-    kept.send(json.dumps({"ready": True, "landlock": bool(orders["landlock"]), "scratch": scratch}).encode())
+    scratch = "" if config["namespaces"] else zygote.base
+    channel.send(json.dumps({"ready": True, "landlock": bool(config["landlock"]), "scratch": scratch}).encode())
     for number in (0, 1, 2):
         os.dup2(null, number)
     control.detach()

@@ -1,6 +1,7 @@
-"""The pieces between the products of a decoder layer as C kernels on a CPU: what ``plain`` says, in one pass over memory each.
+"""The operations between the matrix products of a decoder layer as C kernels for CPUs, in one pass over memory each.
 
-Same names and shapes as ``plain``, float32 only. Knows tensors; neither models nor what the states are for.
+Same names and shapes as ``kernels.reference``, which says what they compute; float32 only. Knows tensors; neither models nor
+what the states are for.
 """
 
 from __future__ import annotations
@@ -11,30 +12,30 @@ import torch
 from torch import Tensor
 
 from turnwise.engines.kernels.cpu.build import library
-from turnwise.engines.kernels.reference import collect, copies  # noqa: F401 - of layouts that only a GPU has
+from turnwise.engines.kernels.reference import gather_copies, sum_copies  # noqa: F401 - only layouts on a GPU use them
 
 CHUNK = 32  # rows of one partial sum, as in kernels.c
 
 
 def fits(x: Tensor) -> bool:
-    """Whether products of this tensor are for these kernels."""
+    """Whether these kernels support this tensor."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return False
     return library()[0] is not None
 
 
-def at(x: Tensor | None) -> int | None:
+def pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def flat(x: Tensor) -> Tensor:
+def contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    x, delta, weight = flat(x), None if delta is None else flat(delta), flat(weight)
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x, delta, weight = contiguous(x), None if delta is None else contiguous(delta), contiguous(weight)
     h, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
-    _lib().add_norm(at(x), at(delta), at(weight), eps, at(total), at(h), *x.shape)
+    _lib().add_norm(pointer(x), pointer(delta), pointer(weight), eps, pointer(total), pointer(h), *x.shape)
     return total, h
 
 
@@ -44,76 +45,83 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_backward(
-    dh: Tensor, total: Tensor, weight: Tensor, eps: float, beside: Tensor | None
+    dh: Tensor, total: Tensor, weight: Tensor, eps: float, residual_grad: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dh, total, weight, beside = flat(dh), flat(total), flat(weight), None if beside is None else flat(beside)
+    dh, total, weight = contiguous(dh), contiguous(total), contiguous(weight)
+    residual_grad = None if residual_grad is None else contiguous(residual_grad)
     dx, h = torch.empty_like(total), torch.empty_like(total)
     partial = total.new_empty(-(-total.shape[0] // CHUNK), total.shape[1])
-    given = (at(dh), at(total), at(weight), eps, at(beside))
-    _lib().norm_backward(*given, at(dx), at(h), at(partial), *total.shape)
+    inputs = (pointer(dh), pointer(total), pointer(weight), eps, pointer(residual_grad))
+    _lib().norm_backward(*inputs, pointer(dx), pointer(h), pointer(partial), *total.shape)
     return dx, dx, h, partial.sum(0)
 
 
 def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, size: int) -> None:
-    _lib().rotate(at(qkv), at(flat(cos)), at(flat(sin)), 1.0, qkv.shape[0], heads, size, qkv.stride(0))
+    _rotate(qkv, cos, sin, 1.0, heads, size)
 
 
-def unrotate(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     whole = one_buffer(dq, dk, dv)
     if whole is None:
         whole = torch.cat((dq, dk, dv), 1).flatten(1)
     heads, size = dq.shape[1] + dk.shape[1], dq.shape[2]
-    _lib().rotate(at(whole), at(flat(cos)), at(flat(sin)), -1.0, whole.shape[0], heads, size, whole.stride(0))
+    _rotate(whole, cos, sin, -1.0, heads, size)
     return whole
 
 
+def _rotate(rows: Tensor, cos: Tensor, sin: Tensor, sign: float, heads: int, size: int) -> None:
+    cos, sin = contiguous(cos), contiguous(sin)
+    _lib().rotate(pointer(rows), pointer(cos), pointer(sin), sign, rows.shape[0], heads, size, rows.stride(0))
+
+
 def one_buffer(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """[L, (H + 2K) D] if q [L, H, D], k and v [L, K, D] lie side by side in it already."""
+    """The buffer [L, (H + 2K) D] that q [L, H, D], k and v [L, K, D] are adjacent views of, if there is one."""
     rows, heads, size = q.shape[0], (q.shape[1], k.shape[1], v.shape[1]), q.shape[2]
     width = sum(heads) * size
-    place, side = q.data_ptr(), True
+    address, adjacent = q.data_ptr(), True
     for part, count in zip((q, k, v), heads):
-        side &= part.stride() == (width, size, 1) and part.data_ptr() == place
-        place += count * size * part.element_size()
-    return q.as_strided((rows, width), (width, 1)) if side else None
+        adjacent &= part.stride() == (width, size, 1) and part.data_ptr() == address
+        address += count * size * part.element_size()
+    return q.as_strided((rows, width), (width, 1)) if adjacent else None
 
 
-def swiglu(both: Tensor) -> Tensor:
-    rows, width = both.shape[0], both.shape[1] // 2
-    out = both.new_empty(rows, width)
-    _lib().swiglu(at(both), at(out), rows, width)
+def swiglu(gate_up: Tensor) -> Tensor:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    _lib().swiglu(pointer(gate_up), pointer(out), rows, width)
     return out
 
 
-def swiglu_backward(both: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    d, d_both = flat(d), torch.empty_like(both)
+def swiglu_backward(gate_up: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    d, d_gate_up = contiguous(d), torch.empty_like(gate_up)
     act = torch.empty_like(d)
-    _lib().swiglu_backward(at(both), at(d), at(d_both), at(act), *d.shape)
-    return d_both, act
+    _lib().swiglu_backward(pointer(gate_up), pointer(d), pointer(d_gate_up), pointer(act), *d.shape)
+    return d_gate_up, act
 
 
-def scores(
-    logits: Tensor, targets: Tensor, inverse: Tensor, want_entropy: bool, keep: Tensor | None = None
+def log_probs(
+    logits: Tensor, targets: Tensor, inverse: Tensor, with_entropy: bool, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    logits, targets, inverse = flat(logits), flat(targets), flat(inverse)
+    logits, targets, inverse = contiguous(logits), contiguous(targets), contiguous(inverse)
     logp, lse = torch.empty_like(inverse), torch.empty_like(inverse)
-    entropy = torch.empty_like(inverse) if want_entropy else None
-    assert keep is None or keep.is_contiguous()
-    _lib().scores(at(logits), at(targets), at(inverse), at(logp), at(lse), at(entropy), at(keep), *logits.shape)
+    entropy = torch.empty_like(inverse) if with_entropy else None
+    assert residual is None or residual.is_contiguous()
+    tensors = (logits, targets, inverse, logp, lse, entropy, residual)
+    _lib().log_probs(*map(pointer, tensors), *logits.shape)
     return logp, lse, entropy
 
 
-def pull(
+def log_probs_backward(
     logits: Tensor, targets: Tensor, inverse: Tensor, lse: Tensor, g_logp: Tensor | None, g_entropy: Tensor | None,
-    entropy: Tensor | None, kind: torch.dtype,
+    entropy: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """As ``plain.pull``; the logits are overwritten."""
-    logits, targets, inverse, lse = flat(logits), flat(targets), flat(inverse), flat(lse)
+    """As in ``reference``, but overwrites the logits."""
+    logits, targets, inverse, lse = contiguous(logits), contiguous(targets), contiguous(inverse), contiguous(lse)
     if entropy is None:
         g_entropy = None
-    pulls = [None if g is None else flat(g) for g in (g_logp, g_entropy, entropy)]
-    _lib().pull(at(logits), at(targets), at(inverse), at(lse), *map(at, pulls), *logits.shape)
-    return logits.to(kind)
+    grads = [None if g is None else contiguous(g) for g in (g_logp, g_entropy, entropy)]
+    _lib().log_probs_backward(*map(pointer, (logits, targets, inverse, lse, *grads)), *logits.shape)
+    return logits.to(dtype)
 
 
 def _lib() -> Any:

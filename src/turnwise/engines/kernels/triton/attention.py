@@ -1,15 +1,16 @@
-"""Causal attention over ragged sequences with grouped queries, forward and backward, in Triton; and forward over KV slots.
+"""Causal variable-length attention with grouped queries, forward and backward, in Triton; and forward over the KV cache.
 
-Legend: S sequences, U rows of queries, R rows of keys and values, M places of keys, H query heads, K key heads, D head size.
+Legend: S sequences, U rows of queries, R rows of keys and values, M key indices, H query heads, K key heads, D head size.
 
-Sequence s asks rows ``queries[s]:queries[s + 1]`` of q over the places ``keys[s]:keys[s + 1]``; place m holds row ``source[m]``
-of k and v, or row m where there is no ``source``. Its last query stands over its last key. ``longest``: no sequence has more
-queries and keys. Rows and places beyond the last sequence get zeros. ``plain.attend`` is the twin that says what is computed.
+Sequence s has the queries ``queries[s]:queries[s + 1]`` of q and the key indices ``keys[s]:keys[s + 1]``; key index m is row
+``source[m]`` of k and v, or row m without a ``source``. Its last query is aligned with its last key. ``longest``: the most
+queries and keys of any sequence. Rows and key indices beyond the last sequence get zeros. ``reference.varlen_attention`` computes
+the same.
 
-Scores are powers of two: log₂e rides on the scale, and the logsumexp that goes from forward to backward is in base 2. Sums are
-float32; probabilities and their gradients are rounded to the inputs' dtype before they are multiplied. Nothing is added by
-atomics: a program of the backward pass owns what it writes, first queries (which leave Σ out·dout to the others), then keys, over
-all query heads of their group. So the same inputs give the same bits.
+Softmax uses powers of two: log₂e is folded into the scale, and the logsumexp passed from forward to backward is in base 2. Sums
+are float32; probabilities and their gradients are rounded to the inputs' dtype before they are multiplied. No atomics: each
+program of the backward pass owns what it writes, first over queries (which store Σ out·dout for the second pass), then over keys
+and all query heads of their group. So the same inputs give the same bits. Knows tensors; neither models nor requests.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from turnwise.engines.kernels.triton import attention_kernels as kernels
 log = logging.getLogger(__name__)
 
 
-class Blocks(NamedTuple):
-    """How many queries and keys a program looks at at once, and how it is compiled."""
+class TileShape(NamedTuple):
+    """Queries and keys of a tile, warps and pipeline stages."""
 
     queries: int
     keys: int
@@ -38,40 +39,40 @@ class Blocks(NamedTuple):
 
 
 class Plan(NamedTuple):
-    forward: Blocks
-    d_queries: Blocks
-    d_keys: Blocks
+    forward: TileShape
+    d_queries: TileShape
+    d_keys: TileShape
 
 
-PLANS = {  # by head size, for numbers of two bytes; heads of 64 measured on an H200
-    16: Plan(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)),
-    32: Plan(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)),
-    64: Plan(Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 3), Blocks(64, 64, 4, 3)),
-    128: Plan(Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 128, 8, 2)),
+PLANS = {  # by head size, for 16-bit dtypes; head size 64 measured on an H200
+    16: Plan(TileShape(128, 64, 4, 3), TileShape(64, 64, 4, 3), TileShape(64, 64, 4, 3)),
+    32: Plan(TileShape(128, 64, 4, 3), TileShape(64, 64, 4, 3), TileShape(64, 64, 4, 3)),
+    64: Plan(TileShape(64, 64, 4, 3), TileShape(64, 32, 4, 3), TileShape(64, 64, 4, 3)),
+    128: Plan(TileShape(128, 64, 8, 2), TileShape(64, 32, 4, 2), TileShape(32, 128, 8, 2)),
 }
-EXACT = Plan(*[Blocks(32, 32, 4, 1)] * 3)  # for float32, where it is digits that count
+EXACT = Plan(*[TileShape(32, 32, 4, 1)] * 3)  # for float32, where precision matters more than speed
 LOG2E = 1.4426950408889634
-TOLERANCE = 0.05  # of the norm: bfloat16 is off by half a hundredth, a mistake by much more
+TOLERANCE = 0.05  # of the norm: bfloat16 is off by 0.005, a bug by much more
 
 
 @cache
 def fits(size: int, device: torch.device) -> bool:
-    """Whether the kernels know heads of this size, and on this device compile and give what their twin gives."""
+    """Whether the kernels support this head size, compile on this device and agree with the reference."""
     if size not in PLANS:
         return False
     try:
-        off = gap(size, device, torch.bfloat16)
-        why = "" if off <= TOLERANCE else f"it was off by {off:.2g}"
-    except Exception as fault:  # an old GPU, too little of its fast memory, a new compiler ...
-        why = f"it failed: {(str(fault).strip().splitlines() or [type(fault).__name__])[0]}"
-    if why:
-        log.warning("attention over heads of %d is PyTorch's, not ours: %s", size, why)
-    return not why
+        error = relative_error(size, device, torch.bfloat16)
+        reason = "" if error <= TOLERANCE else f"it was off by {error:.2g}"
+    except Exception as fault:  # an old GPU, too little shared memory, a new compiler ...
+        reason = f"it failed: {(str(fault).strip().splitlines() or [type(fault).__name__])[0]}"
+    if reason:
+        log.warning("using PyTorch's attention for head size %d, not the Triton kernels: %s", size, reason)
+    return not reason
 
 
-@torch.inference_mode(False)  # whoever asks first
-def gap(size: int, device: torch.device, kind: torch.dtype) -> float:
-    """How far two ragged sequences and all their gradients are from what the twin says, as a part of it."""
+@torch.inference_mode(False)  # the first caller may be in inference mode
+def relative_error(size: int, device: torch.device, kind: torch.dtype) -> float:
+    """Relative error of the output and all gradients of two sequences of different lengths, against the reference."""
     g, rows, parts = torch.Generator().manual_seed(0), 75, [2, 1, 1]
     make = lambda *shape: torch.randn(*shape, generator=g).to(device)  # noqa: E731
     qkv, d_out, angle = (
@@ -92,18 +93,18 @@ def gap(size: int, device: torch.device, kind: torch.dtype) -> float:
     d_keys(d_out, q, k, v, stats, *where, dk, dv, angles)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         a, b, c = (x.float().requires_grad_() for x in (q, k, v))
-        expected = reference.attend(a, b, c, starts, starts, None, scale)[0]
+        expected = reference.varlen_attention(a, b, c, starts, starts, None, scale)[0]
         da, db, dc = torch.autograd.grad(expected, (a, b, c), d_out.float())
-    pairs = ((out, expected.detach()), (d.flatten(1), reference.unrotate(da, db, dc, *angles)))
-    return max(float((found.float() - right).norm() / right.norm()) for found, right in pairs)
+    pairs = ((out, expected.detach()), (d.flatten(1), reference.rotate_backward(da, db, dc, *angles)))
+    return max(float((actual.float() - expected).norm() / expected.norm()) for actual, expected in pairs)
 
 
 def plan_of(q: Tensor) -> Plan:
     return EXACT if q.dtype == torch.float32 else PLANS[q.shape[2]]
 
 
-def _together(x: Tensor) -> Tensor:
-    """Heads side by side in each row; rows may lie apart."""
+def _heads_adjacent(x: Tensor) -> Tensor:
+    """Make the heads of each row adjacent; rows may have any stride."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
@@ -112,8 +113,8 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [U, H, D], k and v [R, K, D], queries and keys [S + 1] int32, source [M] -> out [U, H, D], and for the
-    backward pass [H, U, 2]: log₂ Σ exp of the scores, and room for Σ out·dout."""
-    q, k, v = _together(q), _together(k), _together(v)
+    backward pass [H, U, 2]: log₂ Σ exp of the scores, and space for Σ out·dout."""
+    q, k, v = _heads_adjacent(q), _heads_adjacent(k), _heads_adjacent(v)
     (rows, H, size), S = q.shape, len(queries) - 1
     out, stats = q.new_empty(rows, H, size), q.new_empty(H, rows, 2, dtype=torch.float32)
     m, n, warps, stages = plan_of(q).forward
@@ -127,15 +128,15 @@ def forward(
 
 
 Angles = tuple[Tensor, Tensor]
-"""cos and sin [U, D/2], by which the rows of q and k were turned."""
+"""cos and sin [U, D/2], by which the rows of q and k were rotated."""
 
 
 def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, queries: Tensor, keys: Tensor,
     source: Tensor | None, longest: tuple[int, int], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> dq [U, H, D], dk and dv [M, K, D]: of every place, where there is a ``source``."""
-    q, k, v, d_out = _together(q), _together(k), _together(v), _together(d_out)
+    """-> dq [U, H, D], dk and dv [M, K, D]: of every key index, where there is a ``source``."""
+    q, k, v, d_out = _heads_adjacent(q), _heads_adjacent(k), _heads_adjacent(v), _heads_adjacent(d_out)
     where = (queries, keys, source, longest, scale)
     dq = torch.empty_like(out)
     dk, dv = k.new_empty(2, len(k if source is None else source), *k.shape[1:])
@@ -148,7 +149,7 @@ def d_queries(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, queries: Tensor, keys: Tensor,
     source: Tensor | None, longest: tuple[int, int], scale: float, dq: Tensor, angles: Angles | None = None,
 ) -> None:  # fmt: skip
-    """Fills dq [U, H, D], turned back by the angles, and what ``stats`` has room for: ``d_keys`` comes after."""
+    """Fill dq [U, H, D], rotated back by the angles, and the second half of ``stats``; call ``d_keys`` afterwards."""
     (rows, H, size), S = q.shape, len(queries) - 1
     m, n, warps, stages = plan_of(q).d_queries
     if rows:
@@ -164,7 +165,7 @@ def d_keys(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, queries: Tensor, keys: Tensor,
     source: Tensor | None, longest: tuple[int, int], scale: float, dk: Tensor, dv: Tensor, angles: Angles | None = None,
 ) -> None:  # fmt: skip
-    """Fills dk, turned back by the angles, and dv [M, K, D]."""
+    """Fill dk, rotated back by the angles, and dv [M, K, D]."""
     (rows, H, size), S, K = q.shape, len(queries) - 1, k.shape[1]
     m, n, warps, stages = plan_of(q).d_keys
     if len(dk):
@@ -177,17 +178,17 @@ def d_keys(
         )  # fmt: skip
 
 
-def look_back(
-    q: Tensor, keys: Tensor, values: Tensor, ends: Tensor, start: Tensor, rows: Tensor, longest: int, out: Tensor,
+def prefill_attention(
+    q: Tensor, keys: Tensor, values: Tensor, boundaries: Tensor, start: Tensor, rows: Tensor, longest: int, out: Tensor,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """Job j's queries q[ends[j]:ends[j + 1]] attend to the columns of slot row ``rows[j]``: the first of them to ``start[j]`` and
-    all before it, each other one to one more. q and out [N, H D]; no job has more than ``longest`` queries."""
+    """The queries q[boundaries[j]:boundaries[j + 1]] of chunk j attend to the columns of cache row ``rows[j]``: the first to
+    columns up to ``start[j]``, each further one to one more. q and out [N, H D]; no chunk has more than ``longest`` queries."""
     heads, width, size = keys.shape[1:]
     queries, exact = q.shape[1] // size, q.dtype == torch.float32
     m, n, warps, stages = (EXACT if exact or size not in PLANS else PLANS[size]).forward
-    kernels.look_back[(len(rows) * queries, triton.cdiv(longest, m))](
-        q, keys, values, out, ends, start, rows, scale * LOG2E, width, queries, heads, size, exact, m, n,
+    kernels.prefill_attention[(len(rows) * queries, triton.cdiv(longest, m))](
+        q, keys, values, out, boundaries, start, rows, scale * LOG2E, width, queries, heads, size, exact, m, n,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -1,11 +1,11 @@
-"""The kernels of ``attention.py``, which says what they compute and launches them: one forward, two backward. And a forward over
-slots, for the generator.
+"""The kernels that ``attention.py`` describes and launches: one forward, two backward, and a forward over the KV cache for the
+generator.
 
-Legend: S sequences, U rows of queries, H query heads, K key heads, G = H/K, D head size; M by N is a block of scores, queries by
-keys. A program has one block of queries, or of keys, of one head of one sequence; grids are as large as the largest sequence may
-be, so programs whose block is not there leave at once.
+Legend: S sequences, U rows of queries, H query heads, K key heads, G = H/K, D head size; M by N is a tile of scores, queries by
+keys. A program owns one block of queries, or of keys, of one head of one sequence; grids are sized for the longest sequence, so
+programs without a block return at once.
 
-Most blocks of scores lie wholly below the diagonal: they are looked at without masks, in a loop of their own.
+Most tiles of scores lie wholly below the diagonal: a separate loop computes them without masks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-1e30)  # not −inf: the difference of two of them is no number
+LOWEST = tl.constexpr(-1e30)  # not −inf: the difference of two infinities is NaN
 
 
-# -------------------------------------------------------------------- pieces
+# -------------------------------------------------------------------- helpers
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _span(starts, sequence):
 
 @triton.jit
 def _rows(base, at, row, inside, D: tl.constexpr, MASKED: tl.constexpr):
-    """Rows ``at`` of one head; zeros where they are not ``inside``."""
+    """Load rows ``at`` of one head; zeros outside ``inside``."""
     here = base + at[:, None] * row + tl.arange(0, D)[None, :]
     if MASKED:
         x = tl.load(here, mask=inside[:, None], other=0.0)
@@ -37,8 +37,8 @@ def _rows(base, at, row, inside, D: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _places(source, at, inside, SHARED: tl.constexpr, MASKED: tl.constexpr):
-    """The rows that the places ``at`` of a sequence hold."""
+def _source_rows(source, at, inside, SHARED: tl.constexpr, MASKED: tl.constexpr):
+    """The rows of k and v at the key indices ``at`` of a sequence."""
     row = at
     if SHARED:
         if MASKED:
@@ -65,11 +65,11 @@ def _store(base, at, row, x, inside, D: tl.constexpr):
 
 
 @triton.jit
-def _store_back(
-    base, at, row, x, inside, cos, sin, first, D: tl.constexpr, SIZE: tl.constexpr, TURN: tl.constexpr
+def _store_unrotated(
+    base, at, row, x, inside, cos, sin, first, D: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr
 ):  # fmt: skip
-    """Gradients of turned rows; with TURN of what was turned, in pairs (i, i + D/2), by the angles of row ``first + at``."""
-    if TURN:
+    """Store gradients of rows; with ROTATED, rotated back in pairs (i, i + D/2) by the angles of row ``first + at``."""
+    if ROTATED:
         a, b = tl.split(tl.permute(tl.reshape(x, (SIZE, 2, D // 2)), (0, 2, 1)))
         here = (first + at).to(tl.int64)[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
         c = tl.load(cos + here, mask=inside[:, None], other=0.0)
@@ -81,8 +81,8 @@ def _store_back(
 
 
 @triton.jit
-def _clear(base, row, first, end, block, blocks, D: tl.constexpr, SIZE: tl.constexpr):
-    """Zeros to the rows from ``first`` to ``end``: this is one of ``blocks`` programs that share them."""
+def _zero_rows(base, row, first, end, block, blocks, D: tl.constexpr, SIZE: tl.constexpr):
+    """Zero the rows from ``first`` to ``end``, shared by ``blocks`` programs."""
     for start in range(first + block * SIZE, end, blocks * SIZE):
         at = start + tl.arange(0, SIZE)
         _store(base, at, row, tl.zeros((SIZE, D), tl.float32), at < end, D)
@@ -92,25 +92,25 @@ def _clear(base, row, first, end, block, blocks, D: tl.constexpr, SIZE: tl.const
 
 
 @triton.jit
-def _look(
-    q, k, v, source, k_row, v_row, scale, last, nk, begin, end, best, total, mixed,
+def _accumulate(
+    q, k, v, source, k_row, v_row, scale, last, nk, begin, end, best, total, weighted,
     D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys from ``begin`` to ``end`` added to the running softmax. ``last`` [queries]: the last key that each may see."""
+    """Add the keys from ``begin`` to ``end`` to the running softmax. ``last`` [queries]: the last visible key of each query."""
     for start in range(begin, end, N):
         j = start + tl.arange(0, N)
-        at = _places(source, j, j < nk, SHARED, MASKED)
+        at = _source_rows(source, j, j < nk, SHARED, MASKED)
         s = _scores(q, _rows(k, at, k_row, j < nk, D, MASKED), EXACT)
         if MASKED:
             s = tl.where(j[None, :] <= last[:, None], s, float("-inf"))
         top = tl.maximum(best, tl.max(s, 1) * scale)
-        fade = tl.exp2(best - top)
+        decay = tl.exp2(best - top)
         p = tl.exp2(s * scale - top[:, None])
-        total = total * fade + tl.sum(p, 1)
+        total = total * decay + tl.sum(p, 1)
         vv = _rows(v, at, v_row, j < nk, D, MASKED)
-        mixed = _product(p.to(vv.dtype), vv, mixed * fade[:, None], EXACT)
+        weighted = _product(p.to(vv.dtype), vv, weighted * decay[:, None], EXACT)
         best = top
-    return best, total, mixed
+    return best, total, weighted
 
 
 @triton.jit
@@ -118,20 +118,20 @@ def _softmax(
     q, k, v, source, k_row, v_row, scale, first, last, nk,
     D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """M queries over the keys they may see, the first of them up to ``first``: Σ of the powers, their largest exponent, and the
-    values mixed, not yet divided."""
-    whole = tl.maximum(first + 1, 0) // N * N  # keys that every one of these queries sees, in blocks
+    """M queries over their visible keys, those of the first query up to ``first``: Σ of the powers, the largest exponent, and the
+    weighted values, not yet divided."""
+    whole = tl.maximum(first + 1, 0) // N * N  # keys visible to all of these queries, in whole blocks
     end = tl.minimum(first + M, nk)
     best = tl.full((M,), LOWEST, tl.float32)
     total = tl.zeros((M,), tl.float32)
-    mixed = tl.zeros((M, D), tl.float32)
-    best, total, mixed = _look(
-        q, k, v, source, k_row, v_row, scale, last, nk, 0, whole, best, total, mixed, D, SHARED, EXACT, N, False
+    weighted = tl.zeros((M, D), tl.float32)
+    best, total, weighted = _accumulate(
+        q, k, v, source, k_row, v_row, scale, last, nk, 0, whole, best, total, weighted, D, SHARED, EXACT, N, False
     )  # fmt: skip
-    best, total, mixed = _look(
-        q, k, v, source, k_row, v_row, scale, last, nk, whole, end, best, total, mixed, D, SHARED, EXACT, N, True
+    best, total, weighted = _accumulate(
+        q, k, v, source, k_row, v_row, scale, last, nk, whole, end, best, total, weighted, D, SHARED, EXACT, N, True
     )  # fmt: skip
-    return total, best, mixed
+    return total, best, weighted
 
 
 @triton.jit(do_not_specialize=["U", "S"])
@@ -142,11 +142,11 @@ def forward(
 ):  # fmt: skip
     sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
     blocks = tl.num_programs(1)
-    block = blocks - 1 - tl.program_id(1)  # late queries see most: they begin first
+    block = blocks - 1 - tl.program_id(1)  # late queries have the most keys: start them first
     q0, nq = _span(queries, sequence)
     k0, nk = _span(keys, sequence)
     if sequence == S - 1:
-        _clear(out + head * D, H * D, q0 + nq, U, block, blocks, D, M)
+        _zero_rows(out + head * D, H * D, q0 + nq, U, block, blocks, D, M)
     if block * M >= nq:
         return
     i = block * M + tl.arange(0, M)
@@ -160,54 +160,54 @@ def forward(
         k += k0.to(tl.int64) * k_row
         v += k0.to(tl.int64) * v_row
     qq = _rows(q, i, q_row, i < nq, D, True)
-    total, best, mixed = _softmax(
+    total, best, weighted = _softmax(
         qq, k, v, source, k_row, v_row, scale, block * M + (nk - nq), last, nk, D, SHARED, EXACT, M, N
     )  # fmt: skip
-    seen = total > 0
-    total = tl.where(seen, total, 1.0)
+    has_keys = total > 0
+    total = tl.where(has_keys, total, 1.0)
     stats += (head.to(tl.int64) * U + q0 + i) * 2
-    tl.store(stats, tl.where(seen, best + tl.log2(total), float("inf")), mask=i < nq)
-    _store(out + q0.to(tl.int64) * (H * D) + head * D, i, H * D, mixed / total[:, None], i < nq, D)
+    tl.store(stats, tl.where(has_keys, best + tl.log2(total), float("inf")), mask=i < nq)
+    _store(out + q0.to(tl.int64) * (H * D) + head * D, i, H * D, weighted / total[:, None], i < nq, D)
 
 
 @triton.jit
-def look_back(
-    q, keys, values, out, ends, starts, rows, scale, width,
+def prefill_attention(
+    q, keys, values, out, boundaries, starts, rows, scale, width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The same over slots: a sequence's keys are the columns of its row, of which some were there before its queries."""
-    job, head = tl.program_id(0) // H, tl.program_id(0) % H
+    """The same over the KV cache: the keys of a chunk are the columns of its row, some of which precede its queries."""
+    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     block = tl.num_programs(1) - 1 - tl.program_id(1)
-    q0, nq = _span(ends, job)
+    q0, nq = _span(boundaries, chunk)
     if block * M >= nq:
         return
-    before = tl.load(starts + job).to(tl.int32)
-    base = (tl.load(rows + job).to(tl.int64) * K + head // (H // K)) * width * D
+    before = tl.load(starts + chunk).to(tl.int32)
+    base = (tl.load(rows + chunk).to(tl.int64) * K + head // (H // K)) * width * D
     k, v = keys + base, values + base
     i = block * M + tl.arange(0, M)
     last, nk = i + before, before + nq.to(tl.int32)
     qq = _rows(q + q0.to(tl.int64) * (H * D) + head * D, i, H * D, i < nq, D, True)
-    total, _, mixed = _softmax(qq, k, v, k, D, D, scale, block * M + before, last, nk, D, False, EXACT, M, N)
-    _store(out + q0.to(tl.int64) * (H * D) + head * D, i, H * D, mixed / total[:, None], i < nq, D)
+    total, _, weighted = _softmax(qq, k, v, k, D, D, scale, block * M + before, last, nk, D, False, EXACT, M, N)
+    _store(out + q0.to(tl.int64) * (H * D) + head * D, i, H * D, weighted / total[:, None], i < nq, D)
 
 
 # -------------------------------------------------------------------- backward
 
 
 @triton.jit
-def _pull_queries(
+def _accumulate_dq(
     q, k, v, d_out, source, k_row, v_row, scale, last, lse, delta, nk, begin, end, dq,
     D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, N):
         j = start + tl.arange(0, N)
-        at = _places(source, j, j < nk, SHARED, MASKED)
+        at = _source_rows(source, j, j < nk, SHARED, MASKED)
         kk = _rows(k, at, k_row, j < nk, D, MASKED)
         p = tl.exp2(_scores(q, kk, EXACT) * scale - lse[:, None])
         if MASKED:
             p = tl.where(j[None, :] <= last[:, None], p, 0.0)
-        pull = _scores(d_out, _rows(v, at, v_row, j < nk, D, MASKED), EXACT)
-        ds = p * (pull - delta[:, None])
+        grad_out = _scores(d_out, _rows(v, at, v_row, j < nk, D, MASKED), EXACT)
+        ds = p * (grad_out - delta[:, None])
         dq = _product(ds.to(kk.dtype), kk, dq, EXACT)
     return dq
 
@@ -216,7 +216,7 @@ def _pull_queries(
 def d_queries(
     q, k, v, out, d_out, stats, dq, queries, keys, source, cos, sin, q_row, k_row, v_row, d_out_row, dq_row, scale, unit,
     U, S,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, ROTATED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
@@ -225,7 +225,7 @@ def d_queries(
     q0, nq = _span(queries, sequence)
     k0, nk = _span(keys, sequence)
     if sequence == S - 1:
-        _clear(dq + head * D, dq_row, q0 + nq, U, block, blocks, D, M)
+        _zero_rows(dq + head * D, dq_row, q0 + nq, U, block, blocks, D, M)
     if block * M >= nq:
         return
     i = block * M + tl.arange(0, M)
@@ -239,38 +239,39 @@ def d_queries(
         v += k0.to(tl.int64) * v_row
     q0 = q0.to(tl.int64)
     qq = _rows(q + q0 * q_row + head * D, i, q_row, i < nq, D, True)
-    pull = _rows(d_out + q0 * d_out_row + head * D, i, d_out_row, i < nq, D, True)
-    mixed = _rows(out + q0 * (H * D) + head * D, i, H * D, i < nq, D, True)
-    down = tl.sum(pull.to(tl.float32) * mixed.to(tl.float32), 1)
+    grad_out = _rows(d_out + q0 * d_out_row + head * D, i, d_out_row, i < nq, D, True)
+    weighted = _rows(out + q0 * (H * D) + head * D, i, H * D, i < nq, D, True)
+    delta = tl.sum(grad_out.to(tl.float32) * weighted.to(tl.float32), 1)
     stats += (head.to(tl.int64) * U + q0 + i) * 2
-    tl.store(stats + 1, down, mask=i < nq)
-    known = tl.load(stats, mask=i < nq, other=float("inf"))
+    tl.store(stats + 1, delta, mask=i < nq)
+    lse = tl.load(stats, mask=i < nq, other=float("inf"))
     whole = tl.maximum(block * M + (nk - nq) + 1, 0) // N * N
     end = tl.minimum(block * M + M + (nk - nq), nk)
     grad = tl.zeros((M, D), tl.float32)
-    grad = _pull_queries(
-        qq, k, v, pull, source, k_row, v_row, scale, last, known, down, nk, 0, whole, grad, D, SHARED, EXACT, N, False
+    grad = _accumulate_dq(
+        qq, k, v, grad_out, source, k_row, v_row, scale, last, lse, delta, nk, 0, whole, grad, D, SHARED, EXACT, N, False
     )  # fmt: skip
-    grad = _pull_queries(
-        qq, k, v, pull, source, k_row, v_row, scale, last, known, down, nk, whole, end, grad, D, SHARED, EXACT, N, True
+    grad = _accumulate_dq(
+        qq, k, v, grad_out, source, k_row, v_row, scale, last, lse, delta, nk, whole, end, grad, D, SHARED, EXACT, N, True
     )  # fmt: skip
-    _store_back(dq + q0 * dq_row + head * D, i, dq_row, grad * unit, i < nq, cos, sin, q0, D, M, TURN)
+    _store_unrotated(dq + q0 * dq_row + head * D, i, dq_row, grad * unit, i < nq, cos, sin, q0, D, M, ROTATED)
 
 
 @triton.jit
-def _pull_keys(
-    q, d_out, k, v, stats, q_row, d_out_row, scale, first, nq, U, begin, each, rest, dk, dv,
+def _accumulate_dk_dv(
+    q, d_out, k, v, stats, q_row, d_out_row, scale, first, nq, U, begin, each, tail, dk, dv,
     G: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """``each`` blocks of queries from ``begin`` on, of every head of the group; ``first`` [keys]: the first query that sees each.
-    The last block of a masked look may be apart from the others: it begins ``rest`` after ``begin``."""
-    per = tl.maximum(each, 1)  # a division by none, even in a loop of none, lets a compiler believe that there is one
-    for step in range(G * each):  # one loop, not two: what is loaded ahead need not stop at a head's end
+    """``each`` blocks of queries from ``begin`` on, of every head of the group; ``first`` [keys]: the first query that attends to
+    each. The last block of a masked pass may not be adjacent to the others: it begins ``tail`` after ``begin``."""
+    # not 0: a division by zero, even in an empty loop, lets the compiler assume that the loop is not empty
+    per = tl.maximum(each, 1)
+    for step in range(G * each):  # one loop, not two: prefetching then continues across heads
         head, block = step // per, step % per
         start = begin + block * M
         if MASKED:
-            start = tl.where(block == each - 1, begin + rest, start)
-        here = head.to(tl.int64)  # pointers move as scalars: what is added to them is the same in every step
+            start = tl.where(block == each - 1, begin + tail, start)
+        here = head.to(tl.int64)  # advance pointers as scalars: the offsets added to them are loop-invariant
         row, i = tl.arange(0, M), start + tl.arange(0, M)
         qq = _rows(q + here * D + tl.cast(start, tl.int64) * q_row, row, q_row, i < nq, D, MASKED)
         pair = stats + (here * U + start) * 2 + row[:, None] * 2 + tl.arange(0, 2)[None, :]
@@ -278,13 +279,14 @@ def _pull_keys(
             both = tl.load(pair, mask=(i < nq)[:, None], other=0.0)
         else:
             both = tl.load(pair)
-        known, down = tl.split(both)  # as one: alone, each would be loaded many times over, by all threads that ask
-        p = tl.exp2(_scores(k, qq, EXACT) * scale - known[None, :])  # [keys, queries]
+        lse, delta = tl.split(both)  # one load: separately, each would be loaded redundantly by many threads
+        p = tl.exp2(_scores(k, qq, EXACT) * scale - lse[None, :])  # [keys, queries]
         if MASKED:
-            p = tl.where(i[None, :] >= first[:, None], p, 0.0)  # beyond the end are zeros, which pull at nothing
-        pull = _rows(d_out + here * D + tl.cast(start, tl.int64) * d_out_row, row, d_out_row, i < nq, D, MASKED)
-        dv = _product(p.to(pull.dtype), pull, dv, EXACT)
-        ds = p * (_scores(v, pull, EXACT) - down[None, :])
+            # queries beyond the end are zeros and contribute nothing
+            p = tl.where(i[None, :] >= first[:, None], p, 0.0)
+        grad_out = _rows(d_out + here * D + tl.cast(start, tl.int64) * d_out_row, row, d_out_row, i < nq, D, MASKED)
+        dv = _product(p.to(grad_out.dtype), grad_out, dv, EXACT)
+        ds = p * (_scores(v, grad_out, EXACT) - delta[None, :])
         dk = _product(ds.to(qq.dtype), qq, dk, EXACT)
     return dk, dv
 
@@ -293,21 +295,21 @@ def _pull_keys(
 def d_keys(
     q, k, v, d_out, stats, dk, dv, queries, keys, source, cos, sin, q_row, k_row, v_row, d_out_row, dk_row, dv_row,
     scale, unit, U, places, S,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, TURN: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, EXACT: tl.constexpr, ROTATED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0) // K, tl.program_id(0) % K
-    block, blocks = tl.program_id(1), tl.num_programs(1)  # early keys are seen by most: they begin first
+    block, blocks = tl.program_id(1), tl.num_programs(1)  # early keys have the most queries: start them first
     q0, nq = _span(queries, sequence)
     k0, nk = _span(keys, sequence)
     if sequence == S - 1:
-        _clear(dk + head * D, dk_row, k0 + nk, places, block, blocks, D, N)
-        _clear(dv + head * D, dv_row, k0 + nk, places, block, blocks, D, N)
+        _zero_rows(dk + head * D, dk_row, k0 + nk, places, block, blocks, D, N)
+        _zero_rows(dv + head * D, dv_row, k0 + nk, places, block, blocks, D, N)
     if block * N >= nk:
         return
     j = block * N + tl.arange(0, N)
     if SHARED:
-        at = _places(source + k0, j, j < nk, True, True)
+        at = _source_rows(source + k0, j, j < nk, True, True)
     else:
         at = j
         k += k0.to(tl.int64) * k_row
@@ -319,21 +321,21 @@ def d_keys(
     stats += ((head * G).to(tl.int64) * U + q0) * 2
     first = j - (nk - nq)
     begin = tl.maximum(block * N - (nk - nq), 0)
-    # the blocks of queries that see these keys: some on the diagonal, whole ones, and one that the end cuts off
+    # blocks of queries that attend to these keys: ``some`` on the diagonal, ``whole`` ones, and one cut off by the end
     every = tl.maximum(nq - begin, 0)
     some = tl.minimum(tl.cdiv(tl.maximum(block * N + N - 1 - (nk - nq) - begin, 0), M), tl.cdiv(every, M))
     whole = tl.maximum(every // M - some, 0)
     masked = tl.cdiv(every, M) - whole
-    rest = (tl.where(masked > some, tl.cdiv(every, M), some) - 1) * M
+    tail = (tl.where(masked > some, tl.cdiv(every, M), some) - 1) * M
     d_kk, d_vv = tl.zeros((N, D), tl.float32), tl.zeros((N, D), tl.float32)
-    d_kk, d_vv = _pull_keys(
-        q, d_out, kk, vv, stats, q_row, d_out_row, scale, first, nq, U, begin, masked, rest, d_kk, d_vv,
+    d_kk, d_vv = _accumulate_dk_dv(
+        q, d_out, kk, vv, stats, q_row, d_out_row, scale, first, nq, U, begin, masked, tail, d_kk, d_vv,
         G, D, EXACT, M, True,
     )  # fmt: skip
-    d_kk, d_vv = _pull_keys(
-        q, d_out, kk, vv, stats, q_row, d_out_row, scale, first, nq, U, begin + some * M, whole, rest,
+    d_kk, d_vv = _accumulate_dk_dv(
+        q, d_out, kk, vv, stats, q_row, d_out_row, scale, first, nq, U, begin + some * M, whole, tail,
         d_kk, d_vv, G, D, EXACT, M, False,
     )  # fmt: skip
     k0 = k0.to(tl.int64)
-    _store_back(dk + k0 * dk_row + head * D, j, dk_row, d_kk * unit, j < nk, cos, sin, k0, D, N, TURN)
+    _store_unrotated(dk + k0 * dk_row + head * D, j, dk_row, d_kk * unit, j < nk, cos, sin, k0, D, N, ROTATED)
     _store(dv + k0 * dv_row + head * D, j, dv_row, d_vv, j < nk, D)

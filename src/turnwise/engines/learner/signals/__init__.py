@@ -1,1 +1,1 @@
-"""Signals a learner measures beyond the plain forward pass. Does not know which piece asks for them."""
+"""Signals a learner measures beyond a plain forward pass. Does not know which piece needs them."""

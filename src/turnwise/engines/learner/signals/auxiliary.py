@@ -1,7 +1,9 @@
-"""What is learned beside the policy, and the notes it learns from.
+"""Small models that are trained beside the policy, and the buffer of features they are trained on.
 
-A pupil measures a batch knowing only the batches before it. What it will learn from, it notes while it measures; it learns
-when the batch comes back with its rewards, in the first update that sees a trajectory, and once.
+An auxiliary model measures a batch using only what earlier batches taught it. While it measures, it buffers the features it
+will train on. It trains when the batch returns with its rewards, once per trajectory, in the first update that contains it.
+
+Knows features and trajectories; does not know what the signals are for.
 """
 
 from __future__ import annotations
@@ -15,29 +17,31 @@ from torch import Tensor
 from turnwise.core.batch import Batch
 from turnwise.core.levels import Field
 from turnwise.core.signals import Signal
-from turnwise.engines.learner.forward_pass import Reading
+from turnwise.engines.learner.forward_pass import ForwardPass
 
 
-class Pupil(Protocol):
+class AuxiliaryModel(Protocol):
+    """A model that provides one signal."""
+
     signal: Signal
 
-    def open(self) -> None:
-        """A new batch is about to be measured; what nobody came back for is forgotten."""
+    def begin_batch(self) -> None:
+        """Start measuring a new batch and discard buffered features that were never trained on."""
         ...
 
-    def measure(self, reading: Reading) -> Field: ...
+    def measure(self, forward: ForwardPass) -> Field: ...
 
     def learn(self, batch: Batch) -> None: ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """All it knows, by name. Empty where it has learned nothing."""
+        """Its state by name. Empty before the first training step."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor]) -> None: ...
 
 
-class Notes:
-    """Rows of trajectories, by the trajectory's number, each until it is taken."""
+class FeatureBuffer:
+    """Feature rows keyed by the seed of their trajectory. Each row is taken once."""
 
     def __init__(self) -> None:
         self._seed: list[Tensor] = []
@@ -47,21 +51,22 @@ class Notes:
         self._seed, self._rows = [], []
 
     def add(self, seed: Tensor, rows: Tensor) -> None:
-        """``seed`` [n]: whose each of the ``rows`` [n, ...] is."""
+        """``seed`` [n]: the trajectory of each of the ``rows`` [n, ...]."""
         self._seed.append(seed)
         self._rows.append(rows.detach())
 
     def take(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """(rows, the place of their trajectory in the batch), in an order that no cut and no packing changes: by number of
-        the trajectory, then as noted. None where there is nothing of this batch."""
+        """Remove and return the rows of this batch, and the index of each row's trajectory in it; None if there are none.
+
+        Ordered by seed, then by insertion, so that neither micro-batches nor packing change the order."""
         if not self._seed or not len(batch):
             return None
         seed, rows = torch.cat(self._seed), torch.cat(self._rows)
-        known, order = batch.seed.x.to(seed.device).sort(stable=True)
-        place = torch.searchsorted(known, seed).clamp(max=known.numel() - 1)
-        mine = known[place] == seed
-        self._seed, self._rows = [seed[~mine]], [rows[~mine]]
-        if not mine.any():
+        batch_seeds, order = batch.seed.x.to(seed.device).sort(stable=True)
+        index = torch.searchsorted(batch_seeds, seed).clamp(max=batch_seeds.numel() - 1)
+        present = batch_seeds[index] == seed
+        self._seed, self._rows = [seed[~present]], [rows[~present]]
+        if not present.any():
             return None
-        by_seed = torch.argsort(seed[mine], stable=True)
-        return rows[mine][by_seed], order[place[mine][by_seed]]
+        by_seed = torch.argsort(seed[present], stable=True)
+        return rows[present][by_seed], order[index[present][by_seed]]

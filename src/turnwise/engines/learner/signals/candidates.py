@@ -1,12 +1,13 @@
-"""One-token rollouts: at each sampled token a few others are drawn from the policy, once per batch.
+"""Candidate tokens: alternatives to each sampled token, drawn from the policy once per batch.
 
-    HITS   = #{j : aⱼ = y}         RIVALS = Σ_{aⱼ ≠ y} log π(aⱼ)
+    CANDIDATE_MATCHES = #{j : aⱼ = y}         CANDIDATE_LOGP = Σ_{aⱼ ≠ y} log π(aⱼ)
 
-The draw is made when HITS is measured, from the policy as it then is, by lots that depend on trajectory, place and how
-many steps were taken: no cut or order of the batch changes it. The ids travel as columns of the batch, so that every update
-on it scores the very same candidates. A batch without these columns draws its own from the present policy.
+Candidates are drawn when CANDIDATE_MATCHES is measured, from the policy of that moment. The random numbers depend on the
+trajectory, the token's index and the number of steps taken, so neither micro-batches nor order change them. The ids become
+columns of the batch, and every update on it scores the same candidates. A batch without these columns samples from the current
+policy.
 
-RIVALS needs no second softmax: log π(a) = log π(y) + z(a) − z(y).
+CANDIDATE_LOGP needs no second softmax: log π(a) = log π(y) + z(a) − z(y). Knows distributions; not what the signals are for.
 """
 
 from __future__ import annotations
@@ -15,53 +16,54 @@ import torch
 from torch import Tensor
 
 from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.engines.kernels.sampling import uniforms
 from turnwise.engines.learner import packed_forward
-from turnwise.engines.learner.forward_pass import Reading
+from turnwise.engines.learner.forward_pass import ForwardPass
 
 COUNT = 8
-COLUMNS = tuple(f"candidate {j}" for j in range(COUNT))
+COLUMNS = tuple((Column.CANDIDATE, j) for j in range(COUNT))
 
 
 @torch.no_grad()
-def draw(reading: Reading, step: int) -> Tensor:
-    """Ids of the candidates, [N, COUNT], by inverting the cumulative distribution."""
-    batch = reading.batch
-    place = batch.tree.index(TOKEN, TRAJECTORY).x[:, None] * COUNT + torch.arange(COUNT, device=batch.tree.device)
-    u = uniforms(batch.seed.at(TOKEN).x[:, None] + (step << 33), place)  # seeds of trajectories have 32 bits
-    out = torch.empty_like(place)
-    for rows, logp in reading.distributions():
+def sample(forward: ForwardPass, step: int) -> Tensor:
+    """Candidate ids [N, COUNT], by inverse transform sampling."""
+    batch = forward.batch
+    index = batch.tree.index(TOKEN, TRAJECTORY).x[:, None] * COUNT + torch.arange(COUNT, device=batch.tree.device)
+    u = uniforms(batch.seed.at(TOKEN).x[:, None] + (step << 33), index)  # a trajectory's seed has 32 bits
+    out = torch.empty_like(index)
+    for rows, logp in forward.distributions():
         cdf = logp.exp().cumsum(1, dtype=torch.float64)
         out[rows] = torch.searchsorted(cdf, u[rows] * cdf[:, -1:], right=True)
     return out
 
 
-def known(batch: Batch) -> Tensor | None:
-    """The candidates drawn when this batch was measured."""
+def stored(batch: Batch) -> Tensor | None:
+    """The candidates drawn when this batch was measured; None if there are none."""
     if COLUMNS[0] not in batch.columns:
         return None
     return torch.stack([batch[name].x for name in COLUMNS], 1)
 
 
-def columns(batch: Batch, ids: Tensor) -> dict[str, Field]:
+def as_columns(batch: Batch, ids: Tensor) -> dict[tuple[Column, int], Field]:
     return {name: Field(batch.tree, TOKEN, column) for name, column in zip(COLUMNS, ids.unbind(1))}
 
 
-def hits(batch: Batch, ids: Tensor) -> Field:
+def count_matches(batch: Batch, ids: Tensor) -> Field:
     return Field(batch.tree, TOKEN, (ids == batch.token.x[:, None]).sum(1))
 
 
-def rivals(reading: Reading, ids: Tensor, logp: Tensor) -> Field:
-    """Σ log π of the candidates that are not the token, with the gradient. ``logp`` [N]: the token's own."""
-    batch, head = reading.batch, packed_forward.head(reading.model)
+def candidate_logp(forward: ForwardPass, ids: Tensor, logp: Tensor) -> Field:
+    """Σ log π of the candidates that differ from the token, with gradient. ``logp`` [N]: that of the sampled token."""
+    batch, head = forward.batch, packed_forward.lm_head(forward.model)
     other = (ids != batch.token.x[:, None]).to(head.weight.dtype)
     count = other.sum(1, keepdim=True)
     rows, weights = torch.cat([ids, batch.token.x[:, None]], 1), torch.cat([other, -count], 1)
     if not ids.numel():
         return Field(batch.tree, TOKEN, logp)
     directions = torch.nn.functional.embedding_bag(rows, head.weight, mode="sum", per_sample_weights=weights)
-    gap = (reading.before * directions).sum(1)
+    gap = (forward.before * directions).sum(1)
     if head.bias is not None:
         gap = gap + (head.bias[rows] * weights).sum(1)
-    return Field(batch.tree, TOKEN, count.squeeze(1) * logp + gap * reading.inverse)
+    return Field(batch.tree, TOKEN, count.squeeze(1) * logp + gap * forward.inverse_temperature)

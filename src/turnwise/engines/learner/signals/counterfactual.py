@@ -1,9 +1,9 @@
-"""What was never said: the gold answer at each turn, and each turn had the environment said nothing just before it.
+"""Log-probabilities of counterfactual sequences: the gold answer given at each turn, and each turn without its observation.
 
-Legend: L packed positions, U turns, A turns asked about.
+Legend: L packed positions, U turns, A queried turns.
 
-Each question is a sequence of its own: the past of one turn, changed or continued. Those of one trajectory share their
-beginnings, which are read once. Knows ids; how they are scored it is told.
+Each query is a sequence of its own: the history of one turn, continued or modified. Queries of one trajectory share prefixes,
+which are computed once. Knows ids; does not know how they are scored.
 """
 
 from __future__ import annotations
@@ -23,95 +23,95 @@ Score = Callable[[Batch], Field]
 
 @dataclass(frozen=True, eq=False)
 class _Turns:
-    """The turns with tokens, where they stand in the packed ids. All [A]."""
+    """Turns with tokens, and their positions in the packed ids. All [A]."""
 
-    number: Tensor  # among all turns
-    token: Tensor  # number of its first token
-    count: Tensor  # of its tokens
-    begin: Tensor  # where its sequence begins
-    here: Tensor  # its first sampled token
+    index: Tensor  # among all turns
+    token: Tensor  # index of the first token
+    count: Tensor  # number of tokens
+    begin: Tensor  # position where the sequence starts
+    first: Tensor  # position of the first token
 
     @classmethod
     def of(cls, batch: Batch) -> _Turns:
         s, count = batch.sequences, batch.tree.size(TOKEN, TURN).x
-        number = (count > 0).nonzero().squeeze(1)
-        token = (count.cumsum(0) - count)[number]
-        here = s.at[token]
-        return cls(number, token, count[number], s.start[torch.searchsorted(s.start, here, right=True) - 1], here)
+        index = (count > 0).nonzero().squeeze(1)
+        token = (count.cumsum(0) - count)[index]
+        first = s.sampled_at[token]
+        return cls(index, token, count[index], s.start[torch.searchsorted(s.start, first, right=True) - 1], first)
 
-    def only(self, chosen: Tensor) -> _Turns:
-        return _Turns(*(x[chosen] for x in (self.number, self.token, self.count, self.begin, self.here)))
+    def select(self, rows: Tensor) -> _Turns:
+        return _Turns(*(x[rows] for x in (self.index, self.token, self.count, self.begin, self.first)))
 
     def chunks(self, positions: int) -> Iterator[_Turns]:
-        """Neighbours together, each lot of about so many positions: memory, never the result."""
-        lot = (self.here + self.count - self.begin).cumsum(0) // max(1, positions)
-        for n in lot.unique().tolist():
-            yield self.only((lot == n).nonzero().squeeze(1))
+        """Consecutive turns in chunks of about ``positions`` ids. Affects memory, never the result."""
+        chunk = (self.first + self.count - self.begin).cumsum(0) // max(1, positions)
+        for n in chunk.unique().tolist():
+            yield self.select((chunk == n).nonzero().squeeze(1))
 
 
 def spans(start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers start, start + 1 ... of each span end to end, and which span each is of."""
+    """The integers start, start + 1 ... of all spans concatenated, and the span of each."""
     owner = torch.repeat_interleave(length)
     inside = torch.arange(owner.numel(), device=start.device) - (length.cumsum(0) - length)[owner]
     return start[owner] + inside, owner
 
 
-def answers(batch: Batch, score: Score, positions: int) -> Field:
-    """Mean log-probability of the gold answer at each turn, were it said instead of what was. 0 for turns without tokens."""
+def answer_logp(batch: Batch, score: Score, positions: int) -> Field:
+    """Mean log-probability of the gold answer in place of each turn's own tokens. 0 for turns without tokens."""
     if not batch.answers or not all(batch.answers):
         raise SignalError(
-            "the likelihood of the gold answer was asked for, but the environment tells none for some task; "
-            "give the environment an answer(), or take a method that does not need it"
+            "this method needs the log-probability of the gold answer, but the environment has no answer for some task; "
+            "give the environment an answer(), or use a method that does not need it"
         )
     device, ids = batch.tree.device, batch.sequences.ids
     length = torch.tensor([len(a) for a in batch.answers], device=device)
     gold = torch.tensor([i for answer in batch.answers for i in answer], device=device)
-    found = torch.zeros(batch.tree.count(TURN), device=device)
+    out = torch.zeros(batch.tree.count(TURN), device=device)
     for turns in _Turns.of(batch).chunks(positions):
-        whose = batch.tree.parents[1][turns.number]
-        past, tail = turns.here - turns.begin, length[whose]
-        source, owner = spans(turns.begin, past + tail)
-        said, _ = spans((length.cumsum(0) - length)[whose], tail)
-        sampled = source >= turns.here[owner]
-        packed = ids[source.clamp(max=ids.numel() - 1)].masked_scatter(sampled, gold[said])
-        scores = score(_questions(batch, turns.number, packed, past + tail, sampled, owner)).mean(TURN)
-        found[turns.number] = scores.x.to(found.dtype)
-    return Field(batch.tree, TURN, found)
+        trajectory = batch.tree.parents[1][turns.index]
+        history, answer = turns.first - turns.begin, length[trajectory]
+        source, owner = spans(turns.begin, history + answer)
+        gold_ids, _ = spans((length.cumsum(0) - length)[trajectory], answer)
+        scored = source >= turns.first[owner]
+        packed = ids[source.clamp(max=ids.numel() - 1)].masked_scatter(scored, gold[gold_ids])
+        logp = score(_query_batch(batch, turns.index, packed, history + answer, scored, owner)).mean(TURN)
+        out[turns.index] = logp.x.to(out.dtype)
+    return Field(batch.tree, TURN, out)
 
 
-def blind(batch: Batch, plain: Field, score: Score, positions: int) -> Field:
-    """log π(yₜ) with what stands between this turn and the tokens sampled before it replaced by its blind ids; all earlier
-    contexts stay as they were. Where nothing is replaced: the plain log-probability."""
+def logp_without_feedback(batch: Batch, logp: Field, score: Score, positions: int) -> Field:
+    """log π(yₜ) with the ids between this turn and the previously sampled token masked; earlier context stays unchanged. Equals
+    ``logp`` where nothing is masked."""
     s = batch.sequences
-    if s.blind is None or not s.at.numel():
-        return plain
-    turns, heard = _Turns.of(batch), _heard_from(s)
-    other = torch.cat([s.start[:1], (s.blind != s.ids).cumsum(0)])
-    turns = turns.only((other[turns.here] > other[heard[turns.here]]).nonzero().squeeze(1))
-    found = plain.x.clone()
-    for some in turns.chunks(positions):
-        length = some.here + some.count - some.begin
-        source, owner = spans(some.begin, length)
-        sampled = source >= some.here[owner]
-        hidden = (source >= heard[some.here][owner]) & ~sampled
-        packed = torch.where(hidden, s.blind[source], s.ids[source])
-        tokens, _ = spans(some.token, some.count)
-        found[tokens] = score(_questions(batch, some.number, packed, length, sampled, owner)).x.to(found.dtype)
-    return Field(batch.tree, TOKEN, found)
+    if s.masked_ids is None or not s.sampled_at.numel():
+        return logp
+    turns, observation = _Turns.of(batch), _observation_start(s)
+    changes = torch.cat([s.start[:1], (s.masked_ids != s.ids).cumsum(0)])
+    turns = turns.select((changes[turns.first] > changes[observation[turns.first]]).nonzero().squeeze(1))
+    out = logp.x.clone()
+    for chunk in turns.chunks(positions):
+        length = chunk.first + chunk.count - chunk.begin
+        source, owner = spans(chunk.begin, length)
+        scored = source >= chunk.first[owner]
+        masked = (source >= observation[chunk.first][owner]) & ~scored
+        packed = torch.where(masked, s.masked_ids[source], s.ids[source])
+        tokens, _ = spans(chunk.token, chunk.count)
+        out[tokens] = score(_query_batch(batch, chunk.index, packed, length, scored, owner)).x.to(out.dtype)
+    return Field(batch.tree, TOKEN, out)
 
 
-def _heard_from(s: Sequences) -> Tensor:
-    """For each position the first one behind the last token sampled before it, or where its sequence begins, [L]."""
+def _observation_start(s: Sequences) -> Tensor:
+    """For each position, the position after the last token sampled before it, or the start of its sequence, [L]."""
     here = torch.arange(s.ids.numel(), device=s.ids.device)
-    behind = torch.zeros_like(here).index_copy(0, s.at, s.at + 1).cummax(0).values
-    return torch.maximum(here - s.positions(), torch.cat([behind.new_zeros(1), behind[:-1]]))
+    after_last = torch.zeros_like(here).index_copy(0, s.sampled_at, s.sampled_at + 1).cummax(0).values
+    return torch.maximum(here - s.positions(), torch.cat([after_last.new_zeros(1), after_last[:-1]]))
 
 
-def _questions(batch: Batch, turns: Tensor, ids: Tensor, length: Tensor, sampled: Tensor, owner: Tensor) -> Batch:
-    """A batch whose sampled tokens are those marked: one sequence, turn and trajectory for each turn asked about."""
+def _query_batch(batch: Batch, turns: Tensor, ids: Tensor, length: Tensor, scored: Tensor, owner: Tensor) -> Batch:
+    """A batch whose sampled tokens are the ``scored`` ids: one sequence, turn and trajectory per queried turn."""
     each = torch.arange(turns.numel(), device=ids.device)
-    tree = Tree(owner[sampled], each, torch.zeros_like(each), 1)
-    at = sampled.nonzero().squeeze(1)
+    tree = Tree(owner[scored], each, torch.zeros_like(each), 1)
+    at = scored.nonzero().squeeze(1)
     sequences = Sequences(ids, torch.cat([length.new_zeros(1), length.cumsum(0)]), each, at)
     temperature = Field(tree, TURN, batch.temperature.x[turns])
     return replace(

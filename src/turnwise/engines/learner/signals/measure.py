@@ -1,10 +1,9 @@
-"""What a learner can say of a batch: each signal, from as few passes as possible.
+"""Measure the signals of a batch with as few forward passes as possible.
 
-One micro-batch lies before several models (the policy, its reference, a teacher, a critic's own trunk ...); each reads it at
-most once, however many signals are asked of it. Signals that only live in a forward pass come with the gradient when an
-update asks for them.
+Several models may run over one micro-batch: the policy, its reference, a teacher, a critic's own trunk ... Each runs at most
+once, however many signals need it. Live signals, which exist only during a forward pass, carry their gradient in an update.
 
-Knows signals; no objective, no method's name.
+Knows signals; does not know objectives or a method's name.
 """
 
 from __future__ import annotations
@@ -18,260 +17,282 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
-from turnwise.core.signals import LIVE, SLOW, UTTERANCE, Signal, level_of
+from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, WITH_GRADIENT, Signal, level_of
 from turnwise.engines.learner import lora, packed_forward
-from turnwise.engines.learner.forward_pass import Reading
+from turnwise.engines.learner.forward_pass import ForwardPass
 from turnwise.engines.learner.optimizer import LearnerSettings
 from turnwise.engines.learner.signals import candidates, counterfactual, update_statistics
-from turnwise.engines.learner.signals.auxiliary import Pupil
-from turnwise.engines.learner.signals.effective_rank import ranks
-from turnwise.engines.learner.signals.flow import Flow
-from turnwise.engines.learner.signals.reward_probe import Ridge
-from turnwise.engines.learner.value_heads import TOKENWISE, Critics, frozen
+from turnwise.engines.learner.signals.auxiliary import AuxiliaryModel
+from turnwise.engines.learner.signals.effective_rank import effective_rank_signals
+from turnwise.engines.learner.signals.flow import FlowDeviation
+from turnwise.engines.learner.signals.reward_probe import RewardProbe
+from turnwise.engines.learner.value_heads import TOKEN_VALUES, ValueHeads, frozen_copy
 from turnwise.errors import SettingError
 
-SAME = {
+LIVE_COUNTERPART = {
     Signal.PROXIMAL: Signal.LOGP,
     Signal.OLD_VALUE: Signal.VALUE,
-    Signal.OLD_TWIN: Signal.TWIN,
+    Signal.OLD_SECOND_VALUE: Signal.SECOND_VALUE,
     Signal.OLD_ENTROPY: Signal.ENTROPY,
 }
-"""Frozen signals that are a live one, measured early."""
+"""Signals of a batch that equal a live signal, measured before the first update."""
 
-RANKS = frozenset({Signal.RANK, Signal.RANK_SPEED, Signal.RANK_PUSH})
-PUPILS = frozenset({Signal.PROBE, Signal.DEVIATION})
-THROUGH = RANKS | PUPILS | {Signal.Q, Signal.Q_TWIN, Signal.SLOW_Q, Signal.SLOW_Q_TWIN}
-"""Signals of the state after a sampled token ..."""
-ENTERED = ("policy", "critic", "slow")
-"""... and whose reading may go so far."""
+RANK_SIGNALS = frozenset({Signal.EFFECTIVE_RANK, Signal.EFFECTIVE_RANK_VELOCITY, Signal.EFFECTIVE_RANK_ACCELERATION})
+AUXILIARY = frozenset({Signal.REWARD_PROBE, Signal.FLOW_DEVIATION})
+AFTER_SAMPLED = RANK_SIGNALS | AUXILIARY | {Signal.Q, Signal.SECOND_Q, Signal.TARGET_Q, Signal.TARGET_SECOND_Q}
+"""Signals that need the hidden state after a sampled token ..."""
+AFTER_SAMPLED_MODELS = ("policy", "critic", "target")
+"""... and the models that compute it for them."""
 
-BY_POLICY = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.RIVALS})
+POLICY_SIGNALS = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.CANDIDATE_LOGP})
 
-Found = dict[Any, Field]
-Read = Callable[[str], Reading]
-"""A micro-batch as the named model reads it: policy, reference, previous, teacher, critic, slow."""
+Fields = dict[Any, Field]
+ForwardOf = Callable[[str], ForwardPass]
+"""The forward pass of a named model over one micro-batch: policy, reference, previous, teacher, critic, target."""
+Measurement = Callable[[Batch, ForwardOf, frozenset[Signal]], Fields]
+"""A micro-batch, the forward passes over it, the requested signals -> the measured fields."""
 
 
-class House(Protocol):
-    """What measuring asks of its learner."""
+class LearnerContext(Protocol):
+    """The part of a learner that measuring depends on."""
 
     settings: LearnerSettings
     model: PreTrainedModel
-    critics: Critics
+    value_heads: ValueHeads
     device: torch.device
-    dtype: torch.dtype  # of the arithmetic
+    dtype: torch.dtype  # of computation
     master: torch.dtype  # of the weights
-    steps: int  # taken
+    steps: int  # optimizer steps taken
 
     def policy(self) -> Iterator[nn.Parameter]: ...
 
     def preconditioner(self) -> Tensor: ...
 
 
-class Measuring:
-    def __init__(self, house: House, teacher: PreTrainedModel | None) -> None:
-        self.house = house
-        self.teacher = None if teacher is None else self._guest(teacher)
+class SignalMeasurer:
+    """Measures signals, and owns the models beside the policy: reference, previous policy, teacher, auxiliary models."""
+
+    def __init__(self, learner: LearnerContext, teacher: PreTrainedModel | None) -> None:
+        self.learner = learner
+        self.teacher = None if teacher is None else self._prepare_teacher(teacher)
         self._reference: PreTrainedModel | None = None
         self._previous: PreTrainedModel | None = None
-        self._pupils: dict[Signal, Pupil] = {}
-        self._gauges: tuple[tuple[frozenset[Signal], Callable[[Batch, Read, frozenset[Signal]], Found]], ...] = (
-            (frozenset({Signal.REFERENCE}), lambda b, read, _: {Signal.REFERENCE: _logp(read("reference"))}),
-            (frozenset({Signal.PREVIOUS}), lambda b, read, _: {Signal.PREVIOUS: _logp(read("previous"))}),
-            (frozenset({Signal.TEACHER}), lambda b, read, _: {Signal.TEACHER: _logp(read("teacher"))}),
-            (frozenset({Signal.GRADIENT_NORM}), self._norms),
-            (frozenset({Signal.ANSWER}), self._answers),
-            (frozenset({Signal.BLIND}), self._blind),
-            (frozenset({Signal.HITS}), self._hits),
+        self._auxiliary_models: dict[Signal, AuxiliaryModel] = {}
+        self._measurements: tuple[tuple[frozenset[Signal], Measurement], ...] = (
+            (frozenset({Signal.REFERENCE}), lambda b, forward, _: {Signal.REFERENCE: _logp(forward("reference"))}),
+            (frozenset({Signal.PREVIOUS}), lambda b, forward, _: {Signal.PREVIOUS: _logp(forward("previous"))}),
+            (frozenset({Signal.TEACHER}), lambda b, forward, _: {Signal.TEACHER: _logp(forward("teacher"))}),
+            (frozenset({Signal.GRADIENT_NORM}), self._gradient_norm),
+            (frozenset({Signal.ANSWER_LOGP}), self._answer_logp),
+            (frozenset({Signal.LOGP_WITHOUT_FEEDBACK}), self._logp_without_feedback),
+            (frozenset({Signal.CANDIDATE_MATCHES}), self._candidate_matches),
             (frozenset({Signal.HELLINGER}), self._hellinger),
-            (
-                frozenset(update_statistics.PUSHES),
-                lambda b, read, _: dict(update_statistics.pushes(read("policy"), house.preconditioner())),
-            ),
-            (RANKS, lambda b, read, _: dict(ranks(b.tree, read("policy").after))),
-            (frozenset(SLOW), lambda b, read, wanted: dict(house.critics.slow(read("slow"), wanted))),
-            (PUPILS, lambda b, read, wanted: {s: self._pupil(s).measure(read("policy")) for s in wanted & PUPILS}),
+            (frozenset(update_statistics.PREDICTED_CHANGES), self._predicted_changes),
+            (RANK_SIGNALS, lambda b, forward, _: dict(effective_rank_signals(b.tree, forward("policy").after))),
+            (frozenset(TURN_CRITIC_TARGET), self._target_estimates),
+            (AUXILIARY, self._auxiliary),
         )
 
-    def _guest(self, teacher: PreTrainedModel) -> PreTrainedModel:
-        mine, theirs = (packed_forward.head(model).weight.shape[0] for model in (self.house.model, teacher))
-        if mine != theirs:
+    def _prepare_teacher(self, teacher: PreTrainedModel) -> PreTrainedModel:
+        policy_size, teacher_size = (packed_forward.lm_head(m).weight.shape[0] for m in (self.learner.model, teacher))
+        if policy_size != teacher_size:
             raise SettingError(
-                f"the teacher's vocabulary has {theirs} entries, the model's {mine}; its log-probabilities would be of other "
-                "tokens; take a teacher with the same tokenizer"
+                f"the teacher's vocabulary has {teacher_size} entries, the model's {policy_size}, so its ids mean other tokens; "
+                "use a teacher with the same tokenizer"
             )
-        teacher.to(device=self.house.device, dtype=self.house.master)  # type: ignore[call-arg]
-        return packed_forward.adopt(teacher.eval()).requires_grad_(False)
+        teacher.to(device=self.learner.device, dtype=self.learner.master)  # type: ignore[call-arg]
+        return packed_forward.prepare(teacher.eval()).requires_grad_(False)
 
-    # ------------------------------------------------------------ the whole
+    # -------------------------------------------------------- a whole batch
     @torch.no_grad()
-    def measure(self, batch: Batch, signals: frozenset[Signal]) -> Found:
-        """The asked signals of the batch, without gradient, in the batch's own order; and what they need to remember of it."""
+    def measure(self, batch: Batch, signals: frozenset[Signal]) -> Fields:
+        """The requested signals without gradient, in the order of the batch, and the columns that later updates need."""
         sizes = {level: batch.tree.count(level) for level in (TOKEN, TURN, TRAJECTORY)}
-        rows = {f"_{level.name}": batch.tree.field(level, torch.arange(n)) for level, n in sizes.items()}
-        blank = lambda level, dtype: torch.zeros(sizes[level], dtype=dtype, device=self.house.device)  # noqa: E731
-        found: dict[Any, tuple[Any, Tensor]] = {
-            s: (level_of(s), blank(level_of(s), self.house.master)) for s in signals
+        rows = {(Column.ROW, level): batch.tree.field(level, torch.arange(n)) for level, n in sizes.items()}
+        blank = lambda level, dtype: torch.zeros(sizes[level], dtype=dtype, device=self.learner.device)  # noqa: E731
+        results: dict[Any, tuple[Any, Tensor]] = {
+            s: (level_of(s), blank(level_of(s), self.learner.master)) for s in signals
         }
-        for signal in signals & PUPILS:
-            self._pupil(signal).open()
-        for micro in batch.put(rows).split(self.house.settings.positions, padded=self.house.device.type != "cuda"):
-            micro = micro.to(self.house.device)
-            for key, value in self._measured(micro, signals).items():
-                _, out = found.setdefault(key, (value.level, blank(value.level, value.x.dtype)))
-                out[micro[f"_{value.level.name}"].x] = value.x.to(out.dtype)
-        if Signal.PREVIOUS in signals:  # asked once for each batch, before its first update
-            self._previous = frozen(self.house.model)
-        return {key: Field(batch.tree, level, x.to(batch.tree.device)) for key, (level, x) in found.items()}
+        for signal in signals & AUXILIARY:
+            self.auxiliary_model(signal).begin_batch()
+        for micro in batch.put(rows).split(self.learner.settings.positions, padded=self.learner.device.type != "cuda"):
+            micro = micro.to(self.learner.device)
+            for key, value in self._measure_micro_batch(micro, signals).items():
+                _, out = results.setdefault(key, (value.level, blank(value.level, value.x.dtype)))
+                out[micro[Column.ROW, value.level].x] = value.x.to(out.dtype)
+        if Signal.PREVIOUS in signals:  # measured once per batch, before its first update
+            self._previous = frozen_copy(self.learner.model)
+        return {key: Field(batch.tree, level, x.to(batch.tree.device)) for key, (level, x) in results.items()}
 
-    def _measured(self, batch: Batch, signals: frozenset[Signal]) -> Found:
-        """One micro-batch."""
-        wanted = frozenset(SAME.get(s, s) for s in signals)
-        read = self._reader(batch, wanted)
-        live = self._live(batch, wanted & LIVE, read)
-        out: Found = {s: live[SAME.get(s, s)] for s in signals if SAME.get(s, s) in live}
-        for offers, gauge in self._gauges:
-            if offers & signals:
-                out |= {k: f for k, f in gauge(batch, read, signals).items() if k in signals or k not in offers}
+    def _measure_micro_batch(self, batch: Batch, signals: frozenset[Signal]) -> Fields:
+        computed = frozenset(LIVE_COUNTERPART.get(s, s) for s in signals)
+        forward = self._forward_cache(batch, computed)
+        live = self._live(batch, computed & WITH_GRADIENT, forward)
+        out: Fields = {s: live[LIVE_COUNTERPART.get(s, s)] for s in signals if LIVE_COUNTERPART.get(s, s) in live}
+        for provided, measure in self._measurements:
+            if provided & signals:
+                fields = measure(batch, forward, signals)
+                out |= {key: f for key, f in fields.items() if key in signals or key not in provided}
         return out
 
     # ------------------------------------------------------- one micro-batch
-    def live(self, batch: Batch, wanted: frozenset[Signal]) -> tuple[Batch, dict[Signal, Field]]:
-        """One micro-batch, on the device, and its live signals, with their gradient. The policy begins to read before all else is
-        sent: what a GPU does not need yet it need not wait for."""
-        early = wanted & BY_POLICY and batch.sequences.ids.numel() and self.house.device.type == "cuda"
-        states = self._reader(batch, wanted)("policy").states if early else None
-        batch = batch.to(self.house.device)
-        return batch, self._live(batch, wanted, self._reader(batch, wanted, states))
+    def live(self, batch: Batch, signals: frozenset[Signal]) -> tuple[Batch, dict[Signal, Field]]:
+        """One micro-batch on the device, and its live signals with their gradient. The policy's forward pass is launched before
+        the other columns are copied, so that the GPU does not wait for them."""
+        early = signals & POLICY_SIGNALS and batch.sequences.ids.numel() and self.learner.device.type == "cuda"
+        states = self._forward_cache(batch, signals)("policy").states if early else None
+        batch = batch.to(self.learner.device)
+        return batch, self._live(batch, signals, self._forward_cache(batch, signals, states))
 
-    def _live(self, batch: Batch, wanted: frozenset[Signal], read: Read) -> dict[Signal, Field]:
+    def _live(self, batch: Batch, signals: frozenset[Signal], forward: ForwardOf) -> dict[Signal, Field]:
         out: dict[Signal, Field] = {}
-        if wanted & BY_POLICY:
-            logp, entropy = read("policy").logp(Signal.ENTROPY in wanted)
+        if signals & POLICY_SIGNALS:
+            logp, entropy = forward("policy").logp(Signal.ENTROPY in signals)
             out[Signal.LOGP] = Field(batch.tree, TOKEN, logp)
             if entropy is not None:
                 out[Signal.ENTROPY] = Field(batch.tree, TOKEN, entropy)
-            if Signal.RIVALS in wanted:
-                known = candidates.known(batch)
-                drawn = candidates.draw(read("policy"), self.house.steps) if known is None else known
-                out[Signal.RIVALS] = candidates.rivals(read("policy"), drawn, logp)
-        if wanted & {*TOKENWISE, *UTTERANCE}:
-            out |= self.house.critics.estimates(read("critic"), wanted)
-        return {s: f for s, f in out.items() if s in wanted}
+            if Signal.CANDIDATE_LOGP in signals:
+                ids = candidates.stored(batch)
+                ids = candidates.sample(forward("policy"), self.learner.steps) if ids is None else ids
+                out[Signal.CANDIDATE_LOGP] = candidates.candidate_logp(forward("policy"), ids, logp)
+        if signals & {*TOKEN_VALUES, *TURN_CRITIC}:
+            out |= self.learner.value_heads.estimates(forward("critic"), signals)
+        return {s: f for s, f in out.items() if s in signals}
 
     def logp(self, batch: Batch) -> Field:
-        """log π of a batch, with its gradient where gradients are on."""
-        return _logp(self._reader(batch, frozenset())("policy"))
+        """log π of a batch, with its gradient where gradients are enabled."""
+        return _logp(self._forward_cache(batch, frozenset())("policy"))
 
-    def _reader(self, batch: Batch, wanted: frozenset[Signal], states: packed_forward.States | None = None) -> Read:
-        """A micro-batch before every model, read once by each. Nothing here refers to itself, so what was read is forgotten with
-        its micro-batch, not when cycles are next looked for. ``states``: what the policy read already."""
-        readings: dict[str, Reading] = {}
+    def _forward_cache(
+        self, batch: Batch, signals: frozenset[Signal], states: packed_forward.PackedStates | None = None
+    ) -> ForwardOf:
+        """Run each model at most once over a micro-batch. ``states``: hidden states the policy has computed already. Builds no
+        reference cycle, so the states are freed with the micro-batch and not by the cyclic collector."""
+        passes: dict[str, ForwardPass] = {}
 
-        def read(who: str) -> Reading:
-            model = self._model(who)
+        def forward(name: str) -> ForwardPass:
+            model = self._model(name)
             if model is None:
-                who, model = "policy", self.house.model
-            if who not in readings:
-                switched_off = who == "reference" and bool(self.house.settings.lora_rank)
-                through = bool(wanted & THROUGH) and who in ENTERED
-                known = states if who == "policy" else None
-                readings[who] = Reading(batch, model, lambda: self._during(switched_off), through, known)
-            return readings[who]
+                name, model = "policy", self.learner.model
+            if name not in passes:
+                without_adapters = name == "reference" and bool(self.learner.settings.lora_rank)
+                after_sampled = bool(signals & AFTER_SAMPLED) and name in AFTER_SAMPLED_MODELS
+                computed = states if name == "policy" else None
+                context = lambda: self._forward_context(without_adapters)  # noqa: E731
+                passes[name] = ForwardPass(batch, model, context, after_sampled, computed)
+            return passes[name]
 
-        return read
+        return forward
 
-    def _model(self, who: str) -> PreTrainedModel | None:
-        """None: the policy itself."""
-        critics = self.house.critics
-        if who == "teacher" and self.teacher is None:
+    def _model(self, name: str) -> PreTrainedModel | None:
+        """The named model; None: it is the policy."""
+        heads = self.learner.value_heads
+        if name == "teacher" and self.teacher is None:
             raise SettingError(
-                "this method reads a teacher's log-probabilities, and there is none; give one with --teacher"
+                "this method needs a teacher's log-probabilities, and there is no teacher; write --teacher MODEL"
             )
-        if who == "reference":
-            return self.house.model if self.house.settings.lora_rank else self.reference()
+        if name == "reference":
+            return self.learner.model if self.learner.settings.lora_rank else self.reference()
         return {
-            "policy": self.house.model,
+            "policy": self.learner.model,
             "previous": self._previous,
             "teacher": self.teacher,
-            "critic": critics.trunk,
-            "slow": critics.slow_trunk,
-        }[who]
+            "critic": heads.trunk,
+            "target": heads.target_trunk,
+        }[name]
 
-    def _during(self, switched_off: bool) -> AbstractContextManager[Any]:
+    def _forward_context(self, without_adapters: bool) -> AbstractContextManager[Any]:
         stack = ExitStack()
-        stack.enter_context(lora.disabled(self.house.model) if switched_off else nullcontext())
-        if self.house.dtype != self.house.master:
-            stack.enter_context(torch.autocast(self.house.device.type, self.house.dtype))
+        stack.enter_context(lora.disabled(self.learner.model) if without_adapters else nullcontext())
+        if self.learner.dtype != self.learner.master:
+            stack.enter_context(torch.autocast(self.learner.device.type, self.learner.dtype))
         return stack
 
-    # --------------------------------------------------------------- gauges
-    def _norms(self, batch: Batch, read: Read, wanted: frozenset[Signal]) -> Found:
-        return {Signal.GRADIENT_NORM: update_statistics.gradient_norms(batch, self.logp, list(self.house.policy()))}
+    # --------------------------------------------------------- measurements
+    def _gradient_norm(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
+        return {Signal.GRADIENT_NORM: update_statistics.gradient_norms(batch, self.logp, list(self.learner.policy()))}
 
-    def _answers(self, batch: Batch, read: Read, wanted: frozenset[Signal]) -> Found:
-        return {Signal.ANSWER: counterfactual.answers(batch, self.logp, self.house.settings.positions)}
+    def _answer_logp(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
+        return {Signal.ANSWER_LOGP: counterfactual.answer_logp(batch, self.logp, self.learner.settings.positions)}
 
-    def _blind(self, batch: Batch, read: Read, wanted: frozenset[Signal]) -> Found:
-        plain = _logp(read("policy"))
-        return {Signal.BLIND: counterfactual.blind(batch, plain, self.logp, self.house.settings.positions)}
+    def _logp_without_feedback(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
+        positions = self.learner.settings.positions
+        logp = counterfactual.logp_without_feedback(batch, _logp(forward("policy")), self.logp, positions)
+        return {Signal.LOGP_WITHOUT_FEEDBACK: logp}
 
-    def _hits(self, batch: Batch, read: Read, wanted: frozenset[Signal]) -> Found:
-        drawn = candidates.draw(read("policy"), self.house.steps)
-        return {Signal.HITS: candidates.hits(batch, drawn), **candidates.columns(batch, drawn)}
+    def _candidate_matches(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
+        ids = candidates.sample(forward("policy"), self.learner.steps)
+        return {Signal.CANDIDATE_MATCHES: candidates.count_matches(batch, ids), **candidates.as_columns(batch, ids)}
 
-    def _hellinger(self, batch: Batch, read: Read, wanted: frozenset[Signal]) -> Found:
-        return {Signal.HELLINGER: update_statistics.hellinger(read("policy"), read("reference"))}
+    def _hellinger(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
+        return {Signal.HELLINGER: update_statistics.hellinger(forward("policy"), forward("reference"))}
 
-    # ------------------------------------------------------ what it remembers
-    def _pupil(self, signal: Signal) -> Pupil:
-        """What is learned beside the policy, made when first asked for."""
-        if signal not in self._pupils:
-            h, width = self.house, packed_forward.head(self.house.model).weight.shape[1]
-            self._pupils[signal] = Ridge(h.device) if signal == Signal.PROBE else Flow(width, h.device, h.master)
-        return self._pupils[signal]
+    def _predicted_changes(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
+        return dict(update_statistics.predicted_changes(forward("policy"), self.learner.preconditioner()))
 
-    def learn(self, batch: Batch) -> None:
-        """A measured batch has come back with its rewards."""
-        for pupil in self._pupils.values():
-            pupil.learn(batch.to(self.house.device))
+    def _target_estimates(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
+        return dict(self.learner.value_heads.target_estimates(forward("target"), signals))
+
+    def _auxiliary(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
+        return {s: self.auxiliary_model(s).measure(forward("policy")) for s in signals & AUXILIARY}
+
+    # ---------------------------------------------------------------- models
+    def auxiliary_model(self, signal: Signal) -> AuxiliaryModel:
+        """The model behind an auxiliary signal, created on first use."""
+        if signal not in self._auxiliary_models:
+            device, dtype = self.learner.device, self.learner.master
+            width = packed_forward.lm_head(self.learner.model).weight.shape[1]
+            probe = signal == Signal.REWARD_PROBE
+            self._auxiliary_models[signal] = RewardProbe(device) if probe else FlowDeviation(width, device, dtype)
+        return self._auxiliary_models[signal]
+
+    def train_auxiliary(self, batch: Batch) -> None:
+        """Fit the auxiliary models to a batch that was measured before and now has its rewards."""
+        for model in self._auxiliary_models.values():
+            model.learn(batch.to(self.learner.device))
 
     def reference(self) -> PreTrainedModel:
-        """The frozen initial policy, copied when first asked for; it must be asked for before the first step."""
+        """The frozen initial policy. The first call copies it and must come before the first step."""
         if self._reference is None:
-            if self.house.steps:
+            if self.learner.steps:
                 raise SettingError(
-                    f"the reference policy was first asked for after {self.house.steps} steps, when the initial weights were "
-                    "gone; measure it, or call reference(), before the first update"
+                    f"the reference policy was first requested after {self.learner.steps} steps, when the initial weights no "
+                    "longer existed; measure it, or call reference(), before the first update"
                 )
-            self._reference = frozen(self.house.model)
+            self._reference = frozen_copy(self.learner.model)
         return self._reference
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that is remembered, by name. A snapshot."""
+        """A snapshot of all models' tensors, by name."""
         models = (("reference", self._reference), ("previous", self._previous))
-        own = {
+        policies = {
             f"{name}/{n}": p.detach().clone() for name, m in models if m is not None for n, p in m.named_parameters()
         }
-        return own | {f"{s}/{n}": t for s, pupil in self._pupils.items() for n, t in pupil.tensors().items()}
+        return policies | {
+            f"{s}/{n}": t for s, model in self._auxiliary_models.items() for n, t in model.tensors().items()
+        }
 
-    def load(self, cut: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """``cut``: the saved tensors under a prefix."""
-        self._reference, self._previous = self._restored(cut("reference/")), self._restored(cut("previous/"))
-        for signal in PUPILS:
-            if signal in self._pupils or cut(f"{signal}/"):
-                self._pupil(signal).load(cut(f"{signal}/"))
+    def load(self, under: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """The inverse of ``tensors``. ``under``: returns the saved tensors under a prefix."""
+        self._reference, self._previous = (
+            self._restored_copy(under("reference/")),
+            self._restored_copy(under("previous/")),
+        )
+        for signal in AUXILIARY:
+            if signal in self._auxiliary_models or under(f"{signal}/"):
+                self.auxiliary_model(signal).load(under(f"{signal}/"))
 
-    def _restored(self, saved: Mapping[str, Tensor]) -> PreTrainedModel | None:
-        """A frozen copy of the model with saved weights, where there are any."""
+    def _restored_copy(self, saved: Mapping[str, Tensor]) -> PreTrainedModel | None:
+        """A frozen copy of the model with the saved weights; None if there are none."""
         if not saved:
             return None
-        model = frozen(self.house.model)
+        model = frozen_copy(self.learner.model)
         for name, p in model.named_parameters():
             p.copy_(saved[name])
         return model
 
 
-def _logp(reading: Reading) -> Field:
-    return Field(reading.batch.tree, TOKEN, reading.logp()[0])
+def _logp(forward: ForwardPass) -> Field:
+    return Field(forward.batch.tree, TOKEN, forward.logp()[0])

@@ -1,6 +1,6 @@
-"""Signals that cost more than a plain forward pass: gradient norms, whole distributions compared, steps foretold.
+"""Signals that cost more than a forward pass: gradient norms, distances of distributions, predicted logit changes.
 
-This module measures; what the numbers are for it does not know.
+Does not know what the numbers are for.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from torch import Tensor, nn
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
-from turnwise.engines.learner.forward_pass import Reading
+from turnwise.engines.learner.forward_pass import ForwardPass
 
-PUSHES = (Signal.PUSH, Signal.PUSH_SQUARE, Signal.PUSH_MEAN)
+PREDICTED_CHANGES = (Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN)
 
 
-def hellinger(mine: Reading, theirs: Reading) -> Field:
+def hellinger(policy: ForwardPass, reference: ForwardPass) -> Field:
     """1 − Σₐ √(π(a) π′(a)) for each sampled token."""
-    out = torch.empty_like(mine.inverse)
-    for (rows, a), (_, b) in zip(mine.distributions(), theirs.distributions()):
+    out = torch.empty_like(policy.inverse_temperature)
+    for (rows, a), (_, b) in zip(policy.distributions(), reference.distributions()):
         out[rows] = (1 - (0.5 * (a + b)).exp().sum(1)).clamp(0, 1)
-    return Field(mine.batch.tree, TOKEN, out)
+    return Field(policy.batch.tree, TOKEN, out)
 
 
-def pushes(reading: Reading, precondition: Tensor) -> dict[Signal, Field]:
-    """Σ v²q, Σ πv²q² and Σ πvq with v = onehot − π and q = P h²: what one step on this token would do to its logits."""
-    target, found = reading.batch.token.x, [torch.empty_like(reading.inverse) for _ in PUSHES]
-    for rows, logp in reading.distributions():
+def predicted_changes(forward: ForwardPass, preconditioner: Tensor) -> dict[Signal, Field]:
+    """Σ v²q, Σ πv²q² and Σ πvq with v = onehot − π and q = P h²: how one step on this token would change its logits."""
+    target, sums = forward.batch.token.x, [torch.empty_like(forward.inverse_temperature) for _ in PREDICTED_CHANGES]
+    for rows, logp in forward.distributions():
         p = logp.exp()
         v = -p
         v.scatter_add_(1, target[rows, None], torch.ones_like(p[:, :1]))
-        q = reading.before[rows].square() @ precondition.to(p.dtype).T
-        for out, value in zip(found, (v * v * q, p * (v * q) ** 2, p * v * q)):
+        q = forward.before[rows].square() @ preconditioner.to(p.dtype).T
+        for out, value in zip(sums, (v * v * q, p * (v * q) ** 2, p * v * q)):
             out[rows] = value.sum(1)
-    return {name: Field(reading.batch.tree, TOKEN, x) for name, x in zip(PUSHES, found)}
+    return {name: Field(forward.batch.tree, TOKEN, x) for name, x in zip(PREDICTED_CHANGES, sums)}
 
 
 @torch.enable_grad()

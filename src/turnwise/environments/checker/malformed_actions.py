@@ -1,6 +1,6 @@
-"""What a confused model says: every environment must answer it in words.
+"""Malformed actions, which every environment must answer with a message.
 
-It does not know what any environment would call sense, except that none of these is a good move anywhere.
+Knows no environment; none of these actions is a good move in any.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from turnwise.core.protocols import Action, ToolCall
 from turnwise.environments.checker.rules import tool_fault
 
-NONSENSE = {
+MALFORMED = {
     "empty text": Action(""),
     "garbage": Action("}{)(*&^ %$ \x00 \\ <tool_call> 1/0 __import__"),
     "huge text": Action("north 9*9 " * 20_000),
@@ -20,12 +20,12 @@ NONSENSE = {
 }
 
 
-def nonsense(tools: Any) -> dict[str, Action]:
-    """By label. For each well-described tool also a call without arguments, and one with senseless arguments."""
-    out = dict(NONSENSE)
+def malformed_actions(tools: Any) -> dict[str, Action]:
+    """By label. For each valid tool schema also a call without arguments, and one with arguments of the wrong type."""
+    actions = dict(MALFORMED)
     for tool in () if tool_fault(tools) else tools:
         function = tool["function"]
         odd = {key: [None, {"x": float("nan")}] for key in function["parameters"].get("properties", {})}
-        out[f"{function['name']} without arguments"] = Action("", calls=(ToolCall(function["name"], {}),))
-        out[f"{function['name']} with odd arguments"] = Action("", calls=(ToolCall(function["name"], odd),))
-    return out
+        actions[f"{function['name']} without arguments"] = Action("", calls=(ToolCall(function["name"], {}),))
+        actions[f"{function['name']} with odd arguments"] = Action("", calls=(ToolCall(function["name"], odd),))
+    return actions

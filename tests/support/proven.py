@@ -1,0 +1,23 @@
+"""The methods whose oracle is tested in tests/credit, by file: test_turns.py, test_groups.py and so on."""
+
+from __future__ import annotations
+
+TURNS = [
+    "bilevel_gae", "gigpo", "hgpo", "salt", "igpo", "infopo", "mars", "trloo", "flow_grpo", "srgpo", "ui_s1",
+]  # fmt: skip
+GROUPS = [
+    "adora", "bnpo", "canon", "capo_calibration", "copo", "dgpo_difficulty", "dvao", "gdpo", "mc_grpo", "mssr",
+    "pipo", "poise", "polychromic", "public_baseline", "risk_po", "stratified_grpo", "unlikeliness", "v0", "xrpo",
+]  # fmt: skip
+SEGMENTS = [
+    "spo_chain", "spo_tree", "spo_single", "arpo", "ipa", "dcpo", "archer", "direct_advantage", "r3l", "spear",
+    "verl_rank", "rlfr", "gcpo", "promed", "fapo", "otc", "information_consistency",
+]  # fmt: skip
+OTHERS = [
+    "chord", "hpt", "luffy", "guide", "arpo_gui", "spear_replay", "r1v2", "bepa", "opd", "opd_corrected", "scope",
+    "otr",
+]  # fmt: skip
+PREFERENCES = [
+    "dpo", "rdpo", "simpo", "inpo", "spo_minimax", "srpo", "mapl", "dpa",
+]  # fmt: skip
+PROVEN_ELSEWHERE = [*TURNS, *GROUPS, *SEGMENTS, *OTHERS, *PREFERENCES]

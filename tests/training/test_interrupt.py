@@ -1,0 +1,58 @@
+"""SIGTERM and SIGINT: the step is finished, a checkpoint is written, the run and the command to resume it are named."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from turnwise.store.checkpoint import latest_step
+from turnwise.training.interrupt import RunStopped, StopSignals
+
+ARGUMENTS = [
+    "grpo", "--env", "guess", "--difficulty", "1", "--hidden", "32", "--layers", "1", "--vocabulary", "320",
+    "--cold-steps", "2", "--cold-batch", "4", "--steps", "100000", "--groups", "2", "--group-size", "3",
+    "--max-tokens", "12", "--context", "160", "--eval-tasks", "2", "--checkpoint-every", "100000", "--trackers", "",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path, number):
+    command = [sys.executable, "-m", "turnwise.cli.main", "train", *ARGUMENTS, "--out", str(tmp_path), "--name", "run"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.is_file() and metrics.read_text().count("\n") >= 2) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    step = latest_step(tmp_path / "run" / "checkpoints")
+    assert step >= 2
+    assert f"stopped at step {step}, with a checkpoint" in errors and f"turnwise resume {tmp_path / 'run'}" in errors
+    assert "Traceback" not in errors
+
+
+def test_outside_a_step_a_signal_stops_at_once():
+    with pytest.raises(RunStopped) as stopped, StopSignals().handled():
+        signal.raise_signal(signal.SIGTERM)
+    assert stopped.value.exit_code == 143
+
+
+def test_inside_a_step_the_first_signal_waits_and_the_second_does_not():
+    stop = StopSignals()
+    with stop.handled(), stop.deferred():
+        signal.raise_signal(signal.SIGINT)
+        assert stop.received == signal.SIGINT
+        with pytest.raises(RunStopped):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_step_that_does_not_end_is_stopped_after_the_grace_time():
+    stop = StopSignals(grace=0.05)
+    with pytest.raises(RunStopped), stop.handled(), stop.deferred():
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(30)
