@@ -26,7 +26,7 @@ from turnwise.models.tiny import tiny_model
 GROUP_SIZE, TURNS = 8, 20  # trajectories per group, turns per trajectory
 
 
-def synthetic(tokens: int, turns: int, asks: frozenset[str], vocabulary: int = 512) -> Batch:
+def synthetic(tokens: int, turns: int, requirements: frozenset[str], vocabulary: int = 512) -> Batch:
     """A batch of random numbers as packing would build it, with every fact and signal a method needs."""
     g = torch.Generator().manual_seed(0)
     per_turn = tokens // turns
@@ -44,7 +44,7 @@ def synthetic(tokens: int, turns: int, asks: frozenset[str], vocabulary: int = 5
     starts = torch.arange(trajectories + 1) * (TURNS * per_turn + 1)
     draw = lambda level, high: Field(tree, level, torch.randint(0, high, (tree.count(level),), generator=g))  # noqa: E731
     real = lambda level: Field(tree, level, torch.rand(tree.count(level), generator=g))  # noqa: E731
-    names = lambda kind: [a.removeprefix(f"{kind} ") for a in asks if a.startswith(f"{kind} ")]  # noqa: E731
+    names = lambda kind: [a.removeprefix(f"{kind} ") for a in requirements if a.startswith(f"{kind} ")]  # noqa: E731
     facts = {name: draw(TRAJECTORY, 3).to(torch.float64) for name in names("fact")}
     facts |= {name: draw(TURN, 3).to(torch.float64) for name in names("turn fact")}
     last = tree.index(TURN, TRAJECTORY).x == TURNS - 1

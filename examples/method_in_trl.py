@@ -27,7 +27,7 @@ def main(steps: int = 24, method: str = "sapo") -> list[dict] | None:
     from turnwise.models.tiny import tiny_model, tiny_tokenizer
 
     tokenizer = tiny_tokenizer(["say a letter please", "another one", "no, this one"], vocabulary=300)
-    model = tiny_model(len(tokenizer), hidden=32, layers=1)
+    model = tiny_model(len(tokenizer), hidden=32, layers=1, seed=0)
 
     def divisible_by_five(completion_ids, **_):
         return [sum(token % 5 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]

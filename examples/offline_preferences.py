@@ -26,7 +26,7 @@ def main(tasks: int = 120, steps: int = 20) -> dict:
         example = json.loads(pairs.read_text().splitlines()[0])
         print({key: str(value)[:70] for key, value in example.items()})
         summary = train(
-            method="dpo", env="guess", data=str(pairs), steps=steps, groups=8, hidden=64, cold_steps=30, context=320,
+            method="dpo", env="guess", data=str(pairs), steps=steps, groups=8, hidden=64, cold_steps=8, context=320,
             eval_tasks=0, trackers=(), out=folder,
         )  # fmt: skip
     for when in ("before", "after"):

@@ -67,20 +67,20 @@ class Shop(Environment):
         return self.oracle() if self.seen or rng.random() < 0.65 else self.random_action(rng)
 
 
-def main(steps: int = 15, cold_steps: int = 60, eval_tasks: int = 60) -> dict:
+def main(steps: int = 20, cold_steps: int = 100, eval_tasks: int = 60) -> dict:
     """Check the environment, then train on it; returns the summary of the run."""
     report = check_env(Shop, episodes=5)
-    print(report)
+    print(report.text())
     assert report.ok, "the check found faults"
     with tempfile.TemporaryDirectory() as folder:
         summary = train(
             env=f"{Shop.__module__}:Shop", difficulty=(1,), method="grpo", steps=steps, cold_steps=cold_steps, groups=4,
-            group_size=8, hidden=64, eval_tasks=eval_tasks, trackers=(), out=folder,
+            group_size=8, hidden=128, eval_tasks=eval_tasks, trackers=(), out=folder,
         )  # fmt: skip
     for when in ("before", "after"):
         found = summary[f"success_{when}"]
         low, high = found["interval"]
-        print(f"success {when} RL: {found['mean']:.0%} [{low:.0%}, {high:.0%}]")
+        print(f"success {when} RL: {found['success']:.0%} [{low:.0%}, {high:.0%}]")
     return summary
 
 

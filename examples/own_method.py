@@ -2,7 +2,7 @@
 
 The piece is a gate, the part of a method that limits how far one update may move the policy. PPO's clip removes the gradient
 of a token at once when its importance ratio leaves 1 ± 0.2; `Taper` lets it fade linearly instead. Everything else (baseline,
-averaging, sampling) is taken from `grpo`.
+averaging, sampling) is taken from `grpo`. The environment is that of `own_environment.py`.
 
     python examples/own_method.py               about 20 seconds on two cores
 """
@@ -49,19 +49,20 @@ def gradient_by_ratio() -> list[float]:
     return [value / found[0] for value in found]
 
 
-def main(steps: int = 8, cold_steps: int = 60, eval_tasks: int = 60) -> dict:
+def main(steps: int = 12, cold_steps: int = 100, eval_tasks: int = 60) -> dict:
     """Print the gradient by ratio, then train; returns the summary of the run."""
     print("gradient at ρ = 1, 1.25, 1.5 (relative):", [round(value, 3) for value in gradient_by_ratio()])
     recipe = replace(recipes.build("grpo", beta=0.0), gate=Taper(0.5))
     print("slots:", {slot: piece for slot, piece in recipe.slots().items() if slot in ("advantage", "ratio", "gate")})
     with tempfile.TemporaryDirectory() as folder:
         summary = train(
-            recipe=recipe, env="guess", difficulty=(1,), steps=steps, epochs=2, groups=4, group_size=8, hidden=64,
+            recipe=recipe, env="own_environment:Shop", difficulty=(1,), steps=steps, epochs=2, groups=4, group_size=8, hidden=128,
             cold_steps=cold_steps, eval_tasks=eval_tasks, trackers=(), out=folder,
         )  # fmt: skip
     before, after = summary["success_before"], summary["success_after"]
+    low, high = after["interval"]
     print(
-        f"success: {before['mean']:.0%} before RL, {after['mean']:.0%} after {steps} steps, interval {after['interval']}"
+        f"success: {before['success']:.0%} before RL, {after['success']:.0%} [{low:.0%}, {high:.0%}] after {steps} steps"
     )
     return summary
 

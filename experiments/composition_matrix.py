@@ -1,13 +1,13 @@
 """Does every credit go with every objective? Two optimiser steps of each pair; the page lists the pairs that are refused.
 
-    python experiments/composition_matrix.py                             everything; prints what fails
+    python experiments/composition_matrix.py                             all pairs; prints failures
     python experiments/composition_matrix.py --credits gigpo igpo        some rows
     python experiments/composition_matrix.py --write docs/matrix.md      and writes the page
-    python experiments/composition_matrix.py --keep cells.jsonl          goes on from there, and tries again what failed
+    python experiments/composition_matrix.py --keep cells.jsonl          resumes, and retries failed cells
 
-One cold start and one set of rollouts serve all cells: each cell is `improve` on two stored batches with a fresh small
-learner. What no built-in environment tells (a fact, a named reward) is made up from the trajectory's id. A cell is *ok* if both
-steps were taken and every number is finite; *refused* if the two cannot go together, with the reason; else *FAILED*.
+All cells share one cold start and one set of rollouts: each cell is `improve` on two stored batches with a new small learner.
+Inputs that no built-in environment provides (a fact, a named reward) are generated from the trajectory's id. A cell is *ok* if
+both steps were taken and every number is finite; *refused* if the two are incompatible, with the reason; else *FAILED*.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ from turnwise.training.events import RunEvents
 from turnwise.training.loop import update_policy
 
 STEPS, GROUPS, SIZE = 2, 2, 3
-WITH_A_CRITIC = ("ppo", "rloo")  # plain credits that also go into every objective: one with a critic, one without
+WITH_A_CRITIC = ("ppo", "rloo")  # baseline credits that are also tested: one with a critic, one without
 
 
-class Blank:
-    """A ledger that forgets."""
+class NullLedger:
+    """A ledger that stores nothing."""
 
     def __getattr__(self, _: str) -> Any:
         return lambda *args, **kwargs: None
 
 
 @dataclass
-class Stock:
-    """What all cells share: a cold-started model and the rollouts of it, independent and forked."""
+class SharedRollouts:
+    """Shared by all cells: a cold-started model and its rollouts, independent and forked."""
 
     model: Any
     plain: list[list[Group]]
     forked: list[list[Group]]
 
     @classmethod
-    def gather(cls) -> Stock:
+    def collect(cls) -> SharedRollouts:
         settings = resolve_settings(
             {"env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 512, "cold_steps": 40,
              "cold_batch": 16, "max_tokens": 8, "max_turns": 2, "context": 160, "device": "cpu"}
@@ -77,14 +77,18 @@ class Stock:
         model = build.load_model(settings, len(tokenizer))
         cold_start(settings, env_spec, tokenizer, model, settings.cold_steps, RunEvents())
         weights = {name: w.detach().clone() for name, w in model.state_dict().items()}
-        model = build.load_model(settings, len(tokenizer))  # the other was taken over by its learner
+        model = build.load_model(settings, len(tokenizer))  # the first one belongs to the cold start's learner
         model.load_state_dict(weights)
-        rollouts = lambda strategy: asyncio.run(_roll(settings, env_spec, Renderer(tokenizer), model, strategy))  # noqa: E731
-        return cls(model, rollouts(Independent()), rollouts(Branch()))
+        renderer = Renderer(tokenizer)
+        plain, forked = (
+            asyncio.run(_collect_batches(settings, env_spec, renderer, model, strategy))
+            for strategy in (Independent(), Branch())
+        )
+        return cls(model, plain, forked)
 
     def batches(self, asks: frozenset[str]) -> list[list[Group]]:
         stored = self.forked if "forks" in asks else self.plain
-        return [[_told(group, asks) for group in groups] for groups in stored]
+        return [[_with_required(group, asks) for group in groups] for groups in stored]
 
     def learner(self, recipe: Recipe) -> LocalLearner:
         needs = recipe.objective.signals
@@ -98,40 +102,42 @@ class Stock:
         )
 
 
-async def _roll(settings: Any, env_spec: EnvSpec, renderer: Renderer, model: Any, strategy: Any) -> list[list[Group]]:
-    """Two batches, blind contexts included; a group whose episodes were all paid alike gets one that was not."""
+async def _collect_batches(
+    settings: Any, env_spec: EnvSpec, renderer: Renderer, model: Any, strategy: Any
+) -> list[list[Group]]:
+    """Two batches with masked contexts; in a group of equal rewards one reward is raised."""
     recipe = replace(recipes.build("grpo"), budget=Fixed(GROUPS, SIZE), strategy=strategy)
     generator = engines.make_local_generator(settings, copy.deepcopy(model), renderer)
     play = build.make_play(env_spec, renderer, build.sampling_settings(settings), record_masked=True)
-    source = Collector(recipe, generator, recipe.sampler.open(env_spec.tasks("train")), Blank(), play, 0)
+    source = Collector(recipe, generator, recipe.sampler.open(env_spec.tasks("train")), NullLedger(), play, 0)
     batches = []
     for step in range(STEPS):
         groups = [usable(group)[0] for group in await source.collect_step(step)]
         source.training, source.ready = 0, deque()
-        batches.append([_uneven(group) for group in groups])
+        batches.append([_with_reward_spread(group) for group in groups])
     return batches
 
 
-def _uneven(group: Group) -> Group:
-    first, *rest = group.trajectories
-    if len({t.reward for t in group.trajectories}) > 1 or not rest:
+def _with_reward_spread(group: Group) -> Group:
+    first, *others = group.trajectories
+    if len({t.reward for t in group.trajectories}) > 1 or not others:
         return group
     turns = (*first.turns[:-1], replace(first.turns[-1], reward=first.turns[-1].reward + 1.0))
-    return replace(group, trajectories=(replace(first, turns=turns, success=True), *rest))
+    return replace(group, trajectories=(replace(first, turns=turns, success=True), *others))
 
 
-def _told(group: Group, asks: frozenset[str]) -> Group:
-    """With what is asked and was not told."""
+def _with_required(group: Group, asks: frozenset[str]) -> Group:
+    """The group with generated values for required facts and rewards that it does not have."""
     names = lambda kind: [a.removeprefix(kind) for a in sorted(asks) if a.startswith(kind)]  # noqa: E731
-    lot = lambda *key: zlib.crc32("/".join(map(str, key)).encode()) % 3  # noqa: E731
+    value_of = lambda *key: zlib.crc32("/".join(map(str, key)).encode()) % 3  # noqa: E731
 
     def one(t: Trajectory) -> Trajectory:
         turns = tuple(
-            replace(turn, facts={**{n: lot(t.id, i, n) for n in names("turn fact ")}, **turn.facts})
+            replace(turn, facts={**{n: value_of(t.id, i, n) for n in names("turn fact ")}, **turn.facts})
             for i, turn in enumerate(t.turns)
         )
-        facts = {**{n: lot(t.id, n) for n in names("fact ")}, **t.facts}
-        rewards = {**{n: lot(t.id, n) / 2 for n in names("reward ")}, **t.rewards}
+        facts = {**{n: value_of(t.id, n) for n in names("fact ")}, **t.facts}
+        rewards = {**{n: value_of(t.id, n) / 2 for n in names("reward ")}, **t.rewards}
         return replace(t, turns=turns, facts=facts, rewards=rewards)
 
     return replace(group, trajectories=tuple(map(one, group.trajectories)))
@@ -140,17 +146,17 @@ def _told(group: Group, asks: frozenset[str]) -> Group:
 # ----------------------------------------------------------------------- cells
 
 
-def cell(stock: Stock, objective: Recipe, credit: Recipe) -> tuple[str, str]:
-    """``ok``, ``refused`` or ``FAILED``, and why."""
+def run_cell(shared: SharedRollouts, objective: Recipe, credit: Recipe) -> tuple[str, str]:
+    """(``ok``, ``refused`` or ``FAILED``, the reason)."""
     try:
         recipe = compose(objective, credit)
     except RecipeError as fault:
         return "refused", str(fault)
     try:
-        learner, kept = stock.learner(recipe), recipe.objective
+        learner, kept = shared.learner(recipe), recipe.objective
         if kept.signals & {Signal.REFERENCE, Signal.HELLINGER}:
             learner.reference()
-        for step, groups in enumerate(stock.batches(recipe.requirements)):
+        for step, groups in enumerate(shared.batches(recipe.requirements)):
             metrics = update_policy(learner, recipe, groups, step, kept)
             learner.version = step + 1
             wrong = [name for name, value in metrics.items() if name != "probe" and not math.isfinite(value)]
@@ -174,35 +180,37 @@ def of_kind(kind: str) -> list[str]:
 Cells = dict[tuple[str, str], tuple[str, str]]
 
 
-def fill(stock: Stock, credits: Sequence[str], objectives: Sequence[str], keep: Path | None = None) -> Cells:
+def run_cells(
+    shared: SharedRollouts, credits: Sequence[str], objectives: Sequence[str], keep: Path | None = None
+) -> Cells:
     built = {name: recipes.build(name) for name in {*credits, *objectives}}
-    known, done, began = kept(keep), 0, time.perf_counter()
-    found: Cells = {}
+    cells, done, began = read_cells(keep), 0, time.perf_counter()
+    results: Cells = {}
     for credit in credits:
         for objective in objectives:
-            if known.get((credit, objective), ("FAILED",))[0] == "FAILED":
-                known[credit, objective] = cell(stock, built[objective], built[credit])
+            if cells.get((credit, objective), ("FAILED",))[0] == "FAILED":
+                cells[credit, objective] = run_cell(shared, built[objective], built[credit])
                 done += 1
                 if keep is not None:
                     with keep.open("a") as stream:
-                        print(json.dumps([credit, objective, *known[credit, objective]]), file=stream)
-            found[credit, objective] = verdict, why = known[credit, objective]
+                        print(json.dumps([credit, objective, *cells[credit, objective]]), file=stream)
+            results[credit, objective] = verdict, why = cells[credit, objective]
             if verdict == "FAILED":
                 print(f"FAILED  {objective} --credit {credit}: {why}", flush=True)
         rate = done / (time.perf_counter() - began)
-        print(f"{credit:24} {Counter(found[credit, o][0] for o in objectives)}  {rate:.1f} cells/s", file=sys.stderr)
-    return found
+        print(f"{credit:24} {Counter(results[credit, o][0] for o in objectives)}  {rate:.1f} cells/s", file=sys.stderr)
+    return results
 
 
-def kept(path: Path | None) -> Cells:
-    """Cells of an earlier, interrupted filling; the last word on each counts."""
+def read_cells(path: Path | None) -> Cells:
+    """The cells of an earlier, interrupted run; the last entry of each counts."""
     lines = path.read_text().splitlines() if path is not None and path.is_file() else []
     return {(credit, objective): (verdict, why) for credit, objective, verdict, why in map(json.loads, lines)}
 
 
-def page(found: Cells, credits: Sequence[str], objectives: Sequence[str]) -> str:
+def page(results: Cells, credits: Sequence[str], objectives: Sequence[str]) -> str:
     """How many pairs were tried, and those that did not run, grouped by reason."""
-    counts = Counter(verdict for verdict, _ in found.values())
+    counts = Counter(verdict for verdict, _ in results.values())
     lines = [
         "# Pairs that are refused",
         "",
@@ -214,15 +222,22 @@ def page(found: Cells, credits: Sequence[str], objectives: Sequence[str]) -> str
         "",
         "| | pairs |",
         "|---|---|",
-        f"| tried: {len(credits)} credits × {len(objectives)} objectives | {len(found):,} |",
+        f"| tried: {len(credits)} credits × {len(objectives)} objectives | {len(results):,} |",
         f"| run | {counts['ok']:,} |",
         f"| refused before the run | {counts['refused']:,} |",
         f"| failed | {counts['FAILED']:,} |",
     ]
     untried = [f"`{name}`" for name in of_kind("objective") if name not in objectives]
     lines += ["", f"Objectives that were not tried: {', '.join(untried)}."] if untried else []
-    for reason, pairs in by_reason(found).items():
-        lines += ["", f"## {reason[:1].upper()}{reason[1:]}", "", f"{len(pairs)} pairs.", "", "| objective | credit | detail |"]
+    for reason, pairs in by_reason(results).items():
+        lines += [
+            "",
+            f"## {reason[:1].upper()}{reason[1:]}",
+            "",
+            f"{len(pairs)} pairs.",
+            "",
+            "| objective | credit | detail |",
+        ]
         lines += ["|---|---|---|"]
         same: dict[tuple[str, str], list[str]] = {}
         for objective, credit, detail in pairs:
@@ -233,10 +248,10 @@ def page(found: Cells, credits: Sequence[str], objectives: Sequence[str]) -> str
     return "\n".join(lines) + "\n"
 
 
-def by_reason(found: Cells) -> dict[str, list[tuple[str, str, str]]]:
+def by_reason(results: Cells) -> dict[str, list[tuple[str, str, str]]]:
     """(objective, credit, detail) of every pair that did not run, by reason; a reason ends at its first colon."""
     out: dict[str, list[tuple[str, str, str]]] = {}
-    for (credit, objective), (verdict, why) in found.items():
+    for (credit, objective), (verdict, why) in results.items():
         if verdict != "ok":
             reason, _, detail = why.partition(": ")
             out.setdefault(reason if verdict == "refused" else "failed", []).append((objective, credit, detail or why))
@@ -249,15 +264,15 @@ def main() -> int:
     parser.add_argument("--objectives", nargs="*", default=None)
     parser.add_argument("--write", type=Path, default=None)
     parser.add_argument("--keep", type=Path, default=None)
-    space = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    credits = space.credits or [*WITH_A_CRITIC, *of_kind("credit")]
-    objectives = space.objectives or of_kind("objective")
-    found = fill(Stock.gather(), credits, objectives, space.keep)
-    print(", ".join(f"{n} {verdict}" for verdict, n in Counter(v for v, _ in found.values()).items()))
-    if space.write:
-        space.write.write_text(page(found, credits, objectives), encoding="utf-8")
-    return int(any(verdict == "FAILED" for verdict, _ in found.values()))
+    credits = options.credits or [*WITH_A_CRITIC, *of_kind("credit")]
+    objectives = options.objectives or of_kind("objective")
+    results = run_cells(SharedRollouts.collect(), credits, objectives, options.keep)
+    print(", ".join(f"{n} {verdict}" for verdict, n in Counter(v for v, _ in results.values()).items()))
+    if options.write:
+        options.write.write_text(page(results, credits, objectives), encoding="utf-8")
+    return int(any(verdict == "FAILED" for verdict, _ in results.values()))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Five seeds of the default run: before, after, time and memory. The table of the README's claim.
+"""Five seeds of the default run: success before and after, time and memory. The table behind the README's claim.
 
     python experiments/default_seeds.py                      the default method, seeds 0-4
     python experiments/default_seeds.py --methods rloo grpo  several methods from the same cold starts, side by side
 
-Runs one after another: two cores are one run's worth.
+Runs are sequential: one run uses two cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from turnwise.config.settings import Settings
 
 
 def run(method: str, seed: int, out: Path, steps: int, initial: Path | None) -> dict:
-    """One whole run in a process of its own, so that its memory and time are its own."""
+    """One whole run in its own process, so that memory and time are measured separately."""
     command = [sys.executable, "-m", "turnwise.cli.main", "train", method, "--seed", str(seed), "--steps", str(steps)]
     command += ["--out", str(out), "--name", f"{method}-{seed}", "--json"]
     if initial is not None:

@@ -1,4 +1,4 @@
-"""The runs of experiments/learning_plan.py as jobs: cold starts, teachers and files first, each once, then whoever needs them.
+"""The runs of experiments/learning_plan.py as jobs: cold starts, teachers and files first, each once, then the runs.
 
 Part of ``experiments/learning_sweep.py --plan``; knows nothing of tables."""
 
@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import learning_plan
-from processes import Job, Row, call, read, schedule, surroundings
+from processes import Job, Row, call, read, schedule, subprocess_environment
 
 
 class Sweep:
-    """A plan as jobs: cold starts of (environment, seed), a teacher of each, files, and then the runs."""
+    """A plan as jobs: a cold start and a teacher per (environment, seed), files, and then the runs."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.rows = options, read([options.rows])
 
     def jobs(self) -> list[Job]:
-        known = {key(row) for row in self.rows if "error" not in row}
-        runs = [(run, seed) for seed in self.options.seeds for run in map(learning_plan.planned, self.options.methods)]
-        runs = [(run, seed) for run, seed in runs if key(self.row(run, seed)) not in known]
+        finished = {key(row) for row in self.rows if "error" not in row}
+        runs = [(run, seed) for seed in self.options.seeds for run in map(learning_plan.plan_run, self.options.methods)]
+        runs = [(run, seed) for run, seed in runs if key(self.row(run, seed)) not in finished]
         made: dict[Hashable, Job] = {}
         for run, seed in runs:
             for job in (self.cold(run, seed), *(one for word in run.needs for one in self.before(word, run, seed))):
@@ -35,18 +35,18 @@ class Sweep:
         return [*made.values(), *(self.run(run, seed) for run, seed in runs)]
 
     def row(self, run: learning_plan.Run, seed: int) -> Row:
-        own = {name: value for name, value in run.settings.items() if name != "steps"}
+        settings = {name: value for name, value in run.settings.items() if name != "steps"}
         steps = self.options.steps or int(run.settings["steps"])
         return {
             "method": run.method,
             "seed": seed,
             "env": run.env,
             "steps": steps,
-            "set": own | run.flags,
+            "set": settings | run.flags,
             "why": run.why,
         }
 
-    def train(self, method: str, env: str, seed: int, name: str, given: dict[str, Any]) -> Row:
+    def train(self, method: str, env: str, seed: int, name: str, values: dict[str, Any]) -> Row:
         settings = {
             "env": env,
             "seed": seed,
@@ -54,7 +54,7 @@ class Sweep:
             "name": name,
             "device": "cpu",
             "trackers": "",
-            **given,
+            **values,
         }
         flags = [f"--{word.replace('_', '-')}={value}" for word, value in settings.items()]
         line = [
@@ -64,46 +64,48 @@ class Sweep:
             "train",
             method,
             *flags,
-            f"--checkpoint-every={given['steps']}",
+            f"--checkpoint-every={values['steps']}",
             "--json",
         ]
         return call(line, min(86400.0, self.options.until - time.monotonic()))
 
     def cold(self, run: learning_plan.Run, seed: int) -> Job:
         """The cold start that all methods of an environment and a seed share."""
-        env = learning_plan.PLACES[run.env].like or run.env
-        own = {word: value for word, value in learning_plan.PLACES[env].settings.items() if word == "difficulty"}
-        given = {**own, "steps": 1, "eval_tasks": 1}
+        env = learning_plan.ENVIRONMENTS[run.env].cold_start_of or run.env
+        shared = {
+            word: value for word, value in learning_plan.ENVIRONMENTS[env].settings.items() if word == "difficulty"
+        }
+        values = {**shared, "steps": 1, "eval_tasks": 1}
         return Job(
-            ("cold", env, seed), lambda _: self.trained("reinforce", env, seed, "cold", "initial", given), cost=1
+            ("cold", env, seed), lambda _: self.trained("reinforce", env, seed, "cold", "initial", values), cost=1
         )
 
     def before(self, word: str, run: learning_plan.Run, seed: int) -> list[Job]:
-        """What else must be made for it, what that is made from first."""
+        """The jobs that make an input of a run, dependencies first."""
         if word == "cold":
             return []
         return [self.teacher(run, seed)] if word == "teacher" else self.files(word, run.env)
 
     def teacher(self, run: learning_plan.Run, seed: int) -> Job:
-        """What plain policy gradients make of the same cold start."""
+        """A model trained with plain policy gradients from the same cold start."""
         start, steps = self.cold(run, seed).key, self.options.steps or run.settings["steps"]
-        given = {"cold_steps": 0, "steps": steps, "eval_tasks": 1}
-        work = lambda done: self.trained("dr_grpo", run.env, seed, "teacher", "model", {**given, "model": done[start]})  # noqa: E731
+        values = {"cold_steps": 0, "steps": steps, "eval_tasks": 1}
+        work = lambda done: self.trained("dr_grpo", run.env, seed, "teacher", "model", {**values, "model": done[start]})  # noqa: E731
         return Job(("teacher", run.env, seed), work, (start,), 2)
 
-    def trained(self, method: str, env: str, seed: int, role: str, part: str, given: Row) -> str | None:
-        """A model that others begin from or look up to; None if it could not be made."""
-        name = f"{role}-{env.replace(':', '.')}-{seed}" + (f"-{given['steps']}" if role == "teacher" else "")
+    def trained(self, method: str, env: str, seed: int, role: str, part: str, values: Row) -> str | None:
+        """A model that other runs start from or use as a teacher; None if it could not be made."""
+        name = f"{role}-{env.replace(':', '.')}-{seed}" + (f"-{values['steps']}" if role == "teacher" else "")
         if not (self.options.out / name / "summary.json").is_file():
-            found = self.train(method, env, seed, name, given)
-            if "error" in found or not found:
-                print(f"no {role} of {env}: {found.get('error', 'out of time')}", file=sys.stderr, flush=True)
+            summary = self.train(method, env, seed, name, values)
+            if "error" in summary or not summary:
+                print(f"no {role} of {env}: {summary.get('error', 'out of time')}", file=sys.stderr, flush=True)
                 return None
         return str(self.options.out / name / part)
 
     def files(self, word: str, env: str) -> list[Job]:
-        """Rows of the environment's own players; some are others, changed."""
-        form, change = learning_plan.MADE[word]
+        """Rows of the environment's scripted policies, some of them transformed."""
+        form, change = learning_plan.DERIVED_FILES[word]
         target = self.options.out / f"{word}-{env.replace(':', '.')}.jsonl"
         if change is None:
             return [Job((word, env), lambda _: self.exported(env, form, target))]
@@ -132,7 +134,7 @@ class Sweep:
             form,
             f"--tasks={self.options.tasks}",
         ]
-        done = subprocess.run(line, capture_output=True, text=True, env=surroundings())
+        done = subprocess.run(line, capture_output=True, text=True, env=subprocess_environment())
         if done.returncode:
             print(f"no {form} of {env}: {done.stderr[-400:]}", file=sys.stderr, flush=True)
             return None
@@ -149,11 +151,11 @@ class Sweep:
                 print(f"{run.method} not run: it needs {missing}", file=sys.stderr, flush=True)
                 return
             flags = {flag: done[made[word]] if word in made else word for flag, word in run.flags.items()}
-            given = {**run.settings, "steps": row["steps"], **flags, "model": done[start], "cold_steps": 0}
+            values = {**run.settings, "steps": row["steps"], **flags, "model": done[start], "cold_steps": 0}
             name = f"{run.method}-{seed}-{os.getpid()}"
-            found = self.train(run.method, run.env, seed, name, {**given, "eval_tasks": self.options.eval_tasks})
-            if found:  # else it was cut short
-                self.keep({**row, "seconds": round(time.perf_counter() - began, 1), **result(found)})
+            summary = self.train(run.method, run.env, seed, name, {**values, "eval_tasks": self.options.eval_tasks})
+            if summary:  # empty if it was stopped
+                self.keep({**row, "seconds": round(time.perf_counter() - began, 1), **result(summary)})
 
         return Job((run.method, seed), work, (start, *made.values()), run.seconds)
 
@@ -165,23 +167,23 @@ class Sweep:
             file.write(line + "\n")
 
 
-def result(found: Row) -> Row:
-    if "error" in found:
-        return {"error": found["error"]}
-    before, after = found["success_before"], found["success_after"]
+def result(summary: Row) -> Row:
+    if "error" in summary:
+        return {"error": summary["error"]}
+    before, after = summary["success_before"], summary["success_after"]
     row = {"before": before["success"], "after": after["success"], "interval": after["interval"]}
-    ranked = [found.get("ranking", {}).get(when, {}).get("accuracy") for when in ("before", "after")]
+    ranked = [summary.get("ranking", {}).get(when, {}).get("accuracy") for when in ("before", "after")]
     return row if None in ranked else row | {"ranking": ranked}
 
 
 def key(row: Row) -> tuple[Hashable, ...]:
-    """What makes two runs of a plan the same run."""
+    """The identity of a run of a plan: equal keys are the same run."""
     return (*(row[name] for name in ("method", "seed", "env", "steps")), *sorted(row["set"].items()))
 
 
-def play(options: argparse.Namespace) -> list[Row]:
+def run_plan(options: argparse.Namespace) -> list[Row]:
     options.out.mkdir(parents=True, exist_ok=True)
     options.rows = options.rows or options.out / "rows.jsonl"
-    run = Sweep(options)
-    schedule(run.jobs(), options.jobs, options.until)
-    return run.rows
+    sweep = Sweep(options)
+    schedule(sweep.jobs(), options.jobs, options.until)
+    return sweep.rows

@@ -1,9 +1,10 @@
-"""Which run shows that a method of credit, replay or preference learns: where, with which settings, from what, and why.
+"""The run that tests whether a method of credit, replay or preference learns: environment, settings, data, and the reason.
 
     python experiments/learning_plan.py                       prints the plan
 
-Almost all of it follows from what the recipe says it must be told (``needs.asked``); what cannot be derived is listed in
-``PLACED`` and ``FILES``. Settings belong to an environment, never to a method. ``experiments/learning_sweep.py --plan`` runs it.
+Almost all of it follows from the requirements of the recipe (``requirements.required_by``); the exceptions are listed in
+``ENV_OVERRIDES`` and ``FILES``. Settings belong to an environment, never to a method. ``experiments/learning_sweep.py --plan``
+runs the plan.
 """
 
 from __future__ import annotations
@@ -35,45 +36,46 @@ from turnwise.training import requirements  # noqa: E402
 
 FAMILIES = (turn_credit, group_credit, segment_credit, reward_shaping, experts_and_replay, preferences)
 METHODS = tuple(
-    name for family in FAMILIES for name, made in recipes.METHODS.items() if made.__module__ == family.__name__
+    name for family in FAMILIES for name, build in recipes.METHODS.items() if build.__module__ == family.__name__
 )
 
 
 @dataclass(frozen=True)
-class Place:
-    """An environment and the settings of every run in it. ``like``: whose cold start it shares, since it looks the same."""
+class EnvironmentPlan:
+    """The settings of every run in an environment. ``cold_start_of``: the environment whose cold start it shares, because its
+    observations are the same."""
 
     settings: dict[str, str]
-    seconds: int  # what a run takes, about: the longest begin first
+    seconds: int  # approximate duration of a run: the longest start first
     why: str
-    like: str = ""
+    cold_start_of: str = ""
 
 
 CALCULATOR = {"steps": "50"}
 KEYDOOR = {"steps": "30"}
 GUESS = {"steps": "60", "difficulty": "1"}
-PLACES = {
-    "calculator": Place(CALCULATOR, 60, "tools, several turns"),
-    "keydoor": Place(KEYDOOR, 80, "states that return, sparse reward"),
-    "lookup": Place({"steps": "50"}, 100, "a gold answer, searched for"),
-    "guess": Place(GUESS, 60, "answers that inform"),
-    "worlds:Duel": Place({"steps": "60", "groups": "16", "lr": "1e-3"}, 90, "two agents, opposed"),
-    "worlds:Followed": Place(KEYDOOR, 80, "an expert's move to match", "keydoor"),
-    "worlds:Interview": Place(GUESS, 60, "pieces of information, each with a worth", "guess"),
-    "worlds:Judged": Place(CALCULATOR, 60, "a judge of the way", "calculator"),
-    "worlds:Planned": Place(CALCULATOR, 60, "a planner beside others", "calculator"),
-    "worlds:Graded": Place(CALCULATOR, 60, "several rewards", "calculator"),
-    "worlds:Directed": Place(CALCULATOR, 60, "two rewards, a direction asked for"),
-    "worlds:Suggestions": Place({"steps": "12"}, 30, "answers that should tell much, equally much"),
+ENVIRONMENTS = {
+    "calculator": EnvironmentPlan(CALCULATOR, 60, "tools, several turns"),
+    "keydoor": EnvironmentPlan(KEYDOOR, 80, "states that return, sparse reward"),
+    "lookup": EnvironmentPlan({"steps": "50"}, 100, "a gold answer, searched for"),
+    "guess": EnvironmentPlan(GUESS, 60, "answers that inform"),
+    "worlds:Duel": EnvironmentPlan({"steps": "60", "groups": "16", "lr": "1e-3"}, 90, "two agents, opposed"),
+    "worlds:Followed": EnvironmentPlan(KEYDOOR, 80, "an expert's move to match", "keydoor"),
+    "worlds:Interview": EnvironmentPlan(GUESS, 60, "pieces of information, each with a worth", "guess"),
+    "worlds:Judged": EnvironmentPlan(CALCULATOR, 60, "a judge of the way", "calculator"),
+    "worlds:Planned": EnvironmentPlan(CALCULATOR, 60, "a planner beside others", "calculator"),
+    "worlds:Graded": EnvironmentPlan(CALCULATOR, 60, "several rewards", "calculator"),
+    "worlds:Directed": EnvironmentPlan(CALCULATOR, 60, "two rewards, a direction asked for"),
+    "worlds:Suggestions": EnvironmentPlan({"steps": "12"}, 30, "answers that should tell much, equally much"),
 }
-TOLD = {
+ENV_BY_REQUIREMENT = {
     "state": "keydoor",
     "answer": "lookup",
     "feedback": "guess",
     "forks": "guess",
     "hints": "lookup",
-}  # what is asked for, and who tells it best
-PLACED = {  # where what a recipe asks for does not say enough: it can do without, but is about this
+}  # requirement: the environment that serves it best
+ENV_OVERRIDES = {  # methods whose subject is not among their requirements
     "mars": "worlds:Duel",
     "gdpo": "worlds:Graded",
     "dvao": "worlds:Graded",
@@ -83,7 +85,11 @@ PLACED = {  # where what a recipe asks for does not say enough: it can do withou
     "srgpo": "keydoor",
     "bilevel_gae": "keydoor",
 }
-FILES = {"rdpo": "flipped", "mapl": "families", "dpa": "rated"}  # whose rows are not just pairs or demonstrations
+FILES = {
+    "rdpo": "flipped",
+    "mapl": "families",
+    "dpa": "rated",
+}  # methods whose rows are not plain pairs or demonstrations
 WHY = {
     "pairs": "pairs of a file",
     "flipped": "pairs, a tenth of them flipped",
@@ -96,7 +102,7 @@ WHY = {
     "forks": "episodes that fork",
     "hints": "hints where all fail",
 }
-MORE = {"fact revises": {"context": "640"}}  # a revision shows a whole dialogue before it
+EXTRA_SETTINGS = {"fact revises": {"context": "640"}}  # the prompt of a revision contains a whole dialogue
 
 
 @dataclass(frozen=True)
@@ -104,49 +110,49 @@ class Run:
     method: str
     env: str
     settings: dict[str, str]
-    needs: tuple[str, ...]  # what must be made before: cold, teacher, or a file
+    needs: tuple[str, ...]  # inputs to make first: cold, teacher, or a file
     why: str
     seconds: int
-    flags: dict[str, str] = field(default_factory=dict)  # setting: what is made before and goes there
+    flags: dict[str, str] = field(default_factory=dict)  # setting: the input it takes
 
 
-def planned(method: str) -> Run:
+def plan_run(method: str) -> Run:
     recipe = recipes.build(method)
-    asks = requirements.required_by(recipe)
-    env = PLACED.get(method) or place(asks)
-    flags, why = told(method, recipe, asks)
-    spot, extra = PLACES[env], {k: v for word in asks for k, v in MORE.get(word, {}).items()}
-    made = tuple(word for word in flags.values() if word != "oracle")
-    return Run(method, env, {**spot.settings, **extra}, ("cold", *made), why or spot.why, spot.seconds, flags)
+    required = requirements.required_by(recipe)
+    env = ENV_OVERRIDES.get(method) or choose_environment(required)
+    flags, why = data_flags(method, recipe, required)
+    plan, extra = ENVIRONMENTS[env], {k: v for word in required for k, v in EXTRA_SETTINGS.get(word, {}).items()}
+    inputs = tuple(word for word in flags.values() if word != "oracle")
+    return Run(method, env, {**plan.settings, **extra}, ("cold", *inputs), why or plan.why, plan.seconds, flags)
 
 
-def place(asks: frozenset[str]) -> str:
-    """The environment that is known for what is asked, else the first that tells all the facts and rewards that are."""
-    known = [env for word, env in TOLD.items() if word in asks]
-    names = {name for word in asks for kind, _, name in [word.partition(" ")] if kind in ("fact", "reward")}
-    names |= {word.removeprefix("turn fact ") for word in asks if word.startswith("turn fact ")}
-    able = (
-        [] if "pairs" in asks else [env for env in PLACES if names <= offers(env)]
-    )  # of pairs the file tells everything
-    return [*known, *able, "calculator"][0]
+def choose_environment(required: frozenset[str]) -> str:
+    """The environment listed for a requirement, else the first that provides all required facts and rewards."""
+    listed = [env for word, env in ENV_BY_REQUIREMENT.items() if word in required]
+    names = {name for word in required for kind, _, name in [word.partition(" ")] if kind in ("fact", "reward")}
+    names |= {word.removeprefix("turn fact ") for word in required if word.startswith("turn fact ")}
+    # with pairs the file provides everything
+    able = [] if "pairs" in required else [env for env in ENVIRONMENTS if names <= provided(env)]
+    return [*listed, *able, "calculator"][0]
 
 
-def offers(env: str) -> set[str]:
-    kind = environments.load(env)
-    return {*getattr(kind, "facts", ()), *getattr(kind, "rewards", ())}
+def provided(env: str) -> set[str]:
+    """The facts and named rewards that an environment declares."""
+    cls = environments.load(env)
+    return {*getattr(cls, "facts", ()), *getattr(cls, "rewards", ())}
 
 
-def told(method: str, recipe: Recipe, asks: frozenset[str]) -> tuple[dict[str, str], str]:
-    """What comes from a file, a player or a teacher, and why that is needed. Without an advantage a file is all there is."""
-    alone = isinstance(recipe.advantage, Constant)
+def data_flags(method: str, recipe: Recipe, required: frozenset[str]) -> tuple[dict[str, str], str]:
+    """The settings that name a file, a scripted policy or a teacher, and the reason. A recipe without an advantage is offline."""
+    offline = isinstance(recipe.advantage, Constant)
     flags: dict[str, str] = {}
-    if "pairs" in asks:
-        flags["data" if alone else "demos"] = FILES.get(method, "pairs")
-    elif "demonstrations" in asks:
-        flags |= {"data": FILES.get(method, "demos")} if alone else {"demos": "oracle"}
-    if "teacher" in asks:
+    if "pairs" in required:
+        flags["data" if offline else "demos"] = FILES.get(method, "pairs")
+    elif "demonstrations" in required:
+        flags |= {"data": FILES.get(method, "demos")} if offline else {"demos": "oracle"}
+    if "teacher" in required:
         flags["teacher"] = "teacher"
-    words = [*flags.values(), *(word for word in ("replay", "forks", "hints") if word in asks)]
+    words = [*flags.values(), *(word for word in ("replay", "forks", "hints") if word in required)]
     return flags, " and ".join(WHY[word] for word in words)
 
 
@@ -156,21 +162,21 @@ Row = dict[str, Any]
 
 
 def flipped(rows: list[Row]) -> list[Row]:
-    """A tenth of the pairs the wrong way round, by their content."""
+    """The pairs with a tenth of them swapped, selected by a hash of their task."""
     swap = {
         "chosen": "rejected",
         "rejected": "chosen",
         "reward_chosen": "reward_rejected",
         "reward_rejected": "reward_chosen",
     }
-    lot = lambda row: zlib.crc32(row["task"].encode()) % 10 == 0  # noqa: E731
-    return [{swap.get(k, k): v for k, v in row.items()} if lot(row) else row for row in rows]
+    selected = lambda row: zlib.crc32(row["task"].encode()) % 10 == 0  # noqa: E731
+    return [{swap.get(k, k): v for k, v in row.items()} if selected(row) else row for row in rows]
 
 
 def families(rows: list[Row]) -> list[Row]:
-    """Pairs with how far apart they are (2 where the worse one never used a tool, else 1), in families by difficulty; and each
-    third better answer once more, under its own question and under another's."""
-    whole = [
+    """Pairs with a ``gap`` (2 if the rejected answer used no tool, else 1) and a ``family`` by difficulty; and every third chosen
+    answer again as a pair of its own prompt and another one."""
+    graded = [
         {
             **row,
             "family": float(row["task"].split("/")[2]),
@@ -184,13 +190,13 @@ def families(rows: list[Row]) -> list[Row]:
         for row, other in list(zip(rows, [*rows[1:], rows[0]]))[::3]
         if row["prompt"] != other["prompt"]
     ]  # fmt: skip
-    return whole + within
+    return graded + within
 
 
 def rated(rows: list[Row]) -> list[Row]:
-    """Both sides of a pair as answers of their own, rated by what they were paid and how many turns they took, with the
-    direction that their prompt states."""
-    made = []
+    """Both sides of a pair as separate answers, rated by their reward and their number of turns, with the direction that their
+    prompt states."""
+    answers = []
     for row in rows:
         toward = {
             f"toward_{name}": int(x) / 100 for name, x in re.findall(r"(\w+)\*(-?\d+)", row["prompt"][-1]["content"])
@@ -198,15 +204,13 @@ def rated(rows: list[Row]) -> list[Row]:
         for side in ("chosen", "rejected"):
             turns = sum(m["role"] == "assistant" for m in row[side])
             ratings = {"helpfulness": row[f"reward_{side}"], "verbosity": turns / Calculator.max_turns}
-            made.append(
+            answers.append(
                 {"prompt": row["prompt"], "completion": row[side], "tools": row.get("tools"), **toward, **ratings}
             )
-    return made
+    return answers
 
 
-MADE: dict[
-    str, tuple[str, Callable[[list[Row]], list[Row]] | None]
-] = {  # file: what is exported, and what is done to the rows
+DERIVED_FILES: dict[str, tuple[str, Callable[[list[Row]], list[Row]] | None]] = {  # file: exported form, transformation
     "pairs": ("pairs", None),
     "demos": ("demos", None),
     "flipped": ("pairs", flipped),
@@ -216,9 +220,9 @@ MADE: dict[
 
 
 def main() -> None:
-    for run in map(planned, METHODS):
-        given = {**run.settings, **run.flags}
-        print(f"{run.method:<24} {run.env:<20} {run.why:<58} {' '.join(f'{k}={v}' for k, v in given.items())}")
+    for run in map(plan_run, METHODS):
+        values = {**run.settings, **run.flags}
+        print(f"{run.method:<24} {run.env:<20} {run.why:<58} {' '.join(f'{k}={v}' for k, v in values.items())}")
 
 
 if __name__ == "__main__":

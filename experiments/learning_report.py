@@ -1,4 +1,4 @@
-"""The page docs/learning.md, from the rows of finished sweeps."""
+"""Writes the page docs/learning.md from the rows of finished sweeps. Knows rows; runs nothing."""
 
 from __future__ import annotations
 
@@ -77,21 +77,21 @@ def page(rows: list[Row]) -> str:
     plain, special = [r for r in rows if "why" not in r], [r for r in rows if "why" in r]
     parts = ["# Learning", ABOUT.strip()]
     parts += [table(plain)] if plain else []
-    parts += ["## Credit, other data, preferences", SPECIAL.strip(), placed(special)]
+    parts += ["## Credit, other data, preferences", SPECIAL.strip(), plan_table(special)]
     return "\n\n".join(parts) + "\n"
 
 
 def table(rows: list[Row]) -> str:
-    """One line for each method. It learns when the interval of every seed's result lies above where that run began."""
+    """One line per method. A method learns if, in every seed, the lower end of the interval is above the success before RL."""
     kinds = list(dict.fromkeys(kind(r) for r in rows))
     lines = [
         "| method | before | " + " | ".join(f"{k} | learns" for k in kinds) + " |",
         "|---|---|" + "---|---|" * len(kinds),
     ]
     for method in ran(rows):
-        mine = [r for r in rows if r["method"] == method]
-        good = [r for r in mine if "error" not in r]
-        cells = [cell([r for r in good if kind(r) == k], any(kind(r) == k for r in mine)) for k in kinds]
+        runs = [r for r in rows if r["method"] == method]
+        good = [r for r in runs if "error" not in r]
+        cells = [cell([r for r in good if kind(r) == k], any(kind(r) == k for r in runs)) for k in kinds]
         before = f"{sum(r['before'] for r in good) / len(good):.0%}" if good else "–"
         lines.append(f"| {method} | {before} | " + " | ".join(cells) + " |")
     for k in kinds:
@@ -109,27 +109,27 @@ def learns(runs: list[Row]) -> bool:
 
 
 def verdict(rows: list[Row]) -> str:
-    """How many learn in every seed, and who does not."""
+    """How many methods learn in every seed, and which do not."""
     methods = ran(rows)
     not_yet = [m for m in methods if not learns([r for r in rows if r["method"] == m])]
     count = f"{len(methods) - len(not_yet)} of {len(methods)} methods that were run learn in every seed"
     return count + (f"; not {', '.join(f'`{m}`' for m in not_yet)}." if not_yet else ".")
 
 
-def placed(rows: list[Row]) -> str:
-    """The runs of a plan, a line for each method and setting: where it was tried, and why there. Settings that the plan has given
-    up stay in sight, but do not count. An error that was mended later does not, either."""
+def plan_table(rows: list[Row]) -> str:
+    """The runs of a plan, one line per method and setting, with environment and reason. Settings that the plan no longer has are
+    listed but not counted. An error is ignored if the same run succeeded later."""
     lines = ["| method | environment | steps | because of | before | after | learns |", "|---|---|---|---|---|---|---|"]
     ended = {key(r) for r in rows if "error" not in r}
     rows = [r for r in rows if "error" not in r or key(r) not in ended]
-    current = [r for r in rows if setting(r) == present(r["method"])]
+    current = [r for r in rows if setting(r) == planned_setting(r["method"])]
     for one in [
         each for method in ran(rows) for each in dict.fromkeys(setting(r) for r in rows if r["method"] == method)
     ]:
-        mine = [r for r in rows if setting(r) == one]
-        good = [r for r in mine if "error" not in r]
+        runs = [r for r in rows if setting(r) == one]
+        good = [r for r in runs if "error" not in r]
         before = f"{sum(r['before'] for r in good) / len(good):.0%}" if good else "–"
-        first, old = mine[-1], "" if mine[-1] in current else " (given up)"
+        first, old = runs[-1], "" if runs[-1] in current else " (given up)"
         about = f"{first['env'].removeprefix('worlds:')}{old} | {first['steps']} | {first['why']}"
         lines.append(f"| {first['method']} | {about} | {before} | {cell(good, True)} |")
     absent = [m for m in learning_plan.METHODS if m not in ran(current)]
@@ -138,23 +138,23 @@ def placed(rows: list[Row]) -> str:
 
 
 def setting(row: Row) -> tuple[Hashable, ...]:
-    """A run without its seed."""
-    return tuple(part for place, part in enumerate(key(row)) if place != 1)
+    """The key of a run without its seed."""
+    return tuple(part for index, part in enumerate(key(row)) if index != 1)
 
 
-def present(method: str) -> tuple[Hashable, ...]:
-    """What the plan now says of a method."""
-    run = learning_plan.planned(method)
-    own = {name: value for name, value in run.settings.items() if name != "steps"}
+def planned_setting(method: str) -> tuple[Hashable, ...]:
+    """The setting that the plan has for a method now."""
+    run = learning_plan.plan_run(method)
+    settings = {name: value for name, value in run.settings.items() if name != "steps"}
     return setting(
-        {"method": method, "seed": 0, "env": run.env, "steps": int(run.settings["steps"]), "set": own | run.flags}
+        {"method": method, "seed": 0, "env": run.env, "steps": int(run.settings["steps"]), "set": settings | run.flags}
     )
 
 
 def kind(row: dict[str, Any]) -> str:
-    """What the runs of a column have in common."""
-    own = ", ".join(f"{key} {value}" for key, value in row.get("set", {}).items())
-    return f"{row['env']}, {row['steps']} steps" + (f", {own}" if own else "")
+    """The settings that the runs of a column share."""
+    others = ", ".join(f"{key} {value}" for key, value in row.get("set", {}).items())
+    return f"{row['env']}, {row['steps']} steps" + (f", {others}" if others else "")
 
 
 def cell(runs: list[dict[str, Any]], tried: bool) -> str:

@@ -1,15 +1,15 @@
-"""Every method learns: a short seeded run of each from the same cold starts, many at a time. Writes docs/learning.md.
+"""Tests that every method learns: a short seeded run of each from shared cold starts, in parallel. Writes docs/learning.md.
 
-    python experiments/learning_sweep.py                               every method, seed 0, as many at once as there are cores
+    python experiments/learning_sweep.py                               every method, seed 0, one process per core
     python experiments/learning_sweep.py --methods sapo gspo --seeds 0 1 2
     python experiments/learning_sweep.py --plan --jobs 15 --minutes 9 --rows rows.jsonl
-        experiments/learning_plan.py: each method where it is needed
+        experiments/learning_plan.py: each method in an environment that suits it
     python experiments/learning_sweep.py --table sweep.jsonl more.jsonl --write docs/learning.md
-        only the table, of finished sweeps
+        only the table of finished sweeps
 
-Each run is a process of one thread: two of them on two cores are faster than one run on both. A row is written as soon as
-a run ends, so a sweep that is stopped loses nothing; ``--minutes`` starts nothing new after that time, and ends what a plan still
-runs then. A plan goes on where its ``--rows`` end: what they hold without an error is not run again.
+Each run is a single-threaded process: two of them on two cores are faster than one run on both. A row is written as soon as
+its run ends, so stopping a sweep loses nothing. After ``--minutes`` nothing new starts, and a plan stops its running processes.
+A plan resumes from its ``--rows``: runs that they contain without an error are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import learning_plan
-from learning_jobs import play
+from learning_jobs import run_plan
 from learning_report import page
 from processes import Row, call, read
 
@@ -34,15 +34,15 @@ from turnwise.algebra.control import Passes
 PASSES = {"epochs", "minibatches"}
 
 
-def asked(method: str, options: argparse.Namespace) -> dict[str, str]:
-    """The settings of --set that this method has a place for: one with steps of its own takes no passes."""
-    given = dict(pair.split("=", 1) for pair in options.set)
-    own = not isinstance(recipes.build(method).control, Passes)
-    return {key: value for key, value in given.items() if not (own and key in PASSES)}
+def applicable(method: str, options: argparse.Namespace) -> dict[str, str]:
+    """The settings of --set that apply to this method: one with its own optimiser steps takes no passes."""
+    values = dict(pair.split("=", 1) for pair in options.set)
+    own_steps = not isinstance(recipes.build(method).control, Passes)
+    return {key: value for key, value in values.items() if not (own_steps and key in PASSES)}
 
 
 def command(method: str, seed: int, options: argparse.Namespace, name: str) -> list[str]:
-    settings = {"env": options.env, "steps": options.steps, **asked(method, options)}
+    settings = {"env": options.env, "steps": options.steps, **applicable(method, options)}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     line = [sys.executable, "-m", "turnwise.cli.main", "train", method, f"--seed={seed}", *flags]
     return [
@@ -60,9 +60,9 @@ def cold(seed: int, options: argparse.Namespace) -> Path:
     folder = options.out / f"cold-{seed}" / "initial"
     if not folder.is_dir():
         line = [*command("reinforce", seed, options, f"cold-{seed}"), "--steps=1", "--eval-tasks=1"]
-        found = call(line)
-        if "error" in found:
-            raise SystemExit(found["error"])
+        summary = call(line)
+        if "error" in summary:
+            raise SystemExit(summary["error"])
     return folder
 
 
@@ -71,12 +71,12 @@ def job(method: str, seed: int, initial: Path, options: argparse.Namespace) -> d
         return None
     line = [*command(method, seed, options, f"{method}-{seed}"), f"--model={initial}", "--cold-steps=0"]
     began = time.perf_counter()
-    found = call(line)
+    summary = call(line)
     row: dict[str, Any] = {"method": method, "seed": seed, "seconds": round(time.perf_counter() - began, 1)}
     row |= {"env": options.env, "steps": options.steps, "set": dict(pair.split("=", 1) for pair in options.set)}
-    if "error" in found:
-        return {**row, "error": found["error"]}
-    before, after = found["success_before"], found["success_after"]
+    if "error" in summary:
+        return {**row, "error": summary["error"]}
+    before, after = summary["success_before"], summary["success_after"]
     return {**row, "before": before["success"], "after": after["success"], "interval": after["interval"]}
 
 
@@ -99,14 +99,14 @@ def sweep(options: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", action="store_true", help="run experiments/learning_plan.py: each method where it is needed")
+    parser.add_argument("--plan", action="store_true", help="run experiments/learning_plan.py")
     parser.add_argument("--methods", nargs="+", help="default: all, or all of the plan")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--env", default="calculator")
     parser.add_argument("--set", nargs="*", default=[], help="other settings of the runs: epochs=2 minibatches=4")
     parser.add_argument("--steps", type=int, default=0, help="default: 60, or the plan's own")
     parser.add_argument(
-        "--tasks", type=int, default=400, help="tasks that the players of an environment play for a plan's files"
+        "--tasks", type=int, default=400, help="tasks that scripted policies play for the files of a plan"
     )
     parser.add_argument("--eval-tasks", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -121,7 +121,7 @@ def main() -> None:
     if options.table:
         rows = read(options.table)
     elif options.plan:
-        rows = play(options)
+        rows = run_plan(options)
     else:
         options.steps = options.steps or 60
         rows = sweep(options)

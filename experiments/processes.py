@@ -1,4 +1,4 @@
-"""Runs as processes of one thread each, what must wait for what, and the rows they leave."""
+"""Runs as single-threaded subprocesses, their dependencies, and their result rows. Knows no method and no environment."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
 
 
-def surroundings() -> dict[str, str]:
-    """One thread for each process; the project and the environments of experiments/ can be imported."""
+def subprocess_environment() -> dict[str, str]:
+    """The environment variables of a run: one thread; the package and experiments/ are importable."""
     paths = (str(ROOT / "src"), str(ROOT / "experiments"), os.environ.get("PYTHONPATH", ""))
     path = os.pathsep.join(filter(None, paths))
     return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
 
 
 def call(line: list[str], seconds: float | None = None) -> Row:
-    """What a run prints, or its error; nothing at all of one that takes longer than ``seconds``."""
+    """The JSON that a run prints, or its error; empty if it exceeds ``seconds``."""
     try:
-        done = subprocess.run(line, capture_output=True, text=True, env=surroundings(), timeout=seconds)
+        done = subprocess.run(line, capture_output=True, text=True, env=subprocess_environment(), timeout=seconds)
     except subprocess.TimeoutExpired:
         return {}
     if done.returncode:
@@ -41,7 +41,8 @@ def read(paths: list[Path]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Job:
-    """Something to do once ``after`` is done; ``cost`` orders those that could begin. Its result is what later ones find."""
+    """A unit of work that runs once the jobs ``after`` are done; the most costly ready job starts first. ``work`` receives the
+    results of finished jobs by key."""
 
     key: Hashable
     work: Callable[[dict[Hashable, Any]], Any]
@@ -50,10 +51,10 @@ class Job:
 
 
 def schedule(jobs: list[Job], workers: int, until: float) -> dict[Hashable, Any]:
-    """Does all jobs, ``workers`` at a time, each as soon as what it needs is done; what others wait for first, then the
-    longest."""
-    wanted = {key for job in jobs for key in job.after}
-    waiting = sorted(jobs, key=lambda job: (job.key not in wanted, -job.cost))
+    """Run all jobs, ``workers`` at a time, each as soon as its dependencies are done; dependencies of others first, then the
+    most costly. Returns the results by key; None for a job that raised."""
+    dependencies = {key for job in jobs for key in job.after}
+    waiting = sorted(jobs, key=lambda job: (job.key not in dependencies, -job.cost))
     done: dict[Hashable, Any] = {}
     running: dict[Future[Any], Job] = {}
     with ThreadPoolExecutor(workers) as pool:
@@ -68,6 +69,6 @@ def schedule(jobs: list[Job], workers: int, until: float) -> dict[Hashable, Any]
                 break
             for one in wait(running, return_when=FIRST_COMPLETED).done:
                 done[running.pop(one).key] = None if one.exception() else one.result()
-                if one.exception():  # one that breaks must not take the others with it
+                if one.exception():  # a failed job must not stop the others
                     traceback.print_exception(one.exception())
     return done

@@ -1,14 +1,14 @@
-"""A real language model learns: SmolLM2-135M by RL from verifiable rewards. Writes docs/results.md and its picture.
+"""RL from verifiable rewards on a pretrained model, SmolLM2-135M. Writes docs/results.md and its figure.
 
     python experiments/smollm2.py --tasks calculator lookup --methods grpo gspo --seeds 0 1 2 --jobs 4
         --rows experiments/results/smollm2.jsonl
     python experiments/smollm2.py --cold-only --tasks countdown --set cold-steps=300
-        where runs would begin, with other settings
+        only the cold starts, with other settings
     python experiments/smollm2.py --table experiments/results/smollm2.jsonl --write docs/results.md
 
-All methods of a task and a seed begin from one cold start and have one budget: settings belong to a task (``TASKS``), never to a
-method. A method that must be told what a task does not tell is left out, with a line that says so. On one large GPU several runs
-go side by side (``--jobs``). A row is written as soon as its run ends, and what the rows already hold is not run again.
+All methods of a task and a seed start from one cold start and have the same budget: settings belong to a task (``TASKS``), never
+to a method. A method whose requirements a task does not meet is skipped with a message. On one large GPU several runs share the
+device (``--jobs``). A row is written as soon as its run ends, and runs that the rows already contain are skipped.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ BUDGET = {
 TASKS: dict[str, dict[str, Any]] = {
     "calculator": {"env": "calculator"},
     "lookup": {"env": "lookup"},
-    # Thirty supervised steps on all difficulties leave a player as good as a blind one, and RL from there first finds that "+"
-    # is right most often. So: two numbers, and a cold start that is long enough to show that the target matters. Steps are cheap.
+    # After thirty supervised steps on all difficulties the policy is no better than a random one, and RL from there first finds
+    # that "+" is right most often. So: two numbers, and a cold start long enough to condition on the target. Steps are cheap.
     "countdown": {
         "env": "countdown", "difficulty": 1, "cold-steps": 400, "cold-demos": 12800, "steps": 150, "lr": 2e-5,
         "max-tokens": 16, "context": 128, "eval-every": 25,
     },
-    # The model knows hardly any sums, so it must learn some from the demonstrations, half of which miss narrowly.
+    # The model can hardly add, so it must learn to from the demonstrations, half of which are near misses.
     "chain_sum": {
         "env": "reasoning_gym:chain_sum,max_terms=2,max_digits=2", "cold-steps": 400, "cold-demos": 12800, "steps": 150,
         "lr": 2e-5, "max-tokens": 16, "context": 128, "eval-every": 25,
     },
 }  # fmt: skip
 METHODS = ("grpo", "gspo", "st_ppo", "gigpo", "igpo")
-OF_A_START = ("env", "model", "difficulty", "context", "hidden", "layers", "vocabulary")  # and all that begin with "cold"
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % points, by degrees of freedom
+COLD_START_SETTINGS = ("env", "model", "difficulty", "context", "hidden", "layers", "vocabulary")  # and "cold-..."
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantiles of Student's t, by degrees of freedom
 Row = dict[str, Any]
 
 
@@ -65,15 +65,15 @@ Row = dict[str, Any]
 
 
 def budget(task: str, model: str, given: dict[str, str]) -> dict[str, str]:
-    """All settings of a task's runs, as they stand in a row: a model by its name, wherever it lies."""
+    """All settings of a task's runs as a row stores them: the model by name, without its folder."""
     if task not in TASKS:
         raise SystemExit(f"there is no task {task!r}; write one of {', '.join(TASKS)}")
-    own = {**BUDGET, **TASKS[task], **given, "model": Path(model).name}
-    return {name: str(value) for name, value in own.items()}
+    settings = {**BUDGET, **TASKS[task], **given, "model": Path(model).name}
+    return {name: str(value) for name, value in settings.items()}
 
 
 def refusal(method: str, settings: dict[str, str]) -> str:
-    """Why the task cannot be learned by this method; empty: it can."""
+    """Why this method cannot be run on the task; empty if it can."""
     own = {name.replace("-", "_"): value for name, value in settings.items() if name != "model"}
     try:
         chosen = resolve_settings({**own, "method": method})
@@ -84,13 +84,13 @@ def refusal(method: str, settings: dict[str, str]) -> str:
 
 
 def key(row: Row) -> tuple[Hashable, ...]:
-    """What makes two runs the same run."""
+    """The identity of a run: equal keys are the same run."""
     return (row["task"], row["method"], row["seed"], *sorted(row["settings"].items()))
 
 
 def start_name(task: str, seed: int, settings: dict[str, str]) -> str:
-    """Changed settings of a cold start make another one."""
-    own = sorted((n, v) for n, v in settings.items() if n in OF_A_START or n.startswith("cold"))
+    """The folder of a cold start; different settings give different names."""
+    own = sorted((n, v) for n, v in settings.items() if n in COLD_START_SETTINGS or n.startswith("cold"))
     return f"cold-{task}-{seed}-{hashlib.sha256(repr(own).encode()).hexdigest()[:8]}"
 
 
@@ -99,24 +99,24 @@ def command(method: str, settings: dict[str, str], seed: int) -> list[str]:
 
 
 class Runs:
-    """Cold starts and then the runs from them, as jobs of a schedule."""
+    """Cold starts and the runs from them, as jobs of a schedule."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.lock = options, threading.Lock()
         self.given = dict(pair.split("=", 1) for pair in options.set)
 
     def jobs(self) -> list[processes.Job]:
-        known = {key(row) for row in processes.read([self.options.rows])}
+        finished = {key(row) for row in processes.read([self.options.rows])}
         made: dict[Hashable, processes.Job] = {}
         for task in self.options.tasks:
             settings = budget(task, self.options.model, self.given)
             for method in self.options.methods:
                 if why := refusal(method, settings):
-                    print(f"{task}, {method}: left out: {why}", flush=True)
+                    print(f"{task}, {method}: skipped: {why}", flush=True)
                     continue
                 for seed in self.options.seeds:
                     row = {"task": task, "method": method, "seed": seed, "settings": settings}
-                    if key(row) in known:
+                    if key(row) in finished:
                         continue
                     start = self.start(task, seed, settings)
                     made[start.key] = start
@@ -129,7 +129,7 @@ class Runs:
         print("$", shlex.join(line), flush=True)
         last = more.get("steps", settings["steps"])
         own = [f"--out={self.options.runs}", f"--name={name}", f"--checkpoint-every={last}", "--trackers=", "--json"]
-        shutil.rmtree(self.options.runs / name, ignore_errors=True)  # what a stopped run left
+        shutil.rmtree(self.options.runs / name, ignore_errors=True)  # remains of a stopped run
         return processes.call([sys.executable, "-m", "turnwise.cli.main", *line[1:], *own])
 
     def start(self, task: str, seed: int, settings: dict[str, str]) -> processes.Job:
@@ -140,13 +140,15 @@ class Runs:
         def work(_: Any) -> Path | None:
             if not (folder / "summary.json").is_file():
                 tasks = settings["eval-tasks"] if self.options.cold_only else 1
-                found = self.call("reinforce", settings, seed, name, **{"steps": 1, "eval-every": 0, "eval-tasks": tasks})
+                found = self.call(
+                    "reinforce", settings, seed, name, **{"steps": 1, "eval-every": 0, "eval-tasks": tasks}
+                )
                 if "error" in found:
                     print(f"{name}: {found['error']}", file=sys.stderr, flush=True)
                     return None
                 tidy(folder, keep="initial")
                 if self.options.cold_only:
-                    print(f"{task}, seed {seed}: begins at {said(found['success_before'])}", flush=True)
+                    print(f"{task}, seed {seed}: starts at {format_success(found['success_before'])}", flush=True)
             return folder / "initial"
 
         return processes.Job(name, work)
@@ -172,13 +174,13 @@ class Runs:
 
 
 def tidy(run: Path, keep: str = "") -> None:
-    """A run of a real model leaves gigabytes; what is kept of it is the row."""
+    """Delete models and checkpoints of a run, which take gigabytes; only the row is kept."""
     for part in {"initial", "model", "checkpoints"} - {keep}:
         shutil.rmtree(run / part, ignore_errors=True)
 
 
 def result(run: Path) -> Row:
-    """What is kept of a run."""
+    """The results of a run, as its row stores them."""
     found = json.loads((run / "summary.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "seconds/learn" in line]
@@ -191,7 +193,9 @@ def result(run: Path) -> Row:
         "curve": [(0, before["success"]), *curve, (found["steps"], after["success"])],
         "tokens": found["tokens"],
         "seconds": {name: round(value, 1) for name, value in found["seconds"].items()},
-        "step": {name: round(middle(f"seconds{name and '/' + name}"), 3) for name in ("", "gather", "learn", "publish")},
+        "step": {
+            name: round(middle(f"seconds{name and '/' + name}"), 3) for name in ("", "gather", "learn", "publish")
+        },
         "mismatch": sum(s["mismatch/size"] for s in steps) / len(steps),
         "engines": found.get("engines", {}),
     }
@@ -200,16 +204,16 @@ def result(run: Path) -> Row:
 # -------------------------------------------------------------------------- tables
 
 
-def said(found: Row) -> str:
+def format_success(found: Row) -> str:
     low, high = found["interval"]
     return f"{found['success']:.0%} [{low:.0%}, {high:.0%}]"
 
 
 def kinds(rows: list[Row]) -> dict[str, list[Row]]:
-    """The rows of each task with the same settings, tasks in the order of their table; other settings than now have a number."""
+    """The rows by task and settings, in the order of ``TASKS``; settings other than the current ones are numbered."""
     found: dict[tuple[Hashable, ...], list[Row]] = {}
-    place = list(TASKS)
-    for r in sorted(rows, key=lambda r: place.index(r["task"])):
+    order_of_tasks = list(TASKS)
+    for r in sorted(rows, key=lambda r: order_of_tasks.index(r["task"])):
         found.setdefault((r["task"], *sorted(r["settings"].items())), []).append(r)
     named: dict[str, list[Row]] = {}
     for mine in found.values():
@@ -220,14 +224,14 @@ def kinds(rows: list[Row]) -> dict[str, list[Row]]:
     return named
 
 
-def apart(settings: dict[str, str]) -> str:
-    """Where they differ from the budget that most tasks have."""
+def differences(settings: dict[str, str]) -> str:
+    """The settings that differ from the common budget."""
     common = {name: str(value) for name, value in BUDGET.items()} | {"model": settings["model"]}
     return ", ".join(f"`--{n} {v}`" for n, v in settings.items() if common.get(n) != v)
 
 
 def over_seeds(rows: list[Row], when: str) -> tuple[float, float, float]:
-    """The mean of seeds and a 95 % interval, the wider of two: of seeds (Student), and of all their tasks (Wilson)."""
+    """The mean over seeds and a 95 % interval, the wider of two: over seeds (Student), and over all their tasks (Wilson)."""
     values = [r[when][0] for r in rows]
     trials = sum(int(r["settings"]["eval-tasks"]) for r in rows)
     found = wilson(round(sum(v * trials / len(rows) for v in values)), trials)
@@ -239,7 +243,7 @@ def over_seeds(rows: list[Row], when: str) -> tuple[float, float, float]:
 
 
 def comparison(rows: list[Row]) -> str:
-    """A line for each task and method."""
+    """One line per task and method."""
     lines = ["| task | method | seeds | RL steps | before | after | sampled tokens | RL, seconds |", "|" + "---|" * 8]
     for name, mine in kinds(rows).items():
         for method in order(mine):
@@ -260,7 +264,7 @@ def order(rows: list[Row]) -> list[str]:
 
 
 def details(rows: list[Row]) -> str:
-    """A line for each run."""
+    """One line per run."""
     lines = ["| task | method | seed | before | after | mismatch | a step: gather + learn |", "|" + "---|" * 7]
     for name, mine in kinds(rows).items():
         for r in sorted(mine, key=lambda r: (order(mine).index(r["method"]), r["seed"])):
@@ -272,7 +276,7 @@ def details(rows: list[Row]) -> str:
 
 
 def report(rows: list[Row]) -> str:
-    own = [f"- {name}: {apart(mine[0]['settings'])}" for name, mine in kinds(rows).items()]
+    own = [f"- {name}: {differences(mine[0]['settings'])}" for name, mine in kinds(rows).items()]
     return "\n".join(
         [
             f"Common settings: `{' '.join(f'--{name} {value}' for name, value in BUDGET.items())}`. A task's own:\n",
@@ -286,7 +290,7 @@ def report(rows: list[Row]) -> str:
 
 
 def picture(rows: list[Row], path: Path) -> None:
-    """A panel for each task: the mean of a method's seeds, and each seed thin behind it."""
+    """One panel per task: the mean over a method's seeds, and each seed as a thin line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -313,9 +317,9 @@ def picture(rows: list[Row], path: Path) -> None:
 
 
 def write(rows: list[Row], page: Path) -> None:
-    """The report between the page's marks, and the picture beside it."""
-    head, rest = page.read_text().split("<!-- rows -->\n")
-    tail = rest.split("<!-- end -->\n")[1]
+    """Write the report between the markers of the page, and the figure beside it."""
+    head, after = page.read_text().split("<!-- rows -->\n")
+    tail = after.split("<!-- end -->\n")[1]
     page.write_text(f"{head}<!-- rows -->\n{report(rows)}\n<!-- end -->\n{tail}")
     picture(rows, page.with_suffix(".png"))
 
@@ -327,13 +331,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--model", default="smollm2", help="a name or a folder; rows keep only the name")
     parser.add_argument("--set", nargs="*", default=[], help="other settings of all runs: cold-steps=300 lr=5e-5")
-    parser.add_argument("--cold-only", action="store_true", help="only make cold starts, and say how good each is")
+    parser.add_argument("--cold-only", action="store_true", help="only make cold starts, and print the success of each")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=1e9, help="start nothing new after that time")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "smollm2")
     parser.add_argument("--rows", type=Path, default=Path("runs") / "smollm2.jsonl")
     parser.add_argument("--table", type=Path, nargs="+", help="only show finished rows")
-    parser.add_argument("--write", type=Path, help="put the report into this page, between its marks, and the picture beside it")
+    parser.add_argument(
+        "--write", type=Path, help="write the report between the markers of this page, and the figure beside it"
+    )
     options = parser.parse_args()
     if not options.table:
         options.rows.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
-"""Environments for methods that must be told what no built-in one tells: a judge's finding, several rewards, an expert's move ...
+"""Environments for methods whose requirements no built-in environment meets: judgements, several rewards, an expert's move ...
 
     turnwise train fapo --env worlds:Judged        with experiments/ on PYTHONPATH
 
-Each is a built-in one that says more, and looks the same to the agent unless it says otherwise; so it can share its cold start.
+Each extends a built-in environment with facts or rewards. Unless its docstring says otherwise, observations are the same, so it
+can share the cold start of that environment. Knows no method.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from turnwise.environments.builtin.guess import FEATURES, PARTS, Guess
 from turnwise.environments.builtin.keydoor import KeyDoor
 from turnwise.environments.builtin.nim import PLAYERS, Nim
 
-LARGEST = 9  # heap of a duel: some ten starts are held out
+MAX_HEAP = 9  # in Duel: eight starts are held out
 
 
-def telling(step: Step, **facts: float) -> Step:
-    """The step, with more facts of its turn."""
+def with_facts(step: Step, **facts: float) -> Step:
+    """The step with further facts of its turn."""
     return replace(step, info={**step.info, "facts": {**step.info.get("facts", {}), **facts}})
 
 
 class Followed(KeyDoor):
-    """Keydoor beside an expert: ``match`` is 1 for a move that is the expert's."""
+    """KeyDoor with an expert: the fact ``match`` is 1 if the action is the expert's."""
 
     facts = ("match",)
 
     def step(self, action: Action) -> Step:
         expected = "" if self._is_over() else self.oracle().text
-        return telling(super().step(action), match=float(action.text.strip().lower().rstrip(".") == expected))
+        return with_facts(super().step(action), match=float(action.text.strip().lower().rstrip(".") == expected))
 
 
 class Interview(Guess):
-    """Guess, where the size, the colour and the shape of the hidden thing are pieces of information, each with its worth.
+    """Guess, where the size, the colour and the shape of the hidden thing are pieces of information, each with a value.
 
-    ``worth k`` is the Shapley value of piece k for 1 / (how many candidates agree with what is known); ``uncovered`` has bit k
-    where the question was answered with yes, or left no other value of that feature among the candidates."""
+    ``worth k`` is the Shapley value of piece k for 1 / (number of candidates consistent with the known pieces); bit k of
+    ``uncovered`` is set when the turn determined that feature among the remaining candidates."""
 
     facts = ("question", "answer", "uncovered", "worth 0", "worth 1", "worth 2")
 
@@ -53,10 +54,10 @@ class Interview(Guess):
         before = self._known()
         step = super().step(action)
         fresh = sum(1 << k for k in self._known() - before)
-        return telling(step, uncovered=float(fresh), **{f"worth {k}": w for k, w in enumerate(self._worth())})
+        return with_facts(step, uncovered=float(fresh), **{f"worth {k}": w for k, w in enumerate(self._worth())})
 
     def _known(self) -> set[int]:
-        """Features of which only one value is still possible."""
+        """The features with a single possible value."""
         return {
             k
             for k, values in enumerate(FEATURES)
@@ -76,14 +77,14 @@ class Interview(Guess):
 
 
 class Duel(Nim):
-    """Nim with small heaps, learned against oneself. Held-out games are played first, against a player who moves at random:
-    how good one is cannot be seen from games against oneself, where both become better."""
+    """Nim with small heaps, trained by self-play. In held-out games the agent moves first, against a random player: self-play
+    does not measure skill, because both sides improve."""
 
     difficulties = (1,)
     opponent: random.Random
 
     def reset(self, seed: int) -> Sequence[Message]:
-        heaps = sample_problem(lambda rng: (rng.randint(1, LARGEST), rng.randint(1, LARGEST)), seed, self.split, str)
+        heaps = sample_problem(lambda rng: (rng.randint(1, MAX_HEAP), rng.randint(1, MAX_HEAP)), seed, self.split, str)
         self.start, self.heaps, self.moves, self.lost = heaps, list(heaps), 0, None
         self.opponent = random.Random(f"opponent/{seed}")
         return [user_message(self._view())]
@@ -99,50 +100,50 @@ class Duel(Nim):
 
 
 class Judged(Calculator):
-    """Calculator with a judge of the way: ``error`` is the first turn with an error, or the answer's if nothing was computed."""
+    """Calculator with a process judge: ``error`` is the first turn with an error, or the answer's if nothing was computed."""
 
     facts = ("error",)
-    flaw = -1
+    first_error = -1
 
     async def step(self, action: Action) -> Step:
         step = await super().step(action)
         guessed = step.terminated and not self.replies
-        if self.flaw < 0 and (guessed or step.info.get("tool_errors")):
-            self.flaw = self.turn - 1
-        return telling(step, error=float(self.flaw))
+        if self.first_error < 0 and (guessed or step.info.get("tool_errors")):
+            self.first_error = self.turn - 1
+        return with_facts(step, error=float(self.first_error))
 
 
 class Planned(Calculator):
-    """Calculator as a system of two: a planner calls the tool, the writer of the answer is not trained."""
+    """Calculator as a two-agent system: the planner calls the tool; the writer of the answer is not trained."""
 
     facts = ("planner",)
 
     async def step(self, action: Action) -> Step:
-        return telling(await super().step(action), planner=float(bool(action.calls or action.faults)))
+        return with_facts(await super().step(action), planner=float(bool(action.calls or action.faults)))
 
 
 class Graded(Calculator):
-    """Calculator with several rewards: right, and, of a right answer, without an error on the way, in few turns.
+    """Calculator with several rewards: right; and for a right answer, clean (no tool errors) and short (few turns).
 
-    Were a wrong answer paid for being clean and short, guessing at once would be the best there is: each reward compared by
-    itself, two that every guess earns outvote the one it fails, and success is no longer what was asked for."""
+    If wrong answers were rewarded for being clean and short, guessing at once would be optimal: with each reward normalised
+    separately, the two that every guess earns outweigh the one it misses."""
 
     rewards = ("right", "clean", "short")
-    slips = 0
+    errors = 0
 
     async def step(self, action: Action) -> Step:
         step = await super().step(action)
-        self.slips += step.info.get("tool_errors", 0)
+        self.errors += step.info.get("tool_errors", 0)
         if not (step.terminated or step.truncated):
             return step
         right = step.reward
         short = 1 - self.turn / self.max_turns
-        grades = {"right": right, "clean": right * (not self.slips), "short": right * short}
+        grades = {"right": right, "clean": right * (not self.errors), "short": right * short}
         return replace(step, info={**step.info, "rewards": grades})
 
 
 class Directed(Calculator):
-    """Calculator that asks in words for a mix of two rewards: being right, and showing much of the work."""
+    """Calculator whose prompt asks for a mix of two rewards: correctness, and the number of turns used."""
 
     facts = ("toward_helpfulness", "toward_verbosity")
     rewards = ("helpfulness", "verbosity")
@@ -158,7 +159,7 @@ class Directed(Calculator):
         if step.terminated or step.truncated:
             paid = {"helpfulness": step.reward, "verbosity": self.turn / self.max_turns}
             step = replace(step, info={**step.info, "rewards": paid})
-        return telling(step, **toward)
+        return with_facts(step, **toward)
 
 
 KINDS = {
@@ -174,11 +175,11 @@ WORDINGS = (
     "{kind} for {who}, please.",
 )
 ASKERS = ("ann", "ben", "cleo", "dan", "eva", "finn")
-ENOUGH = 5
+MIN_NAMED = 5
 
 
 class Suggestions(Environment):
-    """One request, one answer: it helps if it names at least five different things of the kind asked for."""
+    """One request, one answer: rewarded if it names at least five different things of the requested kind."""
 
     max_turns = 1
     inline = True
@@ -192,14 +193,14 @@ class Suggestions(Environment):
 
     def step(self, action: Action) -> Step:
         named = set(re.findall(r"\w+", action.text.lower())) & set(KINDS[self.kind])
-        return Step([], float(len(named) >= ENOUGH), terminated=True, info={"success": len(named) >= ENOUGH})
+        return Step([], float(len(named) >= MIN_NAMED), terminated=True, info={"success": len(named) >= MIN_NAMED})
 
     def oracle(self) -> Action:
-        return text_action(" ".join(KINDS[self.kind][: ENOUGH + 1]))
+        return text_action(" ".join(KINDS[self.kind][: MIN_NAMED + 1]))
 
     def random_action(self, rng: random.Random) -> Action:
-        return text_action(" ".join(rng.choice(KINDS[self.kind]) for _ in range(rng.randint(1, ENOUGH))))
+        return text_action(" ".join(rng.choice(KINDS[self.kind]) for _ in range(rng.randint(1, MIN_NAMED))))
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """Names a few, some of them twice."""
-        return text_action(" ".join(rng.choice(KINDS[self.kind]) for _ in range(rng.randint(2, ENOUGH + 3))))
+        """Names a few things, possibly with repetitions."""
+        return text_action(" ".join(rng.choice(KINDS[self.kind]) for _ in range(rng.randint(2, MIN_NAMED + 3))))

@@ -1,7 +1,8 @@
 """What every test run shares: one torch thread a process, reproducible properties, markers, and a summary of what was skipped.
 
 Tiers (see the Makefile): ``make test`` runs everything. ``make quick`` leaves out ``slow``, ``integration``, ``gpu`` and
-``thorough`` tests. ``thorough`` is set here: a property over random inputs (hypothesis), and the files in ``THOROUGH``.
+``thorough`` tests. ``thorough`` is set here, on properties over random inputs (hypothesis) and on the files in ``THOROUGH``,
+and by hand on sweeps over all methods elsewhere.
 """
 
 from __future__ import annotations
@@ -29,18 +30,36 @@ settings.register_profile("search", deadline=None)
 settings.register_profile("gate", deadline=None, derandomize=True)
 settings.load_profile("gate" if os.environ.get("CI") else "search")
 
-THOROUGH = ("oracles/test_",)  # many seeds of every oracle: they check the oracles, not the package
+THOROUGH = (  # whole files, by how their path begins: the oracles' own tests, sweeps over methods, whole training runs
+    "oracles/", "bench/test_bench", "experiments/", "training/test_every_method", "training/test_other_data",
+    "training/test_one_file_grpo", "observe/test_profile", "credit/test_others", "credit/test_preferences",
+    "engines/test_cuda", "engines/test_gauges", "engines/test_critics", "engines/test_asking", "engines/test_hidden",
+    "engines/test_candidates",
+)  # fmt: skip
 INTEGRATION = ("integrations/test_trl", "integrations/test_verl.py")
+NO_GPU = {"no GPU", "needs a GPU"}  # reasons to skip a test that only a GPU can run
+
+
+def path_in_tests(path: Path) -> str:
+    root = Path(__file__).parent
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else ""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of which the quick tier runs nothing: that halves the time until its first test."""
+    quick = "not thorough" in (config.option.markexpr or "")
+    return True if quick and path_in_tests(collection_path).startswith(THOROUGH) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    root = Path(__file__).parent
     for item in items:
-        path = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
-        if path.startswith(THOROUGH) or hasattr(getattr(item, "obj", None), "hypothesis"):
+        path = path_in_tests(item.path)
+        if path.startswith(THOROUGH) or getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("thorough")
         if path.startswith(INTEGRATION):
             item.add_marker("integration")
+        if any(mark.kwargs.get("reason") in NO_GPU for mark in item.iter_markers("skipif")):
+            item.add_marker("gpu")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

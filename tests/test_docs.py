@@ -51,7 +51,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 def test_commands_and_links_exist(page):
     text = page.read_text()
     for command in re.findall(r"^turnwise ([a-z-]+)", text, re.MULTILINE):
-        assert command in cli.RUN
+        assert command in cli.COMMANDS
     for target in re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
         assert (page.parent / target).exists(), target
 

@@ -218,6 +218,8 @@ def _attach(atoms: list[Atom], sign: str, script: str) -> None:
     base = atoms[-1]
     if base.kind == "word":
         base.kind, base.latex = "function", rf"\operatorname{{{base.latex}}}"
+    if base.latex in (r"\sum", r"\prod") and sign == "_":
+        base.latex += r"\limits"
     base.latex += f"{sign}{{{script}}}"
     if base.kind == "group":
         base.inner = ""

@@ -1,4 +1,4 @@
-"""The bench room: its arithmetic by hand, its engines on a very small setup, and that a hole in the table says why."""
+"""The benchmarks: their arithmetic by hand, their engines on a very small setup, and failures that appear in the table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_more_tokens_or_fewer_seconds_are_better():
     assert [r.times for r in report.with_ratio_to([fast, slow], "absent")] == [None, None]
 
 
-def test_the_limit_is_the_harder_of_reading_and_computing():
+def test_the_limit_is_memory_or_compute_bound():
     model = shapes.llama({**shapes.SMALL, "num_hidden_layers": 2})
     n = shapes.parameters(model)
     token = 2 * 4 * 2 * 2 * 32  # keys and values, four bytes, two layers, two heads of 32
@@ -59,10 +59,10 @@ def test_small_and_large_are_the_models_they_say():
     assert shapes.setup_for("cpu", quick=True).repeats < shapes.setup_for("cpu").repeats
 
 
-def test_loads_ask_for_what_they_say():
+def test_workloads_have_the_stated_sizes():
     load = workloads.equal(3, 5, 7, seed=1)
     assert load.tokens == 21 and [len(p) for p in load.prompts] == [5] * 3
-    assert load.prompts != workloads.equal(3, 5, 7, seed=2).prompts  # no cache may help
+    assert load.prompts != workloads.equal(3, 5, 7, seed=2).prompts  # no prefix cache may help
     by_name = {load.name: load for load in workloads.standard()}
     assert by_name["dialogue"].tokens == 64 * 4 * 24 and len(by_name["ragged"].prompts) == 256
 
@@ -80,11 +80,11 @@ def test_a_table_in_markdown_and_json():
 # ------------------------------------------------------------------------- engines
 
 
-def test_engines_take_turns_and_the_first_round_does_not_count():
-    seen: list[str] = []
-    engines = {name: lambda load, name=name: seen.append(name) for name in ("a", "b")}
+def test_engines_alternate_and_the_first_round_warms_up():
+    calls: list[str] = []
+    engines = {name: lambda load, name=name: calls.append(name) for name in ("a", "b")}
     rates, _ = generation.measure(engines, lambda n: workloads.equal(2, 2, 2), 2)
-    assert seen == ["a", "b"] * 3 and set(rates) == {"a", "b"}
+    assert calls == ["a", "b"] * 3 and set(rates) == {"a", "b"}
 
 
 def test_both_generators_sample_the_same_number():
@@ -99,12 +99,13 @@ def test_both_generators_sample_the_same_number():
     assert gap["mean"] <= gap["p999"] <= gap["largest"] < 1e-5
 
 
+@pytest.mark.slow
 def test_rows_of_generation_and_learning():
-    known = hardware_limits.HardwareLimits(1e9, 1e9)
-    made = generation.rows(SETUP, known, 1)
+    limits = hardware_limits.HardwareLimits(1e9, 1e9)
+    made = generation.rows(SETUP, limits, 1)
     assert {r.who for r in made} == {"turnwise", "transformers.generate", "limit of the machine"}
     assert all(r.value and r.value > 0 for r in made) and all(r.times for r in made if r.who == "turnwise")
-    made = learning.rows(SETUP, known, 1)
+    made = learning.rows(SETUP, limits, 1)
     assert [r.who for r in made][:3] == ["turnwise", "plain step", "turnwise, prompts shared by 8"]
     assert all(r.part == "learning" and r.of_limit for r in made)
 
@@ -121,11 +122,11 @@ def test_siblings_share_a_prompt_or_do_not(shared):
 # --------------------------------------------------------------------- whole steps
 
 
-def test_what_a_tool_said_is_not_counted():
+def test_tool_replies_are_not_counted():
     assert step_worker.sampled([1, 2, 8, 5, 5, 9, 3], 8, 9) == 3
 
 
-def test_a_wider_tokenizer_reads_the_same_and_speaks_every_row():
+def test_a_widened_tokenizer_encodes_alike_and_decodes_every_row():
     plain = tiny_tokenizer(step_worker.corpus(), 512)
     wide = step_worker.widened(plain, 600)
     text = "<|user|>12+34=?<|end|>"
@@ -139,7 +140,7 @@ def test_medians_and_highest_memory():
     assert (found["seconds"], found["fastest"], found["slowest"], found["peak_mb"]) == (2.0, 1.0, 3.0, 9.0)
 
 
-def test_what_is_not_installed_is_said(monkeypatch):
+def test_missing_packages_are_noted(monkeypatch):
     mine = {"seconds": 1.0, "fastest": 1.0, "slowest": 1.0, "tokens": 2048.0, "peak_mb": 5.0, "device_gb": 0.0}
     monkeypatch.setattr(training_step, "compare", lambda *a: {"turnwise": mine})
     made = training_step.rows("single", "cpu", None, 1, 1)
@@ -147,7 +148,7 @@ def test_what_is_not_installed_is_said(monkeypatch):
     assert made[0].value == 1.0
 
 
-def test_a_side_imports_nothing_of_ours_before_it_must():
+def test_the_worker_imports_turnwise_lazily():
     code = f"import runpy, sys; runpy.run_path({step_worker.__file__!r}); print('turnwise' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -162,7 +163,7 @@ def test_one_real_step():
 # ----------------------------------------------------------------------- the table
 
 
-def test_a_part_that_fails_leaves_a_row_that_says_why(monkeypatch):
+def test_a_failed_part_leaves_a_row_with_the_reason(monkeypatch):
     monkeypatch.setattr(table, "setup_for", lambda *_: SETUP)
     monkeypatch.setattr(table.learning, "rows", lambda *_: 1 / 0)
     facts, made = table.measure("cpu", True, parts=("learning", "generation"), report_progress=lambda text: None)
@@ -183,7 +184,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert "a machine" in capsys.readouterr().out
 
 
-def test_mistakes_are_answered_in_words(capsys):
+def test_mistakes_are_explained(capsys):
     assert main(["bench", "--parts", "generatoin"]) == 2
     assert "did you mean 'generation'" in capsys.readouterr().err
     if not torch.cuda.is_available():
@@ -191,6 +192,7 @@ def test_mistakes_are_answered_in_words(capsys):
         assert "no usable GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["generation", "logprob_memory", "training_step", "gpu"])
 def test_scripts_are_thin_and_start(script):
     path = ROOT / "benchmarks" / f"{script}.py"

@@ -9,7 +9,7 @@ import pytest
 
 from turnwise import recipes
 from turnwise.config.convert import convert
-from turnwise.config.settings import Settings, default_of, kind_of
+from turnwise.config.settings import Settings, default_of, type_of
 from turnwise.errors import SettingError
 
 MOST = 100
@@ -28,7 +28,7 @@ def test_no_method_has_a_knob_that_a_setting_already_has(name):
 @pytest.mark.parametrize("field", fields(Settings), ids=lambda f: f.name)
 def test_every_setting_says_what_it_does_and_its_default_fits_its_type(field):
     assert len(field.metadata["help"]) > 5
-    assert convert(field.name, default_of(field), kind_of(field)) == default_of(field)
+    assert convert(field.name, default_of(field), type_of(field)) == default_of(field)
 
 
 def test_the_default_method_exists():

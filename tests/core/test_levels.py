@@ -62,7 +62,7 @@ def test_partitions():
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        (lambda: X.sum(GROUP).at(BATCH), "gather it"),
+        (lambda: X.sum(GROUP).at(BATCH), "reduce it"),
         (lambda: X + Tree.ragged([[[1]]]).field(TOKEN, [1.0]), "different trees"),
         (lambda: TREE.field(TURN, [1.0, 2.0]), "needs shape"),
         (lambda: TREE.ancestor(TURN, TOKEN), "no ancestor"),

@@ -14,7 +14,7 @@ from support.batches import COUNTS, records_of
 from turnwise import recipes
 from turnwise.core.batch import pack
 from turnwise.core.levels import TRAJECTORY
-from turnwise.credit.metrics import calibration_auc, measure_credit, index_bias
+from turnwise.credit.metrics import calibration_auc, index_bias, measure_credit
 
 
 @settings(deadline=None, max_examples=40)

@@ -14,7 +14,7 @@ from turnwise import recipes
 from turnwise.core.levels import TRAJECTORY, TURN, Field
 from turnwise.credit.multi_reward import WeightedRewards, named_reward
 from turnwise.credit.sets import SetAdvantage
-from turnwise.credit.stratified import SameFact, last_turn_fact, action_hash
+from turnwise.credit.stratified import SameFact, action_hash, last_turn_fact
 from turnwise.credit.tail_risk import BundledRollouts, TailRisk
 from turnwise.errors import SignalError
 

@@ -21,8 +21,8 @@ from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
 from turnwise.credit.baselines import StandardiseByMeanDeviation
 from turnwise.credit.history import CappedEntropyBonus
-from turnwise.credit.likelihood import PairwiseCalibration, NoveltyBonus
-from turnwise.credit.multi_reward import fit_beta, beta_log_density
+from turnwise.credit.likelihood import NoveltyBonus, PairwiseCalibration
+from turnwise.credit.multi_reward import beta_log_density, fit_beta
 from turnwise.credit.sets import answer_entropy
 from turnwise.credit.stratified import SameFact
 from turnwise.credit.tail_risk import TailRisk
@@ -259,7 +259,7 @@ def test_verdicts_golden():
     for rewards, phi in (([1, 0.1], 2.0), ([0.7, 0.0], -1.0), ([1.0, 0.0], 1.0)):
         batch, _ = packed([group(rewards)])
         objective, part = remembering("pipo", "ImprovementWeighted", history)
-        assert float(part.verdict(objective.credit(batch)).item) == pytest.approx(phi, abs=1e-4)
+        assert float(part.improvement(objective.credit(batch)).item) == pytest.approx(phi, abs=1e-4)
 
 
 def test_entropy_golden():

@@ -180,7 +180,7 @@ def test_expectations_are_read_before_they_are_written(seed):
     batch, _ = packed(reference)
     batch = batch.put({Signal.PREVIOUS: batch[Signal.PROXIMAL]})  # the last update went nowhere
     objective, keep = remembering("mssr", "RetentionByKL", {"batches": 30, "kl": kls[-19:]})
-    part = next(p for p in objective.advantage.parts if type(p).__name__ == "Tracker")
+    part = next(p for p in objective.advantage.parts if type(p).__name__ == "SuccessTracker")
     objective.memory.of(part).update({"tasks": {str(i): list(row) for i, row in tracker.items()}})
     expected = cg.mssr(reference, {"tracker": tracker, "kl": [*kls, 0.0]})
     credited = objective.credit(batch)

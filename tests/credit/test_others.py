@@ -24,7 +24,7 @@ from turnwise.algebra.value import Constant
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
 from turnwise.credit.by_origin import ShapedProbability
-from turnwise.credit.imitation import WeightedNegativeLogLikelihood, WarmupCosine, cosine_decay
+from turnwise.credit.imitation import WarmupCosine, WeightedNegativeLogLikelihood, cosine_decay
 from turnwise.credit.selectors import FromOrigin, PatchFailedGroups, UnrewardedGroups
 from turnwise.credit.self_imitation import PastMedian
 from turnwise.recipes.recipe import Recipe

@@ -29,8 +29,8 @@ from turnwise.core.records import Trajectory as Episode
 from turnwise.core.signals import TURN_CRITIC, Signal
 from turnwise.credit.effective_rank import CappedBonus
 from turnwise.credit.fact import Fact
-from turnwise.credit.forks import PathReturn, ForkTree, MeanOverPaths
-from turnwise.credit.shaping import ToolEfficiencyReward, ShapleyInformationGain
+from turnwise.credit.forks import ForkTree, MeanOverPaths, PathReturn
+from turnwise.credit.shaping import ShapleyInformationGain, ToolEfficiencyReward
 from turnwise.credit.tracker import DriftSinceVisit, RetentionByDrift, SuccessTracker
 from turnwise.tasks.samplers import UncertaintySampler
 from turnwise.tasks.task_source import TaskStream

@@ -323,7 +323,7 @@ def test_spear(step, scale, seed):
     close(advantage[old] * planned[penalty.rows].at(TOKEN).x[old], expected.advantage)
     assert planned[penalty.weight].item == pytest.approx(expected.extra["weight"])
     close((planned["weight"].at(TOKEN).x > 0).double(), (~old).double())
-    close((planned["weight0"].at(TOKEN).x > 0).double(), planned[penalty.rows].at(TOKEN).x.double())
+    close((planned["penalty_weight", 0].at(TOKEN).x > 0).double(), planned[penalty.rows].at(TOKEN).x.double())
     able = [[o for o, k in zip(stored, expected.extra["keep"]) if k]]
     chosen = planned[penalty.rows].at(TOKEN).x
     spared = oracle.spear_clip(able, advantage[chosen].tolist())

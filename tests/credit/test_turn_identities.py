@@ -17,18 +17,23 @@ from support.turn_helpers import converted, credit, critic, enrich_plain, made, 
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise, Whiten
+from turnwise.algebra.gae import GAE, LambdaReturn
 from turnwise.algebra.reward import EnvironmentReward, NegativeReferenceKL, OnLastToken
 from turnwise.algebra.term import Term
-from turnwise.algebra.gae import GAE, LambdaReturn
 from turnwise.algebra.value import ReturnToGo
 from turnwise.core.batch import pack
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
-from turnwise.credit.information import AnswerProbabilityGain, FeedbackInformationGain, LowSpreadGate, feedback_was_masked
+from turnwise.credit.information import (
+    AnswerProbabilityGain,
+    FeedbackInformationGain,
+    LowSpreadGate,
+    feedback_was_masked,
+)
+from turnwise.credit.peers import RandomGroups
 from turnwise.credit.same_state import HierarchyOfGroups, SameRecentStates, SameTransition
 from turnwise.credit.turns import BiLevelGAE, OldValue, ReturnUntilMismatch
-from turnwise.credit.peers import RandomGroups
 
 SEEDS = st.integers(0, 10**6)
 

@@ -161,6 +161,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("form", FORMATS)
 def test_parquet_says_what_json_lines_say(tmp_path, form):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -172,6 +173,7 @@ def test_parquet_says_what_json_lines_say(tmp_path, form):
     assert found.rows == wanted.rows and found.unused_columns == wanted.unused_columns
 
 
+@pytest.mark.integration
 def test_bad_rows_of_parquet_are_named_by_number(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"

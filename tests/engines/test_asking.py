@@ -1,4 +1,4 @@
-"""Log-probabilities with the environment's words masked, against sequences made by hand for the stock model; the teacher."""
+"""Log-probabilities without the environment's feedback, against sequences built by hand for the stock model; the teacher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOTH = frozenset({Signal.LOGP_WITHOUT_FEEDBACK, Signal.LOGP})
 
 
 def groups_of(kit, seed, forks=False):
-    """Ragged groups: silent turns, restarts, blind contexts on some later turns, some of them equal to the real ones."""
+    """Ragged groups: turns without tokens, restarts, masked contexts on some later turns, some of them equal to the real ones."""
     rng = random.Random(seed)
     ids = lambda n: tuple(rng.randrange(kit.vocabulary) for _ in range(n))  # noqa: E731
 
@@ -44,7 +44,7 @@ def groups_of(kit, seed, forks=False):
 
 
 def expected(model, groups):
-    """Turn by turn: everything read so far, the words since the last sampled token masked, then what was said."""
+    """Turn by turn: the history, the masked observation since the last sampled token, then the turn's tokens."""
     out = []
     for group in groups:
         first = group.trajectories[0].turns[0]
@@ -68,7 +68,7 @@ def expected(model, groups):
 
 @pytest.mark.parametrize("forks", [False, True])
 @pytest.mark.parametrize(("positions", "dtype"), [(1, "float32"), (37, "float64"), (10**6, "float32")])
-def test_blind(kit, positions, dtype, forks):
+def test_logp_without_feedback(kit, positions, dtype, forks):
     model = kit.make_model()
     stock = copy.deepcopy(model).to(getattr(torch, dtype))
     learner = LocalLearner(model, LearnerSettings(positions=positions, dtype=dtype))
@@ -79,7 +79,7 @@ def test_blind(kit, positions, dtype, forks):
         assert not torch.allclose(found[Signal.LOGP_WITHOUT_FEEDBACK].x, found[Signal.LOGP].x, atol=1e-3)
 
 
-def test_where_nothing_is_masked_it_is_the_plain_one(kit):
+def test_without_masked_ids_it_equals_logp(kit):
     learner = LocalLearner(kit.make_model())
     for batch in (pack([]), kit.make_batch(1)):
         found = learner.measure(batch, BOTH)
@@ -94,7 +94,7 @@ def test_where_nothing_is_masked_it_is_the_plain_one(kit):
 # -------------------------------------------------------------------- teacher
 
 
-def test_the_teacher_stays_while_the_policy_moves(kit, batch):
+def test_the_teacher_stays_fixed_while_the_policy_trains(kit, batch):
     teacher = kit.make_model("qwen3", seed=5)
     alone = LocalLearner(copy.deepcopy(teacher)).measure(batch, frozenset({Signal.LOGP}))[Signal.LOGP].x
     learner = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2), teacher=teacher)
@@ -109,10 +109,10 @@ def test_the_teacher_stays_while_the_policy_moves(kit, batch):
         other.load_state_dict(learner.state_dict())
 
 
-def test_no_teacher_and_a_foreign_one_are_refused(kit, batch):
+def test_a_missing_or_mismatched_teacher_is_refused(kit, batch):
     with pytest.raises(SettingError, match="--teacher"):
         LocalLearner(kit.make_model()).measure(batch, frozenset({Signal.TEACHER}))
-    stranger = kit.make_model()
-    stranger.resize_token_embeddings(kit.vocabulary + 3)
+    other_vocabulary = kit.make_model()
+    other_vocabulary.resize_token_embeddings(kit.vocabulary + 3)
     with pytest.raises(SettingError, match="64 entries, the model's 61"):
-        LocalLearner(kit.make_model(), teacher=stranger)
+        LocalLearner(kit.make_model(), teacher=other_vocabulary)

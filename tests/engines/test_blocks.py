@@ -20,20 +20,12 @@ from turnwise.engines.learner.varlen_attention import KeyCopies, VarlenAttention
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-
-
 def twins(kit, name, device="cpu"):
     """The same model twice: by hand-written layers, and by its stock forward."""
     fast, stock = (packed_forward.prepare(make(kit, name).to(device)) for _ in range(2))
     llama_layers.disable(stock.get_decoder(), "to compare with")
     assert llama_layers.fast_path(fast.get_decoder()) is not None
     return fast, stock
-
-
-
-
-
-
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -123,7 +115,9 @@ def slow_attention(q, k, v, layout, scale):
 )
 def test_padding_to_a_bucket_changes_no_real_row(shared, rows, keys, ends, longest):
     s = sequences(RAGGED, 61, shared=shared)
-    layout = VarlenAttention.of(s.start, SharedPrefixes.of(s.ids, s.start) if shared else SharedPrefixes.unshared(s.ids))
+    layout = VarlenAttention.of(
+        s.start, SharedPrefixes.of(s.ids, s.start) if shared else SharedPrefixes.unshared(s.ids)
+    )
     n = int(layout.cu_seqlens_q[-1])
     bucket = GraphBucket(rows, keys if shared else 0, ends, (longest, longest), torch.float32, False)
     graph = object.__new__(_Graph)
@@ -164,7 +158,9 @@ class FakeGraphs(CapturedLayers):
 
     def run(self, lengths, shared=0):
         s = sequences(lengths, 61, shared=shared)
-        layout = VarlenAttention.of(s.start, SharedPrefixes.of(s.ids, s.start) if shared else SharedPrefixes.unshared(s.ids))
+        layout = VarlenAttention.of(
+            s.start, SharedPrefixes.of(s.ids, s.start) if shared else SharedPrefixes.unshared(s.ids)
+        )
         n = int(layout.cu_seqlens_q[-1])
         return self(None, torch.float32, s.ids[:n], s.ids[:n], layout) is not None
 
@@ -211,7 +207,11 @@ def test_staged_inputs_fit_their_bucket(requests):
         layers.run(lengths, shared)
     for bucket, n, layout in layers.staged:
         keys = 0 if layout.copies is None else len(layout.copies.source) + bucket.rows - n
-        assert n <= bucket.rows <= MAX_ROW_RATIO * 9 / 8 * max(n, 256) and keys <= bucket.keys and bool(keys) == bool(bucket.keys)
+        assert (
+            n <= bucket.rows <= MAX_ROW_RATIO * 9 / 8 * max(n, 256)
+            and keys <= bucket.keys
+            and bool(keys) == bool(bucket.keys)
+        )
         assert len(layout.cu_seqlens_q) + -(-(bucket.rows - n) // bucket.max_seqlen[0]) <= bucket.sequences
         assert max(layout.max_seqlen) <= min(bucket.max_seqlen)
 

@@ -1,4 +1,4 @@
-"""Candidates drawn at each token, against loops over them; the same ones in every update on a batch."""
+"""Candidate tokens, against explicit loops; every update on a batch scores the same ones."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def test_hits_and_rivals(kit, name, positions):
     for n, token in enumerate(batch.token.x.tolist()):
         mine = drawn[n].tolist()
         assert float(found[Signal.CANDIDATE_MATCHES].x[n]) == mine.count(token)
-        rest = sum(float(logp[n, a]) for a in mine if a != token)
-        assert float(found[Signal.CANDIDATE_LOGP].x[n]) == pytest.approx(rest, abs=1e-8)
+        expected = sum(float(logp[n, a]) for a in mine if a != token)
+        assert float(found[Signal.CANDIDATE_LOGP].x[n]) == pytest.approx(expected, abs=1e-8)
 
 
-def test_they_are_draws_from_the_policy(kit):
-    """Over many tokens with many draws, as often as their probabilities say."""
+def test_candidates_follow_the_policys_distribution(kit):
+    """Over many tokens and draws, their frequencies match their probabilities."""
     learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64"))
-    seen, due, spread = 0.0, 0.0, 0.0
+    matches, expected, variance = 0.0, 0.0, 0.0
     for seed in range(40):
         batch = kit.make_batch(seed, groups=6)
         p = distributions(learner, batch).exp().gather(1, batch.token.x[:, None]).squeeze(1).detach()
-        seen += float(learner.measure(batch, ASK)[Signal.CANDIDATE_MATCHES].x.sum())
-        due += float(p.sum()) * candidates.COUNT
-        spread += float((p * (1 - p)).sum()) * candidates.COUNT
-    assert abs(seen - due) < 4 * spread**0.5 and due > 100
+        matches += float(learner.measure(batch, ASK)[Signal.CANDIDATE_MATCHES].x.sum())
+        expected += float(p.sum()) * candidates.COUNT
+        variance += float((p * (1 - p)).sum()) * candidates.COUNT
+    assert abs(matches - expected) < 4 * variance**0.5 and expected > 100
 
 
-def test_no_cut_and_no_order_changes_the_draw(kit):
+def test_neither_micro_batches_nor_order_change_the_draw(kit):
     batch = kit.make_batch(4)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
     a = LocalLearner(kit.make_model(), LearnerSettings(positions=10**6)).measure(batch, ASK)
@@ -64,7 +64,7 @@ def test_no_cut_and_no_order_changes_the_draw(kit):
         assert torch.equal(b[name].x, batch.put(weight=a[name]).select(order)["weight"].x)
 
 
-def test_other_lots_after_a_step(kit):
+def test_a_step_changes_the_random_numbers(kit):
     learner, batch = LocalLearner(kit.make_model(), LearnerSettings(lr=0.0)), kit.weighted(kit.make_batch(4))
     first = learner.measure(batch, ASK)
     learner.update(batch, kit.Linear())
@@ -73,10 +73,10 @@ def test_other_lots_after_a_step(kit):
 
 
 @dataclass
-class Watching:
-    """Σ CANDIDATE_LOGP as the loss; keeps what it saw."""
+class Recording:
+    """Σ CANDIDATE_LOGP as the loss; records its values."""
 
-    seen: list = field(default_factory=list)
+    losses: list = field(default_factory=list)
     signals_with_gradient, signals_before_step = frozenset({Signal.LOGP, Signal.CANDIDATE_LOGP}), frozenset()
 
     def plan(self, batch):
@@ -87,7 +87,7 @@ class Watching:
 
     def __call__(self, batch, policy):
         loss = policy[Signal.CANDIDATE_LOGP].x.sum()
-        self.seen.append(float(loss.detach()))
+        self.losses.append(float(loss.detach()))
         return Loss(loss, dict, {})
 
 
@@ -95,12 +95,12 @@ def test_every_update_scores_the_candidates_of_the_measurement(kit):
     learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=1e-2))
     batch = kit.make_batch(4)
     batch = batch.put(learner.measure(batch, ASK))
-    drawn, watching = candidates.stored(batch), Watching()
+    drawn, recording = candidates.stored(batch), Recording()
     for _ in range(2):
         by_hand = (distributions(learner, batch).gather(1, drawn) * (drawn != batch.token.x[:, None])).sum()
-        learner.update(batch, watching)
-        assert watching.seen[-1] == pytest.approx(float(by_hand.detach()), rel=1e-8)
-    assert watching.seen[0] != watching.seen[1]
+        learner.update(batch, recording)
+        assert recording.losses[-1] == pytest.approx(float(by_hand.detach()), rel=1e-8)
+    assert recording.losses[0] != recording.losses[1]
 
 
 def test_the_gradient_of_rivals(kit):
@@ -115,7 +115,7 @@ def test_the_gradient_of_rivals(kit):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
 
 
-def test_without_a_measurement_the_present_policy_draws(kit):
+def test_without_a_measurement_the_current_policy_is_sampled(kit):
     learner, batch = LocalLearner(kit.make_model()), kit.make_batch(4)
     measured = learner.measure(batch, ASK)
     bare = learner.measure(batch, frozenset({Signal.CANDIDATE_LOGP}))

@@ -1,4 +1,4 @@
-"""Critics of turns and critics with a trunk of their own: what they read, whom their gradient touches, what survives."""
+"""Turn critics and separate critics: which states they read, where their gradient flows, what a resume restores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from turnwise.errors import RecipeError, SettingError
 from turnwise.models.tiny import tiny_model
 from turnwise.training.loop import update_policy
 
-TURNS, SLOWLY = frozenset(TURN_CRITIC), frozenset(TURN_CRITIC_TARGET)
+TURNS, TARGETS = frozenset(TURN_CRITIC), frozenset(TURN_CRITIC_TARGET)
 VALUES = frozenset({Signal.VALUE, Signal.SECOND_VALUE})
 
 
@@ -88,13 +88,16 @@ def by_hand(heads, model, batch, position_of):
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("positions", [1, 10**6])
-def test_turns_are_judged_where_they_stand(kit, separate, positions):
+def test_turn_values_read_the_right_states(kit, separate, positions):
     learner = make(kit, separate_critic=separate, settings={"dtype": "float64", "positions": positions})
     batch = kit.weighted(kit.make_batch(6), dtype=torch.float64)
     moved(learner, batch, TURNS | {Signal.LOGP})
-    found = learner.measure(batch, TURNS | SLOWLY)
+    found = learner.measure(batch, TURNS | TARGETS)
     c = learner.value_heads
-    for heads, trunk, names in ((c.turn_heads, c.trunk, TURN_CRITIC), (c.target_turn_heads, c.target_trunk, TURN_CRITIC_TARGET)):
+    for heads, trunk, names in (
+        (c.turn_heads, c.trunk, TURN_CRITIC),
+        (c.target_turn_heads, c.target_trunk, TURN_CRITIC_TARGET),
+    ):
         for live, name in zip(TURN_CRITIC, names):
             last = live in (Signal.Q, Signal.SECOND_Q)
             place = (lambda at: at[-1]) if last else (lambda at: at[0] - 1)
@@ -102,21 +105,21 @@ def test_turns_are_judged_where_they_stand(kit, separate, positions):
             assert found[name].level == TURN
             assert found[name].x.tolist() == pytest.approx(expected, abs=1e-6)
     assert found[Signal.Q].x.abs().max() > 0.01
-    assert not torch.equal(found[Signal.Q].x, found[Signal.SECOND_Q].x)  # twins begin apart
+    assert not torch.equal(found[Signal.Q].x, found[Signal.SECOND_Q].x)  # second heads start with other weights
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_slow_copies_follow(kit, batch, separate):
+def test_target_networks_follow_by_polyak_averaging(kit, batch, separate):
     learner = make(kit, separate_critic=separate, settings={"follow": 0.25})
-    slow = {n: p.clone() for n, p in learner.value_heads.target_tensors().items()}
-    assert any(n.startswith("critic/") for n in slow) == separate
+    targets = {n: p.clone() for n, p in learner.value_heads.target_tensors().items()}
+    assert any(n.startswith("critic/") for n in targets) == separate
     live = dict(learner.value_heads.named_parameters())
     for _ in range(2):
         learner.update(batch, Towards(TURNS))
-        for n in slow:
-            slow[n] = 0.75 * slow[n] + 0.25 * live[n].detach()
+        for n in targets:
+            targets[n] = 0.75 * targets[n] + 0.25 * live[n].detach()
         for n, p in learner.value_heads.target_tensors().items():
-            torch.testing.assert_close(p, slow[n])
+            torch.testing.assert_close(p, targets[n])
     before = learner.value_heads.target_tensors()["turns/q.4.weight"].clone()
     bad = batch.put(weight=batch["weight"] * float("nan"))
     assert learner.update(bad, Towards(TURNS | {Signal.LOGP}))["skipped"] == 1
@@ -124,7 +127,7 @@ def test_slow_copies_follow(kit, batch, separate):
 
 
 def test_a_separate_critic_never_touches_the_policy(kit, batch):
-    """Its loss leaves the policy where it is; beside a policy's loss, the policy steps as it would without a critic."""
+    """Its loss leaves the policy unchanged; beside a policy loss, the policy steps as without a critic."""
     learner = make(kit, separate_critic=True)
     start = {n: w.clone() for n, w in learner.weights().items()}
     trunk = {n: p.detach().clone() for n, p in learner.value_heads.named_parameters()}
@@ -142,8 +145,8 @@ def test_a_separate_critic_never_touches_the_policy(kit, batch):
         torch.testing.assert_close(both.weights()[n], w, rtol=1e-4, atol=1e-6)
 
 
-def test_a_shared_critic_of_turns_does_not_pull_at_the_policy(kit, batch):
-    """Turn heads read the states as they are; token heads may shape them."""
+def test_a_shared_turn_critic_sends_no_gradient_to_the_policy(kit, batch):
+    """Turn heads read detached states; the gradient of token heads reaches the policy."""
     learner = make(kit)
     start = {n: w.clone() for n, w in learner.weights().items()}
     moved(learner, batch, TURNS)
@@ -152,18 +155,18 @@ def test_a_shared_critic_of_turns_does_not_pull_at_the_policy(kit, batch):
     assert any(not torch.equal(w, start[n]) for n, w in learner.weights().items())
 
 
-def test_its_own_optimiser_rate_and_clip(kit, batch):
+def test_a_separate_critic_has_its_own_rate_and_clipping(kit, batch):
     learner = make(kit, separate_critic=True, settings={"clip": 1e-3, "warmup": 2})
     assert {g["base_lr"] for g in learner._policy_optimizer.param_groups} == {1e-2}
     assert {g["base_lr"] for g in learner._critic_optimizer.param_groups} == {3e-3}
     learner.update(batch, Towards(VALUES | TURNS | {Signal.LOGP}))
-    for mover in (learner._policy_optimizer, learner._critic_optimizer):
-        size = torch.stack([m["exp_avg"].norm() for m in mover.state.values()]).norm().item()
+    for each in (learner._policy_optimizer, learner._critic_optimizer):
+        size = torch.stack([m["exp_avg"].norm() for m in each.state.values()]).norm().item()
         assert size == pytest.approx(1e-4, rel=1e-2)  # each gradient is clipped by its own norm
     assert {g["lr"] for g in learner._critic_optimizer.param_groups} == {1.5e-3}
 
 
-def test_a_gradient_of_either_that_is_not_finite_stops_both(kit, batch):
+def test_a_non_finite_gradient_of_either_skips_both_steps(kit, batch):
     learner = make(kit, separate_critic=True)
     moved(learner, batch, VALUES | {Signal.LOGP}, 1)
     before = learner.state_dict()["tensors"]
@@ -184,7 +187,7 @@ def test_resume_is_bit_identical(kit, batch, separate, rank):
     options = {"warmup": 3, "schedule": "cosine", "total_steps": 9, "weight_decay": 0.1, "lora_rank": rank}
     fresh = lambda: make(kit, separate_critic=separate, settings=dict(options))  # noqa: E731
     straight, second = fresh(), fresh()
-    objective, ask = Towards(VALUES | TURNS | {Signal.LOGP}), TURNS | SLOWLY | VALUES | {Signal.REFERENCE}
+    objective, ask = Towards(VALUES | TURNS | {Signal.LOGP}), TURNS | TARGETS | VALUES | {Signal.REFERENCE}
     straight.measure(batch, ask)
     for _ in range(2):
         straight.update(batch, objective)
@@ -226,8 +229,8 @@ def test_micro_batches_do_not_matter(kit):
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("name, hyper", [("ppo", {}), ("archer", {"passes": 2, "warm": 1})])
-def test_methods_survive_a_crash(name, hyper, separate):
-    """The same two batches straight through, and with everything but the state lost in between."""
+def test_methods_resume_bit_identically(name, hyper, separate):
+    """Two batches in one process, and with only the saved state carried over between them."""
     recipe = recipes.build(name, **hyper)
     shapes = ([[[2, 1], [3], [1, 0, 2]], [[2], [1, 1]]], [[[1, 1], [2]], [[3, 1], [2, 2], [1]]])
     groups = [records_of(shape, seed, asks=recipe.requirements) for seed, shape in enumerate(shapes)]
@@ -251,8 +254,8 @@ def test_methods_survive_a_crash(name, hyper, separate):
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_the_policy_waits_for_its_critics(separate):
-    """Of the first batches only the critics learn, and nothing of the optimiser moves the policy meanwhile; then both do."""
+def test_the_policy_is_frozen_while_its_critics_warm_up(separate):
+    """On the first batches only the critics train and the optimizer does not move the policy; then both train."""
     recipe = recipes.build("archer", passes=3, warm=2)
     model = tiny_model(16, 0, hidden=32, layers=2, context=64)
     settings = LearnerSettings(lr=1e-3, value_lr=1e-2, weight_decay=0.1, positions=32)
@@ -260,15 +263,17 @@ def test_the_policy_waits_for_its_critics(separate):
     objective, moved = recipe.objective, []
     for seed in range(5):
         before = copy.deepcopy(learner.state_dict()["tensors"])
-        update_policy(learner, recipe, records_of([[[2, 1], [3], [1, 2]]], seed, asks=recipe.requirements), seed, objective)
+        update_policy(
+            learner, recipe, records_of([[[2, 1], [3], [1, 2]]], seed, asks=recipe.requirements), seed, objective
+        )
         after = learner.state_dict()["tensors"]
-        rooms = {room: [n for n in before if n.startswith(f"{room}/")] for room in ("model", "turns")}
-        moved.append(tuple(any(not torch.equal(before[n], after[n]) for n in names) for names in rooms.values()))
+        names_of = {prefix: [n for n in before if n.startswith(f"{prefix}/")] for prefix in ("model", "turns")}
+        moved.append(tuple(any(not torch.equal(before[n], after[n]) for n in names) for names in names_of.values()))
     assert moved == [(False, True)] * 2 + [(True, True)] * 3
     assert learner.steps == 5 * 3 + 3
 
 
-def test_critics_of_their_own_time_are_refused_in_words():
+def test_invalid_critic_schedules_are_explained():
     with pytest.raises(RecipeError, match="at least 1 pass"):
         CriticsFirst(passes=0, warm=3)
     with pytest.raises(RecipeError, match="leave --minibatches out"):
@@ -276,7 +281,7 @@ def test_critics_of_their_own_time_are_refused_in_words():
     assert CriticsFirst(5, 1).with_passes(2, 0) == CriticsFirst(5, 1, 2) and CriticsFirst(5, 1, 2).updates == 7
 
 
-def test_no_critic_is_said(kit, batch):
+def test_a_missing_critic_is_explained(kit, batch):
     with pytest.raises(SettingError, match="turn_critic=True"):
         LocalLearner(kit.make_model(), critic=1).measure(batch, frozenset({Signal.Q}))
     with pytest.raises(SettingError, match="turn_critic=True"):

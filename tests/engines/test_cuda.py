@@ -224,13 +224,13 @@ def test_lanes_look_together_where_it_pays(ahead: House, monkeypatch: pytest.Mon
     g = ahead(make(), slots=16).model_runner.graphs
     assert g is not None
     held, alike = [40] * 6, [0, 40, 40, 40, 7, 30]
-    assert g._together(8, 8, held, alike) is None  # a few lanes keep no GPU busy
+    assert g._shared_prefixes(8, 8, held, alike) is None  # a few lanes keep no GPU busy
     monkeypatch.setattr(cuda_graphs, "MIN_PROGRAMS", 16)
-    assert g._together(8, 8, held, alike) == [[40, 30], [0, 4]]  # not 7: that is what two fours have in common
-    assert g._together(8, 500, held, alike) is None  # mostly their own columns
-    assert g._together(8, 8, held, [0] * 6) is None
-    assert g._together(8, 8, [40], [0]) is None
-    assert g._together(8, 8, held, ()) is None
+    assert g._shared_prefixes(8, 8, held, alike) == [[40, 30], [0, 4]]  # not 7: that is what two fours have in common
+    assert g._shared_prefixes(8, 500, held, alike) is None  # mostly their own columns
+    assert g._shared_prefixes(8, 8, held, [0] * 6) is None
+    assert g._shared_prefixes(8, 8, [40], [0]) is None
+    assert g._shared_prefixes(8, 8, held, ()) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
@@ -270,7 +270,7 @@ def test_published_weights_find_their_places(ahead: House, kind: str):
     weights = {name: p.detach().to(ahead.device) for name, p in given.named_parameters()}
     with torch.inference_mode():
         g.model.load_state_dict(weights, strict=False)  # a tied head is not published
-        g.refresh(weights)
+        g.refresh_weights(weights)
     assert before == [t.data_ptr() for t in every(g)]
     for found, right in zip(every(g), every(expected), strict=True):
         assert torch.equal(found, right)

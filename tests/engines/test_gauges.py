@@ -1,4 +1,4 @@
-"""Signals that cost more than a forward pass, each against a plain computation with the stock model; planning over cuts."""
+"""Signals that cost more than a forward pass, each against the stock model; planning across micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from turnwise.core.signals import Signal
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SignalError
 
-PUSHES = (Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN)
+PREDICTED = (Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN)
 
 
 def rows(batch):
@@ -35,7 +35,7 @@ def exact(kit):
 
 
 @pytest.mark.parametrize("positions", [1, 10**6])
-def test_hellinger_and_pushes(kit, exact, positions):
+def test_hellinger_and_predicted_changes(kit, exact, positions):
     batch = kit.make_batch(1)
     learner = exact(positions)
     learner.reference()
@@ -44,7 +44,7 @@ def test_hellinger_and_pushes(kit, exact, positions):
         learner.head.weight.add_(
             0.3 * torch.randn(learner.head.weight.shape, generator=torch.Generator().manual_seed(1))
         )
-    found = learner.measure(batch, frozenset({Signal.HELLINGER, *PUSHES}))
+    found = learner.measure(batch, frozenset({Signal.HELLINGER, *PREDICTED}))
     moved = learner.model
     for n, before, token, temperature in list(rows(batch))[:12]:
         h, p = [], []
@@ -60,7 +60,7 @@ def test_hellinger_and_pushes(kit, exact, positions):
         assert found[Signal.HELLINGER].x[n] == pytest.approx(float(1 - (p[0] * p[1]).sqrt().sum()), abs=1e-9)
         ones = [[1.0] * len(h[0])] * len(p[0])
         sums = reweight.curvature_sums(p[0].tolist(), token, h[0].tolist(), 1e-3, ones)  # lr (1 − β₁)
-        assert [float(found[s].x[n]) for s in PUSHES] == pytest.approx(sums, rel=1e-8)
+        assert [float(found[s].x[n]) for s in PREDICTED] == pytest.approx(sums, rel=1e-8)
 
 
 def _causal(ids):
@@ -71,16 +71,16 @@ def _causal(ids):
     return PackedLayout(start, SharedPrefixes.of(ids, start))
 
 
-def test_pushes_follow_the_optimisers_moments(kit, exact):
-    """After a step the preconditioner is AdamW's own, (1 − β₁)/(√v̂ + ε), with v̂ held above its mean."""
+def test_predicted_changes_use_the_optimizers_moments(kit, exact):
+    """After a step the preconditioner is AdamW's own, (1 − β₁)/(√v̂ + ε), with v̂ clamped below by its mean."""
     learner, batch = exact(), kit.weighted(kit.make_batch(1), dtype=torch.float64)
-    before = learner.measure(batch, frozenset(PUSHES))[Signal.PREDICTED_LOGP_CHANGE].x
+    before = learner.measure(batch, frozenset(PREDICTED))[Signal.PREDICTED_LOGP_CHANGE].x
     learner.update(batch, kit.Linear())
     state = learner._policy_optimizer.state[learner.head.weight]
     v = state["exp_avg_sq"] / (1 - 0.999)
     expected = 1e-3 / (v.clamp(min=v.mean()).sqrt() + 1e-8)
     torch.testing.assert_close(learner.preconditioner(), expected)
-    assert (learner.measure(batch, frozenset(PUSHES))[Signal.PREDICTED_LOGP_CHANGE].x > before).all()
+    assert (learner.measure(batch, frozenset(PREDICTED))[Signal.PREDICTED_LOGP_CHANGE].x > before).all()
 
 
 @pytest.mark.parametrize("positions", [1, 10**6])
@@ -97,16 +97,16 @@ def test_gradient_norms(kit, exact, positions):
 
 @pytest.mark.parametrize("positions", [1, 10**6])
 def test_answers(kit, exact, positions):
-    """At each turn: the mean log-probability of the gold answer after exactly what the model had read."""
+    """At each turn: the mean log-probability of the gold answer after exactly the history the model had."""
     learner, batch = exact(positions), kit.make_batch(3)
     found = learner.measure(batch, frozenset({Signal.ANSWER_LOGP}))[Signal.ANSWER_LOGP]
     assert found.level == TURN
     turn_of, owner = batch.tree.parents[0].tolist(), batch.tree.parents[1].tolist()
-    seen = set()
+    turns_done = set()
     for n, before, _, temperature in rows(batch):
-        if turn_of[n] in seen:
+        if turn_of[n] in turns_done:
             continue
-        seen.add(turn_of[n])
+        turns_done.add(turn_of[n])
         answer = torch.tensor(batch.answers[owner[turn_of[n]]])
         ids = torch.cat([before, answer])
         hidden = learner.model.get_decoder()(
@@ -126,7 +126,7 @@ def test_previous_is_the_policy_before_the_last_batch(kit):
     assert torch.equal(first[Signal.PREVIOUS].x, first[Signal.PROXIMAL].x)
     learner.update(batch, kit.Linear())
     other = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2))
-    other.load_state_dict(learner.state_dict())  # survives a crash
+    other.load_state_dict(learner.state_dict())  # survives a resume
     for one in (learner, other):
         second = one.measure(batch, ask)
         torch.testing.assert_close(second[Signal.PREVIOUS].x, first[Signal.PROXIMAL].x)
@@ -136,8 +136,8 @@ def test_previous_is_the_policy_before_the_last_batch(kit):
 @pytest.mark.parametrize(
     "name", ["bapo", "steer", "capo", "dgpo", "fiberpo_domain", "vcpo", "oblr_po", "st_ppo", "clip_cov"]
 )
-def test_planning_does_not_depend_on_the_cut(kit, name):
-    """Methods that look at the whole step take the same step whether it is one micro-batch or many."""
+def test_planning_does_not_depend_on_micro_batches(kit, name):
+    """Methods that plan over the whole step take the same step with one micro-batch or many."""
     recipe = recipes.build(name)
     weights = []
     for positions in (40, 10**6):
@@ -155,13 +155,13 @@ def test_planning_does_not_depend_on_the_cut(kit, name):
         torch.testing.assert_close(w, weights[1][parameter], rtol=1e-5, atol=1e-8, msg=parameter)
 
 
-def test_noise_smooths_updates_only_and_learns_its_size(kit):
+def test_noise_affects_updates_only_and_trains_its_scale(kit):
     batch = kit.weighted(kit.make_batch(1))
     quiet = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2))
     noisy = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2), noise=LayerNoise(0.5, 1e-1))
     ask = frozenset({Signal.PROXIMAL})
-    said = [one.measure(batch, ask)[Signal.PROXIMAL].x for one in (quiet, noisy)]
-    torch.testing.assert_close(*said, rtol=1e-5, atol=1e-6)  # noise is read by the stock layers, which round otherwise
+    logps = [one.measure(batch, ask)[Signal.PROXIMAL].x for one in (quiet, noisy)]
+    torch.testing.assert_close(*logps, rtol=1e-5, atol=1e-6)  # with noise the stock layers run, which round differently
     before = noisy.noise.log_sigma.detach().clone()
     losses = [one.update(batch, kit.Linear())["loss"] for one in (quiet, noisy)]
     assert losses[0] != losses[1]

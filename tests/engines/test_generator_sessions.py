@@ -114,7 +114,7 @@ def test_parked_sessions_are_not_waited_for():
         return ids
 
     assert len(run(main())) == 14
-    assert g.stats()["impatience"] == 0
+    assert g.stats()["patience_timeouts"] == 0
 
 
 def test_a_forgotten_session_delays_but_does_not_hang():
@@ -125,7 +125,7 @@ def test_a_forgotten_session_delays_but_does_not_hang():
         return await g.open(1).generate([1], Sampling(max_tokens=20))
 
     assert len(run(main()).tokens) == 20
-    assert g.stats()["impatience"] == 1
+    assert g.stats()["patience_timeouts"] == 1
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -1,4 +1,4 @@
-"""Signals of the hidden states: effective ranks, the probe, the flow; each against a slow reference, and across a crash."""
+"""Signals of the hidden states: effective rank, reward probe, flow; each against a slow reference, and across a resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ranks(width, stride, longest):
     counts = [[[0], [1], [2, 0, 1], [4]], [[41], [30, 11], [0, 0]], [[81], [121, 3], [60]]]
     tree = Tree.ragged(counts)
     hidden = torch.randn(tree.count(TOKEN), width, generator=torch.Generator().manual_seed(0))
-    hidden[5:12] = hidden[5]  # states that do not move
+    hidden[5:12] = hidden[5]  # constant states
     found = effective_rank_signals(tree, hidden, stride, longest)
     owner = tree.ancestor(TOKEN, TRAJECTORY)
     for k in range(tree.count(TRAJECTORY)):
@@ -38,10 +38,12 @@ def test_ranks(width, stride, longest):
 
 
 def after_tokens(learner, batch):
-    """The state once each sampled token was read: one sequence at a time through the decoder."""
+    """The states after and before each sampled token: one sequence at a time through the decoder."""
     s, out = batch.sequences, []
     for a, b in zip(s.start[:-1].tolist(), s.start[1:].tolist()):
-        alone = replace(s, ids=s.ids[a:b], start=torch.tensor([0, b - a]), sampled_at=s.sampled_at[:0], trajectory=s.trajectory[:1])
+        alone = replace(
+            s, ids=s.ids[a:b], start=torch.tensor([0, b - a]), sampled_at=s.sampled_at[:0], trajectory=s.trajectory[:1]
+        )
         out.append(packed_forward.hidden_states(learner.model, alone))
     states = torch.cat(out).detach()
     return states[s.sampled_at], states[s.sampled_at - 1]
@@ -81,56 +83,56 @@ PROBE = frozenset({Signal.REWARD_PROBE})
 @pytest.mark.parametrize("positions", [1, 10**6])
 def test_the_probe_is_a_ridge_regression_on_earlier_batches(kit, positions):
     learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=0.0, positions=positions))
-    seen = []
+    earlier = []
     for seed in range(4):
         batch = kit.weighted(kit.make_batch(seed))
         found = learner.measure(batch, PROBE)[Signal.REWARD_PROBE]
         z, y = rows_of(learner, batch)
-        if not seen:
+        if not earlier:
             assert not found.x.any()
         else:
-            age = range(len(seen) - 1, -1, -1)
-            weight = torch.cat([torch.full((len(old),), 0.9**n) for n, (_, old) in zip(age, seen)])
+            age = range(len(earlier) - 1, -1, -1)
+            weight = torch.cat([torch.full((len(old),), 0.9**n) for n, (_, old) in zip(age, earlier)])
             weight = weight.double() / weight.double().sum()
-            Z, Y = torch.cat([a for a, _ in seen]), torch.cat([b for _, b in seen])
+            Z, Y = torch.cat([a for a, _ in earlier]), torch.cat([b for _, b in earlier])
             centre, offset = (weight[:, None] * Z).sum(0), (weight * Y).sum()
             C = Z - centre
             cov = C.T @ (weight[:, None] * C)
             slope = torch.linalg.solve(cov + torch.diag(cov.diagonal()), C.T @ (weight * (Y - offset)))
             torch.testing.assert_close(found.x, offset + (z - centre) @ slope, rtol=1e-6, atol=1e-8)
-        for part in (batch.select([0, 1]), batch, batch):  # learns of each trajectory once, however it comes back
+        for part in (batch.select([0, 1]), batch, batch):  # trains on each trajectory once, however it is split
             learner.update(part, kit.Linear())
-        seen.append((z, _first_two_alone(batch, y)))
+        earlier.append((z, _targets_of_split_batch(batch, y)))
 
 
-def _first_two_alone(batch, y):
-    """The first two came back by themselves, so their peers were those of that part."""
+def _targets_of_split_batch(batch, y):
+    """The first two trajectories were a batch of their own, so their peers were those of that batch."""
     part = batch.select([0, 1])
     reward = part.reward.sum(TRAJECTORY).x.double().tolist()
     together = int(part.tree.parents[2][0]) == int(part.tree.parents[2][1])
     return torch.cat([torch.tensor(reward[::-1] if together else reward, dtype=torch.float64), y[2:]])
 
 
-def test_the_probe_finds_what_is_linear(kit):
-    """Rewards that are a linear function of the features are predicted on a batch never seen."""
+def test_the_probe_recovers_a_linear_reward(kit):
+    """Rewards that are a linear function of the features are predicted on an unseen batch."""
     learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=0.0))
     learner.measurer.auxiliary_model(Signal.REWARD_PROBE).penalty = 1e-6
-    wish = torch.randn(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    coefficients = torch.randn(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
-    def paid(seed):
+    def rewarded(seed):
         batch = kit.make_batch(seed, groups=25)
         batch = batch.select((batch.tree.size(TRAJECTORY, GROUP).at(TRAJECTORY).x == 1).nonzero().squeeze(1))
         z, _ = rows_of(learner, batch)
-        worth = (z @ wish)[batch.tree.parents[1]] / batch.tree.size(TURN, TRAJECTORY).at(TURN).x
-        return kit.weighted(replace(batch, reward=batch.tree.field(TURN, worth))), z @ wish
+        worth = (z @ coefficients)[batch.tree.parents[1]] / batch.tree.size(TURN, TRAJECTORY).at(TURN).x
+        return kit.weighted(replace(batch, reward=batch.tree.field(TURN, worth))), z @ coefficients
 
     for seed in range(14):
-        batch, _ = paid(seed)
+        batch, _ = rewarded(seed)
         learner.measure(batch, PROBE)
         learner.update(batch, kit.Linear())
-    batch, due = paid(99)
+    batch, expected = rewarded(99)
     found = learner.measure(batch, PROBE)[Signal.REWARD_PROBE].x
-    assert float((found - due).abs().mean()) < 0.05 * float(due.std())
+    assert float((found - expected).abs().mean()) < 0.05 * float(expected.std())
 
 
 # ----------------------------------------------------------------------- flow
@@ -138,17 +140,17 @@ def test_the_probe_finds_what_is_linear(kit):
 DEVIATION = frozenset({Signal.FLOW_DEVIATION})
 
 
-def judged(kit, seed, success=None):
+def with_success(kit, seed, success=None):
     batch = kit.weighted(kit.make_batch(seed))
-    verdict = torch.arange(len(batch)) % 2 if success is None else torch.full((len(batch),), success)
-    return replace(batch, success=batch.tree.field(TRAJECTORY, verdict.float()))
+    flags = torch.arange(len(batch)) % 2 if success is None else torch.full((len(batch),), success)
+    return replace(batch, success=batch.tree.field(TRAJECTORY, flags.float()))
 
 
 def test_the_deviation_is_the_error_of_the_flow(kit):
     learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=0.0, positions=40))
-    assert not learner.measure(judged(kit, 1), DEVIATION)[Signal.FLOW_DEVIATION].x.any()  # nothing learned yet
-    learner.update(judged(kit, 1), kit.Linear())
-    batch = judged(kit, 2)
+    assert not learner.measure(with_success(kit, 1), DEVIATION)[Signal.FLOW_DEVIATION].x.any()  # nothing learned yet
+    learner.update(with_success(kit, 1), kit.Linear())
+    batch = with_success(kit, 2)
     found = learner.measure(batch, DEVIATION)[Signal.FLOW_DEVIATION].x
     model, (after, before) = learner.measurer.auxiliary_model(Signal.FLOW_DEVIATION), after_tokens(learner, batch)
     unit = lambda h: h / (h.square().mean().sqrt() + 1e-6)  # noqa: E731
@@ -161,48 +163,49 @@ def test_the_deviation_is_the_error_of_the_flow(kit):
 def test_the_flow_learns_from_success_alone(kit):
     learner = LocalLearner(kit.make_model(), LearnerSettings(lr=0.0))
     for success in (0.0, float("nan")):
-        learner.measure(judged(kit, 1, success), DEVIATION)
-        learner.update(judged(kit, 1, success), kit.Linear())
+        learner.measure(with_success(kit, 1, success), DEVIATION)
+        learner.update(with_success(kit, 1, success), kit.Linear())
     assert learner.measurer.auxiliary_model(Signal.FLOW_DEVIATION).learned == 0
     errors = []
     for _ in range(25):
-        errors.append(float(learner.measure(judged(kit, 1, 1.0), DEVIATION)[Signal.FLOW_DEVIATION].x.mean()))
-        learner.update(judged(kit, 1, 1.0), kit.Linear())
+        errors.append(float(learner.measure(with_success(kit, 1, 1.0), DEVIATION)[Signal.FLOW_DEVIATION].x.mean()))
+        learner.update(with_success(kit, 1, 1.0), kit.Linear())
     assert errors[0] == 0 and errors[-1] < 0.7 * errors[1]
-    strange = LocalLearner(kit.make_model(seed=9), LearnerSettings(lr=0.0))
-    strange.measurer._auxiliary_models = learner.measurer._auxiliary_models
-    far = float(strange.measure(judged(kit, 1, 0.0), DEVIATION)[Signal.FLOW_DEVIATION].x.mean())
-    assert far > 1.5 * errors[-1]  # states of another model are not of this flow
+    other_model = LocalLearner(kit.make_model(seed=9), LearnerSettings(lr=0.0))
+    other_model.measurer._auxiliary_models = learner.measurer._auxiliary_models
+    far = float(other_model.measure(with_success(kit, 1, 0.0), DEVIATION)[Signal.FLOW_DEVIATION].x.mean())
+    assert far > 1.5 * errors[-1]  # states of another model deviate from this flow
 
 
-def test_at_most_so_many_pairs_of_a_trajectory(kit, monkeypatch):
+def test_the_number_of_pairs_per_trajectory_is_bounded(kit, monkeypatch):
     monkeypatch.setattr(flow, "PER_TRAJECTORY", 2)
     learner = LocalLearner(kit.make_model())
-    batch = judged(kit, 1, 1.0)
+    batch = with_success(kit, 1, 1.0)
     learner.measure(batch, DEVIATION)
     rows, _ = learner.measurer.auxiliary_model(Signal.FLOW_DEVIATION)._features.take(batch)
     assert 0 < len(rows) < batch.tree.count(TOKEN)
 
 
-# ---------------------------------------------------------------------- crash
+# ---------------------------------------------------------------------- resume
 
 
-def test_what_is_learned_beside_survives_a_crash(kit):
+def test_auxiliary_models_resume_bit_identically(kit):
     ask = PROBE | DEVIATION | set(RANKS)
     make = lambda: LocalLearner(kit.make_model(), LearnerSettings(lr=1e-3))  # noqa: E731
     straight, second = make(), make()
     for seed in (1, 2):
-        straight.measure(judged(kit, seed), ask)
-        straight.update(judged(kit, seed), kit.Linear())
+        straight.measure(with_success(kit, seed), ask)
+        straight.update(with_success(kit, seed), kit.Linear())
     state = straight.state_dict()
     second.load_state_dict({"tensors": state["tensors"], "scalars": json.loads(json.dumps(state["scalars"]))})
     for seed in (3, 4):
-        a, b = (one.measure(judged(kit, seed), ask) for one in (straight, second))
-        assert all(torch.equal(a[s].x, b[s].x) for s in ask) and a[Signal.REWARD_PROBE].x.any() and a[Signal.FLOW_DEVIATION].x.any()
+        a, b = (one.measure(with_success(kit, seed), ask) for one in (straight, second))
+        assert all(torch.equal(a[s].x, b[s].x) for s in ask)
+        assert a[Signal.REWARD_PROBE].x.any() and a[Signal.FLOW_DEVIATION].x.any()
         for one in (straight, second):
-            one.update(judged(kit, seed), kit.Linear())
+            one.update(with_success(kit, seed), kit.Linear())
     one, two = straight.state_dict()["tensors"], second.state_dict()["tensors"]
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
     fresh = make().state_dict()
-    second.load_state_dict(fresh)  # and can be forgotten
-    assert not second.measure(judged(kit, 3), ask)[Signal.REWARD_PROBE].x.any()
+    second.load_state_dict(fresh)  # loading an untrained state resets them
+    assert not second.measure(with_success(kit, 3), ask)[Signal.REWARD_PROBE].x.any()

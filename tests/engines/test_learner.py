@@ -73,7 +73,14 @@ def test_measure_keeps_the_batch_order(kit, positions):
     t = batch.temperature.at(TOKEN).x
     logp = torch.log_softmax(logits[s.sampled_at - 1] / torch.where(t == 0, 1.0, t)[:, None], -1)
     expected = logp.gather(1, batch.token.x[:, None]).squeeze(1)
-    for signal in (Signal.LOGP, Signal.PROXIMAL, Signal.REFERENCE, Signal.PREVIOUS, Signal.TEACHER, Signal.LOGP_WITHOUT_FEEDBACK):
+    for signal in (
+        Signal.LOGP,
+        Signal.PROXIMAL,
+        Signal.REFERENCE,
+        Signal.PREVIOUS,
+        Signal.TEACHER,
+        Signal.LOGP_WITHOUT_FEEDBACK,
+    ):
         torch.testing.assert_close(found[signal].x, expected, rtol=1e-4, atol=1e-5)
     for signal in (Signal.ENTROPY, Signal.OLD_ENTROPY):
         torch.testing.assert_close(found[signal].x, -(logp.exp() * logp).sum(1), rtol=1e-4, atol=1e-5)
@@ -82,7 +89,7 @@ def test_measure_keeps_the_batch_order(kit, positions):
     assert all(f.tree is batch.tree for f in found.values())
 
 
-def test_reference_stays_while_the_policy_moves(kit, batch):
+def test_the_reference_stays_fixed_while_the_policy_trains(kit, batch):
     learner = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2))
     both = frozenset({Signal.LOGP, Signal.REFERENCE})
     before = learner.measure(batch, both)
@@ -92,7 +99,7 @@ def test_reference_stays_while_the_policy_moves(kit, batch):
     assert not torch.allclose(before[Signal.LOGP].x, after[Signal.LOGP].x, atol=1e-3)
 
 
-def test_reference_cannot_be_asked_for_too_late(kit, batch):
+def test_a_late_reference_is_refused(kit, batch):
     learner = LocalLearner(kit.make_model())
     learner.update(batch, kit.Linear())
     with pytest.raises(SettingError, match="before the first update"):
@@ -101,11 +108,11 @@ def test_reference_cannot_be_asked_for_too_late(kit, batch):
 
 def test_update_descends_and_sums_statistics(kit, batch):
     learner = LocalLearner(kit.make_model(), LearnerSettings(lr=3e-3, positions=40), critic=True)
-    seen = [learner.update(batch, kit.Linear(ALL)) for _ in range(5)]
-    assert seen[-1]["loss"] < seen[0]["loss"]
-    assert seen[0]["tokens"] == batch.tree.count(TOKEN)
-    assert seen[0]["mean_w"] == pytest.approx(batch["weight"].x.sum().item(), abs=1e-5)
-    assert seen[0]["grad_norm"] > 0 and seen[0]["skipped"] == 0 and learner.steps == 5
+    metrics = [learner.update(batch, kit.Linear(ALL)) for _ in range(5)]
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert metrics[0]["tokens"] == batch.tree.count(TOKEN)
+    assert metrics[0]["mean_w"] == pytest.approx(batch["weight"].x.sum().item(), abs=1e-5)
+    assert metrics[0]["grad_norm"] > 0 and metrics[0]["skipped"] == 0 and learner.steps == 5
     assert learner.token_value_head.weight.abs().sum() > 0
 
 
@@ -129,7 +136,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_is_not_taken(kit, batch, where):
+def test_a_non_finite_step_is_skipped(kit, batch, where):
     learner = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2))
     learner.update(batch, kit.Linear())
     before = learner.state_dict()
@@ -140,7 +147,7 @@ def test_a_step_that_is_not_finite_is_not_taken(kit, batch, where):
     assert learner.update(batch, kit.Linear())["skipped"] == 0
 
 
-def test_an_objective_that_raises_leaves_no_gradient_behind(kit, batch):
+def test_an_objective_that_raises_leaves_no_gradients(kit, batch):
     class Raises:
         signals_with_gradient, signals_before_step, calls = frozenset({Signal.LOGP}), frozenset(), 0
 
@@ -187,16 +194,18 @@ def test_signals_of_the_same_states_share_one_pass(kit, monkeypatch):
     passes, plain = [], packed_forward.packed_states
     learner = LocalLearner(kit.make_model(), critic=2, turn_critic=True, teacher=kit.make_model(seed=1))
     apart = LocalLearner(kit.make_model(), critic=2, turn_critic=True, separate_critic=True)
-    monkeypatch.setattr(packed_forward, "packed_states", lambda model, *rest: passes.append(id(model)) or plain(model, *rest))
+    monkeypatch.setattr(
+        packed_forward, "packed_states", lambda model, *rest: passes.append(id(model)) or plain(model, *rest)
+    )
     learner.measure(kit.make_batch(1), frozenset(Signal) - {Signal.GRADIENT_NORM, Signal.ANSWER_LOGP, Signal.PREVIOUS})
     assert len(passes) == len(set(passes)) == 3  # policy, reference, teacher
     passes.clear()
     apart.measure(kit.make_batch(1), frozenset({Signal.LOGP, Signal.VALUE, *TURN_CRITIC, *TURN_CRITIC_TARGET}))
-    assert len(passes) == len(set(passes)) == 3  # policy, critic, its slow copy
+    assert len(passes) == len(set(passes)) == 3  # policy, critic, its target network
 
 
-def test_what_was_read_is_forgotten_with_its_micro_batch(kit, batch):
-    """Without the collector of cycles: it comes late, and a GPU would hold the states of many micro-batches until then."""
+def test_hidden_states_are_freed_with_their_micro_batch(kit, batch):
+    """Without the cyclic collector: it runs late, and until then a GPU would hold the states of many micro-batches."""
     learner = LocalLearner(kit.make_model(), LearnerSettings(positions=40), critic=True, teacher=kit.make_model(seed=1))
     gc.collect()
     gc.disable()
@@ -208,7 +217,7 @@ def test_what_was_read_is_forgotten_with_its_micro_batch(kit, batch):
         gc.enable()
 
 
-def test_nothing_sampled_is_no_fault(kit):
+def test_batches_without_sampled_tokens_are_valid(kit):
     task = Task("x", seed=0)
     silent = Trajectory("a", task, (Turn(context=(1, 2), tokens=()),))
     blank = Trajectory("b", task, ())
@@ -284,32 +293,32 @@ def test_wrong_settings_are_named(wrong):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
 @pytest.mark.parametrize("saving", [{"recompute": True}, {"offload": True}, {"recompute": True, "lora_rank": 2}])
-def test_saving_memory_changes_nothing(kit, name, saving):
+def test_memory_saving_settings_do_not_change_results(kit, name, saving):
     if saving.get("lora_rank") and name == "gpt2":
         pytest.skip("its projections are not linear layers")
     batch, moved = kit.weighted(kit.make_batch()), []
     plain = {key: value for key, value in saving.items() if key == "lora_rank"}
-    for chosen in (plain, saving):
-        learner = LocalLearner(kit.make_model(name), LearnerSettings(lr=1e-2, **chosen))
-        seen = [learner.update(batch, kit.Linear())["loss"] for _ in range(3)]
-        moved.append((seen, {n: p.detach().clone() for n, p in learner.model.named_parameters()}))
+    for options in (plain, saving):
+        learner = LocalLearner(kit.make_model(name), LearnerSettings(lr=1e-2, **options))
+        metrics = [learner.update(batch, kit.Linear())["loss"] for _ in range(3)]
+        moved.append((metrics, {n: p.detach().clone() for n, p in learner.model.named_parameters()}))
     assert moved[0][0] == pytest.approx(moved[1][0], rel=1e-5)
     for n, p in moved[0][1].items():
         torch.testing.assert_close(moved[1][1][n], p, rtol=1e-4, atol=1e-5)
 
 
-class Seen:
-    """An objective that counts what it is asked to differentiate. ``tell=False``: without saying what is silent."""
+class CountingObjective:
+    """Counts what it differentiates. ``mark=False``: without marking trajectories that have no gradient."""
 
-    def __init__(self, objective, tell=True):
-        self.objective, self.tell, self.asked = objective, tell, []
+    def __init__(self, objective, mark=True):
+        self.objective, self.mark, self.asked = objective, mark, []
 
     def __getattr__(self, name):
         return getattr(self.objective, name)
 
     def plan(self, batch):
         planned = self.objective.plan(batch)
-        kept = {name: f for name, f in planned.columns.items() if self.tell or name != "no_gradient"}
+        kept = {name: f for name, f in planned.columns.items() if self.mark or name != "no_gradient"}
         return replace(planned, columns=kept)
 
     def __call__(self, batch, policy):
@@ -320,16 +329,16 @@ class Seen:
 
 @pytest.mark.parametrize("rewards", [(1.0, 0.0, 1.0, 1.0, 0.5, 0.5), (1.0,) * 6], ids=["some", "none"])
 def test_groups_without_spread_are_not_differentiated(kit, rewards):
-    """Same weights and statistics, though what has no advantage is read for its statistics alone."""
+    """Same weights and statistics, although trajectories without advantage run forward for their statistics only."""
     task = Task("none", 0)
     turn = lambda k: Turn((3, 4), tuple(range(5 + k, 9 + 2 * k)), (-1.0,) * (4 + k), reward=rewards[k])  # noqa: E731
     one = lambda k: Trajectory(str(k), task, (turn(k),))  # noqa: E731
     batch = pack([Group(str(g), task, (one(2 * g), one(2 * g + 1))) for g in range(3)])
     told, weights, asked = [], [], []
-    for tell in (True, False):
+    for mark in (True, False):
         learner = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2))
         for _ in range(3):  # momentum must go on as well
-            objective = Seen(dr_grpo().objective, tell)
+            objective = CountingObjective(dr_grpo().objective, mark)
             told.append(learner.update(objective.credit(batch), objective))
         weights.append(learner.weights())
         asked.append(objective.asked)

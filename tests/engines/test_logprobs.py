@@ -1,4 +1,4 @@
-"""Chunked log-probabilities are the plain ones: values and gradients, awkward sizes, every way of asking."""
+"""Chunked log-probabilities are the plain ones: values and gradients, edge sizes, every combination of arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.engines.kernels import reference as twins
+from turnwise.engines.kernels import reference as reference_kernels
 from turnwise.engines.learner import logprobs
 from turnwise.engines.learner.logprobs import token_logprobs
 
@@ -61,7 +61,7 @@ def test_entropy_only_and_twice():
     _, e = plain(h, w, None, y, t)
     _, f = token_logprobs(h, w, None, y, t, want_entropy=True)
     expected = torch.autograd.grad(e.sum(), (h, w))
-    for _ in range(2):  # what is kept for the backward pass survives it
+    for _ in range(2):  # tensors kept for the backward pass survive it
         for a, b in zip(expected, torch.autograd.grad(f.sum(), (h, w), retain_graph=True)):
             torch.testing.assert_close(a, b)
 
@@ -106,16 +106,16 @@ def test_autocast_gives_one_function_in_both_passes():
         torch.testing.assert_close(x, z, rtol=0.05, atol=0.1)
 
 
-def test_keeps_only_what_is_small(monkeypatch):
+def test_only_small_distributions_are_kept(monkeypatch):
     h, w, _, y, t = inputs(6, 3, 8)
-    seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(tuple(x.shape)) or x, lambda x: x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(tuple(x.shape)) or x, lambda x: x):
         token_logprobs(h, w, None, y, t)
-        assert (6, 8) in seen
-        seen.clear()
+        assert (6, 8) in saved
+        saved.clear()
         monkeypatch.setattr(logprobs, "KEEP_BYTES", 0)
         token_logprobs(h, w, None, y, t)
-        assert (6, 8) not in seen
+        assert (6, 8) not in saved
 
 
 def test_wrong_shapes():
@@ -125,8 +125,8 @@ def test_wrong_shapes():
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_by_kernels_kept_or_again_the_gradients_are_those_of_plain_ones(monkeypatch, chunk, entropy):
-    """What a GPU does, over the kernels' plain twins: nothing is kept where a chunk is asked for."""
+def test_gradients_by_kernels_equal_plain_ones_kept_or_recomputed(monkeypatch, chunk, entropy):
+    """The GPU path over the kernels' reference implementation: nothing is kept with an explicit chunk."""
     h, w, bias, y, t = inputs(7, 8, 12)
     h, w, bias = (x.detach().float().requires_grad_() for x in (h, w, bias))
     pull = torch.randn(7, generator=torch.Generator().manual_seed(3))
@@ -140,10 +140,10 @@ def test_by_kernels_kept_or_again_the_gradients_are_those_of_plain_ones(monkeypa
         return [logp, *(g for grads in both for g in grads)]
 
     expected = found()
-    seen = []
-    monkeypatch.setattr(logprobs, "ops_for", lambda x: types.SimpleNamespace(**vars(twins)))
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append((tuple(x.shape), x.dtype)) or x, lambda x: x):
+    saved = []
+    monkeypatch.setattr(logprobs, "ops_for", lambda x: types.SimpleNamespace(**vars(reference_kernels)))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append((tuple(x.shape), x.dtype)) or x, lambda x: x):
         by_kernels = found(chunk=chunk)
-    assert (((7, 12), torch.bfloat16) in seen) == (chunk is None)
+    assert (((7, 12), torch.bfloat16) in saved) == (chunk is None)
     for a, b in zip(by_kernels, expected):
         torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)

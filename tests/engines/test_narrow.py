@@ -49,7 +49,7 @@ def test_a_product_of_a_gpu_is_the_samplers(kit, kind):
     h, weight = h.to(kind), weight.to(kind)
     made = fp8.EmulatedFp8Weight.of(weight)
     expected = decode_reference.fp8_matmul(h, *decode_reference.quantise(weight))
-    torch.testing.assert_close(made.product(h), expected, rtol=2e-2 if kind == torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(made.matmul(h), expected, rtol=2e-2 if kind == torch.bfloat16 else 1e-5, atol=1e-5)
     exact = fp8.input_gradient(torch.eye(24, dtype=kind), made)
     torch.testing.assert_close(exact, decode_reference.dequantise(*decode_reference.quantise(weight)).to(kind))
     assert torch.equal(fp8.quantised_input(h, weight), h) and not torch.equal(fp8.quantised_input(h, made), h)

@@ -235,6 +235,7 @@ def test_without_a_compiler_there_are_none(monkeypatch):
     build.library.cache_clear()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_no_home_is_no_hindrance(monkeypatch, tmp_path):
     """A cache that cannot be written to: the kernels are loaded from elsewhere."""

@@ -1,4 +1,4 @@
-"""Packed reading equals reading one sequence at a time through the stock model."""
+"""A packed forward pass equals the stock model on one sequence at a time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_layout_values_and_gradients(lengths, window):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_equal_lengths_are_not_moved():
+def test_equal_lengths_need_no_padding():
     layout = PackedLayout(torch.tensor([0, 8, 16, 24]))
     assert layout.slot is None and layout.buckets == [(3, 8)]
 
@@ -76,11 +76,11 @@ def test_refuses_logit_softcapping():
         packed_forward.prepare(Gemma2ForCausalLM(Gemma2Config(**SMALL, **HEADS)))
 
 
-def test_refuses_what_changes_the_logits():
+def test_refuses_models_whose_logits_change():
     small = {k: v for k, v in SMALL.items() if k != "head_dim"}
     with pytest.raises(SettingError, match="other logits"):
         packed_forward.prepare(GraniteForCausalLM(GraniteConfig(**small, **HEADS, logits_scaling=8.0)))
 
 
-def test_adopting_twice_is_harmless(kit):
+def test_preparing_twice_is_harmless(kit):
     packed_forward.prepare(packed_forward.prepare(kit.make_model()))

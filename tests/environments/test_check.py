@@ -95,7 +95,7 @@ def test_warns_of_what_cannot_teach():
         def step(self, action):
             return answer(super().step(action), reward=0.0)
 
-    assert "a blind player wins 8 of 8" in check_env(Easy, episodes=4).warnings[0]
+    assert "random actions succeed in 8 of 8" in check_env(Easy, episodes=4).warnings[0]
     assert "earns no reward" in check_env(Unpaid, episodes=4).warnings[0]
 
 
@@ -121,7 +121,7 @@ def test_nonsense_without_end_is_a_warning():
             return step if action.text else answer(step, truncated=False)
 
     report = check_env(Patient, episodes=2)
-    assert report.ok and "nonsense does not end" in report.warnings[0], report.text()
+    assert report.ok and "malformed actions does not end" in report.warnings[0], report.text()
 
 
 def test_text_says_how_often_and_where_first():

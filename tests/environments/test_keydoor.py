@@ -5,7 +5,16 @@ from hypothesis import strategies as st
 from support.players import SPLITS, play
 
 from turnwise.environments.base import text_action
-from turnwise.environments.builtin.keydoor import SIZES, WORDS, KeyDoor, GridLayout, GridState, distances, transition, view
+from turnwise.environments.builtin.keydoor import (
+    SIZES,
+    WORDS,
+    GridLayout,
+    GridState,
+    KeyDoor,
+    distances,
+    transition,
+    view,
+)
 
 # S.#.   start, key below it, the door in the lower row, the goal behind it
 # KxD G  (x: an empty cell)

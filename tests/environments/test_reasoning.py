@@ -35,6 +35,7 @@ def test_what_is_read_as_the_answer(text, answer):
     assert extract_answer(text) == answer
 
 
+@pytest.mark.integration
 class TestWithThePackage:
     @pytest.fixture(autouse=True)
     def needs(self):
@@ -89,10 +90,10 @@ class TestWithThePackage:
             ("chainsum", "did you mean 'chain_sum'"),
             ("", "write reasoning_gym:NAME"),
             ("composite", "no dataset 'composite'"),
-            ("countdown", "would run what a model writes"),
+            ("countdown", "would execute model output"),
             ("chain_sum,max_term=2", "did you mean 'max_terms'"),
             ("chain_sum,2", "write field=value"),
-            ("chain_sum,seed=2", "decided by the run"),
+            ("chain_sum,seed=2", "set by the run"),
             ("chain_sum,min_terms=4", "max_terms must be >= min_terms"),
         ],
     )

@@ -35,6 +35,7 @@ def test_words():
     assert words("Zelor's founder: MIKAN, 12.") == ["zelor", "s", "founder", "mikan", "12"]
 
 
+@pytest.mark.integration
 def test_same_scores_as_bm25s():
     bm25s = pytest.importorskip("bm25s")
     rng = random.Random(0)

@@ -25,9 +25,9 @@ def matrix():
 
 @pytest.mark.slow
 def test_cells_and_page(matrix):
-    stock = matrix.Stock.gather()
+    shared = matrix.SharedRollouts.collect()
     credits, objectives = ("ppo", "gigpo", "spo_tree", "dpo"), ("grpo", "gspo", "reinforce_pp", "vcpo", "see_upo")
-    found = matrix.fill(stock, credits, objectives)
+    found = matrix.run_cells(shared, credits, objectives)
     assert {verdict for (credit, _), (verdict, _) in found.items() if credit != "dpo"} == {"ok"}
     assert {verdict for (credit, _), (verdict, _) in found.items() if credit == "dpo"} == {"refused"}
     page = matrix.page(found, credits, objectives)
@@ -38,7 +38,7 @@ def test_cells_and_page(matrix):
         def __call__(self, batch):
             raise ValueError("on purpose")
 
-    verdict, why = matrix.cell(stock, recipes.build("gspo"), Recipe(advantage=Broken()))
+    verdict, why = matrix.run_cell(shared, recipes.build("gspo"), Recipe(advantage=Broken()))
     assert verdict == "FAILED" and "on purpose" in why and "test_composition_matrix.py" in why
 
 

@@ -20,8 +20,8 @@ import processes
 
 @pytest.mark.parametrize("method", learning_plan.METHODS)
 def test_every_method_has_a_place_that_tells_what_it_asks(method):
-    run = learning_plan.planned(method)
-    assert run.why and {word for word in run.needs if word != "cold"} <= {*learning_plan.MADE, "teacher"}
+    run = learning_plan.plan_run(method)
+    assert run.why and {word for word in run.needs if word != "cold"} <= {*learning_plan.DERIVED_FILES, "teacher"}
     difficulty = {"difficulty": (int(run.settings["difficulty"]),)} if "difficulty" in run.settings else {}
     settings = resolve_settings({"method": method, "env": run.env, **difficulty, **dict.fromkeys(run.flags, "something")})
     requirements.check_requirements(recipes.build(method), settings, EnvSpec.from_settings(settings))
@@ -47,7 +47,7 @@ def test_nothing_begins_after_the_time_is_up():
 
 
 def test_rows_become_a_table_and_a_missing_file_does_not_hurt(tmp_path):
-    steps = int(learning_plan.planned("gigpo").settings["steps"])
+    steps = int(learning_plan.plan_run("gigpo").settings["steps"])
     common = {"seed": 0, "env": "keydoor", "steps": steps, "set": {}, "why": "states"}
     good = {**common, "method": "gigpo", "before": 0.1, "after": 0.9, "interval": [0.8, 0.95]}
     failed, mended = (

@@ -357,7 +357,7 @@ def test_every_estimator_is_finite(name):
 def test_what_an_estimator_lacks_is_told_in_words():
     mask = ragged()
     given = {"token_level_rewards": rewards(mask), "response_mask": mask}
-    with pytest.raises(SettingError, match="give index"):
+    with pytest.raises(SettingError, match="pass index"):
         verl.estimator("grpo")(**given)
     with pytest.raises(SettingError, match="critic's values"):
         verl.estimator("ppo")(**given)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from turnwise.maths.statistics import wilson
 from turnwise.observe import JsonLines, LivePanel, PlainLog, comparison, curves, show_progress, table, transcript
-from turnwise.observe.metric_names import duration
+from turnwise.observe.metric_names import format_duration
 from turnwise.observe.plot import smooth
 from turnwise.observe.progress import sparkline
 
@@ -105,7 +105,14 @@ def test_a_resumed_run_judges_time_left_by_its_own_steps(monkeypatch):
 def test_small_pieces():
     assert sparkline([]) == "" and sparkline([None]) == "" and sparkline([1.0, 1.0]) == "▁▁"
     assert sparkline([0.0, 0.5, None, 1.0]) in ("▁▅ █", "▁▄ █")
-    assert [duration(x) for x in (0.4, 65, 3725, -1, float("nan"), None)] == ["0s", "1m05s", "1h02m", "–", "–", "–"]
+    assert [format_duration(x) for x in (0.4, 65, 3725, -1, float("nan"), None)] == [
+        "0s",
+        "1m05s",
+        "1h02m",
+        "–",
+        "–",
+        "–",
+    ]
 
 
 # ------------------------------------------------------------------- reports

@@ -137,10 +137,10 @@ def test_drafts_are_sampled_in_fp8_and_what_is_kept_is_not(stage):
 @pytest.mark.parametrize(("method", "precision"), [("jet_rl", ("fp8", "auto")), ("sol_rl", ("auto", "auto"))])
 def test_a_method_says_in_which_numbers_unless_somebody_else_does(method, precision):
     chosen = resolve_settings({"method": method, "env": "calculator"})
-    made = build.precise(chosen, recipes.build(method))
+    made = engines.with_method_precision(chosen, recipes.build(method))
     assert (made.dtype, made.rollout_dtype) == precision
     other = replace(chosen, dtype="float32", rollout_dtype="bfloat16")
-    assert build.precise(other, recipes.build(method)) == other
+    assert engines.with_method_precision(other, recipes.build(method)) == other
 
 
 def test_fp8_rollouts_need_a_learner_or_a_method_that_knows():

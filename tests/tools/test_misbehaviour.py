@@ -213,22 +213,24 @@ print([s.run("1").output for s in sessions], flush=True)
 sessions[0].run("import subprocess; p = subprocess.Popen(['sleep', '60'])")
 sessions[1].run("import signal; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 3, 15)]")
 print("up", flush=True)
+sys.stdin.readline()  # until its processes have been counted
 {end}
 """
 
 
 def host(name: str, end: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", HOST.format(end=end), name], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", HOST.format(end=end), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("end", ["sessions[2].run('while True: pass')", "pass"])
 def test_no_process_outlives_the_host(tool: PythonTool, end: str) -> None:
     with host(tool.isolation, end) as process:
-        assert process.stdout is not None
+        assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == "['1', '1', '1']\n"
-        below = descendants(process.pid)
         assert process.stdout.readline() == "up\n"
-        below |= descendants(process.pid)
+        below = descendants(process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
         if "run" in end:
             time.sleep(0.05)  # let the endless loop begin
             process.kill()

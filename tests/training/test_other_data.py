@@ -357,7 +357,7 @@ def test_what_a_run_did_as_rows(first, tmp_path, capsys):
     assert main(["export", "guess", str(tmp_path / "made.jsonl")]) == 2
     assert "will not be overwritten" in capsys.readouterr().err
     assert main(["export", "guess", str(tmp_path / "x.jsonl"), "--as", "songs"]) == 2
-    assert "no form 'songs'" in capsys.readouterr().err
+    assert "no row format 'songs'" in capsys.readouterr().err
     assert main(["export", "nowhere", str(tmp_path / "x.jsonl")]) == 2
     assert main(["export", "guess", str(tmp_path / "no" / "x.jsonl"), "--tasks", "1"]) == 2
     assert "no folder" in capsys.readouterr().err

@@ -26,7 +26,7 @@ def clipped(
 
 @dataclass(frozen=True)
 class ProximalClip(Gate):
-    """Clip to c ± eps, c = sg[π_prox/μ]: for data of an older policy the window is centred on the policy at the start of this batch."""
+    """Clip to c ± eps, c = sg[π_prox/μ]: off-policy data get a window centred on the policy at the batch's start."""
 
     eps: float = 0.2
 
@@ -41,7 +41,7 @@ class ProximalClip(Gate):
 
 @dataclass(frozen=True)
 class WideningClip(Gate):
-    """Clip in log space to [−low·tᵖ, high·tᵖ], dual at dual·tᵖ: the window widens with the token index t as a random walk spreads."""
+    """Clip in log space to [−low·tᵖ, high·tᵖ], dual at dual·tᵖ: the window widens with token index t like a random walk."""
 
     low: float = 0.025
     high: float = 0.05

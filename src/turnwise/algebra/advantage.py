@@ -135,8 +135,8 @@ class InformationGain(Term):
 
 
 def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
-    """Each turn's increase of the gold answer's log-probability, standardised among turns of equal index; 0 for a last turn and for
-    a turn without peers."""
+    """Each turn's increase of the gold answer's log-probability, standardised among turns of equal index; 0 for a last turn
+    and for a turn without peers."""
     score, tree = batch[Signal.ANSWER_LOGP], batch.tree
     final = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
     after = torch.cat([score.x[1:], score.x[:1]])  # turns of a trajectory are adjacent: the next turn's score
@@ -148,11 +148,5 @@ def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
 
 
 __all__ = [
-    "DivideByBatchStd",
-    "InformationGain",
-    "LeaveOneOut",
-    "SoftBaseline",
-    "Standardise",
-    "Whiten",
-    "answer_gain",
+    "DivideByBatchStd", "InformationGain", "LeaveOneOut", "SoftBaseline", "Standardise", "Whiten", "answer_gain",
 ]  # fmt: skip

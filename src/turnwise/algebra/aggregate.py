@@ -14,6 +14,8 @@ from turnwise.core.levels import TRAJECTORY, Field, Level
 
 
 class Aggregate(Protocol):
+    """Interface: the weight of every token in the average that a step optimises."""
+
     def __call__(self, kept: Field) -> Field:
         """``kept``: 1 for each token that is trained on, 0 for the others, float64 at TOKEN."""
         ...

@@ -126,11 +126,8 @@ class LastTurnFirst(Control):
 
     def optimizer_steps(self, batch: Batch, seed: int, measure: Measure) -> Iterator[Batch]:
         index = batch.tree.index(TURN, TRAJECTORY).clamp(high=self.turns - 1)
-        credit = (
-            batch[Column.ADVANTAGE].mean(TRAJECTORY)
-            if batch[Column.ADVANTAGE].level < TRAJECTORY
-            else batch[Column.ADVANTAGE]
-        )
+        credit = batch[Column.ADVANTAGE]
+        credit = credit.mean(TRAJECTORY) if credit.level < TRAJECTORY else credit
         for k in range(int(index.x.max()) if index.x.numel() else -1, -1, -1):
             here = index.map(lambda x: x == k)  # noqa: B023
             yield batch.put(advantage=credit, updated_turns=here)

@@ -131,10 +131,6 @@ class EntropyRedistribution(Factor):
 
 
 __all__ = [
-    "DampEntropyChange",
-    "EntropyRedistribution",
-    "ExpAdvantage",
-    "Factor",
-    "ReferenceDivergence",
+    "DampEntropyChange", "EntropyRedistribution", "ExpAdvantage", "Factor", "ReferenceDivergence",
     "TruncatedImportance",
 ]  # fmt: skip

@@ -142,7 +142,8 @@ class SigmoidGate(Gate):
 
 @dataclass(frozen=True)
 class GeometricMeanClip(Gate):
-    """w = exp( mean over the trajectory of clipped log ρ ): each token is clipped in log space, only on the side that the sign of A selects."""
+    """w = exp( mean over the trajectory of clipped log ρ ): each token is clipped in log space, on one side
+    by the sign of A."""
 
     low: float = 0.4
     high: float = 0.4
@@ -196,16 +197,6 @@ class RatioRegression(Gate):
 
 
 __all__ = [
-    "ByGuidance",
-    "CappedWeight",
-    "Clip",
-    "ClipByOutcome",
-    "Gate",
-    "GeometricMeanClip",
-    "Masked",
-    "NoGate",
-    "RatioRegression",
-    "Scaled",
-    "ScoreFunction",
-    "SigmoidGate",
+    "ByGuidance", "CappedWeight", "Clip", "ClipByOutcome", "Gate", "GeometricMeanClip", "Masked", "NoGate",
+    "RatioRegression", "Scaled", "ScoreFunction", "SigmoidGate",
 ]  # fmt: skip

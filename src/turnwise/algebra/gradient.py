@@ -124,15 +124,11 @@ class ScaleBySignalToNoise(Gradient):
 
 
 def norm(grads: Grads) -> float:
+    """The L2 norm over all tensors together."""
     return float(torch.nn.utils.get_total_norm(list(grads))) if grads else 0.0
 
 
 __all__ = [
-    "DivideByClippingBias",
-    "Gradient",
-    "PlainGradient",
-    "ScaleByEffectiveSamples",
-    "ScaleBySignalToNoise",
-    "Scales",
+    "DivideByClippingBias", "Gradient", "PlainGradient", "ScaleByEffectiveSamples", "ScaleBySignalToNoise", "Scales",
     "norm",
 ]  # fmt: skip

@@ -26,6 +26,8 @@ class Mask(Piece):
 
 @dataclass(frozen=True)
 class Both(Mask):
+    """What both masks let through."""
+
     left: Mask
     right: Mask
 
@@ -259,21 +261,7 @@ def covariance(view: StepView) -> Field:
 
 
 __all__ = [
-    "AllTokens",
-    "BinaryKL",
-    "Both",
-    "CovarianceClip",
-    "InformativeGroups",
-    "InsideOrFarOutside",
-    "Mask",
-    "MismatchKLBelow",
-    "MismatchWithin",
-    "OffPolicySequenceMask",
-    "OneSided",
-    "SmallPredictedChange",
-    "TokenVeto",
-    "TotalVariation",
-    "TwoSided",
-    "covariance",
-    "quota",
+    "AllTokens", "BinaryKL", "Both", "CovarianceClip", "InformativeGroups", "InsideOrFarOutside", "Mask",
+    "MismatchKLBelow", "MismatchWithin", "OffPolicySequenceMask", "OneSided", "SmallPredictedChange", "TokenVeto",
+    "TotalVariation", "TwoSided", "covariance", "quota",
 ]  # fmt: skip

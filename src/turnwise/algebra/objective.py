@@ -46,6 +46,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Objective:
+    """The composition of a recipe's pieces: credit, plan, and the loss of a micro-batch."""
+
     advantage: Term
     ratio: Ratio
     gate: Gate

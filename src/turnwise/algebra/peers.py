@@ -34,6 +34,7 @@ PeerSpec = Level | Peers
 
 
 def resolve_peers(peers: PeerSpec, batch: Batch) -> Level | Partition:
+    """The level or partition that peers stand for in a batch."""
     return peers if isinstance(peers, Level) else peers(batch)
 
 

@@ -283,17 +283,7 @@ class NegativeLogLikelihood(Penalty):
 
 
 __all__ = [
-    "KL",
-    "ClippedValueLoss",
-    "EntropyBand",
-    "HighCovarianceDrift",
-    "MedianValueError",
-    "NegativeEntropy",
-    "NegativeLogLikelihood",
-    "Penalty",
-    "RatioVariance",
-    "SquaredLogRatio",
-    "SquaredValueError",
-    "TwoHeadValueError",
+    "KL", "ClippedValueLoss", "EntropyBand", "HighCovarianceDrift", "MedianValueError", "NegativeEntropy",
+    "NegativeLogLikelihood", "Penalty", "RatioVariance", "SquaredLogRatio", "SquaredValueError", "TwoHeadValueError",
     "WeightedPenalty",
 ]  # fmt: skip

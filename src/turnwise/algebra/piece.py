@@ -152,7 +152,7 @@ class Memory:
         self.clock, self.states = int(state["clock"]), {k: dict(v) for k, v in state["states"].items()}
 
 
-HIDDEN_AT_DEFAULT = {"eps", "cap", "correction", "least"}  # numbers shown only where somebody changed them
+HIDDEN_AT_DEFAULT = {"eps", "cap", "correction", "least"}  # numbers shown only where they differ from the default
 
 
 def text(value: Any) -> str:

@@ -129,7 +129,7 @@ class PrefixProduct(Ratio):
 
 @dataclass(frozen=True)
 class PrefixMinimum(Ratio):
-    """ρₜ = sg[min_{i<t} ρᵢ] ρₜ, 1 for the first: the prefix is represented by its smallest ratio, so the product cannot explode."""
+    """ρₜ = sg[min_{i<t} ρᵢ] ρₜ, 1 for the first: the smallest ratio stands for the prefix, so it cannot explode."""
 
     def __call__(self, view: MicroBatchView) -> Field:
         log_ratio = moved(view)

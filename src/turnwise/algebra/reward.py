@@ -117,11 +117,6 @@ class RunningNormalised(Term):
 
 
 __all__ = [
-    "EnvironmentReward",
-    "NamedReward",
-    "NegativeReferenceKL",
-    "OnLastToken",
-    "OverlongPenalty",
-    "RunningNormalised",
+    "EnvironmentReward", "NamedReward", "NegativeReferenceKL", "OnLastToken", "OverlongPenalty", "RunningNormalised",
     "on_last_turn",
-]
+]  # fmt: skip

@@ -145,6 +145,6 @@ def token_reward(batch: Batch) -> Field:
 
 
 __all__ = [
-    "Constant", "MedianCentred", "Outcome", "ReturnToGo", "SecondValue", "SoftMinValue", "SpreadTo", "SumOverTrajectory",
-    "is_last", "token_reward",
+    "Constant", "MedianCentred", "Outcome", "ReturnToGo", "SecondValue", "SoftMinValue", "SpreadTo",
+    "SumOverTrajectory", "is_last", "token_reward",
 ]  # fmt: skip

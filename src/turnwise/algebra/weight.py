@@ -71,6 +71,7 @@ class StepSchedule(Weight):
 
 
 def step_schedule(t: float, begin: int, every: int, drop: float, floor: float) -> float:
+    """1 until ``begin``, then ``drop`` less for every ``every`` steps, never below ``floor``."""
     return max(1 - drop * math.ceil(max(t - begin, 0) / every), floor)
 
 
@@ -147,12 +148,6 @@ class KLController(Weight):
 
 
 __all__ = [
-    "DecayingWeight",
-    "DualVariable",
-    "KLController",
-    "StepSchedule",
-    "Weight",
-    "batch_index",
-    "pid_threshold",
+    "DecayingWeight", "DualVariable", "KLController", "StepSchedule", "Weight", "batch_index", "pid_threshold",
     "step_schedule",
-]
+]  # fmt: skip

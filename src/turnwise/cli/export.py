@@ -1,4 +1,4 @@
-"""Rows for learning from others: the episodes of a run, or of an environment's own players, written to a file."""
+"""Exports episodes of a run, or of an environment's scripted policies, as training rows in a file."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from turnwise.store.rundir import RunDir
 from turnwise.training import build
 from turnwise.training.env_spec import EnvSpec, resolve_settings
 
-TRIES = 4  # mediocre episodes beside each perfect one: the worst of them is the other side of a pair
-TOGETHER = 16  # tasks played at once
-SETTLED = ("trained", "finished")
+DEMONSTRATIONS = 4  # imperfect episodes per oracle episode: the worst of them is the rejected side of a pair
+CONCURRENT_TASKS = 16
+EXPORTED_STATES = ("trained", "finished")
 
 
 def export(source: str | Path, form: str, target: str | Path, tasks: int = 200, seed: int = 0) -> int:
-    """``source``: a run's directory, or an environment, whose players then play ``tasks`` tasks. How many rows were written."""
+    """``source``: a run directory, or an environment, whose scripted policies play ``tasks`` tasks. Returns the number of rows."""
     if form not in FORMS:
-        raise SettingError(f"no form {form!r} of rows; {nearest(form, FORMS)}")
+        raise SettingError(f"no row format {form!r}; {nearest(form, FORMS)}")
     if tasks < 1:
         raise SettingError(f"tasks is {tasks}; write at least 1")
     if _is_environment(str(source)):
@@ -35,7 +35,7 @@ def export(source: str | Path, form: str, target: str | Path, tasks: int = 200, 
     run = RunDir.open(source)
     env_spec = EnvSpec.from_settings(Settings.of(run.metadata()["settings"]))
     with SqliteLedger(run.ledger, readonly=True) as ledger:
-        groups = (ledger.group(entry.group_id) for entry in ledger.groups() if entry.state in SETTLED)
+        groups = (ledger.group(entry.group_id) for entry in ledger.groups() if entry.state in EXPORTED_STATES)
         return write_rows(groups, form, target, _tools(env_spec))
 
 
@@ -48,11 +48,11 @@ def _tools(env_spec: EnvSpec) -> tuple[dict, ...]:
 
 
 def _played(env_spec: EnvSpec, count: int) -> Iterator[Group]:
-    """Each task played once by the oracle and a few times by the demonstrator."""
+    """One group per task: one episode of the oracle and a few of the demonstrator."""
     if not env_spec.can_demonstrate:
         raise SettingError(f"{env_spec.settings.env} has no oracle and demonstrator to play its tasks")
     renderer, supply = Renderer(build.byte_tokenizer()), env_spec.tasks("train")
-    players = ["oracle", *["demonstrator"] * TRIES]
+    players = ["oracle", *["demonstrator"] * DEMONSTRATIONS]
 
     async def play(n: int, task: Task) -> Group:
         made = (
@@ -61,8 +61,8 @@ def _played(env_spec: EnvSpec, count: int) -> Iterator[Group]:
         )
         return Group(str(n), task, tuple(await asyncio.gather(*made)))
 
-    async def some(numbers: range) -> list[Group]:
+    async def play_all(numbers: range) -> list[Group]:
         return list(await asyncio.gather(*(play(n, supply.draw(n)) for n in numbers)))
 
-    for begin in range(0, count, TOGETHER):
-        yield from asyncio.run(some(range(begin, min(count, begin + TOGETHER))))
+    for start in range(0, count, CONCURRENT_TASKS):
+        yield from asyncio.run(play_all(range(start, min(count, start + CONCURRENT_TASKS))))

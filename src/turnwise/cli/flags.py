@@ -1,6 +1,5 @@
-"""The flags of the command line: every setting of a run, then a method's hyper-parameters, then, under ``--credit-``, those of
-the method whose credit it takes. A wrong one is refused with the nearest right one. Does not know what any command does with
-them."""
+"""Command-line flags: every setting of a run, the method's hyper-parameters and, as ``--credit-...``, those of the method whose
+credit it uses. An unknown flag raises with the nearest known one. Does not know what a command does with them."""
 
 from __future__ import annotations
 
@@ -10,25 +9,27 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from turnwise.config.convert import convert
-from turnwise.config.settings import Settings, default_of, kind_of
+from turnwise.config.settings import Settings, default_of, type_of
 from turnwise.errors import SettingError, nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in our words: what was seen, and the nearest thing that exists."""
+    """Raises :class:`SettingError` instead of exiting: what was seen, and the nearest flag that exists."""
 
     def error(self, message: str) -> NoReturn:
         raise SettingError(message)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        known = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
-        space, rest = self.parse_known_args(list(argv))
-        for word in rest:
+        options = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
+        namespace, unknown = self.parse_known_args(list(argv))
+        for word in unknown:
             name = word.split("=")[0]
             raise SettingError(
-                f"unknown setting {name!r}; {nearest(name, known)}" if word.startswith("-") else f"unexpected {word!r}"
+                f"unknown setting {name!r}; {nearest(name, options)}"
+                if word.startswith("-")
+                else f"unexpected {word!r}"
             )
-        return space
+        return namespace
 
 
 def flag(name: str) -> str:
@@ -36,7 +37,7 @@ def flag(name: str) -> str:
 
 
 def value_of(argv: Sequence[str], name: str) -> str:
-    """What a flag is given, read before the others are known; empty where it is not there."""
+    """The value of a flag, before the other flags are defined; empty if it is absent."""
     words = list(argv)
     for n, word in enumerate(words):
         if word == name:
@@ -47,44 +48,46 @@ def value_of(argv: Sequence[str], name: str) -> str:
 
 
 def add_settings(parser: argparse.ArgumentParser, method: str, credit: str = "") -> None:
-    """Every field of Settings, then the hyper-parameters of the method, and of the one whose credit it takes."""
-    from turnwise import recipes  # late: a word of help must not wait for torch
+    """Add every field of Settings, the hyper-parameters of the method, and those of the method whose credit it uses."""
+    from turnwise import recipes  # imported here: `turnwise --help` must not wait for torch
 
     group = parser.add_argument_group("settings")
     for f in fields(Settings):
         if f.name not in ("method", "method_options", "credit_options"):
-            shown = default_of(f)
-            shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
-            alone: dict[str, Any] = (
-                {"nargs": "?", "const": "true"} if kind_of(f) is bool else {}
-            )  # a bare --profile means yes
-            help_ = f"{f.metadata['help']} [{shown}]"
-            group.add_argument(flag(f.name), metavar="X", default=None, help=help_, **alone)
-    own = parser.add_argument_group(f"hyper-parameters of {method}")
+            default = default_of(f)
+            default = ",".join(map(str, default)) if isinstance(default, tuple) else default
+            optional_value: dict[str, Any] = (
+                {"nargs": "?", "const": "true"} if type_of(f) is bool else {}
+            )  # --profile without a value means true
+            help_ = f"{f.metadata['help']} [{default}]"
+            group.add_argument(flag(f.name), metavar="X", default=None, help=help_, **optional_value)
+    method_group = parser.add_argument_group(f"hyper-parameters of {method}")
     for name, parameter in recipes.parameters(method).items():
-        own.add_argument(flag(name), dest=f"method.{name}", metavar="X", default=None, help=f"[{parameter.default}]")
+        method_group.add_argument(
+            flag(name), dest=f"method.{name}", metavar="X", default=None, help=f"[{parameter.default}]"
+        )
     if credit:
-        lent = parser.add_argument_group(f"hyper-parameters of the credit of {credit}")
+        credit_group = parser.add_argument_group(f"hyper-parameters of the credit of {credit}")
         for name, parameter in recipes.parameters(credit).items():
             dest = f"credit.{name}"
-            lent.add_argument(
+            credit_group.add_argument(
                 flag(f"credit_{name}"), dest=dest, metavar="X", default=None, help=f"[{parameter.default}]"
             )
 
 
-def settings_from(space: argparse.Namespace, method: str, credit: str = "") -> dict[str, Any]:
-    """The given flags as typed settings; what was not given is left to the defaults."""
-    kinds = {f.name: kind_of(f) for f in fields(Settings)}
-    given = {k: v for k, v in vars(space).items() if v is not None}
-    values = {k: convert(k, v, kinds[k]) for k, v in given.items() if k in kinds and k != "method"}
-    values |= {"method": method, "method_options": _options(given, "method.", method)}
-    return {**values, "credit_options": _options(given, "credit.", credit)} if credit else values
+def settings_from(namespace: argparse.Namespace, method: str, credit: str = "") -> dict[str, Any]:
+    """The flags given, as typed settings; the others keep their defaults."""
+    types = {f.name: type_of(f) for f in fields(Settings)}
+    flags = {k: v for k, v in vars(namespace).items() if v is not None}
+    values = {k: convert(k, v, types[k]) for k, v in flags.items() if k in types and k != "method"}
+    values |= {"method": method, "method_options": _options(flags, "method.", method)}
+    return {**values, "credit_options": _options(flags, "credit.", credit)} if credit else values
 
 
-def _options(given: Mapping[str, Any], prefix: str, method: str) -> dict[str, Any]:
+def _options(flags: Mapping[str, Any], prefix: str, method: str) -> dict[str, Any]:
     """The hyper-parameters of one method among the flags."""
     from turnwise import recipes
 
-    known = recipes.parameters(method)
-    own = {key.removeprefix(prefix): value for key, value in given.items() if key.startswith(prefix)}
-    return {key: convert(key, value, known[key].annotation) for key, value in own.items()}
+    parameters = recipes.parameters(method)
+    options = {key.removeprefix(prefix): value for key, value in flags.items() if key.startswith(prefix)}
+    return {key: convert(key, value, parameters[key].annotation) for key, value in options.items()}

@@ -1,4 +1,4 @@
-"""A value as the type it is declared with: one check for flags, settings and hyper-parameters. Knows no setting's name."""
+"""Converts a value to its declared type: one rule for flags, settings and hyper-parameters. Knows no setting's name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """``value`` as ``kind``; text is read, anything else must already fit."""
+    """``value`` as ``kind``: text is parsed, anything else must already have the type."""
     try:
         return _convert(value, kind)
     except (ValueError, TypeError, OverflowError):
-        wanted = getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind).replace("typing.", "")
-        raise SettingError(f"{name} is {value!r}, which is not {wanted}") from None
+        expected = (
+            getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind).replace("typing.", "")
+        )
+        raise SettingError(f"{name} is {value!r}, which is not {expected}") from None
 
 
 def _convert(value: Any, kind: Any) -> Any:
@@ -50,7 +52,7 @@ def _convert(value: Any, kind: Any) -> Any:
 
 
 def _first(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """The value as the first kind of a union that takes it; None, also as a word, where the union has it."""
+    """The value as the first member of a union that accepts it; None, also as the text "none", if the union has it."""
     if type(None) in kinds and (value is None or (isinstance(value, str) and value.lower() == "none")):
         return None
     for kind in kinds:

@@ -1,7 +1,7 @@
-"""Every setting of a run, in one flat frozen record: the command line, the Python API and run.json all speak it.
+"""Every setting of a run, in one flat frozen record, shared by the command line, the Python API and run.json.
 
-A method's own hyper-parameters are the arguments of its recipe function; here they travel in ``method_options``. An
-environment may suggest some (``Environment.suggests``): they count where the user gives none.
+A method's own hyper-parameters are the arguments of its recipe function; here they are in ``method_options``. An
+environment may suggest some (``Environment.suggests``): they apply where the user gives none.
 """
 
 from __future__ import annotations
@@ -25,103 +25,125 @@ AT_LEAST_ZERO = (
 ROLLOUT_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 
 
-def knob(default: Any, text: str) -> Any:
+def setting(default: Any, text: str) -> Any:
+    """A field of ``Settings`` with its default and its help text."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    # what
-    method: str = knob("dr_grpo", "the method; `turnwise list` shows all")
-    env: str = knob("calculator", "environment: a built-in name, reasoning_gym:DATASET or module:Class")
-    model: str = knob(
-        "tiny", "a folder in Hugging Face layout, a hub id, smollm2 (once fetched), or `tiny` (made here)"
+    """All settings of a run, flat and validated."""
+
+    # what to train
+    method: str = setting("dr_grpo", "training method; `turnwise list` shows all")
+    env: str = setting("calculator", "environment: a built-in name, reasoning_gym:DATASET or module:Class")
+    model: str = setting(
+        "tiny",
+        "a directory in Hugging Face format, a Hub id, smollm2 (after `turnwise model fetch`), or `tiny` (created here)",
     )
-    difficulty: tuple[int, ...] = knob(
+    difficulty: tuple[int, ...] = setting(
         (1, 2, 3), "difficulties to train and evaluate on, unless the environment suggests others"
     )
-    credit: str = knob("", "whose credit to take instead of the method's own: another method; empty: its own")
-    seed: int = knob(0, "every random choice of the run follows from it")
-    device: str = knob("auto", "cpu, cuda, or auto: cuda when present")
-    out: str = knob("runs", "folder that run directories are made in")
-    name: str = knob("", "name of the run directory; empty: method, environment, seed, a number")
-    template: str = knob("", "chat template if the model has none: chatml, or a .jinja file")
-    # learning from others
-    demos: str = knob(
-        "", "demonstrations: a .jsonl file of dialogues, or a player of the environment: oracle, demonstrator"
+    credit: str = setting("", "method whose credit assignment replaces the method's own; empty: its own")
+    seed: int = setting(0, "random seed of the whole run")
+    device: str = setting("auto", "cpu, cuda, or auto: cuda when present")
+    out: str = setting("runs", "directory that contains the run directories")
+    name: str = setting("", "name of the run directory; empty: made from method, environment, seed and a number")
+    template: str = setting("", "chat template for a model without one: chatml, or a .jinja file")
+    # other data
+    demos: str = setting(
+        "", "demonstrations: a .jsonl file of dialogues, or a scripted policy of the environment (oracle, demonstrator)"
     )
-    demo_share: float = knob(0.2, "share of the batch for demonstrations that are of no particular task")
-    data: str = knob("", "learn from this file alone, without rollouts: pairs, or dialogues with rewards (.jsonl)")
-    teacher: str = knob(
-        "", "a model with the same vocabulary to learn from: a folder in Hugging Face layout, or a hub id"
+    demo_share: float = setting(0.2, "share of the batch for demonstrations that belong to no task of the environment")
+    data: str = setting(
+        "", "train on this file only, without rollouts: preference pairs, or dialogues with rewards (.jsonl)"
     )
-    # how much
-    steps: int = knob(100, "RL steps")
-    groups: int = knob(0, "tasks per step; 0: the method's own")
-    group_size: int = knob(0, "trajectories per task; 0: the method's own")
-    epochs: int = knob(0, "passes over each batch; 0: the method's own")
-    minibatches: int = knob(0, "optimiser steps per pass; 0: the method's own")
-    staleness: int = knob(0, "how many steps rollouts may run ahead of training; 0 is synchronous")
-    max_draws: int = knob(8, "give up filling a batch after this many times the groups it needs")
+    teacher: str = setting(
+        "", "teacher model with the same vocabulary: a directory in Hugging Face format, or a Hub id"
+    )
+    # amount of training
+    steps: int = setting(100, "RL steps")
+    groups: int = setting(0, "tasks per step; 0: the method's own")
+    group_size: int = setting(0, "trajectories per task; 0: the method's own")
+    epochs: int = setting(0, "passes over each batch; 0: the method's own")
+    minibatches: int = setting(0, "optimiser steps per pass; 0: the method's own")
+    staleness: int = setting(0, "steps that rollouts may run ahead of training; 0: synchronous")
+    max_draws: int = setting(8, "stop sampling for a batch after this many times the groups it needs")
     # rollouts
-    temperature: float = knob(1.0, "sampling temperature")
-    top_p: float = knob(1.0, "nucleus sampling")
-    top_k: int = knob(0, "sample among the k likeliest; 0: off")
-    min_p: float = knob(0.0, "drop tokens below this share of the likeliest")
-    max_tokens: int = knob(48, "token budget of one turn")
-    max_turns: int = knob(0, "turn limit; 0: the environment's own")
-    context: int = knob(320, "ids a dialogue may hold")
-    history: int = knob(0, "how many of the latest observations a prompt shows, besides the task; 0: all")
-    slots: int = knob(256, "dialogues whose cache is kept at once")
-    rollout_dtype: str = knob("auto", "of rollouts: float32, bfloat16, float16, fp8, or auto: as the learner")
-    env_seconds: float = knob(30.0, "wall time one call into the environment may take")
-    # learning
-    lr: float = knob(3e-4, "learning rate")
-    schedule: str = knob("linear", "constant, linear or cosine")
-    warmup: int = knob(3, "steps of warm-up")
-    weight_decay: float = knob(0.0, "AdamW weight decay")
-    clip_norm: float = knob(1.0, "largest gradient norm")
-    critic: str = knob("shared", "shared: the critic reads the policy's states; separate: it is a model of its own")
-    value_lr: float = knob(1e-3, "learning rate of the critic")
-    positions: int = knob(0, "ids per micro-batch; 0: 8192 on a CPU, 16384 on a GPU, 24576 on one with over 60 GiB")
-    dtype: str = knob(
-        "auto",
-        "of the learner's products: float32, bfloat16, fp8 (as fp8 rollouts), or auto: bfloat16 on a GPU, else float32",
+    temperature: float = setting(1.0, "sampling temperature")
+    top_p: float = setting(1.0, "nucleus sampling")
+    top_k: int = setting(0, "sample from the k most probable tokens; 0: off")
+    min_p: float = setting(0.0, "drop tokens less probable than this share of the most probable one")
+    max_tokens: int = setting(48, "maximum tokens sampled per turn")
+    max_turns: int = setting(0, "maximum turns per episode; 0: the environment's own")
+    context: int = setting(320, "maximum tokens of a dialogue")
+    history: int = setting(0, "number of latest observations in a prompt, besides the task; 0: all")
+    slots: int = setting(256, "dialogues in the KV cache at the same time")
+    rollout_dtype: str = setting(
+        "auto", "precision of rollouts: float32, bfloat16, float16, fp8, or auto: that of the learner"
     )
-    recompute: bool = knob(False, "compute layers again in the backward pass: less memory, more time")
-    offload: bool = knob(False, "keep the optimiser's memory on the host between steps, where a GPU is short of it")
-    lora_rank: int = knob(0, "train LoRA adapters of this rank; 0: all weights")
-    probe_tolerance: float = knob(
-        0.0, "largest mean log-probability difference between generator and learner; 0: what their precision allows"
+    env_seconds: float = setting(30.0, "time limit of one call into the environment, in seconds")
+    # optimisation
+    lr: float = setting(3e-4, "learning rate")
+    schedule: str = setting("linear", "learning-rate schedule: constant, linear or cosine")
+    warmup: int = setting(3, "warm-up steps of the learning rate")
+    weight_decay: float = setting(0.0, "AdamW weight decay")
+    clip_norm: float = setting(1.0, "gradient norm is clipped to this")
+    critic: str = setting("shared", "shared: a value head on the policy's hidden states; separate: a model of its own")
+    value_lr: float = setting(1e-3, "learning rate of the critic")
+    positions: int = setting(
+        0, "tokens per micro-batch; 0: 8192 on a CPU, 16384 on a GPU, 24576 on one with over 60 GiB"
+    )
+    dtype: str = setting(
+        "auto",
+        "precision of the learner's matrix products: float32, bfloat16, fp8 (as in fp8 rollouts), "
+        "or auto: bfloat16 on a GPU, else float32",
+    )
+    recompute: bool = setting(
+        False, "gradient checkpointing: recompute layers in the backward pass (less memory, more time)"
+    )
+    offload: bool = setting(False, "keep the optimiser state in host memory between steps")
+    lora_rank: int = setting(0, "train LoRA adapters of this rank; 0: all weights")
+    probe_tolerance: float = setting(
+        0.0, "largest mean log-probability difference between generator and learner; 0: set by their precision"
     )
     # the tiny model and its cold start
-    hidden: int = knob(192, "width of the tiny model")
-    layers: int = knob(2, "layers of the tiny model")
-    vocabulary: int = knob(512, "entries of the tiny tokenizer")
-    copying: bool = knob(False, "heads of the tiny model begin by saying again what they look at: it copies sooner")
-    cold_steps: int = knob(-1, "supervised steps before RL; -1: 100 for the tiny model, 0 for a given one")
-    cold_batch: int = knob(48, "demonstrations per supervised step")
-    cold_demos: int = knob(2048, "demonstrations played for the cold start, at most; each is then seen again")
-    cold_lr: float = knob(3e-3, "learning rate of the cold start")
+    hidden: int = setting(192, "width of the tiny model")
+    layers: int = setting(2, "layers of the tiny model")
+    vocabulary: int = setting(512, "entries of the tiny tokenizer")
+    copying: bool = setting(
+        False,
+        "start attention heads of the tiny model as copying heads: it learns to copy sooner",
+    )
+    cold_steps: int = setting(-1, "supervised steps before RL; -1: 100 for the tiny model, 0 for others")
+    cold_batch: int = setting(48, "demonstrations per supervised step")
+    cold_demos: int = setting(
+        2048, "maximum number of distinct demonstrations of the cold start; they are then repeated"
+    )
+    cold_lr: float = setting(3e-3, "learning rate of the cold start")
     # evaluation
-    eval_tasks: int = knob(200, "held-out tasks, before and after; 0: none, for a run on --data alone")
-    eval_samples: int = knob(1, "trajectories per held-out task (pass@k, majority@k)")
-    eval_temperature: float = knob(1.0, "sampling temperature of the evaluation")
-    eval_every: int = knob(0, "also evaluate every so many steps; 0: never")
-    # keeping
-    checkpoint_every: int = knob(20, "steps between checkpoints")
-    keep_checkpoints: int = knob(2, "checkpoints kept")
-    profile: bool = knob(False, "time a few steps, trace a few, and leave profile.md and trace.json.gz in the run")
-    trackers: tuple[str, ...] = knob(("tensorboard",), "besides metrics.jsonl: tensorboard, wandb, mlflow, trackio")
+    eval_tasks: int = setting(200, "held-out tasks to evaluate on before and after; 0: none, allowed with --data only")
+    eval_samples: int = setting(1, "trajectories per held-out task (pass@k, majority@k)")
+    eval_temperature: float = setting(1.0, "sampling temperature of the evaluation")
+    eval_every: int = setting(0, "steps between evaluations during training; 0: none")
+    # output
+    checkpoint_every: int = setting(20, "steps between checkpoints")
+    keep_checkpoints: int = setting(2, "number of checkpoints to keep")
+    profile: bool = setting(
+        False, "time and trace a few steps; write profile.md and trace.json.gz to the run directory"
+    )
+    trackers: tuple[str, ...] = setting(
+        ("tensorboard",), "trackers besides metrics.jsonl: tensorboard, wandb, mlflow, trackio"
+    )
     method_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "hyper-parameters of the method"})
     credit_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "those of the method named by credit"}
+        default_factory=dict, metadata={"help": "hyper-parameters of the method named by credit"}
     )
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            object.__setattr__(self, f.name, convert(f.name, value, kind_of(f)))
+            object.__setattr__(self, f.name, convert(f.name, value, type_of(f)))
         for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} is {getattr(self, name)}; write at least 1")
@@ -149,7 +171,7 @@ class Settings:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
-        """From a mapping with possibly wrong names."""
+        """From a mapping whose names may be wrong."""
         known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
@@ -161,15 +183,17 @@ class Settings:
 
     @property
     def title(self) -> str:
-        """The method, and whose credit it takes: ``sapo+hgpo``."""
+        """The method, and the method whose credit it uses: ``sapo+hgpo``."""
         return f"{self.method}+{self.credit}" if self.credit else self.method
 
 
-def kind_of(f: Field) -> Any:
+def type_of(f: Field) -> Any:
+    """The type of a setting, resolved from its annotation."""
     return typing.get_type_hints(Settings)[f.name]
 
 
 def default_of(f: Field) -> Any:
+    """The default of a setting."""
     if f.default is not MISSING:
         return f.default
     assert f.default_factory is not MISSING

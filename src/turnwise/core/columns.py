@@ -3,7 +3,7 @@
     Column.ADVANTAGE              one column
     (Column.PENALTY_WEIGHT, 2)    one of several: by the position of a penalty, of a candidate, or by a level
     Signal.REFERENCE              a measured signal (``core/signals.py``)
-    piece, (piece, "name")        a plan or the memory of one piece of a recipe; nobody else reads it
+    piece, (piece, "name")        a plan or the memory of one piece of a recipe, read by that piece only
 
 A plain string that names no column or signal is refused. This module does not know who writes or reads a column.
 """

@@ -25,6 +25,8 @@ from turnwise.maths import segments
 
 
 class Level(IntEnum):
+    """The levels of the tree, from fine to coarse; a larger one contains the smaller ones."""
+
     TOKEN = 0
     TURN = 1
     TRAJECTORY = 2

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
+    """One parsed tool call: the name of the tool and its arguments."""
+
     name: str
     arguments: dict[str, Any]
     id: str = ""
@@ -131,6 +133,8 @@ class LossProtocol(Protocol):
 
 
 class ScalesProtocol(Protocol):
+    """Factors of the finished gradient and of the learning rate."""
+
     @property
     def gradient(self) -> float: ...
 

@@ -86,4 +86,5 @@ LEVELS: dict[Signal, Level] = {
 
 
 def level_of(signal: Signal) -> Level:
+    """The level at which a signal has its values."""
     return LEVELS.get(signal, TOKEN)

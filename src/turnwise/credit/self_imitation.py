@@ -111,15 +111,18 @@ class Excess(Term):
 
 
 @dataclass(frozen=True)
-class DividedBy(Term):
-    """term / (divisor + ε)."""
+class RecalibratedReturn(Term):
+    """value − baseline, the advantage of a replayed trajectory today; ``scale`` divides by spread + ε."""
 
-    term: Term
-    divisor: Term
+    value: Term
+    baseline: Term
+    spread: Term
+    scale: bool = False
     eps: float = 1e-6
 
     def __call__(self, batch: Batch) -> Field:
-        return self.term(batch) / (self.divisor(batch) + self.eps)
+        advantage = self.value(batch) - self.baseline(batch)
+        return advantage / (self.spread(batch) + self.eps) if self.scale else advantage
 
 
 # -------------------------------------------------------------------- selection
@@ -229,6 +232,6 @@ class CosineWarmup(Weight):
 
 
 __all__ = [
-    "CosineWarmup", "DividedBy", "DropHighCovariance", "Excess", "NonNegativeReplay", "PastMedian", "ReplayLoss",
-    "ToolCallBonus",
+    "CosineWarmup", "DropHighCovariance", "Excess", "NonNegativeReplay", "PastMedian", "RecalibratedReturn",
+    "ReplayLoss", "ToolCallBonus",
 ]  # fmt: skip

@@ -1,16 +1,16 @@
 """Every private interface of PyTorch that the engines use, each behind a plain function.
 
 Verified with torch 2.13.0: the ``foreach_*`` functions on a CPU, the others by name and schema
-(``tests/engines/test_compat.py``), and on a GPU by the tests of the kernels and of the learner. The project requires torch >= 2.8. If a new torch release renames one
-of these, change this module and nothing else. Knows no models, kernels or batches.
+(``tests/engines/test_compat.py``), and on a GPU by the tests of kernels and learner. The project requires torch >= 2.8.
+If a new torch release renames one of these, change this module and nothing else. Knows no models, kernels or batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -32,26 +32,26 @@ def flash_attention_varlen(
     return flash(q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlen, 0.0, True, False, scale=scale, **sides)[0]
 
 
-def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def foreach_copy_(targets: Tensors, sources: Tensors) -> None:
     """Copy each source into its target, in one call. Wraps ``torch._foreach_copy_``."""
     torch._foreach_copy_(targets, sources)
 
 
-def foreach_zero_(tensors: Sequence[Tensor]) -> None:
+def foreach_zero_(tensors: Tensors) -> None:
     """Zero all tensors in one call. Wraps ``torch._foreach_zero_``."""
     torch._foreach_zero_(tensors)
 
 
-def foreach_add_(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+def foreach_add_(targets: Tensors, others: Tensors) -> None:
     """Add each other tensor to its target, in one call. Wraps ``torch._foreach_add_``."""
     torch._foreach_add_(targets, others)
 
 
-def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
+def foreach_mul_(tensors: Tensors, factor: float) -> None:
     """Multiply all tensors by ``factor``, in one call. Wraps ``torch._foreach_mul_``."""
     torch._foreach_mul_(tensors, factor)
 
 
-def foreach_lerp_(targets: Sequence[Tensor], others: Sequence[Tensor], weight: float) -> None:
+def foreach_lerp_(targets: Tensors, others: Tensors, weight: float) -> None:
     """target += weight · (other − target) for each pair, in one call. Wraps ``torch._foreach_lerp_``."""
     torch._foreach_lerp_(targets, others, weight)

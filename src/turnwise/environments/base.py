@@ -38,8 +38,8 @@ class Environment(ABC):
 
     def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
         if difficulty not in self.difficulties:
-            known = ", ".join(map(str, self.difficulties))
-            raise SettingError(f"{type(self).__name__} has no difficulty {difficulty!r}; write one of {known}")
+            offered = ", ".join(map(str, self.difficulties))
+            raise SettingError(f"{type(self).__name__} has no difficulty {difficulty!r}; write one of {offered}")
         if split not in SPLITS:
             raise SettingError(f"split is {split!r}; {nearest(split, SPLITS)}")
         self.difficulty = difficulty
@@ -86,8 +86,8 @@ class Environment(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no random policy: write a method `random_action`")
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """The next action of an *imperfect* demonstrator, so that a cold start leaves something to learn. Default: ``oracle`` with
-        probability 0.5, otherwise ``random_action``."""
+        """The next action of an *imperfect* demonstrator, so that a cold start leaves something to learn. Default: ``oracle``
+        with probability 0.5, otherwise ``random_action``."""
         return self.oracle() if rng.random() < 0.5 else self.random_action(rng)
 
 

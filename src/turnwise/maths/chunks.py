@@ -32,7 +32,7 @@ def _split(order: Sequence[int], alone: Sequence[int], after: Sequence[int], lim
 
 
 def shared_prefix_lengths(ids: Tensor, start: Tensor) -> Tensor:
-    """For packed sequences (``start`` ends with the total length): how many leading ids each shares with the one before it, [S]."""
+    """How many leading ids each packed sequence shares with the one before it, [S]. The last entry of ``start`` is the total."""
     numbers, ends, lengths = ids.numpy(), start.tolist(), [0]
     for a, b, c in zip(ends, ends[1:], ends[2:]):
         differs = numbers[a : a + min(b - a, c - b)] != numbers[b : b + min(b - a, c - b)]

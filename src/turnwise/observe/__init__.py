@@ -1,4 +1,4 @@
-"""What a run shows: trackers, live progress, curves and reports. Knows no method and computes nothing trained on."""
+"""What users see of a run: trackers, live progress, curves and reports. Knows no method and computes nothing trained on."""
 
 from turnwise.observe.plot import curves
 from turnwise.observe.progress import LivePanel, PlainLog, show_progress

@@ -1,4 +1,7 @@
-"""The figures people watch, and the names under which a loop may log them. Does not know how any is computed."""
+"""The metrics shown to users, the names under which a loop may log them, and their formatting.
+
+Does not know how any metric is computed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-NAMES: dict[str, tuple[str, ...]] = {
+ALIASES: dict[str, tuple[str, ...]] = {
     "success": ("success", "success_rate", "train/success"),
     "reward": ("reward", "reward_mean", "train/reward"),
     "turns": ("turns", "turns_mean", "train/turns"),
@@ -21,30 +24,30 @@ NAMES: dict[str, tuple[str, ...]] = {
 MISSING = "–"
 
 
-def value(metrics: Mapping[str, Any], figure: str) -> float | None:
-    """The figure under whichever of its names is there; None when it is not, or is no number."""
-    for name in NAMES[figure]:
+def metric_value(metrics: Mapping[str, Any], metric: str) -> float | None:
+    """The metric under the first of its names that is present; None when it is absent or not a finite number."""
+    for name in ALIASES[metric]:
         if name in metrics:
-            return number(metrics[name])
+            return finite_number(metrics[name])
     return None
 
 
-def number(seen: Any) -> float | None:
-    """A finite float, or None. Tensors, text and NaN are all met in practice and must never stop a run."""
+def finite_number(value: Any) -> float | None:
+    """A finite float, or None. Tensors, text and NaN all occur in practice and must not stop a run."""
     try:
-        out = float(seen)
+        out = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
     return out if math.isfinite(out) else None
 
 
-def text(seen: float | None, form: str = ".3f") -> str:
-    return MISSING if seen is None else format(seen, form)
+def format_number(value: float | None, spec: str = ".3f") -> str:
+    return MISSING if value is None else format(value, spec)
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """
-    >>> duration(3725), duration(65), duration(None)
+    >>> format_duration(3725), format_duration(65), format_duration(None)
     ('1h02m', '1m05s', '–')
     """
     if seconds is None or not math.isfinite(seconds) or seconds < 0:

@@ -1,9 +1,9 @@
-"""Where a step goes: spans around what the loop calls, a trace of the operators, and one page that adds it up.
+"""Profiles a training step: spans around what the loop calls, an operator trace, and one page that adds them up.
 
-The loop and the engines know nothing of it: while a ``Profile`` is ``over`` a loop, calls of its parts are timed, and they are
-as they were afterwards. A span's own time is its wall time without the spans inside it, so the rows of the page sum to the
-whole. On a GPU the device is waited for where a span ends. The trace slows what it watches, so times and trace are taken from
-different steps wherever a run has two.
+The loop and the engines do not know of it: inside ``Profile.over(loop)`` the methods of the loop's parts are replaced by timed
+ones, and restored afterwards. The self time of a span is its wall time without the spans inside it, so the rows of the page
+sum to the whole. On a GPU every span ends with a device synchronisation. Tracing slows the steps it records, so times and
+trace come from different steps wherever a run has two.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.observe.span_timer import Clock, Route
+from turnwise.observe.span_timer import SpanPath, SpanTimer
 
 PAGE, TRACE = "profile.md", "trace.json.gz"
 TOP = 15
-HOST, DEVICE = ("cpu_op",), ("kernel", "gpu_memcpy", "gpu_memset")  # kinds of events of a trace
-CAPTURE = "capture"  # of CUDA graphs, wherever it happens: sizes that come for the first time, no part of a usual step
-BESIDE = ("prefill", "decode")  # where they are inside nothing, they run beside the loop
+HOST, DEVICE = ("cpu_op",), ("kernel", "gpu_memcpy", "gpu_memset")  # categories of trace events
+CAPTURE = "capture"  # of CUDA graphs, anywhere: happens for new sizes only and is no part of a typical step
+CONCURRENT = ("prefill", "decode")  # as outermost spans they run concurrently with the loop
 
-SPANS: tuple[tuple[str, str, str], ...] = (  # span, part of the loop, what it is asked
+SPANS: tuple[tuple[str, str, str], ...] = (  # span, part of the loop, method
     ("rollout", "collector", "collect_step"),
     ("prefill", "generator", "model_runner.prefill"),
     ("decode", "generator", "scheduler.run"),
@@ -45,7 +45,7 @@ SPANS: tuple[tuple[str, str, str], ...] = (  # span, part of the loop, what it i
     ("checkpoint", "", "save"),
     ("log", "", "report"),
 )
-MEANING = {  # of the time that is a span's own
+ROW_TITLES = {  # of the self time of a span
     ("rollout",): "rollout: environments, tools, waiting",
     ("rollout", "prefill"): "rollout: prefill",
     ("rollout", "decode"): "rollout: decode and sample",
@@ -62,12 +62,12 @@ MEANING = {  # of the time that is a span's own
 }
 
 
-def _kind(path: Route) -> Route:
+def _row_path(path: SpanPath) -> SpanPath:
     return (CAPTURE,) if CAPTURE in path else path
 
 
 def windows(start: int, steps: int) -> tuple[range, range]:
-    """(steps that are timed, steps that are traced), counted from 1: a few in the middle, or what there is.
+    """(timed steps, traced steps), counted from 1: a few in the middle, or as many as there are.
 
     >>> windows(0, 100)
     (range(11, 16), range(16, 18))
@@ -76,53 +76,53 @@ def windows(start: int, steps: int) -> tuple[range, range]:
     >>> windows(0, 1)
     (range(1, 2), range(1, 2))
     """
-    left = steps - start
-    if left >= 24:  # early steps compile and capture
+    remaining = steps - start
+    if remaining >= 24:  # early steps compile and capture
         timed, traced = (11, 16), (16, 18)
-    elif left >= 7:
+    elif remaining >= 7:
         timed, traced = (3, 6), (6, 8)
-    elif left >= 3:
-        timed, traced = (2, left), (left, left + 1)
+    elif remaining >= 3:
+        timed, traced = (2, remaining), (remaining, remaining + 1)
     else:
-        timed, traced = (1, max(left, 2)), (left, left + 1)
+        timed, traced = (1, max(remaining, 2)), (remaining, remaining + 1)
     return range(start + timed[0], start + timed[1]), range(start + traced[0], start + traced[1])
 
 
 @dataclass
 class Profile:
-    """``with Profile(folder).over(loop): await loop.run()`` leaves a page and a trace in the folder."""
+    """``with Profile(folder).over(loop): await loop.run()`` writes a page and a trace to the folder."""
 
     folder: Path
     title: str = ""
-    clock: Clock = field(default_factory=Clock)
+    timer: SpanTimer = field(default_factory=SpanTimer)
     tokens: float = 0.0
     total: float = 0.0
-    _began: float = 0.0
-    _watcher: Any = None
+    _step_start: float = 0.0
+    _tracer: Any = None
     _operators: Sequence[tuple[str, int, float]] = ()
-    _times: dict[Route, float] = field(default_factory=dict)
-    _calls: Counter[Route] = field(default_factory=Counter)
+    _times: dict[SpanPath, float] = field(default_factory=dict)
+    _calls: Counter[SpanPath] = field(default_factory=Counter)
 
     @contextlib.contextmanager
     def over(self, loop: Any, **others: tuple[Any, Sequence[str]]) -> Iterator[None]:
-        """``others``: further spans, each an object and the names of its methods."""
+        """``others``: further spans, each an object and the names of its methods to time."""
         import torch
 
         self.timed, self.traced = windows(loop.start, loop.steps)
         self.cuda = torch.cuda.is_available() and torch.device(getattr(loop.learner, "device", "cpu")).type == "cuda"
         if self.cuda:
-            capturing = torch.cuda.is_current_stream_capturing  # what is being recorded cannot be waited for
-            self.clock.settle = lambda: None if capturing() else torch.cuda.synchronize()
-        spans = [(name, getattr(loop, part) if part else loop, ask) for name, part, ask in SPANS]
-        spans += [(name, owner, ask) for name, (owner, asks) in others.items() for ask in asks]
-        spans += [("backward", torch.autograd, ask) for ask in ("backward", "grad")]
+            capturing = torch.cuda.is_current_stream_capturing  # synchronising is not allowed during capture
+            self.timer.synchronize = lambda: None if capturing() else torch.cuda.synchronize()
+        spans = [(name, getattr(loop, part) if part else loop, method) for name, part, method in SPANS]
+        spans += [(name, owner, method) for name, (owner, methods) in others.items() for method in methods]
         with contextlib.ExitStack() as stack:
-            for name, owner, ask in spans:
-                self._attach(stack, name, owner, ask)
-            self._attach_optimisers(stack)
-            stack.enter_context(_held(loop, "report", self._counting(loop.report)))
-            stack.enter_context(_held(loop, "after_step", self._evaluations(loop.after_step)))
-            self._turn(loop.start + 1)
+            for name, owner, method in spans:
+                self._attach(stack, name, owner, method)
+            stack.enter_context(timed_backward(self.timer))
+            stack.enter_context(timed_optimisers(self.timer))
+            stack.enter_context(_patched_attribute(loop, "report", self._report_and_advance(loop.report)))
+            stack.enter_context(_patched_attribute(loop, "after_step", self._evaluations(loop.after_step)))
+            self._begin_step(loop.start + 1)
             try:
                 yield
             finally:
@@ -130,60 +130,46 @@ class Profile:
         if self.total:
             (self.folder / PAGE).write_text(self.page(), encoding="utf-8")
 
-    def _attach(self, stack: contextlib.ExitStack, name: str, owner: Any, ask: str) -> None:
-        *inner, last = ask.split(".")
+    def _attach(self, stack: contextlib.ExitStack, name: str, owner: Any, method: str) -> None:
+        *inner, last = method.split(".")
         for part in inner:
             owner = getattr(owner, part, None)
-        if callable(getattr(owner, last, None)):  # another engine may be built otherwise; its time is then its caller's
-            stack.enter_context(_held(owner, last, self.clock.around(name, getattr(owner, last))))
-
-    def _attach_optimisers(self, stack: contextlib.ExitStack) -> None:
-        from torch.optim import optimizer
-
-        inside: list[Any] = []
-
-        def begin(*_: Any) -> None:
-            inside.append(self.clock.span("optimiser"))
-            inside[-1].__enter__()
-
-        def end(*_: Any) -> None:
-            if inside:
-                inside.pop().__exit__(None, None, None)
-
-        stack.callback(optimizer.register_optimizer_step_pre_hook(begin).remove)
-        stack.callback(optimizer.register_optimizer_step_post_hook(end).remove)
+        if callable(
+            getattr(owner, last, None)
+        ):  # another engine may lack this method: its time then counts for the caller
+            stack.enter_context(_patched_attribute(owner, last, self.timer.wrap(name, getattr(owner, last))))
 
     def _evaluations(self, after_step: Mapping[int, Callable[[], Any]]) -> dict[int, Callable[[], Any]]:
-        return {step: self.clock.around("evaluate", evaluation) for step, evaluation in after_step.items()}
+        return {step: self.timer.wrap("evaluate", evaluation) for step, evaluation in after_step.items()}
 
-    def _counting(self, report: Callable[[int, Mapping[str, float]], None]) -> Callable[..., None]:
-        """A step ends where it is reported; what comes after belongs to the next."""
+    def _report_and_advance(self, report: Callable[[int, Mapping[str, float]], None]) -> Callable[..., None]:
+        """A step ends with its report; what follows belongs to the next step."""
 
         def wrapped(step: int, metrics: Mapping[str, float]) -> None:
             report(step, metrics)
             if step in self.timed:
                 self.tokens += metrics.get("tokens", 0.0)
-            self._turn(step + 1)
+            self._begin_step(step + 1)
 
         return wrapped
 
-    def _turn(self, step: int) -> None:
-        """What is watched while ``step`` runs."""
+    def _begin_step(self, step: int) -> None:
+        """Switch timing and tracing on or off for ``step``."""
         now = time.perf_counter()
-        if self.clock.running and step - 1 in self.timed:
-            self.total += now - self._began
-        self.clock.running = step in self.timed or step in self.traced
+        if self.timer.running and step - 1 in self.timed:
+            self.total += now - self._step_start
+        self.timer.running = step in self.timed or step in self.traced
         if step == self.timed.start:
-            self.clock.seconds.clear()
-            self.clock.calls.clear()
-            self._forget_peak()
+            self.timer.seconds.clear()
+            self.timer.calls.clear()
+            self._reset_peak_memory()
         if step == self.timed.stop:
-            self._seal()
+            self._finish_timing()
         if step == self.traced.start:
             self._start_trace()
         if step == self.traced.stop:
             self._stop_trace()
-        self._began = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     # ---------------------------------------------------------------- the trace
 
@@ -191,63 +177,63 @@ class Profile:
         from torch.profiler import ProfilerActivity, profile, record_function
 
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
-        self._watcher = profile(activities=kinds)
-        self._watcher.start()
-        self.clock.mark = record_function
+        self._tracer = profile(activities=kinds)
+        self._tracer.start()
+        self.timer.annotate = record_function
 
     def _stop_trace(self) -> None:
-        if self._watcher is None:
+        if self._tracer is None:
             return
-        watcher, self._watcher = self._watcher, None
-        self.clock.mark = lambda name: contextlib.nullcontext()
-        watcher.stop()
+        tracer, self._tracer = self._tracer, None
+        self.timer.annotate = lambda name: contextlib.nullcontext()
+        tracer.stop()
         plain = self.folder / TRACE.removesuffix(".gz")
-        watcher.export_chrome_trace(str(plain))
+        tracer.export_chrome_trace(str(plain))
         text = plain.read_bytes()
-        # the profiler's own packing and adding up take minutes for a million operators
+        # the profiler's own compression and aggregation take minutes for a million operators
         (self.folder / TRACE).write_bytes(gzip.compress(text, 1))
         plain.unlink()
         self._operators = operators(json.loads(text)["traceEvents"], DEVICE if self.cuda else HOST)
 
     # ----------------------------------------------------------------- the page
 
-    def _forget_peak(self) -> None:
+    def _reset_peak_memory(self) -> None:
         if self.cuda:
             import torch
 
             torch.cuda.reset_peak_memory_stats()
 
-    def _seal(self) -> None:
-        """The times are taken: what is traced after them must not be added."""
-        seconds, calls = self.clock.seconds, self.clock.calls
-        self.clock.seconds, self.clock.calls = defaultdict(float), Counter()
+    def _finish_timing(self) -> None:
+        """Store the times; spans of traced steps after them must not be added."""
+        seconds, calls = self.timer.seconds, self.timer.calls
+        self.timer.seconds, self.timer.calls = defaultdict(float), Counter()
         self._times, self._calls = defaultdict(float), Counter()
-        for path, took in seconds.items():
-            self._times[_kind(path)] += took
-            if CAPTURE not in path[:-1]:  # a backward pass in it is no call of its own
-                self._calls[_kind(path)] += calls[path]
+        for path, self_time in seconds.items():
+            self._times[_row_path(path)] += self_time
+            if CAPTURE not in path[:-1]:  # a backward pass inside a capture is not a call of its own
+                self._calls[_row_path(path)] += calls[path]
 
     def page(self) -> str:
         steps, last = len(self.timed), self.timed.stop - 1
         rate = f"{self.tokens / self.total:,.0f} sampled tokens/s" if self.total else ""
-        same = " These steps were also traced, which slows them." if set(self.timed) & set(self.traced) else ""
+        traced_too = " These steps were also traced, which slows them." if set(self.timed) & set(self.traced) else ""
         return "\n".join(
             [
-                f"# Where a step goes{': ' + self.title if self.title else ''}",
+                f"# Where the time of a step goes{': ' + self.title if self.title else ''}",
                 "",
-                f"Steps {self.timed.start} to {last}: {self.total / steps:.3f} s each, {rate}; {self.memory()}.{same}",
-                f"In short: {self.brief()}.",
+                f"Steps {self.timed.start} to {last}: {self.total / steps:.3f} s each, {rate}; {self.memory()}.{traced_too}",
+                f"By stage: {self.brief()}.",
                 "",
-                "| what | seconds a step | share | calls a step |",
+                "| span | seconds per step | share | calls per step |",
                 "|---|---:|---:|---:|",
                 *(
                     f"| {name} | {s / steps:.4f} | {s / self.total:.1%} | {n / steps:.1f} |"
                     for name, s, n in self.rows()
                 ),
                 "",
-                *self._beside(),
-                f"The dearest operators of step{'s' * (len(self.traced) > 1)} {_spoken(self.traced)} "
-                f"({'on the device' if self.cuda else 'on the CPU'}, own time; the whole trace is in `{TRACE}`, for "
+                *self._concurrent_lines(),
+                f"The most expensive operators of step{'s' * (len(self.traced) > 1)} {_step_range(self.traced)} "
+                f"({'on the device' if self.cuda else 'on the CPU'}, self time; the whole trace is in `{TRACE}`, for "
                 "`chrome://tracing` or Perfetto):",
                 "",
                 "| operator | calls | ms | share |",
@@ -258,35 +244,35 @@ class Profile:
         )
 
     def rows(self) -> list[tuple[str, float, int]]:
-        """(what, own seconds, calls) of all timed steps, in the order of a step; the rest comes last."""
-        found = [path for path in self._times if path[0] not in BESIDE]
+        """(title, self seconds, calls) of all timed steps, in the order of a step; the remainder comes last."""
+        paths = [path for path in self._times if path[0] not in CONCURRENT]
         order = [name for name, _, _ in SPANS] + ["render", "backward", "optimiser"]
-        place = lambda path: [order.index(part) if part in order else len(order) for part in path]  # noqa: E731
-        rows = [(MEANING.get(p, ": ".join(p)), self._times[p], self._calls[p]) for p in sorted(found, key=place)]
-        rest = self.total - sum(seconds for _, seconds, _ in rows)
-        return [*rows, ("the rest (packing, statistics, the loop itself)", max(rest, 0.0), len(self.timed))]
+        order_of = lambda path: [order.index(part) if part in order else len(order) for part in path]  # noqa: E731
+        rows = [(ROW_TITLES.get(p, ": ".join(p)), self._times[p], self._calls[p]) for p in sorted(paths, key=order_of)]
+        remainder = self.total - sum(seconds for _, seconds, _ in rows)
+        return [*rows, ("other (packing, statistics, the loop itself)", max(remainder, 0.0), len(self.timed))]
 
     def brief(self) -> str:
-        """The shares of the loop's own stages, the largest first."""
+        """The shares of the loop's stages, largest first."""
         shares: dict[str, float] = defaultdict(float)
         for path, seconds in self._times.items():
-            shares[path[0]] += seconds / self.total * (path[0] not in BESIDE)
-        first = sorted(shares.items(), key=lambda pair: -pair[1])
-        return ", ".join(f"{name} {share:.0%}" for name, share in first if share >= 0.005)
+            shares[path[0]] += seconds / self.total * (path[0] not in CONCURRENT)
+        by_share = sorted(shares.items(), key=lambda pair: -pair[1])
+        return ", ".join(f"{name} {share:.0%}" for name, share in by_share if share >= 0.005)
 
-    def _beside(self) -> list[str]:
-        """Rollouts in a thread of their own are no part of the sum."""
-        beside = {path[0]: s for path, s in self._times.items() if path[0] in BESIDE}
-        if not beside:
+    def _concurrent_lines(self) -> list[str]:
+        """Rollouts in another thread are not part of the sum."""
+        concurrent = {path[0]: s for path, s in self._times.items() if path[0] in CONCURRENT}
+        if not concurrent:
             return []
-        told = ", ".join(f"{name} {seconds / len(self.timed):.4f} s a step" for name, seconds in beside.items())
-        return [f"Beside it, in the generator's own thread or between steps: {told}.", ""]
+        times = ", ".join(f"{name} {seconds / len(self.timed):.4f} s per step" for name, seconds in concurrent.items())
+        return [f"Concurrently, in the generator's thread or between steps: {times}.", ""]
 
     def _operator_rows(self) -> list[str]:
-        whole = sum(own for _, _, own in self._operators) or 1.0
+        total = sum(self_time for _, _, self_time in self._operators) or 1.0
         return [
-            f"| `{name[:80]}` | {calls} | {own / 1e3:.2f} | {own / whole:.1%} |"
-            for name, calls, own in self._operators[:TOP]
+            f"| `{name[:80]}` | {calls} | {self_time / 1e3:.2f} | {self_time / total:.1%} |"
+            for name, calls, self_time in self._operators[:TOP]
         ]
 
     def memory(self) -> str:
@@ -295,45 +281,86 @@ class Profile:
             return host
         import torch
 
-        used, held = (f() / 2**20 for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
-        return f"peak memory of the device {used:,.0f} MB used, {held:,.0f} MB held; {host}"
+        used, reserved = (f() / 2**20 for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
+        return f"peak memory of the device {used:,.0f} MB allocated, {reserved:,.0f} MB reserved; {host}"
 
 
 def operators(events: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[tuple[str, int, float]]:
-    """(name, calls, own microseconds) of a trace's events of these kinds, the dearest first."""
-    own: dict[str, float] = defaultdict(float)
+    """(name, calls, self microseconds) of a trace's events of these categories, most expensive first."""
+    self_time: dict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
-    lines: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
+    threads: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     for event in events:
         if event.get("cat") in kinds and event.get("ph") == "X":
-            lines[event["pid"], event["tid"]].append((event["ts"], -event["dur"], event["name"]))
-    for line in lines.values():  # what runs inside another is not the other's own
+            threads[event["pid"], event["tid"]].append((event["ts"], -event["dur"], event["name"]))
+    for thread in threads.values():  # subtract the time of nested events
         open_: list[tuple[float, str]] = []
-        for began, minus, name in sorted(line):
-            while open_ and open_[-1][0] <= began:
+        for start, minus, name in sorted(thread):
+            while open_ and open_[-1][0] <= start:
                 open_.pop()
-            own[name] -= minus
+            self_time[name] -= minus
             calls[name] += 1
             if open_:
-                own[open_[-1][1]] += minus
-            open_.append((began - minus, name))
-    return sorted(((name, calls[name], time) for name, time in own.items()), key=lambda row: -row[2])
+                self_time[open_[-1][1]] += minus
+            open_.append((start - minus, name))
+    return sorted(((name, calls[name], time) for name, time in self_time.items()), key=lambda row: -row[2])
 
 
-def _spoken(steps: range) -> str:
+def _step_range(steps: range) -> str:
     return str(steps.start) if len(steps) == 1 else f"{steps.start} to {steps.stop - 1}"
 
 
 @contextlib.contextmanager
-def _held(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute with another value for a while; also of what is frozen."""
-    own = vars(owner)
-    before = own.get(name, own)
+def timed_backward(timer: SpanTimer) -> Iterator[None]:
+    """Time every backward pass inside the block.
+
+    PyTorch has hooks per tensor and per module, but none around a whole backward pass. So this replaces the functions
+    ``torch.autograd.backward`` and ``torch.autograd.grad``, which ``Tensor.backward`` and our engines look up at each call. Both
+    are documented, but that others call them through the module is not; if that changed, backward passes would count for their
+    callers and nothing else. It is the only place that patches torch, and it restores both functions also after an exception.
+    """
+    import torch
+
+    with contextlib.ExitStack() as stack:
+        for name in ("backward", "grad"):
+            timed = timer.wrap("backward", getattr(torch.autograd, name))
+            stack.enter_context(_patched_attribute(torch.autograd, name, timed))
+        yield
+
+
+@contextlib.contextmanager
+def timed_optimisers(timer: SpanTimer) -> Iterator[None]:
+    """Time every optimiser step inside the block, through the hooks PyTorch has for all optimisers."""
+    from torch.optim import optimizer
+
+    open_spans: list[Any] = []
+
+    def begin(*_: Any) -> None:
+        open_spans.append(timer.span("optimiser"))
+        open_spans[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        if open_spans:
+            open_spans.pop().__exit__(None, None, None)
+
+    handles = [optimizer.register_optimizer_step_pre_hook(begin), optimizer.register_optimizer_step_post_hook(end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute inside the block, also of a frozen dataclass; restore it, or its absence, afterwards."""
+    attributes = vars(owner)
+    before = attributes.get(name, attributes)
     object.__setattr__(owner, name, value) if not inspect.ismodule(owner) else setattr(owner, name, value)
     try:
         yield
     finally:
-        if before is own:
+        if before is attributes:
             object.__delattr__(owner, name)
         elif inspect.ismodule(owner):
             setattr(owner, name, before)

@@ -1,9 +1,9 @@
-"""Live progress: a panel on a terminal, an aligned log elsewhere. A listener of the loop's events.
+"""Live progress: a panel on a terminal, an aligned log elsewhere. Listens to the loop's events.
 
-    "stage"   {name, total, of what}            "step"  {stage, step, total, and figures, flat or under "metrics"}
+    "stage"   {name, total, of what}            "step"  {stage, step, total, and metrics, flat or under "metrics"}
     "message" {text, level}                     "end"   {}
 
-``step`` is the number of steps completed. Never raises on an odd value; knows no figure's meaning.
+``step`` is the number of steps completed. Never raises on an unexpected value; does not know what a metric means.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.core.protocols import Listener
-from turnwise.observe.metric_names import MISSING, duration, number, text, value
+from turnwise.observe.metric_names import MISSING, finite_number, format_duration, format_number, metric_value
 
-SHOWN: tuple[tuple[str, str, str], ...] = (  # figure, label, format
+COLUMNS: tuple[tuple[str, str, str], ...] = (  # metric, label, format
     ("success", "success", ".1%"),
     ("reward", "reward", ".3f"),
     ("turns", "turns", ".2f"),
@@ -32,7 +32,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (  # figure, label, format
     ("clip", "clipped", ".1%"),
     ("tokens_per_second", "tok/s", ",.0f"),
 )
-SHOWN_OF_IMITATION: tuple[tuple[str, str, str], ...] = (  # nobody acts, so there is nothing to succeed in
+SUPERVISED_COLUMNS: tuple[tuple[str, str, str], ...] = (  # without rollouts there is no success rate
     ("loss", "loss", ".3f"),
     ("entropy", "entropy", ".3f"),
     ("tokens_per_second", "tok/s", ",.0f"),
@@ -42,7 +42,7 @@ STYLES = {"warning": "yellow", "error": "bold red"}
 
 
 def show_progress(console: Console | None = None, every_steps: int = 1, every_seconds: float = 2.0) -> Listener:
-    """The panel when ``console`` is a terminal, else the log: a line each ``every_steps`` steps or so many seconds."""
+    """The panel when ``console`` is a terminal, else the log: a line every ``every_steps`` steps or so many seconds."""
     console = console or Console()
     return LivePanel(console) if console.is_terminal else PlainLog(console, every_steps, every_seconds)
 
@@ -53,67 +53,67 @@ def sparkline(values: list[float | None], width: int = 30) -> str:
     '▁▅ █'
     """
     recent = values[-width:]
-    known = [seen for seen in recent if seen is not None]
-    if not known:
+    numbers = [value for value in recent if value is not None]
+    if not numbers:
         return ""
-    low, span = min(known), (max(known) - min(known)) or 1.0
-    return "".join(" " if seen is None else BLOCKS[round((seen - low) / span * 7)] for seen in recent)
+    low, span = min(numbers), (max(numbers) - min(numbers)) or 1.0
+    return "".join(" " if value is None else BLOCKS[round((value - low) / span * 7)] for value in recent)
 
 
 @dataclass
-class _State:
-    """What has been heard so far; both displays draw from it."""
+class _Progress:
+    """The state of the run from the events so far; both displays show it."""
 
     stage: str = "starting"
     step: int = 0
     total: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     successes: list[float | None] = field(default_factory=list)
-    began: float = 0.0
+    started: float = 0.0
     first: int = 0
 
-    def begin(self, facts: Mapping[str, Any]) -> None:
-        self.stage, self.total = str(facts.get("name", MISSING)), int(number(facts.get("total")) or 0)
+    def start_stage(self, facts: Mapping[str, Any]) -> None:
+        self.stage, self.total = str(facts.get("name", MISSING)), int(finite_number(facts.get("total")) or 0)
         self.step, self.metrics, self.successes = 0, {}, []
-        self.began, self.first = time.monotonic(), -1
+        self.started, self.first = time.monotonic(), -1
 
     def advance(self, facts: Mapping[str, Any]) -> None:
         self.stage = str(facts.get("stage", self.stage))
-        self.step = int(number(facts.get("step")) or 0)
-        self.total = int(number(facts.get("total")) or self.total)
+        self.step = int(finite_number(facts.get("step")) or 0)
+        self.total = int(finite_number(facts.get("total")) or self.total)
         inner = facts.get("metrics")
         self.metrics = inner if isinstance(inner, Mapping) else facts
-        self.successes = [*self.successes[-199:], value(self.metrics, "success")]
-        if self.first < 0:  # a resumed run starts in the middle: time left is judged by what was done since
+        self.successes = [*self.successes[-199:], metric_value(self.metrics, "success")]
+        if self.first < 0:  # a resumed run starts in the middle: estimate the remaining time from the steps since
             self.first = self.step - 1
 
     @property
     def elapsed(self) -> float:
-        return time.monotonic() - self.began if self.began else 0.0
+        return time.monotonic() - self.started if self.started else 0.0
 
     @property
-    def left(self) -> float | None:
+    def remaining(self) -> float | None:
         done = self.step - max(self.first, 0)
         return None if done <= 0 or not self.total else self.elapsed / done * max(self.total - self.step, 0)
 
     def cells(self) -> list[tuple[str, str]]:
-        acted = any(value(self.metrics, figure) is not None for figure in ("success", "reward"))
-        imitated = not acted and value(self.metrics, "loss") is not None
-        shown = SHOWN_OF_IMITATION if imitated else SHOWN
-        return [(label, text(value(self.metrics, figure), form)) for figure, label, form in shown]
+        has_rollouts = any(metric_value(self.metrics, metric) is not None for metric in ("success", "reward"))
+        supervised = not has_rollouts and metric_value(self.metrics, "loss") is not None
+        columns = SUPERVISED_COLUMNS if supervised else COLUMNS
+        return [(label, format_number(metric_value(self.metrics, metric), spec)) for metric, label, spec in columns]
 
 
 class PlainLog:
-    """One aligned line per step, for files and pipes; the header comes with each stage."""
+    """One aligned line per step, for files and pipes; each stage starts with a header."""
 
     def __init__(self, console: Console, every_steps: int = 1, every_seconds: float = 2.0) -> None:
         self._console, self._every_steps, self._every_seconds = console, max(every_steps, 1), every_seconds
-        self._state, self._last, self._headed = _State(), float("-inf"), False
+        self._state, self._last, self._has_header = _Progress(), float("-inf"), False
 
     def __call__(self, event: str, facts: Mapping[str, Any]) -> None:
         if event == "stage":
-            self._state.begin(facts)
-            self._headed, self._last = False, float("-inf")
+            self._state.start_stage(facts)
+            self._has_header, self._last = False, float("-inf")
             total = f", {self._state.total} {facts.get('of', 'steps')}" if self._state.total else ""
             self._write(f"== {self._state.stage}{total}")
         elif event == "step":
@@ -125,37 +125,41 @@ class PlainLog:
             self._write(("" if level == "info" else f"{level}: ") + str(facts.get("text", "")))
 
     def _due(self) -> bool:
-        """The first and the last step always; between them neither too often nor in lumps."""
+        """Always print the first and the last step; limit the rate in between."""
         state, now = self._state, time.monotonic()
-        soon = now - self._last < self._every_seconds or state.step % self._every_steps
-        if soon and not (state.step == state.first + 1 or state.step == state.total):
+        too_soon = now - self._last < self._every_seconds or state.step % self._every_steps
+        if too_soon and not (state.step == state.first + 1 or state.step == state.total):
             return False
         self._last = now
         return True
 
     def _line(self) -> None:
-        cells = [*self._state.cells(), ("elapsed", duration(self._state.elapsed)), ("left", duration(self._state.left))]
-        if not self._headed:
-            self._headed = True
+        cells = [
+            *self._state.cells(),
+            ("elapsed", format_duration(self._state.elapsed)),
+            ("left", format_duration(self._state.remaining)),
+        ]
+        if not self._has_header:
+            self._has_header = True
             self._write(f"{'step':>11}" + "".join(f"{label:>10}" for label, _ in cells))
         of = f"/{self._state.total}" if self._state.total else ""
         self._write(f"{f'{self._state.step}{of}':>11}" + "".join(f"{cell:>10}" for _, cell in cells))
 
     def _write(self, line: str) -> None:
-        # plain text: no markup of a message is interpreted, no line is folded at a guessed width
+        # plain text: do not interpret markup in messages, do not wrap lines at a guessed width
         self._console.print(Text(line), soft_wrap=True, highlight=False)
 
 
 class LivePanel:
-    """One panel, redrawn in place; messages scroll by above it."""
+    """One panel, redrawn in place; messages scroll above it."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._state = console, _State()
+        self._console, self._state = console, _Progress()
         self._live: Live | None = None
 
     def __call__(self, event: str, facts: Mapping[str, Any]) -> None:
         if event == "stage":
-            self._state.begin(facts)
+            self._state.start_stage(facts)
             self._draw()
         elif event == "step":
             self._state.advance(facts)
@@ -180,8 +184,13 @@ class LivePanel:
         head.add_column(ratio=1)
         head.add_column(justify="right")
         of = f"{state.step}/{state.total}" if state.total else str(state.step)
+        times = f"{format_duration(state.elapsed)} elapsed, {format_duration(state.remaining)} left"
         bar = ProgressBar(total=max(state.total, 1), completed=min(state.step, state.total), width=None)
-        head.add_row(Text(of, "bold"), bar, Text(f"{duration(state.elapsed)} gone, {duration(state.left)} left"))
+        head.add_row(
+            Text(of, "bold"),
+            bar,
+            Text(times),
+        )
         grid = Table.grid(expand=True, padding=(0, 1))
         cells = state.cells()
         for _ in cells:

@@ -1,4 +1,4 @@
-"""What a person reads at the end: before and after with intervals, and dialogues as text.
+"""Reports at the end of a run: before and after with confidence intervals, and dialogues as text.
 
 Rows are plain dicts, so the same data prints as a table and as ``--json``. Does not know how anything was measured.
 """
@@ -12,21 +12,21 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from turnwise.observe.metric_names import MISSING, number, text
+from turnwise.observe.metric_names import MISSING, finite_number, format_number
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool reply"}
 
 
 def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per measure found in either, in order. A measure is a number, or something with estimate, low and high.
+    """One row per measure in either, in order. A measure is a number, or a mapping or object with estimate, low and high.
 
-    ``clear`` says that the two intervals do not overlap: a cautious reading, and None where there are no intervals.
+    ``clear``: whether the two intervals do not overlap, a conservative test; None without intervals.
     """
     rows = []
     for name in dict.fromkeys([*before, *after]):
         old, new = _bounds(before.get(name)), _bounds(after.get(name))
-        change = _gap(old["estimate"], new["estimate"])
-        up, down = _gap(old["high"], new["low"]), _gap(new["high"], old["low"])
+        change = _difference(old["estimate"], new["estimate"])
+        up, down = _difference(old["high"], new["low"]), _difference(new["high"], old["low"])
         clear = None if up is None or down is None else up > 0 or down > 0
         rows.append({"measure": name, "before": old, "after": new, "change": change, "clear": clear})
     return rows
@@ -40,27 +40,27 @@ def table(rows: Sequence[Mapping[str, Any]], title: str = "Before and after") ->
         out.add_column(name, justify="right")
     for row in rows:
         style = "" if not row["clear"] else "green" if row["change"] > 0 else "red"
-        change = Text(text(row["change"], "+.3f"), style=style)
-        out.add_row(Text(str(row["measure"])), _shown(row["before"]), _shown(row["after"]), change)
+        change = Text(format_number(row["change"], "+.3f"), style=style)
+        out.add_row(Text(str(row["measure"])), _format_bounds(row["before"]), _format_bounds(row["after"]), change)
     return out
 
 
-def _gap(low: float | None, high: float | None) -> float | None:
+def _difference(low: float | None, high: float | None) -> float | None:
     return None if low is None or high is None else high - low
 
 
-def _bounds(seen: Any) -> dict[str, float | None]:
-    if isinstance(seen, Mapping):
-        return {end: number(seen.get(end)) for end in ("estimate", "low", "high")}
-    if number(seen) is not None or seen is None:
-        return {"estimate": number(seen), "low": None, "high": None}
-    return {end: number(getattr(seen, end, None)) for end in ("estimate", "low", "high")}
+def _bounds(measure: Any) -> dict[str, float | None]:
+    if isinstance(measure, Mapping):
+        return {end: finite_number(measure.get(end)) for end in ("estimate", "low", "high")}
+    if finite_number(measure) is not None or measure is None:
+        return {"estimate": finite_number(measure), "low": None, "high": None}
+    return {end: finite_number(getattr(measure, end, None)) for end in ("estimate", "low", "high")}
 
 
-def _shown(side: Mapping[str, float | None]) -> str:
+def _format_bounds(side: Mapping[str, float | None]) -> str:
     if side["low"] is None or side["high"] is None:
-        return text(side["estimate"])
-    return f"{text(side['estimate'])}  [{text(side['low'])}, {text(side['high'])}]"
+        return format_number(side["estimate"])
+    return f"{format_number(side['estimate'])}  [{format_number(side['low'])}, {format_number(side['high'])}]"
 
 
 # ----------------------------------------------------------------- dialogues
@@ -69,7 +69,7 @@ def _shown(side: Mapping[str, float | None]) -> str:
 def transcript(messages: Sequence[Mapping[str, Any]], title: str = "") -> str:
     """A dialogue as Markdown that also reads well as plain text.
 
-    Every line of content is quoted with ``>``, so nothing a model writes can pass for a heading or another speaker.
+    Every line of content is quoted with ``>``, so a model's text cannot look like a heading or another speaker.
     """
     parts = [f"## {title}"] if title else []
     for message in messages:
@@ -86,7 +86,7 @@ def transcript(messages: Sequence[Mapping[str, Any]], title: str = "") -> str:
 
 
 def _content(content: Any) -> str:
-    """Text, or OpenAI-style parts: a list of ``{"type": "text", "text": ...}`` and other things."""
+    """Text, or OpenAI-style parts: a list of ``{"type": "text", "text": ...}`` and other types."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -102,8 +102,8 @@ def _quote(content: str) -> str:
 
 
 def _call(call: Any) -> str:
-    facts: Mapping[str, Any] = call if isinstance(call, Mapping) else {"name": str(call)}
-    function: Mapping[str, Any] = facts.get("function", facts)
+    fields: Mapping[str, Any] = call if isinstance(call, Mapping) else {"name": str(call)}
+    function: Mapping[str, Any] = fields.get("function", fields)
     arguments = function.get("arguments", "")
-    shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
-    return _quote(f"→ calls {function.get('name', MISSING)}({shown})")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+    return _quote(f"→ calls {function.get('name', MISSING)}({text})")

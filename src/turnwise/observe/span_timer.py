@@ -1,6 +1,6 @@
-"""A clock of nested spans: what each took by itself, without the spans inside it.
+"""A timer of nested spans: the self time of each, without the spans inside it.
 
-Knows calls; neither what they do nor who wants to know.
+Does not know what the timed calls do, nor who reads the times.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-Route = tuple[str, ...]
-"""The names of a span and of those around it, the outermost first."""
+SpanPath = tuple[str, ...]
+"""The names of a span and of the spans around it, outermost first."""
 
 
 @dataclass
-class Clock:
-    """Own time and calls of nested spans, by path; each thread has a stack of its own."""
+class SpanTimer:
+    """Self time and number of calls of nested spans, by path. Each thread has its own stack."""
 
-    seconds: dict[Route, float] = field(default_factory=lambda: defaultdict(float))
-    calls: Counter[Route] = field(default_factory=Counter)
+    seconds: dict[SpanPath, float] = field(default_factory=lambda: defaultdict(float))
+    calls: Counter[SpanPath] = field(default_factory=Counter)
     running: bool = False
-    settle: Callable[[], None] = lambda: None  # waits for the device
-    mark: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # names the span in a trace
+    synchronize: Callable[[], None] = lambda: None  # waits for the device at the end of a span
+    annotate: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # names the span in a trace
     _local: threading.local = field(default_factory=threading.local)
 
     @contextlib.contextmanager
@@ -37,48 +37,48 @@ class Clock:
             return
         stack: list[list[Any]] = self._local.__dict__.setdefault("stack", [])
         path = (*(stack[-1][0] if stack else ()), name)
-        frame: list[Any] = [path, 0.0]  # and what the spans inside it took
+        frame: list[Any] = [path, 0.0]  # path, and seconds in the spans inside it
         stack.append(frame)
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
-            with self.mark(name):
+            with self.annotate(name):
                 yield
-                self.settle()
+                self.synchronize()
         finally:
-            took = time.perf_counter() - began
+            seconds = time.perf_counter() - start
             stack.pop()
-            self.seconds[path] += took - frame[1]
+            self.seconds[path] += seconds - frame[1]
             self.calls[path] += 1
             if stack:
-                stack[-1][1] += took
+                stack[-1][1] += seconds
 
-    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, coroutine or generator, with its time noted."""
+    def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, coroutine function or generator function, timed."""
         if inspect.iscoroutinefunction(call):
 
             @functools.wraps(call)
-            async def wait(*args: Any, **kwargs: Any) -> Any:
+            async def timed_coroutine(*args: Any, **kwargs: Any) -> Any:
                 with self.span(name):
                     return await call(*args, **kwargs)
 
-            return wait
+            return timed_coroutine
         if inspect.isgeneratorfunction(call):
 
             @functools.wraps(call)
-            def turn(*args: Any, **kwargs: Any) -> Iterator[Any]:
-                inner, over = call(*args, **kwargs), object()
+            def timed_generator(*args: Any, **kwargs: Any) -> Iterator[Any]:
+                inner, exhausted = call(*args, **kwargs), object()
                 while True:
                     with self.span(name):
-                        found = next(inner, over)
-                    if found is over:
+                        item = next(inner, exhausted)
+                    if item is exhausted:
                         return
-                    yield found
+                    yield item
 
-            return turn
+            return timed_generator
 
         @functools.wraps(call)
-        def ask(*args: Any, **kwargs: Any) -> Any:
+        def timed_call(*args: Any, **kwargs: Any) -> Any:
             with self.span(name):
                 return call(*args, **kwargs)
 
-        return ask
+        return timed_call

@@ -1,4 +1,4 @@
-"""Trackers for Weights & Biases, MLflow and Trackio: thin, imported only when asked for. They know no figure."""
+"""Trackers for Weights & Biases, MLflow and Trackio: thin wrappers, imported on use. They know no metric."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from turnwise.core.protocols import Tracker
 from turnwise.errors import SettingError, nearest
-from turnwise.observe.metric_names import number
+from turnwise.observe.metric_names import finite_number
 
 
-def _need(module: str) -> Any:
+def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -19,14 +19,14 @@ def _need(module: str) -> Any:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    seen = {name: number(value) for name, value in metrics.items()}
-    return {name: value for name, value in seen.items() if value is not None}
+    numbers = {name: finite_number(value) for name, value in metrics.items()}
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 class Wandb:
     def __init__(self, project: str, name: str, settings: Mapping[str, Any]) -> None:
-        # the name is the identity: a resumed run goes on in the same place
-        self._run = _need("wandb").init(project=project, name=name, id=name, config=dict(settings), resume="allow")
+        # the name is the id, so that a resumed run continues in the same place
+        self._run = _import("wandb").init(project=project, name=name, id=name, config=dict(settings), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(_finite(metrics), step=step)
@@ -37,7 +37,7 @@ class Wandb:
 
 class Mlflow:
     def __init__(self, project: str, name: str, settings: Mapping[str, Any]) -> None:
-        self._mlflow = _need("mlflow")
+        self._mlflow = _import("mlflow")
         self._mlflow.set_experiment(project)
         self._mlflow.start_run(run_name=name)
         self._mlflow.log_params({key: str(value)[:500] for key, value in settings.items()})
@@ -51,7 +51,7 @@ class Mlflow:
 
 class Trackio:
     def __init__(self, project: str, name: str, settings: Mapping[str, Any]) -> None:
-        self._trackio = _need("trackio")
+        self._trackio = _import("trackio")
         self._trackio.init(project=project, name=name, config=dict(settings), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,6 +1,6 @@
-"""Where numbers go: a JSON-lines file, TensorBoard, and many trackers at once.
+"""Trackers: a JSON-lines file, TensorBoard, and several trackers as one.
 
-Does not know what the numbers mean. Services that need an account are in ``services``.
+Does not know what the numbers mean. Services that need an account are in ``tracker_services``.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ from typing import Any
 
 from turnwise.core.protocols import Tracker
 from turnwise.errors import StoreError
-from turnwise.observe.metric_names import number
+from turnwise.observe.metric_names import finite_number
 
 
 class JsonLines:
     """One line per call: ``{"step": 3, "time": 1700000000.0, "reward": 0.5}``. A value that is not finite becomes null.
 
-    ``resume=s`` first removes the lines of steps ≥ s, which the resumed run will write again: nothing is logged twice.
+    ``resume=s`` first removes the lines of steps ≥ s, which the resumed run writes again, so that nothing is logged twice.
     """
 
     def __init__(self, path: str | Path, resume: int | None = None) -> None:
         self.path = Path(path)
         try:
-            _mend(self.path, resume)
+            _drop_rows_from(self.path, resume)
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise StoreError(f"cannot write metrics to {self.path}: {error}") from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        row = {"step": step, "time": round(time.time(), 3), **{name: number(seen) for name, seen in metrics.items()}}
+        row = {
+            "step": step,
+            "time": round(time.time(), 3),
+            **{name: finite_number(value) for name, value in metrics.items()},
+        }
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
@@ -42,7 +46,7 @@ class JsonLines:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file. A last line torn by a kill is left out; so is a missing file."""
+    """The rows of a metrics file, without a last line cut off by a kill; no rows for a missing file."""
     path = Path(path)
     if not path.exists():
         return []
@@ -57,8 +61,8 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _mend(path: Path, resume: int | None) -> None:
-    """Rewrite the file without torn lines and without steps to come; aside, so that a kill here loses nothing."""
+def _drop_rows_from(path: Path, resume: int | None) -> None:
+    """Rewrite the file without incomplete lines and without steps ≥ ``resume``; atomically, so that a kill loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return
@@ -70,7 +74,7 @@ def _mend(path: Path, resume: int | None) -> None:
 
 
 class TensorBoard:
-    """Event files under ``directory``. ``resume=s`` tells TensorBoard to forget what it shows of steps ≥ s."""
+    """Event files under ``directory``. ``resume=s`` tells TensorBoard to discard steps ≥ s."""
 
     def __init__(self, directory: str | Path, resume: int | None = None) -> None:
         self._writer = _writer(str(directory), resume)
@@ -78,8 +82,8 @@ class TensorBoard:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._writer is None:
             return
-        for name, seen in metrics.items():
-            finite = number(seen)
+        for name, value in metrics.items():
+            finite = finite_number(value)
             if finite is not None:
                 self._writer.add_scalar(name, finite, step)
 
@@ -95,33 +99,33 @@ def _writer(directory: str, resume: int | None) -> Any:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            warnings.warn("no TensorBoard files are written: install tensorboardX to have them", stacklevel=3)
+            warnings.warn("no TensorBoard files are written: install tensorboardX to get them", stacklevel=3)
             return None
     return SummaryWriter(directory, purge_step=resume)
 
 
 class Trackers:
-    """Many trackers as one. One that fails is reported once and then left alone: it must not cost a run."""
+    """Several trackers as one. One that fails is reported once and then no longer used: it must not end a run."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._alive = list(trackers)
+        self._working = list(trackers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for tracker in list(self._alive):
+        for tracker in list(self._working):
             try:
                 tracker.log(step, metrics)
             except Exception as error:
-                self._alive.remove(tracker)
+                self._working.remove(tracker)
                 _report(tracker, error)
 
     def close(self) -> None:
-        for tracker in self._alive:
+        for tracker in self._working:
             try:
                 tracker.close()
             except Exception as error:
                 _report(tracker, error)
-        self._alive = []
+        self._working = []
 
 
 def _report(tracker: Tracker, error: Exception) -> None:
-    warnings.warn(f"{type(tracker).__name__} failed and is not used any more: {error!r}", stacklevel=3)
+    warnings.warn(f"{type(tracker).__name__} failed and is no longer used: {error!r}", stacklevel=3)

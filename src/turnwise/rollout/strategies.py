@@ -39,6 +39,8 @@ class OpenSession(Protocol):
 
 
 class Strategy(Protocol):
+    """Interface: how the episodes of a group are produced."""
+
     def begin(
         self,
         group: str,

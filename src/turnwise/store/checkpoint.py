@@ -28,6 +28,7 @@ from turnwise.store.atomic import atomic_write, remove, remove_temporaries
 from turnwise.store.state_tree import pack, unpack
 
 FORMAT = 1
+MANIFEST = "manifest.json"
 DIRECTORY_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
@@ -66,17 +67,25 @@ def save_checkpoint(
             (path / "model").mkdir()
             model_export(path / "model")
         manifest = {"format": FORMAT, "step": step, "files": _digests(path)}
-        (path / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        (path / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     discard_after(directory, step)
     _prune(directory, keep)
     return target
 
 
 def save_model(target: str | Path, write: Callable[[Path], object]) -> None:
-    """Write the final model atomically: ``save_model(run.model, lambda path: model.save_pretrained(path))``."""
+    """Write a model folder atomically, with a manifest of checksums:
+    ``save_model(run.model, lambda path: model.save_pretrained(path))``."""
     with atomic_write(Path(target)) as path:
         path.mkdir()
         write(path)
+        manifest = {"format": FORMAT, "files": _digests(path)}
+        (path / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def verify_model(path: str | Path) -> None:
+    """Check a folder of ``save_model`` against its manifest; raise :class:`StoreError` on any difference."""
+    _verified_manifest(Path(path))
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
@@ -135,8 +144,15 @@ def discard_after(directory: str | Path, step: int) -> list[Path]:
 def verify(path: Path) -> int:
     """Check every file against the manifest and return the step; raise :class:`StoreError` on any difference."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        format_number, files, step = manifest["format"], manifest["files"], int(manifest["step"])
+        return int(_verified_manifest(path)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{path} has no readable manifest ({error})") from error
+
+
+def _verified_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        format_number, files = manifest["format"], dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{path} has no readable manifest ({error})") from error
     if format_number != FORMAT:
@@ -148,7 +164,7 @@ def verify(path: Path) -> int:
             raise StoreError(f"{path} has no file {name} ({error})") from error
         if actual != expected:
             raise StoreError(f"{path} is damaged: {name} does not match its checksum")
-    return step
+    return manifest
 
 
 def _digests(path: Path) -> dict[str, list[Any]]:

@@ -10,6 +10,8 @@ from turnwise.core.records import Group
 
 
 class Admission(Protocol):
+    """Interface: which finished groups are trained on."""
+
     def __call__(self, group: Group) -> Group | str:
         """The group or a subset of it; or, if it is rejected, the reason."""
         ...

@@ -19,6 +19,8 @@ from turnwise.tasks.task_source import TaskStream, shuffled_index
 
 
 class LiveSampler(Protocol):
+    """Interface: a sampler in a run. Draws tasks, learns of their results, survives a crash."""
+
     def next(self) -> tuple[int, Task]:
         """The number of this draw, and its task."""
         ...
@@ -33,6 +35,8 @@ class LiveSampler(Protocol):
 
 
 class Sampler(Protocol):
+    """Interface: the frozen description of a sampler; ``open`` makes the live one."""
+
     def open(self, tasks: TaskStream) -> LiveSampler: ...
 
 

@@ -20,7 +20,7 @@ from turnwise.core.protocols import Generator, Learner, Tracker
 from turnwise.core.records import Group
 from turnwise.core.signals import Signal
 from turnwise.data.mixing import GroupSource, Mixture
-from turnwise.errors import SettingError
+from turnwise.errors import SettingError, StoreError
 from turnwise.evaluation.evaluator import Evaluator
 from turnwise.evaluation.preference import as_evaluation, rank_pairs
 from turnwise.observe.profile import PAGE, Profile
@@ -28,7 +28,15 @@ from turnwise.observe.tracker_services import SERVICES, service
 from turnwise.observe.trackers import JsonLines, TensorBoard, Trackers
 from turnwise.rollout.renderer import Renderer
 from turnwise.store.atomic import write_json
-from turnwise.store.checkpoint import discard_after, latest, latest_step, load_checkpoint, save_checkpoint, save_model
+from turnwise.store.checkpoint import (
+    discard_after,
+    latest,
+    latest_step,
+    load_checkpoint,
+    save_checkpoint,
+    save_model,
+    verify_model,
+)
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
 from turnwise.store.write_behind import WriteBehindLedger
@@ -108,7 +116,13 @@ class Trainer:
             )  # fmt: skip
 
     def _check_files(self) -> None:
-        """Refuse to resume on files whose content has changed."""
+        """Refuse to resume without the ledger, or on data files whose content has changed."""
+        step, ledger = latest_step(self.run_dir.checkpoints), self.run_dir.ledger
+        if step and not ledger.is_file():
+            raise StoreError(
+                f"{ledger} is missing, and the run has a checkpoint of step {step}: which groups were trained on is unknown; "
+                "restore the file, or start a new run"
+            )
         path, digests = self.run_dir.path / "sources.json", self.plan.data.digests()
         recorded = json.loads(path.read_text()) if path.is_file() else digests
         changed = [name for name in recorded if recorded[name] != digests.get(name)]
@@ -134,6 +148,7 @@ class Trainer:
             if steps:
                 cold_start(s, self.env_spec, tokenizer, model, steps, self.events)
             save_model(folder, lambda path: _write(path, model.save_pretrained, tokenizer.save_pretrained))
+        verify_model(folder)
         return build.load_tokenizer(s, self.env_spec, folder), build.load_model(s, 0, folder)
 
     async def _learn(self, learner: Learner, generator: Generator, tokenizer: Any) -> dict[str, Any]:

@@ -77,9 +77,8 @@ class PackedLayout:
         parts, at = [], 0
         for rows, length in self.buckets:
             bucket = slice(at, at + rows * length)
-            a, b, c = (
-                x[bucket].unflatten(0, (rows, length)).transpose(1, 2) for x in (q, k, v)
-            )  # [rows, H, length, D]
+            # [rows, H, length, D]
+            a, b, c = (x[bucket].unflatten(0, (rows, length)).transpose(1, 2) for x in (q, k, v))
             parts.append(self._attend_bucket(a, b, c, scale, window).transpose(1, 2).flatten(0, 1))
             at = bucket.stop
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -181,10 +180,9 @@ def packed_states(
         return PackedStates(layers(ids, position, layout), to(row_of))
     ids, position, row_of = to(ids), to(position), to(row_of)
     layout = layout.to(ids.device) if isinstance(layout, VarlenAttention) else layout
-    if layers is not None and sequences.sampled_at.numel() and not all_positions:
-        outputs = (
-            torch.cat([sequences.sampled_at - 1, sequences.sampled_at]) if after_sampled else sequences.sampled_at - 1
-        )
+    sampled_at = sequences.sampled_at
+    if layers is not None and sampled_at.numel() and not all_positions:
+        outputs = torch.cat([sampled_at - 1, sampled_at]) if after_sampled else sampled_at - 1
         rows, index_of = _distinct(row_of[to(outputs)], len(ids))
         return PackedStates(layers(ids, position, layout, rows), index_of[row_of])
     if layers is not None:

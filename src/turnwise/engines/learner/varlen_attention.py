@@ -151,14 +151,10 @@ class _RotaryKernelAttention(torch.autograd.Function):
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, layout: VarlenAttention, keys: int, scale: float
     ) -> Tensor:
         ctx.ops, ctx.kernels = ops_for(qkv), attention_for(qkv, qkv.shape[2])
-        ctx.parts, ctx.kernel_args, ctx.copies = (
-            [qkv.shape[1] - 2 * keys, keys, keys],
-            layout.kernel_args(scale),
-            layout.copies,
-        )
-        ctx.ops.rotate_(
-            qkv.flatten(1), cos, sin, qkv.shape[1] - keys, qkv.shape[2]
-        )  # in place: qkv has no other reader
+        ctx.parts = [qkv.shape[1] - 2 * keys, keys, keys]
+        ctx.kernel_args, ctx.copies = layout.kernel_args(scale), layout.copies
+        # In place: qkv has no other reader.
+        ctx.ops.rotate_(qkv.flatten(1), cos, sin, qkv.shape[1] - keys, qkv.shape[2])
         out, stats = ctx.kernels.forward(*qkv.split(ctx.parts, 1), *ctx.kernel_args)
         ctx.save_for_backward(qkv, cos, sin, out, stats)
         return out

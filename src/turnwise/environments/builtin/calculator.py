@@ -63,9 +63,8 @@ class WordProblem:
 
     @property
     def answer(self) -> int:
-        return int(
-            eval(self.expression, {"__builtins__": {}}, dict(self.numbers))
-        )  # the expression of a template, never text of a model
+        # the expression comes from a template above, never from a model
+        return int(eval(self.expression, {"__builtins__": {}}, dict(self.numbers)))
 
     @property
     def bindings(self) -> str:
@@ -178,8 +177,8 @@ class Calculator(Environment):
         return tool_action("python", code=f"t={rng.choice(names)}{rng.choice('+-*')}{rng.choice(names)};t")
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """About a third of the episodes is correct; the others guess, compute a wrong expression, or write invalid code and ignore
-        the error."""
+        """About a third of the episodes is correct; the others guess, compute a wrong expression, or write invalid code and
+        ignore the error."""
         self.style = (
             self.style or rng.choices(("good", "guess", "wrong", "broken", "mended"), weights=(28, 22, 24, 16, 10))[0]
         )

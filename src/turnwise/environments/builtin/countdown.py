@@ -139,7 +139,7 @@ def _value(node: ast.expr) -> Fraction:
 
 @lru_cache(maxsize=4096)
 def solve(problem: CountdownProblem) -> str:
-    """The first solution of an exhaustive search. Positive whole intermediate values suffice, because tasks are made with them."""
+    """The first solution of an exhaustive search. Positive whole intermediate values suffice: tasks are made of them."""
     solution = _search([(n, str(n)) for n in problem.numbers], problem.target)
     assert solution is not None, f"{problem} was made by combining its numbers"
     return _without_parentheses(solution)

@@ -85,16 +85,14 @@ class AnsweredReasoningGymEnvironment(ReasoningGymEnvironment):
         return text_action(str(dataset_entry(self.levels[self.difficulty], rng.randrange(PROBLEMS))["answer"]))
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """Right in half of the episodes. Otherwise a near miss of a whole number, so that an imitator must still read the question,
-        or a random answer."""
+        """Right in half of the episodes. Otherwise a near miss of a whole number, so that an imitator must still read the
+        question, or a random answer."""
         if rng.random() < 0.5:
             return self.oracle()
         reference = self.answer()
-        return (
-            text_action(str(int(reference) + rng.choice(NEAR_MISSES)))
-            if INTEGER.fullmatch(reference)
-            else self.random_action(rng)
-        )
+        if INTEGER.fullmatch(reference):
+            return text_action(str(int(reference) + rng.choice(NEAR_MISSES)))
+        return self.random_action(rng)
 
 
 def extract_answer(text: str) -> str:

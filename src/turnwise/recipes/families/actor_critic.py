@@ -88,7 +88,8 @@ def st_ppo(
     Paper: ST-PPO: Stabilized Off-Policy PPO for Multi-Turn Agents Training, arXiv 2511.20718.
     Settings: clip 0.2, gamma and lambda 1, several epochs of mini-batches.
     Deviation: the floor is ours (with 1 the gradient only ever shrinks); each token has its own gradient inside a turn.
-    Sure of: turn ratio and bias (paper text), division by ‖C‖ (paper text and reviews), floor and gradient path (reconstructed).
+    Sure of: turn ratio and bias (paper text), division by ‖C‖ (paper text and reviews), floor and gradient path
+    (reconstructed).
     """
     return Recipe(
         advantage=Whiten(GAE(gamma, lam)),

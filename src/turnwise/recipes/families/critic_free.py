@@ -75,7 +75,8 @@ def dr_grpo(clip: float = 0.2, length: float = 64) -> Recipe:
     Aᵢ = Rᵢ − mean;  J = 1/(G·L) Σᵢ Σₜ min(ρₜAᵢ, clip(ρₜ, 1±clip)Aᵢ),  L a constant
 
     Paper: Understanding R1-Zero-Like Training, arXiv 2503.20783.
-    Settings: G 8, clip 0.2, no KL, L = the generation budget (3000 tokens in the paper; 64 here, for the short answers of small models).
+    Settings: G 8, clip 0.2, no KL, L = the generation budget (3000 tokens in the paper; 64 here, for the short answers
+    of small models).
     Sure of: the formula (official code).
     """
     return Recipe(advantage=Standardise(scale=False), gate=Clip(clip, clip), aggregate=Sum(TRAJECTORY, length=length))

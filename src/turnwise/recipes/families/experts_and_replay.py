@@ -1,7 +1,7 @@
 """Learning from further data: demonstrations, replayed successes and teachers.
 
-A group may hold trajectories of several origins: sampled for this step (policy), sampled before (replay), not sampled by the
-policy (expert). Each method selects which of them take part; each part of its loss has its own average.
+A group may hold trajectories of several origins: sampled for this step (policy), sampled before (replay), not sampled
+by the policy (expert). Each method selects which of them take part; each part of its loss has its own average.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from turnwise.core.signals import Signal
 from turnwise.credit.by_origin import GateByOrigin, RatioByOrigin, ShapedProbability
 from turnwise.credit.distillation import OneTokenRolloutLoss, PerplexityWeighted, TeacherLogRatio
 from turnwise.credit.fact import Fact
+from turnwise.credit.history import ImprovementWeighted
 from turnwise.credit.imitation import OneMinus, WarmupCosine, WeightedNegativeLogLikelihood
 from turnwise.credit.pairs import ChosenSide, LabelledPairs
 from turnwise.credit.preference import LogisticLoss, PreferenceLoss, SeparateLogisticLoss
@@ -128,7 +129,8 @@ def luffy(
 
     Paper: Learning to Reason under Off-Policy Guidance, arXiv 2504.14945.
     Settings: 7 own rows and 1 expert's, shape 0.1, no clip, no std, no KL.
-    Deviation: its entropy bonus of 0.001 is left out. Replayed trajectories are treated as sampled ones: their log-probabilities are recorded.
+    Deviation: its entropy bonus of 0.001 is left out. Replayed trajectories are treated as sampled ones: their
+    log-probabilities are recorded.
     Sure of: the formula (official code).
     """
     return Recipe(
@@ -192,7 +194,8 @@ def bepa(
     high: float = 0.2,
     pool: int = 128,
 ) -> Recipe:
-    """BEPA: replaces one rollout of an all-failed group by the policy's last success or, before the first, an expert trace.
+    """BEPA: replaces one rollout of an all-failed group by the policy's last success or, before the first, an expert
+    trace.
 
     A = z-score over the patched group;  own: clipped ρA;  borrowed: f(p)A, f(p) = p/(p + shape)
 
@@ -225,7 +228,8 @@ def spear_replay(
     oldest: int = 10,
     covariance: float = 0.0,
 ) -> Recipe:
-    """SPEAR (clamped): replays trajectories above the past median with bonus, advantage clamped at 0; bonus per tool call.
+    """SPEAR (clamped): replays trajectories above the past median with bonus, advantage clamped at 0; bonus per tool
+    call.
 
     own: A = R + κ min(0.1 calls, 1) − mean;  replayed: A = [R − median of past group means]₊;  L = L_own + η L_replay
 
@@ -253,6 +257,26 @@ def spear_replay(
     )  # fmt: skip
 
 
+def pipo(window: int = 3, damp: float = 0.5, eps: float = 1e-6, clip: float = 0.2) -> Recipe:
+    """PIPO: replays the previous batch with its advantages weighted by whether the return improved since.
+
+    A = φ(ξ) a for a replayed trajectory, a its credit then; ξ = (μ − mean)/(std + ε) of the last K batches; φ(ξ) = ξ, λξ below 0
+
+    Paper: PIPO: Policy Improvement Reinforcement Learning, arXiv 2604.00860.
+    Settings: K 3, λ 0.5.
+    Deviation: old and new are one optimiser step, not two; trajectories with advantage 0 are not replayed (they have no
+    gradient).
+    Sure of: the formula (third-party notes), K and λ (unverified).
+    """
+    own, past = FromOrigin("policy"), FromOrigin("replay")
+    verdict = ImprovementWeighted(Fact("advantage", missing=0.0), window, damp, eps)
+    return Recipe(
+        advantage=OnSelected(own, Standardise(Outcome(), SelectedPeers(own), eps=eps)) + OnSelected(past, verdict),
+        gate=Clip(clip, clip),
+        replay=WeightedPool(share=1.0, power=0.0, oldest=1),
+    )
+
+
 @declares(Kind.PREFERENCE)
 def r1v2(
     beta: float = 0.1,
@@ -267,7 +291,8 @@ def r1v2(
     L = L_GRPO(own, and replayed with their stored A) + w_p DPO + w_q BCO + w_g (−mean log π of the chosen)
 
     Paper: Skywork R1V2: Multimodal Hybrid Reinforcement Learning for Reasoning, arXiv 2504.16656.
-    Settings: weights 0.8, 0.2, 1; beta 0.1; delta a running mean of rewards (0 here); trajectories are replayed with probability ∝ |A|.
+    Settings: weights 0.8, 0.2, 1; beta 0.1; delta a running mean of rewards (0 here); trajectories are replayed with
+    probability ∝ |A|.
     Deviation: no KL; pairs take no part in GRPO.
     Sure of: the losses (paper text), how trajectories are sampled for replay (unconfirmed).
     """
@@ -288,7 +313,8 @@ def r1v2(
 
 
 def opd(lam: float = 1.25, clip: float = 0.2) -> Recipe:
-    """G-OPD: on-policy distillation with the teacher's log-ratio as token advantage; λ > 1 extrapolates beyond the teacher.
+    """G-OPD: on-policy distillation with the teacher's log-ratio as token advantage; λ > 1 extrapolates beyond the
+    teacher.
 
     Aₜ = λ (log T − log π_ref) − (log π_old − log π_ref);  clipped, token mean;  λ = 1 is on-policy distillation
 

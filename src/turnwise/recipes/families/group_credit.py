@@ -18,8 +18,7 @@ from turnwise.credit.baselines import (
     StandardiseByMeanDeviation,
     StandardiseByMedian,
 )
-from turnwise.credit.fact import Fact
-from turnwise.credit.history import CappedEntropyBonus, ImprovementWeighted, RetentionByKL
+from turnwise.credit.history import CappedEntropyBonus, RetentionByKL
 from turnwise.credit.likelihood import NoveltyBonus, PairwiseCalibration, UnlikelinessReward
 from turnwise.credit.multi_reward import (
     BetaNormalised,
@@ -29,7 +28,7 @@ from turnwise.credit.multi_reward import (
     UnitOutcome,
     WeightedRewards,
 )
-from turnwise.credit.selectors import BestOfGroup, FromOrigin, Not, OnSelected, SelectedPeers
+from turnwise.credit.selectors import BestOfGroup, Not
 from turnwise.credit.sets import ClipEachPart, ConsistencyAdvantage, DisagreementWeighted, SetAdvantage
 from turnwise.credit.stratified import (
     Blend,
@@ -41,8 +40,7 @@ from turnwise.credit.stratified import (
 )
 from turnwise.credit.tail_risk import TailRisk
 from turnwise.credit.tracker import SuccessTracker
-from turnwise.data.replay import WeightedPool
-from turnwise.recipes.kind import Kind, declares
+from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import CyclePool
@@ -56,9 +54,9 @@ def mc_grpo(eps: float = 1e-3, rescale: bool = False, fallback: bool = False, cl
     m = median R, d = median |R − m|;  A = (R − m)/(d + ε);  one rollout at the median is not trained on
 
     Paper: MC-GRPO: Median-Centered GRPO for Small-Rollout RL, arXiv 2601.22582.
-    Settings: groups of G + 1 (9 here), eps 1e-3. rescale is the GSM8K script's n/(members with A ≠ 0); fallback takes d = 1
-    where d is 0: with rewards of 0 and 1 it always is, and the minority gets ±1/eps, left to gradient clipping.
-    Of an even group the median is the lower of the middle two, so that it is a member there, too.
+    Settings: groups of G + 1 (9 here), eps 1e-3. rescale is the GSM8K script's n/(members with A ≠ 0); fallback takes d
+    = 1 where d is 0: with rewards of 0 and 1 it always is, and the minority gets ±1/eps, left to gradient clipping. Of
+    an even group the median is the lower of the middle two, so that it is a member there, too.
     Sure of: the formula (official code).
     """
     return Recipe(
@@ -167,8 +165,8 @@ def canon(
     A = μ (R − mean of the other half) + (1 − μ)(R − mean of the own half)
 
     Paper: CANON: Conditional Advantage Estimation, arXiv 2509.23962.
-    Settings: mu 1 or 0.5, or None for the batch's mean reward; alpha 1 (below 1, with length, long answers lose); G 16, clip
-    0.2/0.28, no KL, a constant length (8192 in the paper, 64 here).
+    Settings: mu 1 or 0.5, or None for the batch's mean reward; alpha 1 (below 1, with length, long answers lose); G 16,
+    clip 0.2/0.28, no KL, a constant length (8192 in the paper, 64 here).
     Deviation: no cosine schedule of mu.
     Sure of: the formula (official code).
     """
@@ -265,8 +263,8 @@ def adora(
     A = z-score, times damp unless max length of right ones > mean length of wrong ones that were not cut off
 
     Paper: ADORA: Training Reasoning Model with Dynamic Advantage Estimation on RL, blog and code, 2025-03.
-    Settings: damp 0.1. Right is a reward above 1.01 for its language models (their rewards exceed 1) and above 0.5 for its
-    vision models, where lenient reverses the rule for groups without right or without wrong answers.
+    Settings: damp 0.1. Right is a reward above 1.01 for its language models (their rewards exceed 1) and above 0.5 for
+    its vision models, where lenient reverses the rule for groups without right or without wrong answers.
     Deviation: the threshold is 0.5 in both: here, a solved task pays 1.
     Sure of: the formula (official code).
     """
@@ -303,35 +301,16 @@ def xrpo(novelty: float = 2.5, kappa: float = 0.5, eps: float = 1e-6, clip: floa
     return Recipe(advantage=NoveltyBonus(Standardise(eps=eps), novelty, kappa), gate=Clip(clip, clip))
 
 
-@declares(Kind.DATA)
-def pipo(window: int = 3, damp: float = 0.5, eps: float = 1e-6, clip: float = 0.2) -> Recipe:
-    """PIPO: replays the previous batch with its advantages weighted by whether the return improved since.
-
-    A = φ(ξ) a for a replayed trajectory, a its credit then; ξ = (μ − mean)/(std + ε) of the last K batches; φ(ξ) = ξ, λξ below 0
-
-    Paper: PIPO: Policy Improvement Reinforcement Learning, arXiv 2604.00860.
-    Settings: K 3, λ 0.5.
-    Deviation: old and new are one optimiser step, not two; trajectories with advantage 0 are not replayed (they have no gradient).
-    Sure of: the formula (third-party notes), K and λ (unverified).
-    """
-    own, past = FromOrigin("policy"), FromOrigin("replay")
-    verdict = ImprovementWeighted(Fact("advantage", missing=0.0), window, damp, eps)
-    return Recipe(
-        advantage=OnSelected(own, Standardise(Outcome(), SelectedPeers(own), eps=eps)) + OnSelected(past, verdict),
-        gate=Clip(clip, clip),
-        replay=WeightedPool(share=1.0, power=0.0, oldest=1),
-    )
-
-
 def polychromic(size: int = 4, bottom: float = 0.0, top: float = 1.0, beta: float = 0.01, clip: float = 0.2) -> Recipe:
     """Polychromic objective: scores sets of trajectories by mean reward times diversity; members share the advantage.
 
     f(set) = mean R · share of distinct members;  A = mean of f over its sets − mean over all sets of n in the group
 
     Paper: Polychromic Objectives for Reinforcement Learning, arXiv 2509.25424.
-    Settings: N 8, n 4; a penalty (log π − log μ)² keeps the policy near the sampler. bottom and top: what counts as 0 and as 1.
-    Deviation: the state is the task and all sets of its group count, in closed form; no vines inside an episode, no critic.
-    Trajectories are equal by the fact `key`; where it is not recorded, by all their actions.
+    Settings: N 8, n 4; a penalty (log π − log μ)² keeps the policy near the sampler. bottom and top: what counts as 0
+    and as 1.
+    Deviation: the state is the task and all sets of its group count, in closed form; no vines inside an episode, no
+    critic. Trajectories are equal by the fact `key`; where it is not recorded, by all their actions.
     Sure of: the formula (third-party notes), beta (ours).
     """
     return Recipe(
@@ -373,9 +352,9 @@ def mssr(
     A = batch z-score of r − a/(a + b);  Aₜ = A + min(|A|/γ, λ Hₜ);  a ← ηa + r, b ← ηb + 1 − r
 
     Paper: Stable and Efficient Single-Rollout RL for Multimodal Reasoning, arXiv 2512.18215.
-    Settings: gamma 0.4, weight 2, eta between 0.875 and 0.96 by the mean KL of the last 20 updates (target 0.01), KL 0.01;
-    2048 tasks of one rollout (64 here, in repeated passes over a pool of 512: a task must return to have a history).
-    strength: a new task begins with a = b = strength/2, 1/(1 − least)/2.
+    Settings: gamma 0.4, weight 2, eta between 0.875 and 0.96 by the mean KL of the last 20 updates (target 0.01), KL
+    0.01; 2048 tasks of one rollout (64 here, in repeated passes over a pool of 512: a task must return to have a
+    history). strength: a new task begins with a = b = strength/2, 1/(1 − least)/2.
     Deviation: the KL of an update is measured on the batch after it; rollouts of one task in one batch are one visit.
     Sure of: the formula and constants (third-party notes).
     """

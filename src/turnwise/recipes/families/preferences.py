@@ -1,7 +1,7 @@
 """Preference learning: pairs labelled by data, or the best and worst of a group of rollouts.
 
-A labelled pair is a group of two with the facts chosen 1 and 0. Every method logs the margin and the accuracy of its score,
-and the ranking accuracy of the policy itself.
+A labelled pair is a group of two with the facts chosen 1 and 0. Every method logs the margin and the accuracy of its
+score, and the ranking accuracy of the policy itself.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def mapl(beta: float = 0.1, intra: float = 1.0, inter: float = 1.0) -> Recipe:
 
     Paper: MAPL: Multi-Level Aware Preference Learning, 2025.
     Settings: beta 0.1; both weights 1 (ours).
-    Deviation: an answer y under x⁺ and x⁻ is a pair of its own (chosen 1: its own prompt, 0: the changed one) with the fact
-    within 1; fact family groups the pairs of one origin, fact gap is the quality gap of a pair.
+    Deviation: an answer y under x⁺ and x⁻ is a pair of its own (chosen 1: its own prompt, 0: the changed one) with the
+    fact within 1; fact family groups the pairs of one origin, fact gap is the quality gap of a pair.
     Sure of: the idea (abstract), its form (reconstructed).
     """
     across, within = LabelledPairs(without="within"), LabelledPairs(having="within")
@@ -160,8 +160,9 @@ def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity"), answers: Source =
 
     Paper: Arithmetic Control of LLMs for Diverse User Preferences: Directional Preference Alignment, arXiv 2402.18571.
     Settings: v = (cos φ, sin φ), |φ| at most 45°, stated in the prompt as whole hundredths.
-    Deviation: one round over the answers of a file, each prompt in four directions; r are their ratings instead of a reward
-    model's. answers=formed: the policy's own, for an environment that samples v, states it and records it as facts `toward_NAME`.
+    Deviation: one round over the answers of a file, each prompt in four directions; r are their ratings instead of a
+    reward model's. answers=formed: the policy's own, for an environment that samples v, states it and records it as
+    facts `toward_NAME`.
     Sure of: the rule (paper text), how many samples and rounds (recalled).
     """
     best = BestOfGroup(answers_from(answers), DirectionalReward(heads))

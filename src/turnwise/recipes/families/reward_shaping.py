@@ -14,10 +14,10 @@ from turnwise.credit.peers import SameTokenIndex
 from turnwise.credit.selectors import FromOrigin, Not, OnSelected, SelectedPeers
 from turnwise.credit.self_imitation import (
     CosineWarmup,
-    DividedBy,
     DropHighCovariance,
     NonNegativeReplay,
     PastMedian,
+    RecalibratedReturn,
     ReplayLoss,
     ToolCallBonus,
 )
@@ -55,14 +55,14 @@ def spo_single(
 ) -> Recipe:
     """SPO (single-stream): one rollout per task against a tracked success rate, normalised over the batch.
 
-    A = (r − v − mean)/(std + ε) over the batch, v = a/(a + b); then a ← ρa + r, b ← ρb + 1 − r, ρ = clip(2^{−D/half}, low, high);
-    tasks are sampled by √(v(1 − v)) + 0.05, without replacement
+    A = (r − v − mean)/(std + ε) over the batch, v = a/(a + b); then a ← ρa + r, b ← ρb + 1 − r, ρ = clip(2^{−D/half},
+    low, high); tasks are sampled by √(v(1 − v)) + 0.05, without replacement
 
     Paper: Single-stream Policy Optimization, arXiv 2509.13232.
     Settings: half 0.06, low 0.875, high 0.96, 8 tries of a task before its first visit, clip 0.2/0.28, 768 tasks a step.
-    Deviation: D is not the drift on the task's last response but the sum of the drifts, each measured on its step's batch,
-    of the steps since (no less, by the triangle inequality); without the facts ``tries`` and ``solved`` a task starts
-    at ½; the sampler keeps its own counts and decays them at a fixed rate; 64 tasks a step from a pool of 1024.
+    Deviation: D is not the drift on the task's last response but the sum of the drifts, each measured on its step's
+    batch, of the steps since (no less, by the triangle inequality); without the facts ``tries`` and ``solved`` a task
+    starts at ½; the sampler keeps its own counts and decays them at a fixed rate; 64 tasks a step from a pool of 1024.
     Sure of: the formula (official recipe).
     """
     return Recipe(
@@ -83,22 +83,23 @@ def spear(
     gamma: float = 1.0, warm: float = 100.0, horizon: float = 200.0, oldest: int = 5, size: int = 2048,
     scale: bool = False, fraction: float = 0.02, low: float = 2.0, high: float = 60.0, length: float = 64.0,
 ) -> Recipe:  # fmt: skip
-    """SPEAR (agent runs): replays trajectories with a return of at least the past median; bonus per turn with a tool call.
+    """SPEAR (agent runs): replays trajectories with a return of at least the past median; bonus per turn with a tool
+    call.
 
     fresh: A = R + b − mean, b = min(1, 0.1 tool turns)(cos(πt/T) + 1)/2;  replayed: A = R − median of recent group means,
     kept where A ≥ 0, in a loss of their own, weight γ (1 − cos(πt/T'))/2, less some tokens of high covariance
 
     Paper: Self-imitation with Progressive Exploration for Agentic RL, arXiv 2509.22601.
-    Settings: gamma 1, T' 100 (300 with code tools), T 200, 5 steps, 2048 trajectories, 2 % of tokens with covariance in (2, 60),
-    clip 0.2/0.28, no std, no KL.
-    Deviation: replayed trajectories are sampled each step, not all at once when the buffer is full; unparsable or repetitive
-    outputs and tasks with little spread are not filtered out. `spear_replay` clamps the replayed advantage at 0 instead.
+    Settings: gamma 1, T' 100 (300 with code tools), T 200, 5 steps, 2048 trajectories, 2 % of tokens with covariance in
+    (2, 60), clip 0.2/0.28, no std, no KL.
+    Deviation: replayed trajectories are sampled each step, not all at once when the buffer is full; unparsable or
+    repetitive outputs and tasks with little spread are not filtered out. `spear_replay` clamps the replayed advantage
+    at 0 instead.
     Sure of: the formula (official code).
     """
     past, fresh = NonNegativeReplay(oldest, size), Not(FromOrigin("replay"))
-    value, recalibrated = Outcome() + ToolCallBonus(horizon=horizon), Outcome() - PastMedian(Outcome(), fresh)
-    if scale:
-        recalibrated = DividedBy(recalibrated, PastMedian(Outcome(), fresh, statistic="std"))
+    value, median = Outcome() + ToolCallBonus(horizon=horizon), PastMedian(Outcome(), fresh)
+    recalibrated = RecalibratedReturn(Outcome(), median, PastMedian(Outcome(), fresh, statistic="std"), scale)
     loss = ReplayLoss(Clip(0.2, 0.28).where(DropHighCovariance(past, fraction, low, high)))
     return Recipe(
         advantage=OnSelected(fresh, Standardise(value, SelectedPeers(fresh), scale=False))
@@ -195,13 +196,13 @@ def promed(
 
     Paper: Shapley Information Gain Guided RL for Proactive Medical LLMs, arXiv 2508.13514.
     Settings: alpha 2, beta 1, gamma 3, format 1, softmax temperature (softness) 2, groups of 4, clip 0.1, KL 0.04.
-    Deviation: environment or data record the Shapley values (facts ``worth k``) and the pieces in an answer (turn fact ``uncovered``,
-    one bit each); as in its code a piece counts every time, with fresh only the first time.
+    Deviation: environment or data record the Shapley values (facts ``worth k``) and the pieces in an answer (turn fact
+    ``uncovered``, one bit each); as in its code a piece counts every time, with fresh only the first time.
     Sure of: the formula (official code).
     """
     reward = QuestionReward(ShapleyInformationGain(softness, fresh), alpha, beta, gamma, form)
     return Recipe(
-        advantage=Standardise(SpreadTo(TOKEN, paid), SameTokenIndex(places), scale=False),
+        advantage=Standardise(SpreadTo(TOKEN, reward), SameTokenIndex(places), scale=False),
         gate=Clip(clip, clip),
         penalties=(WeightedPenalty(kl, KL("k3")),),
     )
@@ -245,7 +246,8 @@ def information_consistency(helpful: float = 1.0, stable: float = 1.0, clip: flo
 
     Paper: Information-Consistent Language Model Recommendations through GRPO, arXiv 2512.12858.
     Settings: the weights are guesses.
-    Deviation: the episodes of a group must be paraphrases of one request: the environment writes them; its reward is not read.
+    Deviation: the episodes of a group must be paraphrases of one request: the environment writes them; its reward is
+    not read.
     Sure of: the idea (abstract); the formula is a reconstruction.
     """
     return Recipe(advantage=Standardise(TokenEntropyReward(helpful, stable)), gate=Clip(clip, clip))

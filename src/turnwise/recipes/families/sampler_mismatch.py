@@ -187,7 +187,8 @@ def minirl(low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Recipe:
 
     Paper: Stabilizing Reinforcement Learning with LLMs: Formulation and Practices, arXiv 2512.01374.
     Settings: low 0.2, high 0.27, cap 5 (recalled).
-    Deviation: A = R − mean (whether the std is divided out is unconfirmed); routing replay does not apply to dense models.
+    Deviation: A = R − mean (whether the std is divided out is unconfirmed); routing replay does not apply to dense
+    models.
     Sure of: the structure (paper text), the constants (recalled).
     """
     mask = OneSided(low, high, ratio=Importance(proximal=True))

@@ -97,7 +97,8 @@ def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 8) -> Recipe:
     Paper: Agentic Reinforced Policy Optimization, arXiv 2507.19849.
     Settings: 16 trajectories a task, 8 of them from the prompt, a branch where u − 0.2 ΔH ≤ 0.5.
     Deviation: a shared token is stored once and counted once; with copies its credit is the sum, as if each trajectory
-    had its own copy of it (the paper's soft setting). Branches start before the turns with the least certain first tokens.
+    had its own copy of it (the paper's soft setting). Branches start before the turns with the least certain first
+    tokens.
     Sure of: the soft setting and the branching (official code), the mean (summaries of the paper).
     """
     return Recipe(
@@ -118,8 +119,8 @@ def r3l(
 
     Paper: Reflect-then-Retry RL with Language-Guided Exploration, arXiv 2601.03715.
     Settings: alpha 3, group of 8 with its retries; perfect 1 as in its code (its text says alpha).
-    Deviation: a retry is a trajectory that forks from its base attempt, whatever its outcome, before a turn with an uncertain
-    first token: no reflection names the pivot, and none is trained on.
+    Deviation: a retry is a trajectory that forks from its base attempt, whatever its outcome, before a turn with an
+    uncertain first token: no reflection names the pivot, and none is trained on.
     Sure of: the formula (official code).
     """
     return Recipe(
@@ -182,8 +183,8 @@ def archer(
     Q → r + γ V̄(s'), V → Q̄(s, a), bars: slow copies;  ∇J = mean over turns of (min Q − min V) Σₜ ∇ log π(yₜ)
 
     Paper: ArCHer: Training Language Model Agents via Hierarchical Multi-Turn RL, arXiv 2402.19446.
-    Settings: gamma 0.9, target rate 0.1, critic lr 2e-5, 50 critic and 3 actor epochs (10 and 1 here), 20 iterations of warm-up
-    (10 here): without it the policy learns to end early, which is all an untrained critic predicts.
+    Settings: gamma 0.9, target rate 0.1, critic lr 2e-5, 50 critic and 3 actor epochs (10 and 1 here), 20 iterations of
+    warm-up (10 here): without it the policy learns to end early, which is all an untrained critic predicts.
     Deviation: critics and policy learn on the same fresh turns: no replay; the slow copies are read once for each batch; the
     action judged is the one taken. With baseline the token's own value head is subtracted and learns the verdict.
     Sure of: the formula (official code).

@@ -84,10 +84,10 @@ def gigpo(
     Aₖ = F(R among the task) + ω F(Gₖ among turns of the task in state sₖ),  Gₖ = Σ_{j≥k} γ^{j−k} rⱼ,  F(x) = x − mean
 
     Paper: Group-in-Group Policy Optimization for LLM Agent Training, arXiv 2505.10978.
-    Settings: omega 1, gamma 0.95, G 8, 16 tasks, k3 KL 0.01. scale=True divides by the std; rows=turn counts an episode's return
-    once per turn (the released code), rows=trajectory once.
-    Deviation: states are equal or not (no clusters of similar texts); a penalty on invalid actions is the environment's; a
-    single episode gets 0.
+    Settings: omega 1, gamma 0.95, G 8, 16 tasks, k3 KL 0.01. scale=True divides by the std; rows=turn counts an
+    episode's return once per turn (the released code), rows=trajectory once.
+    Deviation: states are equal or not (no clusters of similar texts); a penalty on invalid actions is the
+    environment's; a single episode gets 0.
     Sure of: the formula (official code), the average over trajectories (ours).
     """
     return Recipe(
@@ -113,8 +113,8 @@ def hgpo(
     Aₖ = Σₙ wₙ Aⁿ / Σₙ wₙ,  wₙ ∝ (n + 1)^α,  Aⁿ = (Gₖ − mean)/std among turns with the same sₖ₋ₙ₊₁ … sₖ,  n = 1 … K + 1
 
     Paper: Hierarchy-of-Groups Policy Optimization for Long-Horizon Agentic Tasks, arXiv 2602.22817.
-    Settings: past K 2 or 4, alpha 1, gamma 0.95, population std, G 8. Levels at which a turn has no peers or is at the mean are
-    left out. base=True adds GiGPO's episode term as level 0.
+    Settings: past K 2 or 4, alpha 1, gamma 0.95, population std, G 8. Levels at which a turn has no peers or is at the
+    mean are left out. base=True adds GiGPO's episode term as level 0.
     Sure of: the formula (official code), clip and KL (GiGPO's, on whose code it is built).
     """
     episode = Standardise(Outcome(), SameTask(rows), scale)
@@ -132,7 +132,8 @@ def salt(window: int = 3, base: Literal["grpo", "rloo"] = "grpo", clip: float = 
 
     Paper: Step-level Advantage Assignment for Long-horizon Agents via Trajectory Graph, arXiv 2510.20022.
     Settings: base GRPO or RLOO; window h 3.
-    Deviation: a trajectory that takes a step twice counts once; a single trajectory gets 0. Actions are compared token by token.
+    Deviation: a trajectory that takes a step twice counts once; a single trajectory gets 0. Actions are compared token
+    by token.
     Sure of: the averaging (abstract and summaries), the window (reconstructed), no KL (ours).
     """
     bases = {"grpo": Standardise(), "rloo": FallbackWithoutPeers(LeaveOneOut(), Constant(0.0))}
