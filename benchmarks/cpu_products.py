@@ -3,9 +3,9 @@
     python benchmarks/cpu_products.py [--threads N] [--cpu-time] [--repeats 30] [--rows 1 4 8 16 32 64] [--shapes tiny smollm2]
 
 Times a whole decode step (layers, head) of N rows with 64 cached columns each, for the tiny model's shape and one like
-SmolLM2-135M. The two paths take turns; the table shows medians. ``--cpu-time`` counts
-the process's CPU time, which other load on the machine hardly changes; with one thread only. ``kernels/cpu/fused_layers.py`` enables the C call only beside
-OpenBLAS; this measures it beside any library.
+SmolLM2-135M. The two paths take turns; the table shows medians. ``--cpu-time`` counts the process's CPU time, which other load on
+the machine hardly changes; use it with one thread. ``kernels/cpu/fused_layers.py`` enables the C call only beside OpenBLAS; this
+script measures it beside any library.
 """
 
 from __future__ import annotations

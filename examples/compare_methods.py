@@ -17,8 +17,8 @@ from turnwise.recipes import catalogue
 
 
 def main(
-    methods: Sequence[str] = ("grpo", "gspo"), seeds: Sequence[int] = (0, 1), steps: int = 8, cold_steps: int = 100,
-    eval_tasks: int = 60,
+    methods: Sequence[str] = ("grpo", "gspo"), seeds: Sequence[int] = (0, 1), steps: int = 6, cold_steps: int = 100,
+    eval_tasks: int = 40,
 ) -> list[dict]:  # fmt: skip
     """Run every method with every seed; returns one row for each run."""
     for row in catalogue.slot_differences(*methods[:2]):

@@ -39,6 +39,7 @@ def name_of(page: Path) -> str:
 # --------------------------------------------------------------------- pages
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

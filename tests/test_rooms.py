@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,18 +69,20 @@ def for_types_only(tree: ast.Module) -> set[ast.AST]:
     return {inner for outer in guarded for inner in ast.walk(outer)}
 
 
-def imports(source: str) -> Iterator[str]:
+@functools.cache
+def imports(source: str) -> tuple[str, ...]:
     """Dotted names of everything a file imports, at any depth of its functions."""
-    tree = ast.parse(source)
+    tree, names = ast.parse(source), []
     excused = for_types_only(tree)
     for node in ast.walk(tree):
         if node in excused:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide which room they reach into"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(names)
 
 
 def target(name: str) -> tuple[str, str]:

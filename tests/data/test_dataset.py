@@ -339,6 +339,8 @@ def test_a_pair_with_its_revisions_is_six(tmp_path):
     examples = rows.rows[0].examples
     assert [(s.facts["revises"], s.facts["chosen"]) for s in examples] == [(r, c) for r in (0, 1, 2) for c in (1, 0)]
     assert (
-        examples[0].prompt == (USER,) and examples[2].prompt[:2] == (USER, BAD) and examples[4].prompt[:2] == (USER, GOOD)
+        examples[0].prompt == (USER,)
+        and examples[2].prompt[:2] == (USER, BAD)
+        and examples[4].prompt[:2] == (USER, GOOD)
     )
     assert [s.turns for s in examples] == [["4"], ["5"]] * 3

@@ -24,7 +24,9 @@ from turnwise.tasks.task_source import TaskList, shuffled_index
 
 RENDERER = Renderer(tiny_tokenizer([], 300))
 CONTEXT = DemonstrationContext(
-    lambda task: environments.make(task.environment, task.difficulty), DialogueTokenizer(RENDERER, 4096), EpisodeLimits(8, 4096)
+    lambda task: environments.make(task.environment, task.difficulty),
+    DialogueTokenizer(RENDERER, 4096),
+    EpisodeLimits(8, 4096),
 )
 
 
@@ -46,11 +48,15 @@ def rows_of(tmp_path, *rows):
 
 
 def oracle(seed=3):
-    return shown(Demonstrations(0, demonstrator=ScriptedDemonstrator("oracle", CONTEXT)), [fresh("0", seed)])[0].trajectories[-1]
+    return shown(Demonstrations(0, demonstrator=ScriptedDemonstrator("oracle", CONTEXT)), [fresh("0", seed)])[
+        0
+    ].trajectories[-1]
 
 
 def test_a_player_shows_the_very_task_of_each_group():
-    mixed = shown(Demonstrations(0, demonstrator=ScriptedDemonstrator("oracle", CONTEXT)), [fresh("0", 3), fresh("1", 4)])
+    mixed = shown(
+        Demonstrations(0, demonstrator=ScriptedDemonstrator("oracle", CONTEXT)), [fresh("0", 3), fresh("1", 4)]
+    )
     assert [len(g.trajectories) for g in mixed] == [3, 3]
     for g in mixed:
         last = g.trajectories[-1]

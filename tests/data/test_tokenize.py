@@ -73,7 +73,9 @@ def test_a_row_reads_as_the_episode_it_was_exported_from(tmp_path, name, history
     assert read.task == task and read.reward == played.reward
     said = list(played.messages)
     later = [n for n, m in enumerate(said) if m["role"] == "assistant"][1]
-    rest = groups(tmp_path, {"prompt": said[:later], "completion": said[later:]}, tokenizer=tokenizer)[0].trajectories[0]
+    rest = groups(tmp_path, {"prompt": said[:later], "completion": said[later:]}, tokenizer=tokenizer)[0].trajectories[
+        0
+    ]
     assert [t.tokens for t in rest.turns] == [t.tokens for t in played.turns[1:]]
     before = () if played.turns[1].restart else (*played.turns[0].context, *played.turns[0].tokens)
     assert rest.turns[0].context == (*before, *played.turns[1].context)
@@ -98,7 +100,11 @@ def test_a_dialogue_that_does_not_fit_is_named_by_its_line(tmp_path):
     short, long = {"prompt": "a", "completion": "b"}, {"prompt": "a" * 90, "completion": "b"}
     with pytest.raises(SettingError, match=r"2 of 3 rows.*lines 2, 3: longer than the context of 64.*--context \d+"):
         groups(
-            tmp_path, short, long, {"prompt": "a", "chosen": "b", "rejected": "c" * 90}, tokenizer=DialogueTokenizer(RENDERER, 64)
+            tmp_path,
+            short,
+            long,
+            {"prompt": "a", "chosen": "b", "rejected": "c" * 90},
+            tokenizer=DialogueTokenizer(RENDERER, 64),
         )
 
 

@@ -297,7 +297,7 @@ def test_draw(kernels, seed, lanes, size, spread):
 
 
 def _tied(logits: Tensor, cold: Tensor, seed: Tensor, position: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Scheduler whose random number falls, to rounding, on the border between the two tokens; greedy ones: equal logits."""
+    """Lanes whose random number falls, to rounding, on the border between the two tokens; greedy ones: equal logits."""
     z = (logits * torch.where(cold == 0, 1.0, cold)[:, None]).clamp(min=decode_reference.LOWEST)
     below = z.double().softmax(1).cumsum(1).gather(1, torch.minimum(a, b).clamp(min=0)[:, None])[:, 0]
     above = z.double().softmax(1).cumsum(1).gather(1, (torch.maximum(a, b) - 1).clamp(min=0)[:, None])[:, 0]

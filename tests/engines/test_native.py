@@ -222,6 +222,7 @@ def test_the_decoder_by_kernels_gives_the_same_logits(kit, name, compiled, monke
 
 def test_without_a_compiler_there_are_none(monkeypatch):
     build.library.cache_clear()
+    monkeypatch.delenv("TURNWISE_NATIVE", raising=False)
     monkeypatch.setenv("CC", "no-such-compiler")
     assert build.library() == (None, "no C compiler")
     build.library.cache_clear()

@@ -35,7 +35,9 @@ def test_shortest_way_by_hand():
 def test_the_door_is_shut_without_the_key():
     beside = GridState((1, 1))
     assert transition(SMALL, beside, "east") == transition(SMALL, beside, "open") == beside
-    assert transition(SMALL, beside._replace(at=(0, 0), held=True), "open") == GridState((0, 0), held=True)  # not next to it
+    assert transition(SMALL, beside._replace(at=(0, 0), held=True), "open") == GridState(
+        (0, 0), held=True
+    )  # not next to it
 
 
 def test_view_by_hand():

@@ -91,7 +91,7 @@ def preference() -> Recipe:
         (lambda: replace(recipes.build("gspo"), strategy=EntropyControl()),
          lambda: replace(recipes.build("rloo"), strategy=Branch()), "both methods define a strategy"),
         (lambda: replace(recipes.build("gspo"), replay=RecentBuffer()),
-         lambda: replace(recipes.build("rloo"), replay=SuccessBuffer()), "both bring a replay"),
+         lambda: replace(recipes.build("rloo"), replay=SuccessBuffer()), "both methods define a replay"),
     ],
     ids=["preference as credit", "preference as objective", "imitation as credit", "two strategies", "two buffers"],
 )  # fmt: skip
@@ -131,5 +131,5 @@ def test_named_with_a_credit():
 
 
 def test_a_constant_is_no_credit():
-    with pytest.raises(RecipeError, match="lives in its loss"):
+    with pytest.raises(RecipeError, match="part of its loss"):
         compose(recipes.build("grpo"), Recipe(advantage=Constant(1.0)))

@@ -17,14 +17,6 @@ from turnwise.rollout.strategies import Independent
 IMPATIENT = EpisodeLimits(turns=3, context=400, environment_seconds=0.4)
 
 
-
-
-
-
-
-
-
-
 def raising(fault):
     class Raising(Patient):
         def step(self, action):
@@ -211,8 +203,6 @@ def test_a_raising_reset_is_recorded():
 
     t = play(Odd())
     assert (t.status, t.reason) == (Status.FAILED, "OSError: no display")
-
-
 
 
 def quits(self):

@@ -27,8 +27,6 @@ from turnwise.training.plan import RunPlan, validate
 OFFERED = ("lookup", "keydoor", "calculator")
 
 
-
-
 def grown(rewards, size=2, more=0, status=Status.FINISHED):
     sessions, asked = [], []
 

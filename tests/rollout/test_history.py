@@ -142,7 +142,9 @@ def test_what_the_user_gives_comes_before_what_the_environment_suggests():
     own, given = resolve_settings({"env": env}), resolve_settings({"env": env, "context": 99, "difficulty": (4,)})
     assert (own.difficulty, own.history, own.context, own.cold_steps) == ((1, 4), 2, 77, 5)
     assert (given.difficulty, given.history, given.context) == ((4,), 2, 99)
-    assert resolve_settings({"env": env, "model": "elsewhere"}).cold_steps == Settings().cold_steps  # it can speak already
+    assert (
+        resolve_settings({"env": env, "model": "elsewhere"}).cold_steps == Settings().cold_steps
+    )  # it can speak already
     assert resolve_settings({}).difficulty == (1, 2, 3)
 
 

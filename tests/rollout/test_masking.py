@@ -160,7 +160,9 @@ class Talks:
 @pytest.mark.parametrize("record_masked", [False, True])
 def test_an_episode_records_them_when_asked(record_masked):
     task, limits = Task("test", seed=0), EpisodeLimits(turns=3, context=400)
-    one = asyncio.run(Episode("t", task, Talks(), FixedSession(), PLAIN, Sampling(), limits, record_masked=record_masked).run())
+    one = asyncio.run(
+        Episode("t", task, Talks(), FixedSession(), PLAIN, Sampling(), limits, record_masked=record_masked).run()
+    )
     batch = pack([Group("g", task, (one,))])
     if not record_masked:
         assert not any(turn.masked_context for turn in one.turns) and batch.sequences.masked_ids is None

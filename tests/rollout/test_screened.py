@@ -76,9 +76,13 @@ def test_extremes(values, size):
 
 def test_too_few_drafts_are_refused():
     with pytest.raises(RecipeError, match="3 drafts for groups of 4; write at least as many"):
-        validate(RunPlan.from_settings(
-            resolve_settings({"method": "sol_rl", "env": "calculator", "group_size": 4, "method_options": {"drafts": 3}})
-        ))
+        validate(
+            RunPlan.from_settings(
+                resolve_settings(
+                    {"method": "sol_rl", "env": "calculator", "group_size": 4, "method_options": {"drafts": 3}}
+                )
+            )
+        )
     with pytest.raises(RecipeError, match="-1 drafts"):
         DraftSelection(-1)
 
@@ -88,7 +92,9 @@ def test_too_few_drafts_are_refused():
 
 @pytest.fixture(scope="module")
 def stage():
-    chosen = replace(resolve_settings({"env": "calculator"}), hidden=32, layers=1, slots=16, max_tokens=12, eval_tasks=2)
+    chosen = replace(
+        resolve_settings({"env": "calculator"}), hidden=32, layers=1, slots=16, max_tokens=12, eval_tasks=2
+    )
     env_spec = EnvSpec.from_settings(chosen)
     tokenizer = build.load_tokenizer(chosen, env_spec)
     return chosen, env_spec, Renderer(tokenizer), build.load_model(chosen, len(tokenizer))
@@ -145,8 +151,14 @@ def test_a_method_says_in_which_numbers_unless_somebody_else_does(method, precis
 
 def test_fp8_rollouts_need_a_learner_or_a_method_that_knows():
     for method, more in (("reinforce", {"dtype": "fp8"}), ("grpo", {}), ("tis", {}), ("jet_rl", {})):
-        validate(RunPlan.from_settings(resolve_settings({"method": method, "env": "calculator", "rollout_dtype": "fp8", **more})))
+        validate(
+            RunPlan.from_settings(
+                resolve_settings({"method": method, "env": "calculator", "rollout_dtype": "fp8", **more})
+            )
+        )
     for method in ("reinforce", "rloo_kl"):  # the second measures the learner's old policy, for its reward alone
         with pytest.raises(SettingError, match="--dtype fp8"):
-            validate(RunPlan.from_settings(resolve_settings({"method": method, "env": "calculator", "rollout_dtype": "fp8"})))
+            validate(
+                RunPlan.from_settings(resolve_settings({"method": method, "env": "calculator", "rollout_dtype": "fp8"}))
+            )
     assert torch.float8_e4m3fn == engines.rollout_dtype(resolve_settings({"dtype": "fp8"}))

@@ -219,7 +219,8 @@ sys.stdin.readline()  # until its processes have been counted
 
 
 def host(name: str, end: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", HOST.format(end=end), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", HOST.format(end=end), name]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("end", ["sessions[2].run('while True: pass')", "pass"])

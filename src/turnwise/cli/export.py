@@ -24,7 +24,7 @@ EXPORTED_STATES = ("trained", "finished")
 
 
 def export(source: str | Path, form: str, target: str | Path, tasks: int = 200, seed: int = 0) -> int:
-    """``source``: a run directory, or an environment, whose scripted policies play ``tasks`` tasks. Returns the number of rows."""
+    """``source``: a run directory, or an environment, whose scripted policies play ``tasks`` tasks. The number of rows."""
     if form not in FORMS:
         raise SettingError(f"no row format {form!r}; {nearest(form, FORMS)}")
     if tasks < 1:

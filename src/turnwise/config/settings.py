@@ -172,10 +172,10 @@ class Settings:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
         """From a mapping whose names may be wrong."""
-        known = [f.name for f in fields(cls)]
+        names = [f.name for f in fields(cls)]
         for key in values:
-            if key not in known:
-                raise SettingError(f"no setting {key!r}; {nearest(key, known)}")
+            if key not in names:
+                raise SettingError(f"no setting {key!r}; {nearest(key, names)}")
         return cls(**values)
 
     def as_dict(self) -> dict[str, Any]:

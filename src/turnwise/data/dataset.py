@@ -70,6 +70,8 @@ class DatasetRow:
 
 @dataclass(frozen=True)
 class Dataset:
+    """The usable rows of a file."""
+
     path: Path
     rows: tuple[DatasetRow, ...]
     unused_columns: Mapping[str, int]  # columns that are neither known, nor numbers, nor short texts: in how many rows

@@ -29,6 +29,8 @@ Entry = list[Any]  # [trajectory id, step in which it was sampled, mean advantag
 
 
 class LiveReplay(Protocol):
+    """The state of a replay buffer in a run."""
+
     def missing_demonstrations(self, groups: Sequence[Group]) -> list[Task]:
         """The tasks for which ``mix`` needs a demonstration."""
         ...
@@ -49,12 +51,15 @@ class LiveReplay(Protocol):
 
 
 class Replay(Protocol):
+    """A replay piece of a recipe: frozen data that opens a live buffer."""
+
     requires: ClassVar[frozenset[str]]
 
     def open(self, read: ReadTrajectory, find_demonstration: FindDemonstration, seed: int) -> LiveReplay: ...
 
 
 def require(ok: bool, message: str) -> None:
+    """Raise a ``RecipeError`` unless ``ok``."""
     if not ok:
         raise RecipeError(message)
 

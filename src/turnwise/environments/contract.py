@@ -30,10 +30,12 @@ class ContractViolation:
 
 
 def violation(what: str, value: Any, expected: str) -> EnvironmentFault:
+    """The error for a returned value that breaks the contract."""
     return EnvironmentFault(ContractViolation(what, f"{value!r:.120}", expected))
 
 
 def read_messages(value: Any, what: str) -> list[Message]:
+    """A list of messages with role and content; ``what`` names the method that returned it."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     if not is_list or not all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value):
         raise violation(f"{what} returned", value, "a list of messages with role and content")
@@ -56,6 +58,7 @@ def read_step(value: Any) -> Step:
 
 
 def read_state_key(value: Any) -> str | None:
+    """A state key, or None."""
     if value is not None and not isinstance(value, str):
         raise violation("state_key returned", value, "a str or None")
     return value
@@ -78,12 +81,14 @@ def _read_flag(name: str, value: Any) -> None:
 
 
 def read_answer(value: Any) -> str | None:
+    """A reference answer, or None."""
     if value is not None and not isinstance(value, str):
         raise violation("answer returned", value, "a string, or None where there is none")
     return value
 
 
 def read_hint(value: Any) -> str | None:
+    """A hint, or None."""
     if value is not None and not isinstance(value, str):
         raise violation("hint returned", value, "a string, or None where there is none")
     return value

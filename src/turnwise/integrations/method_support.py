@@ -77,14 +77,15 @@ def unsupported_reasons(recipe: Recipe, has: frozenset[Signal]) -> list[str]:
 def unavailable_inputs(recipe: Recipe, within: Iterable[Piece]) -> list[str]:
     """As sentences, what a recipe reads that padded tensors of tokens and rewards do not contain."""
     pieces = {p for root in within for p in root.parts}
-    found = [f"must be told: {', '.join(sorted(told))}"] if (told := {w for p in pieces for w in p.requires}) else []
+    requirements = sorted({requirement for p in pieces for requirement in p.requires})
+    reasons = [f"requires {', '.join(requirements)}"] if requirements else []
     if any(type(p).memory_columns is not Piece.memory_columns for p in pieces):
-        found.append("remembers something of every task, and tasks have no names there")
+        reasons.append("remembers something of every task, and tasks have no names there")
     if any(isinstance(p, Penalty) and p.couples_trajectories for p in pieces):
-        found.append("has a loss that reaches across trajectories")
+        reasons.append("has a loss that reaches across trajectories")
     if type(recipe.replay) is not type(DEFAULT_RECIPE.replay):
-        found.append(f"mixes in what was collected earlier ({recipe.replay!r})")
-    return found
+        reasons.append(f"mixes in what was collected earlier ({recipe.replay!r})")
+    return reasons
 
 
 def require_supported(recipe: Recipe, name: str, has: frozenset[Signal], trainer: str) -> None:

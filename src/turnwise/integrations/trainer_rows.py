@@ -112,14 +112,14 @@ class ScoredGroup:
 def admitted_rows(recipe: Recipe, reward: Tensor, scored: Tensor, size: int, first: int) -> Tensor:
     """The rows a method trains on: those with a reward that its admission rule accepts, by groups of ``size`` rows."""
     rewards, has_reward = reward.tolist(), scored.tolist()
-    kept: list[int] = []
+    indices: list[int] = []
     for start in range(0, len(rewards), size):
         rows = [k for k in range(start, min(start + size, len(rewards))) if has_reward[k]]
         group = ScoredGroup(tuple(ScoredRow(str(first + k), rewards[k]) for k in rows))
         verdict = recipe.admission(cast(Any, group)) if rows else "nothing to train on"
         if not isinstance(verdict, str):
-            kept += [int(row.id) - first for row in verdict.trajectories]
-    return torch.tensor(kept, dtype=torch.int64, device=reward.device)
+            indices += [int(row.id) - first for row in verdict.trajectories]
+    return torch.tensor(indices, dtype=torch.int64, device=reward.device)
 
 
 __all__ = ["AccumulatedStep", "PackedRows", "admitted_rows", "plan_step"]

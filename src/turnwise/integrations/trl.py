@@ -100,7 +100,7 @@ class GRPOTrainer(TRLTrainerBase):
         mask = self._gather(_mask(out)).bool()
         reward = (self._rewards * self.reward_weights.to(mask.device)).nansum(1)
         rows = torch.arange(mask.shape[0], device=mask.device)
-        kept = admitted_rows(self.recipe, reward, ~self._rewards.isnan().all(1), size, self._rows_generated)
+        trained_rows = admitted_rows(self.recipe, reward, ~self._rewards.isnan().all(1), size, self._rows_generated)
         prepend = lambda x: torch.nn.functional.pad(x, (1, 0))  # noqa: E731
         unknown = torch.full(mask.shape, torch.nan, device=mask.device)
         behaviour = columns.pop("behaviour", None)
@@ -117,7 +117,7 @@ class GRPOTrainer(TRLTrainerBase):
         self._rows_generated += rows.numel() * self.model.training
         return PackedRows(
             replace(batch, reward_components=named, seed=seeds), rows, mask, behaviour is not None
-        ).select(kept)
+        ).select(trained_rows)
 
     @torch.no_grad()
     def _measure(self, out: dict[str, Any]) -> dict[str, Tensor]:

@@ -67,9 +67,9 @@ def _drop_rows_from(path: Path, resume: int | None) -> None:
     if not path.exists():
         return
     rows = read_rows(path)
-    kept = [row for row in rows if resume is None or row["step"] < resume]
+    earlier = [row for row in rows if resume is None or row["step"] < resume]
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in earlier), encoding="utf-8")
     os.replace(temporary, path)
 
 

@@ -57,6 +57,8 @@ _ANSWER = re.compile(r"answer:\s*(-?\d[\d,]*\.?\d*|[A-Za-z_]\w*)")
 
 @dataclass(frozen=True)
 class WordProblem:
+    """A question, the expression that solves it, and the values of its names."""
+
     question: str
     expression: str
     numbers: tuple[tuple[str, int], ...]  # (name, value)
@@ -72,6 +74,7 @@ class WordProblem:
 
 
 def make_problem(rng: random.Random, difficulty: int) -> WordProblem:
+    """A random problem of a difficulty."""
     question, expression = rng.choice(QUESTIONS[difficulty])
     numbers = tuple((name, rng.randint(12, 98)) for name in "abcd" if name in expression)
     words = {"who": rng.choice(WHO), "what": rng.choice(WHAT), **{name: f"{name}={value}" for name, value in numbers}}

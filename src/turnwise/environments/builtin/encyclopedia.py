@@ -66,6 +66,7 @@ class Question:
 
 @lru_cache(maxsize=2 * WORLDS)
 def fictional_world(split: str, number: int) -> FictionalWorld:
+    """World ``number`` of a split; cached."""
     rng = random.Random(f"world/{split}/{number}")
     names = tuple(rng.sample(_names(), sum(COUNTS.values())))
     kinds = dict(zip(names, (kind for kind, count in COUNTS.items() for _ in range(count))))

@@ -36,6 +36,8 @@ PROMPT = "one of these is hidden. ask: is it WORD? when you know: guess LETTER."
 
 @dataclass(frozen=True, slots=True)
 class GuessProblem:
+    """The candidates and the hidden one."""
+
     candidates: tuple[str, ...]
     hidden: str
 
@@ -46,6 +48,7 @@ class GuessProblem:
 
 
 def has(thing: str, attribute: str) -> bool:
+    """Whether a thing has an attribute."""
     return attribute in PARTS[thing]
 
 

@@ -20,6 +20,7 @@ WORD = re.compile(r"\w+")
 
 
 def words(text: str) -> list[str]:
+    """The words of a text, in lower case."""
     return WORD.findall(text.lower())
 
 

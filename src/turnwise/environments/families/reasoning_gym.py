@@ -103,11 +103,13 @@ def extract_answer(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def dataset_entry(dataset: Callable[[], Any], number: int) -> Entry:
+    """Entry ``number`` of a dataset; cached."""
     return dict(dataset()[number])
 
 
 @lru_cache(maxsize=4096)  # all episodes of a group share one task
 def sample_entry(dataset: Callable[[], Any], seed: int, split: str) -> Entry:
+    """The entry of ``seed`` in ``split``; cached."""
     return sample_problem(
         lambda rng: dataset_entry(dataset, rng.randrange(PROBLEMS)), seed, split, lambda entry: entry["question"]
     )
@@ -199,6 +201,7 @@ def curriculum_configs(curriculum: Any) -> list[Any]:
 
 
 def validated(config: Any) -> Any:
+    """The configuration, after its own validation."""
     if hasattr(config, "validate"):
         config.validate()
     return config
