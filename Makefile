@@ -2,6 +2,7 @@
 #   make train   train the default agent (installs what is missing first)
 #   make test    lint, types and all tests
 #   make extras  optional packages that some tests use (needs a C compiler)
+#   make docs    write the pages of methods and build the site in site/
 #   make quick   the tests of the inner loop (under a minute)
 #   make kernels compile every Triton kernel for GPUs, without one (fetches Triton: 600 MB)
 

@@ -230,4 +230,5 @@ def test_what_methods_ask_to_be_told():
     assert asked("gdpo") == asked("bnpo") == asked("copo") == asked("polychromic") == frozenset()
     assert asked("capo_calibration") == asked("risk_po", share="score") == {"verdict"}
     assert asked("pipo") == {"replay"} and asked("dgpo_difficulty", accuracy="right") == {"reward right"}
-    assert Signal.REWARD_PROBE in recipes.build("poise").objective.signals_before_batch & recipes.build("v0").objective.signals_before_batch
+    probed = [recipes.build(name).objective.signals_before_batch for name in ("poise", "v0")]
+    assert all(Signal.REWARD_PROBE in signals for signals in probed)

@@ -184,7 +184,7 @@ def test_a_product_is_turned_and_its_gradient_turned_back(siblings, shared):
     layout, source = siblings(shared)
     product, d, angle = make(35, 8, 16).requires_grad_(), make(35, 4, 16, seed=5), make(35, 8, seed=6)
     cos, sin = angle.cos(), angle.sin()
-    turned = reference._turn(product[:, :6], cos[:, None], sin[:, None])
+    turned = reference._rotate(product[:, :6], cos[:, None], sin[:, None])
     q, k, v = turned[:, :4], turned[:, 4:], product[:, 6:]
     expected = reference.varlen_attention(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, source, 0.25)[0]
     theirs = torch.autograd.grad(expected, product, d)[0]
@@ -249,12 +249,12 @@ def test_it_is_proven_before_it_is_used(kernels, size):
 @needs_triton
 @pytest.mark.parametrize("broken", ["raises", "differs"])
 def test_one_that_fails_its_proof_is_not_used(kernels, monkeypatch, caplog, broken):
-    def gap(*args):
+    def relative_error(*args):
         if broken == "raises":
             raise RuntimeError("out of resource: shared memory")
         return 0.7
 
-    monkeypatch.setattr(kernels, "gap", gap)
+    monkeypatch.setattr(kernels, "relative_error", relative_error)
     kernels.fits.cache_clear()
     assert not kernels.fits(64, torch.device(DEVICE)) and not kernels.fits(64, torch.device(DEVICE))
     assert len(caplog.records) == 1 and ("shared memory" if broken == "raises" else "0.7") in caplog.text

@@ -59,7 +59,7 @@ def compiler(generation: int, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def load(name: str) -> Any:
-    return importlib.import_module(f"turnwise.engines.cuda.{name}")
+    return importlib.import_module(f"turnwise.engines.kernels.triton.{name}")
 
 
 def zeros(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
@@ -72,7 +72,7 @@ def whole(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize(("generation", "kind"), [*BOTH, (HOPPER, torch.float32)])
 def test_decoding(compiler: Compiler, kind: torch.dtype):
-    k, lanes, H, K, D, W = load("kernels"), 6, 9, 3, 64, 40
+    k, lanes, H, K, D, W = load("decode"), 6, 9, 3, 64, 40
     x, qkv = zeros(lanes, 96), zeros(lanes, (H + 2 * K) * D, kind=kind)
     for delta in (None, zeros(lanes, 96, kind=kind)):
         k.add_norm(x, delta, zeros(96), zeros(lanes, 96, kind=kind), 1e-5)
@@ -87,36 +87,40 @@ def test_decoding(compiler: Compiler, kind: torch.dtype):
     for size in (D, 128, 256):
         q, rows = zeros(lanes, H * size, kind=kind), zeros(lanes, K, W, size, kind=kind)
         k.prefill_attention(q, rows, rows, whole(lanes + 1), whole(lanes), whole(lanes), 64, q, 0.1)
-    drawn = (whole(8, lanes), zeros(8, lanes))
-    k.sample(zeros(lanes, 3000), zeros(lanes), whole(lanes), whole(lanes), whole(lanes), whole(lanes), *drawn)
+    outputs = (whole(8, lanes), zeros(8, lanes))
+    k.sample(zeros(lanes, 3000), zeros(lanes), whole(lanes), whole(lanes), whole(lanes), whole(lanes), *outputs)
     if compiler.target.arch >= HOPPER and kind == torch.bfloat16:  # older ones have no such numbers
         k.quantise(zeros(lanes, 96, kind=kind))
-    assert compiler.seen >= {"_add_norm", "_swiglu", "_decode_attention", "_rope_and_cache", "prefill_attention", "_partial_softmax", "_sample"}
+    assert compiler.seen >= {
+        "_add_norm", "_swiglu", "_decode_attention", "_rope_and_cache", "prefill_attention", "_partial_softmax", "_sample",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("generation", "kind"), [*BOTH, (HOPPER, torch.float32)])
 def test_learning(compiler: Compiler, kind: torch.dtype):
-    t, rows, d, D, V = load("training"), 6, 96, 64, 5000
+    t, rows, d, D, V = load("layers"), 6, 96, 64, 5000
     x, dh, weight = zeros(rows, d), zeros(rows, d, kind=kind), zeros(d)
     t.add_norm(x, dh, weight, 1e-5, kind)
-    for beside in (None, x):
-        t.norm_backward(dh, x, weight, 1e-5, beside)
+    for residual_grad in (None, x):
+        t.norm_backward(dh, x, weight, 1e-5, residual_grad)
     angles = (zeros(rows, D // 2), zeros(rows, D // 2))
     t.rotate_(zeros(rows, 15 * D, kind=kind), *angles, 12, D)
     heads = [zeros(rows, n, D, kind=kind) for n in (9, 3, 3)]
     t.rotate_backward(*heads, *angles)
     both = zeros(rows, 200, kind=kind)
     t.swiglu_backward(both, t.swiglu(both))
-    x, y = t.copies(heads[1], heads[2], whole(rows))
+    x, y = t.gather_copies(heads[1], heads[2], whole(rows))
     ends, members = torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
-    for turned in (None, angles):
-        t.collect(x, y, ends, members, None, turned)
-    logits, target, heat = zeros(rows, V), whole(rows), zeros(rows)
+    for rotated in (None, angles):
+        t.sum_copies(x, y, ends, members, None, rotated)
+    logits, target, inverse = zeros(rows, V), whole(rows), zeros(rows)
     for entropy in (False, True):
-        for keep in (None, zeros(rows, V, kind=kind)):
-            _, lse, found = t.log_probs(logits, target, heat, entropy, keep)
-        t.log_probs_backward(logits, target, heat, lse, heat, heat if entropy else None, found, kind)
-    assert compiler.seen >= {"_norm_backward", "_rotate", "_swiglu_backward", "_copies", "_collect", "_scores", "_pull"}
+        for residual in (None, zeros(rows, V, kind=kind)):
+            _, lse, found = t.log_probs(logits, target, inverse, entropy, residual)
+        t.log_probs_backward(logits, target, inverse, lse, inverse, inverse if entropy else None, found, kind)
+    assert compiler.seen >= {
+        "_norm_backward", "_rotate", "_swiglu_backward", "_gather_copies", "_sum_copies", "_log_probs", "_log_probs_backward",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

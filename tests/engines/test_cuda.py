@@ -151,8 +151,8 @@ def test_interpreted_kernels_decode_like_their_twins(monkeypatch: pytest.MonkeyP
     """Slow: three lanes of few tokens."""
     model, asked, found = make(kind), prompts(3, 1, 9), []
     settings = [Sampling(max_tokens=6), Sampling(temperature=0, max_tokens=4), Sampling(top_p=0.8, max_tokens=5)]
-    for name in ("reference", "kernels"):
-        module = importlib.import_module(f"turnwise.engines.cuda.{name}")
+    for name in ("decode_reference", "triton.decode"):
+        module = importlib.import_module(f"turnwise.engines.kernels.{name}")
         monkeypatch.setattr(model_runner, "kernels_for", lambda device, module=module: (module, ""))
         found.append(ask(House("cpu", True)(model), asked, settings))
     for a, b in zip(*found):
@@ -386,11 +386,15 @@ def test_a_reading_whose_size_comes_again_is_told_in_the_same_place(ahead: House
     """Longer, then shorter, from other rows: nothing of what was read before is left in it."""
     model, g = make("llama3"), ahead(make("llama3"), slots=6)
     for turn, most in enumerate((60, 60, 9, 40, 1, 60)):
-        asked = prompts(6, 1, most, seed=turn) if turn % 2 else [[V - 1, *ids] for ids in prompts(3, 1, most, seed=turn)]
+        asked = (
+            prompts(6, 1, most, seed=turn) if turn % 2 else [[V - 1, *ids] for ids in prompts(3, 1, most, seed=turn)]
+        )
         for ids, done in zip(asked, ask(g, asked, Sampling(max_tokens=5))):
             check_logp(model, ids, done, atol=5e-4)
     decoder = g.model_runner.graphs
-    assert decoder is not None and list(decoder.prefill_graphs) == [GraphShape(256, 16, 64)] and not decoder.capture_errors
+    assert (
+        decoder is not None and list(decoder.prefill_graphs) == [GraphShape(256, 16, 64)] and not decoder.capture_errors
+    )
 
 
 def test_a_large_reading_is_not_kept(ahead: House, monkeypatch: pytest.MonkeyPatch):
@@ -415,7 +419,9 @@ def test_drawing_ends_early_when_a_quarter_is_done(ahead: House):
     ask(g, prompts(4), settings)
     stats = g.stats()
     assert g.tick == 64 and stats["tokens"] == 183
-    assert stats["steps"] == BLOCKS_IN_FLIGHT * SYNC_EVERY  # of the first run; the second ends with its last answer, uncounted
+    assert (
+        stats["steps"] == BLOCKS_IN_FLIGHT * SYNC_EVERY
+    )  # of the first run; the second ends with its last answer, uncounted
 
 
 def test_a_tick_may_be_longer_than_the_decoders_memory(ahead: House, monkeypatch):

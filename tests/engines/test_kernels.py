@@ -336,7 +336,9 @@ def test_the_twin_draws_from_the_distribution():
     tokens, place = torch.zeros(2, n, dtype=torch.int64)
     history, logp = torch.zeros(1, n, dtype=torch.int64), torch.zeros(1, n)
     cold = torch.full((n,), 1 / 0.7)
-    decode_reference.sample(logits.expand(n, -1), cold, torch.arange(n), tokens, place, torch.zeros_like(place), history, logp)
+    decode_reference.sample(
+        logits.expand(n, -1), cold, torch.arange(n), tokens, place, torch.zeros_like(place), history, logp
+    )
     p = (logits / 0.7).softmax(-1)[0]
     assert ((torch.bincount(tokens, minlength=24) - n * p) ** 2 / (n * p)).sum() < 60  # 23 degrees of freedom
     torch.testing.assert_close(logp[0], p.log()[tokens])

@@ -106,7 +106,16 @@ def test_products_of_few_rows(length, inner, outer):
         assert torch.equal(fused_layers.panel_matmul(x[i : i + 1], panels)[0], found[i])
     for more, apart in ((add, outer), (add[:1], 0)):
         out, lib = torch.empty(length, outer), build.library()[0]
-        lib.panel_matmul(layers.pointer(x), layers.pointer(panels), layers.pointer(more), apart, layers.pointer(out), length, inner, outer)
+        lib.panel_matmul(
+            layers.pointer(x),
+            layers.pointer(panels),
+            layers.pointer(more),
+            apart,
+            layers.pointer(out),
+            length,
+            inner,
+            outer,
+        )
         close([out], [x @ weight + more])
 
 
@@ -126,12 +135,17 @@ def test_few_rows_go_another_way_to_the_same_logits(kind, monkeypatch):
         model_runner = ModelRunner(made, 4, 64, torch.device("cpu"))
         assert model_runner.decoder.fused is not None and "C kernels and products" in model_runner.describe()
         with torch.inference_mode():
-            model_runner.prefill([PrefillChunk(0, 0, [3, 4, 5, 6, 7]), PrefillChunk(2, 0, [9, 8]), PrefillChunk(1, 0, [1])])
+            model_runner.prefill(
+                [PrefillChunk(0, 0, [3, 4, 5, 6, 7]), PrefillChunk(2, 0, [9, 8]), PrefillChunk(1, 0, [1])]
+            )
             out = stepped(model_runner, [5, 1, 2])
             model_runner.load_weights({})  # nothing new changes nothing
             model_runner.load_weights({name: p + 0.01 for name, p in made.named_parameters()})
             model_runner.prefill([PrefillChunk(0, 0, [3, 4])])
-            return [*out, model_runner.decode_step(torch.tensor([5]), llama_decoder.DecodeLayout(model_runner.kv_cache, [2], 4))]
+            return [
+                *out,
+                model_runner.decode_step(torch.tensor([5]), llama_decoder.DecodeLayout(model_runner.kv_cache, [2], 4)),
+            ]
 
     few_way, many_way = logits(64), logits(0)
     torch.testing.assert_close(few_way, many_way, rtol=1e-4, atol=1e-4)
@@ -209,7 +223,9 @@ def test_the_decoder_by_kernels_gives_the_same_logits(kit, name, compiled, monke
             assert model_runner.decoder.c_kernels == (compiled and not off)
             assert ("C kernels" in model_runner.describe()) == (compiled and not off)
         with torch.inference_mode():
-            model_runner.prefill([PrefillChunk(0, 0, [3, 4, 5, 6, 7]), PrefillChunk(2, 0, [9, 8]), PrefillChunk(1, 0, [1])])
+            model_runner.prefill(
+                [PrefillChunk(0, 0, [3, 4, 5, 6, 7]), PrefillChunk(2, 0, [9, 8]), PrefillChunk(1, 0, [1])]
+            )
             model_runner.prefill([PrefillChunk(2, 2, [5, 5, 5])])  # behind what the row holds
             return stepped(model_runner, [5, 1, 5])
 

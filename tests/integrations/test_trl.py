@@ -459,7 +459,7 @@ def test_steps_that_no_plan_can_see_are_refused(folder):
         ours(folder, "sapo", run=False, gradient_accumulation_steps=4, steps_per_generation=2)
     with pytest.raises(SettingError, match="scatter each group over 2"):
         ours(folder, "gbpo", run=False, gradient_accumulation_steps=2, steps_per_generation=4)
-    with pytest.warns(UserWarning, match="TRL's dataset order decides"):
+    with pytest.warns(UserWarning, match="the order of the dataset decides"):
         ours(folder, "scale_rl", run=False)
 
 

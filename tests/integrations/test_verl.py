@@ -361,7 +361,7 @@ def test_what_an_estimator_lacks_is_told_in_words():
         verl.estimator("grpo")(**given)
     with pytest.raises(SettingError, match="critic's values"):
         verl.estimator("ppo")(**given)
-    with pytest.raises(SettingError, match="room for 9"):
+    with pytest.raises(SettingError, match="up to 9"):
         verl.estimator("dapo", limit=8, cache=2)(**given, index=UIDS)
     with pytest.raises(SettingError, match="gradient norm"):
         verl.estimator("oblr_po")

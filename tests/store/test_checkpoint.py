@@ -187,11 +187,11 @@ def test_the_final_model_is_replaced_whole(tmp_path):
         save_model(target, lambda path: 1 / 0)
     assert (target / "a").read_text() == "1"
     save_model(target, lambda path: (path / "b").write_text("2"))
-    assert names(target) == ["b"] and names(tmp_path) == ["model"]
+    assert names(target) == ["b", "manifest.json"] and names(tmp_path) == ["model"]
     os.rename(target, tmp_path / ".model.old")  # killed between the two renames
     with pytest.raises(ZeroDivisionError):
         save_model(target, lambda path: 1 / 0)
-    assert names(target) == ["b"] and names(tmp_path) == ["model"]
+    assert names(target) == ["b", "manifest.json"] and names(tmp_path) == ["model"]
 
 
 # ------------------------------------------------------------ run directory

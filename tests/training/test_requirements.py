@@ -34,7 +34,7 @@ def refused(recipe, **settings) -> str:
 
 def test_a_state_key():
     said = refused(recipes.build("gigpo"))
-    assert "state_key" in said and "--env guess" in said and "calculator tells none" in said
+    assert "state_key" in said and "--env guess" in said and "calculator provides none" in said
     for env in ("guess", "lookup", "keydoor"):
         examine(recipes.build("gigpo"), env=env)
 

@@ -18,6 +18,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
@@ -44,13 +45,13 @@ VERL_NAMES = ("POLICY_LOSS_REGISTRY", "ADV_ESTIMATOR_REGISTRY", "register_policy
 # ------------------------------------------------------------------- versions
 
 
-def release(version: str) -> tuple[int, ...]:
+def release(number: str) -> tuple[int, ...]:
     """The numbers of a version, without pre-release and local parts.
 
     >>> release("1.16.0.dev0"), release("0.9.1+cu128"), release("1.17rc1")
     ((1, 16, 0), (0, 9, 1), (1, 17))
     """
-    match = re.match(r"\d+(\.\d+)*", version)
+    match = re.match(r"\d+(\.\d+)*", number)
     return tuple(map(int, match.group(0).split("."))) if match else ()
 
 
@@ -100,10 +101,76 @@ def changed_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> list[s
 # ------------------------------------------------------------------------ TRL
 
 
-def trl_trainer_base() -> Any:
-    """A subclass of ``trl.GRPOTrainer`` that turns its private methods into hooks with public names.
+_Trainer: Any = object  # stands for trl.GRPOTrainer, which is not imported here
 
-    A subclass implements ``on_rewards``, ``on_generation``, ``policy_loss``, ``save_state`` and ``load_state``."""
+
+class TRLHooks(_Trainer):
+    """A mixin before ``trl.GRPOTrainer`` that turns its private methods into hooks with public names.
+
+    A trainer implements ``on_rewards``, ``on_generation``, ``policy_loss``, ``save_state`` and ``load_state``."""
+
+    _tag_names = ["trl", "grpo", "turnwise"]  # noqa: RUF012
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if missing := [f"GRPOTrainer.{name}" for name in TRL_ATTRIBUTES if not hasattr(self, name)]:
+            import trl
+
+            require_version("trl", trl.__version__, TRL_TESTED, missing)
+
+    # ---- overridden
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
+        self.on_rewards(rewards)
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output: dict[str, Any] = self.on_generation(super()._generate_and_score_completions(inputs))
+        return output
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        loss: Tensor = self.policy_loss(model, inputs)
+        return loss
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            self.save_state(os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint:
+            self.load_state(checkpoint)
+
+    # ---- called
+    def logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        output: tuple[Tensor, Tensor, Tensor | None] = self._get_per_token_logps_and_entropies(
+            *args, compute_entropy=True, **kwargs
+        )
+        return output
+
+    def slices_of_step(self) -> list[dict[str, Any]]:
+        """All slices of the optimiser step that begins now."""
+        first, count = self._step % self.args.steps_per_generation, self.current_gradient_accumulation_steps
+        slices: list[dict[str, Any]] = self._buffered_inputs[first : first + count]
+        assert len(slices) == count, "an optimiser step reaches into the next generation"
+        return slices
+
+    def logged_metrics(self) -> dict[str, list[float]]:
+        """Metric name → values since the last log, of training or of evaluation."""
+        metrics: dict[str, list[float]] = self._metrics["train" if self.model.training else "eval"]
+        return metrics
+
+    def replace_logged_advantages(self, advantages: Sequence[float]) -> None:
+        """Show ours instead of TRL's own in its table of completions."""
+        logged = self._logs["advantages"]
+        for _ in range(min(len(logged), len(advantages))):
+            logged.pop()
+        logged.extend(advantages)
+
+
+def trl_trainer_base() -> Any:
+    """``trl.GRPOTrainer`` with :class:`TRLHooks`, after checking the installed version."""
     try:
         import trl
         from trl import GRPOTrainer
@@ -112,66 +179,7 @@ def trl_trainer_base() -> Any:
         message = f"turnwise.integrations.trl needs TRL {bounds}: pip install 'trl{bounds}' ({error})"
         raise ImportError(message) from error
     require_version("trl", trl.__version__, TRL_TESTED, changed_methods(GRPOTrainer, TRL_METHODS))
-
-    class TRLTrainerBase(GRPOTrainer):
-        _tag_names = ["trl", "grpo", "turnwise"]  # noqa: RUF012
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            if missing := [name for name in TRL_ATTRIBUTES if not hasattr(self, name)]:
-                require_version("trl", trl.__version__, TRL_TESTED, [f"GRPOTrainer.{name}" for name in missing])
-
-        # ---- overridden
-        def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-            rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
-            self.on_rewards(rewards)
-            return rewards
-
-        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-            output: dict[str, Any] = self.on_generation(super()._generate_and_score_completions(inputs))
-            return output
-
-        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-            loss: Tensor = self.policy_loss(model, inputs)
-            return loss
-
-        def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            super()._save_checkpoint(model, trial)
-            if self.args.should_save:
-                self.save_state(os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"))
-
-        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            if checkpoint:
-                self.load_state(checkpoint)
-
-        # ---- called
-        def logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-            output: tuple[Tensor, Tensor, Tensor | None] = self._get_per_token_logps_and_entropies(
-                *args, compute_entropy=True, **kwargs
-            )
-            return output
-
-        def slices_of_step(self) -> list[dict[str, Any]]:
-            """All slices of the optimiser step that begins now."""
-            first, count = self._step % self.args.steps_per_generation, self.current_gradient_accumulation_steps
-            slices: list[dict[str, Any]] = self._buffered_inputs[first : first + count]
-            assert len(slices) == count, "an optimiser step reaches into the next generation"
-            return slices
-
-        def logged_metrics(self) -> dict[str, list[float]]:
-            """Metric name → values since the last log, of training or of evaluation."""
-            metrics: dict[str, list[float]] = self._metrics["train" if self.model.training else "eval"]
-            return metrics
-
-        def replace_logged_advantages(self, advantages: Sequence[float]) -> None:
-            """Show ours instead of TRL's own in its table of completions."""
-            logged = self._logs["advantages"]
-            for _ in range(min(len(logged), len(advantages))):
-                logged.pop()
-            logged.extend(advantages)
-
-    return TRLTrainerBase
+    return type("TRLTrainerBase", (TRLHooks, GRPOTrainer), {})
 
 
 # ----------------------------------------------------------------------- verl
@@ -180,8 +188,6 @@ def trl_trainer_base() -> Any:
 def verl_algorithms() -> Any:
     """verl's module of policy losses and advantage estimators, checked."""
     try:
-        from importlib.metadata import version
-
         from verl.trainer.ppo import core_algos
     except ImportError as error:
         bounds = ",".join(VERL_TESTED)
@@ -199,6 +205,17 @@ def unregister_from_verl(core_algos: Any, name: str) -> None:
 
 
 __all__ = [
-    "TRL_ATTRIBUTES", "TRL_METHODS", "TRL_TESTED", "VERL_NAMES", "VERL_TESTED", "changed_methods", "compare", "release",
-    "require_version", "trl_trainer_base", "unregister_from_verl", "verl_algorithms",
+    "TRL_ATTRIBUTES",
+    "TRL_METHODS",
+    "TRL_TESTED",
+    "VERL_NAMES",
+    "VERL_TESTED",
+    "TRLHooks",
+    "changed_methods",
+    "compare",
+    "release",
+    "require_version",
+    "trl_trainer_base",
+    "unregister_from_verl",
+    "verl_algorithms",
 ]  # fmt: skip

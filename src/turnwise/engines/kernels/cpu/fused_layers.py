@@ -2,8 +2,8 @@
 
 OpenBLAS repacks both operands of every product, which pays for many rows; a decode step has few. ``benchmarks/cpu_products.py``
 compares the two paths. Beside other libraries than OpenBLAS this one is disabled: with MKL on an x86-64 with AVX-512 (one thread,
-CPU time of a decode step) it is 1.1 to 1.4 times faster up to 8 rows, equal at 16 and slower from 32 rows on, and a 135M model with
-one row gains nothing. Accelerate was not measured.
+CPU time of a decode step) it is 1.1 to 1.4 times faster up to 8 rows, equal at 16 and slower from 32 rows on, and a 135M
+model with one row gains nothing. Accelerate was not measured.
 
 Knows weights and the KV cache; neither requests nor sampling.
 """
