@@ -36,6 +36,7 @@ from turnwise.maths.statistics import wilson  # noqa: E402
 from turnwise.training import requirements  # noqa: E402
 from turnwise.training.env_spec import EnvSpec, resolve_settings  # noqa: E402
 
+STEP_METRICS = {"": "seconds", "gather": "seconds/rollout", "learn": "seconds/learn", "publish": "seconds/publish"}  # key of a row
 BUDGET = {
     "cold-steps": 30, "cold-batch": 32, "cold-lr": 1e-4, "steps": 60, "groups": 16, "group-size": 8, "lr": 1e-5,
     "schedule": "constant", "context": 512, "max-tokens": 64, "slots": 192, "eval-every": 10, "eval-tasks": 100,
@@ -193,9 +194,7 @@ def result(run: Path) -> Row:
         "curve": [(0, before["success"]), *curve, (found["steps"], after["success"])],
         "tokens": found["tokens"],
         "seconds": {name: round(value, 1) for name, value in found["seconds"].items()},
-        "step": {
-            name: round(middle(f"seconds{name and '/' + name}"), 3) for name in ("", "gather", "learn", "publish")
-        },
+        "step": {name: round(middle(metric), 3) for name, metric in STEP_METRICS.items()},
         "mismatch": sum(s["mismatch/size"] for s in steps) / len(steps),
         "engines": found.get("engines", {}),
     }
@@ -265,7 +264,7 @@ def order(rows: list[Row]) -> list[str]:
 
 def details(rows: list[Row]) -> str:
     """One line per run."""
-    lines = ["| task | method | seed | before | after | mismatch | a step: gather + learn |", "|" + "---|" * 7]
+    lines = ["| task | method | seed | before | after | mismatch | a step: rollout + learn |", "|" + "---|" * 7]
     for name, mine in kinds(rows).items():
         for r in sorted(mine, key=lambda r: (order(mine).index(r["method"]), r["seed"])):
             shares = [f"{x[0]:.0%} [{x[1]:.0%}, {x[2]:.0%}]" for x in (r["before"], r["after"])]

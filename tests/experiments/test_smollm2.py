@@ -101,7 +101,7 @@ def test_the_whole_way(tmp_path):
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     first, second = (subprocess.run(line, capture_output=True, text=True, env=surroundings) for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert "countdown, gigpo: left out" in first.stdout and first.stdout.count("$ turnwise train") == 2
+    assert "countdown, gigpo: skipped" in first.stdout and first.stdout.count("$ turnwise train") == 2
     assert second.stdout.count("$ turnwise train") == 0
     [kept] = [json.loads(text) for text in rows.read_text().splitlines()]
     assert kept["curve"][0][0] == 0 and kept["curve"][-1][0] == 2
