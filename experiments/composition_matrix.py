@@ -159,7 +159,7 @@ def run_cell(shared: SharedRollouts, objective: Recipe, credit: Recipe) -> tuple
         for step, groups in enumerate(shared.batches(recipe.requirements)):
             metrics = update_policy(learner, recipe, groups, step, kept)
             learner.version = step + 1
-            wrong = [name for name, value in metrics.items() if name != "probe" and not math.isfinite(value)]
+            wrong = [name for name, value in metrics.items() if name != "policy_check" and not math.isfinite(value)]
             if metrics.get("skipped", 0) or wrong:
                 return (
                     "FAILED",

@@ -36,7 +36,7 @@ from turnwise.maths.statistics import wilson  # noqa: E402
 from turnwise.training import requirements  # noqa: E402
 from turnwise.training.env_spec import EnvSpec, resolve_settings  # noqa: E402
 
-STEP_METRICS = {"": "seconds", "gather": "seconds/rollout", "learn": "seconds/learn", "publish": "seconds/publish"}  # key of a row
+STEP_METRICS = {"": "seconds", "gather": "seconds/rollout", "learn": "seconds/learn", "publish": "seconds/publish"}
 BUDGET = {
     "cold-steps": 30, "cold-batch": 32, "cold-lr": 1e-4, "steps": 60, "groups": 16, "group-size": 8, "lr": 1e-5,
     "schedule": "constant", "context": 512, "max-tokens": 64, "slots": 192, "eval-every": 10, "eval-tasks": 100,
@@ -195,7 +195,7 @@ def result(run: Path) -> Row:
         "tokens": found["tokens"],
         "seconds": {name: round(value, 1) for name, value in found["seconds"].items()},
         "step": {name: round(middle(metric), 3) for name, metric in STEP_METRICS.items()},
-        "mismatch": sum(s["mismatch/size"] for s in steps) / len(steps),
+        "mismatch": sum(s["mismatch/mean_abs"] for s in steps) / len(steps),
         "engines": found.get("engines", {}),
     }
 

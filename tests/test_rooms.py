@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -242,21 +243,23 @@ TESTS = Path(__file__).parent
 
 
 def imported_modules(source: str) -> set[str]:
-    """Every part of every module path that a file imports, relative imports included."""
-    paths: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            paths |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            paths |= {f"{node.module or ''}.{alias.name}" for alias in node.names}
-    return {part for path in paths for part in path.split(".")}
+    """Every part of every module path in the import statements of a file, relative imports included."""
+    statements = re.findall(r"^[ \t]*(?:from[ \t]+\S+[ \t]+)?import[ \t]+(?:\([^)]*\)|[^\n]*)", source, re.MULTILINE)
+    return {word for statement in statements for word in re.findall(r"\w+", statement)}
 
 
-@pytest.mark.parametrize("path", [p.relative_to(TESTS).as_posix() for p in sorted(TESTS.rglob("*.py"))])
-def test_no_test_module_imports_another(path):
+def test_no_test_module_imports_another():
     """Helpers that several test files share live in tests/support or in a fixture."""
     test_modules = {p.stem for p in TESTS.rglob("test_*.py")} | {"conftest"}
-    assert not imported_modules((TESTS / path).read_text(encoding="utf-8")) & test_modules
+    sources = {p.relative_to(TESTS).as_posix(): p.read_text(encoding="utf-8") for p in TESTS.rglob("*.py")}
+    assert not {(p, name) for p, source in sources.items() for name in imported_modules(source) & test_modules}
+
+
+def test_test_modules_have_names_of_their_own():
+    """pytest imports a test file of a folder that is no package by its bare name."""
+    files = [p for p in TESTS.rglob("test_*.py") if not (p.parent / "__init__.py").exists()]
+    names = [p.stem for p in files]
+    assert not {p.relative_to(TESTS).as_posix() for p in files if names.count(p.stem) > 1}
 
 
 def test_an_import_of_a_test_module_is_seen():

@@ -49,11 +49,11 @@ def test_calibration_is_the_share_of_ordered_pairs(counts, seed):
 def test_trajectory_credit_has_nothing_inside_and_turn_credit_has():
     batch = pack(records_of([[[2, 2], [3, 1], [1, 1]]], 3))
     whole = measure_credit(recipes.build("grpo").objective.credit(batch))
-    assert whole["credit/within"] == pytest.approx(0, abs=1e-9)
+    assert whole["credit/variance_within"] == pytest.approx(0, abs=1e-9)
     stepped = batch["advantage"] if "advantage" in batch.columns else None
     assert stepped is None
     turnwise = batch.put(advantage=batch.reward)
-    assert measure_credit(turnwise)["credit/within"] > 0.01
+    assert measure_credit(turnwise)["credit/variance_within"] > 0.01
 
 
 def test_flat_groups_are_told_apart():
@@ -64,7 +64,7 @@ def test_flat_groups_are_told_apart():
         turn = lambda t, r: replace(t, turns=tuple(replace(u, reward=r) for u in t.turns))  # noqa: E731
         rows.append(replace(group, trajectories=tuple(turn(t, r) for t, r in zip(group.trajectories, rewards))))
     found = measure_credit(recipes.build("grpo").objective.credit(pack(rows)))
-    assert found["groups/all_right"] == found["groups/all_wrong"] == pytest.approx(1 / 3)
+    assert found["groups/all_succeed"] == found["groups/all_fail"] == pytest.approx(1 / 3)
     assert found["groups/distinct"] == pytest.approx(4 / 3)
 
 

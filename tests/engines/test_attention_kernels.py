@@ -1,4 +1,4 @@
-"""Attention of ragged sequences, forward and backward, against its plain twin under autograd.
+"""Attention of ragged sequences, forward and backward, against its PyTorch reference under autograd.
 
 On a GPU where there is one; with TRITON_INTERPRET=1 and Triton installed also on a CPU, in small blocks so that every kind of
 block comes up: above, on and below the diagonal, and cut off by the end of a sequence.

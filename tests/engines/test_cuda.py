@@ -1,5 +1,5 @@
-"""The decoder that draws ahead, against the stock forward: on a GPU with its graphs and kernels, elsewhere with the kernels'
-plain twins and no graph. The hand-written CPU decoder sits the same tests where they make sense: so the tests are proven too."""
+"""The CUDA-graph decoder against the stock forward: on a GPU with graphs and Triton kernels, elsewhere with the reference kernels
+and no graph. The hand-written CPU decoder runs the same tests where they apply, which checks the tests too."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def make(kind: str = "llama", seed: int = 0) -> PreTrainedModel:
 
 
 @dataclass(frozen=True)
-class House:
-    """Makes generators of one kind."""
+class GeneratorFactory:
+    """Makes generators with one decode path."""
 
     device: str
-    ahead: bool  # whether they draw ahead
+    ahead: bool  # whether they sample on the GPU ahead of the host
 
     def __call__(self, model: PreTrainedModel, decode: Any = None, **options: Any) -> LocalGenerator:
         options = {"slots": 4, "context": 128, "stop_ids": (), "device": self.device, **options}
@@ -67,30 +67,30 @@ class House:
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-HOUSES = ["decoder", "twins", pytest.param("gpu", marks=pytest.mark.skipif(not GPU, reason="no GPU"))]
+DECODE_PATHS = ["decoder", "reference", pytest.param("gpu", marks=pytest.mark.skipif(not GPU, reason="no GPU"))]
 
 
-@pytest.fixture(params=HOUSES)
-def house(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> House:
-    if request.param == "twins":
+@pytest.fixture(params=DECODE_PATHS)
+def factory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> GeneratorFactory:
+    if request.param == "reference":
         monkeypatch.setattr(model_runner, "kernels_for", lambda device: (decode_reference, ""))
-    return House("cuda" if request.param == "gpu" else "cpu", request.param != "decoder")
+    return GeneratorFactory("cuda" if request.param == "gpu" else "cpu", request.param != "decoder")
 
 
 @pytest.fixture
-def ahead(house: House) -> House:
-    if not house.ahead:
-        pytest.skip("of drawing ahead")
-    return house
+def graph_factory(factory: GeneratorFactory) -> GeneratorFactory:
+    if not factory.ahead:
+        pytest.skip("for decoders that sample ahead of the host")
+    return factory
 
 
 # ---------------------------------------------------------------------- same as the stock forward
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_greedy_tokens_are_those_of_the_stock_forward(house: House, kind: str):
+def test_greedy_tokens_are_those_of_the_stock_forward(factory: GeneratorFactory, kind: str):
     model, asked = make(kind), prompts(9, 1, 40)
-    for ids, done in zip(asked, ask(house(model), asked, Sampling(temperature=0, max_tokens=14))):
+    for ids, done in zip(asked, ask(factory(model), asked, Sampling(temperature=0, max_tokens=14))):
         given, mask = torch.tensor([ids]), torch.ones(1, len(ids))
         expected = model.generate(given, attention_mask=mask, max_new_tokens=14, do_sample=False, pad_token_id=0)
         assert list(done.tokens) == expected[0, len(ids) :].tolist() and done.stop is Stop.LENGTH
@@ -98,17 +98,19 @@ def test_greedy_tokens_are_those_of_the_stock_forward(house: House, kind: str):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-def test_sampled_log_probabilities_are_those_of_the_stock_forward(house: House, temperature: float):
+def test_sampled_log_probabilities_are_those_of_the_stock_forward(factory: GeneratorFactory, temperature: float):
     model, asked = make("qwen3"), prompts(7, 1, 30)
-    for ids, done in zip(asked, ask(house(model, slots=8), asked, Sampling(temperature=temperature, max_tokens=40))):
+    for ids, done in zip(asked, ask(factory(model, slots=8), asked, Sampling(temperature=temperature, max_tokens=40))):
         expected = full_logp(model, ids, done, temperature)
         torch.testing.assert_close(torch.tensor(done.logp), expected, atol=5e-4, rtol=0)
         assert len(done.tokens) == 40 and not any(done.mass)
 
 
-def gap(model: PreTrainedModel, asked: list[list[int]], done: list[Completion], house: House, dtype: str) -> float:
+def gap(
+    model: PreTrainedModel, asked: list[list[int]], done: list[Completion], factory: GeneratorFactory, dtype: str
+) -> float:
     """Mean |sampler − learner|."""
-    learner = LocalLearner(copy.deepcopy(model), LearnerSettings(dtype=dtype), device=house.device)
+    learner = LocalLearner(copy.deepcopy(model), LearnerSettings(dtype=dtype), device=factory.device)
     turns = [Turn(tuple(i), tuple(c.tokens), tuple(c.logp), version=tuple(c.version)) for i, c in zip(asked, done)]
     task = Task("probe", 0)
     batch = pack([Group("0", task, tuple(Trajectory(str(k), task, (t,)) for k, t in enumerate(turns)))])
@@ -127,20 +129,20 @@ def gap(model: PreTrainedModel, asked: list[list[int]], done: list[Completion], 
     ],
 )
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_the_learner_finds_the_probabilities_it_was_told(house: House, kind, rollouts, dtype, limit):
+def test_the_learner_finds_the_probabilities_it_was_told(factory: GeneratorFactory, kind, rollouts, dtype, limit):
     model, asked = make(kind), prompts(6, 60, 90)
-    done = ask(house(model, slots=8, context=256, dtype=rollouts), asked, Sampling(max_tokens=60))
-    found = gap(model, asked, done, house, dtype)
+    done = ask(factory(model, slots=8, context=256, dtype=rollouts), asked, Sampling(max_tokens=60))
+    found = gap(model, asked, done, factory, dtype)
     assert found < limit
     if rollouts == torch.float8_e4m3fn:
         assert found > 1e-3  # something was rounded
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
-def test_lower_precision_leaves_rotary_frequencies_alone(house: House):
+def test_lower_precision_leaves_rotary_frequencies_alone(factory: GeneratorFactory):
     """Frequencies rounded to bfloat16 turn the heads of a long dialogue to somewhere else."""
     model = make()
-    g = house(model, dtype=torch.bfloat16)
+    g = factory(model, dtype=torch.bfloat16)
     assert torch.equal(g.model_runner.model.model.rotary_emb.inv_freq.cpu(), model.model.rotary_emb.inv_freq)
     assert {p.dtype for p in g.model_runner.model.parameters()} == {torch.bfloat16}
 
@@ -154,7 +156,7 @@ def test_interpreted_kernels_decode_like_their_twins(monkeypatch: pytest.MonkeyP
     for name in ("decode_reference", "triton.decode"):
         module = importlib.import_module(f"turnwise.engines.kernels.{name}")
         monkeypatch.setattr(model_runner, "kernels_for", lambda device, module=module: (module, ""))
-        found.append(ask(House("cpu", True)(model), asked, settings))
+        found.append(ask(GeneratorFactory("cpu", True)(model), asked, settings))
     for a, b in zip(*found):
         assert list(a.tokens) == list(b.tokens)
         torch.testing.assert_close(torch.tensor(a.logp), torch.tensor(b.logp), atol=1e-4, rtol=0)
@@ -163,10 +165,10 @@ def test_interpreted_kernels_decode_like_their_twins(monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------------- sessions over time
 
 
-def test_several_turns_of_ragged_dialogues(house: House):
+def test_several_turns_of_ragged_dialogues(factory: GeneratorFactory):
     model = make("qwen3")
     for slots in (3, 16):
-        for i, turns in enumerate(run(dialogues(house(model, slots=slots), None))):
+        for i, turns in enumerate(run(dialogues(factory(model, slots=slots), None))):
             rng, ids = random.Random(i), [1, 2, 3 + i]
             for done in turns:
                 rng.randint(1, 25)
@@ -174,28 +176,28 @@ def test_several_turns_of_ragged_dialogues(house: House):
                 ids = [*ids, *done.tokens, *(rng.randrange(V) for _ in range(rng.randint(1, 6)))]
 
 
-def test_the_same_bits_again_whatever_tools_take(house: House):
+def test_the_same_bits_again_whatever_tools_take(factory: GeneratorFactory):
     model = make("qwen3")
-    base = bits(run(dialogues(house(model, slots=6), None)))
+    base = bits(run(dialogues(factory(model, slots=6), None)))
     for seed in range(2):
-        assert bits(run(dialogues(house(model, slots=6), random.Random(seed)))) == base
+        assert bits(run(dialogues(factory(model, slots=6), random.Random(seed)))) == base
 
 
-def test_tokens_do_not_depend_on_batch_order_or_slots(house: House):
+def test_tokens_do_not_depend_on_batch_order_or_slots(factory: GeneratorFactory):
     model, asked, seeds = make(), prompts(12), list(range(100, 112))
     settings = [Sampling(max_tokens=5 + 3 * i, top_p=0.9 if i % 3 else 1.0) for i in range(12)]
-    base = [c.tokens for c in ask(house(model, slots=12), asked, settings, seeds)]
+    base = [c.tokens for c in ask(factory(model, slots=12), asked, settings, seeds)]
     for slots, tick, deterministic in ((1, None, True), (5, 3, True), (4, 100, False)):
-        g = house(model, slots=slots, tick=tick, deterministic=deterministic)
+        g = factory(model, slots=slots, tick=tick, deterministic=deterministic)
         order = random.Random(slots).sample(range(12), 12)
         again = ask(g, [asked[i] for i in order], [settings[i] for i in order], [seeds[i] for i in order])
         assert [again[order.index(i)].tokens for i in range(12)] == base
     assert len({tuple(c) for c in base}) == 12
 
 
-def test_a_shared_prompt_is_read_once(house: House):
+def test_a_shared_prompt_is_read_once(factory: GeneratorFactory):
     model, ids = make(), prompts(1, 30, 30)[0]
-    g = house(model, slots=8)
+    g = factory(model, slots=8)
     done = ask(g, [ids] * 8, Sampling(max_tokens=6))
     assert g.stats()["prefill_tokens"] == 29 and g.stats()["shared_tokens"] == 7 * 29
     assert len({tuple(c.tokens) for c in done}) > 1
@@ -203,7 +205,7 @@ def test_a_shared_prompt_is_read_once(house: House):
         check_logp(model, ids, c, atol=5e-4)
 
 
-def test_siblings_look_together(ahead: House, monkeypatch: pytest.MonkeyPatch):
+def test_siblings_look_together(graph_factory: GeneratorFactory, monkeypatch: pytest.MonkeyPatch):
     """Neighbours read what they share once, also when the ranks have closed and some have other neighbours: same tokens."""
     model, (a, b, c) = make("mistral"), prompts(3, 40, 60)
     asked = [a] * 4 + [b] * 5 + [c, b[:20] + c] + [a] * 2
@@ -211,7 +213,7 @@ def test_siblings_look_together(ahead: House, monkeypatch: pytest.MonkeyPatch):
     found = {}
     for crowd in (0, 10**9):
         monkeypatch.setattr(cuda_graphs, "MIN_PROGRAMS", crowd)
-        g = ahead(model, slots=16, context=160)
+        g = graph_factory(model, slots=16, context=160)
         found[crowd] = ask(g, asked, settings)
         assert g.model_runner.graphs is not None
         assert any(together for _, _, together in g.model_runner.graphs.decode_graphs) == (crowd == 0)
@@ -220,23 +222,23 @@ def test_siblings_look_together(ahead: House, monkeypatch: pytest.MonkeyPatch):
         torch.testing.assert_close(torch.tensor(x.logp), torch.tensor(y.logp), atol=1e-4, rtol=0)
 
 
-def test_lanes_look_together_where_it_pays(ahead: House, monkeypatch: pytest.MonkeyPatch):
-    g = ahead(make(), slots=16).model_runner.graphs
+def test_lanes_look_together_where_it_pays(graph_factory: GeneratorFactory, monkeypatch: pytest.MonkeyPatch):
+    g = graph_factory(make(), slots=16).model_runner.graphs
     assert g is not None
-    held, alike = [40] * 6, [0, 40, 40, 40, 7, 30]
-    assert g._shared_prefixes(8, 8, held, alike) is None  # a few lanes keep no GPU busy
+    held, common = [40] * 6, [0, 40, 40, 40, 7, 30]
+    assert g._shared_prefixes(8, 8, held, common) is None  # a few lanes keep no GPU busy
     monkeypatch.setattr(cuda_graphs, "MIN_PROGRAMS", 16)
-    assert g._shared_prefixes(8, 8, held, alike) == [[40, 30], [0, 4]]  # not 7: that is what two fours have in common
-    assert g._shared_prefixes(8, 500, held, alike) is None  # mostly their own columns
+    assert g._shared_prefixes(8, 8, held, common) == [[40, 30], [0, 4]]  # not 7: that is what two fours have in common
+    assert g._shared_prefixes(8, 500, held, common) is None  # mostly their own columns
     assert g._shared_prefixes(8, 8, held, [0] * 6) is None
     assert g._shared_prefixes(8, 8, [40], [0]) is None
     assert g._shared_prefixes(8, 8, held, ()) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-def test_publish_in_the_middle(house: House, dtype: torch.dtype):
+def test_publish_in_the_middle(factory: GeneratorFactory, dtype: torch.dtype):
     old, new = make("qwen3", 0), make("qwen3", 1)
-    g = house(old, context=250, tick=2, dtype=dtype)
+    g = factory(old, context=250, tick=2, dtype=dtype)
     limit = 5e-4 if dtype == torch.float32 else 0.6
 
     async def main():
@@ -260,14 +262,14 @@ def test_publish_in_the_middle(house: House, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_published_weights_find_their_places(ahead: House, kind: str):
+def test_published_weights_find_their_places(graph_factory: GeneratorFactory, kind: str):
     """A decoder that was given another model's weights holds what one made of that model holds, in the same tensors."""
     given = make(kind, 1)
-    g, expected = (ahead(made, dtype=torch.bfloat16).model_runner.graphs for made in (make(kind, 0), given))
+    g, expected = (graph_factory(made, dtype=torch.bfloat16).model_runner.graphs for made in (make(kind, 0), given))
     assert g is not None and expected is not None
     every = lambda d: [d.embedding, d.norm, d.head, *(t for layer in d.layers for t in cuda_graphs._tensors(layer))]  # noqa: E731
     before = [t.data_ptr() for t in every(g)]
-    weights = {name: p.detach().to(ahead.device) for name, p in given.named_parameters()}
+    weights = {name: p.detach().to(graph_factory.device) for name, p in given.named_parameters()}
     with torch.inference_mode():
         g.model.load_state_dict(weights, strict=False)  # a tied head is not published
         g.refresh_weights(weights)
@@ -277,9 +279,9 @@ def test_published_weights_find_their_places(ahead: House, kind: str):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_cancel_returns_what_there_is(house: House, deterministic: bool):
+def test_cancel_returns_what_there_is(factory: GeneratorFactory, deterministic: bool):
     model = make()
-    g = house(model, deterministic=deterministic, context=2048, tick=2)
+    g = factory(model, deterministic=deterministic, context=2048, tick=2)
 
     async def main():
         session, other = g.open(0), g.open(1)
@@ -303,29 +305,29 @@ def test_cancel_returns_what_there_is(house: House, deterministic: bool):
         check_logp(model, past, again, atol=5e-4)
 
 
-def test_the_context_is_a_wall(house: House):
+def test_the_context_is_a_wall(factory: GeneratorFactory):
     model = make()
     asked = [list(range(1, 11)), list(range(1, 16)), list(range(1, 17)), [5]]
-    done = ask(house(model, context=16), asked, Sampling(max_tokens=50))
+    done = ask(factory(model, context=16), asked, Sampling(max_tokens=50))
     assert [len(c.tokens) for c in done] == [6, 1, 0, 15] and all(c.stop is Stop.LENGTH for c in done)
     for ids, c in zip(asked, done):
         if c.tokens:
             check_logp(model, ids, c, atol=5e-4)
 
 
-def test_stop_ids_and_stop_strings(house: House):
+def test_stop_ids_and_stop_strings(factory: GeneratorFactory):
     def decode(ids: list[int]) -> str:
         return "".join(chr(ord("a") + i % 26) for i in ids)
 
     model = make()
-    free = ask(house(model, decode), prompts(6), Sampling(max_tokens=30))
+    free = ask(factory(model, decode), prompts(6), Sampling(max_tokens=30))
     stop = free[0].tokens[4]
-    for before, done in zip(free, ask(house(model, stop_ids=(stop,)), prompts(6), Sampling(max_tokens=30))):
+    for before, done in zip(free, ask(factory(model, stop_ids=(stop,)), prompts(6), Sampling(max_tokens=30))):
         tokens = list(before.tokens)
         assert done.tokens == (tokens[: tokens.index(stop) + 1] if stop in tokens else tokens)
     string = decode(list(free[0].tokens))[5:8]
     settings = Sampling(max_tokens=30, stop=(string, "never!"))
-    for before, done in zip(free, ask(house(model, decode), prompts(6), settings)):
+    for before, done in zip(free, ask(factory(model, decode), prompts(6), settings)):
         at = decode(list(before.tokens)).find(string)
         assert done.tokens == (before.tokens if at < 0 else before.tokens[: at + 3])
         assert done.stop is (Stop.LENGTH if at < 0 else Stop.STRING)
@@ -338,10 +340,10 @@ CUTS = [{"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_cut_distributions_draw_what_the_plain_sampler_draws(ahead: House, cut: dict[str, float]):
+def test_cut_distributions_draw_what_the_plain_sampler_draws(graph_factory: GeneratorFactory, cut: dict[str, float]):
     model, asked, sampling = make(), prompts(5), Sampling(**cut, max_tokens=20)  # type: ignore[arg-type]
     plain = LocalGenerator(model, slots=4, context=128, stop_ids=(), fast=False)
-    for ids, a, b in zip(asked, ask(ahead(model), asked, sampling), ask(plain, asked, sampling)):
+    for ids, a, b in zip(asked, ask(graph_factory(model), asked, sampling), ask(plain, asked, sampling)):
         assert list(a.tokens) == list(b.tokens)
         for mine, theirs in ((a.logp, b.logp), (a.mass, b.mass)):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), atol=5e-4, rtol=0)
@@ -350,28 +352,30 @@ def test_cut_distributions_draw_what_the_plain_sampler_draws(ahead: House, cut: 
         assert min(a.mass) < 0
 
 
-def test_a_cpu_draws_the_same_tokens(ahead: House):
+def test_a_cpu_draws_the_same_tokens(graph_factory: GeneratorFactory):
     """One rule and the same random numbers everywhere: only rounding can tell two devices apart."""
     model, asked, sampling = make(), prompts(8), Sampling(temperature=1.3, max_tokens=30)
     plain = LocalGenerator(model, slots=4, context=128, stop_ids=(), fast=False)
-    same = [a.tokens == b.tokens for a, b in zip(ask(ahead(model), asked, sampling), ask(plain, asked, sampling))]
+    same = [
+        a.tokens == b.tokens for a, b in zip(ask(graph_factory(model), asked, sampling), ask(plain, asked, sampling))
+    ]
     assert sum(same) >= 7
 
 
-def test_a_whole_lane_ignores_a_cut_neighbour(ahead: House):
+def test_a_whole_lane_ignores_a_cut_neighbour(graph_factory: GeneratorFactory):
     model, asked = make(), prompts(4)
     settings = [Sampling(max_tokens=20), Sampling(top_p=0.7, max_tokens=20), Sampling(temperature=0, max_tokens=20)]
-    together = ask(ahead(model), asked[:3], settings, [5, 6, 7])
+    together = ask(graph_factory(model), asked[:3], settings, [5, 6, 7])
     for i in range(3):
-        (alone,) = ask(ahead(model), [asked[i]], settings[i], [5 + i])
+        (alone,) = ask(graph_factory(model), [asked[i]], settings[i], [5 + i])
         assert list(alone.tokens) == list(together[i].tokens)
         torch.testing.assert_close(torch.tensor(alone.mass), torch.tensor(together[i].mass), atol=1e-4, rtol=0)
     assert any(together[1].mass) and not any(together[0].mass) and not any(together[2].mass)
 
 
-def test_frequencies_match_the_distribution(ahead: House):
+def test_frequencies_match_the_distribution(graph_factory: GeneratorFactory):
     model, n = make(), 3000
-    g = ahead(model, slots=250, context=16)
+    g = graph_factory(model, slots=250, context=16)
     drawn = torch.tensor([c.tokens[0] for c in ask(g, [[3, 9, 27]] * n, Sampling(temperature=2.0, max_tokens=1))])
     with torch.no_grad():
         p = (model(torch.tensor([[3, 9, 27]])).logits[0, -1] / 2).softmax(-1)
@@ -382,9 +386,9 @@ def test_frequencies_match_the_distribution(ahead: House):
 # ---------------------------------------------------------------------- reading
 
 
-def test_a_reading_whose_size_comes_again_is_told_in_the_same_place(ahead: House):
+def test_a_reading_whose_size_comes_again_is_told_in_the_same_place(graph_factory: GeneratorFactory):
     """Longer, then shorter, from other rows: nothing of what was read before is left in it."""
-    model, g = make("llama3"), ahead(make("llama3"), slots=6)
+    model, g = make("llama3"), graph_factory(make("llama3"), slots=6)
     for turn, most in enumerate((60, 60, 9, 40, 1, 60)):
         asked = (
             prompts(6, 1, most, seed=turn) if turn % 2 else [[V - 1, *ids] for ids in prompts(3, 1, most, seed=turn)]
@@ -397,10 +401,10 @@ def test_a_reading_whose_size_comes_again_is_told_in_the_same_place(ahead: House
     )
 
 
-def test_a_large_reading_is_not_kept(ahead: House, monkeypatch: pytest.MonkeyPatch):
+def test_a_large_reading_is_not_kept(graph_factory: GeneratorFactory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda_graphs, "MAX_CAPTURED_TOKENS", 300)
     model = make()
-    g = ahead(model, slots=2, context=400)
+    g = graph_factory(model, slots=2, context=400)
     for factor in (1, 3, 5):
         ids = [factor * k % V for k in range(1, 340 + factor)]
         (done,) = ask(g, [ids], Sampling(max_tokens=3))
@@ -412,9 +416,9 @@ def test_a_large_reading_is_not_kept(ahead: House, monkeypatch: pytest.MonkeyPat
 # ---------------------------------------------------------------------- when to look up
 
 
-def test_drawing_ends_early_when_a_quarter_is_done(ahead: House):
+def test_drawing_ends_early_when_a_quarter_is_done(graph_factory: GeneratorFactory):
     """Else newcomers would wait for the whole tick; and nothing that was drawn is drawn again."""
-    g = ahead(make(), slots=4, context=256)
+    g = graph_factory(make(), slots=4, context=256)
     settings = [Sampling(max_tokens=m) for m in (3, 60, 60, 60)]
     ask(g, prompts(4), settings)
     stats = g.stats()
@@ -424,17 +428,17 @@ def test_drawing_ends_early_when_a_quarter_is_done(ahead: House):
     )  # of the first run; the second ends with its last answer, uncounted
 
 
-def test_a_tick_may_be_longer_than_the_decoders_memory(ahead: House, monkeypatch):
+def test_a_tick_may_be_longer_than_the_decoders_memory(graph_factory: GeneratorFactory, monkeypatch):
     monkeypatch.setattr(scheduler, "MAX_STEPS", 64)
     model = make()
-    (done,) = ask(ahead(model, tick=1000, context=256), [[1, 2]], Sampling(max_tokens=150))
+    (done,) = ask(graph_factory(model, tick=1000, context=256), [[1, 2]], Sampling(max_tokens=150))
     assert len(done.tokens) == 150
     check_logp(model, [1, 2], done, atol=5e-4)
 
 
-def test_while_everybody_lives_drawing_goes_on(ahead: House):
+def test_while_everybody_lives_drawing_goes_on(graph_factory: GeneratorFactory):
     """A tick is when newcomers may come; as long as nobody's place can be taken there is nothing to stop for."""
-    g = ahead(make(), slots=4, context=256, tick=8)
+    g = graph_factory(make(), slots=4, context=256, tick=8)
     runs, real = [], g.scheduler._decode_batch
     g.scheduler._decode_batch = lambda *args: runs.append(1) or real(*args)
     done = ask(g, prompts(4), Sampling(max_tokens=100))
@@ -442,8 +446,8 @@ def test_while_everybody_lives_drawing_goes_on(ahead: House):
     assert g.stats()["tokens"] == 400
 
 
-def test_after_a_death_drawing_ends_with_the_tick(ahead: House):
-    g = ahead(make(), slots=8, context=256, tick=32)
+def test_after_a_death_drawing_ends_with_the_tick(graph_factory: GeneratorFactory):
+    g = graph_factory(make(), slots=8, context=256, tick=32)
     runs, real = [], g.scheduler._decode_batch
     g.scheduler._decode_batch = lambda *args: runs.append(1) or real(*args)
     done = ask(g, prompts(8), [Sampling(max_tokens=m) for m in (9, *[100] * 7)])
@@ -460,16 +464,16 @@ def test_buckets_reach_every_number_of_lanes():
 # ---------------------------------------------------------------------- which path, and the ways back
 
 
-def test_a_generator_says_which_path_it_takes(house: House):
-    text = house(make()).describe()
+def test_a_generator_says_which_path_it_takes(factory: GeneratorFactory):
+    text = factory(make()).describe()
     assert "float32" in text
-    assert ("grouped-query kernel" if house.ahead else "hand-written decoder") in text
-    if house.device == "cuda":
+    assert ("grouped-query kernel" if factory.ahead else "hand-written decoder") in text
+    if factory.device == "cuda":
         assert text == "CUDA graphs, float32, grouped-query kernel"
 
 
-def test_fp8_is_said_too(house: House):
-    assert "fp8" in house(make(), dtype=torch.float8_e4m3fn).describe()
+def test_fp8_is_said_too(factory: GeneratorFactory):
+    assert "fp8" in factory(make(), dtype=torch.float8_e4m3fn).describe()
 
 
 def test_the_stock_forward_says_why():
@@ -584,7 +588,7 @@ def test_rollouts_are_as_precise_as_the_learner_unless_told(monkeypatch, device,
     monkeypatch.setattr(engines, "select_device", lambda settings: torch.device(device))
     chosen = Settings(dtype=dtype, rollout_dtype=rollouts)
     assert engines.rollout_dtype(chosen) == expected and engines.policy_check_tolerance(chosen) == tolerance
-    assert engines.policy_check_tolerance(replace(chosen, probe_tolerance=0.5)) == 0.5
+    assert engines.policy_check_tolerance(replace(chosen, mismatch_tolerance=0.5)) == 0.5
 
 
 def test_an_unknown_precision_is_refused():

@@ -18,6 +18,7 @@ from turnwise.errors import SettingError
 # ---------------------------------------------------------------------- same as Transformers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("fast", [True, False])
 def test_greedy_equals_transformers(kind: str, fast: bool):

@@ -1,7 +1,7 @@
-"""Every kernel against its plain twin, on random inputs of awkward sizes. On a GPU where there is one; elsewhere under Triton's
+"""Every kernel against its PyTorch reference, on random inputs of awkward sizes. On a GPU if there is one, else under Triton's
 interpreter, if Triton is there and TRITON_INTERPRET=1 says so.
 
-The twin of ``draw`` draws by the same random numbers and is compared token by token."""
+The reference of ``sample`` uses the same random numbers and is compared token by token."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def test_numbers_that_are_none_crash_nothing(kernels):
     assert ((tokens >= 0) & (tokens < 70)).all()
 
 
-# ---------------------------------------------------------------------- the twins themselves
+# ---------------------------------------------------------------------- the references themselves
 
 
 def test_the_twin_draws_from_the_distribution():

@@ -200,7 +200,7 @@ def test_the_first_update_reports_the_difference_from_the_generator(kit, positio
     )
     learner.version = 1
     recipe = replace(recipes.build("grpo"), control=Passes(epochs=2))
-    assert metrics_of_step(learner, recipe, batch, PolicyCheck(1.0))["probe"] == pytest.approx(0.25, abs=1e-4)
+    assert metrics_of_step(learner, recipe, batch, PolicyCheck(1.0))["policy_check"] == pytest.approx(0.25, abs=1e-4)
     with pytest.raises(PolicyMismatch, match=r"differ by 1\.6 on average"):
         metrics_of_step(
             LocalLearner(kit.make_model()),
@@ -213,13 +213,13 @@ def test_the_first_update_reports_the_difference_from_the_generator(kit, positio
 def test_without_fresh_tokens_the_difference_is_nan(kit):
     learner = LocalLearner(kit.make_model())
     learner.version = 7
-    assert math.isnan(metrics_of_step(learner, recipes.build("grpo"), recorded(kit, learner), PolicyCheck())["probe"])
+    assert math.isnan(metrics_of_step(learner, recipes.build("grpo"), recorded(kit, learner), PolicyCheck())["policy_check"])
 
 
 def test_a_separate_check_raises_before_the_update(kit):
     learner = LocalLearner(kit.make_model())
     batch = recorded(kit, learner)
-    assert metrics_of_step(learner, recipes.build("grpo"), batch, SeparatePolicyCheck())["probe"] < 1e-5
+    assert metrics_of_step(learner, recipes.build("grpo"), batch, SeparatePolicyCheck())["policy_check"] < 1e-5
     steps = learner.steps
     with pytest.raises(PolicyMismatch, match="at most"):
         shifted = replace(batch, behaviour=batch.behaviour.map(lambda x: x - 1))

@@ -1,4 +1,4 @@
-"""The C kernels of a CPU compute what their plain twins say, whatever the sizes and the number of threads."""
+"""The C kernels for CPUs compute what the PyTorch references compute, whatever the sizes and the number of threads."""
 
 from __future__ import annotations
 

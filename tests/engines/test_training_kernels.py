@@ -1,4 +1,4 @@
-"""Every kernel of a training step against its plain twin, at awkward sizes.
+"""Every kernel of a training step against its PyTorch reference, at awkward sizes.
 
 On a GPU where there is one; with TRITON_INTERPRET=1 and Triton installed also on a CPU.
 """

@@ -159,6 +159,7 @@ def size(path) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
+@pytest.mark.thorough
 def test_curves_from_a_file(tmp_path):
     log = JsonLines(tmp_path / "m.jsonl")
     log.log(0, {"eval/success": 0.1})

@@ -148,6 +148,7 @@ def test_an_answer_cannot_be_left_for_the_next_call(session: SandboxSession) -> 
     assert session.run("'honest'").output == "'honest'"
 
 
+@pytest.mark.thorough
 def test_cpu_time_of_a_session_is_limited(tool: PythonTool) -> None:
     with PythonTool(SandboxLimits(wall_seconds=120, cpu_seconds=1), isolation=tool.isolation, spare=0) as own:
         result = own.open().run("while True: pass")

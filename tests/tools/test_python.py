@@ -272,6 +272,7 @@ LEAVING = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", LEAVING)
 def test_a_process_that_ends_leaves_no_socket_and_no_worker_behind(how: str) -> None:
     code = f"from turnwise.tools import python_tool\n{LEAVING[how]}\nprint(python_tool()._zygote._process.pid)"

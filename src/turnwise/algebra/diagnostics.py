@@ -42,7 +42,7 @@ def sums(view: MicroBatchView, rho: Field, gated: Field, adv: Field, slope: Fiel
         "kl/behaviour": total((-moved).map(k3)),
         "kl/behaviour/k1": total((-moved).map(k1)),
         "kl/behaviour/k2": total((-moved).map(k2)),
-        "mismatch/size": total(moved.abs()),
+        "mismatch/mean_abs": total(moved.abs()),
         "_adv": total(adv),
         "_logp": total(view.logp.detach()),
         "_adv_logp": total(adv * view.logp.detach()),
@@ -58,7 +58,7 @@ def _mismatch_of_current(view: MicroBatchView) -> dict[str, Tensor]:
     """Difference of sampler and learner log-probabilities on tokens that the present weights sampled."""
     current = view.batch[Column.CURRENT_VERSION].x
     gap = (view.logp.detach() - behaviour(view.batch).to(view.logp.x.dtype)).x.abs()
-    return {"_probe/gap": torch.where(current, gap, 0.0).double().sum(), "_probe/tokens": current.double().sum()}
+    return {"_policy_check/gap": torch.where(current, gap, 0.0).double().sum(), "_policy_check/tokens": current.double().sum()}
 
 
 def _tails(moved: Field) -> dict[str, Tensor]:
@@ -157,15 +157,15 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
         out[f"ratio/over_2/{name}"] = sums[f"_over/{name}"] / n
         out[f"ratio/under_half/{name}"] = sums[f"_under/{name}"] / n
     total = max(1e-30, sums["_slope/good"] + sums["_slope/bad"])
-    out["gradient_share/good"] = sums["_slope/good"] / total
+    out["gradient_share/positive_advantage"] = sums["_slope/good"] / total
     for k in range(TURNS):
         tokens = sums[f"_tokens/turn{k}"]
         if tokens:
             label = f"turn{k}" + ("+" if k == TURNS - 1 else "")
             out[f"clip_share/{label}"] = sums[f"_clipped/turn{k}"] / tokens
             out[f"gradient_share/{label}"] = sums[f"_slope/turn{k}"] / total
-    if "_probe/tokens" in sums:
-        out["probe"] = sums["_probe/gap"] / sums["_probe/tokens"] if sums["_probe/tokens"] else math.nan
+    if "_policy_check/tokens" in sums:
+        out["policy_check"] = sums["_policy_check/gap"] / sums["_policy_check/tokens"] if sums["_policy_check/tokens"] else math.nan
     return out | _finish_sources(sums)
 
 

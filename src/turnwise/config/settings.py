@@ -20,7 +20,7 @@ AT_LEAST_ONE = (
 )  # fmt: skip
 AT_LEAST_ZERO = (
     "groups", "group_size", "epochs", "minibatches", "max_turns", "history", "eval_tasks", "eval_every", "warmup",
-    "lora_rank", "positions",
+    "lora_rank", "micro_batch_tokens",
 )  # fmt: skip
 ROLLOUT_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 
@@ -91,7 +91,7 @@ class Settings:
     clip_norm: float = setting(1.0, "gradient norm is clipped to this")
     critic: str = setting("shared", "shared: a value head on the policy's hidden states; separate: a model of its own")
     value_lr: float = setting(1e-3, "learning rate of the critic")
-    positions: int = setting(
+    micro_batch_tokens: int = setting(
         0, "tokens per micro-batch; 0: 8192 on a CPU, 16384 on a GPU, 24576 on one with over 60 GiB"
     )
     dtype: str = setting(
@@ -104,7 +104,7 @@ class Settings:
     )
     offload: bool = setting(False, "keep the optimiser state in host memory between steps")
     lora_rank: int = setting(0, "train LoRA adapters of this rank; 0: all weights")
-    probe_tolerance: float = setting(
+    mismatch_tolerance: float = setting(
         0.0, "largest mean log-probability difference between generator and learner; 0: set by their precision"
     )
     # the tiny model and its cold start
@@ -156,8 +156,8 @@ class Settings:
             raise SettingError(
                 f"rollout_dtype is {self.rollout_dtype!r}; {nearest(self.rollout_dtype, ROLLOUT_DTYPES)}"
             )
-        if self.probe_tolerance < 0:
-            raise SettingError(f"probe_tolerance is {self.probe_tolerance}; write 0 or a positive number")
+        if self.mismatch_tolerance < 0:
+            raise SettingError(f"mismatch_tolerance is {self.mismatch_tolerance}; write 0 or a positive number")
         if self.critic not in ("shared", "separate"):
             raise SettingError(f"critic is {self.critic!r}; {nearest(self.critic, ('shared', 'separate'))}")
         if not self.env_seconds > 0:

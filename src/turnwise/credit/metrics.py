@@ -3,9 +3,9 @@
 credit/size/turnK        mean |A| of the tokens of turn k (the last index stands for all later turns)
 credit/mean/turnK        mean A of these tokens: a slope over k means that credit leans to early or late turns
 credit/mean/tools        mean A of turns that call tools;  credit/mean/no_tools  of turns that do not
-credit/within            share of the variance of A inside trajectories: 0 for trajectory-level credit
+credit/variance_within            share of the variance of A inside trajectories: 0 for trajectory-level credit
 credit/sign_flips        share of trajectories whose mean A has another sign than R − mean R of their kind of task
-groups/all_right         share of groups in which all have the same positive return;  groups/all_wrong  no positive return
+groups/all_succeed         share of groups in which all have the same positive return;  groups/all_fail  no positive return
 groups/distinct          distinct returns per group, on average
 index_bias               mean difference between the group's return and that of its episodes with a k-th turn: the bias of a
                          baseline by turn index where the number of turns varies
@@ -36,7 +36,7 @@ def measure_credit(batch: Batch) -> dict[str, float]:
     adv = batch[Column.ADVANTAGE].at(TOKEN).to(torch.float64)
     outcome = batch.reward.sum(TRAJECTORY).to(torch.float64)
     metrics = _by_turn(batch, adv) | _by_tools(batch, adv) | _groups(outcome) | _by_source(batch, adv, outcome)
-    metrics["credit/within"] = _within(adv)
+    metrics["credit/variance_within"] = _within(adv)
     metrics["credit/sign_flips"] = _sign_flips(batch, adv, outcome)
     metrics["index_bias"] = index_bias(batch, outcome)
     for name, signal in (("rank", Signal.EFFECTIVE_RANK), ("rank/speed", Signal.EFFECTIVE_RANK_VELOCITY)):
@@ -88,8 +88,8 @@ def _groups(outcome: Field) -> dict[str, float]:
     flat = high - low <= 1e-9
     distinct = Partition.by(outcome.tree, TRAJECTORY, outcome.tree.parents[2], _rank(outcome))
     return {
-        "groups/all_right": float((flat & (low > 0)).double().mean()),
-        "groups/all_wrong": float((flat & (low <= 0)).double().mean()),
+        "groups/all_succeed": float((flat & (low > 0)).double().mean()),
+        "groups/all_fail": float((flat & (low <= 0)).double().mean()),
         "groups/distinct": distinct.count / max(1, outcome.tree.count(GROUP)),
     }
 

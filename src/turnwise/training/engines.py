@@ -79,7 +79,7 @@ def policy_check_tolerance(settings: Settings) -> float:
     dtypes = [FP8 if learner.fp8 else learner_dtype, generator_dtype]
     if dtypes == [FP8] * 2:
         dtypes = [learner_dtype]
-    return settings.probe_tolerance or max(TOLERANCES.get(dtype or torch.float32, TOLERANCE) for dtype in dtypes)
+    return settings.mismatch_tolerance or max(TOLERANCES.get(dtype or torch.float32, TOLERANCE) for dtype in dtypes)
 
 
 def make_policy_check(settings: Settings, recipe: Recipe) -> PolicyCheck:
@@ -91,7 +91,7 @@ def make_policy_check(settings: Settings, recipe: Recipe) -> PolicyCheck:
 
 
 def ids_per_micro_batch(settings: Settings) -> int:
-    return settings.positions or default_micro_batch(select_device(settings))
+    return settings.micro_batch_tokens or default_micro_batch(select_device(settings))
 
 
 def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:

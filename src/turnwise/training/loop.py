@@ -158,14 +158,14 @@ def update_policy(
 
     for part in recipe.control.optimizer_steps(batch, seed, learner.measure):
         update_metrics = diagnostics.finish(learner.update(part, objective, run_host_work))
-        mismatch = update_metrics.pop("probe", math.nan)
+        mismatch = update_metrics.pop("policy_check", math.nan)
         if policy_check is not None and not counts:  # after the first update the policy has moved
             policy_check.check(mismatch, learner.version)
-            metrics.setdefault("probe", mismatch)
+            metrics.setdefault("policy_check", mismatch)
         for name, value in update_metrics.items():
             metrics[name] = metrics.get(name, 0.0) + value
             counts[name] += 1
-    summed = {"skipped", "probe"}  # every other metric is a mean over the updates that report it
+    summed = {"skipped", "policy_check"}  # every other metric is a mean over the updates that report it
     means = {name: v if name in summed else v / counts[name] for name, v in metrics.items()}
     run_host_work()  # if there was no update at all
     return means | credit_metrics
@@ -206,7 +206,7 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
         "tool_errors": sum(turn.tool_errors for turn in turns) / n,
         "truncated": sum(t.status == Status.TRUNCATED for t in trajectories) / n,
         "restarts": sum(turn.restart for turn in turns) / n,
-        "groups_without_spread": flat / len(groups),
+        "groups/zero_variance": flat / len(groups),
         "staleness": version - sum(versions) / len(versions) if versions else 0.0,
         "staleness/oldest": float(version - min(versions, default=version)),
         "staleness/span": max(map(_span, trajectories), default=0.0),  # versions inside one trajectory

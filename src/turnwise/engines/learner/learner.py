@@ -168,7 +168,7 @@ class LocalLearner:
             self.value_heads.update_targets(self.settings.follow)
         self.steps += stepped
         self.skipped += not stepped
-        metrics |= {"scale/gradient": scales.gradient, "scale/rate": scales.rate}
+        metrics |= {"scale/gradient": scales.gradient, "scale/lr": scales.rate}
         return metrics | {"lr": self.settings.lr * factor * scales.rate, "skipped": float(not stepped)}
 
     def _gradients(self) -> list[Tensor]:

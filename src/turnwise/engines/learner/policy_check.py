@@ -109,10 +109,10 @@ class SeparatePolicyCheck(PolicyCheck):
     def prepare(self, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, float]]:
         owners = fresh_trajectories(batch, learner.version)
         difference = same_policy(learner, batch.select(owners), self.tolerance).mean if owners.numel() else math.nan
-        return batch, {"probe": difference}
+        return batch, {"policy_check": difference}
 
 
 def _pack(trajectories: Sequence[Trajectory]) -> Batch:
     """Pack all trajectories as one group; groups do not matter here."""
-    task = trajectories[0].task if trajectories else Task("probe", seed=0)
-    return pack([Group("probe", task, tuple(trajectories))])
+    task = trajectories[0].task if trajectories else Task("policy_check", seed=0)
+    return pack([Group("policy_check", task, tuple(trajectories))])

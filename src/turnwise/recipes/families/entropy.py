@@ -108,8 +108,7 @@ def hapo(
 def aepo(
     target: float = 0.5, hot: float = 1.2, cold: float = 0.8, share: float = 0.25, alpha: float = 1.0, clip: float = 0.2
 ) -> Recipe:
-    """AEPO (arbitrary entropy): samples part of a group at another temperature and imitates its successes, to hold the
-    entropy.
+    """AEPO (arbitrary entropy): holds the entropy by imitating successes that are sampled at another temperature.
 
     ∇J = ∇J_GRPO + α E_{y ~ π^T}[ 1[y beats its group] ∇ log π(y) ],  T hot where H ≤ target, else cold
 

@@ -194,8 +194,7 @@ def bepa(
     high: float = 0.2,
     pool: int = 128,
 ) -> Recipe:
-    """BEPA: replaces one rollout of an all-failed group by the policy's last success or, before the first, an expert
-    trace.
+    """BEPA: replaces one rollout of an all-failed group by the policy's last success, before the first by an expert's.
 
     A = z-score over the patched group;  own: clipped ρA;  borrowed: f(p)A, f(p) = p/(p + shape)
 
@@ -228,8 +227,7 @@ def spear_replay(
     oldest: int = 10,
     covariance: float = 0.0,
 ) -> Recipe:
-    """SPEAR (clamped): replays trajectories above the past median with bonus, advantage clamped at 0; bonus per tool
-    call.
+    """SPEAR (clamped): replays trajectories above the past median, advantage clamped at 0; bonus per tool call.
 
     own: A = R + κ min(0.1 calls, 1) − mean;  replayed: A = [R − median of past group means]₊;  L = L_own + η L_replay
 
@@ -239,16 +237,10 @@ def spear_replay(
     Sure of: the formula (official code).
     """
     own, past = FromOrigin("policy"), AllOf((FromOrigin("replay"), MaxAge(oldest)))
-    good, value = (
-        AllOf((past, PositiveAdvantage())),
-        Outcome() + bonus * ToolCallBonus(0.1, tool_horizon, per_turn=False),
-    )
-    drop = {
-        rows: DropHighCovariance(rows, covariance, 1.0, 40.0, of_eligible=True, clip=(low, high))
-        for rows in (own, good)
-    }
-    over, loss = Sum(TRAJECTORY, length=length), ReplayLoss(Clip(low, high).where(drop[good]))
-    fresh = Standardise(value, SelectedPeers(own), scale=False)
+    good, over = AllOf((past, PositiveAdvantage())), Sum(TRAJECTORY, length=length)
+    drop = {rows: DropHighCovariance(rows, covariance, 1.0, 40.0, True, clip=(low, high)) for rows in (own, good)}
+    value = Outcome() + bonus * ToolCallBonus(0.1, tool_horizon, per_turn=False)
+    loss, fresh = ReplayLoss(Clip(low, high).where(drop[good])), Standardise(value, SelectedPeers(own), scale=False)
     return Recipe(
         advantage=OnSelected(own, fresh) + OnSelected(past, Excess(Outcome(), PastMedian(value))),
         gate=Clip(low, high).where(drop[own]), aggregate=over, keep=own,
@@ -313,8 +305,7 @@ def r1v2(
 
 
 def opd(lam: float = 1.25, clip: float = 0.2) -> Recipe:
-    """G-OPD: on-policy distillation with the teacher's log-ratio as token advantage; λ > 1 extrapolates beyond the
-    teacher.
+    """G-OPD: on-policy distillation, token advantage is the teacher's log-ratio; λ > 1 extrapolates beyond the teacher.
 
     Aₜ = λ (log T − log π_ref) − (log π_old − log π_ref);  clipped, token mean;  λ = 1 is on-policy distillation
 

@@ -83,8 +83,7 @@ def spear(
     gamma: float = 1.0, warm: float = 100.0, horizon: float = 200.0, oldest: int = 5, size: int = 2048,
     scale: bool = False, fraction: float = 0.02, low: float = 2.0, high: float = 60.0, length: float = 64.0,
 ) -> Recipe:  # fmt: skip
-    """SPEAR (agent runs): replays trajectories with a return of at least the past median; bonus per turn with a tool
-    call.
+    """SPEAR (agent runs): replays trajectories at or above the past median return; bonus per turn with a tool call.
 
     fresh: A = R + b − mean, b = min(1, 0.1 tool turns)(cos(πt/T) + 1)/2;  replayed: A = R − median of recent group means,
     kept where A ≥ 0, in a loss of their own, weight γ (1 − cos(πt/T'))/2, less some tokens of high covariance

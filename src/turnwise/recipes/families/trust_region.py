@@ -238,8 +238,7 @@ def oblr_po(clip: float = 0.2, shares: int = 4) -> Recipe:
 
 
 def remix(clip: float = 0.2, weight: float = 1e-3, begin: int = 50) -> Recipe:
-    """ReMix: several passes over older data; clips around the policy at batch start, KL moves from base to previous
-    policy.
+    """ReMix: reuses older data; clips around the policy at batch start, and the KL moves from the base to the previous policy.
 
     clip(ρ, c ± eps), c = sg[π_k/μ];  λₜ KL(π‖base) + (1 − λₜ) KL(π‖π_{k−1}),  λₜ = max(1 − 0.1⌈(t − 50)₊/10⌉, 0.5)
 
