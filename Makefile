@@ -10,6 +10,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Bytecode is kept between runs: without it every test process compiles and rewrites all tests again (ten seconds each).
+unexport PYTHONDONTWRITEBYTECODE
 # Tests run in one process for each core, at most eight; WORKERS=0 runs them in one, for a debugger.
 WORKERS ?= auto
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal

@@ -134,17 +134,15 @@ def main() -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(64, 2 * options.rows // options.sequences - 64, (options.sequences,), generator=generator).tolist()
-    result: dict[str, object] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        f"add and RMSNorm, {options.rows} x {options.width}": median_us(norm_steps(options.rows, options.width), options.repeats),
-        f"SwiGLU, {options.rows} x {options.mlp}": median_us(swiglu_steps(options.rows, options.mlp), options.repeats),
-    }
+    show = lambda name, row: print(json.dumps({name: row}), flush=True)  # noqa: E731
+    show("machine", {"device": torch.cuda.get_device_name(), "torch": torch.__version__})
+    rows, repeats = options.rows, options.repeats
+    show(f"add and RMSNorm, {rows} x {options.width}", median_us(norm_steps(rows, options.width), repeats))
+    show(f"SwiGLU, {rows} x {options.mlp}", median_us(swiglu_steps(rows, options.mlp), repeats))
     for heads, kv_heads, size in ((9, 3, 64), (32, 8, 64), (32, 8, 128)):
         steps, difference = attention_steps(lengths, heads, kv_heads, size)
         name = f"ragged attention, {sum(lengths)} positions in {len(lengths)} sequences, {heads}/{kv_heads} heads of {size}"
-        result[name] = {**median_us(steps, options.repeats), "relative difference": round(difference, 5)}
-    print(json.dumps(result, indent=1))
+        show(name, {**median_us(steps, repeats), "relative difference": round(difference, 5)})
 
 
 if __name__ == "__main__":

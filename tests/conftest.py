@@ -30,12 +30,13 @@ settings.register_profile("search", deadline=None)
 settings.register_profile("gate", deadline=None, derandomize=True)
 settings.load_profile("gate" if os.environ.get("CI") else "search")
 
-THOROUGH = (  # whole files, by how their path begins: the oracles' own tests, sweeps over methods, whole training runs
+THOROUGH = (  # whole files, by how their path begins: the oracles' own tests, sweeps over methods, training runs, sandboxes
     "oracles/", "bench/test_bench", "experiments/", "training/test_every_method", "training/test_other_data",
     "training/test_one_file_grpo", "observe/test_profile", "credit/test_others", "credit/test_preferences",
     "engines/test_cuda", "engines/test_gauges", "engines/test_critics", "engines/test_asking", "engines/test_hidden",
     "engines/test_candidates", "environments/test_players", "examples/", "integrations/test_verl_fit",
-    "training/test_interrupt", "training/test_killed_run",
+    "training/test_interrupt", "training/test_killed_run", "tools/test_misbehaviour", "tools/test_python", "tools/test_escape",
+    "test_docs",
 )  # fmt: skip
 INTEGRATION = ("integrations/test_trl", "integrations/test_verl.py")
 NO_GPU = {"no GPU", "needs a GPU"}  # reasons to skip a test that only a GPU can run

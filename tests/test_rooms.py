@@ -64,6 +64,11 @@ def room_of(path: str) -> str:
     return path.split("/")[0].removesuffix(".py")
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def for_types_only(tree: ast.Module) -> set[ast.AST]:
     """Everything under ``if TYPE_CHECKING``: names for annotations, never imported."""
     guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING"]
@@ -73,7 +78,7 @@ def for_types_only(tree: ast.Module) -> set[ast.AST]:
 @functools.cache
 def imports(source: str) -> tuple[str, ...]:
     """Dotted names of everything a file imports, at any depth of its functions."""
-    tree, names = ast.parse(source), []
+    tree, names = parsed(source), []
     excused = for_types_only(tree)
     for node in ast.walk(tree):
         if node in excused:
@@ -115,7 +120,7 @@ def test_rooms_have_no_circles():
 
 
 def test_every_room_says_what_it_holds():
-    silent = [p for p in SOURCES if p.endswith("__init__.py") and not ast.get_docstring(ast.parse(SOURCES[p]))]
+    silent = [p for p in SOURCES if p.endswith("__init__.py") and not ast.get_docstring(parsed(SOURCES[p]))]
     assert not silent
 
 
@@ -143,7 +148,7 @@ def test_a_forbidden_arrow_is_seen():
 def test_a_public_class_name_has_one_meaning():
     places: dict[str, list[str]] = {}
     for path, source in SOURCES.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(path)
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
@@ -153,7 +158,7 @@ def test_a_public_class_name_has_one_meaning():
 
 
 def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    yield from (n for n in ast.walk(parsed(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -190,7 +195,7 @@ def is_piece(node: ast.AST) -> bool:
 
 def arithmetic(source: str) -> list[str]:
     """Every place where numbers are computed, compared or branched on."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(parsed(source)))
     inner = {child for n in nodes if isinstance(n, ast.BinOp) and is_piece(n) for child in ast.walk(n)}
     wrong = (
         ast.BinOp | ast.UnaryOp | ast.AugAssign | ast.Compare | ast.BoolOp | ast.IfExp | ast.If | ast.For | ast.While
@@ -217,7 +222,7 @@ def test_arithmetic_is_seen():
 def named_methods(source: str) -> list[str]:
     """Comparisons with a method's name: ``==``, ``in``, ``match``, ``startswith``."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         asks = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("startswith", "endswith")
         if asks or isinstance(node, ast.Compare | ast.match_case):
             part = node.pattern if isinstance(node, ast.match_case) else node

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+# OpenMP reads these when torch is loaded: threads that wait must sleep, or a second busy process makes every operation slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 __version__ = "0.2.0"
 

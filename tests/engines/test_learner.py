@@ -328,7 +328,7 @@ class CountingObjective:
 
 
 @pytest.mark.parametrize("rewards", [(1.0, 0.0, 1.0, 1.0, 0.5, 0.5), (1.0,) * 6], ids=["some", "none"])
-def test_groups/zero_variance_are_not_differentiated(kit, rewards):
+def test_zero_variance_groups_are_not_differentiated(kit, rewards):
     """Same weights and statistics, although trajectories without advantage run forward for their statistics only."""
     task = Task("none", 0)
     turn = lambda k: Turn((3, 4), tuple(range(5 + k, 9 + 2 * k)), (-1.0,) * (4 + k), reward=rewards[k])  # noqa: E731

@@ -143,6 +143,7 @@ def test_a_hang_costs_no_more_than_its_limit():
     assert time.monotonic() - began < 15, "it waited for the environment, which hangs for 30 s"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_environments_pass(name):
     if name == "calculator":

@@ -13,7 +13,10 @@ def test_golden():
     assert curve(10000) == pytest.approx(0.60366, abs=1e-5)
 
 
-@pytest.mark.parametrize("truth", [ScalingCurve(0.61, 1.9, 1000, 0.1), ScalingCurve(0.9, 0.8, 50, 0.3), ScalingCurve(0.97, 3.0, 4000)])
+CURVES = [ScalingCurve(0.61, 1.9, 1000, 0.1), ScalingCurve(0.9, 0.8, 50, 0.3), ScalingCurve(0.97, 3.0, 4000)]
+
+
+@pytest.mark.parametrize("truth", CURVES)
 def test_a_fit_finds_the_curve(truth):
     compute = [truth.middle * 2**k for k in range(-3, 5)]
     found = fit(compute, [truth(c) for c in compute], truth.start)

@@ -76,6 +76,7 @@ def test_a_name_resolves_to_its_folder_everywhere(fetched_packages):
     assert fetch.resolve("some/hub-id") == "some/hub-id"
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_not_there_is_refused_with_the_remedy(fetched_packages, capsys):
     for argv in (["train", "--model", NAME], ["eval", "--model", NAME], ["train", "opd", "--teacher", NAME]):
         assert main(argv) == 2

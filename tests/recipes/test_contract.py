@@ -291,6 +291,7 @@ def test_contract_packing_and_micro_batches(name, counts, seed, cut, data):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", recipes.METHODS)
 def test_statistics_are_the_same_before_and_after_the_backward_pass(name):
     """A learner asks for them when the gradient is on its way, others before they take it."""

@@ -227,6 +227,7 @@ def test_two_openers_in_one_process(ledger):
             reader.issue("h", task(0), 0, 0)
 
 
+@pytest.mark.thorough
 def test_two_openers_in_two_processes(ledger):
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()

@@ -11,6 +11,7 @@ import time
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -178,6 +179,7 @@ def loop(run: Path, seed: int) -> None:
             ledger.prune(min(kept))
 
 
+@pytest.mark.thorough
 def test_twenty_kills(tmp_path):
     context = multiprocessing.get_context("forkserver")  # preloaded in conftest.py
     dice = random.Random(7)

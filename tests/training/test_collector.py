@@ -179,7 +179,7 @@ def test_all_sessions_of_a_wave_are_open_before_anything_runs():
 # ------------------------------------------------------------ admission, draws
 
 
-def test_groups/zero_variance_are_dropped_and_others_drawn():
+def test_zero_variance_groups_are_dropped_and_others_drawn():
     c = collector(Player(reward=lambda group, i: float(i * (group % 2))), groups=3, admission=Spread())
     groups = asyncio.run(c.collect_step(0))
     assert ids(groups) == ["1", "3", "5"]

@@ -58,7 +58,10 @@ def _mismatch_of_current(view: MicroBatchView) -> dict[str, Tensor]:
     """Difference of sampler and learner log-probabilities on tokens that the present weights sampled."""
     current = view.batch[Column.CURRENT_VERSION].x
     gap = (view.logp.detach() - behaviour(view.batch).to(view.logp.x.dtype)).x.abs()
-    return {"_policy_check/gap": torch.where(current, gap, 0.0).double().sum(), "_policy_check/tokens": current.double().sum()}
+    return {
+        "_policy_check/gap": torch.where(current, gap, 0.0).double().sum(),
+        "_policy_check/tokens": current.double().sum(),
+    }
 
 
 def _tails(moved: Field) -> dict[str, Tensor]:
@@ -165,7 +168,8 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
             out[f"clip_share/{label}"] = sums[f"_clipped/turn{k}"] / tokens
             out[f"gradient_share/{label}"] = sums[f"_slope/turn{k}"] / total
     if "_policy_check/tokens" in sums:
-        out["policy_check"] = sums["_policy_check/gap"] / sums["_policy_check/tokens"] if sums["_policy_check/tokens"] else math.nan
+        tokens = sums["_policy_check/tokens"]
+        out["policy_check"] = sums["_policy_check/gap"] / tokens if tokens else math.nan
     return out | _finish_sources(sums)
 
 

@@ -20,7 +20,7 @@ AT_LEAST_ONE = (
 )  # fmt: skip
 AT_LEAST_ZERO = (
     "groups", "group_size", "epochs", "minibatches", "max_turns", "history", "eval_tasks", "eval_every", "warmup",
-    "lora_rank", "micro_batch_tokens",
+    "lora_rank", "micro_batch_tokens", "threads",
 )  # fmt: skip
 ROLLOUT_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 
@@ -46,6 +46,7 @@ class Settings:
     )
     credit: str = setting("", "method whose credit assignment replaces the method's own; empty: its own")
     seed: int = setting(0, "random seed of the whole run")
+    threads: int = setting(0, "CPU threads of the learner and generator; 0: measured when the run starts")
     device: str = setting("auto", "cpu, cuda, or auto: cuda when present")
     out: str = setting("runs", "directory that contains the run directories")
     name: str = setting("", "name of the run directory; empty: made from method, environment, seed and a number")

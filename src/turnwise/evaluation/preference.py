@@ -1,4 +1,4 @@
-"""Preference accuracy on held-out pairs: is the better answer likelier under the policy than the worse one? Knows no objective."""
+"""Preference accuracy on held-out pairs: is the better answer likelier than the worse one? Knows no objective."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from turnwise.core.protocols import Listener
 from turnwise.errors import SettingError, nearest
 from turnwise.recipes.recipe import Recipe
 from turnwise.store.rundir import RunDir
+from turnwise.training import engines
 from turnwise.training.env_spec import resolve_settings
 from turnwise.training.events import RunEvents, silent
 from turnwise.training.plan import RunPlan, validate
@@ -28,9 +29,10 @@ def train(listen: Listener = silent, recipe: Recipe | None = None, **settings: A
     for tracker in plan.settings.trackers:
         if tracker not in TRACKERS:
             raise SettingError(f"there is no tracker {tracker!r}; {nearest(tracker, TRACKERS)}")
-    s = plan.settings
-    run_dir = RunDir.create(s.out, s.name or free_name(s), s.as_dict(), repr(plan.recipe), s.seed)
-    return Trainer(plan, run_dir, RunEvents(listen)).run()
+    s, threads = plan.settings, engines.select_threads(plan.settings)
+    recorded = {**s.as_dict(), "threads": threads}  # a resumed run uses as many: sums depend on it in the last bits
+    run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed)
+    return Trainer(plan, run_dir, RunEvents(listen), threads).run()
 
 
 def resume(path: str | Path, listen: Listener = silent, recipe: Recipe | None = None) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def resume(path: str | Path, listen: Listener = silent, recipe: Recipe | None = 
     plan = RunPlan.from_settings(Settings.of(facts["settings"]), recipe)
     if repr(plan.recipe) != facts["recipe"]:
         raise SettingError(f"this run was started with another recipe: {facts['recipe']}")
-    return Trainer(plan, run_dir, RunEvents(listen)).run()
+    return Trainer(plan, run_dir, RunEvents(listen), plan.settings.threads).run()
 
 
 def free_name(settings: Settings) -> str:

@@ -6,7 +6,9 @@ Knows no loop and no formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.engines.generator.drafts import DraftingGenerator
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.kernels.dispatch import default_micro_batch
+from turnwise.engines.kernels.threads import measured_threads
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.policy_check import TOLERANCE, TOLERANCES, PolicyCheck, SeparatePolicyCheck
 from turnwise.errors import SettingError
@@ -38,6 +41,26 @@ def select_device(settings: Settings) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingError("device is cuda, but this machine has no usable GPU; write --device cpu")
     return device
+
+
+def select_threads(settings: Settings) -> int:
+    """CPU threads of a run: the setting, else OMP_NUM_THREADS, else the fastest count measured now. On a GPU it is 1."""
+    if select_device(settings).type == "cuda":
+        return 1
+    if settings.threads:
+        return settings.threads
+    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else measured_threads()
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Compute with ``count`` threads; 0 changes nothing."""
+    previous = torch.get_num_threads()
+    torch.set_num_threads(count or previous)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous)
 
 
 # ------------------------------------------------------------------ precision

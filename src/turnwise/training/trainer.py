@@ -64,6 +64,7 @@ class Trainer:
     plan: RunPlan
     run_dir: RunDir
     events: RunEvents
+    threads: int = 0  # CPU threads to compute with; 0: as many as torch has now
 
     def __post_init__(self) -> None:
         self.settings, self.recipe, self.env_spec = self.plan.settings, self.plan.recipe, self.plan.env_spec
@@ -76,7 +77,7 @@ class Trainer:
         """Start or resume the run; returns its summary."""
         if self.run_dir.summary.is_file():
             return dict(json.loads(self.run_dir.summary.read_text()))
-        with self.stop.handled():
+        with self.stop.handled(), engines.cpu_threads(self.threads):
             try:
                 return self._run()
             except RunStopped as stopped:
@@ -92,6 +93,8 @@ class Trainer:
         if notice is not None:
             self.events.message(notice())
         self._check_files()
+        if self.threads and engines.select_device(self.settings).type == "cpu":
+            self.events.message(f"{self.threads} CPU threads")
         with self.events.stage("prepare"):
             tokenizer, model = self._initial()
         self.renderer = Renderer(tokenizer)
