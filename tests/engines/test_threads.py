@@ -31,8 +31,10 @@ def test_the_setting_comes_first_then_the_environment(monkeypatch):
 
 
 def test_a_run_records_its_threads(monkeypatch, tmp_path):
-    small = {"env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 1,
-             "cold_batch": 2, "steps": 1, "groups": 1, "group_size": 2, "max_tokens": 4, "context": 160, "eval_tasks": 1, "trackers": ()}  # fmt: skip
+    small = {
+        "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 1, "cold_batch": 2,
+        "steps": 1, "groups": 1, "group_size": 2, "max_tokens": 4, "context": 160, "eval_tasks": 1, "trackers": (),
+    }  # fmt: skip
     messages = []
     api.train(lambda event, facts: messages.append(facts.get("text")), out=str(tmp_path), name="run", threads=1, **small)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["threads"] == 1
