@@ -29,7 +29,7 @@ test: $(READY) lint
 	$(PYTEST) $(ARGS)
 
 extras: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning,docs]'
 
 quick: $(READY)
 	$(PYTEST) -m "$(QUICK)" -x $(ARGS)
