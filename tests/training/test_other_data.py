@@ -198,7 +198,8 @@ def test_a_group_that_fails_is_drawn_again_with_a_hint(lottery, tmp_path):
     told = [row for row in rows(run) if "source/guided/rows" in row]
     assert sum(row["source/guided/rows"] for row in told) == sum(len(g.trajectories) - 3 for g in groups)
     assert all(abs(row["source/policy/ratio"] - 1) < 1e-5 for row in told)
-    assert all(abs(row["source/guided/ratio"] - 1) > 1e-4 for row in told), "divided by what was sampled with the hint"
+    guided = [abs(row["source/guided/ratio"] - 1) for row in told]  # divided by what was sampled with the hint
+    assert all(gap > 1e-5 for gap in guided) and max(guided) > 1e-3, guided
 
 
 @pytest.mark.slow
@@ -231,7 +232,7 @@ def test_pairs_from_a_file_without_rollouts(first, tmp_path, files):
 
 def test_without_tasks_the_held_back_pairs_are_the_measure(first, tmp_path, files):
     _, summary = train(first, tmp_path, "simpo", data=str(files / "pairs.jsonl"), eval_tasks=0)
-    assert summary["measured"].startswith("held-back pairs") and summary["success_after"]["tasks"] >= 2
+    assert summary["measured"].startswith("held-out pairs") and summary["success_after"]["tasks"] >= 2
     assert summary["success_after"]["success"] == summary["ranking"]["after"]["accuracy"]
 
 

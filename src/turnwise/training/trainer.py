@@ -286,8 +286,8 @@ class Trainer:
         def at(step: int) -> Callable[[], Coroutine[Any, Any, None]]:
             async def run() -> None:
                 if self.settings.eval_tasks:
-                    found = await evaluator.run()
-                    self.tracker.log(step, {"eval/success": found.summary()["success"]})
+                    evaluation = await evaluator.run()
+                    self.tracker.log(step, {"eval/success": evaluation.summary()["success"]})
                 if self.held_out:
                     self.tracker.log(step, {f"ranking/{k}": v for k, v in rank_pairs(learner, self.held_out).items()})
 
@@ -307,12 +307,12 @@ class Trainer:
             }
         if not path.is_file():
             with self.events.stage(f"evaluate {when}", self.settings.eval_tasks, "tasks"):
-                found = await evaluator.run()
+                evaluation = await evaluator.run()
             rows = [
                 {"task": t.key, "success": bool(r[0].success), "messages": list(r[0].messages)}
-                for t, r in zip(found.tasks, found.trajectories)
+                for t, r in zip(evaluation.tasks, evaluation.trajectories)
             ]
-            write_json(path, {"summary": found.summary(self.settings.seed), "rows": rows})
+            write_json(path, {"summary": evaluation.summary(self.settings.seed), "rows": rows})
         return dict(json.loads(path.read_text()))
 
     def _ranked(self) -> dict[str, Any]:
