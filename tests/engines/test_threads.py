@@ -38,4 +38,4 @@ def test_a_run_records_its_threads(monkeypatch, tmp_path):
     messages = []
     api.train(lambda event, facts: messages.append(facts.get("text")), out=str(tmp_path), name="run", threads=1, **small)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["threads"] == 1
-    assert "1 CPU threads" in messages
+    assert "CPU threads: 1" in messages

@@ -52,14 +52,12 @@ from turnwise.training.summary import RunSummary
 
 COLD_STEPS = 100
 TRACKERS = ("tensorboard", *SERVICES)
-GC_THRESHOLD = (
-    50_000  # new containers between cycle collections; Python's default is 700, and a step makes tens of thousands
-)
+GC_THRESHOLD = 50_000  # new containers between cycle collections; a step makes tens of thousands, Python's default is 700
 
 
 @dataclass
 class Trainer:
-    """One run, from its first stage to its last. ``plan`` is validated; ``events`` tells listeners what happens."""
+    """One run, from its first stage to its last. ``events`` tells listeners what happens."""
 
     plan: RunPlan
     run_dir: RunDir
@@ -94,7 +92,7 @@ class Trainer:
             self.events.message(notice())
         self._check_files()
         if self.threads and engines.select_device(self.settings).type == "cpu":
-            self.events.message(f"{self.threads} CPU threads")
+            self.events.message(f"CPU threads: {self.threads}")
         with self.events.stage("prepare"):
             tokenizer, model = self._initial()
         self.renderer = Renderer(tokenizer)
