@@ -52,7 +52,7 @@ from turnwise.training.summary import RunSummary
 
 COLD_STEPS = 100
 TRACKERS = ("tensorboard", *SERVICES)
-GC_THRESHOLD = 50_000  # new containers between cycle collections; a step makes tens of thousands, Python's default is 700
+GC_THRESHOLD = 50_000  # new containers between cycle collections; a step makes tens of thousands, the default is 700
 
 
 @dataclass
