@@ -4,6 +4,7 @@
 #   make extras  optional packages that some tests use (needs a C compiler)
 #   make docs    write the pages of methods and build the site in site/
 #   make quick   the tests of the inner loop (under a minute)
+#   make trial   try to break it: kills, attacks, bad inputs, fuzzed episodes (about an hour)
 #   make kernels compile every Triton kernel for GPUs, without one (fetches Triton: 600 MB)
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ WORKERS ?= auto
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 QUICK   := not slow and not integration and not gpu and not thorough
 
-.PHONY: train test extras quick kernels lint format docs bench learning seeds clean help
+.PHONY: train test extras quick trial kernels lint format docs bench learning seeds clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -29,23 +30,26 @@ test: $(READY) lint
 	$(PYTEST) $(ARGS)
 
 extras: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning,docs,agents,gymnasium,minigrid,open_spiel,textarena,inspector]'
 
 quick: $(READY)
 	$(PYTEST) -m "$(QUICK)" -x $(ARGS)
+
+trial: $(READY)
+	$(BIN)/python -m trials --write docs/trial.md $(ARGS)
 
 kernels: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/triton triton==3.6.0
 	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest tests/engines/test_compiled_kernels.py $(ARGS)
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks experiments examples
+	$(BIN)/ruff check src tests trials benchmarks experiments examples
 	$(BIN)/ruff format --check src
 	$(BIN)/mypy
 
 format: $(READY)
 	$(BIN)/ruff format src
-	$(BIN)/ruff check --fix src tests benchmarks experiments examples
+	$(BIN)/ruff check --fix src tests trials benchmarks experiments examples
 
 docs: $(READY)
 	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings_handlers.python, latex2mathml' 2>/dev/null || \

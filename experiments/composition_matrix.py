@@ -46,6 +46,7 @@ from turnwise.training.collector import Collector, usable
 from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.events import RunEvents
 from turnwise.training.loop import update_policy
+from turnwise.training.task_feed import TaskFeed
 
 STEPS, GROUPS, SIZE = 2, 2, 3
 WITH_A_CRITIC = ("ppo", "rloo")  # baseline credits that are also tested: one with a critic, one without
@@ -109,7 +110,7 @@ async def _collect_batches(
     recipe = replace(recipes.build("grpo"), budget=Fixed(GROUPS, SIZE), strategy=strategy)
     generator = engines.make_local_generator(settings, copy.deepcopy(model), renderer)
     play = build.make_play(env_spec, renderer, build.sampling_settings(settings), record_masked=True)
-    source = Collector(recipe, generator, recipe.sampler.open(env_spec.tasks("train")), NullLedger(), play, 0)
+    source = Collector(recipe, generator, TaskFeed.open(recipe, env_spec.tasks("train")), NullLedger(), play, 0)
     batches = []
     for step in range(STEPS):
         groups = [usable(group)[0] for group in await source.collect_step(step)]

@@ -2,6 +2,7 @@
 
     python experiments/credit_efficiency.py --env keydoor --methods grpo,gigpo --seeds 5 --jobs 16 --out credit.jsonl
     python experiments/credit_efficiency.py --table credit.jsonl
+    python experiments/credit_efficiency.py --write docs/results-credit.md     the tables of that page, from their rows
 
 A row is written as soon as its run ends, and runs that the file already has are skipped: stop at any time and resume with the
 same command. Episodes are all that were played for training, including those of dropped groups. Success is the mean of the last
@@ -14,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,7 @@ import processes
 
 WINDOW = 3  # evaluations averaged
 THRESHOLDS = {"keydoor": 0.8, "lookup": 0.8, "guess": 0.5}
+RESULTS = Path(__file__).parent / "results"
 STEPS = {"keydoor": 60, "lookup": 80, "guess": 100}
 Row = dict[str, Any]
 
@@ -127,6 +130,26 @@ def table(rows: list[Row], enough: float) -> str:
     return "\n".join([head, "|" + "---|" * 8, *(line for _, line in sorted(lines, key=lambda pair: pair[0]))])
 
 
+def tables(rows: list[Row], enough: float) -> str:
+    """A table for each environment and setting of the rows, under a line that names them."""
+    parts = []
+    for kind in dict.fromkeys((r["env"], r["steps"], *sorted(r["set"])) for r in rows):
+        runs = [r for r in rows if (r["env"], r["steps"], *sorted(r["set"])) == kind]
+        words = "".join(f", {word}" for word in kind[2:])
+        parts += [f"`{kind[0]}`, {kind[1]} steps{words}:", table(runs, enough or THRESHOLDS.get(kind[0], 0.5))]
+    return "\n\n".join(parts)
+
+
+def with_tables(page: str) -> str:
+    """The page with each block ``<!-- rows FILE THRESHOLD -->`` filled from the rows of that file."""
+
+    def filled(match: re.Match[str]) -> str:
+        text = tables(read([RESULTS / match["file"]]), float(match["enough"]))
+        return f"<!-- rows {match['file']} {match['enough']} -->\n{text}\n<!-- /rows -->"
+
+    return re.sub(r"<!-- rows (?P<file>\S+) (?P<enough>\S+) -->.*?<!-- /rows -->", filled, page, flags=re.DOTALL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="keydoor")
@@ -144,17 +167,17 @@ def main() -> None:
     )
     parser.add_argument("--runs", dest="out", type=Path, help="folder of cold starts and runs; default: beside --out")
     parser.add_argument("--table", type=Path, nargs="+", help="only show finished rows")
+    parser.add_argument("--write", type=Path, help="only fill the tables of this page from their rows")
     options = parser.parse_args()
     options.steps = options.steps or STEPS.get(options.env, 100)
     options.out = options.out or options.rows.parent / "-".join(["credit", options.env, *options.set])
     options.until = time.monotonic() + 60 * options.minutes
+    if options.write:
+        options.write.write_text(with_tables(options.write.read_text()))
+        return
     if not options.table:
         run_all(options)
-    rows = read(options.table or [options.rows])
-    for kind in dict.fromkeys((r["env"], r["steps"], *sorted(r["set"])) for r in rows):
-        runs = [r for r in rows if (r["env"], r["steps"], *sorted(r["set"])) == kind]
-        enough = options.enough or THRESHOLDS.get(kind[0], 0.5)
-        print(f"\n{kind[0]}, {kind[1]} steps{''.join(f', {word}' for word in kind[2:])}\n\n{table(runs, enough)}")
+    print(tables(read(options.table or [options.rows]), options.enough))
 
 
 if __name__ == "__main__":

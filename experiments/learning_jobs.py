@@ -171,7 +171,8 @@ def result(summary: Row) -> Row:
     if "error" in summary:
         return {"error": summary["error"]}
     before, after = summary["success_before"], summary["success_after"]
-    row = {"before": before["success"], "after": after["success"], "interval": after["interval"]}
+    row = {"before": before["success"], "before_interval": before["interval"]}
+    row |= {"after": after["success"], "interval": after["interval"]}
     ranked = [summary.get("ranking", {}).get(when, {}).get("accuracy") for when in ("before", "after")]
     return row if None in ranked else row | {"ranking": ranked}
 

@@ -77,7 +77,8 @@ def job(method: str, seed: int, initial: Path, options: argparse.Namespace) -> d
     if "error" in summary:
         return {**row, "error": summary["error"]}
     before, after = summary["success_before"], summary["success_after"]
-    return {**row, "before": before["success"], "after": after["success"], "interval": after["interval"]}
+    measured = {"before": before["success"], "before_interval": before["interval"]}
+    return {**row, **measured, "after": after["success"], "interval": after["interval"]}
 
 
 def sweep(options: argparse.Namespace) -> list[Row]:

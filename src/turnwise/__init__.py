@@ -14,6 +14,7 @@ __version__ = "0.2.0"
 _PUBLIC = {
     "train": "turnwise.training.api",
     "resume": "turnwise.training.api",
+    "show_run": "turnwise.observe.notebook",
     "Settings": "turnwise.config.settings",
     "Recipe": "turnwise.recipes.recipe",
     "Environment": "turnwise.environments.base",

@@ -9,6 +9,11 @@
     ├── RenderError (ValueError)        a tokenizer or chat template that cannot encode a dialogue
     ├── EnvironmentFault (RuntimeError) an environment raised, hung or returned invalid data: recorded on its trajectory
     ├── ToolFault (RuntimeError)        a tool could not be started; a mistake of the *model* is a tool answer, not a fault
+    ├── ServerFault (RuntimeError)      a model behind an address cannot be reached, refuses, or replies nonsense
+    │   ├── GeneratorLost               no server that samples for a run is left: the run stops and can be resumed
+    │   └── RequestRefused              it refuses one request; others may succeed
+    │       └── ContextOverflow         the dialogue is longer than what that model reads: its episode is truncated
+    ├── RankFault (RuntimeError)        a process of a learner over several ranks died, hung or could not be started
     ├── PolicyMismatch (RuntimeError)   generator and learner compute different policies
     └── StoreError (RuntimeError)       a run directory is missing, damaged, full or in use
 
@@ -60,6 +65,26 @@ class ToolFault(TurnwiseError, RuntimeError):
     """A tool could not be started or kept alive."""
 
 
+class ServerFault(TurnwiseError, RuntimeError):
+    """A model behind an address cannot be reached, refuses a request, or replies nonsense."""
+
+
+class GeneratorLost(ServerFault):
+    """No server that samples for a run is left."""
+
+
+class RequestRefused(ServerFault):
+    """A served model refuses one request; others may succeed."""
+
+
+class ContextOverflow(RequestRefused):
+    """The dialogue is longer than what a served model reads."""
+
+
+class RankFault(TurnwiseError, RuntimeError):
+    """A process of a learner over several ranks died, hung or could not be started."""
+
+
 class PolicyMismatch(TurnwiseError, RuntimeError):
     """Generator and learner give different log-probabilities with the same weights."""
 
@@ -75,7 +100,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     "did you mean 'grpo'? known: grpo, gspo"
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    bare = {name.lstrip("-"): name for name in names}  # the dashes of two flags are no resemblance
+    close = [bare[match] for match in difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.6)]
     hint = f"did you mean {close[0]!r}? " if close else ""
     shown = ", ".join(names[:40]) + (", ..." if len(names) > 40 else "")
     return f"{hint}known: {shown or '(none)'}"

@@ -16,7 +16,7 @@ from support.proven import OTHERS
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
-from turnwise.algebra.gate import NoGate, ScoreFunction
+from turnwise.algebra.gate import Clip, NoGate, ScoreFunction
 from turnwise.algebra.penalty import NegativeLogLikelihood, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import Importance, OnPolicy
@@ -235,7 +235,8 @@ def test_chord_schedule():
 @pytest.mark.parametrize("seed", FIXED)
 def test_chord_between_its_ends(seed):
     batch, policy = packed(plain(seed))
-    same(built("chord", peak=0.0, valley=0.0), built("grpo", beta=0.0), batch, policy)
+    plain_grpo = Recipe(advantage=Standardise(), gate=Clip(0.2, 0.2, 3.0), aggregate=Mean(TOKEN))
+    same(built("chord", peak=0.0, valley=0.0), built(plain_grpo), batch, policy)
     shown = replace(batch, expert=batch.expert.map(torch.ones_like))
     imitate = Recipe(
         advantage=Constant(0.0), aggregate=Mean(TOKEN), penalties=(WeightedPenalty(1.0, NegativeLogLikelihood()),)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import others, records
+from oracles import others, records, shelf
 from support.batches import from_oracle
 from support.other_helpers import built, enriched, near, packed, plain, proven, ran, rewarded, row, same, slope
 from support.proven import PREFERENCES
@@ -41,6 +41,21 @@ CASES = [
     ("inpo", {"pairs": "told"}, {}),
     ("inpo", {"pairs": "told", "eta": 0.5, "tau": 0.1}, {"eta": 0.5, "tau": 0.1}),
     ("inpo", {"pairs": "told", "eta": 0.5, "tau": 0.0}, {"eta": 0.5, "tau": 0.0}),
+    *((name, {}, {}) for name in ("exo", "nca", "apo", "discopop", "aot", "kto", "orpo", "cpo")),
+    *(
+        (name, hyper, hyper)
+        for name, hyper in (
+            ("exo", {"beta": 0.7, "eps": 0.05}),
+            ("nca", {"beta": 0.6}),
+            ("apo", {"anchor": "down", "beta": 0.4}),
+            ("discopop", {"beta": 0.3, "tau": 0.2}),
+            ("aot", {"beta": 0.5, "smoothing": 0.1}),
+            ("aot", {"beta": 0.5, "paired": False}),
+            ("kto", {"beta": 0.5, "desirable": 1.3, "undesirable": 0.7}),
+            ("orpo", {"weight": 0.6}),
+            ("cpo", {"beta": 0.4, "imitation": 0.3}),
+        )
+    ),
 ]
 
 
@@ -50,7 +65,7 @@ CASES = [
 def test_oracle(name, mine, theirs, seed):
     reference = enriched(seed, **EVEN)
     batch, policy = packed(reference)
-    expected = getattr(others, name)(reference, **theirs)
+    expected = (getattr(others, name, None) or getattr(shelf, name))(reference, **theirs)
     stats = proven(built(name, **mine), batch, policy, reference, expected)
     margins = expected.extra["margin"]
     assert bool(margins) == ("preference/margin" in stats)

@@ -170,6 +170,12 @@ def test_a_tenth_of_the_prompts_is_held_back_by_content(tmp_path):
 # ------------------------------------------------------------------------ past
 
 
+def test_rows_of_one_prompt_are_all_trained_on(tmp_path):
+    rows = [{"prompt": "which?", "chosen": f"yes {n}", "rejected": "no"} for n in range(30)]
+    groups = build_groups(rows_of(tmp_path, *rows), CONTEXT.tokenizer)
+    assert split_held_out(groups) == (groups, [])
+
+
 def test_a_forked_trajectory_stands_alone():
     from turnwise.core.batch import pack
     from turnwise.core.records import Fork

@@ -119,7 +119,7 @@ def test_padding_to_a_bucket_changes_no_real_row(shared, rows, keys, ends, longe
         s.start, SharedPrefixes.of(s.ids, s.start) if shared else SharedPrefixes.unshared(s.ids)
     )
     n = int(layout.cu_seqlens_q[-1])
-    bucket = GraphBucket(rows, keys if shared else 0, ends, (longest, longest), torch.float32, False)
+    bucket = GraphBucket(rows, keys if shared else 0, ends, (longest, longest), (torch.float32, False), False)
     graph = object.__new__(_Graph)
     graph.bucket, graph.input_buffer = bucket, torch.full((sum(bucket.input_sizes),), 99)
     graph.stage_inputs(s.ids[:n], s.positions()[:n], layout)
@@ -189,7 +189,7 @@ def test_a_capture_that_fails_without_warm_up_is_retried_with_it(monkeypatch, ca
             raise RuntimeError("no room\nmore")
 
     monkeypatch.setattr("turnwise.engines.learner.cuda_graphs._Graph", made)
-    first, second, third = (GraphBucket(rows, 0, 64, (512, 512), torch.float32, True) for rows in (256, 320, 416))
+    first, second, third = (GraphBucket(rows, 0, 64, (512, 512), (torch.float32, False), True) for rows in (256, 320, 416))
     faults = {(second, False), (third, False), (third, True)}
     assert layers._capture(first, None, None) and layers._capture(second, None, None) and not caplog.records
     assert not layers._capture(third, None, None) and "from now on: no room" in caplog.text and not layers.enabled

@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from turnwise import recipes
 from turnwise.algebra.gradient import Scales
 from turnwise.algebra.objective import Loss
+from turnwise.algebra.piece import MicroBatchView
+from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN
 from turnwise.core.signals import Signal
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.signals import candidates
 
+COLUMNS = tuple((Column.CANDIDATE, j) for j in range(candidates.COUNT))
 ASK = frozenset({Signal.CANDIDATE_MATCHES, Signal.CANDIDATE_LOGP, Signal.LOGP})
 
 
@@ -31,7 +35,7 @@ def test_hits_and_rivals(kit, name, positions):
     learner = LocalLearner(kit.make_model(name), LearnerSettings(dtype="float64", positions=positions))
     batch = kit.make_batch(4)
     found = learner.measure(batch, ASK)
-    drawn = torch.stack([found[name].x for name in candidates.COLUMNS], 1)
+    drawn = torch.stack([found[name].x for name in COLUMNS], 1)
     assert drawn.dtype == torch.int64
     logp = distributions(learner, batch).detach()
     for n, token in enumerate(batch.token.x.tolist()):
@@ -39,6 +43,23 @@ def test_hits_and_rivals(kit, name, positions):
         assert float(found[Signal.CANDIDATE_MATCHES].x[n]) == mine.count(token)
         expected = sum(float(logp[n, a]) for a in mine if a != token)
         assert float(found[Signal.CANDIDATE_LOGP].x[n]) == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_the_setting_is_the_number_that_is_drawn_and_divided_by(kit, count):
+    learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", positions=40))
+    objective = recipes.build("otr", candidates=count).objective
+    batch = objective.before_measuring(kit.make_batch(4))
+    batch = batch.put(learner.measure(batch, objective.signals_before_batch))
+    drawn = candidates.stored(batch)
+    assert drawn.shape == (len(batch.token.x), count) and (Column.CANDIDATE, count) not in batch.columns
+    logp = distributions(learner, batch).detach()
+    live = learner.measurer.live(batch, frozenset({Signal.LOGP, Signal.CANDIDATE_LOGP}))[1]
+    loss = objective.penalties[0].penalty
+    found = loss(MicroBatchView(batch, live)).x.detach()
+    for n, token in enumerate(batch.token.x.tolist()):  # each candidate earns 1 or −0.1: a mean over those drawn
+        earned = [float(logp[n, a]) * (1.0 if a == token else -0.1) for a in drawn[n].tolist()]
+        assert float(found[n]) == pytest.approx(-sum(earned) / len(earned), abs=1e-8)
 
 
 def test_candidates_follow_the_policys_distribution(kit):
@@ -60,7 +81,7 @@ def test_neither_micro_batches_nor_order_change_the_draw(kit):
     a = LocalLearner(kit.make_model(), LearnerSettings(positions=10**6)).measure(batch, ASK)
     mixed = batch.select(order)
     b = LocalLearner(kit.make_model(), LearnerSettings(positions=30)).measure(mixed, ASK)
-    for name in (Signal.CANDIDATE_MATCHES, *candidates.COLUMNS):
+    for name in (Signal.CANDIDATE_MATCHES, *COLUMNS):
         assert torch.equal(b[name].x, batch.put(weight=a[name]).select(order)["weight"].x)
 
 
@@ -69,7 +90,7 @@ def test_a_step_changes_the_random_numbers(kit):
     first = learner.measure(batch, ASK)
     learner.update(batch, kit.Linear())
     second = learner.measure(batch, ASK)
-    assert any(not torch.equal(first[name].x, second[name].x) for name in candidates.COLUMNS)
+    assert any(not torch.equal(first[name].x, second[name].x) for name in COLUMNS)
 
 
 @dataclass

@@ -199,7 +199,7 @@ def test_resume_is_bit_identical(kit, batch, separate, rank):
     one, two = straight.state_dict()["tensors"], second.state_dict()["tensors"]
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
     if separate and rank:
-        assert all("lora_" in n for n in straight._trained if n.startswith("critic/"))
+        assert all("lora_" in n for n in straight.trained if n.startswith("critic/"))
 
 
 def test_a_state_of_another_critic_is_refused(kit):

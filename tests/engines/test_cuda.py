@@ -28,7 +28,7 @@ from turnwise.core.batch import pack
 from turnwise.core.levels import TRAJECTORY
 from turnwise.core.records import Completion, Group, Sampling, Stop, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
-from turnwise.engines.generator import cuda_graphs, model_runner, scheduler
+from turnwise.engines.generator import cuda_graphs, graph_weights, model_runner, scheduler
 from turnwise.engines.generator.cuda_graphs import BLOCKS_IN_FLIGHT, SYNC_EVERY, batch_buckets
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.graph_inputs import GraphShape
@@ -267,7 +267,7 @@ def test_published_weights_find_their_places(graph_factory: GeneratorFactory, ki
     given = make(kind, 1)
     g, expected = (graph_factory(made, dtype=torch.bfloat16).model_runner.graphs for made in (make(kind, 0), given))
     assert g is not None and expected is not None
-    every = lambda d: [d.embedding, d.norm, d.head, *(t for layer in d.layers for t in cuda_graphs._tensors(layer))]  # noqa: E731
+    every = lambda d: [d.embedding, d.norm, d.head, *(t for layer in d.layers for t in graph_weights._tensors(layer))]  # noqa: E731
     before = [t.data_ptr() for t in every(g)]
     weights = {name: p.detach().to(graph_factory.device) for name, p in given.named_parameters()}
     with torch.inference_mode():

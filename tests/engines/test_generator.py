@@ -9,9 +9,11 @@ import pytest
 import torch
 from support.generators import MAKERS, STEPPED, generator, make
 from support.prompting import ask, bits, check_logp, dialogues, full_logp, prompts, run
+from support.small_models import make_model
 
 from turnwise.core.records import Sampling, Stop
 from turnwise.engines.generator.attention_layouts import PrefillChunk
+from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.model_runner import _prefill_batches
 from turnwise.errors import SettingError
 
@@ -185,3 +187,28 @@ def test_readings_are_bounded_with_their_padding(padded: bool):
 def test_one_long_reply_among_short_ones_is_one_reading_where_nothing_is_padded():
     jobs = [PrefillChunk(row, 0, [1] * (50 if row == 7 else 2)) for row in range(20)]
     assert len(_prefill_batches(jobs, 100, False)) == 1 < len(_prefill_batches(jobs, 100, True))
+
+
+def test_a_generator_that_shares_weights_samples_what_one_with_a_copy_does():
+    """The memory is the model's own, and what is published replaces what was decoded with."""
+    model = make_model()
+    shared = LocalGenerator(model, slots=2, context=32, stop_ids=(1,), share_weights=True)
+    copied = LocalGenerator(model, slots=2, context=32, stop_ids=(1,))
+    parameters = list(model.parameters())
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(parameters, shared.model_runner.model.parameters()))
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(parameters, copied.model_runner.model.parameters()))
+    assert all(p.requires_grad for p in parameters)
+
+    async def sample(sampler):
+        session = sampler.open(3)
+        done = await session.generate([5, 6, 7], Sampling(max_tokens=8))
+        session.close()
+        return done.tokens, done.logp
+
+    assert asyncio.run(sample(shared)) == asyncio.run(sample(copied))
+    with torch.no_grad():
+        for p in parameters:
+            p.mul_(1.1)
+    for each in (shared, copied):
+        asyncio.run(each.publish({n: p.detach() for n, p in model.named_parameters()}, 1))
+    assert asyncio.run(sample(shared)) == asyncio.run(sample(copied))

@@ -182,7 +182,7 @@ def test_the_number_of_pairs_per_trajectory_is_bounded(kit, monkeypatch):
     learner = LocalLearner(kit.make_model())
     batch = with_success(kit, 1, 1.0)
     learner.measure(batch, DEVIATION)
-    rows, _ = learner.measurer.auxiliary_model(Signal.FLOW_DEVIATION)._features.take(batch)
+    rows, _ = learner.measurer.auxiliary_model(Signal.FLOW_DEVIATION).features.take(batch)
     assert 0 < len(rows) < batch.tree.count(TOKEN)
 
 

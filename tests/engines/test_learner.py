@@ -28,7 +28,7 @@ ALL = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE})
 
 def gradients(learner, batch, objective):
     loss, sums, _, _ = learner._backward(batch, objective)
-    grads = {n: p.grad.clone() for n, p in learner._trained.items()}
+    grads = {n: p.grad.clone() for n, p in learner.trained.items()}
     learner._policy_optimizer.zero_grad()
     return float(loss), {n: float(x) for n, x in sums.items()}, grads
 
@@ -163,7 +163,7 @@ def test_an_objective_that_raises_leaves_no_gradients(kit, batch):
     learner = LocalLearner(kit.make_model(), LearnerSettings(positions=1))
     with pytest.raises(RuntimeError):
         learner.update(batch, Raises())
-    assert all(p.grad is None for p in learner._trained.values())
+    assert all(p.grad is None for p in learner.trained.values())
 
 
 def test_gradients_are_clipped(kit, batch):
@@ -255,7 +255,7 @@ def test_bfloat16_is_close_and_master_weights_stay_float32(kit, batch):
     half = learner.measure(batch, frozenset({Signal.LOGP}))[Signal.LOGP].x
     assert 0 < (full - half).abs().mean() < 0.1 and half.dtype == torch.float32
     assert learner.update(batch, kit.Linear(ALL))["skipped"] == 0
-    assert all(p.dtype == torch.float32 for p in learner._trained.values())
+    assert all(p.dtype == torch.float32 for p in learner.trained.values())
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,8 @@ def test_weights_and_export(kit, tmp_path, name, rank):
 
 def test_adapters_train_alone_and_switch_off_for_the_reference(kit, batch):
     learner = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2, lora_rank=2))
-    assert all("lora_" in n for n in learner._trained)
-    frozen = {n: p.clone() for n, p in learner._named_parameters() if n not in learner._trained}
+    assert all("lora_" in n for n in learner.trained)
+    frozen = {n: p.clone() for n, p in learner._named_parameters() if n not in learner.trained}
     both = LOGP | {Signal.REFERENCE}
     start = learner.measure(batch, both)
     assert torch.equal(start[Signal.LOGP].x, start[Signal.REFERENCE].x)
@@ -225,3 +225,21 @@ def test_a_separate_check_raises_before_the_update(kit):
         shifted = replace(batch, behaviour=batch.behaviour.map(lambda x: x - 1))
         metrics_of_step(learner, recipes.build("grpo"), shifted, SeparatePolicyCheck())
     assert learner.steps == steps
+
+
+def test_a_checkpoint_holds_no_copy_and_no_reference(kit, batch):
+    """Live tensors, and nothing that a learner of the same initial model can make again."""
+    learner = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2))
+    learner.reference()
+    learner.update(batch, kit.Linear())
+    state = learner.checkpoint_state()
+    live = {p.data_ptr() for p in learner.model.parameters()}
+    assert {t.data_ptr() for n, t in state["tensors"].items() if n.startswith("model/")} == live
+    assert not [name for name in state["tensors"] if name.startswith("reference/")]
+    wanted = frozenset({Signal.REFERENCE, Signal.LOGP})
+    expected = learner.measure(batch, wanted)
+    resumed = LocalLearner(kit.make_model(), LearnerSettings(lr=1e-2))
+    resumed.reference()
+    resumed.load_state_dict(learner.checkpoint_state())
+    measured = resumed.measure(batch, wanted)
+    assert all(torch.equal(measured[s].x, expected[s].x) for s in wanted)

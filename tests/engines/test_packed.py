@@ -13,7 +13,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 from turnwise.core.batch import Sequences
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.packed_forward import PackedLayout
-from turnwise.errors import SettingError
 
 MODELS = ["llama", "llama_tied", "qwen3", "gpt2", "mistral_window"]
 
@@ -71,15 +70,21 @@ SMALL = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 16, "num_hidd
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
-def test_refuses_logit_softcapping():
-    with pytest.raises(SettingError, match="final_logit_softcapping"):
-        packed_forward.prepare(Gemma2ForCausalLM(Gemma2Config(**SMALL, **HEADS)))
+def test_soft_capped_logits_come_from_the_models_own_head():
+    """A cap of 30 does not change the small logits of random weights, so a comparison of those would miss it."""
+    model = packed_forward.prepare(Gemma2ForCausalLM(Gemma2Config(**SMALL, **HEADS)))
+    states = 1000 * torch.randn(4, 16)
+    with torch.no_grad():
+        assert float(packed_forward.logits_of(model, states).abs().max()) <= 30
+        assert float(packed_forward.lm_head(model)(states).abs().max()) > 30
 
 
-def test_refuses_models_whose_logits_change():
+def test_scaled_logits_come_from_the_models_own_head():
     small = {k: v for k, v in SMALL.items() if k != "head_dim"}
-    with pytest.raises(SettingError, match="other logits"):
-        packed_forward.prepare(GraniteForCausalLM(GraniteConfig(**small, **HEADS, logits_scaling=8.0)))
+    model = packed_forward.prepare(GraniteForCausalLM(GraniteConfig(**small, **HEADS, logits_scaling=8.0)))
+    states = torch.randn(4, 16)
+    expected = packed_forward.lm_head(model)(states) / 8
+    torch.testing.assert_close(packed_forward.logits_of(model, states), expected)
 
 
 def test_preparing_twice_is_harmless(kit):

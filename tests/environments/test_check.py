@@ -164,7 +164,7 @@ def test_load_resolves_names_and_specs():
         ("keydor", "did you mean 'keydoor'"),
         ("turnwise.environments.builtin.keydoor:KeyDor", "did you mean 'KeyDoor'"),
         ("no_such_module_here:Thing", "no module 'no_such_module_here'"),
-        (":Thing", "write module:Class"),
+        (":Thing", "write module:"),
         ("support.broken:answer", "has no class 'answer'"),
     ],
 )
@@ -178,3 +178,25 @@ def test_make_does_not_ignore_what_a_class_cannot_take():
     for settings in ({"difficulty": 2}, {"split": "held_out"}):
         with pytest.raises(SettingError, match="its __init__ takes no keyword"):
             make("support.broken:Minimal", **settings)
+
+
+def test_the_report_says_in_words_what_was_tried():
+    report = check_env("guess", episodes=2)
+    assert len(report.tried) == 9 and all(f"  tried: {words}" in report.text() for words in report.tried)
+    assert any("8 episodes at once" in words for words in report.tried)
+
+
+def test_the_report_says_what_was_not_tried_and_why():
+    class Breaks:
+        def __init__(self):
+            pass
+
+        def reset(self, seed):
+            return [{"role": "user", "content": "hello"}]
+
+        def step(self, action):
+            raise RuntimeError("broken")
+
+    report = check_env(Breaks, episodes=2)
+    assert not report.ok and any("stopped by a problem" in words for words in report.tried)
+    assert "no splits: __init__ takes none" in report.tried

@@ -3,6 +3,7 @@
 import inspect
 import random
 import sys
+import time
 
 import pytest
 from support.players import SPLITS, play
@@ -134,3 +135,12 @@ class TestWithThePackage:
         env.reset(0)
         assert env.answer() is None
         assert env.step(text_action("{}")).messages[0]["content"] == "wrong."
+
+    def test_an_answer_that_never_ends_is_wrong_and_the_next_is_scored(self):
+        """``Fraction("1e30000000")`` computed for minutes in our own process, and nothing could interrupt it."""
+        env = make("reasoning_gym:coin_flip")
+        env.reset(0)
+        began = time.monotonic()
+        assert env.step(text_action("1e30000000")).reward < 1
+        assert time.monotonic() - began < 60  # the limit is 2 s; loading the package in the process takes as long
+        assert env.step(text_action(env.answer())).info["success"]

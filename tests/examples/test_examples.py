@@ -12,7 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
-TESTED = {"compare_methods", "method_in_trl", "offline_preferences", "own_environment", "own_method"}
+TESTED = {"compare_methods", "method_in_trl", "offline_preferences", "own_environment", "own_method", "own_prompts_and_reward"}
 ELSEWHERE = {"one_file_grpo"}  # tests/training/test_one_file_grpo.py
 
 
@@ -48,6 +48,14 @@ def test_the_gate_fades(program):
 def test_training_examples_run(program):
     summary = program.main(steps=2, cold_steps=3, eval_tasks=8)
     assert 0 <= summary["success_after"]["success"] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["own_prompts_and_reward"], indirect=True)
+def test_prompts_and_rewards_teach(program):
+    summary = program.main()
+    before, after = summary["success_before"]["success"], summary["success_after"]["success"]
+    assert after > before + 0.1 and set(summary["success_after"]["rewards"]) == {"correct", "brief"}
 
 
 @pytest.mark.slow

@@ -144,10 +144,10 @@ def test_a_transcript_reads_well():
         ],
         title="task 7",
     )
-    assert shown.startswith("## task 7\n\n**System**\n\n> Be brief.\n")
-    assert '> → calls add({"a": 1})' in shown and '> → calls sub({"b": 2})' in shown
-    assert "**Tool reply** (add)\n\n> 2" in shown and "> 1+1?\n> [image_url]" in shown
-    assert "> # two\n> **User**" in shown and shown.endswith("> *(empty)*\n")
+    assert shown.startswith("## task 7\n\n**System**\n\n```text\nBe brief.\n```\n")
+    assert '→ calls add({"a": 1})' in shown and '→ calls sub({"b": 2})' in shown
+    assert "**Tool reply** (add)\n\n```text\n2\n```" in shown and "1+1?\n[image_url]" in shown
+    assert "```text\n# two\n**User**\n```" in shown and shown.endswith("*(empty)*\n")
 
 
 # -------------------------------------------------------------------- curves

@@ -406,11 +406,13 @@ def chord(
     valley: float = 0.05,
     weight: str = "none",
     clip: float = 0.2,
+    dual: float = 3.0,
     cutoff: float = 1.0,
 ) -> Result:
     """GRPO without KL on the policy's rows, SFT on the expert's; weight = none (CHORD-μ), phi (CHORD-φ) or is.
 
-    House: z-scores over the policy rows of a group only, seq-mean-token-mean over policy rows; replayed rows are out.
+    House: z-scores over the policy rows of a group only; replayed rows are out. Released code: token mean over the policy
+    rows and a dual clip of 3.
     """
     mu = chord_mu(step, warmup, decay, peak, valley)
     advantages = {}
@@ -422,8 +424,8 @@ def chord(
     reinforced = constant(0.0)
     for trajectory in rows:
         for token in sampled(trajectory):
-            value = surrogate(token, advantages[id(trajectory)], clip, clip)
-            reinforced = reinforced + value / len(sampled(trajectory)) / worded(rows)
+            value = surrogate(token, advantages[id(trajectory)], clip, clip, dual)
+            reinforced = reinforced + value / sum(len(sampled(one)) for one in rows)
     experts = of(list(trajectories(batch)), "expert")
     count = sum(len(sampled(one)) for one in experts)
     imitated = constant(0.0)
@@ -654,7 +656,8 @@ def covariant(
         if not is_clipped and least < cov < most:
             eligible.append(token)
     eligible.sort(key=lambda token: token.lot)
-    return {id(token) for token in eligible[: int(ratio * len(eligible))]}
+    # Released code: the share is of all tokens, not of those in the window
+    return {id(token) for token in eligible[: int(ratio * len(all_tokens))]}
 
 
 def spear_replay(
@@ -679,7 +682,7 @@ def spear_replay(
     House: the group means of this batch (fresh rows, with the bonus) join the history first; replayed rewards are as
     stored, without a new bonus; b = 0 without any mean. `bonus` / `imitate` False: κ ≡ 0 / η ≡ 0.
     House: Clip-Cov (`covariance` = its ratio, 0.02 in the card) is off unless given; in each component it silences
-    int(ratio · eligible) of the eligible tokens, in ascending order of the lot; they stay in the denominator.
+    int(ratio · all tokens) of the eligible tokens, in ascending order of the lot; they stay in the denominator.
     """
     kappa = spear_bonus(step, tool_horizon) if bonus else 0.0
     eta = spear_weight(step, replay_horizon) if imitate else 0.0

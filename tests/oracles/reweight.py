@@ -55,7 +55,7 @@ def detached_ratio(token: Token) -> float:
 # REC: group-relative REINFORCE with clipping
 
 
-def rec_one_side(batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bool = True) -> Result:
+def rec_one_side(batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bool = True, cap: float = math.inf) -> Result:
     """Keep what PPO would keep. extra["kept"]: one bool per token."""
     advantages = spread(batch, centred(batch))
     count = len(advantages)
@@ -65,8 +65,8 @@ def rec_one_side(batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bo
         ratio = detached_ratio(token)
         # Card: "one-side: (A>=0 and r<=1+e_h) or (A<=0 and r>=1-e_l)"
         keep = (advantage >= 0 and ratio <= 1 + high) or (advantage <= 0 and ratio >= 1 - low)
-        # Card: "w: 1 (NoIS), r (IS)"
-        weight = ratio if weighted else 1.0
+        # Card: "w: 1 (NoIS), r (IS)"; House: r is truncated at `cap`
+        weight = min(ratio, cap) if weighted else 1.0
         # Card: "L_t = -A w lp keep + reg; AGG token-mean (masked mean)". Dropped tokens stay in the denominator.
         if keep:
             loss = loss + -advantage * weight * token.logp / count
@@ -74,7 +74,7 @@ def rec_one_side(batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bo
     return Result(advantages, loss, {"kept": kept})
 
 
-def rec_two_side(batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bool = True) -> Result:
+def rec_two_side(batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bool = True, cap: float = math.inf) -> Result:
     """Keep only ratios near one, whatever the advantage. extra["kept"]: one bool per token."""
     advantages = spread(batch, centred(batch))
     count = len(advantages)
@@ -84,8 +84,8 @@ def rec_two_side(batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bo
         ratio = detached_ratio(token)
         # Card: "two-side: 1-e_l<=r<=1+e_h"
         keep = 1 - low <= ratio <= 1 + high
-        # Card: "w: 1 (NoIS), r (IS)"
-        weight = ratio if weighted else 1.0
+        # Card: "w: 1 (NoIS), r (IS)"; House: r is truncated at `cap`
+        weight = min(ratio, cap) if weighted else 1.0
         # Card: "L_t = -A w lp keep + reg; AGG token-mean (masked mean)". Dropped tokens stay in the denominator.
         if keep:
             loss = loss + -advantage * weight * token.logp / count
@@ -100,6 +100,7 @@ def rec_ring(
     low_outer: float = 0.6,
     high_outer: float = 2.0,
     weighted: bool = True,
+    cap: float = math.inf,
 ) -> Result:
     """Two-side, and besides the far tokens that the advantage pulls back. extra["kept"]: one bool per token."""
     advantages = spread(batch, centred(batch))
@@ -112,8 +113,8 @@ def rec_ring(
         keep = 1 - low <= ratio <= 1 + high
         keep = keep or (advantage >= 0 and ratio <= 1 - low_outer)
         keep = keep or (advantage <= 0 and ratio >= 1 + high_outer)
-        # Card: "w: 1 (NoIS), r (IS)"
-        weight = ratio if weighted else 1.0
+        # Card: "w: 1 (NoIS), r (IS)"; House: r is truncated at `cap`
+        weight = min(ratio, cap) if weighted else 1.0
         # Card: "L_t = -A w lp keep + reg; AGG token-mean (masked mean)". Dropped tokens stay in the denominator.
         if keep:
             loss = loss + -advantage * weight * token.logp / count
@@ -239,17 +240,18 @@ def rep_forward(batch: Batch, tau: float = 0.1) -> Result:
     return Result(advantages, loss)
 
 
-def opmd(batch: Batch, tau: float = 1.0) -> Result:
-    """Soft-max baseline. The reported advantage is already divided by 1 + tau."""
+def opmd(batch: Batch, tau: float = 1.0, baseline: str = "mean") -> Result:
+    """Baseline mean or soft maximum. The reported advantage is already divided by 1 + tau."""
     per_trajectory = []
     for group in batch:
         rewards = [total(trajectory) for trajectory in group]
         # Card: "tau log mean exp(R/tau)", the largest reward taken out of the exponent
         top = max(rewards)
-        baseline = top + tau * math.log(mean([math.exp((reward - top) / tau) for reward in rewards]))
+        soft = top + tau * math.log(mean([math.exp((reward - top) / tau) for reward in rewards]))
+        centre = {"mean": mean(rewards), "soft": soft}[baseline]
         for reward in rewards:
             # Card: "L = -(A lp)/(1+tau)"
-            per_trajectory.append((reward - baseline) / (1 + tau))
+            per_trajectory.append((reward - centre) / (1 + tau))
     advantages = spread(batch, per_trajectory)
     count = len(advantages)
     loss = constant(0.0)
@@ -262,9 +264,9 @@ def opmd(batch: Batch, tau: float = 1.0) -> Result:
 # ReMix
 
 
-def base_share(t: int) -> float:
-    """Card: "lambda_t = max(1 - .1 ceil(max(t-50,0)/10), .5)"."""
-    return max(1 - 0.1 * math.ceil(max(t - 50, 0) / 10), 0.5)
+def base_share(t: int, begin: int = 50) -> float:
+    """Card: "lambda_t = max(1 - .1 ceil(max(t-50,0)/10), .5)"; `begin` is the 50."""
+    return max(1 - 0.1 * math.ceil(max(t - begin, 0) / 10), 0.5)
 
 
 def k2(logp: Tensor, other: float) -> Tensor:

@@ -143,7 +143,7 @@ def test_on_policy_is_reinforce(seed):
 
 def test_opmd_golden(side):
     batch = [[one_turn(reward, [0.0]) for reward in (1, 0, 0, 0)]]
-    result = side(opmd, batch, tau=1.0)
+    result = side(opmd, batch, tau=1.0, baseline="soft")
     # The card's A is that before the division by 1 + tau.
     assert [2 * one for one in result.advantage] == near([0.64263, -0.35737, -0.35737, -0.35737], 1e-5)
     assert gradients(batch, result.loss) == near([-one / 4 for one in result.advantage])
@@ -151,7 +151,10 @@ def test_opmd_golden(side):
 
 def test_opmd_of_a_large_tau_is_the_mean():
     batch = [[one_turn(reward, [0.0]) for reward in (1, 0, 0.5, 0)]]
-    assert [(1 + 1e5) * one for one in opmd(batch, tau=1e5).advantage] == near(rec_one_side(batch).advantage, 1e-5)
+    assert [(1 + 1e5) * one for one in opmd(batch, tau=1e5, baseline="soft").advantage] == near(
+        rec_one_side(batch).advantage, 1e-5
+    )
+    assert [2 * one for one in opmd(batch).advantage] == near(rec_one_side(batch).advantage)
 
 
 def test_ring_golden(side):

@@ -182,8 +182,8 @@ def test_sequence_mask():
     assert result.extra["kept"] == [True, False, False, True, True, True]
     low = result.advantage[1]
     assert low < 0
-    # the token at -.8 is clipped (A < 0, r < .8); 4 tokens are kept
-    wanted = [-result.advantage[0] * math.exp(-3) / 4, 0, 0, 0, -low / 4, -low * math.exp(3) / 4]
+    # the token at -.8 is clipped (A < 0, r < .8); all 6 tokens count
+    wanted = [-result.advantage[0] * math.exp(-3) / 6, 0, 0, 0, -low / 6, -low * math.exp(3) / 6]
     assert gradients(batch, result.loss) == near(wanted)
 
 

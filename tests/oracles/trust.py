@@ -185,8 +185,10 @@ def two_sided_grpo(batch: Batch, clip: float = 0.2, delta: float = 4.0) -> Resul
 # Train/inference mismatch
 
 
-def corrected(batch: Batch, weights: list[float], kept: list[bool], shrink: bool) -> Result:
-    """z-score, PPO-clip .2/.28 on exp(logp - proximal), every token's loss times its weight, token-mean.
+def corrected(
+    batch: Batch, weights: list[float], kept: list[bool], shrink: bool, low: float = 0.2, high: float = 0.28
+) -> Result:
+    """z-score, PPO-clip (.2/.28) on exp(logp - proximal), every token's loss times its weight, token-mean.
 
     Card: "multiply the per-token policy loss (and nothing else) by W, detached". Tokens not kept add nothing; with
     `shrink` they leave the denominator too. Card: "verl multiplies rejection into the response mask (denominator
@@ -197,27 +199,27 @@ def corrected(batch: Batch, weights: list[float], kept: list[bool], shrink: bool
     loss = constant(0.0)
     for token, advantage, weight, keep in zip(tokens(batch), advantages, weights, kept):
         if keep:
-            loss = loss + weight * clipped(torch.exp(proximal_log_ratio(token)), advantage, 0.2, 0.28) / count
+            loss = loss + weight * clipped(torch.exp(proximal_log_ratio(token)), advantage, low, high) / count
     return Result(advantages, loss, {"kept": kept})
 
 
-def tis(batch: Batch, cap: float = 2.0) -> Result:
+def tis(batch: Batch, cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Result:
     """Token truncated importance sampling."""
     weights = []
     for token in tokens(batch):
         # Card: "token TIS: W_t = min(rho_t, C)"
         weights.append(min(math.exp(mismatch(token)), cap))
-    return corrected(batch, weights, [True] * len(weights), shrink=False)
+    return corrected(batch, weights, [True] * len(weights), shrink=False, low=low, high=high)
 
 
-def sequence_tis(batch: Batch, cap: float = 2.0) -> Result:
+def sequence_tis(batch: Batch, cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Result:
     """Sequence truncated importance sampling."""
     weights = []
     for trajectory in trajectories(batch):
         # Card: "sequence TIS: W_i = min(prod_t rho_t, C), broadcast. Compute in log space, clamp log sum to +-20."
         product = math.exp(number(math.fsum(mismatch(token) for token in sampled(trajectory))))
         weights.extend(min(product, cap) for _ in sampled(trajectory))
-    return corrected(batch, weights, [True] * len(weights), shrink=False)
+    return corrected(batch, weights, [True] * len(weights), shrink=False, low=low, high=high)
 
 
 def mis(batch: Batch, low: float = 0.5, high: float = 2.0) -> Result:
@@ -280,21 +282,22 @@ def k3_rs(batch: Batch, limit: float = 1e-2) -> Result:
     return corrected(batch, [1.0] * len(kept), kept, shrink=True)
 
 
-def veto(batch: Batch, floor: float = 1e-4) -> Result:
-    """Row veto on top of token TIS with cap 2."""
+def veto(batch: Batch, floor: float = 1e-4, cap: float = 2.0) -> Result:
+    """Row veto on top of token TIS."""
     weights = []
     kept = []
     for trajectory in trajectories(batch):
         # Card: "Veto: drop the row if any rho_t < 1e-4"
         refused = any(math.exp(mismatch(token)) < floor for token in sampled(trajectory))
         for token in sampled(trajectory):
-            weights.append(min(math.exp(mismatch(token)), 2.0))
+            weights.append(min(math.exp(mismatch(token)), cap))
             kept.append(not refused)
     return corrected(batch, weights, kept, shrink=True)
 
 
-def sequence_mask(batch: Batch, delta: float = 0.5) -> Result:
-    """Negative rows that the policy has left are dropped; the ratio is against behaviour, clip .2/.28, no weight."""
+def sequence_mask(batch: Batch, delta: float = 0.5, low: float = 0.2, high: float = 0.28) -> Result:
+    """Negative rows that the policy has left get no gradient, but stay in the token mean; the ratio is against behaviour,
+    clipped, no weight."""
     per_trajectory = zscore(batch)
     advantages = spread(batch, per_trajectory)
     kept = []
@@ -304,12 +307,12 @@ def sequence_mask(batch: Batch, delta: float = 0.5) -> Result:
         # Card: "drop row if A_i < 0 and (1/|y|) sum_t m (lp_old_or_mu - lp) > delta. Positives are never dropped."
         left = mean([-log_ratio(token).item() for token in sampled(trajectory)])
         kept.extend(not (advantage < 0 and left > delta) for _ in sampled(trajectory))
-    count = sum(1 for keep in kept if keep)
+    count = len(kept)
     loss = constant(0.0)
     for token, advantage, keep in zip(tokens(batch), advantages, kept):
         if keep:
             # Card: "Bypass: set lp_old := lp_mu so r = pi_theta/mu; then do not also apply W"
-            loss = loss + clipped(torch.exp(log_ratio(token)), advantage, 0.2, 0.28) / count
+            loss = loss + clipped(torch.exp(log_ratio(token)), advantage, low, high) / count
     return Result(advantages, loss, {"kept": kept})
 
 

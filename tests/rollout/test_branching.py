@@ -14,7 +14,7 @@ from turnwise.core.signals import Signal
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import RecipeError
 from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.strategies import Branch
+from turnwise.rollout.strategies import Branch, GroupRequest
 from turnwise.training import build, engines
 from turnwise.training.env_spec import EnvSpec
 
@@ -34,7 +34,8 @@ def grown(request):
     async def grow():
         tasks = [Task(request.param, seed) for seed in (1, 2)]
         open_session = lambda g: lambda i: generator.open(100 * g + i)  # noqa: E731
-        grows = [Branch(trunks=2).begin(str(g), t, 6, open_session(g), play, {}) for g, t in enumerate(tasks)]
+        requests = [GroupRequest(str(g), t, 6, open_session(g), play) for g, t in enumerate(tasks)]
+        grows = [Branch(trunks=2).begin(request) for request in requests]
         return await asyncio.gather(*grows)
 
     return asyncio.run(grow()), model, env_spec
@@ -72,7 +73,7 @@ def test_trunks_that_end_at_once_have_siblings_instead_of_forks():
         return Trajectory(key, task, (Turn((1,), (2,), (-0.1,), version=(0,)),))
 
     task = Task("x", 0)
-    group = asyncio.run(Branch(trunks=1).begin("g", task, 4, lambda i: Resting(), play, {}))
+    group = asyncio.run(Branch(trunks=1).begin(GroupRequest("g", task, 4, lambda i: Resting(), play)))
     assert len(group.trajectories) == 4 and not any(t.fork for t in group.trajectories)
 
 

@@ -19,7 +19,7 @@ from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.environments import make
 from turnwise.errors import RecipeError, SettingError
 from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.strategies import Hinted
+from turnwise.rollout.strategies import GroupRequest, Hinted
 from turnwise.training import build, engines
 from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.plan import RunPlan, validate
@@ -40,7 +40,7 @@ def grown(rewards, size=2, more=0, status=Status.FINISHED):
         guidance = "hint: x" if how.get("with_hint") else ""
         return Trajectory(key, task, (turn,), status=status, guidance=guidance)
 
-    grow = Hinted(more).begin("g", Task("x", 0), size, open_session, play, {})
+    grow = Hinted(more).begin(GroupRequest("g", Task("x", 0), size, open_session, play))
     assert len(sessions) == size + (more or size), "the whole wave is known before anything is awaited"
     return asyncio.run(grow), sessions, asked
 
@@ -80,9 +80,9 @@ def test_a_hint_is_guidance_and_not_the_answer(name):
             assert str(env.answer()).split()[-1] not in text.split()
 
 
-@pytest.mark.parametrize("env", ["guess", "nim", "countdown"])
+@pytest.mark.parametrize("env", ["guess", "nim"])
 def test_an_environment_without_hints_is_refused_at_the_door(env):
-    with pytest.raises(SettingError, match=r"a hint for each task .* write --env calculator \(or keydoor, lookup\)"):
+    with pytest.raises(SettingError, match=r"a hint .* write --env calculator \(or countdown, keydoor, lookup, service"):
         validate(RunPlan.from_settings(resolve_settings({"method": "guide", "env": env})))
 
 
@@ -100,7 +100,8 @@ def played(request):
     model = build.load_model(chosen, len(renderer.tokenizer))
     generator = engines.make_local_generator(chosen, model, renderer)
     play = build.make_play(env_spec, renderer, build.sampling_settings(chosen))
-    grow = lambda: Hinted(2).begin("0", Task(request.param, 5), 2, lambda i: generator.open(i), play, {})  # noqa: E731
+    order = GroupRequest("0", Task(request.param, 5), 2, lambda i: generator.open(i), play)
+    grow = lambda: Hinted(2).begin(order)  # noqa: E731
 
     async def alone():
         return await grow()

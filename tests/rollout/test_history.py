@@ -98,7 +98,7 @@ def test_what_hangs_is_given_up(power):
     hanging = type("Hanging", (Patient,), {power: lambda self: time.sleep(60)})()
     began = time.perf_counter()
     t = play(hanging, limits=EpisodeLimits(3, 400, 0.3))
-    assert (t.status, t.reason) == (Status.FAILED, "no answer within 0.3 s")
+    assert t.status == Status.FAILED and t.reason.startswith("no answer within 0.3 s")
     assert time.perf_counter() - began < 30
 
 

@@ -137,11 +137,11 @@ def test_a_template_that_never_works_is_refused_at_once(template):
 
 
 def test_a_template_that_refuses_a_role_says_which():
-    r = renderer(REFUSES_TOOLS)
+    r = renderer(REFUSES_TOOLS.replace("'tool'", "'developer'"))
     dialogue = r.open([{"role": "user", "content": "?"}])
     r.append_sampled(dialogue, r.encode_turn("call"))
-    with pytest.raises(RenderError, match=r"roles \['user', 'assistant', 'tool'\]"):
-        r.append_observation(dialogue, [{"role": "tool", "content": "42"}])
+    with pytest.raises(RenderError, match=r"roles \['user', 'assistant', 'developer'\]"):
+        r.append_observation(dialogue, [{"role": "developer", "content": "42"}])
 
 
 def test_a_template_that_swallows_what_the_agent_says_is_refused():

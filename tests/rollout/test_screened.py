@@ -16,7 +16,8 @@ from turnwise.core.records import Status, Task, Trajectory, Turn
 from turnwise.engines.generator.drafts import DraftingGenerator
 from turnwise.errors import RecipeError, SettingError
 from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.strategies import DraftSelection, Independent, _extremes
+from turnwise.rollout.strategies import DraftSelection, GroupRequest, Independent
+from turnwise.rollout.strategies.drafts import extremes
 from turnwise.training import build, engines
 from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.loop import describe
@@ -40,7 +41,7 @@ def grown(rewards, size, drafts=0, failed=()):
         status = Status.FAILED if i in failed else Status.FINISHED
         return Trajectory(key, task, (Turn((1,), (i,), (-0.1,), version=(0,), reward=rewards[i]),), status=status)
 
-    grow = DraftSelection(drafts).begin("g", TASK, size, open_session, play, {})
+    grow = DraftSelection(drafts).begin(GroupRequest("g", TASK, size, open_session, play))
     assert len(opened[True]) == len(opened[False]) == (drafts or 4 * size), "the whole wave is known at once"
     return asyncio.run(grow), opened
 
@@ -63,9 +64,9 @@ def test_failed_drafts_are_the_last_resort():
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=12), st.integers(1, 12))
-def test_extremes(values, size):
+def testextremes(values, size):
     """Law: as many as asked for, each once; nobody left out is better than one of the best, or worse than one of the worst."""
-    chosen = _extremes(values, size)
+    chosen = extremes(values, size)
     assert len(set(chosen)) == len(chosen) == min(size, len(values))
     if len(values) > size:
         best, worst = chosen[: (size + 1) // 2], chosen[(size + 1) // 2 :]
@@ -106,7 +107,7 @@ def played(stage, strategy, drafts):
     generator = engines.make_generator(chosen, recipe, model, renderer, True, 8)
     play = build.make_play(env_spec, renderer, build.sampling_settings(chosen))
     open_session = lambda i, draft=False: generator.open(i, draft)  # noqa: E731
-    group = asyncio.run(_alone(strategy.begin("0", Task("calculator", 3), 4, open_session, play, {})))
+    group = asyncio.run(_alone(strategy.begin(GroupRequest("0", Task("calculator", 3), 4, open_session, play))))
     return group, generator
 
 

@@ -208,7 +208,7 @@ def test_queries_for_a_viewer(ledger):
     assert (entry.group_id, entry.state, entry.reward, entry.success) == ("g0", "trained", 1.0, 0.5)
     assert entry.trajectories == ("g0/0", "g0/1")
     assert [e.group_id for e in ledger.groups(0)] == ["g1"] and len(ledger.groups()) == 2
-    assert ledger.failures() == {"timeout ?": 1}
+    assert ledger.failures() == {"timeout \ufffd": 1}
     assert ledger.trajectory("g1/0") == broken and ledger.group("g0") == group("g0")
     with pytest.raises(StoreError, match="no trajectory"):
         ledger.trajectory("nope")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from hypothesis import strategies as st
 from oracles import records
 
+from turnwise.checks.synthetic import random_groups
 from turnwise.core.batch import Batch, Sequences
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Tree
-from turnwise.core.records import Fork, Group, Origin, Status, Task, Trajectory, Turn
+from turnwise.core.records import Group
 from turnwise.core.signals import BEFORE_BATCH, WITH_GRADIENT, Signal
 
 COUNTS = st.lists(
@@ -20,70 +19,11 @@ COUNTS = st.lists(
 """Token counts of a random ragged tree: groups of trajectories of turns, empty turns included."""
 
 
-def told(asks: frozenset[str], kind: str) -> list[str]:
-    """The names after a word: ``told({"fact age"}, "fact")`` is ``["age"]``."""
-    return sorted(a.removeprefix(f"{kind} ") for a in asks if a.startswith(f"{kind} "))
-
-
 def records_of(
     counts: list[list[list[int]]], seed: int = 0, vocabulary: int = 16, asks: frozenset[str] = frozenset()
 ) -> list[Group]:
     """Groups with the given token counts and random everything else, and all that a method ``asks`` to be told."""
-    g = torch.Generator().manual_seed(seed)
-    number = lambda low, high: int(torch.randint(low, high, (1,), generator=g))  # noqa: E731
-    groups = []
-    for i, group in enumerate(counts):
-        task = Task("test", seed=i, difficulty=1 + i % 2)
-        members = []
-        paired = "pairs" in asks and i % 2 == 0  # every other group is as a method for pairs wants it
-        wanted = 6 if paired and "fact revises" in asks else 2 if paired else len(group)
-        for j, turns in enumerate((group * wanted)[:wanted]):
-            made = []
-            for k, n in enumerate(turns):
-                context = tuple(number(0, vocabulary) for _ in range(number(1, 4)))
-                tokens = tuple(number(0, vocabulary) for _ in range(n))
-                logp = tuple(float(x) for x in -torch.rand(n, generator=g) * 3)
-                reward = float(number(0, 3)) / 2
-                made.append(
-                    Turn(
-                        context,
-                        tokens,
-                        logp,
-                        version=(0,) * n,
-                        reward=reward,
-                        state=str(number(0, 3)),
-                        tool_calls=number(0, 3),
-                        restart=k > 0 and number(0, 4) == 0,
-                        facts={name: number(0, 3) for name in told(asks, "turn fact")},
-                        masked_context=tuple(number(0, vocabulary) for _ in context) if "feedback" in asks else (),
-                    )
-                )
-            answer = tuple(number(0, vocabulary) for _ in range(number(1, 3)))
-            cut = Status.TRUNCATED if number(0, 4) == 0 else Status.FINISHED
-            one = Trajectory(f"{i}.{j}", task, tuple(made), status=cut, success=number(0, 2) == 1, answer=answer)
-            if asks:
-                one = informed(one, asks, j, number)
-            if members and "forks" in asks and number(0, 3):
-                parent = members[number(0, len(members))]
-                turn = number(0, len(parent.turns))
-                one = replace(one, fork=Fork(parent.id, turn, number(0, 1 + len(parent.turns[turn].tokens))))
-            members.append(one)
-        groups.append(Group(str(i), task, tuple(members)))
-    return groups
-
-
-def informed(one: Trajectory, asks: frozenset[str], place: int, number) -> Trajectory:
-    """A trajectory with the facts, rewards and origins a method asks for."""
-    facts = {name: number(0, 3) for name in told(asks, "fact")}
-    origin = one.origin
-    if place and "demonstrations" in asks and number(0, 3) == 0:
-        origin = Origin.EXPERT
-    elif place and "replay" in asks and number(0, 3) == 0:
-        origin = Origin.REPLAY
-    facts |= {"chosen": 1 - place % 2} if "pairs" in asks else {}
-    facts |= {"revises": place // 2} if "fact revises" in asks else {}
-    rewards = {name: number(0, 3) / 2 for name in told(asks, "reward")}
-    return replace(one, facts=facts, rewards=rewards, origin=origin, end=str(number(0, 3)))
+    return random_groups(counts, seed, vocabulary, asks)
 
 
 def _codes(values: list) -> list[int]:

@@ -17,20 +17,11 @@ from oracles import objectives, records
 from oracles.result import Result
 
 from support.batches import from_oracle, oracle_name
+from support.drawn import RENAMED
 from turnwise import recipes
 from turnwise.core.levels import TOKEN, Field
 
-RENAMED = {  # an oracle's hyper-parameter: the recipe's
-    "bapo": {"rho0": "share", "step_high": "high_step", "step_low": "low_step"},
-    "r2vpo": {"lam": "weight"},
-    "gbpo": {"temperature": "softness"},
-    "capo": {"tau_h": "objective", "tau_f": "policy"},
-    "clip_cov": {"low_cov": "low", "high_cov": "high"},
-    "steer": {"lam_min": "least", "lam_max": "most"},
-    "hapo": {"rho": "quantile"},
-    "rec_ring": {"low_outer": "far_low", "high_outer": "far_high"},
-    "red_weight": {"temperature": "softness"},
-}
+OURS = {name: {theirs: ours for ours, theirs in pairs.items()} for name, pairs in RENAMED.items()}
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,7 @@ class Side:
         name = method or oracle.__name__
         if ours is None:
             assert not positional, "name the hyper-parameters: a recipe may order them otherwise"
-            ours = {RENAMED.get(name, {}).get(key, key): value for key, value in hyper.items()}
+            ours = {OURS.get(name, {}).get(key, key): value for key, value in hyper.items()}
         found = recipe_result(name, batch, **ours)
         return found[:2] if oracle.__module__ == objectives.__name__ else found
 

@@ -18,6 +18,7 @@ OTHERS = [
     "otr",
 ]  # fmt: skip
 PREFERENCES = [
-    "dpo", "rdpo", "simpo", "inpo", "spo_minimax", "srpo", "mapl", "dpa",
+    "dpo", "rdpo", "simpo", "inpo", "spo_minimax", "srpo", "mapl", "dpa", "exo", "nca", "apo", "discopop", "aot",
+    "kto", "orpo", "cpo",
 ]  # fmt: skip
 PROVEN_ELSEWHERE = [*TURNS, *GROUPS, *SEGMENTS, *OTHERS, *PREFERENCES]

@@ -12,11 +12,14 @@ import pytest
 from turnwise import recipes
 from turnwise.core.records import Fork, Group, Status, Task, Trajectory, Turn
 from turnwise.errors import EnvironmentFault
+from turnwise.rollout.scoring import RewardScore, apply_scores, scorable
+from turnwise.rollout.strategies import Hinted
 from turnwise.tasks.admission import AdmitAll, Spread
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import Uniform
 from turnwise.tasks.task_source import TaskStream
 from turnwise.training.collector import FAILED_IN_A_ROW, Collector, usable
+from turnwise.training.task_feed import TaskFeed
 
 SIZE = 2
 
@@ -71,7 +74,7 @@ class Player:
 
 def collector(play=None, *, groups=3, staleness=0, admission=None, max_draws=8) -> Collector:
     recipe = replace(recipes.build("grpo"), budget=Fixed(groups, SIZE), admission=admission or AdmitAll())
-    sampler = Uniform().open(TaskStream("test"))
+    sampler = TaskFeed(Uniform().open(TaskStream("test")), recipe.budget.open())
     return Collector(
         recipe, Seeds(), sampler, Book(), play or Player(), seed=1, staleness=staleness, max_draws=max_draws
     )
@@ -267,7 +270,7 @@ def test_what_is_owed_after_a_resume_comes_first_from_the_same_seeds():
     asyncio.run(collector(fresh, groups=3).collect_step(0))
     c = collector(resumed, groups=3)
     c.sampler.load_state_dict({"drawn": 3})
-    task = c.sampler.tasks.draw(1)
+    task = c.sampler.sampler.tasks.draw(1)
     c.to_reissue = deque([("1~4", task)])
     groups = asyncio.run(c.collect_step(4))
     assert ids(groups) == ["1~4", "3", "4"] and groups[0].task == task
@@ -314,3 +317,49 @@ def test_a_fork_that_lost_its_prefix_is_lost_too():
     whole, reasons = usable(Group("0", task, members))
     assert [t.id for t in whole.trajectories] == ["0.3"]
     assert len(reasons) == 4 and reasons[0] == "broke" and all(reasons)
+
+
+# -------------------------------------------------------------------- scoring
+
+
+class Halves:
+    """Gives each trajectory half of its group's size, and counts the groups it saw."""
+
+    def __init__(self):
+        self.sizes = []
+
+    async def score(self, group):
+        self.sizes.append(len(group.trajectories))
+        return apply_scores(group, {i: RewardScore({"half": 1.0}, 0.5) for i in scorable(group)})
+
+    def close(self):
+        pass
+
+
+def test_a_finished_group_is_scored_once_before_it_is_stored():
+    c = collector()
+    c.scorer, stored = Halves(), []
+    c.ledger.finish = lambda group, step: stored.append(group)
+    groups = asyncio.run(c.collect_step(0))
+    assert c.scorer.sizes == [SIZE] * 3
+    assert [t.rewards for g in [*groups, *stored] for t in g.trajectories] == [{"half": 1.0}] * 12
+    assert [t.reward for t in groups[0].trajectories] == [0.5, 1.5]
+
+
+class ParkableSeed(int):
+    """A session that is its seed, for strategies that hold sessions back."""
+
+    def park(self):
+        pass
+
+    close = park
+
+
+def test_a_strategy_that_reads_rewards_gets_each_trajectory_scored(monkeypatch):
+    c = collector(Player(reward=lambda group, i: 0.0))
+    monkeypatch.setattr(Seeds, "open", lambda self, seed: ParkableSeed(seed))
+    c.recipe = replace(c.recipe, strategy=Hinted())
+    c.scorer = Halves()
+    groups = asyncio.run(c.collect_step(0))
+    assert c.scorer.sizes == [1] * 6  # a reward above 0 is a success, so no hinted trajectory was needed
+    assert [t.reward for g in groups for t in g.trajectories] == [0.5] * 6

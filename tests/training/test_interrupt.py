@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import signal
 import subprocess
 import sys
@@ -55,4 +57,39 @@ def test_a_step_that_does_not_end_is_stopped_after_the_grace_time():
     stop = StopSignals(grace=0.05)
     with pytest.raises(RunStopped), stop.handled(), stop.deferred():
         signal.raise_signal(signal.SIGTERM)
-        time.sleep(30)
+        began = time.monotonic()
+        try:
+            time.sleep(300)
+        finally:
+            assert time.monotonic() - began < 200  # a call that waits is interrupted, not awaited
+
+
+def test_after_a_signal_unfinished_tasks_are_not_reported(caplog):
+    """A stop during an evaluation printed tracebacks of the generator's tasks under its one line."""
+    stop = StopSignals()
+
+    async def stopped() -> None:
+        async def compute() -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+        task = asyncio.get_running_loop().create_task(compute())
+        await asyncio.sleep(10)
+        await task
+
+    with stop.handled(), pytest.raises(RunStopped):
+        stop.run_loop(stopped())
+    gc.collect()
+    assert not caplog.text
+
+
+def test_without_a_signal_a_lost_exception_is_reported(caplog):
+    async def loses() -> None:
+        async def fail() -> None:
+            raise ValueError("lost")
+
+        asyncio.get_running_loop().create_task(fail())
+        await asyncio.sleep(0.01)
+
+    StopSignals().run_loop(loses())
+    gc.collect()
+    assert "lost" in caplog.text

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from support.lottery import WORDS
 
 from turnwise import recipes
+from turnwise.cli import display
 from turnwise.cli import export as exports
 from turnwise.cli.main import main
 from turnwise.core.batch import pack
@@ -234,6 +235,19 @@ def test_without_tasks_the_held_back_pairs_are_the_measure(first, tmp_path, file
     _, summary = train(first, tmp_path, "simpo", data=str(files / "pairs.jsonl"), eval_tasks=0)
     assert summary["measured"].startswith("held-out pairs") and summary["success_after"]["tasks"] >= 2
     assert summary["success_after"]["success"] == summary["ranking"]["after"]["accuracy"]
+
+
+def test_without_tasks_and_without_pairs_the_held_back_rows_have_a_log_probability(first, tmp_path, files, capsys):
+    """Refused before: a run on dialogues with --eval-tasks 0."""
+    rows = [json.loads(line) for line in (files / "pairs.jsonl").read_text().splitlines()]
+    answers = [json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) for row in rows]
+    (tmp_path / "answers.jsonl").write_text("\n".join(answers))
+    _, summary = train(first, tmp_path, "otr", data=str(tmp_path / "answers.jsonl"), eval_tasks=0)
+    assert summary["measured"] == "nothing: --eval-tasks 0" and summary["success_after"]["success"] is None
+    assert summary["ranking"]["after"]["logp"] != summary["ranking"]["before"]["logp"]
+    display.show_summary(summary)
+    said = capsys.readouterr().out
+    assert "not evaluated" in said and "held-out groups of the file" in said
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -111,7 +112,21 @@ def test_flags(name, flag, words):
     said = refused(recipe, method=name)
     assert said.startswith(f"{name} learns from") and words in said
     examine(recipe, **{flag: "something"})
-    assert f"leave --{flag} out" in refused(recipes.build("grpo"), method="grpo", **{flag: "something"})
+    words = "is not there" if flag == "data" else f"leave --{flag} out"  # a file is looked into first
+    assert words in refused(recipes.build("grpo"), method="grpo", **{flag: "something"})
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "1+1=", "answer": "2"}, "neither completions nor pairs; write --reward"),
+        ({"prompt": "1+1=", "completion": "2"}, "learns from its own samples"),
+    ],
+)
+def test_a_file_is_opened_before_it_is_refused(tmp_path, row, words):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    assert words in refused(recipes.build("grpo"), method="grpo", data=str(path))
 
 
 def test_a_buffer_that_asks_for_demonstrations():

@@ -61,10 +61,11 @@ class LeaveOneOut(Term):
 class SoftBaseline(Term):
     """A = v − τ log mean exp(v/τ) among the group: between the mean (τ → ∞) and the maximum (τ → 0).
 
-    ``shrink`` divides by 1 + τ."""
+    ``shrink`` divides by 1 + τ; ``mean`` takes the mean as the baseline, the limit τ → ∞, and shrinks by τ all the same."""
 
     tau: float = 1.0
     shrink: bool = False
+    mean: bool = False
     value: Term = field(default_factory=Outcome)
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class SoftBaseline(Term):
     def __call__(self, batch: Batch) -> Field:
         v = self.value(batch)
         top = v.max(GROUP)
-        a = v - (top + self.tau * ((v - top) / self.tau).exp().mean(GROUP).log())
+        a = v - (v.mean(GROUP) if self.mean else top + self.tau * ((v - top) / self.tau).exp().mean(GROUP).log())
         return a / (1 + self.tau) if self.shrink else a
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import behaviour
@@ -18,6 +18,10 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import k1, k2, k3
+from turnwise.maths.gradients import without_gradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEVELS = {"token": TOKEN, "turn": TURN, "trajectory": TRAJECTORY}
 TURNS = 4  # turn indices with their own metrics; the last one includes all later turns
@@ -26,7 +30,7 @@ SOURCES = ("policy", "guided", "replay", "expert", "pairs")
 LOG_2 = 0.69315
 
 
-@torch.no_grad()
+@without_gradient
 def sums(view: MicroBatchView, rho: Field, gated: Field, adv: Field, slope: Field) -> dict[str, Tensor]:
     """Additive statistics of one micro-batch. ``slope``: ∂ objective / ∂ log π of each token, without penalties."""
     share = view.batch[Column.TOKEN_SHARE].to(view.logp.x.dtype)
@@ -39,9 +43,9 @@ def sums(view: MicroBatchView, rho: Field, gated: Field, adv: Field, slope: Fiel
         "clip_share/down": total(clipped & (adv < 0)),
         "ratio": total(rho.detach()),
         "advantage/size": total(adv.abs()),
-        "kl/behaviour": total((-moved).map(k3)),
-        "kl/behaviour/k1": total((-moved).map(k1)),
-        "kl/behaviour/k2": total((-moved).map(k2)),
+        "kl/behaviour": total(moved.map(k3)),  # tokens are the sampler's: KL(sampler ‖ learner)
+        "kl/behaviour/k1": total(moved.map(k1)),
+        "kl/behaviour/k2": total(moved.map(k2)),
         "mismatch/mean_abs": total(moved.abs()),
         "_adv": total(adv),
         "_logp": total(view.logp.detach()),
@@ -109,7 +113,7 @@ def source(batch: Batch) -> Field:
     return Field(batch.tree, TRAJECTORY, x)
 
 
-@torch.no_grad()
+@without_gradient
 def by_source(view: MicroBatchView, rho: Field, gated: Field, slope: Field) -> dict[str, Tensor]:
     """Sums over the tokens of each source. ``slope``: ∂ objective / ∂ log π, penalties included."""
     label, ratio = source(view.batch).at(TOKEN).x, rho.detach().at(TOKEN).x

@@ -15,7 +15,7 @@ from turnwise.algebra.mask import Mask
 from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check, text
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
-from turnwise.core.levels import TRAJECTORY, Field, where
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field, where
 
 
 class Gate(Piece):
@@ -123,6 +123,29 @@ class CappedWeight(Gate):
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return rho.detach().clamp(self.low, self.high) * score_function(view)
+
+
+@dataclass(frozen=True)
+class GammaWeight(Gate):
+    """w = sg[ρᵏ exp(λ(1 − ρ))] with the gradient of log π: 1 at ρ = 1, falling on both sides; (k, λ) by the sign of A."""
+
+    rise: float = 2.0
+    decay: float = 3.0
+    rise_negative: float = 3.0
+    decay_negative: float = 2.0
+
+    def __post_init__(self) -> None:
+        least = min(self.rise, self.decay, self.rise_negative, self.decay_negative)
+        check(least >= 0, f"an exponent or a decay is {least}; write numbers >= 0")
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        at = rho.detach().at(TOKEN)
+        power, decay = (
+            where(adv.at(TOKEN) >= 0, up, down)
+            for up, down in ((self.rise, self.rise_negative), (self.decay, self.decay_negative))
+        )
+        log = power * at.clamp(low=1e-8).log() + decay * (1 - at)
+        return log.exp() * score_function(view)
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch import Tensor
 
 from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, moved
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
 
-Grads = Sequence[Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Grads: TypeAlias = "Sequence[Tensor]"
 
 
 @dataclass(frozen=True)

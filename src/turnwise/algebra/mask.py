@@ -249,6 +249,34 @@ class CovarianceClip(Mask):
         return view[self]
 
 
+@dataclass(frozen=True)
+class HighestEntropy(Mask):
+    """The tokens whose entropy is at least its (1 − share)-quantile over the step: the points where the
+    policy decides how to go on."""
+
+    share: float = 0.2
+
+    def __post_init__(self) -> None:
+        check(
+            0 < self.share <= 1,
+            f"share is {self.share}; write a number in (0, 1]: which part of the tokens is trained on",
+        )
+
+    @property
+    def reads_before_step(self) -> frozenset[Signal]:
+        return frozenset({Signal.ENTROPY})
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        entropy = view[Signal.ENTROPY].detach()
+        if not entropy.x.numel():
+            return {self: entropy.map(lambda x: x.bool())}
+        bound = torch.quantile(entropy.x.double(), 1 - self.share)
+        return {self: entropy.map(lambda x: x.double() >= bound)}
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self]
+
+
 def quota(fraction: float, tokens: Field) -> int:
     """The number of tokens of a fraction: 0 for 0, otherwise at least one."""
     return max(1, int(fraction * tokens.x.numel())) if fraction else 0
@@ -261,7 +289,7 @@ def covariance(view: StepView) -> Field:
 
 
 __all__ = [
-    "AllTokens", "BinaryKL", "Both", "CovarianceClip", "InformativeGroups", "InsideOrFarOutside", "Mask",
+    "AllTokens", "BinaryKL", "Both", "CovarianceClip", "HighestEntropy", "InformativeGroups", "InsideOrFarOutside", "Mask",
     "MismatchKLBelow", "MismatchWithin", "OffPolicySequenceMask", "OneSided", "SmallPredictedChange", "TokenVeto",
     "TotalVariation", "TwoSided", "covariance", "quota",
 ]  # fmt: skip

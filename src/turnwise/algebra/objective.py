@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from turnwise.algebra import diagnostics
 from turnwise.algebra.aggregate import Aggregate, Mean
@@ -28,6 +27,10 @@ from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import BEFORE_BATCH, BEFORE_STEP, WITH_GRADIENT, Signal
+from turnwise.maths.gradients import with_gradient, without_gradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,11 @@ class Objective:
         return planned | (self.signals & BEFORE_STEP) | (self.keep.signals & WITH_GRADIENT) | coupled
 
     # ------------------------------------------------------ the whole batch
+    def before_measuring(self, batch: Batch) -> Batch:
+        """The batch with what a measurement must know of the pieces: how many candidates to draw at each token."""
+        count = max(piece.draws_candidates for piece in (*self._crediting(), *self._planning()))
+        return batch.put({(Column.CANDIDATE, "count"): batch.tree.full(BATCH, count, torch.int64)}) if count else batch
+
     def credit(self, batch: Batch) -> Batch:
         """Rewards and advantages of the whole batch, however it is later split into updates."""
         pieces = list(dict.fromkeys(self._crediting()))
@@ -108,7 +116,7 @@ class Objective:
         self.memory.advance(late, StepView(batch, {}, adv=batch[Column.ADVANTAGE]))
         return batch
 
-    @torch.no_grad()
+    @without_gradient
     def plan(self, batch: Batch) -> Batch:
         """The columns that depend on all of one optimiser step: kept tokens, averaging weights, plans of the pieces."""
         pieces = list(self._planning())
@@ -146,7 +154,7 @@ class Objective:
         updated = view.batch.columns.get(Column.UPDATED_TURNS)
         return kept if updated is None else kept * updated.to(torch.float64)
 
-    @torch.enable_grad()
+    @with_gradient
     def _gain_gradient(self, batch: Batch) -> Field:
         """∂ gain / ∂ log π of each token over the whole step, for ratios that couple trajectories."""
         logp = batch[Signal.LOGP].map(lambda x: x.detach().requires_grad_())
@@ -155,7 +163,7 @@ class Objective:
         gain = _total(weight * (self.gate(self.ratio(view), adv, view) * adv))
         return Field(batch.tree, TOKEN, torch.autograd.grad(gain, logp.x)[0])
 
-    @torch.enable_grad()
+    @with_gradient
     def _penalty_gradient(self, batch: Batch, i: int, penalty: Penalty) -> dict[Any, Field]:
         """The same for a penalty that couples trajectories; its cost and its metrics are spread evenly over the tokens."""
         logp = batch[Signal.LOGP].map(lambda x: x.detach().requires_grad_())
@@ -210,7 +218,7 @@ class Objective:
             objective = objective - size * cost
         full_slope = _Slope(objective, view.logp)
 
-        @torch.no_grad()
+        @without_gradient
         def compute_stats() -> dict[str, Tensor]:
             slope = full_slope()
             stats = diagnostics.sums(view, rho, gated, adv, slope if gain_slope is None else gain_slope)

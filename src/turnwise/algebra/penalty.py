@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from turnwise.algebra.aggregate import Aggregate
 from turnwise.algebra.mask import Mask, covariance, quota
@@ -20,6 +20,9 @@ from turnwise.algebra.weight import Weight
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, where
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import ESTIMATORS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Penalty(Piece):

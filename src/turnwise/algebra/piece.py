@@ -54,6 +54,11 @@ class Piece:
         """Its state after this step."""
         return state
 
+    @property
+    def draws_candidates(self) -> int:
+        """How many candidate tokens the learner draws beside each sampled one."""
+        return 0
+
     updates_after_credit = False
     """Whether a batch enters the state only after it was credited: a predictor must not see what it predicts."""
 

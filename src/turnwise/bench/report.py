@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+PARTS = ("generation", "learning", "step", "memory")
+
 
 @dataclass(frozen=True)
 class BenchRow:

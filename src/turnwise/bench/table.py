@@ -15,11 +15,10 @@ import transformers
 from turnwise.bench import generation, learning, memory, training_step
 from turnwise.bench.hardware_limits import HardwareLimits
 from turnwise.bench.models import BenchSetup, parameters, setup_for
-from turnwise.bench.report import BenchRow
-from turnwise.errors import SettingError, nearest
+from turnwise.bench.report import PARTS, BenchRow
+from turnwise.errors import SettingError
 
 ReportProgress = Callable[[str], None]
-PARTS = ("generation", "learning", "step", "memory")
 
 
 def measure(
@@ -32,9 +31,6 @@ def measure(
 ) -> tuple[dict[str, Any], list[BenchRow]]:
     """(facts about the machine, the rows). Calls ``keep`` with them after each part, so that an interrupted run keeps its
     results."""
-    for part in parts:
-        if part not in PARTS:
-            raise SettingError(f"no part {part!r}; {nearest(part, PARTS)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingError("device is cuda, but this machine has no usable GPU; write --device cpu")
     if threads:

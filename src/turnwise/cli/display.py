@@ -9,10 +9,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from turnwise.observe.report import comparison, table
+from turnwise.core.text import printable, printable_line
+from turnwise.observe.report import comparison, format_measure, table
 
 SUGGESTED_METHODS = ("gspo", "grpo")  # suggest the first that was not just run
+COUNTS = ("turns", "tool_calls", "tool_errors", "tokens_per_turn")
+UNLESS_ZERO = {"truncated_turns": "truncated turns", "truncated": "truncated episodes", "failed": "failed episodes"}
 
 
 def console() -> Console:
@@ -21,13 +25,34 @@ def console() -> Console:
     return terminal if terminal.is_terminal else Console(highlight=False, width=120)
 
 
-def measures(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """An evaluation as the rows of a comparison."""
-    bounded = lambda e: {"estimate": e["success"], "low": e["interval"][0], "high": e["interval"][1]}  # noqa: E731
-    out: dict[str, Any] = {"success": bounded(evaluation)}
-    if len(evaluation["by_difficulty"]) > 1:
-        out |= {f"success, difficulty {d}": bounded(e) for d, e in evaluation["by_difficulty"].items()}
-    return out | {name.replace("_", " "): evaluation[name] for name in ("turns", "tool_calls", "tool_errors")}
+def measures(evaluation: Mapping[str, Any], other: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """An evaluation as the rows of a table, which stands beside ``other``.
+
+    Success has a row for each difficulty; reward has them only where neither evaluation reports success. Shares of what
+    went wrong are rows only if they are not zero in one of the two."""
+    both = (evaluation, other or {})
+    has_success = any(e.get("success") is not None for e in both)
+    out = _outcomes(evaluation, "success", "interval")
+    out |= _outcomes(evaluation, "reward", "reward_interval", by_difficulty=not has_success)
+    out |= {f"reward: {name}": _bounded(e, "mean", "interval") for name, e in evaluation.get("rewards", {}).items()}
+    out |= evaluation.get("exact", {})
+    out |= {name.replace("_", " "): evaluation[name] for name in COUNTS if name in evaluation}
+    notable = [name for name in UNLESS_ZERO if any(e.get(name) for e in both)]
+    return out | {UNLESS_ZERO[name]: evaluation.get(name, 0.0) for name in notable}
+
+
+def _outcomes(evaluation: Mapping[str, Any], name: str, interval: str, by_difficulty: bool = True) -> dict[str, Any]:
+    """One measure over all tasks and by difficulty; nothing if the evaluation does not have it."""
+    if evaluation.get(name) is None:
+        return {}
+    out = {name: _bounded(evaluation, name, interval)}
+    levels = evaluation["by_difficulty"] if by_difficulty else {}
+    return out | {f"{name}, difficulty {d}": _bounded(e, name, interval) for d, e in levels.items() if len(levels) > 1}
+
+
+def _bounded(measured: Mapping[str, Any], name: str, interval: str) -> dict[str, Any]:
+    low, high = measured.get(interval) or (None, None)
+    return {"estimate": measured[name], "low": low, "high": high}
 
 
 def show_summary(summary: Mapping[str, Any]) -> None:
@@ -36,28 +61,50 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     evaluated_on = f"{after['tasks']} {summary.get('measured', 'held-out tasks')}"
     title = f"{summary['method']} on {summary['environment']}, {evaluated_on} (95 % intervals)"
     out.print()
-    out.print(table(comparison(measures(before), measures(after)), title))
+    if after["tasks"]:
+        out.print(table(comparison(measures(before, after), measures(after, before)), title))
+    else:
+        out.print(f"{summary['method']} on {summary['environment']}, not evaluated (--eval-tasks 0)", markup=False)
+    if after.get("note"):
+        out.print(printable(after["note"]), markup=False)
+    if ranking := summary.get("ranking"):
+        out.print(held_out_line(ranking["before"], ranking["after"]), markup=False)
     run = Path(summary["run"])
-    out.print((run / "transcripts.md").read_text(encoding="utf-8"), markup=False)
+    out.print(printable((run / "transcripts.md").read_text(encoding="utf-8")), markup=False)
     times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["seconds"].items())
     out.print(
         f"{summary['steps']} steps, {summary['tokens']:,} sampled tokens; {times}; peak {summary['peak_memory_mb']:.0f} MB"
     )
-    out.print(f"curves: {run / 'curves.png'}   model: {run / 'model'}   run directory: {run}", soft_wrap=True)
+    if "exactness" in summary:
+        from turnwise.training.certificate import certificate_lines  # late: only runs of agents need the ledger
+
+        out.print("exactness of the agent's calls:")
+        for line in certificate_lines(summary["exactness"]):
+            out.print(f"  {line}", markup=False, soft_wrap=True)
+    for message in summary.get("messages", ()):
+        out.print(printable(f"warning: {message['text']}"), markup=False, soft_wrap=True)
+    out.print(
+        f"curves: {run / 'curves.png'}   model: {run / 'model'}   run directory: {run}", soft_wrap=True, markup=False
+    )
     out.print("\nNext:")
     for command in next_commands(summary):
-        out.print(f"  {command}", soft_wrap=True)
+        out.print(f"  {command}", soft_wrap=True, markup=False)
+
+
+def held_out_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """How likely the model finds the answers of a file that it was not trained on."""
+    logp = f"{before['logp']:.3f} → {after['logp']:.3f} log-probability a token"
+    return f"{after['groups']:.0f} held-out groups of the file: {logp} of the answers to learn"
 
 
 def next_commands(summary: Mapping[str, Any]) -> list[str]:
     method, env = summary["method"], summary["environment"]
     other = next(name for name in SUGGESTED_METHODS if name != method)
     harder = "--difficulty 3" if env == "calculator" else "--split train"
-    return [
-        f"turnwise eval {summary['run']} --eval-samples 4 {harder}",
-        f"turnwise diff {method} {other}",
-        f"turnwise train {other} --env {env} --seed {summary['seed'] + 1}",
-    ]
+    again = f"turnwise train {other} --env {env} --seed {summary['seed'] + 1}"
+    if env == "prompts":  # rows and rewards are in the run's own settings
+        again = f"turnwise config {summary['run']} > run.yaml; turnwise train --config run.yaml --name NEW"
+    return [f"turnwise eval {summary['run']} --eval-samples 4 {harder}", f"turnwise diff {method} {other}", again]
 
 
 def show_evaluation(evaluation: Mapping[str, Any]) -> None:
@@ -67,14 +114,31 @@ def show_evaluation(evaluation: Mapping[str, Any]) -> None:
     out.add_column("measure")
     out.add_column("value", justify="right")
     for name, value in measures(evaluation).items():
-        bounded = isinstance(value, Mapping)
-        out.add_row(
-            name, f"{value['estimate']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]" if bounded else f"{value:.2f}"
-        )
+        out.add_row(Text(printable_line(name)), format_measure(value))
     for kind in ("pass@k", "majority@k"):
         for k, value in evaluation.get(kind, {}).items():
             out.add_row(kind.replace("k", k), f"{value:.3f}")
     console().print(out)
+    if evaluation.get("note"):
+        console().print(printable(evaluation["note"]), markup=False)
+
+
+def show_evaluations(evaluations: Sequence[Mapping[str, Any]]) -> None:
+    """Two evaluations on the same tasks, side by side."""
+    first, second = evaluations
+    title = f"{first['environment']} ({first['split']}), {first['tasks']} tasks (95 % intervals)"
+    out = Table(title=title, title_justify="left")
+    out.add_column("measure")
+    for evaluation in evaluations:
+        out.add_column(Text(printable_line(evaluation["who"])), justify="right", overflow="fold")
+    ours, theirs = measures(first, second), measures(second, first)
+    for name in dict.fromkeys([*ours, *theirs]):
+        cells = [format_measure(column[name]) if name in column else "" for column in (ours, theirs)]
+        out.add_row(Text(printable_line(name)), *cells)
+    console().print(out)
+    for evaluation in evaluations:
+        if evaluation.get("note"):
+            console().print(printable(f"{evaluation['who']}: {evaluation['note']}"), markup=False)
 
 
 def show_methods(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -101,5 +165,5 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     for name in rows[0] if rows else ():
         out.add_column(name, overflow="fold")
     for row in rows:
-        out.add_row(*map(str, row.values()))
+        out.add_row(*(Text(printable(value)) for value in row.values()))
     console().print(out)

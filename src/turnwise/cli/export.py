@@ -15,7 +15,6 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import play_scripted
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
-from turnwise.training import build
 from turnwise.training.env_spec import EnvSpec, resolve_settings
 
 DEMONSTRATIONS = 4  # imperfect episodes per oracle episode: the worst of them is the rejected side of a pair
@@ -51,6 +50,8 @@ def _played(env_spec: EnvSpec, count: int) -> Iterator[Group]:
     """One group per task: one episode of the oracle and a few of the demonstrator."""
     if not env_spec.can_demonstrate:
         raise SettingError(f"{env_spec.settings.env} has no oracle and demonstrator to play its tasks")
+    from turnwise.training import build  # late: imports the model library
+
     renderer, supply = Renderer(build.byte_tokenizer()), env_spec.tasks("train")
     players = ["oracle", *["demonstrator"] * DEMONSTRATIONS]
 

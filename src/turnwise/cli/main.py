@@ -2,116 +2,110 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import inspect
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
 
 from turnwise import __version__
-from turnwise.cli.flags import Parser, add_settings, settings_from, value_of
-from turnwise.config.settings import Settings, default_of
-from turnwise.core.protocols import Listener
+from turnwise.cli import inspect_commands, run_commands, scarcity, serve_command, view_command
+from turnwise.cli.experience_commands import diff_pieces, explain_pieces, show_experience
+from turnwise.cli.flags import Parser, add_policy_flags, add_settings, served_policy, settings_from
+from turnwise.cli.output import print_json, progress
+from turnwise.cli.run_flags import CONFIG_HELP, DEFAULT_METHOD
+from turnwise.config.files import ConfigFile, merge_config, read_config
+from turnwise.config.named_object import import_from_current_folder
+from turnwise.config.settings import split_method
+from turnwise.core.deferred_module import defer
+from turnwise.core.text import printable
 from turnwise.errors import SettingError, TurnwiseError, nearest
+from turnwise.models.trust import FLAG, trust_remote_code
+from turnwise.recipes import signatures
 
 COMMANDS = {
     "train": "train an agent (all settings: turnwise train --help)",
-    "resume": "continue a stopped run",
-    "eval": "evaluate a run, a model or a scripted policy on held-out tasks",
+    "resume": "continue a stopped run, or extend one (--steps)",
+    "config": "print the effective settings, or those of a run, as a config file",
+    "eval": "evaluate a run, a model, a served model or a scripted policy on held-out tasks",
+    "endpoint": "serve the policy of a run to agents, over HTTP, until interrupted",
+    "serve": "sample for runs by HTTP (`turnwise train --generator URL`), until interrupted",
+    "environments": "list the environments: built in, installed, and how to install the rest",
     "list": "list all methods",
     "explain": "describe one method: equation, paper, slots, hyper-parameters",
     "diff": "compare two methods slot by slot",
     "check-env": "test an environment by playing it and report its problems",
+    "check-agent": "try an agent with scripted policies in place of a model and report its problems",
+    "check-method": "test a method's gradient, invariances and finiteness on synthetic trajectories",
     "export": "write episodes of a run, or of an environment's scripted policies, as training rows",
+    "push": "upload the model of a finished run, or its adapter, with a model card",
     "model": "download a model by name, or list the available ones",
     "bench": "measure generation, learning and whole steps here, against other libraries and hardware limits",
+    "view": "open a local page about runs: curves, why a token got its gradient, what another method would have done",
+    **inspect_commands.COMMANDS,
 }
-
-
-def train(argv: Sequence[str]) -> int:
-    from turnwise import recipes
-
-    method = (
-        argv[0]
-        if argv and not argv[0].startswith("-")
-        else default_of(next(f for f in fields(Settings) if f.name == "method"))
-    )
-    recipes.method(method)
-    credit = value_of(argv, "--credit")
-    if credit:
-        recipes.method(credit)
-    parser = Parser(prog=f"turnwise train {method}", description="Train an agent.", allow_abbrev=False)
-    parser.add_argument("method", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="validate the settings, take one training step, keep nothing"
-    )
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    add_settings(parser, method, credit)
-    namespace = parser.parse(argv)
-    if namespace.method not in (
-        None,
-        method,
-    ):  # the method came after a flag: its hyper-parameters were not defined yet
-        raise SettingError(f"write the method first: turnwise train {namespace.method} ...")
-    settings = settings_from(namespace, method, credit)
-    from turnwise.cli import display
-    from turnwise.training import api
-
-    with progress(namespace.json) as listen:
-        summary = (api.dry_run if namespace.dry_run else api.train)(listen, **settings)
-    if namespace.json:
-        print(json.dumps(summary, indent=1))
-    elif namespace.dry_run:
-        print("dry run: settings, environment, model, one batch and one update work; nothing was kept")
-    else:
-        display.show_summary(summary)
-    return 0
-
-
-def resume(argv: Sequence[str]) -> int:
-    parser = Parser(prog="turnwise resume", description="Continue a stopped run.", allow_abbrev=False)
-    parser.add_argument("run", help="the run directory")
-    parser.add_argument("--json", action="store_true")
-    namespace = parser.parse(argv)
-    from turnwise.cli import display
-    from turnwise.training import api
-
-    with progress(namespace.json) as listen:
-        summary = api.resume(namespace.run, listen)
-    print(json.dumps(summary, indent=1)) if namespace.json else display.show_summary(summary)
-    return 0
 
 
 def evaluate(argv: Sequence[str]) -> int:
     parser = Parser(prog="turnwise eval", description="Evaluate on held-out tasks.", allow_abbrev=False)
-    parser.add_argument("run", nargs="?", default="", help="a run directory; or use --model or --player")
+    parser.add_argument("run", nargs="?", default="", help="a run directory; or use --model, --policy or --player")
     parser.add_argument(
         "--player", default="", help="scripted policy instead of a model: oracle, random or demonstrator"
     )
+    add_policy_flags(parser)
     parser.add_argument("--split", default="held_out", help="held_out or train")
+    parser.add_argument("--save", default="", metavar="FILE", help="write the result and one episode per task as JSON")
     parser.add_argument("--json", action="store_true")
-    method = default_of(next(f for f in fields(Settings) if f.name == "method"))
-    add_settings(parser, method)
+    add_settings(parser, DEFAULT_METHOD)
+    parser.add_argument("--config", default="", metavar="FILE", help=CONFIG_HELP)
     namespace = parser.parse(argv)
-    from turnwise.cli import display
-    from turnwise.training.evaluate import evaluate_policy
+    from turnwise.training.evaluate import compare_policies, evaluate_policy
 
-    evaluation = evaluate_policy(namespace.run, namespace.player, namespace.split, settings_from(namespace, method))
-    print(json.dumps(evaluation, indent=1)) if namespace.json else display.show_evaluation(evaluation)
+    run, split, served = namespace.run, namespace.split, served_policy(namespace)
+    file = read_config(namespace.config) if namespace.config else ConfigFile("")
+    flags = settings_from(namespace, DEFAULT_METHOD)
+    settings = merge_config(file, {name: flags[name] for name in flags if name not in ("method", "method_options")})
+    with progress(namespace.json) as listen:
+        if run and served is not None:
+            both = compare_policies(run, split, settings, served, listen)
+        else:
+            both = [evaluate_policy(run, namespace.player, split, settings, served, listen, namespace.save)]
+    from turnwise.cli import display
+
+    if namespace.json:
+        print(json.dumps(both if len(both) > 1 else both[0], indent=1))
+    else:
+        display.show_evaluation(both[0]) if len(both) == 1 else display.show_evaluations(both)
+    return 0
+
+
+def list_environments(argv: Sequence[str]) -> int:
+    parser = Parser(prog="turnwise environments", description="All environments.", allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    namespace = parser.parse(argv)
+    from turnwise.cli import environment_table
+    from turnwise.environments.listing import environment_rows
+
+    rows = environment_rows()
+    print_json(rows) if namespace.json else environment_table.show(rows)
     return 0
 
 
 def list_methods(argv: Sequence[str]) -> int:
-    parser = Parser(prog="turnwise list", description="All methods.", allow_abbrev=False)
+    parser = Parser(prog="turnwise list", description="All methods, or pieces of experience.", allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--experience", action="store_true", help="list samplers, budgets, strategies, guidance and replay instead"
+    )
     namespace = parser.parse(argv)
     from turnwise.cli import display
-    from turnwise.recipes import catalogue
+    from turnwise.recipes import catalogue, experience
 
+    if namespace.experience:
+        rows = experience.rows()
+        print(json.dumps(rows, indent=1)) if namespace.json else show_experience(rows)
+        return 0
     rows = catalogue.method_rows()
     print(json.dumps(rows, indent=1)) if namespace.json else display.show_methods(rows)
     return 0
@@ -123,17 +117,24 @@ def explain(argv: Sequence[str]) -> int:
     parser.add_argument("--credit", default="", help="use the credit assignment of another method")
     parser.add_argument("--json", action="store_true")
     namespace = parser.parse(argv)
+    if explain_pieces(namespace.method, namespace.json):
+        return 0
+    for name in (*split_method(namespace.method), namespace.credit):
+        if name:
+            signatures.check_method(name)
     from turnwise import recipes
     from turnwise.recipes import catalogue
 
+    method, credit = split_method(namespace.method)
+    credit = namespace.credit or credit
     if namespace.json:
-        print(json.dumps(catalogue.describe_method(namespace.method, namespace.credit), indent=1))
+        print(json.dumps(catalogue.describe_method(method, credit), indent=1))
         return 0
-    recipe = catalogue.parse_method(namespace.method, namespace.credit)
-    for name in filter(None, (namespace.method, namespace.credit)):
+    recipe = catalogue.parse_method(method, credit)
+    for name in filter(None, (method, credit)):
         signature = ", ".join(f"{n}={p.default}" for n, p in recipes.parameters(name).items())
-        print(f"{name}({signature})\n\n{inspect.getdoc(recipes.method(name))}\n")
-    print(f"Slots of {namespace.method} with the credit of {namespace.credit}" if namespace.credit else "Slots")
+        print(f"{name}({signature})\n\n{inspect.getdoc(recipes.method(name)) or ''}\n")
+    print(f"Slots of {method} with the credit of {credit}" if credit else "Slots")
     width = max(map(len, recipe.slots()))
     for slot, piece in recipe.slots().items():
         print(textwrap.fill(piece, 118, initial_indent=f"  {slot:<{width}}  ", subsequent_indent=" " * (width + 4)))
@@ -149,6 +150,10 @@ def diff(argv: Sequence[str]) -> int:
     parser.add_argument("right")
     parser.add_argument("--json", action="store_true")
     namespace = parser.parse(argv)
+    if diff_pieces(namespace.left, namespace.right, namespace.json):
+        return 0
+    for name in (split_method(namespace.left)[0], split_method(namespace.right)[0]):
+        signatures.check_method(name)
     from turnwise.recipes import catalogue
 
     rows = catalogue.slot_differences(namespace.left, namespace.right)
@@ -180,7 +185,25 @@ def check_env(argv: Sequence[str]) -> int:
             )
         )
     else:
-        print(report.text())
+        print(printable(report.text()))
+    return 0 if report.ok else 1
+
+
+def check_method(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="turnwise check-method",
+        description="Test the contract of a method in seconds, without a model.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("method", help="a method of `turnwise list`, METHOD+CREDIT, module:recipe or file.py:recipe")
+    parser.add_argument("--json", action="store_true")
+    namespace = parser.parse(argv)
+    for name in filter(None, split_method(namespace.method)):
+        signatures.check_method(name)
+    from turnwise.checks.method import check_method as check
+
+    report = check(namespace.method)
+    print(json.dumps(report.as_dict(), indent=1) if namespace.json else report.text())
     return 0 if report.ok else 1
 
 
@@ -198,6 +221,26 @@ def export(argv: Sequence[str]) -> int:
 
     count = exports.export(namespace.source, namespace.form, namespace.file, namespace.tasks, namespace.seed)
     print(f"{count} {namespace.form} written to {namespace.file}")
+    return 0
+
+
+def push(argv: Sequence[str]) -> int:
+    parser = Parser(prog="turnwise push", description="Upload the model of a run with its card.", allow_abbrev=False)
+    parser.add_argument("run", help="a finished run")
+    parser.add_argument("name", help="the repository: owner/name")
+    parser.add_argument(
+        "--part", default="auto", help="model, adapter, or auto: the adapter where one was trained [auto]"
+    )
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument(
+        "--dry-run", default="", metavar="FOLDER", help="write what would be uploaded to this new folder"
+    )
+    namespace = parser.parse(argv)
+    from turnwise.cli import push as pushing
+
+    n = namespace
+    address = pushing.push(n.run, n.name, n.part, n.private, n.dry_run)
+    print(f"nothing was uploaded; this would be: {address}" if n.dry_run else f"uploaded: {address}")
     return 0
 
 
@@ -233,10 +276,16 @@ def bench(argv: Sequence[str]) -> int:
     parser.add_argument("--json", default="", metavar="FILE", help="write everything as JSON")
     parser.add_argument("--out", default="", metavar="FILE", help="write the table as Markdown")
     namespace = parser.parse(argv)
-    from turnwise.bench import report, table
+    from turnwise.bench import report
+    from turnwise.training.preflight import check_device
+
+    parts = tuple(namespace.parts.split(",")) if namespace.parts else report.PARTS
+    if unknown := [part for part in parts if part not in report.PARTS]:
+        raise SettingError(f"no part {unknown[0]!r}; {nearest(unknown[0], report.PARTS)}")
+    check_device(namespace.device)
+    from turnwise.bench import table
     from turnwise.cli import display
 
-    parts = tuple(namespace.parts.split(",")) if namespace.parts else table.PARTS
     log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
 
     def write(facts: dict[str, object], rows: list[report.BenchRow]) -> None:
@@ -253,36 +302,32 @@ def bench(argv: Sequence[str]) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def progress(quiet: bool) -> Iterator[Listener]:
-    """The progress display; on standard error when standard output is JSON."""
-    from rich.console import Console
-
-    from turnwise.observe.progress import show_progress
-
-    listen = show_progress(Console(stderr=quiet, highlight=False))
-    try:
-        yield listen
-    finally:
-        listen("end", {})
-
-
 FUNCTIONS = {
-    "train": train,
-    "resume": resume,
+    "train": run_commands.train,
+    "resume": run_commands.resume,
+    "config": run_commands.config,
     "eval": evaluate,
+    "endpoint": run_commands.endpoint,
+    "serve": serve_command.serve,
+    "environments": list_environments,
     "list": list_methods,
     "explain": explain,
     "diff": diff,
     "check-env": check_env,
+    "check-agent": run_commands.check_agent,
+    "check-method": check_method,
     "export": export,
+    "push": push,
     "model": model,
     "bench": bench,
+    "view": view_command.view,
+    **inspect_commands.FUNCTIONS,
 }
 
 
 def usage() -> str:
-    lines = [f"  turnwise {name:<10} {text}" for name, text in COMMANDS.items()]
+    lines = [f"  turnwise {name:<12} {text}" for name, text in COMMANDS.items()]
+    lines.append(f"\n{FLAG}, after a command, lets Python code run that comes with a model. No run remembers it.")
     return "Turnwise trains language-model agents by reinforcement learning over multi-turn rollouts.\n\n" + "\n".join(
         lines
     )
@@ -296,18 +341,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"turnwise {__version__}")
         return 0
+    import_from_current_folder()
+    defer("torch")  # recipes are described and checked without it
     try:
         if words[0] not in FUNCTIONS:
             raise SettingError(f"no command {words[0]!r}; {nearest(words[0], FUNCTIONS)}")
-        return FUNCTIONS[words[0]](words[1:])
+        with trust_remote_code(FLAG in words):
+            status = FUNCTIONS[words[0]]([word for word in words[1:] if word != FLAG])
+            sys.stdout.flush()  # an output that is closed or full is told below, not by the interpreter at its end
+            return status
     except TurnwiseError as error:
-        print(f"turnwise: {error}", file=sys.stderr)
+        print(f"turnwise: {printable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
-        print(f"\nturnwise: {stopped or 'stopped'}", file=sys.stderr)
+        print(f"\nturnwise: {printable(stopped) or 'stopped'}", file=sys.stderr)
         return getattr(stopped, "exit_code", 130)
     except BrokenPipeError:
         return 0
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+        if not (reason := scarcity.explain(error)):
+            raise
+        print(f"turnwise: {reason}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

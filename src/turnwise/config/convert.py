@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import types
 import typing
+from pathlib import Path
 from typing import Any
 
 from turnwise.errors import SettingError
@@ -20,6 +23,8 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         expected = (
             getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind).replace("typing.", "")
         )
+        if typing.get_origin(kind) is dict:
+            expected = "dict: write key=value,key=value"
         raise SettingError(f"{name} is {value!r}, which is not {expected}") from None
 
 
@@ -30,10 +35,10 @@ def _convert(value: Any, kind: Any) -> Any:
     if origin is typing.Literal and value not in args:
         raise TypeError
     if origin is tuple:
-        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
+        parts = _split(value) if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
         return tuple(_convert(p.strip() if isinstance(p, str) else p, args[0]) for p in parts if p != "")
     if origin is dict or kind is dict:
-        return dict(value)
+        return _pairs(value) if isinstance(value, str) else dict(value)
     if kind is bool:
         if str(value).lower() not in BOOLEANS:
             raise TypeError
@@ -46,9 +51,36 @@ def _convert(value: Any, kind: Any) -> Any:
         if isinstance(value, bool):
             raise TypeError
         return float(value)
+    if kind is Path:
+        return Path(value)
     if kind is str and not isinstance(value, str):
         raise TypeError
     return value
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    """``key=value,key=value`` or a JSON object. A value is JSON, a word of Python, or else text."""
+    if text.lstrip().startswith("{"):
+        return dict(json.loads(text))
+    pairs: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip():
+            raise ValueError
+        pairs[key.strip()] = _literal(value.strip())
+    return pairs
+
+
+def _literal(text: str) -> Any:
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except ValueError:
+        return text
+
+
+def _split(text: str) -> list[str]:
+    """Parts between commas; a comma after a backslash belongs to its part."""
+    return [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", text)]
 
 
 def _first(value: Any, kinds: tuple[Any, ...]) -> Any:

@@ -6,8 +6,9 @@ environment may suggest some (``Environment.suggests``): they apply where the us
 
 from __future__ import annotations
 
+import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any
 
@@ -15,14 +16,29 @@ from turnwise.config.convert import convert
 from turnwise.errors import SettingError, nearest
 
 AT_LEAST_ONE = (
-    "steps", "max_tokens", "context", "slots", "eval_samples", "checkpoint_every", "keep_checkpoints",
-    "max_draws", "layers", "vocabulary", "cold_batch", "cold_demos",
+    "ranks", "steps", "max_tokens", "context", "slots", "eval_samples", "checkpoint_every", "keep_checkpoints",
+    "max_draws", "reward_memory", "layers", "vocabulary", "cold_batch", "cold_demos",
 )  # fmt: skip
 AT_LEAST_ZERO = (
     "groups", "group_size", "epochs", "minibatches", "max_turns", "history", "eval_tasks", "eval_every", "warmup",
-    "lora_rank", "micro_batch_tokens", "threads",
+    "lora_rank", "micro_batch_tokens", "threads", "keep_tokens",
 )  # fmt: skip
-ROLLOUT_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
+CHOICES = {
+    "schedule": ("constant", "linear", "cosine"),
+    "critic": ("shared", "separate"),
+    "dtype": ("auto", "float32", "bfloat16", "float64", "fp8"),
+    "rollout_dtype": ("auto", "float32", "bfloat16", "float16", "fp8"),
+    "judge_mode": ("each", "group"),
+}
+OTHER_NAMES = {  # names of older releases and of other trainers, for the hint of an error message
+    "positions": "micro_batch_tokens", "probe_tolerance": "mismatch_tolerance", "learning_rate": "lr",
+    "max_steps": "steps", "num_generations": "group_size", "batch_size": "groups", "train_batch_size": "groups",
+    "max_new_tokens": "max_tokens", "max_completion_length": "max_tokens", "max_length": "context",
+    "max_grad_norm": "clip_norm", "lr_scheduler_type": "schedule", "warmup_steps": "warmup", "output_dir": "out",
+    "num_iterations": "epochs", "save_steps": "checkpoint_every", "eval_steps": "eval_every", "report_to": "trackers",
+    "gradient_checkpointing": "recompute", "environment": "env", "n_gpus": "ranks", "rank": "lora_rank",
+    "nproc_per_node": "ranks", "world_size": "ranks",
+}  # fmt: skip
 
 
 def setting(default: Any, text: str) -> Any:
@@ -35,8 +51,19 @@ class Settings:
     """All settings of a run, flat and validated."""
 
     # what to train
-    method: str = setting("dr_grpo", "training method; `turnwise list` shows all")
-    env: str = setting("calculator", "environment: a built-in name, reasoning_gym:DATASET or module:Class")
+    method: str = setting("dr_grpo", "training method of `turnwise list`, or a recipe of your own: module:recipe")
+    env: str = setting(
+        "calculator",
+        "environment: a name of `turnwise environments`, module:Class or file.py:Class; ,key=value gives arguments",
+    )
+    agent: str = setting(
+        "",
+        "agent of your own that plays the episodes: an async function (task, client) -> reward as module:name or "
+        "file.py:name, a command with arguments that finds the policy in OPENAI_BASE_URL, or `external`: agents elsewhere "
+        "take episodes at --agent-address",
+    )
+    agent_seconds: float = setting(300.0, "time limit of an agent's whole episode, in seconds")
+    agent_address: str = setting("127.0.0.1:8700", "where agents that live elsewhere take episodes: HOST:PORT")
     model: str = setting(
         "tiny",
         "a directory in Hugging Face format, a Hub id, smollm2 (after `turnwise model fetch`), or `tiny` (created here)",
@@ -47,18 +74,47 @@ class Settings:
     credit: str = setting("", "method whose credit assignment replaces the method's own; empty: its own")
     seed: int = setting(0, "random seed of the whole run")
     threads: int = setting(0, "CPU threads of the learner and generator; 0: measured when the run starts")
+    ranks: int = setting(
+        1, "processes of this machine that share the learner's weights and work (FSDP2); 1: this process alone"
+    )
     device: str = setting("auto", "cpu, cuda, or auto: cuda when present")
     out: str = setting("runs", "directory that contains the run directories")
     name: str = setting("", "name of the run directory; empty: made from method, environment, seed and a number")
     template: str = setting("", "chat template for a model without one: chatml, or a .jinja file")
+    template_options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "variables of the chat template: enable_thinking=false,key=value"}
+    )
+    tool_syntax: str = setting(
+        "auto", "syntax of tool calls: hermes, llama3, mistral ...; auto: what the chat template writes"
+    )
+    describe_tools: bool = setting(False, "describe the tools in the first message if the chat template shows none")
     # other data
     demos: str = setting(
         "", "demonstrations: a .jsonl file of dialogues, or a scripted policy of the environment (oracle, demonstrator)"
     )
     demo_share: float = setting(0.2, "share of the batch for demonstrations that belong to no task of the environment")
     data: str = setting(
-        "", "train on this file only, without rollouts: preference pairs, or dialogues with rewards (.jsonl)"
+        "",
+        "rows of a file, or of a data set by folder or hub id (.jsonl, .csv, .parquet ...): with --reward, prompts to answer; "
+        "without, preference pairs or dialogues to learn from, without rollouts",
     )
+    reward: tuple[str, ...] = setting(
+        (),
+        "reward functions: file.py:function, module:function, exact, math, code, regex:pattern=X, json_schema; with weights "
+        "as in 0.5*exact,my.py:score",
+    )
+    tools: tuple[str, ...] = setting(
+        (), "tools for the prompts of --data: python (an isolated interpreter), file.py:function, module:function"
+    )
+    eval_data: str = setting("", "rows that are only evaluated on; empty: a share of --data is held out")
+    held_out_share: float = setting(0.1, "share of the prompts of --data that is held out, by content")
+    reward_seconds: float = setting(10.0, "time limit of one call of a reward function, in seconds")
+    reward_memory: int = setting(4096, "memory limit of a process that runs a reward function, in MiB")
+    reward_failure: str = setting(
+        "fail",
+        "where a reward function raises, hangs or crashes: fail (the trajectory is dropped), or a number to give",
+    )
+    env_reward_weight: float = setting(1.0, "weight of the environment's own reward beside --reward")
     teacher: str = setting(
         "", "teacher model with the same vocabulary: a directory in Hugging Face format, or a Hub id"
     )
@@ -70,6 +126,14 @@ class Settings:
     minibatches: int = setting(0, "optimiser steps per pass; 0: the method's own")
     staleness: int = setting(0, "steps that rollouts may run ahead of training; 0: synchronous")
     max_draws: int = setting(8, "stop sampling for a batch after this many times the groups it needs")
+    # experience: pieces by name, NAME,key=value; `turnwise list --experience` shows all; empty: the method's own
+    sampler: str = setting(
+        "", "which task comes next: vade, fg_expo, craft ...; NAME,key=value; empty: the method's own"
+    )
+    budget: str = setting("", "rollouts and turns of each task: rollout_gdro, v0, dart ...; empty: the method's own")
+    strategy: str = setting("", "how the rollouts of a group grow: branch, arpo, spo_tree ...; empty: the method's own")
+    guidance: str = setting("", "help for hard tasks: ghpo, scaf, pope, prefix ...; empty: the method's own")
+    replay: str = setting("", "past trajectories mixed into a step: spear, arpo_gui ...; empty: the method's own")
     # rollouts
     temperature: float = setting(1.0, "sampling temperature")
     top_p: float = setting(1.0, "nucleus sampling")
@@ -78,12 +142,41 @@ class Settings:
     max_tokens: int = setting(48, "maximum tokens sampled per turn")
     max_turns: int = setting(0, "maximum turns per episode; 0: the environment's own")
     context: int = setting(320, "maximum tokens of a dialogue")
+    opponents: str = setting(
+        "self",
+        "who holds the other seats of a game: self (the policy, trained at every seat), past (older policies of this run: "
+        "past,keep=8,every=5,pool=spread), or scripted:random (or oracle, demonstrator)",
+    )
     history: int = setting(0, "number of latest observations in a prompt, besides the task; 0: all")
     slots: int = setting(256, "dialogues in the KV cache at the same time")
     rollout_dtype: str = setting(
         "auto", "precision of rollouts: float32, bfloat16, float16, fp8, or auto: that of the learner"
     )
+    generator: tuple[str, ...] = setting(
+        (), "addresses of servers that sample (`turnwise serve`, `vllm serve`): http://HOST:PORT; empty: this process"
+    )
+    generator_key_env: str = setting("", "environment variable that holds the token of these servers; empty: none")
+    generator_seconds: float = setting(30.0, "seconds of silence after which a generator server is given up")
+    generator_weights: str = setting(
+        "", "folder that run and servers see, for weights on their way; empty: shared memory of this machine"
+    )
     env_seconds: float = setting(30.0, "time limit of one call into the environment, in seconds")
+    isolate_env: bool = setting(
+        False,
+        "play episodes in other processes, so that an environment that crashes or freezes ends only its own episodes",
+    )
+    # a model as judge
+    judge: str = setting(
+        "", "judge of finished episodes: http://HOST/v1 (OpenAI-compatible), or policy: the policy itself"
+    )
+    judge_model: str = setting("", "name of the judge's model on its server; empty: the only one it serves")
+    judge_rubric: str = setting(
+        "", "what the judge scores: words, or a .txt or .md file; empty: was the task done well?"
+    )
+    judge_mode: str = setting("each", "each: every episode alone; group: all episodes of a task in one verdict")
+    judge_weight: float = setting(1.0, "factor of the judge's score, from 0 to 1, in the reward of the last turn")
+    judge_seconds: float = setting(120.0, "time limit of one reply of the judge, in seconds")
+    judge_key_env: str = setting("", "environment variable that holds the key of the judge's server; empty: no key")
     # optimisation
     lr: float = setting(3e-4, "learning rate")
     schedule: str = setting("linear", "learning-rate schedule: constant, linear or cosine")
@@ -123,13 +216,14 @@ class Settings:
     )
     cold_lr: float = setting(3e-3, "learning rate of the cold start")
     # evaluation
-    eval_tasks: int = setting(200, "held-out tasks to evaluate on before and after; 0: none, allowed with --data only")
+    eval_tasks: int = setting(200, "held-out tasks to evaluate on before and after; 0: no evaluation")
     eval_samples: int = setting(1, "trajectories per held-out task (pass@k, majority@k)")
     eval_temperature: float = setting(1.0, "sampling temperature of the evaluation")
     eval_every: int = setting(0, "steps between evaluations during training; 0: none")
     # output
     checkpoint_every: int = setting(20, "steps between checkpoints")
     keep_checkpoints: int = setting(2, "number of checkpoints to keep")
+    keep_tokens: int = setting(200, "newest steps whose numbers of each token `turnwise view` can explain; 0: none")
     profile: bool = setting(
         False, "time and trace a few steps; write profile.md and trace.json.gz to the run directory"
     )
@@ -145,6 +239,7 @@ class Settings:
         for f in fields(self):
             value = getattr(self, f.name)
             object.__setattr__(self, f.name, convert(f.name, value, type_of(f)))
+        self._split_method()
         for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} is {getattr(self, name)}; write at least 1")
@@ -153,16 +248,20 @@ class Settings:
                 raise SettingError(f"{name} is {getattr(self, name)}; write 0 or more")
         if self.hidden % 16 or self.hidden < 16:
             raise SettingError(f"hidden is {self.hidden}; write a multiple of 16")
-        if self.rollout_dtype not in ROLLOUT_DTYPES:
-            raise SettingError(
-                f"rollout_dtype is {self.rollout_dtype!r}; {nearest(self.rollout_dtype, ROLLOUT_DTYPES)}"
-            )
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise SettingError(f"{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), choices)}")
+        for name in ("lr", "value_lr", "cold_lr", "weight_decay"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise SettingError(f"{name} is {getattr(self, name)}; write 0 or a positive number")
         if self.mismatch_tolerance < 0:
             raise SettingError(f"mismatch_tolerance is {self.mismatch_tolerance}; write 0 or a positive number")
-        if self.critic not in ("shared", "separate"):
-            raise SettingError(f"critic is {self.critic!r}; {nearest(self.critic, ('shared', 'separate'))}")
-        if not self.env_seconds > 0:
-            raise SettingError(f"env_seconds is {self.env_seconds}; write a positive number of seconds")
+        for name in ("env_seconds", "judge_seconds", "generator_seconds"):
+            if not getattr(self, name) > 0:
+                raise SettingError(f"{name} is {getattr(self, name)}; write a positive number of seconds")
+        if not abs(self.judge_weight) < float("inf"):
+            raise SettingError(f"judge_weight is {self.judge_weight}; write a finite number")
+        self._check_rewards()
         if not 0 < self.demo_share < 1:
             raise SettingError(f"demo_share is {self.demo_share}; write a number between 0 and 1")
         if self.credit_options and not self.credit:
@@ -170,14 +269,39 @@ class Settings:
         if self.staleness < 0:
             raise SettingError(f"staleness is {self.staleness}; write 0 for synchronous, or a positive number of steps")
 
+    def _split_method(self) -> None:
+        """``method="sapo+hgpo"`` is the method sapo with the credit of hgpo."""
+        method, credit = split_method(self.method)
+        if credit and self.credit not in ("", credit):
+            raise SettingError(f"method is {self.method!r} and credit is {self.credit!r}; name one credit")
+        object.__setattr__(self, "method", method)
+        object.__setattr__(self, "credit", credit or self.credit)
+
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
         """From a mapping whose names may be wrong."""
         names = [f.name for f in fields(cls)]
         for key in values:
             if key not in names:
-                raise SettingError(f"no setting {key!r}; {nearest(key, names)}")
+                raise SettingError(f"no setting {key!r}; {known_setting(key, names)}")
         return cls(**values)
+
+    def _check_rewards(self) -> None:
+        if not self.reward_seconds > 0:
+            raise SettingError(f"reward_seconds is {self.reward_seconds}; write a positive number of seconds")
+        if not 0 <= self.held_out_share < 1:
+            raise SettingError(f"held_out_share is {self.held_out_share}; write a number from 0 to below 1")
+        if self.reward_failure != "fail":
+            convert("reward_failure", self.reward_failure, float)
+        if self.eval_data and (not self.data or self.offline):
+            raise SettingError(
+                "eval_data is given without prompts to train on; write --data FILE and --reward FUNCTION"
+            )
+
+    @property
+    def offline(self) -> bool:
+        """Whether the run learns from the rows of ``data`` alone, without rollouts."""
+        return bool(self.data) and not (self.reward or self.judge or self.agent)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -188,9 +312,26 @@ class Settings:
         return f"{self.method}+{self.credit}" if self.credit else self.method
 
 
+def split_method(name: str) -> tuple[str, str]:
+    """Method and credit of ``sapo+hgpo``; the credit is empty where none is named."""
+    method, _, credit = name.partition("+")
+    return method, credit
+
+
+def known_setting(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown setting: what it is called here, or the nearest name."""
+    other = OTHER_NAMES.get(name.replace("-", "_"))
+    return f"it is called {other} here" if other else nearest(name, known)
+
+
 def type_of(f: Field) -> Any:
     """The type of a setting, resolved from its annotation."""
-    return typing.get_type_hints(Settings)[f.name]
+    return _types()[f.name]
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    return typing.get_type_hints(Settings)
 
 
 def default_of(f: Field) -> Any:

@@ -14,10 +14,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from turnwise.core.columns import checked_key
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree
@@ -27,6 +26,9 @@ from turnwise.core.transfer import to_device_packed
 from turnwise.errors import RecordError, SignalError
 from turnwise.maths.chunks import even_runs, shared_prefix_lengths
 from turnwise.maths.numbers import tensor_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ class Column(StrEnum):
     PENALTY_COST = "penalty_cost"  # TOKEN, with the position: that penalty's cost, spread evenly over the kept tokens
     PENALTY_METRIC = "penalty_metric"  # TOKEN, with the position and a name: a number it reports, spread the same way
     # measurement
-    CANDIDATE = "candidate"  # TOKEN, with the candidate's position: id of a token drawn beside the sampled one
+    CANDIDATE = "candidate"  # TOKEN, with its position: id of a token drawn beside the sampled one; "count": how many
     ROW = "row"  # with a level: the item's row in the batch it was split from
 
 

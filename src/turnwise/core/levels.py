@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from turnwise.errors import LevelError
 from turnwise.maths import segments
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Level(IntEnum):
@@ -101,7 +103,8 @@ class Tree:
     def field(self, level: Level, x: Any, dtype: torch.dtype | None = None) -> Field:
         return Field(self, level, torch.as_tensor(x, dtype=dtype, device=self.device))
 
-    def full(self, level: Level, value: float, dtype: torch.dtype = torch.float32) -> Field:
+    def full(self, level: Level, value: float, dtype: torch.dtype | None = None) -> Field:
+        dtype = torch.float32 if dtype is None else dtype
         return Field(self, level, torch.full((self.count(level),), value, dtype=dtype, device=self.device))
 
     def size(self, of: Level, inside: Level) -> Field:

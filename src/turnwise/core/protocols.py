@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from turnwise.core.records import Completion, Group, Message, Sampling, Task, Trajectory
+from turnwise.core.text import clean, clean_tree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------- environment
 
 
+UNREAD_TOOL_CALLS = "unread_tool_calls"  # fact of a turn whose calls are written in another syntax than the model's own
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """One parsed tool call: the name of the tool and its arguments."""
@@ -31,16 +35,34 @@ class ToolCall:
     arguments: dict[str, Any]
     id: str = ""
 
+    def __post_init__(self) -> None:
+        """Make every text valid Unicode: a JSON escape can write half a character, which no file or tokenizer accepts."""
+        object.__setattr__(self, "name", clean(self.name))
+        object.__setattr__(self, "arguments", clean_tree(self.arguments))
+        object.__setattr__(self, "id", clean(self.id))
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """The text an agent sampled in one turn, parsed for the environment.
 
-    ``faults`` describes every tool call that could not be parsed (not JSON, no name ...)."""
+    ``faults`` describes every tool call that could not be parsed (not JSON, no name ...). Calls inside the model's ``thinking``
+    are not calls. ``unread`` names the syntaxes of calls that the model wrote in another syntax than its own."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
     faults: tuple[str, ...] = ()
+    thinking: str = ""
+    unread: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", clean(self.text))
+        object.__setattr__(self, "faults", tuple(map(clean, self.faults)))
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """What is recorded of the turn besides the environment's facts."""
+        return {UNREAD_TOOL_CALLS: float(len(self.unread))} if self.unread else {}
 
     @property
     def message(self) -> Message:
@@ -59,6 +81,9 @@ class Step:
     info: Mapping[str, Any] = field(default_factory=dict)
     # keys of info that are read: success (bool), rewards (named floats), tool_calls, tool_errors (ints), facts (of this
     # turn: numbers or labels), paid (rewards of other agents for this step, by name)
+    context: Sequence[Message] | None = None
+    # replaces all that was read before ``messages``: what a policy's edit of its context left, or what a seat may know; the
+    # next turn begins a new sequence. None: everything stays
 
 
 @runtime_checkable
@@ -110,6 +135,16 @@ class Generator(Protocol):
     def describe(self) -> str:
         """One line for the log: the execution path, its precision, and why no faster path is used."""
         ...
+
+
+class GroupScorer(Protocol):
+    """Adds rewards to the trajectories of one finished group; see ``rollout.scoring``."""
+
+    async def score(self, group: Group) -> Group:
+        """The group with rewards, total and verdict added. Never raises for an answer that cannot be scored."""
+        ...
+
+    def close(self) -> None: ...
 
 
 # -------------------------------------------------------------------- learner
@@ -193,6 +228,10 @@ class Learner(Protocol):
         """Write the policy in Hugging Face layout."""
         ...
 
+    def export_adapter(self, path: str | Path, base: str) -> bool:
+        """Write adapters alone as a PEFT folder that names its base model; False: there are none."""
+        ...
+
     def describe(self) -> str:
         """Which implementation computes, in which precision: a line for the log."""
         ...
@@ -201,6 +240,11 @@ class Learner(Protocol):
     def parameter_count(self) -> int: ...
 
     def state_dict(self) -> dict[str, Any]: ...
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The state of a checkpoint: live tensors, to be written before the next update, without what a new learner of the same
+        initial model holds anyway."""
+        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -247,6 +291,8 @@ class LedgerProtocol(Protocol):
     def train(self, group_ids: Sequence[str], step: int) -> None: ...
 
     def record_mixed(self, trajectories: Sequence[Trajectory], step: int) -> None: ...
+
+    def keep_tokens(self, make: Callable[[], Sequence[Any]], step: int, steps: int) -> None: ...
 
     def drop(self, group_id: str, reason: str, step: int) -> None: ...
 

@@ -72,6 +72,7 @@ class Sampling:
     min_p: float = 0.0
     max_tokens: int = 64
     stop: tuple[str, ...] = ()
+    entropy: bool = False  # also report the entropy of the policy at each token, before any truncation
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -105,6 +106,7 @@ class Completion:
     version: Sequence[int]  # of the policy that sampled each token
     stop: Stop
     seconds: float = 0.0
+    entropy: Sequence[float] = ()  # where ``Sampling.entropy`` asks for it and the generator knows it
 
 
 @dataclass(frozen=True, slots=True)

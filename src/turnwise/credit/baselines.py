@@ -158,7 +158,75 @@ class ProbeBaseline(Term):
         return r - where(r.peer_count(GROUP) > 1, probe.leave_one_out(GROUP), probe)
 
 
+@dataclass(frozen=True)
+class AboveBaseline(Term):
+    """A = value − baseline, two terms. ``AboveBaseline(Fact("greedy_reward"))`` compares each return with that of a greedy
+    rollout of the same task, which does not depend on the sampled trajectory."""
+
+    baseline: Term
+    value: Term = field(default_factory=Outcome)
+
+    def __call__(self, batch: Batch) -> Field:
+        return self.value(batch) - self.baseline(batch)
+
+
+@dataclass(frozen=True)
+class LengthWeightedBaseline(Term):
+    """A = R − Σ n R / Σ n over the group, n the tokens of a trajectory: the baseline of least variance when the squared norm
+    of a trajectory's score grows with its length."""
+
+    value: Term = field(default_factory=Outcome)
+
+    @property
+    def compares_peers(self) -> bool:
+        return True
+
+    def __call__(self, batch: Batch) -> Field:
+        v = self.value(batch)
+        n = batch.tree.size(TOKEN, TRAJECTORY).to(v.x.dtype)
+        return v - (n * v).sum(GROUP) / n.sum(GROUP).clamp(low=1.0)
+
+
+@dataclass(frozen=True)
+class BestAboveSecond(Term):
+    """A = (largest − second largest)/(std + ε) for the best of a group, 0 for the others; the first of equals is the best.
+
+    The gradient of the expected maximum of a group. ``scale=False`` leaves the division out."""
+
+    value: Term = field(default_factory=Outcome)
+    scale: bool = True
+    eps: float = 1e-6
+
+    @property
+    def compares_peers(self) -> bool:
+        return True
+
+    def __call__(self, batch: Batch) -> Field:
+        v = self.value(batch)
+        top = v.max(GROUP)
+        at_top = where(v >= top, 1.0, 0.0)
+        others = where(v >= top, -torch.inf, v).max(GROUP)
+        lonely = at_top.sum(GROUP).map(lambda n: n == 1) & (others > -torch.inf)
+        gap = where(lonely, top - where(lonely, others, 0.0), 0.0).to(v.x.dtype)
+        gain = at_top.to(v.x.dtype) * gap
+        return gain / (v.std(GROUP) + self.eps) if self.scale else gain
+
+
+@dataclass(frozen=True)
+class ScaleByInformative(Term):
+    """A · n/m, n all trajectories of the batch and m those whose group has spread: the average counts only informative groups."""
+
+    value: Term
+
+    def __call__(self, batch: Batch) -> Field:
+        a = self.value(batch)
+        outcome = Outcome()(batch)
+        spread = where(outcome.max(GROUP) > outcome.min(GROUP), 1.0, 0.0).at(TRAJECTORY)
+        count = float(spread.x.sum())
+        return a * (spread.x.numel() / max(1.0, count))
+
+
 __all__ = [
-    "AtMedian", "DifficultyWeighted", "LeaveOneOutProbeBaseline", "ProbeBaseline", "StandardiseByMeanDeviation",
-    "StandardiseByMedian",
+    "AboveBaseline", "AtMedian", "BestAboveSecond", "DifficultyWeighted", "LeaveOneOutProbeBaseline",
+    "LengthWeightedBaseline", "ProbeBaseline", "ScaleByInformative", "StandardiseByMeanDeviation", "StandardiseByMedian",
 ]  # fmt: skip

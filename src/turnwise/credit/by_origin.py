@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.algebra.ratio import Importance, Ratio
 from turnwise.core.levels import Field, where
 from turnwise.credit.selectors import FromOrigin
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHAPES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "ratio": lambda logp, shape, power: logp.exp() / (logp.exp() + shape),

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+import torch
 
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import MicroBatchView, check
@@ -22,6 +22,9 @@ from turnwise.credit.preference import (
     mean_over_pairs,
     ranking_metrics,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAN = float("nan")
 ANSWER, REVISES_REJECTED, REVISES_CHOSEN = 0, 1, 2  # the fact ``revises``
@@ -50,7 +53,7 @@ class GapOrderLoss(Penalty):
         margin = self.beta * (chosen - rejected).x[has_pair]
         family, gap = (Fact(name, missing=NAN)(view.batch).max(GROUP).x[has_pair] for name in ("family", "gap"))
         ordered = (family[:, None] == family[None, :]) & (gap[:, None] > gap[None, :])
-        cost = -logsigmoid(margin[:, None] - margin[None, :])[ordered]
+        cost = -torch.nn.functional.logsigmoid(margin[:, None] - margin[None, :])[ordered]
         return Field(view.batch.tree, BATCH, (cost.sum() / max(1, cost.numel())).reshape(1))
 
 

@@ -92,6 +92,10 @@ class OneTokenRolloutLoss(Penalty):
         check(self.negative <= 0, f"negative is {self.negative}; write 0 or less: it is what a wrong token earns")
 
     @property
+    def draws_candidates(self) -> int:
+        return self.candidates
+
+    @property
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.CANDIDATE_MATCHES, Signal.CANDIDATE_LOGP})
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.piece import MicroBatchView
@@ -20,6 +20,9 @@ from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.maths import returns
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROUNDING = 1e-12
 

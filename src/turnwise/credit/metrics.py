@@ -24,11 +24,12 @@ from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition
 from turnwise.core.signals import Signal
+from turnwise.maths.gradients import without_gradient
 
 TURNS = 4  # turn indices reported separately; the last stands for all later ones
 
 
-@torch.no_grad()
+@without_gradient
 def measure_credit(batch: Batch) -> dict[str, float]:
     """All metrics of a credited batch."""
     if not batch.tree.count(TOKEN):

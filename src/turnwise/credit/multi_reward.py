@@ -7,15 +7,18 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from turnwise.algebra.piece import Piece, check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, where
 from turnwise.errors import SignalError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def named_reward(batch: Batch, name: str | None) -> Field:

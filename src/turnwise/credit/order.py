@@ -3,12 +3,16 @@ matter."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TRAJECTORY, Field, Tree, where
 from turnwise.maths import segments
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def rank_in_group(batch: Batch, value: Field) -> Field:

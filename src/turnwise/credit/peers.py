@@ -4,9 +4,9 @@ baseline."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from turnwise.algebra.peers import Peers
 from turnwise.algebra.piece import check
@@ -14,6 +14,9 @@ from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition
 from turnwise.maths import segments
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 UNITS = {"turn": TURN, "trajectory": TRAJECTORY}
 POOLS = {"batch": BATCH, "task": GROUP, "trajectory": TRAJECTORY}

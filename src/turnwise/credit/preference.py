@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import NOTHING, MicroBatchView, Piece, check
@@ -20,6 +19,16 @@ from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
 from turnwise.credit.pairs import LabelledPairs, PairSelector
 from turnwise.errors import nearest
+from turnwise.maths.gradients import without_gradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def logsigmoid(x: Tensor) -> Tensor:
+    """log σ(x), without underflow."""
+    return torch.nn.functional.logsigmoid(x)
+
 
 # ---------------------------------------------------------------------- scores
 
@@ -161,7 +170,7 @@ class FlipCorrected(PairLoss):
 
     loss: PairLoss
     flip: float = 0.1
-    bound: float = torch.inf
+    bound: float = math.inf
 
     def __post_init__(self) -> None:
         check(0 <= self.flip < 0.5, f"flip is {self.flip}; write a rate in [0, 0.5)")
@@ -200,7 +209,7 @@ class PreferenceLoss(Penalty):
         return mean_over_pairs(ranking_metrics(view, self.pairs, self.score))
 
 
-@torch.no_grad()
+@without_gradient
 def ranking_metrics(view: MicroBatchView, pairs: PairSelector, score: TrajectoryScore) -> dict[str, Field]:
     """Per group, at GROUP: ``pairs``, 1 where it is a pair; the ``margin`` of the score; and whether the order is right
     by the score (``accuracy``, of the implicit reward) and by log π, summed (``ranking``) and per token

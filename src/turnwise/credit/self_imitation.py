@@ -159,14 +159,13 @@ class DropHighCovariance(Mask):
     """All tokens but a few random ones of ``selector`` whose (A − mean A)(log π − mean log π) lies in (low, high): such
     updates lower the entropy most. Means run over the tokens of ``selector``.
 
-    ``fraction`` counts all tokens of ``selector``; with ``of_eligible`` only those inside the window. ``clip`` = (low,
-    high): tokens that such a clip leaves without a gradient are not eligible. A fraction of 0 drops nothing."""
+    ``fraction`` counts all tokens of ``selector``, in the window or not. ``clip`` = (low, high): tokens that such a clip
+    leaves without a gradient are not eligible. A fraction of 0 drops nothing."""
 
     selector: Selector
     fraction: float = 0.02
     low: float = 2.0
     high: float = 60.0
-    of_eligible: bool = False
     clip: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -191,7 +190,7 @@ class DropHighCovariance(Mask):
             clipped = ((adv > 0) & (rho > 1 + self.clip[1])) | ((adv < 0) & (rho < 1 - self.clip[0]))
             eligible = eligible & ~clipped
         available = int(eligible.x.sum())
-        number = math.floor(self.fraction * (available if self.of_eligible else float(count.item)))
+        number = math.floor(self.fraction * float(count.item))
         order = torch.argsort(torch.where(eligible.x, view.batch.uniform_draws().x, torch.inf), stable=True)
         kept = torch.ones_like(eligible.x).index_fill(0, order[: min(available, number)], False)
         return {self: Field(cov.tree, TOKEN, kept)}

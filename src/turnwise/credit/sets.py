@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from turnwise.algebra.gate import Clip, Gate
 from turnwise.algebra.peers import Peers
@@ -16,6 +16,9 @@ from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
 from turnwise.credit.multi_reward import UnitOutcome, named_reward
 from turnwise.credit.stratified import SameFact
 from turnwise.maths import segments
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

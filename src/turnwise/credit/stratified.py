@@ -4,9 +4,9 @@ no method."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from turnwise.algebra.peers import Peers
 from turnwise.algebra.piece import check
@@ -17,6 +17,9 @@ from turnwise.core.signals import Signal
 from turnwise.credit.multi_reward import named_reward
 from turnwise.credit.order import rank_in_group
 from turnwise.maths import segments
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ above all."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from turnwise.algebra.piece import State, StepView, check
 from turnwise.algebra.term import Term
@@ -15,6 +15,9 @@ from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, Partition, whe
 from turnwise.credit.multi_reward import named_reward
 from turnwise.credit.order import random_group_order, rank_in_group, segment_quantile
 from turnwise.maths import segments
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEVELS = tuple(0.05 * k for k in range(1, 20))
 """Levels of the quantiles that are tracked across batches."""

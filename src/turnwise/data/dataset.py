@@ -20,14 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from turnwise.core.protocols import ToolCall
 from turnwise.core.records import Message, Task
 from turnwise.data.files import LineErrors, is_finite_number, read_table
+from turnwise.rollout.parsers.table import HERMES
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 COLUMNS = {
     "messages", "prompt", "completion", "chosen", "rejected", "task", "seed", "difficulty", "split", "reward", "success",
     "answer", "tools",
 }  # fmt: skip
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names that files give to an assistant's reasoning
 MAX_LABEL = 200  # characters: a longer text is no fact
 
 
@@ -142,7 +145,7 @@ def _message(value: Any, name: str) -> Message:
 
 
 def _content(value: Mapping[str, Any], name: str) -> str:
-    """The text of a message, with the calls of ``tool_calls`` appended in the format a policy writes."""
+    """The text of a message, with ``tool_calls`` appended in the syntax that the renderer translates into the model's own."""
     content, calls = value.get("content"), value.get("tool_calls") or []
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         content = "".join(p["text"] for p in content)
@@ -154,21 +157,27 @@ def _content(value: Mapping[str, Any], name: str) -> str:
         raise InvalidRow(f"a {value['role']} message of {name} calls tools; only the assistant can")
     if not isinstance(calls, list):
         raise InvalidRow(f"tool_calls of {name} is {_shown(calls)}; write a list")
-    return content + "".join(_call(call, name) for call in calls)
+    return _thinking(value) + content + HERMES.write([_call(call, name) for call in calls])
 
 
-def _call(value: Any, name: str) -> str:
+def _thinking(value: Mapping[str, Any]) -> str:
+    """The assistant's reasoning, as text in front of what it says; the renderer writes it as the model does."""
+    reasoning = next((value[key] for key in REASONING if isinstance(value.get(key), str)), "")
+    return f"<think>\n{reasoning}\n</think>\n\n" if reasoning and value["role"] == "assistant" else ""
+
+
+def _call(value: Any, name: str) -> ToolCall:
     function: Any = value.get("function", value) if isinstance(value, dict) else None
     try:
         arguments = function["arguments"]
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(function["name"], str) or not isinstance(arguments, dict):
             raise TypeError
-    except (KeyError, TypeError, ValueError):
+        return ToolCall(function["name"], arguments)
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise InvalidRow(
             f'a tool call of {name} is {_shown(value)}; write {{"function": {{"name": ..., "arguments": {{...}}}}}}'
         ) from None
-    return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': arguments})}</tool_call>"
 
 
 def _dialogue(messages: list[Message], name: str = "messages") -> Example:
@@ -284,7 +293,7 @@ def _labelled(example: Example, values: Mapping[str, Any], side: str, unused: Co
     return Example(
         example.prompt,
         example.completion,
-        _tools(columns.get("tools")),
+        parse_tools(columns.get("tools")),
         None if reward is None else float(reward),
         None if success is None else bool(success),
         answer,
@@ -304,7 +313,7 @@ def _side_columns(values: Mapping[str, Any], side: str) -> dict[str, Any]:
     return shared | of_side
 
 
-def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
     if value is None:
         return ()
     value = _loads(value) if isinstance(value, str) else value

@@ -29,7 +29,7 @@ from turnwise.tasks.task_source import shuffled_index
 
 CONCURRENT_EPISODES = 64
 AS_WRITTEN = "as written"  # the reason of a trajectory that is taken from its row without a replay
-CONTEXT_EXCEEDED = "context window"  # the reason of a truncated episode: a truncated demonstration is not used
+CONTEXT_EXCEEDED = "context window"  # how the reason of a truncated episode begins: such a demonstration is not used
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Demonstrations:
             outcome is None
             or outcome.status == Status.FAILED
             or not outcome.sampled
-            or outcome.reason == CONTEXT_EXCEEDED
+            or outcome.reason.startswith(CONTEXT_EXCEEDED)
         ):
             self.counts[f"missing: {outcome.reason if outcome else 'no row of this task'}"] += 1
         else:

@@ -1,22 +1,32 @@
-"""Reading data files: JSON Lines, a JSON array, Parquet. Every row keeps its line number, so that an error can name it.
+"""Reading data files: JSON Lines, a JSON array, CSV, TSV, each also gzipped; Parquet; data sets in the format of the package
+``datasets``, from a folder or the Hugging Face hub. Every row keeps its line number, so that an error can name it.
 
 Knows no column's meaning.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import hashlib
+import io
 import json
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from turnwise.core.text import clean_tree
+from turnwise.data import hub
 from turnwise.errors import SettingError
 
 MAX_QUOTED = 4  # errors quoted in a message; further ones are counted
 JSON_LINES = {".jsonl", ".ndjson", ""}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+FORMATS = "a .jsonl, .json, .csv, .tsv (each also .gz) or .parquet file"
+MAX_FIELD = 10_000_000  # characters of one CSV field
 
 
 @dataclass
@@ -50,32 +60,87 @@ def _line_list(lines: list[int]) -> str:
 
 
 def read_table(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
-    """All rows of a file with their line numbers (in a Parquet file or a JSON array: their position, from 1)."""
-    path = Path(path)
-    if not path.is_file():
+    """All rows of a file with their line numbers (in Parquet, a JSON array or a data set: their position, from 1)."""
+    name, path = str(path), Path(path)
+    if hub.is_saved_dataset(path) or hub.is_hub_id(name):
+        rows = list(enumerate((without_nulls(row) for row in hub.rows_of(name)), start=1))
+    elif not path.is_file():
         what = "a folder, not a file of rows" if path.is_dir() else "not there"
-        raise SettingError(f"{path} is {what}; write the path of a .jsonl, .json or .parquet file")
-    rows = list(_parquet(path) if path.suffix == ".parquet" else _text(path))
+        raise SettingError(f"{path} is {what}; write the path of {FORMATS}, or a data set's folder or hub id")
+    else:
+        rows = list(_parquet(path) if path.suffix == ".parquet" else _text(path))
     if not rows:
         raise SettingError(f"{path} holds no rows; write one JSON object on each line")
-    return rows
+    return _clean_rows(path, rows)
+
+
+def _clean_rows(path: Path, rows: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
+    """The rows with valid Unicode only: a JSON escape can write half a character."""
+    errors, out = LineErrors(path), []
+    for line, row in rows:
+        try:
+            out.append((line, clean_tree(row)))
+        except RecursionError as fault:
+            errors.add(line, f"a column is {fault}; write flat columns")
+    errors.raise_if_any(len(rows))
+    return out
 
 
 def digest(path: str | Path) -> str:
-    """SHA-256 of the file's bytes: a resumed run must read the same data."""
-    with Path(path).open("rb") as stream:
+    """SHA-256 of the file's bytes, or of a data set's rows: a resumed run must read the same data."""
+    name, path = str(path), Path(path)
+    if not path.is_file():
+        rows = json.dumps([row for _, row in read_table(name)], sort_keys=True, default=str)
+        return hashlib.sha256(rows.encode()).hexdigest()
+    with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _text(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    suffix = path.suffixes[-2] if path.suffix == ".gz" and len(path.suffixes) > 1 else path.suffix
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
     except UnicodeDecodeError as fault:
-        raise SettingError(
-            f"{path} is not UTF-8 text (byte {fault.start}); write a .jsonl, .json or .parquet file"
-        ) from fault
-    is_array = text.lstrip()[:1] == "[" and path.suffix not in JSON_LINES
+        raise SettingError(f"{path} is not UTF-8 text (byte {fault.start}); write {FORMATS}") from fault
+    except (OSError, EOFError, zlib.error) as fault:
+        raise SettingError(f"{path} cannot be read: {fault}") from fault
+    if suffix in SEPARATORS:
+        return _separated(path, text, SEPARATORS[suffix])
+    is_array = text.lstrip()[:1] == "[" and suffix not in JSON_LINES
     return _array(path, text) if is_array else _lines(path, text)
+
+
+def _separated(path: Path, text: str, separator: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """CSV with a header line. Every value is text; an empty one is absent; a list or object written as JSON is read."""
+    csv.field_size_limit(MAX_FIELD)
+    reader, errors, rows = csv.reader(io.StringIO(text), delimiter=separator, strict=True), LineErrors(path), []
+    try:
+        header = next(reader, [])
+        if not any(header) or len(set(header)) != len(header):
+            raise SettingError(
+                f"{path} begins with {','.join(header)[:60]!r}; write a header with a name for each column"
+            )
+        for values in reader:
+            if values and len(values) != len(header):
+                errors.add(
+                    reader.line_num, f"{len(values)} values for {len(header)} columns; quote values with separators"
+                )
+            elif values:
+                rows.append((reader.line_num, {k: _cell(v) for k, v in zip(header, values) if v != ""}))
+    except csv.Error as fault:
+        raise SettingError(f"{path} line {reader.line_num}: {fault}") from fault
+    errors.raise_if_any(len(rows) + len(errors.errors))
+    yield from rows
+
+
+def _cell(text: str) -> Any:
+    if text[:1] in ("[", "{"):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+    return text
 
 
 def _array(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -116,20 +181,20 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise SettingError(
-            f"{path} is Parquet, which needs the package pyarrow; install it, or write the rows as JSON Lines"
+            f"{path} is Parquet, which needs the package pyarrow; pip install 'turnwise[data]', or write JSON Lines"
         ) from None
     try:
         values = parquet.read_table(path).to_pylist()
     except Exception as fault:  # pyarrow's errors have no common base class
         raise SettingError(f"{path} cannot be read as Parquet: {str(fault).splitlines()[0]}") from fault
-    yield from enumerate(map(_without_nulls, values), start=1)
+    yield from enumerate(map(without_nulls, values), start=1)
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """A Parquet value without null fields: Parquet gives every struct all the fields of its column, written or not."""
     if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def is_finite_number(value: Any) -> bool:

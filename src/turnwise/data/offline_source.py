@@ -78,7 +78,8 @@ class OfflineSource:
 
 
 def split_held_out(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """(training groups, held-out groups): about a tenth, whole prompts at a time; none of fewer than ``MIN_GROUPS``."""
+    """(training groups, held-out groups): about a tenth, whole prompts at a time; none of fewer than ``MIN_GROUPS``, and no
+    prompt that would take more than half of the groups."""
     if not groups:
         raise SettingError("there is nothing to learn from; give at least one row")
     if len(groups) < MIN_GROUPS:
@@ -90,6 +91,7 @@ def split_held_out(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
     for prompt_hash in sorted(by_prompt):
         if len(held_out) >= len(groups) // HELD_OUT_ONE_IN:
             break
-        held_out += by_prompt[prompt_hash]
+        if len(held_out) + len(by_prompt[prompt_hash]) <= len(groups) // 2:
+            held_out += by_prompt[prompt_hash]
     held_out_ids = {group.id for group in held_out}
     return [group for group in groups if group.id not in held_out_ids], held_out

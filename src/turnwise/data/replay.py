@@ -247,7 +247,8 @@ class _ByTask(_Empty):
         self.stored = {key: [list(entry) for entry in entries] for key, entries in state["stored"].items()}
 
     def metrics(self) -> dict[str, float]:
-        return {"replay/stored": float(sum(map(len, self.stored.values()))), "replay/tasks": float(len(self.stored))}
+        entries = [entry for entries in self.stored.values() for entry in entries]
+        return {"replay/stored": float(len(entries)), "replay/tasks": float(len(self.stored)), **ages(entries)}
 
 
 @dataclass
@@ -292,7 +293,7 @@ class _Pool(_Empty):
         self.stored = [list(entry) for entry in state["stored"]]
 
     def metrics(self) -> dict[str, float]:
-        return {"replay/stored": float(len(self.stored))}
+        return {"replay/stored": float(len(self.stored)), **ages(self.stored)}
 
 
 @dataclass
@@ -332,10 +333,16 @@ class _Cache(_Empty):
         self.stored = {key: list(entry) for key, entry in state["stored"].items()}
 
     def metrics(self) -> dict[str, float]:
-        return {"replay/stored": float(len(self.stored))}
+        return {"replay/stored": float(len(self.stored)), **ages(list(self.stored.values()))}
 
 
 # --------------------------------------------------------------------- helpers
+
+
+def ages(entries: Sequence[Entry]) -> dict[str, float]:
+    """The steps in which the oldest and the newest entry were sampled."""
+    steps = [int(entry[1]) for entry in entries]
+    return {"replay/oldest_step": float(min(steps)), "replay/newest_step": float(max(steps))} if steps else {}
 
 
 def policy_trajectories(group: Group) -> list[Trajectory]:

@@ -57,7 +57,8 @@ class DialogueTokenizer:
         )
 
     def _turns(self, example: Example) -> tuple[list[Turn], tuple[Message, ...]]:
-        dialogue = self._open(list(example.prompt), example.tools or self.tools)
+        tools = example.tools or self.tools
+        dialogue = self._open([self._own_syntax(message, tools) for message in example.prompt], tools)
         turns: list[Turn] = []
         observations: list[Message] = []
         longest = 0
@@ -69,7 +70,7 @@ class DialogueTokenizer:
                 self.renderer.append_observation(dialogue, observations)
                 observations = []
             context, restart = tuple(dialogue.new_ids), dialogue.restarted
-            tokens = self._turn_tokens(message["content"])
+            tokens = self._turn_tokens(self._own_syntax(message, tools)["content"])
             action = self.renderer.append_sampled(dialogue, tokens)
             longest = max(longest, len(dialogue.ids))
             calls, faults = len(action.calls), len(action.faults)
@@ -86,6 +87,12 @@ class DialogueTokenizer:
             dialogue = self.renderer.open(dialogue.visible, tools, self.history)
             dialogue.messages = list(prompt)
         return dialogue
+
+    def _own_syntax(self, message: Message, tools: tuple[dict[str, Any], ...]) -> Message:
+        """An assistant message as this model would write it."""
+        if message["role"] != "assistant":
+            return message
+        return {**message, "content": self.renderer.turn_text(message["content"], tools)}
 
     def _turn_tokens(self, text: str) -> list[int]:
         tokens = self.renderer.encode_turn(text)

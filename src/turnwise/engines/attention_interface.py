@@ -7,15 +7,21 @@ interface works. Knows neither batches nor caches.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.utils import logging
 
 from turnwise.errors import SettingError
 
 NAME = "turnwise"
+HARMLESS = frozenset(
+    {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "return_dict", "logits_to_keep"}
+)  # what models pass on to every attention call; dropout is 0 in evaluation mode
 
 
 class AttentionLayout(Protocol):
@@ -34,14 +40,25 @@ def _attention(
     scaling: float | None = None,
     layout: AttentionLayout | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     if layout is None:
         raise SettingError(
-            "this model's attention was replaced by Turnwise; call it through a generator or learner, or prepare a copy"
+            "its layers do not pass our attention layout on (call a model that Turnwise prepared through a generator or learner)"
         )
+    _refuse_options(attention_mask, options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layout.attention(module.layer_idx, query, key, value, scale, sliding_window), None  # type: ignore[arg-type]
+
+
+def _refuse_options(mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Layouts implement plain causal attention and windows. On random weights a soft cap is too weak to be noticed by a
+    comparison of logits, so what a model asks for is read here and not only measured."""
+    if mask is not None:
+        raise SettingError("its attention has a mask of its own")
+    for name, value in options.items():
+        if name not in HARMLESS and (isinstance(value, Tensor) or bool(value)):
+            raise SettingError(f"its attention has the option {name}")
 
 
 AttentionInterface.register(NAME, _attention)
@@ -51,9 +68,48 @@ AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)  # layouts b
 def install_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Route this model's attention through layouts."""
     try:
-        model.set_attn_implementation(NAME)
+        with _quiet():
+            model.set_attn_implementation(NAME)
     except (ValueError, AttributeError, KeyError) as fault:
         raise SettingError(
             f"{type(model).__name__} does not follow the Transformers attention interface: {fault}"
         ) from fault
+    if model.config.get_text_config()._attn_implementation != NAME:  # Transformers only warns
+        raise SettingError(f"{type(model).__name__} does not follow the Transformers attention interface")
     return model
+
+
+def use_eager_attention(model: PreTrainedModel) -> None:
+    """Every model with attention has this implementation; one without attention needs none."""
+    with suppress(ValueError, AttributeError, KeyError), _quiet():
+        model.set_attn_implementation("eager")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+class LayerProbe:
+    """A layout that only records head shapes and windows."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+        self.windows: set[int | None] = set()
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        self.shapes[layer] = ((k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))
+        self.windows.add(window)
+        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+    def check_all_layers(self, model: PreTrainedModel) -> None:
+        """Refuse a model with layers that mix positions otherwise: a state-space or convolution layer reads across packed
+        sequences, and by so little with random weights that logits alone may not show it."""
+        layers = getattr(model.config.get_text_config(), "num_hidden_layers", len(self.shapes))
+        if sorted(self.shapes) != list(range(layers)):
+            raise SettingError(f"{type(model).__name__} does not route every layer through its attention interface")

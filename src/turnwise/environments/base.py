@@ -13,6 +13,7 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
@@ -21,6 +22,18 @@ from turnwise.errors import SettingError, nearest
 
 SPLITS = ("train", "held_out")
 HELD_OUT_SHARE = 10  # one problem in ten belongs to the held-out split
+
+
+@dataclass(frozen=True)
+class PolicyQuestion:
+    """A prompt of an environment and the answers whose probabilities say what a policy does there."""
+
+    prompt: str
+    answers: tuple[str, ...]
+
+
+AnswerChances = Mapping[str, Mapping[str, float]]
+"""For each prompt, the probability of each answer; the rest of 1 belongs to other texts."""
 
 
 class Environment(ABC):
@@ -32,6 +45,12 @@ class Environment(ABC):
     facts: ClassVar[tuple[str, ...]] = ()  # names of the numbers or labels that ``info["facts"]`` of a step may hold
     inline: ClassVar[bool] = False  # no plain method ever blocks: they are called directly, without a thread
     suggests: ClassVar[Mapping[str, Any]] = {}  # settings that apply where the user gives none: {"history": 1}
+    suggests_for_models: ClassVar[
+        Mapping[str, Any]
+    ] = {}  # the same with a model that is not small: {"max_tokens": 256}
+    deterministic: ClassVar[bool] = False  # the same actions lead to the same state: forks may replay them
+    wordings: ClassVar[int] = 1  # how many wordings of a task ``reset`` can show
+    wording: int = 0  # which of them this episode shows; set before ``reset``
     symbols: ClassVar[str] = (
         ""  # regular expression of texts that the tiny tokenizer must not merge with their neighbours
     )
@@ -73,8 +92,28 @@ class Environment(ABC):
         """Guidance for this task, read after ``reset``: how to solve it, not the answer."""
         return None
 
+    def turns_to_solve(self) -> float | None:
+        """A process verifier: how many turns an optimal policy needs from here. None: not known."""
+        return None
+
+    def hints(self) -> Sequence[str]:
+        """Hints for this task in tiers, from abstract to concrete, read after ``reset``. Tier k is shown with those before it."""
+        hint = self.hint()
+        return (hint,) if hint else ()
+
     def close(self) -> None:  # noqa: B027 - most episodes hold nothing
         """Release the resources of the episode."""
+
+    # ---- what is known of a policy without playing: exact numbers, where the world is small enough to be listed
+    @classmethod
+    def policy_questions(cls) -> Sequence[PolicyQuestion]:
+        """Everything a policy could be asked here; empty where nothing exact is computed."""
+        return ()
+
+    @classmethod
+    def policy_metrics(cls, chances: AnswerChances) -> Mapping[str, float]:
+        """Metrics of a policy that answers the questions with these probabilities."""
+        return {}
 
     # ---- scripted policies
     def oracle(self) -> Action:

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any
 
 from turnwise.core.protocols import Step
 from turnwise.core.records import Message
-from turnwise.errors import EnvironmentFault
+from turnwise.core.text import MAX_DEPTH, clean, clean_tree, cut
+from turnwise.errors import EnvironmentFault, SettingError
 
+DEFAULT_TURNS = 8  # of a class without max_turns
 COUNTS = ("tool_calls", "tool_errors")
 NAMED_REWARDS = {"rewards": "a dict of names and numbers", "paid": "a dict of agents and what they earn"}
 
@@ -35,11 +37,16 @@ def violation(what: str, value: Any, expected: str) -> EnvironmentFault:
 
 
 def read_messages(value: Any, what: str) -> list[Message]:
-    """A list of messages with role and content; ``what`` names the method that returned it."""
+    """A list of messages with role and content; ``what`` names the method that returned it.
+
+    The texts are made valid Unicode, and a content longer than ``core.text.MAX_CHARACTERS`` is cut with a note."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     if not is_list or not all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value):
         raise violation(f"{what} returned", value, "a list of messages with role and content")
-    return list(value)
+    try:
+        return [{**clean_tree(message), "content": cut(clean(message["content"]))} for message in value]
+    except RecursionError as fault:
+        raise violation(f"{what} returned a message", fault, f"at most {MAX_DEPTH} levels") from None
 
 
 def read_step(value: Any) -> Step:
@@ -53,15 +60,20 @@ def read_step(value: Any) -> Step:
     for name in ("terminated", "truncated"):
         _read_flag(name, getattr(value, name))
     _read_info(value.info)
-    read_messages(value.messages, "step")
-    return value
+    messages, info = read_messages(value.messages, "step"), _clean_names(value.info)
+    if value.context is None:
+        return replace(value, messages=messages, info=info)
+    context = read_messages(value.context, "step: context")
+    if not (context or messages or value.terminated or value.truncated):
+        raise violation("step returned the context", value.context, "at least one message there or in messages")
+    return replace(value, messages=messages, info=info, context=context)
 
 
 def read_state_key(value: Any) -> str | None:
     """A state key, or None."""
     if value is not None and not isinstance(value, str):
         raise violation("state_key returned", value, "a str or None")
-    return value
+    return None if value is None else clean(value)
 
 
 def is_finite(value: Any) -> bool:
@@ -84,14 +96,14 @@ def read_answer(value: Any) -> str | None:
     """A reference answer, or None."""
     if value is not None and not isinstance(value, str):
         raise violation("answer returned", value, "a string, or None where there is none")
-    return value
+    return None if value is None else clean(value)
 
 
 def read_hint(value: Any) -> str | None:
     """A hint, or None."""
     if value is not None and not isinstance(value, str):
         raise violation("hint returned", value, "a string, or None where there is none")
-    return value
+    return None if value is None else clean(value)
 
 
 def read_facts(info: Mapping[str, Any]) -> dict[str, float | str]:
@@ -102,7 +114,13 @@ def read_facts(info: Mapping[str, Any]) -> dict[str, float | str]:
     for name, value in facts.items():
         if not isinstance(name, str) or not (isinstance(value, str) or is_finite(value)):
             raise violation(f"step returned info['facts'][{name!r}]", value, "a finite number or a label, under a name")
-    return {name: value if isinstance(value, str) else float(value) for name, value in facts.items()}
+    return {clean(n): clean(value) if isinstance(value, str) else float(value) for n, value in facts.items()}
+
+
+def _clean_names(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The info with the names of its rewards as valid Unicode."""
+    named = {key: info[key] for key in NAMED_REWARDS if info.get(key)}
+    return {**info, **clean_tree(named)} if named else info
 
 
 def _read_info(info: Any) -> None:
@@ -120,3 +138,11 @@ def _read_info(info: Any) -> None:
     for name in COUNTS:
         if not is_finite(info.get(name, 0)):
             raise violation(f"step returned info[{name!r}]", info[name], "a finite number")
+
+
+def turn_limit(cls: type[Any]) -> int:
+    """The ``max_turns`` of a class; refuses what is no number of turns."""
+    turns = getattr(cls, "max_turns", DEFAULT_TURNS)
+    if isinstance(turns, bool) or not isinstance(turns, Integral) or turns < 1:
+        raise SettingError(f"max_turns of {cls.__name__} is {turns!r}; write a whole number of at least 1")
+    return int(turns)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise.config.settings import Settings
-from turnwise.core.protocols import Generator
-from turnwise.core.records import Task, Trajectory
+from turnwise.core.protocols import Generator, GroupScorer
+from turnwise.core.records import Group, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.evaluation.metrics import Evaluation, evaluate
 
@@ -21,6 +22,8 @@ class Evaluator:
     generator: Generator
     play: Callable[..., Coroutine[Any, Any, Trajectory]]
     tasks: Callable[[str, int], Sequence[Task]]
+    scorer: GroupScorer | None = None  # rewards beside the environment's
+    exact: Callable[[], Mapping[str, float]] = dict  # metrics of the policy that need no episode
 
     async def run(self, split: str = "held_out") -> Evaluation:
         s = self.settings
@@ -28,4 +31,14 @@ class Evaluator:
         def one(key: str, task: Task, sample: int) -> Coroutine[Any, Any, Trajectory]:
             return self.play(key, task, self.generator.open(stable_seed(s.seed, "evaluate", key)))
 
-        return await evaluate(self.tasks(split, s.eval_tasks), s.eval_samples, one, wave=s.slots)
+        played = await evaluate(self.tasks(split, s.eval_tasks), s.eval_samples, one, wave=s.slots)
+        played = replace(played, exact=self.exact())
+        return played if self.scorer is None else await scored(played, self.scorer)
+
+
+async def scored(evaluation: Evaluation, scorer: GroupScorer) -> Evaluation:
+    """The evaluation with the samples of each task scored as one group."""
+    rows = zip(evaluation.tasks, evaluation.trajectories)
+    groups = [Group(f"evaluation.{n}", task, samples) for n, (task, samples) in enumerate(rows)]
+    done = await asyncio.gather(*map(scorer.score, groups))
+    return replace(evaluation, trajectories=tuple(group.trajectories for group in done))

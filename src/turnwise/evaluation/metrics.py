@@ -1,19 +1,23 @@
-"""Evaluation metrics: how often a policy succeeds on held-out tasks, with confidence intervals. Does not know who plays.
+"""Evaluation metrics: reward and success of a policy on held-out tasks, with confidence intervals. Does not know who plays.
 
-pass@k (unbiased), average@k and majority@k over several samples of each task; intervals by bootstrap over tasks.
+pass@k (unbiased), average@k and majority@k over several samples of each task; intervals by bootstrap over tasks. An
+environment that reports no success has a reward, but neither a success rate nor the measures that count successes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from turnwise.core.records import Status, Task, Trajectory
+from turnwise.core.records import Status, Stop, Task, Trajectory
 from turnwise.maths import statistics
+
+NO_SUCCESS = "the environment reports no success (info['success']), so success, pass@k and majority@k are not measured"
 
 
 @dataclass(frozen=True)
@@ -22,15 +26,50 @@ class Evaluation:
 
     tasks: tuple[Task, ...]
     trajectories: tuple[tuple[Trajectory, ...], ...]  # [task][sample]
+    exact: Mapping[str, float] = field(default_factory=dict)  # of the policy itself, not of these episodes
 
     @property
-    def success(self) -> np.ndarray:
-        """[tasks, samples] of 0 and 1."""
-        return np.array([[bool(t.success) for t in row] for row in self.trajectories], dtype=float)
+    def success(self) -> np.ndarray | None:
+        """[tasks, samples] of 0 and 1. None if no episode reports success; else an episode without a report has failed."""
+        if all(t.success is None for row in self.trajectories for t in row):
+            return None
+        return self._array(lambda t: bool(t.success))
+
+    @property
+    def reward(self) -> np.ndarray:
+        """[tasks, samples] of total rewards."""
+        return self._array(lambda t: t.reward)
+
+    @property
+    def rewards(self) -> dict[str, np.ndarray]:
+        """[tasks, samples] of each named reward; an episode that was not given one counts as 0."""
+        names = sorted({name for row in self.trajectories for t in row for name in t.rewards})
+        return {name: self._array(partial(_named_reward, name)) for name in names}
+
+    def _array(self, measure: Callable[[Trajectory], float]) -> np.ndarray:
+        return np.array([[measure(t) for t in row] for row in self.trajectories], dtype=float)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The first episode of each task, JSON-able."""
+        reported = self.success is not None
+        return [
+            {
+                "task": task.key,
+                "success": bool(first.success) if reported else None,
+                "reward": first.reward,
+                **({"rewards": dict(first.rewards)} if first.rewards else {}),
+                "messages": list(first.messages),
+            }
+            for task, (first, *_) in zip(self.tasks, self.trajectories)
+        ]
 
     def summary(self, seed: int = 0) -> dict[str, Any]:
         """Every number a table wants, JSON-able."""
         return summarise(self, seed)
+
+
+def _named_reward(name: str, trajectory: Trajectory) -> float:
+    return trajectory.rewards.get(name, 0.0)
 
 
 async def evaluate(
@@ -50,45 +89,66 @@ async def evaluate(
 
 
 def summarise(evaluation: Evaluation, seed: int) -> dict[str, Any]:
-    success = evaluation.success
-    n, k = success.shape
-    mean, low, high = interval(success, seed)
-    trajectories = [t for row in evaluation.trajectories for t in row]
-    turns = [turn for t in trajectories for turn in t.turns]
+    success, reward, rewards = evaluation.success, evaluation.reward, evaluation.rewards
     out: dict[str, Any] = {
-        "success": mean,
-        "interval": [low, high],
-        "tasks": n,
-        "samples": k,
-        "turns": len(turns) / max(1, len(trajectories)),
-        "tool_calls": sum(turn.tool_calls for turn in turns) / max(1, len(trajectories)),
-        "tool_errors": sum(turn.tool_errors for turn in turns) / max(1, len(trajectories)),
-        "tokens": sum(t.sampled for t in trajectories),
-        "failed": sum(t.status == Status.FAILED for t in trajectories),
+        **outcome(success, reward, seed),
+        "rewards": {name: dict(zip(("mean", "interval"), interval(values, seed))) for name, values in rewards.items()},
+        "tasks": reward.shape[0],
+        "samples": reward.shape[1],
+        **_episode_facts([t for row in evaluation.trajectories for t in row]),
+        **({"exact": dict(evaluation.exact)} if evaluation.exact else {}),
         "by_difficulty": {},
     }
     for level in sorted({task.difficulty for task in evaluation.tasks}):
-        rows = success[[task.difficulty == level for task in evaluation.tasks]]
-        m, lo, hi = interval(rows, seed)
-        out["by_difficulty"][str(level)] = {"success": m, "interval": [lo, hi], "tasks": len(rows)}
-    if k > 1:
-        out |= per_k_metrics(evaluation, seed)
-    return out
+        rows = [task.difficulty == level for task in evaluation.tasks]
+        of_level = outcome(None if success is None else success[rows], reward[rows], seed)
+        out["by_difficulty"][str(level)] = {**of_level, "tasks": sum(rows)}
+    if success is None:
+        return out | {"note": NO_SUCCESS}
+    return out | (per_k_metrics(evaluation, success) if reward.shape[1] > 1 else {})
 
 
-def interval(success: np.ndarray, seed: int) -> tuple[float, float, float]:
-    """Mean success and its 95 % interval: Wilson's for single trials, else bootstrap over tasks."""
-    per_task = success.mean(1)
-    if success.shape[1] == 1 or np.ptp(per_task) == 0:  # a bootstrap of equal numbers would claim certainty
+def outcome(success: np.ndarray | None, reward: np.ndarray, seed: int) -> dict[str, Any]:
+    """Success and reward with their intervals. Success is None where the environment does not report it."""
+    rate, bounds = (None, None) if success is None else interval(success, seed)
+    mean, reward_bounds = interval(reward, seed)
+    return {"success": rate, "interval": bounds, "reward": mean, "reward_interval": reward_bounds}
+
+
+def _episode_facts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Counts per episode, and the shares of turns and episodes that a limit cut."""
+    n, turns = max(1, len(trajectories)), [turn for t in trajectories for turn in t.turns]
+    tokens = sum(t.sampled for t in trajectories)
+    return {
+        "turns": len(turns) / n,
+        "tool_calls": sum(turn.tool_calls for turn in turns) / n,
+        "tool_errors": sum(turn.tool_errors for turn in turns) / n,
+        "tokens": tokens,
+        "tokens_per_turn": tokens / max(1, len(turns)),
+        "truncated_turns": sum(turn.stop == Stop.LENGTH for turn in turns) / max(1, len(turns)),
+        "truncated": sum(t.status == Status.TRUNCATED for t in trajectories) / n,
+        "failed": sum(t.status == Status.FAILED for t in trajectories),
+    }
+
+
+def interval(values: np.ndarray, seed: int) -> tuple[float, list[float] | None]:
+    """The mean over tasks and its 95 % interval, of ``values`` [tasks, samples].
+
+    Wilson's for 0 and 1 in single trials, else bootstrap over tasks. A bootstrap of equal numbers would claim certainty:
+    of zeros and ones it is Wilson's then, and of other numbers there is no interval."""
+    per_task = values.mean(1)
+    binary = bool(np.isin(values, (0.0, 1.0)).all())
+    if np.ptp(per_task) > 0 and not (binary and values.shape[1] == 1):
+        bounds = statistics.bootstrap(per_task, seed=seed)
+    elif binary:
         bounds = statistics.wilson(float(per_task.sum()), len(per_task))
     else:
-        bounds = statistics.bootstrap(per_task, seed=seed)
-    return bounds.estimate, bounds.low, bounds.high
+        return float(per_task.mean()), None
+    return bounds.estimate, [bounds.low, bounds.high]
 
 
-def per_k_metrics(evaluation: Evaluation, seed: int) -> dict[str, Any]:
+def per_k_metrics(evaluation: Evaluation, success: np.ndarray) -> dict[str, Any]:
     """pass@k and majority@k for every power of two up to the number of samples."""
-    success = evaluation.success
     n, k = success.shape
     sizes = [j for j in (1, 2, 4, 8, 16, 32, 64) if j <= k]
     correct = success.sum(1).astype(int)

@@ -13,6 +13,7 @@ from turnwise.core.signals import Signal
 from turnwise.maths.statistics import wilson
 
 GROUPS_PER_BATCH = 64
+NOT_EVALUATED: Mapping[str, Any] = {"success": None, "tasks": 0, "samples": 0, "by_difficulty": {}}
 
 
 def rank_pairs(learner: Learner, groups: Sequence[Group]) -> dict[str, float]:
@@ -40,7 +41,10 @@ def rank_pairs(learner: Learner, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def as_evaluation(ranking: Mapping[str, float]) -> dict[str, Any]:
-    """A ranking in the form of an evaluation summary: a pair ranked right counts as a task solved."""
+    """A ranking in the form of an evaluation summary: a pair ranked right counts as a task solved. Held-out rows that are no
+    pairs have a log-probability and no success."""
+    if "accuracy" not in ranking:
+        return dict(NOT_EVALUATED)
     pairs = int(ranking["groups"])
     bounds = wilson(ranking["accuracy"] * pairs, pairs)
     counts = dict.fromkeys(("turns", "tool_calls", "tool_errors"), 0.0)

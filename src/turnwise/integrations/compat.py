@@ -177,7 +177,7 @@ def trl_trainer_base() -> Any:
     except ImportError as error:
         bounds = ",".join(TRL_TESTED)
         message = f"turnwise.integrations.trl needs TRL {bounds}: pip install 'trl{bounds}' ({error})"
-        raise ImportError(message) from error
+        raise ImportError(message) from None  # it names the cause
     require_version("trl", trl.__version__, TRL_TESTED, changed_methods(GRPOTrainer, TRL_METHODS))
     return type("TRLTrainerBase", (TRLHooks, GRPOTrainer), {})
 
@@ -192,7 +192,7 @@ def verl_algorithms() -> Any:
     except ImportError as error:
         bounds = ",".join(VERL_TESTED)
         message = f"turnwise.integrations.verl needs verl {bounds}: pip install 'verl{bounds}' ({error})"
-        raise ImportError(message) from error
+        raise ImportError(message) from None  # it names the cause
     missing = [f"core_algos.{name}" for name in VERL_NAMES if not hasattr(core_algos, name)]
     require_version("verl", version("verl"), VERL_TESTED, missing)
     return core_algos

@@ -182,7 +182,7 @@ def _metrics(stats: Mapping[str, Tensor]) -> dict[str, float]:
     return {
         "actor/pg_clipfrac": metrics["clip_share"],
         "actor/pg_clipfrac_lower": metrics["clip_share/down"],
-        "actor/ppo_kl": -metrics["kl/behaviour/k1"],
+        "actor/ppo_kl": metrics["kl/behaviour/k1"],
         **{PREFIX + key: metrics[key] for key in METRICS},
     }
 

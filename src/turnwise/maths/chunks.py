@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def even_runs(order: Sequence[int], alone: Sequence[int], after: Sequence[int], limit: int) -> list[list[int]]:

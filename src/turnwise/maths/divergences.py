@@ -10,8 +10,12 @@ k3 is capped: a single token that is e²⁰ times likelier under the reference m
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def k1(x: Tensor) -> Tensor:

@@ -5,8 +5,12 @@ Legend: items [n] packed so that those of one episode are adjacent and in time o
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def backward_recurrence(b: Tensor, a: Tensor) -> Tensor:

@@ -11,8 +11,12 @@ The corner cases are decided here and nowhere else:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def size(label: Tensor, count: int) -> Tensor:

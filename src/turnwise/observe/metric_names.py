@@ -19,7 +19,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "clip": ("clip", "clip_share", "clip_fraction", "clipped", "train/clip"),
     "kl": ("kl", "approx_kl", "train/kl"),
     "tokens_per_second": ("tokens_per_second", "tokens/s", "train/tokens_per_second"),
-    "evaluation": ("eval/success", "eval_success", "evaluation/success"),
+    "evaluated_success": ("eval/success", "eval_success", "evaluation/success"),
+    "evaluated_reward": ("eval/reward",),
 }
 MISSING = "–"
 

@@ -36,11 +36,12 @@ class PlotPanel:
     left: PlotLine
     right: PlotLine | None = None
     is_rate: bool = False  # the left axis runs from 0 to 1
+    evaluated: str = ""  # the metric of held-out tasks that is marked on the left axis
 
 
 PANELS = (
-    PlotPanel("Success", PlotLine("success", "success", BLUE), is_rate=True),
-    PlotPanel("Reward", PlotLine("reward", "reward", GREEN)),
+    PlotPanel("Success", PlotLine("success", "success", BLUE), is_rate=True, evaluated="evaluated_success"),
+    PlotPanel("Reward", PlotLine("reward", "reward", GREEN), evaluated="evaluated_reward"),
     PlotPanel("Entropy", PlotLine("entropy", "entropy", PINK)),
     PlotPanel(
         "Turns and tool errors", PlotLine("turns", "turns", BLUE), PlotLine("tool_errors", "tool errors", ORANGE)
@@ -86,11 +87,7 @@ def _series(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[np.ndarray,
 
 
 def _has_data(rows: Sequence[Mapping[str, Any]], panel: PlotPanel) -> bool:
-    metrics = [
-        panel.left.metric,
-        *([panel.right.metric] if panel.right else []),
-        *(["evaluation"] if panel.is_rate else []),
-    ]
+    metrics = [panel.left.metric, *([panel.right.metric] if panel.right else []), *filter(None, [panel.evaluated])]
     return any(metric_value(row, metric) is not None for row in rows for metric in metrics)
 
 
@@ -106,7 +103,8 @@ def _draw(axes: Any, panel: PlotPanel, rows: Sequence[Mapping[str, Any]]) -> Non
     if panel.is_rate:
         axes.set_ylim(-0.05, 1.2)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
-        _evaluations(axes, rows)
+    if panel.evaluated:
+        _evaluations(axes, rows, panel.evaluated, ".0%" if panel.is_rate else ".3g")
     if panel.right is not None and any(metric_value(row, panel.right.metric) is not None for row in rows):
         other = axes.twinx()
         other.tick_params(labelsize=8, colors=panel.right.colour)
@@ -131,9 +129,9 @@ def _line(axes: Any, line: PlotLine, rows: Sequence[Mapping[str, Any]], dashed: 
     )
 
 
-def _evaluations(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+def _evaluations(axes: Any, rows: Sequence[Mapping[str, Any]], metric: str, spec: str) -> None:
     """Label the evaluations before and after training; those in between are small marks."""
-    steps, values = _series(rows, "evaluation")
+    steps, values = _series(rows, metric)
     if len(steps) == 0:
         return
     axes.plot(steps, values, linestyle="none", marker="D", markersize=4.5, color=ORANGE, label="evaluation", zorder=4)
@@ -142,7 +140,7 @@ def _evaluations(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.plot(steps[index], values[index], "D", markersize=8, color=ORANGE, markeredgecolor="white", zorder=5)
         first = index == 0
         axes.annotate(
-            f"{name} {values[index]:.0%}",
+            f"{name} {format(values[index], spec)}",
             (steps[index], values[index]),
             xytext=(-4 if first else 4, 9),
             textcoords="offset points",

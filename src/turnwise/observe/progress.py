@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.core.protocols import Listener
+from turnwise.core.text import printable, printable_line
 from turnwise.observe.metric_names import MISSING, finite_number, format_duration, format_number, metric_value
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (  # metric, label, format
@@ -69,12 +70,13 @@ class _Progress:
     total: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     successes: list[float | None] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
     started: float = 0.0
     first: int = 0
 
     def start_stage(self, facts: Mapping[str, Any]) -> None:
         self.stage, self.total = str(facts.get("name", MISSING)), int(finite_number(facts.get("total")) or 0)
-        self.step, self.metrics, self.successes = 0, {}, []
+        self.step, self.metrics, self.successes, self.rewards = 0, {}, [], []
         self.started, self.first = time.monotonic(), -1
 
     def advance(self, facts: Mapping[str, Any]) -> None:
@@ -84,6 +86,7 @@ class _Progress:
         inner = facts.get("metrics")
         self.metrics = inner if isinstance(inner, Mapping) else facts
         self.successes = [*self.successes[-199:], metric_value(self.metrics, "success")]
+        self.rewards = [*self.rewards[-199:], metric_value(self.metrics, "reward")]
         if self.first < 0:  # a resumed run starts in the middle: estimate the remaining time from the steps since
             self.first = self.step - 1
 
@@ -96,10 +99,21 @@ class _Progress:
         done = self.step - max(self.first, 0)
         return None if done <= 0 or not self.total else self.elapsed / done * max(self.total - self.step, 0)
 
+    @property
+    def reports_success(self) -> bool:
+        """Whether any recent step had a success rate: an environment may report rewards only."""
+        return any(value is not None for value in self.successes)
+
+    @property
+    def trend(self) -> tuple[str, list[float | None]]:
+        """The measure whose recent course is drawn, and its values."""
+        return ("success", self.successes) if self.reports_success else ("reward", self.rewards)
+
     def cells(self) -> list[tuple[str, str]]:
         has_rollouts = any(metric_value(self.metrics, metric) is not None for metric in ("success", "reward"))
         supervised = not has_rollouts and metric_value(self.metrics, "loss") is not None
-        columns = SUPERVISED_COLUMNS if supervised else COLUMNS
+        reported = [column for column in COLUMNS if column[0] != "success" or self.reports_success]
+        columns = SUPERVISED_COLUMNS if supervised else reported
         return [(label, format_number(metric_value(self.metrics, metric), spec)) for metric, label, spec in columns]
 
 
@@ -108,12 +122,13 @@ class PlainLog:
 
     def __init__(self, console: Console, every_steps: int = 1, every_seconds: float = 2.0) -> None:
         self._console, self._every_steps, self._every_seconds = console, max(every_steps, 1), every_seconds
-        self._state, self._last, self._has_header = _Progress(), float("-inf"), False
+        self._state, self._last = _Progress(), float("-inf")
+        self._header: list[str] = []  # labels of the columns printed last
 
     def __call__(self, event: str, facts: Mapping[str, Any]) -> None:
         if event == "stage":
             self._state.start_stage(facts)
-            self._has_header, self._last = False, float("-inf")
+            self._header, self._last = [], float("-inf")
             total = f", {self._state.total} {facts.get('of', 'steps')}" if self._state.total else ""
             self._write(f"== {self._state.stage}{total}")
         elif event == "step":
@@ -139,15 +154,16 @@ class PlainLog:
             ("elapsed", format_duration(self._state.elapsed)),
             ("left", format_duration(self._state.remaining)),
         ]
-        if not self._has_header:
-            self._has_header = True
+        labels = [label for label, _ in cells]
+        if self._header != labels:
+            self._header = labels
             self._write(f"{'step':>11}" + "".join(f"{label:>10}" for label, _ in cells))
         of = f"/{self._state.total}" if self._state.total else ""
         self._write(f"{f'{self._state.step}{of}':>11}" + "".join(f"{cell:>10}" for _, cell in cells))
 
     def _write(self, line: str) -> None:
         # plain text: do not interpret markup in messages, do not wrap lines at a guessed width
-        self._console.print(Text(line), soft_wrap=True, highlight=False)
+        self._console.print(Text(printable(line)), soft_wrap=True, highlight=False)
 
 
 class LivePanel:
@@ -166,7 +182,7 @@ class LivePanel:
             self._draw()
         elif event == "message":
             style = STYLES.get(str(facts.get("level", "info")), "")
-            self._console.print(Text(str(facts.get("text", "")), style=style))
+            self._console.print(Text(printable(facts.get("text", "")), style=style))
         elif event == "end" and self._live is not None:
             self._live.stop()
             self._live = None
@@ -198,6 +214,8 @@ class LivePanel:
         grid.add_row(*(Text(label, "dim") for label, _ in cells))
         grid.add_row(*(Text(cell, "bold") for _, cell in cells))
         parts: list[RenderableType] = [head, Text(), grid]
-        if line := sparkline(state.successes, 60):
-            parts += [Text(), Text.assemble(("success ", "dim"), (line, "green"))]
-        return Panel(Group(*parts), title=Text(state.stage), title_align="left", border_style="blue", padding=(0, 1))
+        name, values = state.trend
+        if line := sparkline(values, 60):
+            parts += [Text(), Text.assemble((f"{name} ", "dim"), (line, "green"))]
+        title = Text(printable_line(state.stage))
+        return Panel(Group(*parts), title=title, title_align="left", border_style="blue", padding=(0, 1))

@@ -6,12 +6,14 @@ Rows are plain dicts, so the same data prints as a table and as ``--json``. Does
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from turnwise.core.text import printable, printable_line
 from turnwise.observe.metric_names import MISSING, finite_number, format_number
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool reply"}
@@ -41,7 +43,9 @@ def table(rows: Sequence[Mapping[str, Any]], title: str = "Before and after") ->
     for row in rows:
         style = "" if not row["clear"] else "green" if row["change"] > 0 else "red"
         change = Text(format_number(row["change"], "+.3f"), style=style)
-        out.add_row(Text(str(row["measure"])), _format_bounds(row["before"]), _format_bounds(row["after"]), change)
+        out.add_row(
+            Text(printable_line(row["measure"])), _format_bounds(row["before"]), _format_bounds(row["after"]), change
+        )
     return out
 
 
@@ -57,6 +61,12 @@ def _bounds(measure: Any) -> dict[str, float | None]:
     return {end: finite_number(getattr(measure, end, None)) for end in ("estimate", "low", "high")}
 
 
+def format_measure(measure: Any) -> str:
+    """A measure as a cell: three digits with an interval, two without."""
+    bounds = _bounds(measure)
+    return _format_bounds(bounds) if bounds["low"] is not None else format_number(bounds["estimate"], ".2f")
+
+
 def _format_bounds(side: Mapping[str, float | None]) -> str:
     if side["low"] is None or side["high"] is None:
         return format_number(side["estimate"])
@@ -69,19 +79,20 @@ def _format_bounds(side: Mapping[str, float | None]) -> str:
 def transcript(messages: Sequence[Mapping[str, Any]], title: str = "") -> str:
     """A dialogue as Markdown that also reads well as plain text.
 
-    Every line of content is quoted with ``>``, so a model's text cannot look like a heading or another speaker.
+    Content stands in code blocks that it cannot close, and names stay on their line, so that no text of a model or an
+    environment can look like a heading, another speaker, a link or HTML.
     """
-    parts = [f"## {title}"] if title else []
+    parts = [f"## {_inline(title)}"] if title else []
     for message in messages:
         role = str(message.get("role", MISSING))
-        name = f" ({message['name']})" if message.get("name") else ""
-        parts.append(f"**{ROLES.get(role, role)}**{name}")
+        name = f" ({_inline(message['name'])})" if message.get("name") else ""
+        parts.append(f"**{_inline(ROLES.get(role, role))}**{name}")
         content = _content(message.get("content"))
         if content:
-            parts.append(_quote(content))
+            parts.append(_block(content))
         parts += [_call(call) for call in message.get("tool_calls") or ()]
         if not content and not message.get("tool_calls"):
-            parts.append("> *(empty)*")
+            parts.append("*(empty)*")
     return "\n\n".join(parts) + "\n"
 
 
@@ -97,8 +108,16 @@ def _content(content: Any) -> str:
     return "\n".join(str(part.get("text", f"[{part.get('type', 'part')}]")) for part in parts)
 
 
-def _quote(content: str) -> str:
-    return "\n".join(f"> {line}".rstrip() for line in content.splitlines() or [""])
+def _block(content: str) -> str:
+    """A code block with a fence longer than any row of backticks in the content."""
+    text = printable(content)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def _inline(text: object) -> str:
+    """A name within a line of Markdown: one line, without formatting, links or HTML."""
+    return re.sub(r"([\\`*<>\[\]|~#&])", r"\\\1", printable_line(text, 80))
 
 
 def _call(call: Any) -> str:
@@ -106,4 +125,4 @@ def _call(call: Any) -> str:
     function: Mapping[str, Any] = fields.get("function", fields)
     arguments = function.get("arguments", "")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
-    return _quote(f"→ calls {function.get('name', MISSING)}({text})")
+    return _block(f"→ calls {printable_line(function.get('name', MISSING), 80)}({text})")

@@ -27,7 +27,7 @@ class JsonLines:
     def __init__(self, path: str | Path, resume: int | None = None) -> None:
         self.path = Path(path)
         try:
-            _drop_rows_from(self.path, resume)
+            drop_rows_from(self.path, resume)
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise StoreError(f"cannot write metrics to {self.path}: {error}") from error
@@ -61,7 +61,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _drop_rows_from(path: Path, resume: int | None) -> None:
+def drop_rows_from(path: Path, resume: int | None) -> None:
     """Rewrite the file without incomplete lines and without steps ≥ ``resume``; atomically, so that a kill loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():

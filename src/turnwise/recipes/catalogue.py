@@ -32,7 +32,7 @@ def with_credit(recipe: Recipe, credit: str, options: Mapping[str, Any] | None =
     """The recipe with the credit of another method, by name; unchanged without a name."""
     if not credit:
         return recipe
-    if credit not in recipes.METHODS:
+    if ":" not in credit and credit not in recipes.METHODS:
         raise SettingError(f"no method {credit!r} to take the credit of; {nearest(credit, recipes.METHODS)}")
     try:
         return compose(recipe, recipes.build(credit, **(options or {})))
@@ -48,8 +48,8 @@ def describe_method(name: str, credit: str = "") -> dict[str, Any]:
         "name": f"{name}+{credit}" if credit else name,
         "kind": str(kind(name)),
         "family": recipes.method(name).__module__.rsplit(".", 1)[-1],
-        "about": (sys.modules[recipes.method(name).__module__].__doc__ or "").splitlines()[0].rstrip("."),
-        "idea": doc.splitlines()[0].split(": ", 1)[-1],
+        "about": first_line(sys.modules[recipes.method(name).__module__].__doc__).rstrip("."),
+        "idea": first_line(doc).split(": ", 1)[-1],
         "paper": docstring_section(doc, "Paper"),
         "settings": docstring_section(doc, "Settings"),
         "deviation": docstring_section(doc, "Deviation"),
@@ -59,6 +59,11 @@ def describe_method(name: str, credit: str = "") -> dict[str, Any]:
         "requirements": sorted(recipe.requirements),
         "slots": recipe.slots(),
     }
+
+
+def first_line(doc: str | None) -> str:
+    """The first line of a docstring; empty without one, as a recipe of one's own may be."""
+    return next(iter((doc or "").splitlines()), "")
 
 
 def docstring_section(doc: str, title: str) -> str:

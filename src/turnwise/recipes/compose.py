@@ -29,7 +29,7 @@ def compose(objective: Recipe, credit: Recipe) -> Recipe:
     default = Recipe(advantage=credit.advantage)
     from_credit = {
         slot: getattr(credit, slot) if getattr(credit, slot) != getattr(default, slot) else getattr(objective, slot)
-        for slot in ("reward", "strategy", "replay", "sampler")
+        for slot in ("reward", "strategy", "guidance", "replay", "sampler")
     }
     size = credit.budget.size if credit.budget.size != default.budget.size else objective.budget.size
     masks = [mask for mask in (objective.keep, credit.keep) if mask != AllTokens()]
@@ -37,7 +37,7 @@ def compose(objective: Recipe, credit: Recipe) -> Recipe:
         objective,
         advantage=credit.advantage,
         penalties=_penalties(objective, credit),
-        budget=replace(objective.budget, size=size),
+        budget=objective.budget.of(objective.budget.groups, size),
         keep=masks[0] & masks[1] if len(masks) == 2 and masks[0] != masks[1] else (masks or [AllTokens()])[0],
         **from_credit,
     )

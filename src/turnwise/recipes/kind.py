@@ -43,6 +43,7 @@ def declares(kind: Kind) -> Callable[[Build], Build]:
 
 
 def kind_of(build: Callable[..., object]) -> Kind:
-    """The kind of a recipe function: its own, else its family's."""
+    """The kind of a recipe function: its own, else its family's; a user's recipe that declares none is an objective."""
     declared: Kind | None = getattr(build, "kind", None)
-    return declared if declared is not None else sys.modules[build.__module__].KIND
+    family: Kind = getattr(sys.modules[build.__module__], "KIND", Kind.OBJECTIVE)
+    return declared if declared is not None else family

@@ -20,10 +20,11 @@ from turnwise.core.levels import TRAJECTORY
 from turnwise.core.signals import TOKEN_CRITIC, Signal
 from turnwise.data.replay import NoReplay, Replay
 from turnwise.errors import RecipeError
+from turnwise.rollout.guidance import Guidance, NoGuidance
 from turnwise.rollout.precision import Precision
 from turnwise.rollout.strategies import Independent, Strategy
 from turnwise.tasks.admission import Admission, AdmitAll
-from turnwise.tasks.budgets import Fixed
+from turnwise.tasks.budgets import Budget, Fixed
 from turnwise.tasks.samplers import Sampler, Uniform
 
 
@@ -40,8 +41,9 @@ class Recipe:
     )  # the average over tokens, trajectories or groups
     reward: Term = field(default_factory=EnvironmentReward)  # reward
     sampler: Sampler = field(default_factory=Uniform)  # which task comes next
-    budget: Fixed = field(default_factory=Fixed)  # tasks and rollouts per step
+    budget: Budget = field(default_factory=Fixed)  # tasks per step, rollouts and turns of each
     strategy: Strategy = field(default_factory=Independent)  # how the rollouts of a group are sampled
+    guidance: Guidance = field(default_factory=NoGuidance)  # hints and prefixes of solutions
     admission: Admission = field(default_factory=AdmitAll)  # which groups are trained on
     replay: Replay = field(default_factory=NoReplay)  # replayed data
     keep: Mask = field(default_factory=AllTokens)  # which tokens are trained on
@@ -69,8 +71,14 @@ class Recipe:
     def requirements(self) -> frozenset[str]:
         """What environment or data must provide, in words (see ``Piece.requires``)."""
         roots = (self.advantage, self.reward, self.ratio, self.gate, self.keep, *self.penalties)
-        of_strategy = getattr(self.strategy, "requirements", frozenset[str]())
-        return of_strategy.union(self.replay.requires, *(root.requirements for root in roots))
+        parts = (self.strategy, self.guidance, self.budget)
+        of_rollouts = frozenset[str]().union(*(getattr(part, "requirements", ()) for part in parts))
+        return of_rollouts.union(self.replay.requires, *(root.requirements for root in roots))
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether rewards are read while a group grows, so that each trajectory must be scored alone."""
+        return self.guidance.reads_rewards or getattr(self.strategy, "reads_rewards", False)
 
     @property
     def corrects_off_policy(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from turnwise.config.convert import convert
+from turnwise.config.named_object import load_object, signature_of, typed_value
 from turnwise.errors import SettingError, nearest
 from turnwise.recipes.families import (
     actor_critic,
@@ -24,6 +25,7 @@ from turnwise.recipes.families import (
     turn_credit,
 )
 from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.signatures import check_method
 
 FAMILIES = (
     critic_free,
@@ -50,15 +52,23 @@ METHODS: dict[str, Callable[..., Recipe]] = {
 
 
 def method(name: str) -> Callable[..., Recipe]:
-    """The recipe function of a method; an unknown name is refused with the nearest one."""
+    """The recipe function of a method; an unknown name is refused with the nearest one. ``module:recipe`` or
+    ``file.py:recipe`` names one of the user's own, a function or a ``Recipe``."""
+    if ":" in name:
+        own = load_object(name, f"method {name!r}", _makes_recipes, "recipe")
+        return (lambda: own) if isinstance(own, Recipe) else own
     if name not in METHODS:
-        raise SettingError(f"no method {name!r}; {nearest(name, METHODS)}")
+        check_method(name)
     return METHODS[name]
+
+
+def _makes_recipes(value: Any) -> bool:
+    return isinstance(value, Recipe) or inspect.isfunction(value) or isinstance(value, functools.partial)
 
 
 def parameters(name: str) -> dict[str, inspect.Parameter]:
     """The hyper-parameters of a method, with types and defaults."""
-    return dict(inspect.signature(method(name), eval_str=True).parameters)
+    return dict(signature_of(method(name)))
 
 
 def build(name: str, **hyper: Any) -> Recipe:
@@ -68,4 +78,7 @@ def build(name: str, **hyper: Any) -> Recipe:
     for key in hyper:
         if key not in signature:
             raise SettingError(f"{name} has no hyper-parameter {key!r}; {nearest(key, signature)}")
-    return method(name)(**{key: convert(key, value, signature[key].annotation) for key, value in hyper.items()})
+    recipe = method(name)(**{key: typed_value(key, value, signature[key]) for key, value in hyper.items()})
+    if not isinstance(recipe, Recipe):
+        raise SettingError(f"{name} returned {type(recipe).__name__}, not a Recipe; write a function that returns one")
+    return recipe

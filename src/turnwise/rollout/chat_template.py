@@ -9,7 +9,8 @@ Knows templates; neither ids nor dialogues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from turnwise.core.records import Message
@@ -24,21 +25,17 @@ _TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "pa
 _DIALOGUE = [{"role": role, "content": f" {role} <1> é\n"} for role in ("system", "user", "assistant", "tool", "user")]
 
 
-def fast_template(tokenizer: Any) -> Render:
-    """The tokenizer's template, by the fastest way that returns the same texts."""
+def fast_template(tokenizer: Any, extra: Mapping[str, Any] = MappingProxyType({})) -> Render:
+    """The tokenizer's template, by the fastest way that returns the same texts. ``extra``: variables of the template, such as
+    ``enable_thinking``."""
 
     def stock(messages: Sequence[Message], tools: Tools, open_turn: bool) -> str:
         options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": open_turn}
-        return tokenizer.apply_chat_template(list(messages), **options)
+        return tokenizer.apply_chat_template(list(messages), **options, **extra)
 
-    from transformers.utils import chat_template_utils  # late import: only callers with a tokenizer need Transformers
-
-    source, compiler = tokenizer.chat_template, getattr(chat_template_utils, "_compile_jinja_template", None)
-    if not isinstance(source, str) or compiler is None:
-        return stock
-    try:
-        compiled, special = compiler(source), dict(tokenizer.special_tokens_map)
-    except Exception:  # the template does not compile: ``stock`` raises the error at the first rendering
+    source, special = tokenizer.chat_template, {**tokenizer.special_tokens_map, **extra}
+    compiled = compile_template(source) if isinstance(source, str) else None
+    if compiled is None:  # it does not compile: ``stock`` raises the error at the first rendering
         return stock
 
     checked: list[Tools] = [()]  # the tools checked last: every turn of a dialogue has the same ones
@@ -60,6 +57,17 @@ def fast_template(tokenizer: Any) -> Render:
         for opens in (0, 1)
     ]
     return direct if all(_outcome(direct, *probe) == _outcome(stock, *probe) for probe in probes) else stock
+
+
+def compile_template(source: str) -> Any:
+    """The template in Transformers' sandbox; None if it does not compile."""
+    from transformers.utils import chat_template_utils  # late import: only callers with a tokenizer need Transformers
+
+    compiler = getattr(chat_template_utils, "_compile_jinja_template", None)
+    try:
+        return None if compiler is None else compiler(source)
+    except Exception:
+        return None
 
 
 def _is_plain(message: Message) -> bool:

@@ -6,21 +6,20 @@ which engine generates, nor what the trajectory is used for.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
-import inspect
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from turnwise.core.protocols import Action, Session, Step
 from turnwise.core.records import Fork, Message, Sampling, Status, Stop, Task, Trajectory, Turn
+from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_answer, read_facts, read_hint, read_messages, read_state_key, read_step
-from turnwise.errors import EnvironmentFault, RenderError
-from turnwise.rollout.env_calls import run_in_thread
-from turnwise.rollout.renderer import Dialogue, Renderer
+from turnwise.errors import ContextOverflow, EnvironmentFault, RenderError, ServerFault
+from turnwise.rollout.episode_start import EpisodeSupport, ForkPoint, OtherSeats, with_hint_text
+from turnwise.rollout.renderer import Dialogue
 
 
 @dataclass(frozen=True)
@@ -33,69 +32,22 @@ class EpisodeLimits:
     history: int = 0  # how many of the latest observations are visible; 0: all
 
 
-@dataclass(frozen=True)
-class ForkPoint:
-    """The state of trajectory ``key`` just before a turn: enough to continue from there in another way."""
+class DialogueRenderer(Protocol):
+    """Keeps a dialogue between messages and what the session reads: ``Renderer``, or a ``ChatSession``."""
 
-    key: str
-    turn: int
-    snapshot: Any
-    dialogue: Dialogue
-    rewards: dict[str, float]
+    def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), history: int = 0) -> Dialogue: ...
 
+    def append_sampled(self, dialogue: Dialogue, tokens: Sequence[int]) -> Action: ...
 
-async def call_environment(function: Callable[..., Any], *args: Any, seconds: float, inline: bool) -> Any:
-    """Call into an environment. A plain function that may block runs in a daemon thread and is abandoned at the time limit."""
-    if inline:  # for a coroutine function this returns the coroutine
-        try:
-            return function(*args)
-        except UNSAFE_EXCEPTIONS as fault:
-            raise RuntimeError(repr(fault)) from None
-    if inspect.iscoroutinefunction(function):
-        return await with_timeout(function(*args), seconds)
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
+    def append_observation(
+        self,
+        dialogue: Dialogue,
+        messages: Sequence[Message],
+        mask: bool = False,
+        context: Sequence[Message] | None = None,
+    ) -> None: ...
 
-    def resolve(value: Any, fault: BaseException | None) -> None:
-        if not done.done():
-            done.set_exception(fault) if fault else done.set_result(value)
-
-    def work() -> None:
-        try:
-            with _as_runtime_errors():
-                value, fault = function(*args), None
-        except BaseException as caught:
-            value, fault = None, caught if isinstance(caught, Exception) else RuntimeError(repr(caught))
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nothing awaits the result
-            loop.call_soon_threadsafe(resolve, value, fault)
-
-    run_in_thread(work)
-    return await with_timeout(done, seconds)
-
-
-async def with_timeout(awaitable: Awaitable[Any], seconds: float) -> Any:
-    """The result of ``awaitable``; an ``EnvironmentFault`` if it takes longer than ``seconds``."""
-
-    async def wait() -> Any:
-        with _as_runtime_errors():
-            return await awaitable
-
-    try:
-        return await asyncio.wait_for(wait(), seconds)
-    except TimeoutError:
-        raise EnvironmentFault(f"no answer within {seconds:g} s") from None
-
-
-UNSAFE_EXCEPTIONS = (StopIteration, SystemExit)
-"""A future cannot hold a ``StopIteration``, and a ``SystemExit`` would end the run: both are raised as ``RuntimeError``."""
-
-
-@contextlib.contextmanager
-def _as_runtime_errors() -> Iterator[None]:
-    try:
-        yield
-    except UNSAFE_EXCEPTIONS as fault:
-        raise RuntimeError(repr(fault)) from None  # with a StopIteration as cause, contextlib would re-raise that
+    def encode(self, text: str) -> list[int]: ...
 
 
 class FailedEnvironment:
@@ -117,7 +69,7 @@ class Episode:
         task: Task,
         environment: Any,
         session: Session,
-        renderer: Renderer,
+        renderer: DialogueRenderer,
         sampling: Sampling,
         limits: EpisodeLimits,
         temperature_scale: float = 1.0,
@@ -125,10 +77,22 @@ class Episode:
         fork_from: ForkPoint | None = None,
         fork_points: list[ForkPoint] | None = None,
         with_hint: bool = False,
+        support: EpisodeSupport | None = None,
+        max_turns: int = 0,
+        wording: int = 0,
+        entropies: list[Sequence[float]] | None = None,
+        others: OtherSeats | None = None,
     ):
         """``record_masked``: also record each context with the environment's observations masked. ``fork_from``: start there.
         ``fork_points``: a list to which the episode appends its own. ``with_hint``: sample with the environment's hint in the
-        prompt, and record the trajectory without it; only the log-probabilities depend on the hint."""
+        prompt, and record the trajectory without it; only the log-probabilities depend on the hint. ``support``: other help.
+        ``max_turns``: fewer turns than the environment allows. ``wording``: which wording of the task to show. ``entropies``: a
+        list that receives those of each turn's tokens, empty where the generator does not report them. ``others``: who plays the
+        seats that are not the policy's."""
+        self.others, self.carried_restart = others, False
+        self.support, self.wording, self.carried, self.entropies = support, wording, list[int](), entropies
+        self.actions: list[Action] = []
+        limits = replace(limits, turns=min(limits.turns, max_turns)) if max_turns else limits
         self.fork_from, self.fork_points, self.with_hint, self.hint = fork_from, fork_points, with_hint, ""
         self.key, self.task, self.environment, self.session = key, task, environment, session
         self.renderer, self.limits, self.record_masked = renderer, limits, record_masked
@@ -138,6 +102,7 @@ class Episode:
         self.temperature_scale = temperature_scale
         scaled = sampling.temperature * temperature_scale
         self.sampling = sampling if temperature_scale == 1 else replace(sampling, temperature=scaled)
+        self.sampling = self.sampling if entropies is None else replace(self.sampling, entropy=True)
         self.inline = bool(getattr(type(environment), "inline", False))
         self.turns: list[Turn] = []
         self.rewards: dict[str, float] = {}
@@ -152,12 +117,16 @@ class Episode:
         try:
             status, reason = await self._play()
             self.end = await self._state()
-        except (EnvironmentFault, RenderError) as fault:
+        except ContextOverflow as overflow:
+            status, reason = Status.TRUNCATED, str(overflow)
+        except (EnvironmentFault, RenderError, ServerFault) as fault:
             status, reason = Status.FAILED, str(fault)
         except Exception as fault:  # raised by the environment
             status, reason = Status.FAILED, f"{type(fault).__name__}: {fault}"
         finally:
             self.session.close()
+            if self.others is not None:
+                self.others.session.close()
             await self._close()
         return Trajectory(
             id=self.key,
@@ -166,10 +135,11 @@ class Episode:
             rewards=self.rewards,
             status=status,
             reason=reason,
-            success=self.success,
+            success=self._own_success(),
+            facts=self.others.facts if self.others is not None else {},
             end=self.end,
             answer=self.answer,
-            fork=Fork(self.fork_from.key, self.fork_from.turn) if self.fork_from else None,
+            fork=Fork(self.fork_from.key, self.fork_from.turn, self.fork_from.token) if self.fork_from else None,
             guidance=", ".join(self._guidance()),
             messages=tuple(self.dialogue.messages) if self.dialogue else (),
         )
@@ -179,30 +149,35 @@ class Episode:
             yield f"temperature_scale {self.temperature_scale:g}"
         if self.hint:
             yield f"hint: {self.hint}"
+        if self.support is not None:
+            yield self.support.label
 
     async def _call(self, function: Callable[..., Any], *args: Any, inline: bool = False) -> Any:
         seconds = self.limits.environment_seconds
-        value = await call_environment(function, *args, seconds=seconds, inline=inline or self.inline)
-        return await with_timeout(value, seconds) if inspect.isawaitable(value) else value
+        return await call_environment(function, *args, seconds=seconds, inline=inline or self.inline)
 
     async def _play(self) -> tuple[Status, str]:
+        if self.wording:
+            self.environment.wording = self.wording
         first = read_messages(await self._call(self.environment.reset, self.task.seed), "reset")
-        tools = tuple(getattr(self.environment, "tools", ()))
+        tools, support = tuple(getattr(self.environment, "tools", ())), self.support
         if self.fork_from is None:
-            self.dialogue = self.renderer.open(first, tools, self.limits.history)
+            recorded = support.hint if support is not None and support.recorded else ""
+            self.dialogue = self.renderer.open(with_hint_text(first, recorded), tools, self.limits.history)
+            await self._play_given_turns(self.dialogue)
         else:  # the prefix, including the context of this turn, belongs to the parent trajectory
-            await self._call(self.environment.restore, self.fork_from.snapshot)
+            await self._restore(self.fork_from)
             prefix = copy.deepcopy(self.fork_from.dialogue)
             self.dialogue = replace(prefix, new_ids=[], masked_ids=[], restarted=False)
             self.rewards = dict(self.fork_from.rewards)
         self.answer = await self._reference_answer()
-        if self.with_hint:
-            await self._open_hinted(first, tools)
-        for _ in range(self.limits.turns - (self.fork_from.turn if self.fork_from else 0)):
-            room = self.limits.context - len((self.hinted_dialogue or self.dialogue).ids)
+        if self.with_hint or (support is not None and support.hint and not support.recorded):
+            await self._open_hinted(first if self.fork_from is None else self.dialogue.messages, tools)
+        for _ in range(self.limits.turns - self._taken_before()):
+            room = self.limits.context - len((self.hinted_dialogue or self.dialogue).ids) - len(self._start())
             if room < 1:
-                return Status.TRUNCATED, "context window"
-            step = await self._turn(self.dialogue)
+                return Status.TRUNCATED, f"context window of {self.limits.context} tokens (setting: context)"
+            step = await (self._other_turn if self._others_move() else self._turn)(self.dialogue)
             if step.terminated:
                 return Status.FINISHED, ""
             if step.truncated:
@@ -212,10 +187,95 @@ class Episode:
     async def _open_hinted(self, first: list[Message], tools: tuple[Any, ...]) -> None:
         """Open the dialogue that is sampled from: the hint is appended to the first message, which always stays visible."""
         hint = getattr(self.environment, "hint", None)
-        self.hint = (read_hint(await self._call(hint)) if callable(hint) else None) or ""
+        if self.support is not None:
+            self.hint = self.support.hint
+        else:
+            self.hint = (read_hint(await self._call(hint)) if callable(hint) else None) or ""
         if self.hint and first:
-            hinted = {**first[0], "content": f"{first[0]['content']}\n{self.hint}"}
-            self.hinted_dialogue = self.renderer.open([hinted, *first[1:]], tools, self.limits.history)
+            self.hinted_dialogue = self.renderer.open(with_hint_text(first, self.hint), tools, self.limits.history)
+
+    async def _fork_point(self, dialogue: Dialogue) -> ForkPoint:
+        """The present state. Without a snapshot, the actions so far are kept to be played again."""
+        take = getattr(self.environment, "snapshot", None)
+        snapshot = copy.deepcopy(await self._call(take, inline=True)) if callable(take) else None
+        actions = () if snapshot is not None else (*(self.fork_from.actions if self.fork_from else ()), *self.actions)
+        ask = getattr(self.environment, "turns_to_solve", None)
+        remaining = await self._call(ask) if callable(ask) else None
+        taken, rewards = len(self.turns) + self._taken_before(), dict(self.rewards)
+        state = (snapshot, copy.deepcopy(dialogue), rewards, taken, self._start(), 0, (), actions, remaining)
+        return ForkPoint(self.key, len(self.turns), *state)
+
+    async def _restore(self, point: ForkPoint) -> None:
+        if point.snapshot is not None:
+            await self._call(self.environment.restore, point.snapshot)
+            return
+        for action in point.actions:
+            if (step := read_step(await self._call(self.environment.step, action))).terminated or step.truncated:
+                raise EnvironmentFault(
+                    "the same actions ended the episode this time: the environment is not deterministic"
+                )
+
+    def _taken_before(self) -> int:
+        """Turns of this episode that the policy does not take here: its ancestors' and given ones."""
+        given = len(self.support.turns) if self.support is not None else 0
+        return given + (self.fork_from.taken if self.fork_from else 0)
+
+    async def _play_given_turns(self, dialogue: Dialogue) -> None:
+        """Play the turns of the support. Their ids become context of the policy's first turn."""
+        for tokens in self.support.turns if self.support is not None else ():
+            step = await self._play_as_context(dialogue, tokens)
+            if step.terminated or step.truncated:
+                raise EnvironmentFault("the given turns end the episode, so nothing is left to sample; give fewer")
+            self.renderer.append_observation(dialogue, step.messages, self.record_masked, step.context)
+
+    async def _play_as_context(self, dialogue: Dialogue, tokens: Sequence[int]) -> Step:
+        """Apply a turn that the policy did not take. Its ids are context of the policy's next turn."""
+        if dialogue.restarted:
+            self.carried, self.carried_restart = [], True
+        self.carried = [*self.carried, *dialogue.new_ids, *tokens]
+        action = self.renderer.append_sampled(dialogue, tokens)
+        self.actions.append(action)
+        return read_step(await self._call(self.environment.step, action))
+
+    # ---- seats of others
+    def _others_move(self) -> bool:
+        return self.others is not None and str(getattr(self.environment, "agent", "agent")) != self.others.own
+
+    async def _other_turn(self, dialogue: Dialogue) -> Step:
+        """A turn of another player. What it earns is not the policy's; what it pays the policy's seat is."""
+        assert self.others is not None
+        completion = await self.others.session.generate(dialogue.ids, self.sampling)
+        if completion.stop == Stop.CANCELLED:
+            raise EnvironmentFault("cancelled")
+        step = await self._play_as_context(dialogue, completion.tokens)
+        self._record_info(step)
+        if not (step.terminated or step.truncated):
+            self.renderer.append_observation(dialogue, step.messages, self.record_masked, step.context)
+        else:
+            dialogue.messages += step.messages
+        return step
+
+    def _own_success(self) -> bool | None:
+        """The environment's verdict; with other players, whether the policy's own seat came out ahead."""
+        if self.others is None or self.success is None:
+            return self.success
+        return sum(turn.reward for turn in self.turns) > 0
+
+    def _start(self) -> tuple[int, ...]:
+        """Ids that begin the first turn and were not sampled in it."""
+        if self.turns:
+            return ()
+        if self.fork_from is not None:
+            return (*self.fork_from.start, *self.fork_from.added)
+        return self.support.start if self.support is not None else ()
+
+    def _context(self, dialogue: Dialogue) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Context of this turn, and the same with masked observations. A fork reads its parent's ids as context anyway."""
+        shared = len(self.fork_from.start) if self.fork_from is not None and not self.turns else 0
+        before = [] if dialogue.restarted else self.carried
+        context = (*before, *dialogue.new_ids, *self._start()[shared:])
+        masked = (*before, *dialogue.masked_ids, *self._start()[shared:]) if dialogue.masked_ids else ()
+        return context, masked
 
     async def _reference_answer(self) -> tuple[int, ...]:
         """The ids of the reference answer, if the environment has one."""
@@ -226,17 +286,23 @@ class Episode:
 
     async def _turn(self, dialogue: Dialogue) -> Step:
         if self.fork_points is not None:
-            snapshot = copy.deepcopy(await self._call(self.environment.snapshot, inline=True))
-            turn = len(self.turns) + (self.fork_from.turn if self.fork_from else 0)
-            self.fork_points.append(ForkPoint(self.key, turn, snapshot, copy.deepcopy(dialogue), dict(self.rewards)))
+            self.fork_points.append(await self._fork_point(dialogue))
         state, agent = await self._state(), str(getattr(self.environment, "agent", "agent"))
-        context, masked, restart = tuple(dialogue.new_ids), tuple(dialogue.masked_ids), dialogue.restarted
-        completion = await self.session.generate((self.hinted_dialogue or dialogue).ids, self.sampling)
+        (context, masked), start = self._context(dialogue), self._start()
+        restart = dialogue.restarted or (self.carried_restart and bool(self.turns))
+        self.carried, self.carried_restart = [], False
+        sampling = self.sampling
+        if start:  # the limit holds for the whole turn
+            sampling = replace(sampling, max_tokens=max(1, sampling.max_tokens - len(start)))
+        completion = await self.session.generate([*(self.hinted_dialogue or dialogue).ids, *start], sampling)
         if completion.stop == Stop.CANCELLED:
             raise EnvironmentFault("cancelled")
-        action: Action = self.renderer.append_sampled(dialogue, completion.tokens)
+        action: Action = self.renderer.append_sampled(dialogue, [*start, *completion.tokens])
         if self.hinted_dialogue is not None:
-            self.renderer.append_sampled(self.hinted_dialogue, completion.tokens)
+            self.renderer.append_sampled(self.hinted_dialogue, [*start, *completion.tokens])
+        self.actions.append(action)
+        if self.entropies is not None:
+            self.entropies.append(tuple(completion.entropy))
         began = time.perf_counter()
         try:
             step = read_step(await self._call(self.environment.step, action))
@@ -260,16 +326,16 @@ class Episode:
                     temperature=self.policy_temperature,
                     tool_calls=int(step.info.get("tool_calls", 0)),
                     tool_errors=int(step.info.get("tool_errors", 0)),
-                    facts=read_facts(step.info),
+                    facts={**read_facts(step.info), **action.facts},
                     seconds_generating=completion.seconds,
                     seconds_acting=time.perf_counter() - began,
                 )
             )
         self._record_info(step)
         if not (step.terminated or step.truncated):
-            self.renderer.append_observation(dialogue, step.messages, self.record_masked)
+            self.renderer.append_observation(dialogue, step.messages, self.record_masked, step.context)
             if self.hinted_dialogue is not None:
-                self.renderer.append_observation(self.hinted_dialogue, step.messages)
+                self.renderer.append_observation(self.hinted_dialogue, step.messages, context=step.context)
         else:
             dialogue.messages += step.messages
         return step

@@ -10,20 +10,26 @@ Knows nothing of environments, rewards or engines.
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import re
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from types import MappingProxyType
 from typing import Any
 
-from turnwise.core.protocols import Action, ToolCall
+from turnwise.core.protocols import Action
 from turnwise.core.records import Message
 from turnwise.errors import RenderError
 from turnwise.rollout import observation_mask
 from turnwise.rollout.chat_template import fast_template
+from turnwise.rollout.conversion import AS_JSON, AS_OBJECTS, Conversion, as_field, find_conversion
+from turnwise.rollout.message_loop import message_loop
+from turnwise.rollout.parsers.choice import PROBE, PROBE_TOOLS, choose_syntax, read_turn
+from turnwise.rollout.parsers.syntax import THINKING_TAGS, tool_names
+from turnwise.rollout.parsers.table import AUTO, HERMES, SYNTAXES, check_name
 from turnwise.rollout.token_codec import fast_decoder, fast_encoder
+from turnwise.rollout.turn_text import TurnWriter
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +39,8 @@ CHATML = (
 )
 
 CACHED_OPENINGS = 16  # first prompts: the groups of a step start concurrently
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+LONGEST_TAG = max(map(len, THINKING_TAGS)) + 8  # with some white space
+parse_action = read_turn
 
 
 @dataclass
@@ -46,24 +53,45 @@ class Dialogue:
     ids: list[int] = field(default_factory=list)
     new_ids: list[int] = field(default_factory=list)  # ids appended since the last sampled token
     restarted: bool = False
+    cause: str = ""  # why it restarted
     history: int = 0  # how many of the latest observations are visible; 0: all
     masked_ids: list[int] = field(default_factory=list)  # new_ids with the observations masked; empty if not requested
+    rendered: tuple[int, int] = (0, 0)  # messages, and characters of ``text``, that later messages cannot change
+    context: list[Message] | None = None  # read in place of the messages before number ``begins``; None: those are read
+    begins: int = 0
+
+    def replace_context(self, context: Sequence[Message] | None) -> None:
+        """From here on, read ``context`` in place of all messages so far; None changes nothing."""
+        if context is not None:
+            self.context, self.begins = list(context), len(self.messages)
 
     @property
     def visible(self) -> list[Message]:
         """The messages the model reads: the first one, which is the task, and the latest observations."""
-        turns = [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
-        if not self.history or len(turns) < self.history:
-            return self.messages
+        messages = self.messages if self.context is None else [*self.context, *self.messages[self.begins :]]
+        if not self.history:
+            return messages
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(turns) < self.history:
+            return messages
         turn = turns[-self.history]
-        has_reply = turn + 1 < len(self.messages) and self.messages[turn + 1]["role"] == "tool"
-        return [self.messages[0], *self.messages[turn if has_reply else turn + 1 :]]  # a tool's reply needs its call
+        has_reply = turn + 1 < len(messages) and messages[turn + 1]["role"] == "tool"
+        return [messages[0], *messages[turn if has_reply else turn + 1 :]]  # a tool's reply needs its call
 
 
 class Renderer:
-    """One tokenizer and its chat template."""
+    """One tokenizer, its chat template, and the tool-call syntax of its model."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        syntax: str = AUTO,
+        describe_tools: bool = False,
+    ) -> None:
+        """``options``: variables of the template. ``syntax``: a name of the table, or ``auto``: what the template itself writes.
+        ``describe_tools``: describe tools in the first message if the template does not show them."""
+        check_name(syntax)
         self.tokenizer = tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise RenderError(
@@ -72,12 +100,21 @@ class Renderer:
         self.decode, self._encode, self._render = (
             fast_decoder(tokenizer),
             fast_encoder(tokenizer),
-            fast_template(tokenizer),
+            fast_template(tokenizer, dict(options)),
         )
+        self._loop = message_loop(tokenizer, self._render, dict(options))
+        self._convert: Conversion | None = None  # None: the template takes every dialogue as it is
         self._openings: deque[tuple[list[Message], Sequence[dict[str, Any]], str, list[int]]] = deque(
             maxlen=CACHED_OPENINGS
         )
-        self.stop_ids = self._find_stop_ids()
+        self.call_turns = self._call_turns()
+        source = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+        self.syntax = (
+            choose_syntax([turn for _, turn in self.call_turns], source) if syntax == AUTO else SYNTAXES[syntax]
+        )
+        self.stop_ids, self.call_end = self._find_stop_ids()
+        self.writer, self.conversion = self._find_conversion(describe_tools)
+        self._convert = None if self.conversion.changes_nothing else self.conversion
         probe = self._text([{"role": "user", "content": "a 1\nb"}], (), True)
         if self.decode(self.encode(probe)) != probe:
             raise RenderError(
@@ -107,28 +144,53 @@ class Renderer:
 
     def append_sampled(self, dialogue: Dialogue, tokens: Sequence[int]) -> Action:
         """Append the sampled tokens exactly, and parse them as an action."""
+        in_thought = opens_thought(dialogue.text)
         dialogue.ids += tokens
         text = self.decode(tokens)
         dialogue.text += text
-        action = parse_action(self.decode(tokens[:-1]) if tokens and tokens[-1] in self.stop_ids else text)
+        said = self.decode(tokens[:-1]) if tokens and tokens[-1] in self.stop_ids else text
+        action = read_turn(said, self.syntax, dialogue.tools, in_thought)
         dialogue.messages.append(action.message)
         dialogue.new_ids, dialogue.masked_ids, dialogue.restarted = [], [], False
         return action
 
-    def append_observation(self, dialogue: Dialogue, messages: Sequence[Message], mask: bool = False) -> None:
-        """Append the environment's messages and the generation prompt; ``mask`` also stores them with the contents masked."""
+    def append_observation(
+        self,
+        dialogue: Dialogue,
+        messages: Sequence[Message],
+        mask: bool = False,
+        context: Sequence[Message] | None = None,
+    ) -> None:
+        """Append the environment's messages and the generation prompt; ``mask`` also stores them with the contents masked.
+        ``context`` replaces all that was read before; ``dialogue.messages`` keeps it for display."""
+        dialogue.replace_context(context)
         dialogue.messages += messages
-        full = self._text(dialogue.visible, dialogue.tools, True)
+        full = self._continued(dialogue)
         prefix = len(dialogue.text) if full.startswith(dialogue.text) else 0
         if full.startswith(dialogue.text):
             dialogue.new_ids = self.encode(full[len(dialogue.text) :])
             dialogue.ids += dialogue.new_ids
         else:
+            dialogue.cause = _first_difference(dialogue.text, full)
             dialogue.ids = self.encode(full)
             dialogue.new_ids, dialogue.restarted = list(dialogue.ids), True
         dialogue.text = full
         if mask and messages:
             dialogue.masked_ids = self._masked(dialogue, prefix, [str(m.get("content", "")) for m in messages])
+
+    def _continued(self, dialogue: Dialogue) -> str:
+        """The rendering of the whole dialogue. Where the template renders each message alone, only the new ones are rendered."""
+        if self._loop is None or self._convert is not None or dialogue.history or dialogue.context is not None:
+            return self._text(dialogue.visible, dialogue.tools, True)
+        count, length = dialogue.rendered
+        try:
+            before, behind = self._loop.ends(dialogue.tools)
+            kept = dialogue.text[:length] + self._loop.tail(dialogue.messages[count:], dialogue.tools)
+        except Exception:  # templates raise any exception: ``_text`` says which
+            return self._text(dialogue.messages, dialogue.tools, True)
+        kept = kept if count else before + kept
+        dialogue.rendered = (len(dialogue.messages), len(kept))
+        return kept + behind
 
     def _masked(self, dialogue: Dialogue, prefix: int, contents: list[str]) -> list[int]:
         """The new ids, which encode the text behind ``prefix`` characters, with the contents of the last messages masked."""
@@ -140,14 +202,46 @@ class Renderer:
         shifted = [(begin - prefix, end - prefix) for begin, end in spans]
         return observation_mask.mask_spans(self.tokenizer, dialogue.text[prefix:], dialogue.new_ids, shifted)
 
+    def turn_text(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> str:
+        """A turn that was not sampled (a demonstration, a row of a file), with its calls in the model's own syntax."""
+        return self.writer(text, tools)
+
     def encode_turn(self, text: str) -> list[int]:
-        """The ids of a turn that was not sampled (a demonstration), ended like a sampled one."""
-        return [*self.encode(text), self.stop_ids[0]]
+        """The ids of a turn that was not sampled, ended like a sampled one."""
+        makes_calls = self.call_end != self.stop_ids[0] and bool(self.syntax.parse(text).calls)
+        return [*self.encode(text), self.call_end if makes_calls else self.stop_ids[0]]
 
     def renders_tools(self, tools: Sequence[dict[str, Any]]) -> bool:
         """Whether the template renders tools; many ignore them silently."""
         prompt = [{"role": "user", "content": "a"}]
         return self._text(prompt, tools, True) != self._text(prompt, (), True)
+
+    def warnings(self, tools: Sequence[dict[str, Any]]) -> list[str]:
+        """What a user of these tools must know about the template, in sentences."""
+        if not tools:
+            return []
+        warnings = []
+        if not self.renders_tools(tools):
+            names = ", ".join(sorted(tool_names(tools)))
+            warnings.append(
+                f"the model's chat template shows no tools, so the prompt does not mention: {names}; write --describe-tools, or "
+                "give a template that does with --template FILE.jinja, or let the environment's first message explain them"
+            )
+        turns = [turn for _, turn in self.call_turns]
+        if turns and not any(self.syntax.parse(turn, PROBE_TOOLS).calls for turn in turns):
+            warnings.append(
+                f"the model's chat template writes tool calls in a way that {self.syntax.name} does not read: {turns[0][:99]!r}; "
+                "choose a known syntax with --tool-syntax, and give a template that writes it with --template FILE.jinja"
+            )
+        return warnings
+
+    def check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
+        """Refuse tools whose replies the template cannot render in any way."""
+        if tools and self.conversion.refusal:
+            raise RenderError(
+                "the chat template renders no tool reply, neither with the role tool nor as a user message "
+                f"({self.conversion.refusal:.200}); give another with --template FILE.jinja"
+            )
 
     # ------------------------------------------------------------ helpers
     def _is_append_only(self) -> bool:
@@ -165,42 +259,83 @@ class Renderer:
 
     def _text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], open_turn: bool) -> str:
         try:
+            if self._convert is not None:
+                messages = self._convert(messages, tools)
             return self._render(messages, tools, open_turn)
         except Exception as fault:  # templates raise any exception
             roles = [m.get("role") for m in messages]
             raise RenderError(f"the chat template refused a dialogue with roles {roles}: {fault}") from fault
 
-    def _find_stop_ids(self) -> tuple[int, ...]:
-        """The token the template writes after an assistant turn, then the tokenizer's own end of sequence."""
-        marker = "x7Q"
+    def _call_turns(self) -> list[tuple[str, str]]:
+        """How the template renders a turn that makes the call ``PROBE``: the form of its arguments, and the text. Templates that
+        write ids refuse those of another family."""
+        prompt: list[Message] = [{"role": "user", "content": "a"}]
+        turns = []
+        for form, probe in product((AS_OBJECTS, AS_JSON), (PROBE, replace(PROBE, id=f"functions.{PROBE.name}:0"))):
+            turn = {"role": "assistant", "content": "", "tool_calls": as_field((probe,), form)}
+            try:
+                before, text = (
+                    self._render(prompt, PROBE_TOOLS, False),
+                    self._render([*prompt, turn], PROBE_TOOLS, False),
+                )
+            except Exception:  # templates raise any exception
+                continue
+            if PROBE.arguments["word"] in text:
+                turns.append((form, text[_common_length(before, text) :]))
+        return turns
+
+    def _find_stop_ids(self) -> tuple[tuple[int, ...], int]:
+        """The token the template writes after an assistant turn, the one after a turn with a call, and the tokenizer's own end
+        of sequence; and again the one after a turn with a call."""
+        marker = PROBE.arguments["word"]
         text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}], (), False)
         if marker not in text:
             raise RenderError("the chat template does not render assistant messages; dialogues could not be followed")
-        after = self.encode(text[text.rindex(marker) + len(marker) :])
+        ends = self._specials_behind(marker, text)[:1]
+        markup = {*self.encode(self.syntax.example)} - {*self.encode(self.syntax.turn_end)}
+        call_ends = [i for _, turn in self.call_turns for i in self._specials_behind(marker, turn) if i not in markup][
+            -1:
+        ]
+        eos = self.tokenizer.eos_token_id
+        stops = tuple(dict.fromkeys([*ends, *call_ends, *([] if eos is None else [int(eos)])]))
+        if not stops:
+            raise RenderError("neither the chat template nor the tokenizer has a token that ends a turn")
+        return stops, (call_ends or stops)[0]
+
+    def _specials_behind(self, marker: str, text: str) -> list[int]:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         special = {*self.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-        ends = [i for i in after if i in special][:1]
-        eos = self.tokenizer.eos_token_id
-        if eos is not None and eos not in ends:
-            ends.append(int(eos))
-        if not ends:
-            raise RenderError("neither the chat template nor the tokenizer has a token that ends a turn")
-        return tuple(ends)
+        return [i for i in self.encode(text[text.rindex(marker) + len(marker) :]) if i in special]
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        return tuple(self.decode([i]) for i in self.stop_ids)
+
+    def _find_conversion(self, describe_tools: bool) -> tuple[TurnWriter, Conversion]:
+        """How turns are written and dialogues converted: by the first way with which the template continues a turn, if any."""
+        describe = describe_tools and not self.renders_tools(PROBE_TOOLS)
+        ways = []
+        for keep_empty_thought in (False, True):
+            forms = tuple(dict.fromkeys(form for form, _ in self.call_turns))
+            writer = TurnWriter(self.syntax, self._text, self.stop_texts, forms, keep_empty_thought)
+            turn = writer(HERMES.write((PROBE,)), PROBE_TOOLS)
+            end = self.decode([self.call_end])
+            conversion, continues = find_conversion(self._render, self.syntax, turn, end, describe)
+            if continues:
+                return writer, conversion
+            ways.append((writer, conversion))
+        return ways[0]
 
 
-def parse_action(text: str) -> Action:
-    """Parse the tool calls of a turn: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
-    calls: list[ToolCall] = []
-    faults: list[str] = []
-    for body in _TOOL_CALL.findall(text):
-        try:
-            value = json.loads(body)
-            name, arguments = value["name"], value.get("arguments", {})
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                raise TypeError
-            calls.append(ToolCall(name, arguments, id=str(len(calls))))
-        except ValueError as fault:  # not JSON, or a number of thousands of digits
-            faults.append(f"error: the tool call is not JSON: {getattr(fault, 'msg', 'a number is too long')}")
-        except (KeyError, TypeError, AttributeError, RecursionError):
-            faults.append('error: a tool call needs {"name": text, "arguments": object}')
-    return Action(text, tuple(calls), tuple(faults))
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends with the tag that opens the model's thinking."""
+    return prompt[-LONGEST_TAG:].rstrip().endswith(tuple(THINKING_TAGS))
+
+
+def _common_length(a: str, b: str) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _first_difference(text: str, rendered: str) -> str:
+    at = _common_length(text, rendered)
+    return f"the chat template writes {rendered[at : at + 40]!r} where the dialogue has {text[at : at + 40]!r}"

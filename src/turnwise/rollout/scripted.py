@@ -3,20 +3,22 @@ same episode loop as a model. Knows environments' methods; no engine and no loss
 
 from __future__ import annotations
 
-import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from turnwise.core.protocols import Action, Session
 from turnwise.core.records import Completion, Message, Origin, Sampling, Stop, Task, Trajectory
 from turnwise.core.seeds import stable_seed
-from turnwise.environments.contract import read_step
+from turnwise.environments.calls import call_environment
+from turnwise.environments.contract import read_messages, read_step
 from turnwise.errors import SettingError
 from turnwise.rollout.episode import Episode, EpisodeLimits
 from turnwise.rollout.renderer import Renderer
 
+ScriptedPolicy = Callable[[], Action | Awaitable[Action]]
 SCRIPTED_POLICIES = ("oracle", "random", "demonstrator")
 
 
@@ -24,11 +26,13 @@ SCRIPTED_POLICIES = ("oracle", "random", "demonstrator")
 class ScriptedSession:
     """Generates the text of the next action of ``act``, whatever the prompt."""
 
-    act: Callable[[], Action]
+    act: ScriptedPolicy
     renderer: Renderer
+    tools: Sequence[dict[str, Any]] = ()  # whose schemas tell texts from numbers
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
-        tokens = self.renderer.encode_turn(self.act().text)
+        action = await next_action(self.act)
+        tokens = self.renderer.encode_turn(self.renderer.turn_text(action.text, self.tools))
         zeros = [0.0] * len(tokens)
         return Completion(tokens, zeros, zeros, [0] * len(tokens), Stop.TOKEN)
 
@@ -45,7 +49,13 @@ class ScriptedSession:
         pass
 
 
-def scripted_policy(name: str, environment: Any, seed: int) -> Callable[[], Action]:
+async def next_action(act: ScriptedPolicy) -> Action:
+    """The next action, awaited where the environment plays in another process."""
+    action = act()
+    return await action if isinstance(action, Awaitable) else action
+
+
+def scripted_policy(name: str, environment: Any, seed: int) -> ScriptedPolicy:
     """A function that returns the next action of the named scripted policy in this environment."""
     rng = random.Random(seed)
     policies = {
@@ -56,6 +66,9 @@ def scripted_policy(name: str, environment: Any, seed: int) -> Callable[[], Acti
     if name not in policies:
         raise SettingError(f"no scripted policy {name!r}; known: {', '.join(SCRIPTED_POLICIES)}")
     method, act = policies[name]
+    remote = getattr(environment, "scripted_action", None)  # of an environment in another process
+    if remote is not None:
+        return partial(remote, method, seed)
     if not hasattr(environment, method):
         raise SettingError(f"{type(environment).__name__} has no {name} policy: write a method `{method}`")
     return act
@@ -66,23 +79,28 @@ async def play_scripted(
 ) -> Trajectory:
     """One episode of a scripted policy, as expert data: its tokens have no behaviour policy."""
     act = scripted_policy(policy, environment, stable_seed(policy, task.key, key))
-    episode = Episode(key, task, environment, ScriptedSession(act, renderer), renderer, Sampling(), limits)
+    session = ScriptedSession(act, renderer, tuple(getattr(environment, "tools", ())))
+    episode = Episode(key, task, environment, session, renderer, Sampling(), limits)
     played = await episode.run()
     turns = tuple(replace(turn, logp=(), mass=(), version=()) for turn in played.turns)
     return replace(played, turns=turns, origin=Origin.EXPERT)
 
 
-async def scripted_messages(policy: str, environment: Any, seed: int, turns: int) -> list[Message]:
-    """The messages of one scripted episode, for use before a tokenizer exists."""
+async def scripted_messages(
+    policy: str, environment: Any, seed: int, turns: int, seconds: float = 30.0
+) -> list[Message]:
+    """The messages of one scripted episode, for use before a tokenizer exists. The environment is called as in an episode,
+    so that several of them wait at the same time."""
+    inline = bool(getattr(type(environment), "inline", False))
+    call = partial(call_environment, seconds=seconds, inline=inline)
     act = scripted_policy(policy, environment, seed)
-    messages = list(environment.reset(seed))
+    messages = read_messages(await call(environment.reset, seed), "reset")
     for _ in range(turns):
-        action = act()
-        step = environment.step(action)
-        step = read_step(await step if inspect.isawaitable(step) else step)
+        action = await next_action(act)
+        step = read_step(await call(environment.step, action))
         messages += [action.message, *step.messages]
         if step.terminated or step.truncated:
             break
     if hasattr(environment, "close"):
-        environment.close()
+        await call(environment.close)
     return messages

@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from turnwise.core.text import clean
 from turnwise.errors import StoreError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -65,7 +66,7 @@ def explain_write_errors(target: Path) -> Iterator[None]:
 def write_json(target: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file atomically."""
     with atomic_write(target) as path:
-        path.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        path.write_text(clean(json.dumps(value, indent=2, ensure_ascii=False, default=str)) + "\n", encoding="utf-8")
 
 
 def remove_temporaries(directory: Path, name: str = "*") -> None:

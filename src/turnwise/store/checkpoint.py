@@ -69,7 +69,7 @@ def save_checkpoint(
         manifest = {"format": FORMAT, "step": step, "files": _digests(path)}
         (path / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     discard_after(directory, step)
-    _prune(directory, keep)
+    keep_newest(directory, keep)
     return target
 
 
@@ -189,7 +189,8 @@ def _unused_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}{suffix}"
 
 
-def _prune(directory: Path, keep: int) -> None:
+def keep_newest(directory: Path, keep: int) -> None:
+    """Remove all checkpoints but those of the newest ``keep`` steps."""
     kept_steps: set[int] = set()
     for path in checkpoints(directory):
         step = _step_and_attempt(path)[0]

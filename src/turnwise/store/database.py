@@ -68,6 +68,16 @@ CREATE TABLE IF NOT EXISTS mixed (          -- replayed or demonstrated trajecto
 )
 """
 
+TOKEN_COLUMNS_TABLE = """
+CREATE TABLE IF NOT EXISTS token_columns (  -- what an update computed for each token; older steps are pruned
+    step     INTEGER NOT NULL,              -- as in ``groups``: the number of steps completed before it
+    position INTEGER NOT NULL,              -- of the update within the step
+    head     TEXT    NOT NULL,
+    data     BLOB    NOT NULL,
+    PRIMARY KEY (step, position)
+)
+"""
+
 
 class Database:
     """One connection, shared by threads under a mutex."""
@@ -150,7 +160,8 @@ def _prepare(db: sqlite3.Connection) -> None:
     if is_empty and db.execute("PRAGMA application_id").fetchone()[0] == 0:
         db.executescript(CREATE_SCRIPT)  # an older version was killed before it wrote the tables
     if db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID:
-        db.execute(MIXED_TABLE)  # ledgers of older versions lack this table
+        db.execute(MIXED_TABLE)  # ledgers of older versions lack these tables
+        db.execute(TOKEN_COLUMNS_TABLE)
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:

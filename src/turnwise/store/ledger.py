@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from turnwise.core.records import Group, Task, Trajectory
+from turnwise.core.text import clean
 from turnwise.errors import RecordError, StoreError
 from turnwise.store import queries
 from turnwise.store.database import Database
 from turnwise.store.lock import ProcessLock
-from turnwise.store.queries import GroupCounts, GroupSummary
-from turnwise.store.resume import IssuedGroup, ResumePlan, record_seal, roll_back
-from turnwise.store.trajectory_codec import decode_task, encode, encode_task, to_utf8
+from turnwise.store.queries import EpisodeFacts, GroupCounts, GroupSummary
+from turnwise.store.resume import IssuedGroup, ResumePlan, digest, record_seal, roll_back
+from turnwise.store.token_columns import TokenColumns, write_columns
+from turnwise.store.trajectory_codec import decode_task, encode, encode_task
 
 
 class SqliteLedger:
@@ -95,7 +97,7 @@ class SqliteLedger:
 
     def record_mixed(self, trajectories: Iterable[Trajectory], step: int) -> None:
         """Record what else step ``step`` trains on: replayed trajectories, demonstrations. Call it *before* the update."""
-        rows = [(step, to_utf8(t.id), str(t.origin)) for t in trajectories]
+        rows = [(step, clean(t.id), str(t.origin)) for t in trajectories]
         if rows:
             with self._write() as db:
                 now = self._database.next_tick()
@@ -104,6 +106,15 @@ class SqliteLedger:
                     [(now, *row) for row in rows],
                 )
 
+    def keep_tokens(self, make: Callable[[], Sequence[TokenColumns]], step: int, steps: int) -> None:
+        """Store what the updates of step ``step`` computed for each token, and delete that of all but the last ``steps`` steps.
+
+        ``make`` copies the numbers from the device: it is called when they are written."""
+        tokens = make()
+        with self._write() as db:
+            write_columns(db, tokens)
+            db.execute("DELETE FROM token_columns WHERE step <= ?", (step - steps,))
+
     def drop(self, group_id: str, reason: str, step: int) -> None:
         """Drop a group that is in flight or finished, with a reason."""
         if not reason:
@@ -111,7 +122,7 @@ class SqliteLedger:
         with self._write() as db:
             row = self._require_state(group_id, "drop", "in_flight", "finished")
             sql = "UPDATE groups SET state = 'dropped', step = ?, dropped_at = ?, reason = ? WHERE row = ?"
-            db.execute(sql, (step, self._database.next_tick(), to_utf8(reason), row["row"]))
+            db.execute(sql, (step, self._database.next_tick(), clean(reason), row["row"]))
 
     # ---------------------------------------------------- checkpoints, resume
 
@@ -124,6 +135,10 @@ class SqliteLedger:
         with self._write(durable=True) as db:
             record_seal(db, step, self._database.next_tick())
 
+    def digest(self, step: int) -> str | None:
+        """A digest of what the seal of ``step`` covers, for the checkpoint to hold; None without such a seal."""
+        return digest(self._database.fetch_all, step)
+
     def flush(self) -> None:
         """Does nothing: this class writes immediately. :class:`turnwise.store.write_behind.WriteBehindLedger` defers writes."""
 
@@ -134,6 +149,7 @@ class SqliteLedger:
         """
         with self._write(resuming=True) as db:
             to_reissue, rolled_back = roll_back(db, step, self._database.next_tick(), keep_finished)
+            db.execute("DELETE FROM token_columns WHERE step >= ?", (step,))  # those steps are taken again
         self._writable = True
         return ResumePlan(
             tuple(map(queries.issued_group, to_reissue)), self.pending(), tuple(map(queries.issued_group, rolled_back))
@@ -180,6 +196,10 @@ class SqliteLedger:
         """Mixed-in trajectories in order: step, trajectory id, origin."""
         return queries.mixed(self._database)
 
+    def episode_facts(self) -> tuple[EpisodeFacts, ...]:
+        """Status, size and facts of every stored trajectory."""
+        return queries.episode_facts(self._database)
+
     def failures(self) -> dict[str, int]:
         """Numbers of failed trajectories by reason, most frequent first."""
         return queries.failures(self._database)
@@ -207,5 +227,5 @@ class SqliteLedger:
 def _row(trajectory: Trajectory) -> tuple[Any, ...]:
     record, tokens = encode(trajectory)
     success = None if trajectory.success is None else int(trajectory.success)
-    labels = (to_utf8(trajectory.id), str(trajectory.status), to_utf8(trajectory.reason))
+    labels = (clean(trajectory.id), str(trajectory.status), clean(trajectory.reason))
     return (*labels, float(trajectory.reward), success, len(trajectory.turns), trajectory.sampled, record, tokens)

@@ -2,7 +2,8 @@
 
 Uses a POSIX record lock and not ``flock``: a child forked by the writer inherits an ``flock`` and would keep the run
 locked after the writer is killed. Record locks do not exclude a second opener in the *same* process, hence the
-registry ``_held``. Does not know what it guards.
+registry ``_held``. The file holds the process id while the lock is held and is emptied on release: an id in an unlocked
+file is that of a process that died without releasing. Does not know what it guards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _held: set[str] = set()
 
 
 class ProcessLock:
-    """Acquired on construction; raises :class:`StoreError` with the holder's process id when the lock is taken."""
+    """Acquired on construction; raises :class:`StoreError` with the holder's process id when the lock is taken.
+
+    ``left_by``: the id of the last holder if it died without releasing, else empty."""
 
     def __init__(self, path: Path) -> None:
         self._name = os.path.realpath(path)
@@ -38,15 +41,24 @@ class ProcessLock:
                 holder = os.read(self._descriptor, 32).decode("ascii", "replace").strip()
                 os.close(self._descriptor)
                 raise _in_use(path, holder or "unknown") from error
+        self.left_by = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
+        self._process = os.getpid()
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(self._descriptor, f"{self._process}\n".encode(), 0)
         _held.add(self._name)
 
     def release(self) -> None:
         """Idempotent. Keeps the file: removing it would let two processes lock two different files of one name."""
-        if self._name in _held:
+        if self._name in _held and self._process == os.getpid():  # a forked child holds nothing
             _held.discard(self._name)
+            os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
+
+    def __enter__(self) -> ProcessLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def _in_use(path: Path, holder: int | str) -> StoreError:

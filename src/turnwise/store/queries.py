@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from turnwise.core.records import Group, Task, Trajectory
+from turnwise.core.records import Facts, Group, Status, Task, Trajectory
+from turnwise.core.text import clean
 from turnwise.errors import StoreError
 from turnwise.store.database import Database
 from turnwise.store.resume import IssuedGroup
-from turnwise.store.trajectory_codec import decode, decode_task, to_utf8
+from turnwise.store.trajectory_codec import decode, decode_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,17 @@ class GroupSummary:
     trajectories: tuple[str, ...]
     reward: float | None  # mean over its trajectories
     success: float | None  # success rate, where the environment reports success
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeFacts:
+    """One trajectory without tokens and messages."""
+
+    status: str
+    reason: str
+    sampled: int  # tokens
+    trained: bool
+    facts: Facts
 
 
 STATES = ("in_flight", "finished", "trained", "dropped")
@@ -82,7 +95,7 @@ def group(database: Database, group_id: str) -> Group:
 
 def trajectory(database: Database, trajectory_id: str) -> Trajectory:
     sql = "SELECT record, tokens FROM trajectories WHERE id = ? ORDER BY row DESC LIMIT 1"
-    rows = database.fetch_all(sql, (to_utf8(trajectory_id),))
+    rows = database.fetch_all(sql, (clean(trajectory_id),))
     if not rows:
         raise StoreError(f"there is no trajectory {trajectory_id!r} in {database.path}")
     return decode(rows[0]["record"], rows[0]["tokens"])
@@ -98,6 +111,24 @@ def mixed(database: Database) -> tuple[tuple[int, str, str], ...]:
 def failures(database: Database) -> dict[str, int]:
     sql = "SELECT reason, count(*) FROM trajectories WHERE status = 'failed' GROUP BY reason ORDER BY 2 DESC, 1"
     return {row[0]: row[1] for row in database.fetch_all(sql)}
+
+
+def episode_facts(database: Database) -> tuple[EpisodeFacts, ...]:
+    """All stored trajectories in order, without tokens and messages."""
+    rows = database.fetch_all(
+        "SELECT g.state, t.status, t.reason, t.sampled, t.record FROM trajectories t JOIN groups g ON g.row = t.owner"
+        " WHERE g.void = 0 ORDER BY t.row"
+    )
+    return tuple(
+        EpisodeFacts(
+            r["status"],
+            r["reason"],
+            r["sampled"],
+            r["state"] == "trained" and r["status"] != Status.FAILED,
+            json.loads(r["record"]).get("facts", {}),
+        )
+        for r in rows
+    )
 
 
 def find_group(database: Database, group_id: str) -> sqlite3.Row | None:

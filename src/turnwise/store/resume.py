@@ -24,8 +24,11 @@ Does not know about files, checkpoints or processes.
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from turnwise.core.records import Group, Task
 from turnwise.errors import RecordError, StoreError
@@ -77,11 +80,39 @@ def _seal_clock(db: sqlite3.Connection, step: int) -> int | None:
     return int(seals[0]["clock"])
 
 
+def digest(fetch: Callable[[str, Any], list[sqlite3.Row]], step: int) -> str | None:
+    """A digest of all that the ledger knew when the checkpoint of ``step`` was sealed: every transition of every group, and
+    size and reward of every trajectory. None without a seal. Later transitions, a rollback and pruned tokens do not change it.
+
+    The texts and tokens themselves are left out: reading them all at every checkpoint would cost more than the checkpoint."""
+    seals = fetch("SELECT clock FROM seals WHERE step = ? AND void = 0", (step,))
+    if not seals:
+        return None
+    seal, known = int(seals[0]["clock"]), hashlib.sha256()
+    past = ", ".join(
+        f"CASE WHEN {name} <= :seal THEN {name} END" for name in ("finished_at", "trained_at", "dropped_at")
+    )
+    groups = f"SELECT row, id, task, version, issued_at, {past} FROM groups WHERE issued_at <= :seal ORDER BY row"
+    trajectories = (
+        "SELECT t.owner, t.id, t.reward, t.turns, t.sampled FROM trajectories t JOIN groups g ON g.row = t.owner"
+        " WHERE g.finished_at <= :seal ORDER BY t.row"
+    )
+    for query in (groups, trajectories):
+        for values in fetch(query, {"seal": seal}):
+            known.update(repr(tuple(values)).encode())
+    return known.hexdigest()
+
+
 def roll_back(
     db: sqlite3.Connection, step: int, now: int, keep_finished: bool
 ) -> tuple[list[sqlite3.Row], list[sqlite3.Row]]:
     """Apply the rules above inside the caller's transaction; return the rows to reissue and those rolled back."""
     seal = _seal_clock(db, step)
+    if seal is None and db.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is None:
+        raise StoreError(
+            f"the ledger is empty, and the run has a checkpoint of step {step}: which groups were trained on is unknown; "
+            "restore ledger.sqlite, or start a new run"
+        )
     # A ledger older than its checkpoint (power lost before the log reached the disk) does not know which finished groups
     # the weights were trained on. Reissuing all of them trains on none twice.
     values = {"seal": now - 1 if seal is None else seal, "now": now, "keep": keep_finished and seal is not None}

@@ -38,13 +38,8 @@ class RunDir:
         cls, root: str | Path, name: str, settings: Mapping[str, Any] | None = None, recipe: str = "", seed: int = 0
     ) -> RunDir:
         """Create a run with its ``run.json``. Both appear in one rename, so a kill never leaves a run without settings."""
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", name):
-            raise SettingError(f"{name!r} is not a valid run name; use letters, digits, '-', '_' and '.'")
+        check_run_name(root, name)
         target = Path(root) / name
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise StoreError(
-                f"{target} already exists and will not be overwritten; resume that run, or choose another name"
-            )
         metadata = {
             "format": FORMAT,
             "settings": dict(settings or {}),
@@ -78,6 +73,10 @@ class RunDir:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_json(self.summary, summary)
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
 
     @property
     def settings(self) -> Path:
@@ -114,6 +113,17 @@ class RunDir:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+
+def check_run_name(root: str | Path, name: str) -> None:
+    """Refuse a name that is not one, or that is taken."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", name):
+        raise SettingError(f"{name!r} is not a valid run name; use letters, digits, '-', '_' and '.'")
+    target = Path(root) / name
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise StoreError(
+            f"{target} already exists and will not be overwritten; resume that run, or choose another name"
+        )
 
 
 def runs(root: str | Path) -> list[RunDir]:

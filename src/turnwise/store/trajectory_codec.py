@@ -159,11 +159,6 @@ def _compress(data: bytes) -> bytes:
     return zlib.compress(data, 1, wbits=min(largest, max(smallest, len(data).bit_length())))
 
 
-def to_utf8(text: str) -> str:
-    """For database columns: replace lone surrogates (partly decoded tokens), invalid in UTF-8. The record stays exact."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def _dumps(value: Any) -> str:
     # escaped to ASCII: a lone surrogate from a partly decoded token is not valid UTF-8 for the database
     return _JSON.encode(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from turnwise.core.records import Group, Task, Trajectory
@@ -18,6 +18,7 @@ from turnwise.errors import RecordError, StoreError
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.queries import GroupCounts
 from turnwise.store.resume import ResumePlan
+from turnwise.store.token_columns import TokenColumns
 
 
 class WriteBehindLedger:
@@ -57,6 +58,9 @@ class WriteBehindLedger:
     def record_mixed(self, trajectories: Iterable[Trajectory], step: int) -> None:
         self._queue.append(partial(self._ledger.record_mixed, tuple(trajectories), step))
 
+    def keep_tokens(self, make: Callable[[], Sequence[TokenColumns]], step: int, steps: int) -> None:
+        self._queue.append(partial(self._ledger.keep_tokens, make, step, steps))
+
     def drop(self, group_id: str, reason: str, step: int) -> None:
         self._queue.append(partial(self._ledger.drop, group_id, reason, step))
 
@@ -65,6 +69,10 @@ class WriteBehindLedger:
     def seal(self, step: int) -> None:
         self.flush()
         self._ledger.seal(step)
+
+    def digest(self, step: int) -> str | None:
+        self.flush()
+        return self._ledger.digest(step)
 
     def resume(self, step: int, keep_finished: bool = True) -> ResumePlan:
         self.flush()

@@ -120,7 +120,8 @@ def _bubblewrap(interpreter: Interpreter) -> list[str]:
     ]
     # root stays root until a session changes its user; any other user needs a user namespace to get capabilities
     out += [] if _is_root() else ["--unshare-user"]
-    for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):  # of the zygote; a session drops all of them
+    # of the zygote, which must also end and measure processes of other users; a session drops all of them
+    for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_SYS_PTRACE"):
         out += ["--cap-add", capability]
     # name the parent directories, or bwrap creates them accessible to its own user only
     for folder in sorted({str(parent) for path in (*interpreter.trees, *DEVICES) for parent in PurePath(path).parents}):
@@ -145,7 +146,7 @@ def _no_prefix(interpreter: Interpreter) -> list[str]:
 
 
 _BLOCKS = "network, files outside system libraries and a private scratch directory, other processes"
-_LIMITED = "more than the allowed processes, memory and CPU time"
+_LIMITED = "more than the allowed processes, memory, scratch space and CPU time"
 _DOES_NOT_BLOCK = "bugs in the kernel itself, timing side channels"
 ISOLATIONS: tuple[Isolation, ...] = (
     Isolation(
@@ -162,8 +163,8 @@ ISOLATIONS: tuple[Isolation, ...] = (
     ),
     Isolation(
         "landlock",
-        f"{_BLOCKS}, any child process, more than the allowed memory and CPU time",
-        f"{_DOES_NOT_BLOCK}, asking whether a file exists, filling the disk of the scratch directory with many files",
+        f"{_BLOCKS}, any child process, more than the allowed memory, scratch space and CPU time",
+        f"{_DOES_NOT_BLOCK}, asking whether a file exists, how large it is and where a link points",
         _landlock_unavailable,
         _no_prefix,
     ),

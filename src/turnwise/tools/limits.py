@@ -15,10 +15,10 @@ class SandboxLimits:
 
     wall_seconds: float = 5.0  # of one call
     cpu_seconds: int = 60  # of one process, over the whole session
-    memory_bytes: int = 512 * MIB  # address space of one process
+    memory_bytes: int = 512 * MIB  # address space of one process, and resident memory of all processes together
     output_bytes: int = 4 * KIB  # of one result; the remainder is cut, with a note
     source_bytes: int = 64 * KIB  # of one call
-    scratch_bytes: int = 32 * MIB  # of the private scratch directory, and of one file in it
+    scratch_bytes: int = 32 * MIB  # of the private scratch directory (at most 4,096 files), and of one file in it
     processes: int = 16  # processes and threads together; 1: the code may start none
     open_files: int = 64
 

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from turnwise.core.text import clean
 from turnwise.errors import ToolFault
 from turnwise.tools.limits import SandboxLimits
 from turnwise.tools.zygote import START_SECONDS, Garbled, Gone, Hung, SandboxWorker, WorkerExit
@@ -165,6 +166,8 @@ def _failure_text(failure: Exception, exit_status: WorkerExit | None, limits: Sa
         exit_status.cpu_seconds >= limits.cpu_seconds or exit_status.code == -signal.SIGXCPU
     ):
         return f"CPU time limit of {limits.cpu_seconds} s"
+    if exit_status is not None and exit_status.limit:
+        return exit_status.limit
     if isinstance(failure, Hung):
         return f"time limit of {limits.wall_seconds:g} s"
     if isinstance(failure, Garbled):
@@ -191,7 +194,7 @@ def _result(message: dict[str, Any], request_id: str, began: float) -> Execution
     output, ok = message.get("output"), message.get("ok")
     if message.get("id") != request_id or not isinstance(output, str) or not isinstance(ok, bool):
         raise Garbled("not the answer to this call")
-    return ExecutionResult(output.encode("utf-8", "replace").decode(), ok, time.perf_counter() - began)
+    return ExecutionResult(clean(output), ok, time.perf_counter() - began)
 
 
 def _receive(worker: SandboxWorker, deadline: float) -> dict[str, Any]:

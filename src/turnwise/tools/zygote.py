@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import socket
 import struct
 import subprocess
@@ -22,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ToolFault
+from turnwise.tools.guest.scratch import remove_tree
 from turnwise.tools.isolation import ENVIRONMENT, Interpreter, Isolation
 from turnwise.tools.limits import SandboxLimits
 
 START_SECONDS = 20.0  # for an interpreter to start or to end a session on a loaded machine
-MODULES = ("landlock", "seccomp", "confine", "repl", "zygote")
+MODULES = ("landlock", "seccomp", "confine", "scratch", "monitor", "repl", "zygote")
 BOOT = """
 import json, socket, sys, types
 control = socket.socket(fileno=0)
@@ -43,6 +43,10 @@ module.main(control, boot["config"])
 """
 
 
+# one sequence for all pools of this process: a session's user id comes from its number, and the process limit counts users
+_session_numbers = itertools.count(1)
+
+
 class Hung(Exception):
     """No reply arrived before the deadline."""
 
@@ -57,10 +61,11 @@ class Garbled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """How a worker ended: its exit code (negative: a signal; None: we killed it) and its CPU time."""
+    """How a worker ended: its exit code (negative: a signal; None: we killed it), its CPU time and the limit it exceeded."""
 
     code: int | None
     cpu_seconds: float
+    limit: str = ""  # the limit for which it was killed, in words
 
 
 def _modules() -> list[tuple[str, str]]:
@@ -80,7 +85,6 @@ class ZygoteHandle:
         self.alive = False
         self.landlock = False
         self._lock = threading.Lock()
-        self._ids = itertools.count(1)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_SECONDS)
         with theirs, tempfile.TemporaryFile() as errors:
@@ -124,7 +128,7 @@ class ZygoteHandle:
         with theirs:
             try:
                 with self._lock:
-                    number = next(self._ids)
+                    number = next(_session_numbers)
                     self._send({"spawn": number}, theirs.fileno())
             except OSError as error:
                 ours.close()
@@ -143,7 +147,7 @@ class ZygoteHandle:
         except (OSError, ValueError):
             self.close()  # it does not reply: end all sessions; the next one starts a new zygote
             return None
-        return WorkerExit(answer["status"], answer["cpu"]) if answer else None
+        return WorkerExit(answer["status"], answer["cpu"], answer["reason"]) if answer else None
 
     def check(self) -> bool:
         """Whether the process still runs."""
@@ -161,7 +165,7 @@ class ZygoteHandle:
         except subprocess.TimeoutExpired:
             self._kill()
         if self._scratch:  # exists only if the zygote was killed before it could clean up
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            remove_tree(self._scratch)
 
     def _kill(self) -> None:
         self._control.close()

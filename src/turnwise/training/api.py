@@ -1,65 +1,142 @@
-"""Start, resume and rehearse a run. Settings are refused here, before anything is written."""
+"""Start, resume and rehearse a run. Settings are refused here, before anything is written; the cheapest checks come first,
+so that a misspelt name is answered before torch is imported."""
 
 from __future__ import annotations
 
-import re
-import tempfile
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from turnwise import environments
 from turnwise.config.settings import Settings
+from turnwise.core.deferred_module import defer, load_deferred
 from turnwise.core.protocols import Listener
-from turnwise.errors import SettingError, nearest
-from turnwise.recipes.recipe import Recipe
+from turnwise.errors import SettingError
 from turnwise.store.rundir import RunDir
-from turnwise.training import engines
-from turnwise.training.env_spec import resolve_settings
-from turnwise.training.events import RunEvents, silent
-from turnwise.training.plan import RunPlan, validate
-from turnwise.training.trainer import TRACKERS, Trainer
+from turnwise.training import dry_run as dry_running
+from turnwise.training.env_spec import EnvSpec, chosen_for_model, resolve_settings
+from turnwise.training.events import silent
+from turnwise.training.extend import changed_settings, extend
+from turnwise.training.given_rows import name_rewards
+from turnwise.training.inputs import GivenObjects, RunInputs, collect_inputs
+from turnwise.training.interrupt import Result, StopSignals, in_event_loop
+from turnwise.training.preflight import check_at_once, check_with_recipe
+
+if TYPE_CHECKING:
+    from turnwise.recipes.recipe import Recipe
+
+TORCH = "torch"
 
 
-def train(listen: Listener = silent, recipe: Recipe | None = None, **settings: Any) -> dict[str, Any]:
+def train(
+    listen: Listener | None = None,
+    recipe: Recipe | Callable[..., Recipe] | None = None,
+    *,
+    config: str | Path = "",
+    quiet: bool = False,
+    tokenizer: Any = None,
+    **settings: Any,
+) -> dict[str, Any]:
     """Train an agent and return the summary of the run.
 
-    ``train(method="grpo", env="calculator", steps=50)``, or with a recipe of your own: ``train(recipe=Recipe(...), ...)``
+    ``train(method="grpo", env="calculator", steps=50)``; with your own classes and objects: ``train(env=MyEnvironment,
+    method=my_recipe, model=my_model, tokenizer=my_tokenizer)``; or from a file: ``train(config="run.yaml", lr=1e-5)``.
+
+    Progress is shown in a terminal and in a notebook unless ``quiet``; ``listen`` receives the events instead. Ctrl-C, or
+    interrupting the cell, writes a checkpoint, from which ``resume`` continues.
     """
-    plan = RunPlan.from_settings(resolve_settings({**settings, "method": "own"} if recipe else settings), recipe)
-    validate(plan)
-    for tracker in plan.settings.trackers:
-        if tracker not in TRACKERS:
-            raise SettingError(f"there is no tracker {tracker!r}; {nearest(tracker, TRACKERS)}")
-    s, threads = plan.settings, engines.select_threads(plan.settings)
-    recorded = {**s.as_dict(), "threads": threads}  # a resumed run uses as many: sums depend on it in the last bits
-    run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed)
-    return Trainer(plan, run_dir, RunEvents(listen), threads).run()
+    if listen is not None and not callable(listen):
+        raise SettingError(
+            f"the first argument is a function that receives events, not {listen!r}; write method={listen!r}"
+        )
+    defer(TORCH)
+    inputs = collect_inputs(settings, config, recipe, tokenizer)
+    chosen = resolve_settings(inputs.values, inputs.given.env_class)
+    check_at_once(chosen, inputs.given)
+    _check_requirements(chosen, inputs)
+    with _listener(listen, quiet) as shown:
+        notes = chosen_for_model(inputs.values, inputs.given.env_class)
+        return _run(lambda stop: _launch().start_run(chosen, inputs.recipe, inputs.given, shown, stop, notes))
 
 
-def resume(path: str | Path, listen: Listener = silent, recipe: Recipe | None = None) -> dict[str, Any]:
-    """Continue a run that was stopped at any moment. A run with a recipe of your own needs it again."""
+def resume(
+    path: str | Path,
+    listen: Listener | None = None,
+    recipe: Recipe | Callable[..., Recipe] | None = None,
+    *,
+    env: Any = None,
+    reward: Any = None,
+    agent: Any = None,
+    quiet: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Continue a run that was stopped at any moment; ``resume(run, steps=200)`` extends one.
+
+    A recipe, environment, environment argument, reward or agent that ``train`` was given as an object must be given again.
+    """
     run_dir = RunDir.open(path)
-    facts = run_dir.metadata()
-    plan = RunPlan.from_settings(Settings.of(facts["settings"]), recipe)
-    if repr(plan.recipe) != facts["recipe"]:
-        raise SettingError(f"this run was started with another recipe: {facts['recipe']}")
-    return Trainer(plan, run_dir, RunEvents(listen), plan.settings.threads).run()
+    settings = Settings.of(run_dir.metadata()["settings"])
+    changed_settings(settings, changes)  # refuses before the engines are imported
+    env_class = environments.name_of(env)[1] if env is not None and not isinstance(env, str) else None
+    given = GivenObjects(env_class, rewards=name_rewards({"reward": reward}), agent=agent)
+    own = _given_recipe(recipe, settings)
+    if given.env_class is None:
+        environments.load(env if isinstance(env, str) else settings.env)
+    message = ""
+    if changes:
+        settings, message = extend(run_dir, settings, changes, _launch().run_dir_step(run_dir))
+    with _listener(listen, quiet) as shown:
+        return _run(lambda stop: _launch().continue_run(run_dir, settings, own, given, shown, stop, message))
 
 
-def free_name(settings: Settings) -> str:
-    """A name that no run in the output folder has: method, environment, seed, a number."""
-    env = re.sub(r"[^\w-]+", "-", settings.env.split(":")[-1])
-    base = f"{settings.title}-{env}-s{settings.seed}"
-    n = 1
-    while (Path(settings.out) / f"{base}-{n}").exists():
-        n += 1
-    return f"{base}-{n}"
+def dry_run(listen: Listener | None = None, **settings: Any) -> dict[str, Any]:
+    """Three real steps at these settings in a temporary folder; ``estimate`` in the result says what the whole run will take."""
+    return dry_running.dry_run(train, listen or silent, settings)
 
 
-def dry_run(listen: Listener = silent, **settings: Any) -> dict[str, Any]:
-    """Everything up to one real batch and one real update, in a temporary folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        tasks = 4 if int(settings.get("eval_tasks", 4)) else 0
-        settings |= {"out": folder, "name": "dry", "steps": 1, "eval_tasks": tasks, "trackers": ()}
-        if int(settings.get("cold_steps", -1)) != 0 and settings.get("model", "tiny") == "tiny":
-            settings["cold_steps"] = 2
-        return train(listen, **settings)
+# --------------------------------------------------------------------- helpers
+
+
+def _launch() -> Any:
+    """The module that imports the engines, late."""
+    load_deferred(TORCH)  # before a run starts threads
+    from turnwise.training import launch
+
+    return launch
+
+
+def _check_requirements(settings: Settings, inputs: RunInputs) -> None:
+    """What the method requires of environment and settings: needs the recipe, which is built before torch is loaded."""
+    from turnwise.training.run_recipe import make_recipe
+
+    env_spec = EnvSpec.from_settings(settings, inputs.given.env_class, inputs.given.agent)
+    check_with_recipe(settings, make_recipe(settings, inputs.recipe), env_spec)
+
+
+def _given_recipe(recipe: Any, settings: Settings) -> Any:
+    """The recipe to resume with: an object, or a function called with the recorded hyper-parameters."""
+    if recipe is None or not callable(recipe):
+        return recipe
+    return recipe(**settings.method_options)
+
+
+def _run(work: Callable[[StopSignals], Result]) -> Result:
+    """Run in this thread; in one of its own where this one already runs an event loop."""
+    stop = StopSignals()
+    return stop.run_in_thread(lambda: work(stop)) if in_event_loop() else work(stop)
+
+
+@contextlib.contextmanager
+def _listener(listen: Listener | None, quiet: bool) -> Iterator[Listener]:
+    """What receives the events: the caller's listener, else a display where somebody watches, else nothing."""
+    if listen is not None or quiet:
+        yield listen or silent
+        return
+    from turnwise.observe.notebook import default_display
+
+    shown: Callable[[str, Mapping[str, Any]], None] = default_display() or silent
+    try:
+        yield shown
+    finally:
+        shown("end", {})

@@ -1,50 +1,38 @@
-"""Parts of a run from its settings: recipe, tokenizer, model, episode player, evaluator. No loop, no engine, no formula."""
+"""Parts of a run from its settings: tokenizer, model, episode player, evaluator. No loop, no engine, no formula."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from turnwise import recipes
 from turnwise.config.settings import Settings
-from turnwise.core.protocols import Generator, Session
+from turnwise.core.protocols import Generator, GroupScorer, Learner, Session
 from turnwise.core.records import Sampling, Task, Trajectory
 from turnwise.errors import SettingError
 from turnwise.evaluation.evaluator import Evaluator
+from turnwise.models import loading
 from turnwise.models.fetch import resolve
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
-from turnwise.recipes import catalogue
-from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.episode import Episode
+from turnwise.rollout.guidance.support import SupportResolver
 from turnwise.rollout.renderer import CHATML, Renderer
 from turnwise.rollout.scripted import scripted_messages
-from turnwise.tasks.budgets import Fixed
+from turnwise.training.agents import agent_play
 from turnwise.training.env_spec import EnvSpec
+from turnwise.training.exact_metrics import exact_metrics
+from turnwise.training.opponents import SeatPlan
+from turnwise.training.requirements import check_cold_start
 
 TINY = "tiny"
 transformers_logging.disable_progress_bar()  # our own progress display is enough
 CORPUS = 300  # scripted dialogues the tiny tokenizer is trained on
-
-
-def make_recipe(settings: Settings, recipe: Recipe | None = None) -> Recipe:
-    """The method's recipe, or the user's own, with another method's credit where asked for, and the run's budget and passes."""
-    recipe = recipe or recipes.build(settings.method, **settings.method_options)
-    if settings.credit:
-        recipe = catalogue.with_credit(recipe, settings.credit, settings.credit_options)
-    budget = recipe.budget
-    return replace(
-        recipe,
-        budget=Fixed(settings.groups or budget.groups, settings.group_size or budget.size),
-        control=recipe.control.with_passes(settings.epochs, settings.minibatches),
-    )
+CORPUS_WAVE = 100  # of them that are played at the same time
 
 
 # ---------------------------------------------------------- tokenizer, model
@@ -57,13 +45,15 @@ def load_tokenizer(settings: Settings, env_spec: EnvSpec, path: Path | None = No
             tokenizer_corpus(env_spec), settings.vocabulary, getattr(env_spec.env_class, "symbols", "")
         )
     source = str(path or resolve(settings.teacher if settings.model == TINY else settings.model))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as fault:
-        raise SettingError(no_model(source, fault)) from fault
+    tokenizer = loading.load_tokenizer(source)
     if settings.template:
         tokenizer.chat_template = _template(settings.template)
     return tokenizer
+
+
+def make_renderer(settings: Settings, tokenizer: Any) -> Renderer:
+    """The renderer of a run: its tokenizer with the settings for its chat template."""
+    return Renderer(tokenizer, settings.template_options, settings.tool_syntax, settings.describe_tools)
 
 
 def byte_tokenizer() -> Any:
@@ -79,26 +69,23 @@ def _template(name: str) -> str:
     return Path(name).read_text(encoding="utf-8")
 
 
-def require_demonstrations(env_spec: EnvSpec) -> None:
-    if not env_spec.can_demonstrate:
-        raise SettingError(
-            f"the tiny model knows no language, and {env_spec.settings.env} has no `demonstrate` and `oracle` to start it "
-            "from; write both, or give a trained model with --model"
-        )
-
-
 def tokenizer_corpus(env_spec: EnvSpec) -> list[str]:
     """The texts the tiny tokenizer is trained on: scripted dialogues, and the names of the tools."""
-    require_demonstrations(env_spec)
+    check_cold_start(env_spec.settings, env_spec)
     tasks = env_spec.tasks("train", "tokenizer")
+
+    async def play_one(n: int) -> list[str]:
+        task = tasks.draw(n)
+        policy = "demonstrator" if n % 2 else "oracle"
+        limits, env = env_spec.limits, env_spec.make(task)
+        messages = await scripted_messages(policy, env, task.seed, limits.turns, limits.environment_seconds)
+        return [m["content"] for m in messages]
 
     async def play() -> list[str]:
         texts: list[str] = []
-        for n in range(CORPUS):
-            task = tasks.draw(n)
-            policy = "demonstrator" if n % 2 else "oracle"
-            messages = await scripted_messages(policy, env_spec.make(task), task.seed, env_spec.limits.turns)
-            texts += [m["content"] for m in messages]
+        for i in range(0, CORPUS, CORPUS_WAVE):  # in order, so that the tokenizer does not depend on who finishes first
+            for dialogue in await asyncio.gather(*map(play_one, range(i, min(CORPUS, i + CORPUS_WAVE)))):
+                texts += dialogue
         return texts
 
     tool_names = " ".join(tool["function"]["name"] for tool in env_spec.tools)
@@ -110,31 +97,11 @@ def load_model(settings: Settings, vocabulary: int, path: Path | None = None) ->
         s = settings
         return tiny_model(vocabulary, s.seed, hidden=s.hidden, layers=s.layers, context=s.context, copying=s.copying)
     source = str(path or resolve(settings.model))
-    try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as fault:
-        raise SettingError(no_model(source, fault)) from fault
+    return loading.load_causal_lm(source)
 
 
 def load_teacher(settings: Settings) -> PreTrainedModel | None:
     return load_model(replace(settings, model=settings.teacher), 0) if settings.teacher else None
-
-
-def no_model(source: str, fault: Exception) -> str:
-    """The message for a model that could not be loaded."""
-    why = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
-    if _is_path(source) and not os.path.isdir(source):  # otherwise the message would speak of a hub repository
-        why = "this is a file, not a folder" if os.path.exists(source) else "there is no such folder"
-    return (
-        f"no model could be loaded from {source!r}: {why}; "
-        "write a folder in Hugging Face layout, a hub id such as Qwen/Qwen3-0.6B, tiny, "
-        "or smollm2 (after `turnwise model fetch smollm2`)"
-    )
-
-
-def _is_path(source: str) -> bool:
-    """Whether this can only be a path: a hub id is a name, or an owner and a name."""
-    return source.startswith((".", "/", "~")) or source.count("/") > 1 or os.path.exists(source)
 
 
 # ------------------------------------------------------------------- episodes
@@ -150,14 +117,34 @@ def sampling_settings(settings: Settings, temperature: float | None = None) -> S
     )
 
 
-def make_play(env_spec: EnvSpec, renderer: Renderer, sampling: Sampling, record_masked: bool = False) -> Any:
+def make_play(
+    env_spec: EnvSpec,
+    renderer: Renderer,
+    sampling: Sampling,
+    record_masked: bool = False,
+    seats: SeatPlan | None = None,
+) -> Any:
     """A ``EpisodeRunner``: one episode of one task with one session. ``record_masked`` also records each prompt with its latest
-    observation masked."""
+    observation masked. ``seats`` says who plays those that are not the policy's."""
 
-    limits = env_spec.limits
+    limits, s = env_spec.limits, env_spec.settings
+    if env_spec.agent is not None:
+        return agent_play(
+            env_spec.try_make, env_spec.agent, renderer, sampling, limits, s.agent_seconds, env_spec.columns
+        )
+
+    resolver = SupportResolver(env_spec.make, renderer, limits, env_spec.tools)
 
     async def play(key: str, task: Task, session: Session, temperature_scale: float = 1.0, **more: Any) -> Trajectory:
+        if more.get("support") is not None:
+            try:
+                more["support"] = await resolver.resolve(more["support"], task)
+            except Exception as fault:  # raised by the environment
+                session.close()
+                return Trajectory(key, task, ()).failed(f"no help for this task: {fault}")
         env = env_spec.try_make(task)
+        if seats is not None:
+            more["others"] = seats(key, task, env, session)
         return await Episode(
             key, task, env, session, renderer, sampling, limits, temperature_scale, record_masked, **more
         ).run()
@@ -165,8 +152,18 @@ def make_play(env_spec: EnvSpec, renderer: Renderer, sampling: Sampling, record_
     return partial(play)
 
 
-def make_evaluator(env_spec: EnvSpec, renderer: Renderer, generator: Generator) -> Evaluator:
-    """Plays held-out tasks with what ``generator`` samples at the temperature of evaluations."""
+def make_evaluator(
+    env_spec: EnvSpec,
+    renderer: Renderer,
+    generator: Generator,
+    scorer: GroupScorer | None = None,
+    learner: Learner | None = None,
+) -> Evaluator:
+    """Plays held-out tasks with what ``generator`` samples at the temperature of evaluations. ``learner`` holds the same policy,
+    for the metrics that need its probabilities."""
     s = env_spec.settings
     play = make_play(env_spec, renderer, sampling_settings(s, s.eval_temperature))
-    return Evaluator(s, generator, play, env_spec.first_tasks)
+    exact = (
+        partial(exact_metrics, env_spec.env_class, renderer, learner, s.eval_temperature or 1.0) if learner else dict
+    )
+    return Evaluator(s, generator, play, env_spec.first_tasks, scorer, exact)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise.algebra.aggregate import Mean
@@ -28,7 +29,8 @@ from turnwise.errors import EnvironmentFault, SettingError
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import play_scripted
-from turnwise.training import engines
+from turnwise.training import build, engines
+from turnwise.training.agents import agent_demonstrator, play_demonstration
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.events import RunEvents
 
@@ -50,9 +52,11 @@ def cold_start(
     count = min(settings.cold_demos, steps * settings.cold_batch)
     with events.stage("demonstrations", count, "episodes"):
         demo_tasks = [tasks.draw(n) for n in range(count)]
-        demos = demonstrations(demo_tasks, env_spec.make, Renderer(tokenizer), env_spec.limits)
-    share = sum(bool(t.success) for t in demos) / len(demos)
-    events.message(f"{len(demos)} demonstrations of mixed quality: {share:.0%} of them succeed")
+        renderer, wording = build.make_renderer(settings, tokenizer), agent_demonstrator(env_spec.agent)
+        agent = env_spec.agent
+        by_agent = partial(play_demonstration, agent, wording) if agent is not None and wording else None
+        demos = demonstrations(demo_tasks, env_spec.make, renderer, env_spec.limits, play_one=by_agent)
+    events.message(f"{len(demos)} demonstrations of mixed quality: {quality(demos)}")
     learner = engines.make_cold_start_learner(settings, model, steps)
     with events.stage("cold start", steps):
         start = time.perf_counter()
@@ -64,24 +68,30 @@ def cold_start(
         imitate(learner, demos, steps, settings.cold_batch, stable_seed(settings.seed, "cold start"), report)
 
 
+def quality(demos: Sequence[Trajectory]) -> str:
+    """The share that succeeds, or the mean reward where no success is reported."""
+    if all(t.success is None for t in demos):
+        return f"their mean reward is {sum(t.reward for t in demos) / len(demos):.3g}"
+    return f"{sum(bool(t.success) for t in demos) / len(demos):.0%} of them succeed"
+
+
 def demonstrations(
     tasks: Sequence[Task],
     open_environment: Callable[[Task], object],
     renderer: Renderer,
     limits: EpisodeLimits,
     player: str = "demonstrator",
+    play_one: Callable[..., Coroutine[Any, Any, Trajectory]] | None = None,
 ) -> list[Trajectory]:
-    """One scripted episode of each task."""
+    """One episode of each task: of a scripted policy, or by ``play_one``."""
+    play_one = play_one or partial(play_scripted, player)
 
     async def play() -> list[Trajectory]:
         played: list[Trajectory] = []
         for i in range(0, len(tasks), 64):  # enough at once to hide the tools' latency, few enough to fit in memory
             some = enumerate(tasks[i : i + 64], start=i)
             played += await asyncio.gather(
-                *(
-                    play_scripted(player, open_environment(task), f"demo.{n}", task, renderer, limits)
-                    for n, task in some
-                )
+                *(play_one(open_environment(task), f"demo.{n}", task, renderer, limits) for n, task in some)
             )
         return played
 

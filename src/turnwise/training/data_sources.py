@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import LedgerProtocol
@@ -20,7 +19,7 @@ from turnwise.data.demonstrations import DemonstrationContext, Demonstrations, R
 from turnwise.data.files import LineErrors, digest
 from turnwise.data.ledger_reader import trajectory_reader
 from turnwise.data.mixing import Mixture
-from turnwise.data.offline_source import OfflineSource, ShuffledSampler, split_held_out
+from turnwise.data.offline_source import OfflineSource, ShuffledSampler
 from turnwise.data.tokenize import DialogueTokenizer, build_groups, rows_by_task
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
@@ -28,6 +27,7 @@ from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.renderer import Renderer
 from turnwise.tasks.task_source import TaskList, TaskStream
 from turnwise.training.env_spec import EnvSpec
+from turnwise.training.prompt_data import PromptData, prompt_data, uses_prompts
 from turnwise.training.requirements import required_by
 
 SCRIPTED = {"oracle": "oracle", "demonstrator": "demonstrate"}  # scripted policies, and the method each needs
@@ -41,34 +41,41 @@ class DataSources:
     env_spec: EnvSpec
     recipe: Recipe
     rows: Dataset | None = None
+    prompts: PromptData | None = None  # rows of ``--data`` that are answered and rewarded
 
     @classmethod
     def from_settings(cls, settings: Settings, env_spec: EnvSpec, recipe: Recipe) -> DataSources:
         """Read the file, and refuse one that this method or this environment cannot use."""
         requires = required_by(recipe)
-        source = settings.data or ("" if settings.demos in SCRIPTED else settings.demos)
+        prompts = prompt_data(settings.as_dict()) if uses_prompts(settings.as_dict()) else None
+        source = settings.data if settings.offline else "" if settings.demos in SCRIPTED else settings.demos
         if settings.demos in SCRIPTED and not overrides(env_spec.env_class, SCRIPTED[settings.demos]):
             raise SettingError(f"{settings.env} has no {settings.demos}; give --demos a file of dialogues")
         if not source:
-            return cls(settings, env_spec, recipe)
+            return cls(settings, env_spec, recipe, prompts=prompts)
         rows = read_dataset(source, settings.env)
         _check_rows(rows, settings, env_spec, "pairs" in requires, "demonstrations" in requires)
         rows = _augment(rows, recipe, settings)
-        if settings.data:
+        if settings.offline:
             _check_columns(rows, requires, settings)
         elif "demonstrations" in recipe.replay.requires and not rows_by_task(rows):
             raise SettingError(
                 f"{settings.title} keeps a demonstration of each task; name a task in every row of {rows.path}"
             )
-        return cls(settings, env_spec, recipe, rows)
+        return cls(settings, env_spec, recipe, rows, prompts)
 
     @property
     def offline(self) -> bool:
-        return bool(self.settings.data)
+        return self.settings.offline
 
     def digests(self) -> dict[str, str]:
         """Digests of the files that a resumed run must find unchanged."""
-        return {} if self.rows is None else {str(self.rows.path): digest(self.rows.path)}
+        prompts = {} if self.prompts is None else self.prompts.digests()
+        return prompts if self.rows is None else {**prompts, str(self.rows.path): digest(self.rows.path)}
+
+    def messages(self) -> list[str]:
+        """What was read of a file of prompts, for the log."""
+        return [] if self.prompts is None else self.prompts.messages()
 
     def tasks(self) -> TaskStream:
         """The tasks to train on: those the rows name, where they name any; else the environment's stream."""
@@ -120,7 +127,7 @@ def _check_rows(rows: Dataset, settings: Settings, env_spec: EnvSpec, pairs: boo
     named = sum(row.task is not None for row in rows.rows if not row.is_pair)
     for row in rows.rows:
         problem = _wrong_kind(row, pairs, dialogues)
-        if not settings.data:
+        if not settings.offline:
             problem = problem or _wrong_task(row, settings, env_spec, named)
         if problem:
             faults.add(row.line, problem)
@@ -135,7 +142,7 @@ def _augment(rows: Dataset, recipe: Recipe, settings: Settings) -> Dataset:
     ratings = next((word.split()[1:] for word in requires if word.startswith("ratings ")), [])
     if not ratings:
         return rows
-    if not settings.data:
+    if not settings.offline:
         raise SettingError(
             f"{settings.title} picks among the answers to one prompt; write --data {rows.path}, not --demos"
         )
@@ -177,15 +184,4 @@ def _wrong_task(row: DatasetRow, settings: Settings, env_spec: EnvSpec, named: i
     return "" if task.difficulty in offered else f"difficulty {task.difficulty}; {settings.env} offers {offered}"
 
 
-def split(groups: list[Group], settings: Settings) -> tuple[list[Group], list[Group]]:
-    """Training groups and held-out groups of an offline run; refuses a run that could measure nothing."""
-    train, held_out = split_held_out(groups)
-    if not settings.eval_tasks and not any("chosen" in t.facts for g in held_out for t in g.trajectories):
-        raise SettingError(
-            f"with --eval-tasks 0 a run is measured by ranking held-out pairs, and {Path(settings.data)} leaves none to "
-            "hold out; give at least 20 pairs, or evaluate on tasks of --env"
-        )
-    return train, held_out
-
-
-__all__ = ["SCRIPTED", "DataSources", "split"]
+__all__ = ["SCRIPTED", "DataSources"]

@@ -16,19 +16,29 @@ import torch
 from transformers import PreTrainedModel
 
 from turnwise.config.settings import Settings
+from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import Generator, Learner
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.engines.generator.drafts import DraftingGenerator
 from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.generator.mirrored import MirroredGenerator
+from turnwise.engines.generator.opponents import OpponentGenerator, SelfPlayGenerator
 from turnwise.engines.kernels.dispatch import default_micro_batch
 from turnwise.engines.kernels.threads import measured_threads
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.policy_check import TOLERANCE, TOLERANCES, PolicyCheck, SeparatePolicyCheck
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.local_chat import LocalChat
 from turnwise.rollout.renderer import Renderer
+from turnwise.serve.policy_host import HostLimits
+from turnwise.training.judges import POLICY
+from turnwise.training.opponents import Opponents
+from turnwise.training.remote_generators import make_remote_generator
+from turnwise.training.requirements import check_ranks
 
 FP8 = torch.float8_e4m3fn
+JUDGE_CONTEXT = 8192  # ids that a policy reads when it judges; fewer if the model cannot
 
 
 def select_device(settings: Settings) -> torch.device:
@@ -82,16 +92,6 @@ def rollout_dtype(settings: Settings) -> torch.dtype | None:
         return torch.bfloat16 if device.type == "cuda" and learner_dtype == torch.bfloat16 else None
     dtypes = {"fp8": FP8, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return dtypes.get(settings.rollout_dtype)
-
-
-def check_precision(settings: Settings, recipe: Recipe) -> None:
-    """Refuse fp8 rollouts for a learner in another precision: their log-probabilities are off-policy."""
-    learner_fp8 = LearnerSettings(dtype=settings.dtype).fp8
-    if rollout_dtype(settings) == FP8 and not learner_fp8 and not recipe.corrects_off_policy:
-        raise SettingError(
-            f"{settings.title} treats its rollouts as samples of the learner's policy, and in fp8 they are not; write "
-            "--dtype fp8 (the learner rounds likewise), or take a method with a ratio (grpo) or one that corrects (tis, mis)"
-        )
 
 
 def policy_check_tolerance(settings: Settings) -> float:
@@ -151,6 +151,52 @@ def make_local_learner(
     )
 
 
+def check_rank_devices(settings: Settings) -> None:
+    """Refuse a device that does not exist, and more ranks than GPUs."""
+    device = select_device(settings)
+    if settings.ranks == 1 or device.type == "cpu":
+        return
+    cards = torch.cuda.device_count() if device.type == "cuda" else 0
+    if cards < settings.ranks:
+        raise SettingError(
+            f"ranks is {settings.ranks} and every rank needs a GPU of its own, but this machine has {cards} that torch can use; "
+            f"write --ranks {max(1, cards)}, or --device cpu"
+        )
+
+
+def make_sharded_learner(
+    settings: Settings, model: PreTrainedModel, recipe: Recipe, teacher: PreTrainedModel | None
+) -> Learner:
+    """A learner over ``settings.ranks`` processes. Each gets its share of the CPU threads."""
+    from turnwise.engines.sharded.sharded_learner import ShardedLearner  # late: imports FSDP
+
+    check_rank_devices(settings)
+    check_ranks(recipe, settings)
+    signals = recipe.objective.signals
+    return ShardedLearner(
+        model,
+        learner_settings(settings, recipe),
+        ranks=settings.ranks,
+        signals=signals,
+        threads=max(1, torch.get_num_threads() // settings.ranks),
+        critic=recipe.critics,
+        turn_critic=bool(signals & {*TURN_CRITIC, *TURN_CRITIC_TARGET}),
+        separate_critic=settings.critic == "separate",
+        teacher=teacher if Signal.TEACHER in signals else None,
+        device=select_device(settings),
+    )
+
+
+@contextlib.contextmanager
+def closing(learner: Learner) -> Iterator[None]:
+    """End the processes of a learner that has some."""
+    try:
+        yield
+    finally:
+        if (close := getattr(learner, "close", None)) is not None:
+            close()
+
+
 def make_cold_start_learner(settings: Settings, model: PreTrainedModel, steps: int) -> Learner:
     """A learner for ``steps`` supervised steps. RL begins with a fresh one."""
     cold_settings = LearnerSettings(
@@ -168,28 +214,95 @@ def make_cold_start_learner(settings: Settings, model: PreTrainedModel, steps: i
 # ------------------------------------------------------------------ generator
 
 
-def make_local_generator(
-    settings: Settings, model: PreTrainedModel, renderer: Renderer, deterministic: bool = True, dialogues: int = 0
-) -> LocalGenerator:
-    """A generator with its own copy of the model. ``dialogues`` is the most that are ever open at once besides an
-    evaluation's: cache rows beyond that only cost memory (6 GB for 256 rows of 512 ids of a model of 135 M)."""
+def cache_rows(settings: Settings, dialogues: int) -> int:
+    """Rows of the KV cache: for the dialogues of a run or its evaluation, at most the setting. 0 dialogues: any number."""
     needed = max(dialogues, settings.eval_tasks * settings.eval_samples, 1) if dialogues else settings.slots
+    return min(settings.slots, needed)
+
+
+def make_served_generator(
+    settings: Settings, model: PreTrainedModel, renderer: Renderer, limits: HostLimits
+) -> LocalGenerator:
+    """The generator of a server, with what a trainer asks for. It computes in a thread, so that the server answers meanwhile."""
+    on_cpu = select_device(settings).type == "cpu"
     return LocalGenerator(
         model,
         renderer.decode,
-        slots=min(settings.slots, needed),
+        slots=limits.slots,
+        context=limits.context,
+        stop_ids=limits.stop_ids,
+        deterministic=limits.deterministic,
+        device=select_device(settings),
+        dtype=rollout_dtype(settings),
+        threads=(limits.threads or torch.get_num_threads()) if on_cpu else 1,
+        share_weights=on_cpu,
+    )
+
+
+def make_local_generator(
+    settings: Settings, model: PreTrainedModel, renderer: Renderer, deterministic: bool = True, dialogues: int = 0
+) -> LocalGenerator:
+    """A generator with its own copy of the model; on a CPU a synchronous one shares the learner's weights, because it samples
+    nothing between an update and its publication (adapters are merged, so they need a copy). ``dialogues`` is the most that are
+    ever open at once besides an evaluation's: cache rows beyond that only cost memory (6 GB for 256 rows of 512 ids of a
+    model of 135 M)."""
+    return LocalGenerator(
+        model,
+        renderer.decode,
+        slots=cache_rows(settings, dialogues),
         context=settings.context,
         stop_ids=renderer.stop_ids,
         deterministic=deterministic,
         device=select_device(settings),
         dtype=rollout_dtype(settings),
+        share_weights=deterministic and not settings.lora_rank and select_device(settings).type == "cpu",
     )
+
+
+def with_opponents(
+    settings: Settings, generator: Generator, model: PreTrainedModel, renderer: Renderer
+) -> tuple[Generator, SelfPlayGenerator | None]:
+    """The generator of a run; where older policies hold other seats, beside one that has its own copy of the weights."""
+    setting = Opponents.parse(settings.opponents)
+    if setting.kind != "past":
+        return generator, None
+    assert isinstance(generator, LocalGenerator), "drafts are refused before"
+    opponents = OpponentGenerator(
+        model,
+        renderer.decode,
+        slots=generator.model_runner.kv_cache.rows,
+        context=settings.context,
+        stop_ids=renderer.stop_ids,
+        deterministic=generator.deterministic,
+        device=select_device(settings),
+        dtype=rollout_dtype(settings),
+    )
+    both = SelfPlayGenerator(generator, opponents, setting.new_pool(settings.seed))
+    return both, both
+
+
+def make_policy_judge(
+    settings: Settings, generator: Generator, model: PreTrainedModel, renderer: Renderer
+) -> tuple[Generator, Callable[[], ChatModel]]:
+    """The generator of a run, and its policy as a chat model where it judges itself. The judge has a generator of its own, whose
+    weights follow: it reads longer texts, and what it samples cannot change the batches of rollouts."""
+    if settings.judge != POLICY:
+        return generator, _no_policy
+    positions = getattr(model.config, "max_position_embeddings", None) or JUDGE_CONTEXT
+    context = min(int(positions), max(JUDGE_CONTEXT, settings.context))
+    own = replace(settings, context=context, slots=1, eval_tasks=1, eval_samples=1)
+    mirror = make_local_generator(own, model, renderer, settings.staleness == 0, dialogues=1)
+    return MirroredGenerator(generator, mirror), lambda: LocalChat(mirror, renderer, context)
+
+
+def _no_policy() -> ChatModel:
+    raise AssertionError("the judge is not the policy")
 
 
 # ------------------------------------------------------------------ factories
 
 GENERATORS: dict[str, Callable[..., Any]] = {"local": make_local_generator}
-LEARNERS: dict[str, Callable[..., Learner]] = {"local": make_local_learner}
+LEARNERS: dict[str, Callable[..., Learner]] = {"local": make_local_learner, "sharded": make_sharded_learner}
 
 
 def make_generator(
@@ -200,8 +313,18 @@ def make_generator(
     deterministic: bool,
     dialogues: int,
     engine: str = "local",
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Generator:
-    """The generator of a run, behind a cheaper one for drafts where the recipe samples drafts in lower precision."""
+    """The generator of a run, behind a cheaper one for drafts where the recipe samples drafts in lower precision. ``tell`` hears
+    of servers that are lost."""
+    if settings.generator:
+        if recipe.precision.drafts:
+            raise SettingError(
+                "this method samples drafts in lower precision, which servers cannot; leave --generator out"
+            )
+        rows, tolerance = cache_rows(settings, dialogues), policy_check_tolerance(settings)
+        threads = torch.get_num_threads() if select_device(settings).type == "cpu" else 0
+        return make_remote_generator(settings, model, renderer, deterministic, rows, tolerance, threads, tell)
     make = GENERATORS[engine]
     exact = make(settings, model, renderer, deterministic, dialogues)
     if not recipe.precision.drafts:
@@ -215,7 +338,7 @@ def make_learner(
     model: PreTrainedModel,
     recipe: Recipe,
     teacher: PreTrainedModel | None = None,
-    engine: str = "local",
+    engine: str = "",
 ) -> Learner:
-    """The learner of a run."""
-    return LEARNERS[engine](settings, model, recipe, teacher)
+    """The learner of a run: the named engine, or the one that the number of ranks asks for."""
+    return LEARNERS[engine or ("sharded" if settings.ranks > 1 else "local")](settings, model, recipe, teacher)

@@ -1,36 +1,129 @@
-"""Evaluate a run, a model or a scripted policy on an environment: what ``turnwise eval`` calls. Knows no statistics."""
+"""Evaluate a run, a model, a served model or a scripted policy on an environment: what ``turnwise eval`` calls. Knows no
+statistics. Torch is imported only where a model is loaded."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from turnwise.config.settings import Settings
+from turnwise.core.chat import ChatModel
+from turnwise.core.protocols import GroupScorer, Listener
 from turnwise.core.records import Task, Trajectory
 from turnwise.errors import SettingError
+from turnwise.evaluation.evaluator import scored
 from turnwise.evaluation.metrics import Evaluation, evaluate
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import play_scripted
+from turnwise.store.atomic import write_json
 from turnwise.store.rundir import RunDir
-from turnwise.training import build, engines
 from turnwise.training.env_spec import EnvSpec, resolve_settings
+from turnwise.training.events import silent
+from turnwise.training.judges import chained, check_reachable, open_judge
+from turnwise.training.preflight import TINY, check_device, check_model_name
+from turnwise.training.scoring import Decode, open_scorer
+from turnwise.training.served_policy import ServedPolicy, evaluate_served, failures
 
 SPLITS = ("held_out", "train")
+SHARED = ("env", "difficulty", "seed", "eval_tasks", "eval_samples", "eval_temperature", "max_turns", "env_seconds")
 
 
-def evaluate_policy(run: str, player: str, split: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary of an evaluation: whose policy, on which environment and split, with which result."""
+def evaluate_policy(
+    run: str,
+    player: str,
+    split: str,
+    overrides: Mapping[str, Any],
+    served: ServedPolicy | None = None,
+    listen: Listener = silent,
+    save: str = "",
+) -> dict[str, Any]:
+    """The summary of an evaluation: whose policy, on which environment and split, with which result. ``save``: a file for the
+    summary with the first episode of each task."""
     if split not in SPLITS:
         raise SettingError(f"no split {split!r}; known: {', '.join(SPLITS)}")
+    if served is not None and (run or player):
+        raise SettingError("give one of a run, --player and --policy; a run and --policy together are compared")
+    if served is not None:
+        who, settings, evaluation = _served(served, overrides, split, listen)
+    else:
+        who, settings, evaluation = _local(run, player, overrides, split, listen)
+    summary = {"who": who, "environment": settings.env, "split": split, **evaluation.summary(settings.seed)}
+    if reasons := failures(evaluation):
+        summary["failures"] = reasons
+        summary["note"] = "; ".join(filter(None, (summary.get("note", ""), _failed_note(reasons))))
+    if save:
+        write_json(Path(save), {"summary": summary, "rows": evaluation.rows()})
+    return summary
+
+
+def compare_policies(
+    run: str, split: str, overrides: Mapping[str, Any], served: ServedPolicy, listen: Listener = silent
+) -> list[dict[str, Any]]:
+    """The summaries of a run's model and of a served one on the same tasks."""
+    settings, _ = select_policy(run, overrides)
+    shared = {name: getattr(settings, name) for name in SHARED}
+    theirs = evaluate_policy("", "", split, {**shared, **overrides}, served, listen)
+    return [evaluate_policy(run, "", split, overrides), theirs]
+
+
+def _failed_note(reasons: Mapping[str, int]) -> str:
+    shown = [f"{count} episodes failed: {reason}" for reason, count in list(reasons.items())[:2]]
+    return "; ".join(shown) + ("; ..." if len(reasons) > 2 else "")
+
+
+def _local(
+    run: str, player: str, overrides: Mapping[str, Any], split: str, listen: Listener
+) -> tuple[str, Settings, Evaluation]:
     settings, folder = select_policy(run, overrides)
+    env_spec = _env_spec(settings)
+    check_reachable(settings)  # before torch is imported
+    if player:
+        env_spec.require_policy(player)
+        evaluation = _scripted(env_spec, player, split, listen)
+    else:
+        check_device(settings.device)
+        if folder is None:
+            if settings.model == TINY:
+                raise SettingError(
+                    "say what to evaluate: a run directory, --model PATH, --policy URL, or --player oracle"
+                )
+            check_model_name(settings.model)
+        evaluation = _model(env_spec, folder, split, Path(run) if run else None, listen)
+    return player or run or settings.model, settings, evaluation
+
+
+def _served(
+    served: ServedPolicy, overrides: Mapping[str, Any], split: str, listen: Listener
+) -> tuple[str, Settings, Evaluation]:
+    settings = served.settings(overrides)
+    env_spec = _env_spec(settings)
+    server = asyncio.run(served.connect(listen))
+    with _scorers(env_spec, lambda ids: "", _no_policy, None, listen) as scorer:
+        evaluation = asyncio.run(evaluate_served(env_spec, server, split, listen, scorer))
+    return f"{server.name} at {server.address.url}", settings, evaluation
+
+
+@contextlib.contextmanager
+def _scorers(
+    env_spec: EnvSpec, decode: Decode, policy: Callable[[], ChatModel], folder: Path | None, listen: Listener
+) -> Iterator[GroupScorer | None]:
+    """Reward functions and judge of an evaluation. ``folder``: a run's, where the judge's verdicts are kept."""
+    s = env_spec.settings
+    with open_scorer(s, env_spec.env_class, {}, decode) as functions, open_judge(s, policy, folder, listen) as judge:
+        yield chained(functions, judge)
+
+
+def _no_policy() -> ChatModel:
+    raise SettingError("the judge is the policy, but what plays here is no local model; write --judge http://HOST/v1")
+
+
+def _env_spec(settings: Settings) -> EnvSpec:
     if not settings.eval_tasks:
         raise SettingError("eval_tasks is 0; write at least 1")
-    env_spec = EnvSpec.from_settings(settings)
-    evaluation = asyncio.run(_scripted(env_spec, player, split) if player else _model(env_spec, folder, split))
-    who = player or run or settings.model
-    return {"who": who, "environment": settings.env, "split": split, **evaluation.summary(settings.seed)}
+    return EnvSpec.from_settings(settings)
 
 
 def select_policy(run: str, overrides: Mapping[str, Any]) -> tuple[Settings, Path | None]:
@@ -45,20 +138,32 @@ def select_policy(run: str, overrides: Mapping[str, Any]) -> tuple[Settings, Pat
     return Settings.of({**directory.metadata()["settings"], **extra}), folder
 
 
-async def _scripted(env_spec: EnvSpec, player: str, split: str) -> Evaluation:
+def _scripted(env_spec: EnvSpec, player: str, split: str, listen: Listener) -> Evaluation:
+    from turnwise.training import build
+
     s, renderer = env_spec.settings, Renderer(build.byte_tokenizer())
 
     def one(key: str, task: Task, sample: int) -> Coroutine[Any, Any, Trajectory]:
         return play_scripted(player, env_spec.make(task), key, task, renderer, env_spec.scripted_limits)
 
-    return await evaluate(env_spec.first_tasks(split, s.eval_tasks), s.eval_samples, one)
+    async def play() -> Evaluation:
+        played = await evaluate(env_spec.first_tasks(split, s.eval_tasks), s.eval_samples, one)
+        return played if scorer is None else await scored(played, scorer)
+
+    with _scorers(env_spec, renderer.decode, _no_policy, None, listen) as scorer:
+        return asyncio.run(play())
 
 
-async def _model(env_spec: EnvSpec, folder: Path | None, split: str) -> Evaluation:
+def _model(env_spec: EnvSpec, folder: Path | None, split: str, run: Path | None, listen: Listener) -> Evaluation:
+    from turnwise.training import build, engines
+    from turnwise.training.exact_metrics import has_exact_metrics
+
     s = env_spec.settings
-    if folder is None and s.model == build.TINY:
-        raise SettingError("say what to evaluate: a run directory, --model PATH, or --player oracle")
     tokenizer = build.load_tokenizer(s, env_spec, folder)
-    renderer = Renderer(tokenizer)
-    generator = engines.make_local_generator(s, build.load_model(s, len(tokenizer), folder), renderer, dialogues=1)
-    return await build.make_evaluator(env_spec, renderer, generator).run(split)
+    renderer = build.make_renderer(s, tokenizer)
+    model = build.load_model(s, len(tokenizer), folder)
+    local = engines.make_local_generator(s, model, renderer, dialogues=1)
+    generator, policy = engines.make_policy_judge(s, local, model, renderer)
+    with _scorers(env_spec, renderer.decode, policy, run, listen) as scorer:
+        learner = engines.make_cold_start_learner(s, model, 1) if has_exact_metrics(env_spec.env_class) else None
+        return asyncio.run(build.make_evaluator(env_spec, renderer, generator, scorer, learner).run(split))

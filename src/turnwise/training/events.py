@@ -34,5 +34,5 @@ class RunEvents:
     def step(self, name: str, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         self.listen("step", {"stage": name, "step": step, "total": total, **metrics})
 
-    def message(self, text: str, level: str = "info") -> None:
-        self.listen("message", {"level": level, "text": text})
+    def message(self, text: str, level: str = "info", **facts: Any) -> None:
+        self.listen("message", {"level": level, "text": text, **facts})

@@ -5,20 +5,25 @@ Does not know what a step does, nor how a checkpoint is written.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ctypes
+import functools
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
+from typing import Any, TypeVar
 
 GRACE_SECONDS = 60.0  # for the current step to finish; then the run stops without a new checkpoint
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+Result = TypeVar("Result")
 
 
 class RunStopped(KeyboardInterrupt):
     """A signal stopped the run. Derives from KeyboardInterrupt so that no ``except Exception`` of an environment swallows it."""
 
-    def __init__(self, number: int, text: str = "") -> None:
+    def __init__(self, number: int = signal.SIGINT, text: str = "") -> None:
         super().__init__(text)
         self.number = number
         self.exit_code = 128 + number
@@ -32,6 +37,7 @@ class StopSignals:
         self.received = 0  # the signal's number
         self._deferred = False
         self._timer: threading.Timer | None = None
+        self._worker: threading.Thread | None = None  # computes while this thread only handles signals
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
@@ -57,14 +63,74 @@ class StopSignals:
         finally:
             self._deferred = False
 
+    def run_loop(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """``asyncio.run``; after a signal, without asyncio's reports of the tasks that the stop left unfinished."""
+
+        def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            if not self.received:
+                loop.default_exception_handler(context)
+
+        with asyncio.Runner() as runner:
+            runner.get_loop().set_exception_handler(report)
+            return runner.run(work)
+
     def raise_if_received(self) -> None:
         if self.received:
             raise RunStopped(self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received or not self._deferred:
-            raise RunStopped(self.received or number)
+            self._stop_now(self.received or number)
+            return
         self.received = number
-        self._timer = threading.Timer(self.grace, signal.raise_signal, (number,))
+        # to the main thread itself: raised in the timer's thread, the signal would not interrupt what the main thread waits for
+        self._timer = threading.Timer(self.grace, signal.pthread_kill, (threading.main_thread().ident, number))
         self._timer.daemon = True
         self._timer.start()
+
+    def _stop_now(self, number: int) -> None:
+        """Raise here, or in the worker: at its next line of Python."""
+        self.received = number
+        if self._worker is None:
+            raise RunStopped(number)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(self._worker.ident or 0), ctypes.py_object(RunStopped)
+        )
+
+    def run_in_thread(self, work: Callable[[], Result]) -> Result:
+        """Call ``work`` in a thread of its own and wait for it; meanwhile this thread handles the signals for it.
+
+        For callers inside a running event loop, such as a cell of a notebook: a second loop cannot run in their thread."""
+        outcome: list[Callable[[], Result]] = []
+
+        def call() -> None:
+            try:
+                value = work()
+                outcome.append(lambda: value)
+            except BaseException as fault:
+                outcome.append(functools.partial(_raise, fault))
+
+        self._worker = threading.Thread(target=call, name="turnwise")
+        try:
+            with self.handled():
+                self._worker.start()
+                while self._worker.is_alive():
+                    self._worker.join(0.1)  # short, so that this thread receives signals
+        finally:
+            self._worker = None
+        if not outcome:  # interrupted before it began
+            raise RunStopped(self.received)
+        return outcome[0]()
+
+
+def _raise(fault: BaseException) -> Any:
+    raise fault
+
+
+def in_event_loop() -> bool:
+    """Whether the calling thread runs an event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -21,13 +21,15 @@ from turnwise.algebra.objective import Objective
 from turnwise.core.batch import Batch, pack
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY
-from turnwise.core.protocols import Generator, Learner, LedgerProtocol, Listener, PolicyCheckProtocol
-from turnwise.core.records import Group, Status, Trajectory
+from turnwise.core.protocols import Generator, Learner, LedgerProtocol, PolicyCheckProtocol
+from turnwise.core.records import Group, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.credit.metrics import measure_credit
 from turnwise.data.mixing import GroupSource, Mixture, mixed_in
+from turnwise.errors import GeneratorLost
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.strategies import DRAFT_TOKENS
+from turnwise.training.batch_metrics import describe
+from turnwise.training.kept_tokens import TokenRecorder
 
 
 @dataclass
@@ -44,11 +46,12 @@ class Loop:
     policy_check: PolicyCheckProtocol
     save: Callable[[int], None]
     report: Callable[[int, Mapping[str, float]], None]
-    listen: Listener
     steps: int
     seed: int = 0
     checkpoint_every: int = 20
     start: int = 0
+    max_tokens: int = 0  # of a turn; metrics tell by it which limit cut a turn
+    keep_tokens: int = 0  # for how many steps the ledger keeps what was computed for each token; 0: none
     stop_requested: Callable[[], bool] = lambda: False  # checked after each step
     after_step: Mapping[int, Callable[[], Any]] = field(
         default_factory=dict
@@ -56,7 +59,7 @@ class Loop:
 
     async def run(self) -> int:
         """Take all steps, or stop early on request; the number of the last step, which has a checkpoint."""
-        done = self.start
+        done = saved = self.start
         try:
             for step in range(self.start, self.steps):
                 await self._step(step)
@@ -65,10 +68,16 @@ class Loop:
                 if done % self.checkpoint_every == 0 or done == self.steps or stopping:
                     self.ledger.seal(done)
                     self.save(done)
+                    saved = done
                 if stopping:
                     break
                 if done in self.after_step:
                     await self.after_step[done]()
+        except GeneratorLost:
+            if done != saved and self.learner.version == done:  # between two updates: nothing trained is lost
+                self.ledger.seal(done)
+                self.save(done)
+            raise
         finally:
             await self.collector.stop()
         return done
@@ -87,9 +96,6 @@ class Loop:
             metrics |= {**origins(other_data), **await self._update(mixed, groups, step)}
         else:
             metrics |= describe(groups, self.learner.version)
-            self.listen(
-                "message", {"level": "warning", "text": f"step {step}: no group could be trained on; see dropped/*"}
-            )
         self.collector.training = 0
         self.collector.last_metrics = {
             k: metrics[k] for k in ("entropy", "success", "reward") if math.isfinite(metrics.get(k, math.nan))
@@ -97,7 +103,8 @@ class Loop:
         learned = time.perf_counter()
         self.learner.version = step + 1
         await self.generator.publish(self.learner.weights(), step + 1)
-        metrics |= {f"dropped/{reason[:60]}": float(n) for reason, n in self.collector.dropped.items()}
+        for reason, count in self.collector.dropped.items():  # since the run was started or resumed
+            metrics[f"dropped/{reason[:60]}"] = metrics.get(f"dropped/{reason[:60]}", 0.0) + count
         metrics |= {**self.collector.sampler.metrics(), **self.mixture.metrics()}
         now = time.perf_counter()
         metrics |= {
@@ -114,13 +121,16 @@ class Loop:
         rollout_metrics, advantages = dict[str, float](), dict[str, float]()
 
         def while_waiting() -> None:
-            rollout_metrics.update(describe(fresh, self.learner.version))
+            rollout_metrics.update(describe(fresh, self.learner.version, self.max_tokens))
             advantages.update(mean_advantages(credited_batches[0]))
             self.ledger.flush()
 
-        hooks = (self.objective, self.policy_check, credited_batches.append, while_waiting)
+        recorder = TokenRecorder(step, mixed) if self.keep_tokens else None
+        hooks = (self.objective, self.policy_check, credited_batches.append, while_waiting, recorder)
         work = lambda: update_policy(self.learner, self.recipe, mixed, seed, *hooks)  # noqa: E731
         metrics = await asyncio.to_thread(work) if self.collector.staleness else work()
+        if recorder is not None:
+            self.ledger.keep_tokens(recorder.columns, step, self.keep_tokens)
         self.mixture.observe(fresh, advantages, step)
         return rollout_metrics | metrics
 
@@ -134,16 +144,19 @@ def update_policy(
     policy_check: PolicyCheckProtocol | None = None,
     on_credited: Callable[[Batch], object] | None = None,
     while_waiting: Callable[[], object] | None = None,
+    recorder: TokenRecorder | None = None,
 ) -> dict[str, float]:
     """All optimizer steps on one batch of groups; their metrics.
 
     An objective kept from step to step keeps the memory of its pieces. ``on_credited`` receives the batch once it has
     advantages. ``while_waiting`` runs once, on the host, while the device computes the first update."""
     objective = objective or recipe.objective
+    trained = recorder.watch(objective) if recorder is not None else objective
     batch = pack(groups)
     metrics: dict[str, float] = {}
     if policy_check is not None:
         batch, metrics = policy_check.prepare(learner, batch)
+    batch = objective.before_measuring(batch)
     signals = learner.measure(batch, objective.signals_before_batch) if objective.signals_before_batch else {}
     batch = objective.credit(batch.put(signals))
     if on_credited is not None:
@@ -157,7 +170,7 @@ def update_policy(
             host_work.pop(0)()
 
     for part in recipe.control.optimizer_steps(batch, seed, learner.measure):
-        update_metrics = diagnostics.finish(learner.update(part, objective, run_host_work))
+        update_metrics = diagnostics.finish(learner.update(part, trained, run_host_work))
         mismatch = update_metrics.pop("policy_check", math.nan)
         if policy_check is not None and not counts:  # after the first update the policy has moved
             policy_check.check(mismatch, learner.version)
@@ -180,43 +193,6 @@ def mean_advantages(batch: Batch) -> dict[str, float]:
 def origins(other_data: Sequence[Trajectory]) -> dict[str, float]:
     """How many trajectories were mixed in, by origin."""
     return {f"mixed/{kind}": float(n) for kind, n in sorted(Counter(t.origin for t in other_data).items())}
-
-
-def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Metrics of a batch of rollouts."""
-    trajectories = [t for g in groups for t in g.trajectories]
-    if not trajectories:
-        return {"groups": 0.0, "trajectories": 0.0, "tokens": 0.0}
-    n = len(trajectories)
-    turns = [turn for t in trajectories for turn in t.turns]
-    judged = [t.success for t in trajectories if t.success is not None]
-    versions = [v for turn in turns for v in turn.version]
-    flat = sum(len({t.reward for t in g.trajectories}) == 1 for g in groups)
-    named = sorted({name for t in trajectories for name in t.rewards})
-    drafted = sum(float(t.facts.get(DRAFT_TOKENS, 0.0)) for t in trajectories)
-    return {
-        "groups": float(len(groups)),
-        "trajectories": float(n),
-        "tokens": float(sum(t.sampled for t in trajectories)),
-        **({"tokens/drafts": drafted} if drafted else {}),
-        "success": sum(judged) / len(judged) if judged else float("nan"),
-        "reward": sum(t.reward for t in trajectories) / n,
-        "turns": len(turns) / n,
-        "tool_calls": sum(turn.tool_calls for turn in turns) / n,
-        "tool_errors": sum(turn.tool_errors for turn in turns) / n,
-        "truncated": sum(t.status == Status.TRUNCATED for t in trajectories) / n,
-        "restarts": sum(turn.restart for turn in turns) / n,
-        "groups/zero_variance": flat / len(groups),
-        "staleness": version - sum(versions) / len(versions) if versions else 0.0,
-        "staleness/oldest": float(version - min(versions, default=version)),
-        "staleness/span": max(map(_span, trajectories), default=0.0),  # versions inside one trajectory
-        **{f"reward/{name}": sum(t.rewards.get(name, 0.0) for t in trajectories) / n for name in named},
-    }
-
-
-def _span(trajectory: Trajectory) -> float:
-    versions = set().union(*(turn.version for turn in trajectory.turns))
-    return float(max(versions) - min(versions)) if versions else 0.0
 
 
 __all__ = ["Loop", "describe", "update_policy"]

@@ -5,20 +5,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from transformers import AutoConfig
-
 from turnwise.config.settings import Settings
+from turnwise.data.offline_source import split_held_out
 from turnwise.errors import SettingError
+from turnwise.models import loading
 from turnwise.models.fetch import resolve
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.renderer import Renderer
 from turnwise.training import build, engines, requirements
-from turnwise.training.data_sources import DataSources, split
+from turnwise.training.data_sources import DataSources
 from turnwise.training.env_spec import EnvSpec
+from turnwise.training.inputs import GivenObjects
+from turnwise.training.judges import with_rubric_text
+from turnwise.training.run_recipe import make_recipe
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,17 @@ class RunPlan:
     settings: Settings
     recipe: Recipe
     env_spec: EnvSpec
+    given: GivenObjects = field(default_factory=GivenObjects)
 
     @classmethod
-    def from_settings(cls, settings: Settings, recipe: Recipe | None = None) -> RunPlan:
-        """``recipe`` replaces the named method by one of the user's own."""
-        recipe = build.make_recipe(settings, recipe)
-        settings = engines.with_method_precision(settings, recipe)
-        return cls(settings, recipe, EnvSpec.from_settings(settings))
+    def from_settings(
+        cls, settings: Settings, recipe: Recipe | None = None, given: GivenObjects | None = None
+    ) -> RunPlan:
+        """``recipe`` replaces the named method by one of the user's own, ``given`` names by objects."""
+        given = given or GivenObjects()
+        recipe = make_recipe(settings, recipe)
+        settings = with_rubric_text(engines.with_method_precision(settings, recipe))
+        return cls(settings, recipe, EnvSpec.from_settings(settings, given.env_class, given.agent), given)
 
     @cached_property
     def data(self) -> DataSources:
@@ -43,45 +49,33 @@ class RunPlan:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer the run begins with. For the tiny model it is trained here, once."""
+        if self.given.tokenizer is not None:
+            return self.given.tokenizer
         return build.load_tokenizer(self.settings, self.env_spec)
 
 
 def validate(plan: RunPlan) -> None:
     """Refuse a plan that cannot run, with what to write instead."""
     settings, recipe, env_spec = plan.settings, plan.recipe, plan.env_spec
-    engines.select_device(settings)
-    engines.check_precision(settings, recipe)
+    engines.check_rank_devices(settings)
+    requirements.check_ranks(recipe, settings)
+    requirements.check_precision(recipe, settings)
     env_spec.tasks("train")
     build.sampling_settings(settings), build.sampling_settings(settings, settings.eval_temperature)
     engines.learner_settings(settings, recipe)
     requirements.check_requirements(recipe, settings, env_spec)
     has_rows = plan.data.rows is not None
-    _check_evaluation(settings)
-    _check_cold_start(plan)
+    requirements.check_cold_start(settings, env_spec)
     if settings.model != build.TINY or has_rows:
-        groups = plan.data.groups(Renderer(plan.tokenizer))
-        if settings.data:
-            split(groups, settings)
-    if settings.model != build.TINY:
-        try:
-            AutoConfig.from_pretrained(resolve(settings.model))
-        except (OSError, ValueError, KeyError) as fault:
-            raise SettingError(build.no_model(settings.model, fault)) from fault
+        renderer = build.make_renderer(settings, plan.tokenizer)
+        renderer.check_tools(env_spec.tools)
+        groups = plan.data.groups(renderer)
+        if settings.offline:
+            split_held_out(groups)  # refuses a file without rows
+    if settings.model != build.TINY and plan.given.model is None:
+        loading.load_config(resolve(settings.model))
     if settings.teacher:
         _check_teacher(plan)
-
-
-def _check_evaluation(settings: Settings) -> None:
-    if not settings.eval_tasks and not settings.data:
-        raise SettingError("eval_tasks is 0; write at least 1 (only a run on --data can be measured without tasks)")
-
-
-def _check_cold_start(plan: RunPlan) -> None:
-    settings, env_spec = plan.settings, plan.env_spec
-    if settings.model == build.TINY:
-        build.require_demonstrations(env_spec)
-    elif settings.cold_steps > 0 and not env_spec.can_demonstrate:
-        raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
 
 
 def _check_teacher(plan: RunPlan) -> None:
@@ -90,7 +84,7 @@ def _check_teacher(plan: RunPlan) -> None:
     teacher_settings = replace(settings, model=settings.teacher, teacher="")
     theirs = build.load_tokenizer(teacher_settings, plan.env_spec).get_vocab()
     if settings.model == build.TINY:
-        Renderer(plan.tokenizer)
+        build.make_renderer(settings, plan.tokenizer)
         return
     ours = plan.tokenizer.get_vocab()
     if ours != theirs:

@@ -11,12 +11,16 @@ from collections.abc import Callable
 from turnwise import environments
 from turnwise.config.settings import Settings
 from turnwise.core.signals import Signal
+from turnwise.data.prompts import holds_prompts_only
 from turnwise.data.replay import NoReplay
+from turnwise.engines.sharded.served import LearnerNeeds, unserved_reason
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Independent
-from turnwise.training.env_spec import EnvSpec
+from turnwise.training.agents import check_agent
+from turnwise.training.env_spec import TINY, EnvSpec
+from turnwise.training.opponents import check_opponents
 
 Provides = Callable[[type], bool]
 
@@ -39,27 +43,88 @@ def required_by(recipe: Recipe) -> frozenset[str]:
 def check_requirements(recipe: Recipe, settings: Settings, env_spec: EnvSpec) -> None:
     """Refuse a recipe whose requirements are not met, and a flag that nothing requires."""
     requires = required_by(recipe)
+    check_agent(requires, settings)
+    check_opponents(settings, requires, env_spec.env_class, bool(recipe.precision.drafts))
     for word in sorted(requires):
         _check_one(word, recipe, settings, env_spec)
     check_group_size = getattr(recipe.strategy, "check_group_size", None)  # a strategy may refuse groups it cannot grow
     if check_group_size is not None:
         check_group_size(recipe.budget.size)
-    if settings.data and settings.demos:
+    if settings.offline and settings.demos:
         raise SettingError("--data learns from a file alone, --demos beside rollouts; write one of them")
     for word, (name, _) in FLAGS.items():
         used = word in requires or (name in ("data", "demos") and requires & {"demonstrations", "pairs"})
-        if getattr(settings, name) and not used:
+        if name == "data" and not used and settings.offline:
+            _refuse_file(settings)
+        if name != "data" and getattr(settings, name) and not used:
             raise SettingError(
                 f"{settings.title} does not learn from {word}; leave --{name} out, or take another method"
             )
 
 
+def check_precision(recipe: Recipe, settings: Settings) -> None:
+    """Refuse fp8 rollouts for a learner in another precision: their log-probabilities are off-policy."""
+    learner = recipe.precision.learner if settings.dtype == "auto" else settings.dtype
+    rollouts = recipe.precision.rollouts if settings.rollout_dtype == "auto" else settings.rollout_dtype
+    if rollouts == "fp8" and learner != "fp8" and not recipe.corrects_off_policy:
+        raise SettingError(
+            f"{settings.title} treats its rollouts as samples of the learner's policy, and in fp8 they are not; write "
+            "--dtype fp8 (the learner rounds likewise), or take a method with a ratio (grpo) or one that corrects (tis, mis)"
+        )
+
+
+def check_ranks(recipe: Recipe, settings: Settings) -> None:
+    """Refuse several ranks for a recipe that they cannot serve, and ranks that would have nothing to do."""
+    if settings.ranks == 1:
+        return
+    dtype = recipe.precision.learner if settings.dtype == "auto" else settings.dtype
+    needs = LearnerNeeds(recipe.objective.signals, bool(recipe.smoothing), dtype, settings.offload)
+    if reason := unserved_reason(needs):
+        raise SettingError(f"{settings.title} cannot learn on {settings.ranks} ranks: {reason}; write --ranks 1")
+    trajectories = recipe.budget.groups * recipe.budget.size
+    if settings.ranks > trajectories:
+        raise SettingError(
+            f"ranks is {settings.ranks}, and a step has {trajectories} trajectories ({recipe.budget.groups} groups of "
+            f"{recipe.budget.size}), so some ranks would have nothing to do; write --ranks {trajectories} or fewer"
+        )
+
+
+def check_cold_start(settings: Settings, env_spec: EnvSpec) -> None:
+    """Refuse a model that must first imitate, where nothing can be imitated."""
+    if env_spec.can_demonstrate:
+        return
+    if settings.model == TINY:
+        raise SettingError(
+            f"the tiny model knows no language, and {settings.env} has no `demonstrate` and `oracle` to start it "
+            "from; write both, or give a trained model with --model"
+        )
+    if settings.cold_steps > 0:
+        raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
+
+
+def _refuse_file(settings: Settings) -> None:
+    """Refuse a file that the method cannot learn from, after a look into it: prompts alone need a reward."""
+    lacking = holds_prompts_only(settings.data)
+    if lacking:
+        raise SettingError(
+            f"{lacking}; write --reward FUNCTION (file.py:function, or a built-in one such as exact) to sample answers and "
+            "reward them"
+        )
+    raise SettingError(
+        f"{settings.title} learns from its own samples, and {settings.data} holds answers of others; take a method that learns "
+        "from pairs or demonstrations (`turnwise list`), or write --reward FUNCTION to use only its prompts"
+    )
+
+
 def _check_one(word: str, recipe: Recipe, settings: Settings, env_spec: EnvSpec) -> None:
     if word in FLAGS:
         remedy = FLAGS[word][1]
-        value = settings.teacher if word == "teacher" else (settings.data or settings.demos)
+        value = (
+            settings.teacher if word == "teacher" else ((settings.data if settings.offline else "") or settings.demos)
+        )
         if not value:
-            raise SettingError(f"{settings.title} learns from {'a ' * (word == 'teacher')}{word}; write {remedy}")
+            also = "; with --reward the rows of --data are prompts, so leave --reward out" if settings.data else ""
+            raise SettingError(f"{settings.title} learns from {'a ' * (word == 'teacher')}{word}; write {remedy}{also}")
         return
     if word == "feedback":
         if env_spec.limits.turns < 2:
@@ -68,7 +133,7 @@ def _check_one(word: str, recipe: Recipe, settings: Settings, env_spec: EnvSpec)
                 "write --max-turns 2 or more, or take another environment"
             )
         return
-    if settings.data and not settings.demos:
+    if settings.offline:
         return  # the file provides it or not; no environment is involved
     provides, description = _provider(word, recipe)
     if provides is not None and not provides(env_spec.env_class):
@@ -97,11 +162,14 @@ PROVIDERS: dict[str, tuple[Provides, str]] = {
     "state": (lambda cls: overrides(cls, "state_key"), "the state in which a turn was taken (a state_key)"),
     "answer": (lambda cls: overrides(cls, "answer"), "the gold answer (an answer())"),
     "verdict": (lambda cls: bool(getattr(cls, "verdict", True)), "whether an episode succeeded (info['success'])"),
-    "hints": (lambda cls: overrides(cls, "hint"), "a hint for each task (a hint())"),
+    "hints": (lambda cls: overrides(cls, "hint") or overrides(cls, "hints"), "a hint for each task (a hint())"),
+    "solutions": (lambda cls: overrides(cls, "oracle"), "a scripted solution of each task (an oracle())"),
+    "wordings": (lambda cls: getattr(cls, "wordings", 1) > 1, "several wordings of each task (wordings)"),
+    "process": (lambda cls: overrides(cls, "turns_to_solve"), "a process verifier (a turns_to_solve())"),
     "agents": (lambda cls: len(getattr(cls, "agents", ())) > 1, "which of several agents acts (agents)"),
     "forks": (
-        lambda cls: overrides(cls, "snapshot") and overrides(cls, "restore"),
-        "a snapshot() to fork from, and a restore()",
+        lambda cls: (overrides(cls, "snapshot") and overrides(cls, "restore")) or getattr(cls, "deterministic", False),
+        "a snapshot() to fork from, and a restore(), or deterministic = True, so that actions can be played again",
     ),
 }
 

@@ -6,13 +6,13 @@ Knows no engine class and no formula.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import copy
 import gc
-import json
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,20 @@ from turnwise.core.protocols import Generator, Learner, Tracker
 from turnwise.core.records import Group
 from turnwise.core.signals import Signal
 from turnwise.data.mixing import GroupSource, Mixture
-from turnwise.errors import SettingError, StoreError
+from turnwise.data.offline_source import split_held_out
+from turnwise.errors import RankFault, ServerFault
 from turnwise.evaluation.evaluator import Evaluator
-from turnwise.evaluation.preference import as_evaluation, rank_pairs
+from turnwise.evaluation.preference import NOT_EVALUATED, as_evaluation, rank_pairs
+from turnwise.models.fetch import resolve
+from turnwise.models.saving import save_lossless
+from turnwise.observe.message_log import MESSAGES, MessageLog
 from turnwise.observe.profile import PAGE, Profile
-from turnwise.observe.tracker_services import SERVICES, service
+from turnwise.observe.run_health import RunHealth, RunLimits
+from turnwise.observe.tracker_services import service
 from turnwise.observe.trackers import JsonLines, TensorBoard, Trackers
-from turnwise.rollout.renderer import Renderer
-from turnwise.store.atomic import write_json
 from turnwise.store.checkpoint import (
     discard_after,
+    keep_newest,
     latest,
     latest_step,
     load_checkpoint,
@@ -39,19 +43,28 @@ from turnwise.store.checkpoint import (
 )
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
+from turnwise.store.sealed import check_digest, read_object, read_sealed, write_sealed
 from turnwise.store.write_behind import WriteBehindLedger
-from turnwise.training import build, engines
+from turnwise.training import build, engines, memory
+from turnwise.training.certificate import run_certificate
 from turnwise.training.cold_start import cold_start
-from turnwise.training.collector import Collector, usable
-from turnwise.training.data_sources import split
+from turnwise.training.collector import Collector, raise_if_lost, usable
 from turnwise.training.events import RunEvents
 from turnwise.training.interrupt import RunStopped, StopSignals
+from turnwise.training.judges import chained, open_judge
 from turnwise.training.loop import Loop
+from turnwise.training.model_card import adapter_folder, write_cards
+from turnwise.training.opponents import seat_plan
 from turnwise.training.plan import RunPlan
-from turnwise.training.summary import RunSummary
+from turnwise.training.resume_changes import changes_since_start, describe_machine
+from turnwise.training.run_files import check_files, require_first_result
+from turnwise.training.scoring import describe as describe_rewards
+from turnwise.training.scoring import open_scorer
+from turnwise.training.summary import RunSummary, evaluation_metrics
+from turnwise.training.task_feed import TaskFeed
+from turnwise.training.unexpected_end import resume_messages
 
 COLD_STEPS = 100
-TRACKERS = ("tensorboard", *SERVICES)
 GC_THRESHOLD = 50_000  # new containers between cycle collections; a step makes tens of thousands, the default is 700
 
 
@@ -63,23 +76,29 @@ class Trainer:
     run_dir: RunDir
     events: RunEvents
     threads: int = 0  # CPU threads to compute with; 0: as many as torch has now
+    stop: StopSignals = field(default_factory=StopSignals)
+    notes: Sequence[str] = ()  # what to tell at the start: settings chosen for the model
+    died: str = ""  # the id of the process that worked on this run before, if it died without a word
 
     def __post_init__(self) -> None:
         self.settings, self.recipe, self.env_spec = self.plan.settings, self.plan.recipe, self.plan.env_spec
         self.objective = self.recipe.objective
-        self.stop = StopSignals()
         self.held_out: list[Group] = []  # pairs of a file that are ranked and not trained on
         self.paths: dict[str, str] = {}  # which implementation generator and learner use
 
     def run(self) -> dict[str, Any]:
         """Start or resume the run; returns its summary."""
         if self.run_dir.summary.is_file():
-            return dict(json.loads(self.run_dir.summary.read_text()))
+            return read_object(self.run_dir.summary)
         with self.stop.handled(), engines.cpu_threads(self.threads):
             try:
                 return self._run()
             except RunStopped as stopped:
                 raise RunStopped(stopped.number, self._stopped_message()) from None
+            except ServerFault as fault:  # the judge, or the last generator server, is gone
+                raise ServerFault(f"{fault}; {self._stopped_message()}") from fault
+            except RankFault as fault:  # a process of the learner is gone
+                raise RankFault(f"{fault}; {self._stopped_message()}") from fault
 
     def _stopped_message(self) -> str:
         step, path = latest_step(self.run_dir.checkpoints), self.run_dir.path
@@ -87,75 +106,80 @@ class Trainer:
         return f"stopped {saved}; `turnwise resume {path}` continues it"
 
     def _run(self) -> dict[str, Any]:
+        start = latest_step(self.run_dir.checkpoints) or 0
+        self.messages = MessageLog(self.run_dir.path / MESSAGES, self.events.listen, start)
+        self.events.listen = self.messages
         notice = getattr(self.env_spec.env_class, "notice", None)
         if notice is not None:
             self.events.message(notice())
-        self._check_files()
+        check_files(self.run_dir, self.plan.data.digests())
+        if self.plan.data.rows is not None and self.plan.data.rows.unused_columns:
+            columns = ", ".join(f"{name} ({n} rows)" for name, n in sorted(self.plan.data.rows.unused_columns.items()))
+            text = f"these columns hold neither numbers nor short texts and are not read: {columns}"
+            self.events.message(text, "warning")
+        machine = describe_machine(engines.select_device(self.settings), self.threads)
+        for text in changes_since_start(self.run_dir, machine):
+            self.events.message(text, "warning")
+        for text in self.notes:
+            self.events.message(text)
         if self.threads and engines.select_device(self.settings).type == "cpu":
             self.events.message(f"CPU threads: {self.threads}")
         with self.events.stage("prepare"):
             tokenizer, model = self._initial()
-        self.renderer = Renderer(tokenizer)
-        self._warn_of_hidden_tools()
+        self.settings, notes = memory.report(self.settings, self.recipe, model)
+        for text in notes:
+            self.events.message(text)
+        self.renderer = build.make_renderer(self.settings, tokenizer)
+        self._announce_template()
         s, budget = self.settings, self.recipe.budget
         dialogues = budget.groups * budget.size * (s.staleness + 1)
-        generator = engines.make_generator(s, self.recipe, model, self.renderer, s.staleness == 0, dialogues)
+        warn = partial(self.events.message, level="warning")
+        generator = engines.make_generator(s, self.recipe, model, self.renderer, s.staleness == 0, dialogues, tell=warn)
+        generator, self.opponents = engines.with_opponents(s, generator, model, self.renderer)
+        generator, policy = engines.make_policy_judge(s, generator, model, self.renderer)
         learner = engines.make_learner(s, model, self.recipe, build.load_teacher(s))
         self.paths = {"generator": generator.describe(), "learner": learner.describe()}
         for name, path in self.paths.items():
             self.events.message(f"{name}: {path}")
-        return asyncio.run(self._learn(learner, generator, tokenizer))
+        rewards = open_scorer(s, self.env_spec.env_class, self.plan.given.rewards, self.renderer.decode)
+        judging = open_judge(s, policy, self.run_dir.path, self.events.listen)
+        with engines.closing(learner), rewards as functions, judging as self.judge:
+            self.scorer = chained(functions, self.judge)
+            judge = [self.judge.describe()] if self.judge else []
+            for text in (*self.plan.data.messages(), *describe_rewards(functions), *judge):
+                self.events.message(text)
+            return self.stop.run_loop(self._learn(learner, generator, tokenizer))
 
-    def _warn_of_hidden_tools(self) -> None:
-        """A model whose prompt does not list the tools can only guess at them."""
-        tools = list(self.env_spec.tools)
-        if tools and not self.renderer.renders_tools(tools):
-            names = ", ".join(tool["function"]["name"] for tool in tools)
-            self.events.message(
-                f"the model's chat template shows no tools, so the prompt does not mention: {names}; give one that does with "
-                "--template FILE.jinja, or let the environment's first message say how to call them", "warning",
-            )  # fmt: skip
-
-    def _check_files(self) -> None:
-        """Refuse to resume without the ledger, or on data files whose content has changed."""
-        step, ledger = latest_step(self.run_dir.checkpoints), self.run_dir.ledger
-        if step and not ledger.is_file():
-            raise StoreError(
-                f"{ledger} is missing, and the run has a checkpoint of step {step}: which groups were trained on is unknown; "
-                "restore the file, or start a new run"
-            )
-        path, digests = self.run_dir.path / "sources.json", self.plan.data.digests()
-        recorded = json.loads(path.read_text()) if path.is_file() else digests
-        changed = [name for name in recorded if recorded[name] != digests.get(name)]
-        if changed:
-            raise SettingError(
-                f"{changed[0]} has changed since this run began; restore the old file, or start a new run"
-            )
-        if digests and not path.is_file():
-            write_json(path, digests)
-        if self.plan.data.rows is not None and self.plan.data.rows.unused_columns:
-            columns = ", ".join(f"{name} ({n} rows)" for name, n in sorted(self.plan.data.rows.unused_columns.items()))
-            self.events.message(
-                f"these columns hold neither numbers nor short texts and are not read: {columns}", "warning"
-            )
+    def _announce_template(self) -> None:
+        """Tell what the chat template cannot render, and what is sent instead."""
+        tools = tuple(self.env_spec.tools)
+        for note in self.renderer.conversion.notes(bool(tools)):
+            self.events.message(note)
+        for warning in self.renderer.warnings(tools):
+            self.events.message(warning, "warning")
+        if tools and self.settings.model != build.TINY:
+            self.events.message(f"tool calls: the syntax {self.renderer.syntax.name}")
 
     def _initial(self) -> tuple[Any, Any]:
         """Tokenizer and model that RL starts from: the given ones, or tiny and cold-started; kept in the run directory."""
         s, folder = self.settings, self.run_dir.path / "initial"
         if not folder.is_dir():
             tokenizer = self.plan.tokenizer
-            model = build.load_model(s, len(tokenizer))
+            model = self.plan.given.model or build.load_model(s, len(tokenizer))
             steps = (COLD_STEPS if s.model == build.TINY else 0) if s.cold_steps < 0 else s.cold_steps
             if steps:
+                model = copy.deepcopy(model) if self.plan.given.model else model  # the caller's object stays as it is
                 cold_start(s, self.env_spec, tokenizer, model, steps, self.events)
-            save_model(folder, lambda path: _write(path, model.save_pretrained, tokenizer.save_pretrained))
+            save_model(folder, lambda path: _write(path, partial(save_lossless, model), tokenizer.save_pretrained))
         verify_model(folder)
         return build.load_tokenizer(s, self.env_spec, folder), build.load_model(s, 0, folder)
 
     async def _learn(self, learner: Learner, generator: Generator, tokenizer: Any) -> dict[str, Any]:
-        s, evaluator = self.settings, build.make_evaluator(self.env_spec, self.renderer, generator)
+        s, spec = self.settings, self.env_spec
+        evaluator = build.make_evaluator(spec, self.renderer, generator, self.scorer, learner)
         with SqliteLedger(self.run_dir.ledger) as written, WriteBehindLedger(written) as ledger:
             start, collector, mixture = self._resume(learner, generator, ledger)
+            self.health = self._health(collector)
             with contextlib.closing(self._trackers(start)) as self.tracker:
                 await generator.publish(learner.weights(), start)
                 before = await self._evaluate(evaluator, "before", learner)
@@ -168,13 +192,14 @@ class Trainer:
                     mixture=mixture,
                     ledger=ledger,
                     policy_check=engines.make_policy_check(s, self.recipe),
-                    save=lambda step: self._save(step, learner, collector, mixture),
+                    save=lambda step: self._save(step, learner, collector, mixture, ledger),
                     report=self._report,
-                    listen=self.events.listen,
                     steps=s.steps,
                     seed=s.seed,
                     checkpoint_every=s.checkpoint_every,
                     start=start,
+                    max_tokens=s.max_tokens,
+                    keep_tokens=s.keep_tokens,
                     stop_requested=lambda: bool(self.stop.received),
                     after_step=self._evaluations(evaluator, learner),
                 )
@@ -183,16 +208,30 @@ class Trainer:
                 self.stop.raise_if_received()
                 after = await self._evaluate(evaluator, "after", learner)
             counts = ledger.group_counts()
-        save_model(self.run_dir.model, lambda path: _write(path, learner.export, tokenizer.save_pretrained))
+        self._export(learner, tokenizer)
         facts = {
             "steps_skipped": learner.skipped,
             "parameters": learner.parameter_count,
             "groups": asdict(counts),
             "device": str(engines.select_device(s)),
             "engines": self.paths,
+            "messages": self.messages.warnings,
             **self._ranked(),
+            **run_certificate(s, self.run_dir.ledger),
         }
-        return RunSummary(self.run_dir, s, before, after).write(facts, self.events.seconds)
+        summary = RunSummary(self.run_dir, s, before, after).write(facts, self.events.seconds)
+        write_cards(self.run_dir, s, summary)
+        keep_newest(self.run_dir.checkpoints, 1)  # of a finished run: enough to extend it
+        return summary
+
+    def _export(self, learner: Learner, tokenizer: Any) -> None:
+        """Write the trained model and, where adapters were trained, these alone."""
+        save_model(self.run_dir.model, lambda path: _write(path, learner.export, tokenizer.save_pretrained))
+        if self.settings.lora_rank:
+            given = self.settings.model != build.TINY and self.settings.cold_steps < 1
+            base = resolve(self.settings.model) if given else str(self.run_dir.path / "initial")
+            export = partial(learner.export_adapter, base=base)
+            save_model(adapter_folder(self.run_dir), lambda path: _write(path, export, tokenizer.save_pretrained))
 
     @contextlib.contextmanager
     def _profiled(self, loop: Loop) -> Iterator[None]:
@@ -212,19 +251,21 @@ class Trainer:
         """Rollouts, or the rows of a file."""
         s = self.settings
         if self.plan.data.offline:
-            train, self.held_out = split(self.plan.data.groups(self.renderer), s)
+            train, self.held_out = split_held_out(self.plan.data.groups(self.renderer))
             self.events.message(f"{len(train)} groups to train on, {len(self.held_out)} held out; no rollouts")
             return self.plan.data.offline_source(train, ledger)
         masked = Signal.LOGP_WITHOUT_FEEDBACK in self.objective.signals
+        seats = seat_plan(s, self.env_spec.env_class, self.renderer, self.opponents)
         return Collector(
             self.recipe,
             generator,
-            self.recipe.sampler.open(self.plan.data.tasks()),
+            TaskFeed.open(self.recipe, self.plan.data.tasks()),
             ledger,
-            build.make_play(self.env_spec, self.renderer, build.sampling_settings(s), masked),
+            build.make_play(self.env_spec, self.renderer, build.sampling_settings(s), masked, seats),
             s.seed,
             s.staleness,
             s.max_draws,
+            self.scorer,
         )
 
     def _resume(
@@ -244,21 +285,35 @@ class Trainer:
             self.objective.memory.load_state_dict(saved.state["memory"])
             mixture.load_state_dict(saved.state["mixture"])
             collector.last_metrics = dict(saved.state["pulse"])
+            if self.opponents is not None:
+                self.opponents.load_state_dict(saved.state["opponents"])
             start = saved.step
+            check_digest(self.run_dir.ledger, saved.state.get("ledger"), ledger.digest(start))
         discard_after(self.run_dir.checkpoints, start)
         owed = ledger.resume(start, keep_finished=s.staleness > 0)
+        for text in resume_messages(self.run_dir, self.died, start, owed):
+            self.events.message(text)
         collector.to_reissue = deque(
             (f"{issued.group_id.split('~')[0]}~{start}", issued.task) for issued in owed.to_reissue
         )
         collector.ready = deque(usable(group)[0] for group in owed.pending)
         return start, collector, mixture
 
-    def _save(self, step: int, learner: Learner, collector: GroupSource, mixture: Mixture) -> None:
-        state = learner.state_dict()
+    def _save(
+        self, step: int, learner: Learner, collector: GroupSource, mixture: Mixture, ledger: WriteBehindLedger
+    ) -> None:
+        state = learner.checkpoint_state()
         memory = self.objective.memory.state_dict()
         own = {"sampler": collector.sampler.state_dict(), "memory": memory, "pulse": collector.last_metrics}
-        facts = {"learner": state["scalars"], "mixture": mixture.state_dict(), **own}
+        own |= {"opponents": self.opponents.state_dict()} if self.opponents is not None else {}
+        facts = {"learner": state["scalars"], "mixture": mixture.state_dict(), "ledger": ledger.digest(step), **own}
         save_checkpoint(self.run_dir.checkpoints, step, state["tensors"], facts, keep=self.settings.keep_checkpoints)
+
+    def _health(self, collector: GroupSource) -> RunHealth:
+        s = self.settings
+        tolerance = engines.policy_check_tolerance(s)
+        limits = RunLimits(s.max_tokens, s.context, self.recipe.budget.size, s.temperature, s.lr, tolerance)
+        return RunHealth(limits, collector.dropped, self.messages.told)
 
     def _trackers(self, start: int) -> Trackers:
         return Trackers(
@@ -271,8 +326,11 @@ class Trainer:
         return service(kind, "turnwise", self.run_dir.path.name, self.settings.as_dict())
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
+        metrics = {**metrics, **(self.judge.metrics() if self.judge else {})}
         self.tracker.log(step, metrics)
         self.events.step("learn", step, self.settings.steps, metrics)
+        for told in self.health.observe(metrics):
+            self.events.message(f"step {step}: {told.text}", "warning", name=told.name, value=told.value)
 
     def _evaluations(
         self, evaluator: Evaluator, learner: Learner
@@ -285,7 +343,8 @@ class Trainer:
             async def run() -> None:
                 if self.settings.eval_tasks:
                     evaluation = await evaluator.run()
-                    self.tracker.log(step, {"eval/success": evaluation.summary()["success"]})
+                    raise_if_lost(evaluator.generator)
+                    self.tracker.log(step, evaluation_metrics(evaluation.summary()))
                 if self.held_out:
                     self.tracker.log(step, {f"ranking/{k}": v for k, v in rank_pairs(learner, self.held_out).items()})
 
@@ -294,29 +353,28 @@ class Trainer:
         return {step: at(step) for step in range(every, self.settings.steps, every)}
 
     async def _evaluate(self, evaluator: Evaluator, when: str, learner: Learner) -> dict[str, Any]:
-        """Evaluate once; a resumed run reads the recorded result. Without tasks, rank the held-out pairs."""
-        path = self.run_dir.path / f"evaluation_{when}.json"
-        if self.held_out and not (self.run_dir.path / f"ranking_{when}.json").is_file():
-            write_json(self.run_dir.path / f"ranking_{when}.json", rank_pairs(learner, self.held_out))
+        """Evaluate once; a resumed run reads the recorded result. Without tasks, rank the held-out pairs, if there are any."""
+        path, ranking = (self.run_dir.path / f"{kind}_{when}.json" for kind in ("evaluation", "ranking"))
+        for file, wanted in ((path, self.settings.eval_tasks), (ranking, self.held_out)):
+            if wanted and when == "before":
+                require_first_result(self.run_dir, file)
+        if self.held_out and not ranking.is_file():
+            write_sealed(ranking, rank_pairs(learner, self.held_out))
+        if not self.settings.eval_tasks and not self.held_out:
+            return {"summary": dict(NOT_EVALUATED), "rows": []}
         if not self.settings.eval_tasks:
-            return {
-                "summary": as_evaluation(json.loads((self.run_dir.path / f"ranking_{when}.json").read_text())),
-                "rows": [],
-            }
+            return {"summary": as_evaluation(read_sealed(ranking)), "rows": []}
         if not path.is_file():
             with self.events.stage(f"evaluate {when}", self.settings.eval_tasks, "tasks"):
                 evaluation = await evaluator.run()
-            rows = [
-                {"task": t.key, "success": bool(r[0].success), "messages": list(r[0].messages)}
-                for t, r in zip(evaluation.tasks, evaluation.trajectories)
-            ]
-            write_json(path, {"summary": evaluation.summary(self.settings.seed), "rows": rows})
-        return dict(json.loads(path.read_text()))
+                raise_if_lost(evaluator.generator)
+            write_sealed(path, {"summary": evaluation.summary(self.settings.seed), "rows": evaluation.rows()})
+        return read_sealed(path)
 
     def _ranked(self) -> dict[str, Any]:
         """How held-out pairs were ranked before and after."""
         paths = {when: self.run_dir.path / f"ranking_{when}.json" for when in ("before", "after")}
-        return {"ranking": {w: json.loads(p.read_text()) for w, p in paths.items()}} if self.held_out else {}
+        return {"ranking": {w: read_sealed(p) for w, p in paths.items()}} if self.held_out else {}
 
 
 def _write(path: Path, *writers: Callable[[Path], Any]) -> None:

@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from turnwise.engines.generator import weight_views
+from turnwise.engines import capture
+from turnwise.engines.capture import GraphCapture
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillLayout
+from turnwise.engines.generator.decoder_adapters import DecoderAdapters, LowRankPair
 from turnwise.engines.generator.graph_inputs import MAX_CAPTURED_TOKENS, GraphInputs, GraphShape
+from turnwise.engines.generator.graph_weights import DecodeGraphKey, Fp8Matrix, GraphWeights
 from turnwise.engines.generator.kv_cache import KVCache
 from turnwise.engines.generator.llama_decoder import LlamaDecoder, _Layer
-from turnwise.engines.kernels.decode_reference import LANES_PER_PROGRAM, quantise
+from turnwise.engines.kernels.decode_reference import LANES_PER_PROGRAM
 from turnwise.engines.kernels.sampling import KEEP_ALL, pick, truncate, uniforms
 
 log = logging.getLogger(__name__)
@@ -41,9 +43,6 @@ MIN_SAVED_SHARE = 0.25  # ... and the share of column reads it must save: 4 lane
 Truncation = tuple[int, float, float]
 """(top-k, top-p, min-p) of a lane; (0, 1, 0) keeps the whole distribution."""
 
-DecodeGraphKey = tuple[int, bool, bool]
-"""What a decode graph is captured for: lanes, whether any lane truncates, whether lanes share prefixes."""
-
 
 def batch_buckets(most: int) -> list[int]:
     """Batch sizes that graphs are captured for: powers of two and their midpoints."""
@@ -51,15 +50,7 @@ def batch_buckets(most: int) -> list[int]:
     return sorted({min(size, most) for size in sizes if size < 2 * most})
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Matrix:
-    """A weight in e4m3: data [out, in], scale [out, 1]."""
-
-    data: Tensor
-    scale: Tensor
-
-
-class GraphDecoder(LlamaDecoder):
+class GraphDecoder(GraphWeights):
     """The Llama family in the cache's dtype with a float32 residual stream, like a learner under autocast."""
 
     @staticmethod
@@ -90,70 +81,17 @@ class GraphDecoder(LlamaDecoder):
         self.decode_graphs: dict[DecodeGraphKey, Callable[[], None]] = {}
         self.prefill_graphs: dict[GraphShape, tuple[GraphInputs, Callable[[], None]]] = {}
         self.prefilled_once: set[GraphShape] = set()  # shapes that occurred once, without a graph
-        self.pool: Any = None
+        self.capture = GraphCapture()
+        self.adapters = DecoderAdapters(self.H * self.D, self.Hkv * self.D)
         self.capture_errors: set[str] = set()
 
     def describe(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.") + (" with fp8 weights" if self.fp8 else "")
         graphs = "kernels without CUDA graphs" if self.capture_errors or not self.on_gpu else "CUDA graphs"
-        return f"{graphs}, {dtype}, grouped-query kernel" + "".join(f"; {e}" for e in sorted(self.capture_errors))
-
-    # ------------------------------------------------------------------ weights
-
-    def refresh_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Update the weights in place. ``weights``: the published ones, before they were rounded to the cache's dtype."""
-        if hasattr(self, "layers") and not self.fp8:
-            for name, view, parameter in self._weight_views:
-                view.copy_((weights or {}).get(name, parameter))
-            return
-        base = self.model.model
-        exact = lambda name, p: (weights or {}).get(name, p).detach().to(self.kv_cache.device, torch.float32)  # noqa: E731
-        embedding = exact("model.embed_tokens.weight", base.embed_tokens.weight)
-        norm = exact("model.norm.weight", base.norm.weight)
-        head = self.model.lm_head.weight.detach().to(self.dtype).t().contiguous()
-        layers = [self._with_float32_norms(f"model.layers.{i}", layer, exact) for i, layer in enumerate(base.layers)]
-        if not hasattr(self, "layers"):
-            self.embedding, self.norm, self.head, self.layers = embedding, norm, head, layers
-            return
-        new = [embedding, norm, head, *(t for layer in layers for t in _tensors(layer))]
-        old = [self.embedding, self.norm, self.head, *(t for layer in self.layers for t in _tensors(layer))]
-        for target, value in zip(old, new):
-            target.copy_(value)
-
-    @cached_property
-    def _weight_views(self) -> list[tuple[str, Tensor, Tensor]]:
-        """Each parameter's name, its view in the fused weights, and the model's own tensor."""
-        views = list(weight_views.model_views(self.embedding, self.norm, self.head))
-        for i, layer in enumerate(self.layers):
-            views += weight_views.layer_views(i, layer, self.H, self.Hkv, self.D)
-        parameters = self.model.state_dict()
-        return [(name, view, parameters[name]) for name, view in views if name in parameters]
-
-    def _with_float32_norms(self, name: str, module: Any, exact: Any) -> _Layer:
-        """A layer with its matrices in ``self.dtype`` and its norms in float32, as they were published."""
-        fused, attention = self._fuse(module), module.self_attn
-        qk_norm = None
-        if fused.qk_norm is not None:
-            q = exact(f"{name}.self_attn.q_norm.weight", attention.q_norm.weight)
-            k = exact(f"{name}.self_attn.k_norm.weight", attention.k_norm.weight)
-            qk_norm = torch.cat((q.expand(self.H, -1), k.expand(self.Hkv, -1)))
-        cast = lambda t: t.to(self.dtype) if isinstance(t, Tensor) else t  # noqa: E731
-        return _Layer(
-            exact(f"{name}.input_layernorm.weight", fused.norm),
-            cast(fused.qkv),
-            cast(fused.qkv_bias),
-            qk_norm,
-            cast(fused.out),
-            cast(fused.out_bias),
-            exact(f"{name}.post_attention_layernorm.weight", fused.mlp_norm),
-            cast(fused.gate_up),
-            cast(fused.down),
+        adapters = ", adapters beside the weights" if self.adapters else ""
+        return f"{graphs}, {dtype}, grouped-query kernel{adapters}" + "".join(
+            f"; {e}" for e in sorted(self.capture_errors)
         )
-
-    def _transposed(self, *layers: nn.Linear) -> Any:
-        if not self.fp8:
-            return super()._transposed(*layers)
-        return Fp8Matrix(*quantise(torch.cat([layer.weight.detach() for layer in layers])))
 
     # ------------------------------------------------------------------ one forward pass
 
@@ -161,29 +99,36 @@ class GraphDecoder(LlamaDecoder):
         out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
         return self.kernels.add_norm(x, delta, weight, out, self.eps)
 
-    def _linear(self, h: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, h: Tensor, weight: Any, bias: Tensor | None = None, adapter: LowRankPair | None = None) -> Tensor:
+        if adapter is not None:
+            return self._linear(h, weight, bias).addmm_(torch.mm(h, adapter.down), adapter.up)
         if isinstance(weight, Fp8Matrix):
             out = self.kernels.fp8_matmul(h, weight.data, weight.scale)
             return out if bias is None else out.add_(bias)
         return torch.mm(h, weight) if bias is None else torch.addmm(bias, h, weight)
 
-    def _mlp(self, x: Tensor, delta: Tensor, layer: _Layer) -> Tensor:
-        gate_up = self._linear(self._norm(x, delta, layer.mlp_norm), layer.gate_up)
+    def _mlp(self, x: Tensor, attention: Tensor, i: int, layer: _Layer) -> Tensor:
+        """The attention's output projection, added to x in place, and the MLP's output."""
+        adapter = self.adapters.of(i)
+        delta = self._linear(attention, layer.out, layer.out_bias, adapter.get("out"))
+        gate_up = self._linear(self._norm(x, delta, layer.mlp_norm), layer.gate_up, None, adapter.get("gate_up"))
         out = torch.empty(len(x), gate_up.shape[1] // 2, dtype=self.dtype, device=x.device)
-        return self._linear(self.kernels.swiglu(gate_up, out), layer.down)
+        return self._linear(self.kernels.swiglu(gate_up, out), layer.down, None, adapter.get("down"))
 
     def _logits(self, tokens: Tensor, position: Tensor, shared: Tensor | None = None) -> Tensor:
         """Feed one token per lane; return the float32 logits of the next."""
         x = self.embedding[tokens]  # not F.embedding: 12.5 µs for 16 lanes, against 2 µs here
         delta: Tensor | None = None
         for i, layer in enumerate(self.layers):
-            qkv = self._linear(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias)
+            qkv = self._linear(
+                self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias, self.adapters.of(i).get("qkv")
+            )
             attention = torch.empty(len(x), self.H * self.D, dtype=self.dtype, device=x.device)
             k, v = self.kv_cache.keys[i], self.kv_cache.values[i]
             self.kernels.decode_attention(
                 qkv, k, v, self.cos, self.sin, layer.qk_norm, position, attention, self.scale, self.eps, shared
             )  # fmt: skip
-            delta = self._mlp(x, self._linear(attention, layer.out, layer.out_bias), layer)
+            delta = self._mlp(x, attention, i, layer)
         return _float32_matmul(self._norm(x, delta, self.norm), self.head)
 
     def prefill(self, layout: PrefillLayout) -> None:
@@ -209,7 +154,9 @@ class GraphDecoder(LlamaDecoder):
         # zeros, not empty: padding tokens must stay finite
         q, attention = torch.zeros(2, len(x), self.H * self.D, dtype=self.dtype, device=x.device)
         for i, layer in enumerate(self.layers):
-            qkv = self._linear(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias)
+            qkv = self._linear(
+                self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias, self.adapters.of(i).get("qkv")
+            )
             k, v = self.kv_cache.keys[i], self.kv_cache.values[i]
             self.kernels.rope_and_cache(
                 qkv, k, v, self.cos, self.sin, layer.qk_norm, inputs.position, inputs.row, q, self.eps
@@ -217,7 +164,7 @@ class GraphDecoder(LlamaDecoder):
             if i < len(self.layers) - 1:
                 chunks = (inputs.boundaries, inputs.start, inputs.chunk_rows, inputs.shape.longest)
                 self.kernels.prefill_attention(q, k, v, *chunks, attention, self.scale)
-                delta = self._mlp(x, self._linear(attention, layer.out, layer.out_bias), layer)
+                delta = self._mlp(x, attention, i, layer)
 
     def decode_step(self, tokens: Tensor, layout: DecodeLayout) -> Tensor:
         """One decode step without a graph, to compare with other forwards."""
@@ -272,21 +219,15 @@ class GraphDecoder(LlamaDecoder):
         if not self.on_gpu:
             return run
         try:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                run()
-            torch.cuda.current_stream().wait_stream(side)
+            capture.warm_up(run)
             graph = torch.cuda.CUDAGraph()
-            # a learner may allocate in another thread meanwhile: only this thread must not
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with self.capture.into(graph):
                 run()
         except RuntimeError as fault:
             error = f"no graph {what}: {str(fault).splitlines()[0]}"
             self.capture_errors.add(error)
             log.warning("%s; it runs without a graph, which is slower", error)
             return run
-        self.pool = self.pool or graph.pool()
         return graph.replay
 
     def warm_up(self) -> None:
@@ -382,12 +323,6 @@ class GraphDecoder(LlamaDecoder):
             self.top_p[:n, 0] = torch.tensor(top_p, dtype=torch.float64).to(device, non_blocking=True)
             self.min_p[:n, 0] = torch.tensor(min_p, dtype=torch.float64).to(device, non_blocking=True)
             self.mass.zero_()
-
-
-def _tensors(layer: _Layer) -> list[Tensor]:
-    values = [getattr(layer, f.name) for f in fields(layer)]
-    parts = [(x.data, x.scale) if isinstance(x, Fp8Matrix) else (x,) for x in values]
-    return [t for part in parts for t in part if t is not None]
 
 
 def _float32_matmul(h: Tensor, weight: Tensor) -> Tensor:

@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 
 from turnwise.core.records import Sampling, Stop
 from turnwise.engines.generator.executor import GeneratorExecutor, run_callbacks
-from turnwise.engines.generator.model_runner import MIN_CONTEXT, ModelRunner
+from turnwise.engines.generator.model_runner import MIN_CONTEXT
 from turnwise.engines.generator.scheduler import Request, Scheduler
 from turnwise.engines.generator.session import LocalSession
+from turnwise.engines.generator.stock_runner import make_runner
 from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,9 @@ class LocalGenerator:
     and logs a warning. ``fast=False`` keeps the stock forward. ``dtype``: of weights and KV cache (default: the model's);
     float8_e4m3fn for fp8 weights. ``tick``: decode steps between two admissions at most; by default 8, and 64 with CUDA graphs,
     which stop by themselves once a quarter of the lanes have finished. ``threads``: CPU threads of decoding; 1 is nearly as fast
-    as 2 for a small model, and beside a running learner two thread teams on the same cores slow each other down tenfold."""
+    as 2 for a small model, and beside a running learner two thread teams on the same cores slow each other down tenfold.
+    ``share_weights``: use the memory of ``model`` where device and dtype are the same, for a caller that publishes after every
+    change of it and samples nothing in between."""
 
     def __init__(
         self,
@@ -57,12 +60,14 @@ class LocalGenerator:
         fast: bool = True,
         dtype: torch.dtype | None = None,
         threads: int | None = None,
+        share_weights: bool = False,
     ) -> None:
         if min(slots, 1 + context - MIN_CONTEXT, 1 if tick is None else tick) < 1:
             raise SettingError(f"slots={slots}, context={context}, tick={tick}; write at least 1, {MIN_CONTEXT} and 1")
         decode: Callable[[list[int]], str] | None = getattr(tokenizer, "decode", tokenizer)
         self.context, self.deterministic, self.patience = context, deterministic, patience
-        self.model_runner = ModelRunner(model, slots, context, torch.device(device or model.device), fast, dtype)
+        where = torch.device(device or model.device)
+        self.model_runner = make_runner(model, slots, context, where, fast, dtype, share_weights)
         self.tick = tick or (TICK if self.model_runner.graphs is None else TICK_WITH_GRAPHS)
         self.scheduler = Scheduler(self.model_runner, stop_ids, decode)
         self.sessions: dict[int, LocalSession] = {}  # open ones, by order
@@ -71,7 +76,8 @@ class LocalGenerator:
         self._task: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
         self._interrupt_requested, self._opened = False, 0
-        self._executor = GeneratorExecutor(not deterministic, threads)
+        self.computing, self.on_change = False, _nothing  # for a generator that takes turns with this one
+        self._executor = GeneratorExecutor(not deterministic, threads, self.model_runner.device)
 
     # ------------------------------------------------------------------ generator protocol
 
@@ -127,6 +133,7 @@ class LocalGenerator:
         """Wake the serving task after a change, or start one."""
         self._interrupt_requested = True
         self._woken.set()
+        self.on_change()
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:  # without an event loop no request can be waiting
@@ -150,9 +157,12 @@ class LocalGenerator:
     async def _serve(self) -> None:
         try:
             while await self._next_batch_ready():
-                self._interrupt_requested = False
+                self._interrupt_requested, self.computing = False, True
                 await self._executor.run(partial(self._compute, self._waiting()), _resolve)
+                self.computing = False
+                self.on_change()
         except BaseException as fault:
+            self.computing = False
             self._fail(fault)
             if not isinstance(fault, Exception):
                 raise
@@ -168,13 +178,17 @@ class LocalGenerator:
                 continue
             if not (self.scheduler.running or self._waiting()):
                 return False
-            missing = [s for s in self.sessions.values() if not (s.pending or s.parked)]
+            missing = self._missing()
             if not (self.deterministic and missing):
                 return True
             try:
                 await asyncio.wait_for(self._woken.wait(), self.patience)
             except TimeoutError:
                 self._park_missing(missing)
+
+    def _missing(self) -> list[LocalSession]:
+        """Sessions that may submit a request before the next batch is composed."""
+        return [s for s in self.sessions.values() if not (s.pending or s.parked)]
 
     def _park_missing(self, missing: Sequence[LocalSession]) -> None:
         """Park sessions that exceeded ``patience``, rather than hang."""
@@ -248,10 +262,15 @@ class LocalGenerator:
 
     @torch.inference_mode()
     def _load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self.model_runner.load_weights(weights)
+        with self._executor.reading_learner():
+            self.model_runner.load_weights(weights)
         self.scheduler.recompute(version)
 
 
 def _resolve(request: Request) -> None:
     if not request.future.done():
         request.future.set_result(None)
+
+
+def _nothing() -> None:
+    """Nobody takes turns with this generator."""

@@ -99,11 +99,18 @@ class LlamaDecoder:
     def refresh_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Fuse the model's current weights again. ``weights``: the published ones, if any."""
         base = self.model.model
+        self._free_weights()
         self.embedding = base.embed_tokens.weight.detach()
         self.head = self.model.lm_head.weight.detach().t().contiguous()
         self.norm = base.norm.weight.detach()
         self.layers = [self._fuse(layer) for layer in base.layers]
         self.fused = self._fused_layers()
+
+    def _free_weights(self) -> None:
+        """Free the old fused weights before new ones are made: both at once would take twice the memory."""
+        if "layers" in vars(self):
+            self.fused = None
+            self.layers.clear()
 
     def _fused_layers(self) -> fused_layers.FusedLayers | None:
         """All layers and the head as one C call for a small batch, where that is faster."""

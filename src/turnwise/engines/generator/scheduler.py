@@ -20,7 +20,7 @@ from turnwise.core.records import Sampling, Stop
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk
 from turnwise.engines.generator.cuda_graphs import MAX_STEPS
 from turnwise.engines.generator.kv_cache import CacheSlot, RowCopy
-from turnwise.engines.generator.model_runner import ModelRunner
+from turnwise.engines.generator.stock_runner import Runner
 from turnwise.engines.kernels.sampling import TokenSampler, uniforms
 
 COUNTS = (
@@ -34,8 +34,9 @@ EAGER_SYNC_EVERY = 8  # decode steps between two copies to the host on a GPU wit
 STOP_MARGIN = 8  # tokens decoded before the length of the stop string, so that no word boundary hides it
 MIN_SHARED_PREFIX = 8  # shorter prefixes of other rows are not copied
 
-StepOutput = tuple[list[int], Tensor, Tensor | None]
-"""One decode step of all lanes: ids, log-probabilities [n], kept log mass [n] if any lane truncates."""
+StepOutput = tuple[list[int], Tensor, Tensor | None] | tuple[list[int], Tensor, Tensor | None, Tensor | None]
+"""One decode step of all lanes: ids, log-probabilities [n], kept log mass [n] if any lane truncates; entropies [n] if any lane
+asks for them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +52,7 @@ class Request:
     future: Any
     logp: list[float] = field(default_factory=list)
     mass: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
     stop: Stop | None = None
     cancelled: bool = False
@@ -63,7 +65,7 @@ class Request:
 
 class Scheduler:
     def __init__(
-        self, model_runner: ModelRunner, stop_ids: Sequence[int], decode: Callable[[list[int]], str] | None
+        self, model_runner: Runner, stop_ids: Sequence[int], decode: Callable[[list[int]], str] | None
     ) -> None:
         self.model_runner, self.kv_cache = model_runner, model_runner.kv_cache
         self.stop_ids = frozenset(stop_ids)
@@ -154,7 +156,8 @@ class Scheduler:
         then stops launching, and tokens already in flight are kept. It decodes beyond the tick as long as every lane runs:
         no row could be reassigned anyway."""
         began, lanes = time.perf_counter(), self.running
-        graphs, compact, any_finished = self.model_runner.graphs is not None, False, False
+        wants_entropy = any(r.sampling.entropy for r in lanes)  # graphs keep their logits on the GPU
+        graphs, compact, any_finished = self.model_runner.graphs is not None and not wants_entropy, False, False
         steps = min(MAX_STEPS if graphs else tick, max(r.budget - r.sampled for r in lanes))
         with_stop_strings = [i for i, r in enumerate(lanes) if r.sampling.stop]
         due: dict[int, list[int]] = {}  # lanes that reach their budget, by step
@@ -163,9 +166,9 @@ class Scheduler:
         should_stop = lambda n: compact or interrupted(n) or (any_finished and n >= tick)  # noqa: E731
         outputs = self._replay_graphs(steps, should_stop) if graphs else self._decode_eagerly(steps)
         self._undelivered, step = [], 0
-        for tokens, logp, mass in outputs:
-            self._undelivered.append((tokens, logp, mass))
-            finished = self._finished_lanes(tokens, due.get(step, ()), with_stop_strings)
+        for output in outputs:
+            self._undelivered.append(output)
+            finished = self._finished_lanes(output[0], due.get(step, ()), with_stop_strings)
             step += 1
             if finished:
                 self._finish(finished, report)
@@ -201,14 +204,16 @@ class Scheduler:
         u = uniforms(seed, position + torch.arange(steps, device=device)[:, None])  # [steps, n]
         tokens = torch.tensor([r.sequence[-1] for r in lanes], device=device)
         block = 1 if device.type == "cpu" else EAGER_SYNC_EVERY
+        wants_entropy = any(r.sampling.entropy for r in lanes)
         for begin in range(0, steps, block):
             outputs = []
             for step in range(begin, min(steps, begin + block)):
-                tokens, logp, mass = sampler(self.model_runner.decode_step(tokens, layout), u[step])
-                outputs.append((tokens, logp, mass))
+                logits = self.model_runner.decode_step(tokens, layout)
+                tokens, logp, mass = sampler(logits, u[step])
+                outputs.append((tokens, logp, mass, sampler.entropy(logits) if wants_entropy else None))
                 layout.advance()
-            for ids, (_, logp, mass) in zip(torch.stack([x[0] for x in outputs]).tolist(), outputs):
-                yield ids, logp, mass
+            for ids, (_, logp, mass, entropy) in zip(torch.stack([x[0] for x in outputs]).tolist(), outputs):
+                yield ids, logp, mass, entropy
 
     def _replay_graphs(self, steps: int, should_stop: Callable[[int], bool]) -> Iterator[StepOutput]:
         """The same by a decoder that samples on the GPU; lanes that finish in between stay in the batch."""
@@ -253,7 +258,7 @@ class Scheduler:
         # every token carries at least one byte, so these tokens cover the string and some context before it
         size = STOP_MARGIN + max(len(string.encode()) for string in request.sampling.stop)
         before = request.sequence[max(request.prompt_length, len(request.sequence) - size) :]
-        text = self.decode([*before, *(tokens[lane] for tokens, _, _ in self._undelivered[-size:])][-size:])
+        text = self.decode([*before, *(output[0][lane] for output in self._undelivered[-size:])][-size:])
         return any(string in text for string in request.sampling.stop)
 
     # ------------------------------------------------------------------ delivery
@@ -261,10 +266,12 @@ class Scheduler:
     def _deliver(self, lanes: Sequence[int]) -> None:
         """Append the undelivered tokens of these lanes to their requests."""
         outputs = self._undelivered
-        tokens = list(zip(*(ids for ids, _, _ in outputs)))
+        tokens = list(zip(*(o[0] for o in outputs)))
         select = lambda rows: torch.stack(rows)[:, lanes].T.tolist()  # noqa: E731
         logp = select([o[1] for o in outputs])
         mass = select([o[2] for o in outputs]) if outputs[0][2] is not None else None
+        entropies = [o[3] for o in outputs if len(o) == 4 and o[3] is not None]
+        entropy = select(entropies) if len(entropies) == len(outputs) else None
         size = len(outputs)
         no_mass, version = [0.0] * size, [self.version] * size
         for index, lane in enumerate(lanes):
@@ -273,6 +280,8 @@ class Scheduler:
             request.logp.extend(logp[index])
             request.mass.extend(no_mass if mass is None else mass[index])
             request.version.extend(version)
+            if entropy is not None and request.sampling.entropy:
+                request.entropy.extend(entropy[index])
             self.kv_cache.cached_ids[_row(request)] = request.sequence[:-1]
         self.count["tokens"] += size * len(lanes)
 

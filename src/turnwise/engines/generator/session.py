@@ -77,6 +77,10 @@ class LocalSession:
         self.parked = True
         self._owner.wake()
 
+    def unpark(self) -> None:
+        """Make a deterministic generator wait for this session before its next request is known."""
+        self.parked = False
+
     def cancel(self) -> None:
         """Make an unfinished ``generate`` return the tokens it has. Its KV stays cached."""
         if self.request is not None:
@@ -94,4 +98,5 @@ def completion(request: Request) -> Completion:
     assert request.stop is not None
     tokens = request.sequence[request.prompt_length :]
     seconds = time.perf_counter() - request.started
-    return Completion(tokens, request.logp, request.mass, request.version, request.stop, seconds)
+    entropy = request.entropy if len(request.entropy) == len(tokens) else ()
+    return Completion(tokens, request.logp, request.mass, request.version, request.stop, seconds, entropy)

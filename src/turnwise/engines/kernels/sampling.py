@@ -76,6 +76,12 @@ class TokenSampler:
         logp = full.gather(1, token)[:, 0].log()
         return token[:, 0], (logp if mass is None else logp - mass), mass
 
+    def entropy(self, logits: Tensor) -> Tensor:
+        """Entropy of each row [B] at its temperature, before truncation. A pass of its own, for requests that ask for it."""
+        logits = logits.float() if self.temperature is None else logits.float() / self.temperature
+        logp = logits.log_softmax(-1)
+        return -(logp.exp() * logp).sum(-1)
+
 
 def pick(weight: Tensor, u: Tensor) -> Tensor:
     """Inverse-CDF sampling. weight [B, V], u [B] -> [B, 1]: the entry in which u times the total weight falls."""

@@ -16,13 +16,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from turnwise.engines import compat
+from turnwise.engines import capture, compat
+from turnwise.engines.capture import GraphCapture
 from turnwise.engines.learner.varlen_attention import VarlenAttention
 from turnwise.maths.numbers import first_at_least
 
@@ -38,6 +40,10 @@ MAX_ROW_RATIO = 1.26  # a pass may reuse a graph with up to this many times the 
 DEDICATED_AFTER = 16  # ... until its bucket has occurred this often
 
 
+PassKind = tuple[torch.dtype, bool]
+"""What a graph computes besides its shape: the compute dtype, and whether adapters are applied."""
+
+
 class GraphBucket(NamedTuple):
     """The shape of a graph. ``keys`` 0: no shared prefixes, key i is row i. ``grad``: with a backward graph."""
 
@@ -45,7 +51,7 @@ class GraphBucket(NamedTuple):
     keys: int
     sequences: int
     max_seqlen: tuple[int, int]
-    dtype: torch.dtype
+    kind: PassKind
     grad: bool
 
     @property
@@ -65,27 +71,27 @@ class CapturedLayers:
         self.weights: list[Tensor] = list(weights)
         self.parameters = [p for p in weights if p.requires_grad]
         self.bucket_counts: Counter[GraphBucket] = Counter()
-        self.warmed_up: set[tuple[torch.dtype, bool, bool]] = set()
+        self.warmed_up: set[tuple[PassKind, bool, bool]] = set()
         self.graphs: dict[GraphBucket, _Graph] = {}
-        self.pool: Any = None
+        self.capture = GraphCapture()
         self.grads: list[Tensor] = []  # one per parameter; every backward graph adds to them
         self.accumulates = False  # True: ``grads`` are the parameters' .grad; False: autograd gets copies of them
         self.enabled = True
         self._pending: Callable[[], object | None] = lambda: None  # weak reference to an outstanding forward pass
 
     def __call__(
-        self, forward: LayersForward, dtype: torch.dtype, ids: Tensor, position: Tensor, layout: VarlenAttention
+        self, forward: LayersForward, kind: PassKind, ids: Tensor, position: Tensor, layout: VarlenAttention
     ) -> Tensor | None:
         """States [L, d]; None: no graph can be used, run the layers without one."""
         grad = torch.is_grad_enabled() and bool(self.parameters)
-        bucket = self._bucket(ids, layout, dtype, grad)
+        bucket = self._bucket(ids, layout, kind, grad)
         self.bucket_counts[bucket] += 1
         if not self.enabled or self._pending() is not None:
             return None
         graph = self.graphs.get(bucket) or self._reusable_graph(bucket, len(ids), layout)
         if graph is None:
             if self.bucket_counts[bucket] < DEDICATED_AFTER:
-                bucket = self._bucket(ids, layout, dtype, grad, COARSE_ROW_BUCKETS)
+                bucket = self._bucket(ids, layout, kind, grad, COARSE_ROW_BUCKETS)
             if not self._capture(bucket, forward, next(iter(self.weights), ids).device):
                 return None
             graph = self.graphs[bucket]
@@ -130,7 +136,7 @@ class CapturedLayers:
         self,
         ids: Tensor,
         layout: VarlenAttention,
-        dtype: torch.dtype,
+        kind: PassKind,
         grad: bool,
         row_buckets: Sequence[int] = ROW_BUCKETS,
     ) -> GraphBucket:
@@ -138,16 +144,16 @@ class CapturedLayers:
         length = first_at_least(LENGTH_BUCKETS, max(layout.max_seqlen))
         keys, sequences = _padded_sizes(layout, rows - len(ids), length)
         keys = keys and first_at_least(KEY_BUCKETS, keys)
-        return GraphBucket(rows, keys, first_at_least(SEQUENCE_BUCKETS, sequences), (length, length), dtype, grad)
+        return GraphBucket(rows, keys, first_at_least(SEQUENCE_BUCKETS, sequences), (length, length), kind, grad)
 
     def _reusable_graph(self, bucket: GraphBucket, n: int, layout: VarlenAttention) -> _Graph | None:
         """The smallest captured graph with room for n rows of this layout. None if it pads too much, or the bucket is
         frequent."""
         if self.bucket_counts[bucket] >= DEDICATED_AFTER:
             return None
-        kind = (bucket.dtype, bucket.grad, bool(bucket.keys))
+        kind = (bucket.kind, bucket.grad, bool(bucket.keys))
         for other in sorted(self.graphs, key=lambda k: k[:4]):
-            if (other.dtype, other.grad, bool(other.keys)) != kind or other.max_seqlen < bucket.max_seqlen:
+            if (other.kind, other.grad, bool(other.keys)) != kind or other.max_seqlen < bucket.max_seqlen:
                 continue
             if bucket.rows <= other.rows <= MAX_ROW_RATIO * bucket.rows:
                 keys, sequences = _padded_sizes(layout, other.rows - n, other.max_seqlen[0])
@@ -158,7 +164,7 @@ class CapturedLayers:
     def _capture(self, bucket: GraphBucket, forward: LayersForward, device: torch.device) -> bool:
         """Capture a graph. The first of its kind warms up, which compiles kernels and loads libraries for the later ones too;
         a later one that fails without warm-up is tried again with it."""
-        kind = (bucket.dtype, bucket.grad, bool(bucket.keys))
+        kind = (bucket.kind, bucket.grad, bool(bucket.keys))
         for warm_up in (True,) if kind not in self.warmed_up else (False, True):
             try:
                 self.graphs[bucket] = _Graph(bucket, self, forward, device, warm_up)
@@ -166,7 +172,7 @@ class CapturedLayers:
                 return True
             except (RuntimeError, torch.AcceleratorError) as fault:  # an old driver, too little memory ...
                 why = str(fault).splitlines()[0]
-                log.debug("no graph of %s%s: %s", bucket, "" if warm_up else " without warm-up", why)
+                log.info("no graph of %s%s: %s", bucket, "" if warm_up else " without warm-up", why)
         self.enabled = False
         log.warning("the learner runs without CUDA graphs from now on: %s", why)
         return False
@@ -196,17 +202,17 @@ class _Graph:
         layout = VarlenAttention(ends, ends, bucket.max_seqlen, first if bucket.keys else None, len(first))
         self.stage_inputs(torch.zeros_like(first), first, layout)
         if warm_up:
-            self._warm_up(forward)
-            torch.cuda.empty_cache()  # the graph's pool cannot use what the warm-up allocated, and it is as large
+            capture.warm_up(partial(self._run_once, forward))
+            with capture.exclusive():
+                torch.cuda.empty_cache()  # the graph's pool cannot use what the warm-up allocated, and it is as large
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.forward, pool=captured.pool, capture_error_mode="thread_local"):
+        with captured.capture.into(self.forward):
             out, leaves = self._run(forward)
-        captured.pool = captured.pool or self.forward.pool()
         self.out = out.detach()
         if bucket.grad:
             self.d_out = torch.zeros_like(self.out)
             captured.grads = captured.grads or [torch.zeros_like(p) for p in captured.parameters]
-            with torch.cuda.graph(self.backward, pool=captured.pool, capture_error_mode="thread_local"):
+            with captured.capture.into(self.backward):
                 compat.foreach_add_(captured.grads, torch.autograd.grad(out, leaves, self.d_out))
 
     def _run(self, forward: LayersForward) -> tuple[Tensor, list[Tensor]]:
@@ -221,15 +227,11 @@ class _Graph:
         layout = VarlenAttention(cu_seqlens_q.int(), cu_seqlens_k.int(), bucket.max_seqlen, source, bucket.rows)
         return ids, position, layout
 
-    def _warm_up(self, forward: LayersForward) -> None:
-        """Run once without a graph on a side stream, so that kernels are compiled and libraries allocate workspaces."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            out, leaves = self._run(forward)
-            if self.bucket.grad:
-                torch.autograd.grad(out, leaves, torch.zeros_like(out))
-        torch.cuda.current_stream().wait_stream(side)
+    def _run_once(self, forward: LayersForward) -> None:
+        """Without a graph, so that kernels are compiled and libraries allocate workspaces."""
+        out, leaves = self._run(forward)
+        if self.bucket.grad:
+            torch.autograd.grad(out, leaves, torch.zeros_like(out))
 
     def stage_inputs(self, ids: Tensor, position: Tensor, layout: VarlenAttention) -> None:
         """Pad the inputs to the bucket and stage all of them in one pinned host-to-device copy: the fixed cost of a copy

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN
-from turnwise.engines.learner import packed_forward
-from turnwise.engines.learner.logprobs import token_logprobs
+from turnwise.engines.learner import packed_forward, stock_forward
+from turnwise.engines.learner.logprobs import logprobs_of, token_logprobs
 
 CHUNK = 1 << 22  # elements in one chunk of logits [tokens, vocabulary]
 ForwardContext = Callable[[], AbstractContextManager[Any]]
@@ -60,32 +60,33 @@ class ForwardPass:
 
     @cached_property
     def before(self) -> Tensor:
-        """The state each token was sampled from, [N, D], in the dtype of the weights."""
-        return self._before_in_compute_dtype.to(next(self.model.parameters()).dtype)
+        """The state each token was sampled from, [N, D], in the dtype of sums."""
+        return self._before_in_compute_dtype.to(self._wide)
 
     @cached_property
     def after(self) -> Tensor:
-        """The state after the model has read the token itself, [N, D], in the dtype of the weights."""
+        """The state after the model has read the token itself, [N, D], in the dtype of sums."""
         assert self.after_sampled, "this forward pass stopped before the last sampled tokens"
-        return self.states.at(self.batch.sequences.sampled_at).to(next(self.model.parameters()).dtype)
+        return self.states.at(self.batch.sequences.sampled_at).to(self._wide)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype of sums: that of the weights, and float32 for frozen weights in half precision."""
+        return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
 
     def logp(self, want_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities [N] of the sampled tokens and, with ``want_entropy``, the entropies [N]."""
         if self._token_logp is None or (want_entropy and self._token_logp[1] is None):
-            head, target, temperature = (
-                packed_forward.lm_head(self.model),
-                self.batch.token.x,
-                self.batch.temperature.at(TOKEN).x,
-            )
+            target, temperature = self.batch.token.x, self.batch.temperature.at(TOKEN).x
+            head, states = packed_forward.lm_head(self.model), self._before_in_compute_dtype
             with self.context():
-                self._token_logp = token_logprobs(
-                    self._before_in_compute_dtype,
-                    head.weight,
-                    head.bias,
-                    target,
-                    temperature,
-                    want_entropy=want_entropy,
-                )
+                if stock_forward.has_own_head(self.model):
+                    own_logits = partial(stock_forward.own_logits, self.model)
+                    self._token_logp = logprobs_of(own_logits, states, head.weight, target, temperature, want_entropy)
+                else:
+                    self._token_logp = token_logprobs(
+                        states, head.weight, head.bias, target, temperature, want_entropy=want_entropy
+                    )
         return self._token_logp
 
     # -------------------------------------------------- full distributions
@@ -97,9 +98,8 @@ class ForwardPass:
 
     def distributions(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows, their log-probabilities over the whole vocabulary [rows, V]), one chunk of tokens at a time."""
-        head = packed_forward.lm_head(self.model)
-        size = max(1, CHUNK // max(1, head.weight.shape[0]))
+        size = max(1, CHUNK // max(1, packed_forward.lm_head(self.model).weight.shape[0]))
         for a in range(0, self.before.shape[0], size):
             rows = slice(a, a + size)
-            z = torch.nn.functional.linear(self.before[rows], head.weight, head.bias)
+            z = packed_forward.logits_of(self.model, self.before[rows])
             yield rows, torch.log_softmax(z * self.inverse_temperature[rows, None], 1)

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, Field
-from turnwise.core.protocols import ObjectiveProtocol
+from turnwise.core.protocols import ObjectiveProtocol, ScalesProtocol
 from turnwise.core.signals import WITH_GRADIENT, Signal
 from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward
@@ -40,6 +40,8 @@ CRITIC_PREFIXES = ("value/", "turns/", "critic/")
 
 class LocalLearner:
     """A ``protocols.Learner`` around any Transformers causal LM. It modifies the model in place: do not call it elsewhere."""
+
+    measurer_class = SignalMeasurer
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class LocalLearner:
         model.to(device=self.device, dtype=self.master)  # type: ignore[call-arg]
         self.model = packed_forward.prepare(model.eval())
         if self.settings.lora_rank:
-            lora.inject(self.model, self.settings.lora_rank, self.settings.lora_alpha)
+            self._inject_adapters(by_hand=self.dtype != self.master and noise is None)
         if self.settings.recompute:
             packed_forward.enable_checkpointing(self.model)
         self.head = packed_forward.lm_head(self.model)
@@ -72,23 +74,54 @@ class LocalLearner:
         self.token_value_head = self.value_heads.token_heads
         layers = packed_forward.decoder_layers(self.model) if noise else []
         self.noise = LayerNoiseHooks(layers, noise.sigma, self.device, self.master) if noise else None
-        if self.settings.lora_rank or self.noise is not None:  # the layers changed after ``prepare`` checked them
-            llama_layers.disable(
-                self.model.get_decoder(), "adapters" if self.settings.lora_rank else "noise between its layers"
-            )
+        if self.noise is not None:  # the layers changed after ``prepare`` checked them
+            llama_layers.disable(self.model.get_decoder(), "noise between its layers")
+        if self.settings.lora_rank and self.dtype != self.master:
+            self._narrow_frozen_weights()
         if self.settings.fp8:
             llama_layers.enable_fp8(self.model.get_decoder())
         self.version = 0
         self.steps = 0  # optimizer steps taken
         self.skipped = 0  # steps not taken because a loss or gradient was not finite
-        self.measurer = SignalMeasurer(self, teacher)
-        self._trained = {n: p for n, p in self._named_parameters() if p.requires_grad}
-        separate = lambda name: separate_critic and name.startswith(CRITIC_PREFIXES)  # noqa: E731
-        self._policy_group = {n: p for n, p in self._trained.items() if not separate(n)}
-        rates = {**dict.fromkeys(CRITIC_PREFIXES, self.settings.value_lr), "noise/": noise.rate if noise else None}
-        self._policy_optimizer = optimizer.adamw(self._policy_group, self.settings, rates)
-        critic_group = {n: p for n, p in self._trained.items() if n not in self._policy_group}
-        self._critic_optimizer = optimizer.adamw(critic_group, self.settings, rates) if critic_group else None
+        self.measurer = self.measurer_class(self, teacher)
+        self._separate_critic = separate_critic
+        self._rates = {
+            **dict.fromkeys(CRITIC_PREFIXES, self.settings.value_lr),
+            "noise/": noise.rate if noise else None,
+        }
+        self._make_optimizers()
+
+    def _make_optimizers(self) -> None:
+        """Collect the trained parameters and make their optimizers; again where shards have replaced the parameters."""
+        self.trained = {n: p for n, p in self._named_parameters() if p.requires_grad}
+        separate = lambda name: self._separate_critic and name.startswith(CRITIC_PREFIXES)  # noqa: E731
+        self._policy_group = {n: p for n, p in self.trained.items() if not separate(n)}
+        self._policy_optimizer = optimizer.adamw(self._policy_group, self.settings, self._rates)
+        critic_group = {n: p for n, p in self.trained.items() if n not in self._policy_group}
+        self._critic_optimizer = optimizer.adamw(critic_group, self.settings, self._rates) if critic_group else None
+
+    def _inject_adapters(self, by_hand: bool) -> None:
+        """Add adapters. Hand-written layers run them in half precision; in float32 the stock forward does."""
+        lora.inject(self.model, self.settings.lora_rank, self.settings.lora_alpha)
+        if by_hand:
+            packed_forward.run_adapters_by_hand(self.model)
+        else:
+            llama_layers.disable(self.model.get_decoder(), "adapters")
+
+    def _narrow_frozen_weights(self) -> None:
+        """Keep frozen matrices of the policy and of a critic's trunk in half precision. Verified before, in float32."""
+        heads = self.value_heads
+        for module, decoder in (
+            (self.model, self.model.get_decoder()),
+            *((trunk, trunk) for trunk in (heads.trunk, heads.target_trunk)),
+        ):
+            if module is not None and decoder is not None:
+                by_hand = llama_layers.fast_path(decoder) is not None
+                lora.narrow_frozen(module, self.dtype, embeddings=by_hand)
+                if by_hand:
+                    llama_layers.run_adapters(decoder)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the freed half of the weights
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((f"model/{n}", p) for n, p in self.model.named_parameters())
@@ -130,12 +163,13 @@ class LocalLearner:
 
     def policy(self) -> Iterator[nn.Parameter]:
         """Trained parameters of the policy."""
-        return (p for n, p in self._trained.items() if n.startswith("model/"))
+        return (p for n, p in self.trained.items() if n.startswith("model/"))
 
     def preconditioner(self) -> Tensor:
         """lr · P for the LM head's weights: the step AdamW would make of one token's gradient."""
         rate = self.settings.lr * self.settings.lr_factor(self.steps)
-        return rate * optimizer.preconditioner(self._policy_optimizer, self.head.weight, self.settings)
+        state = self._policy_optimizer.state.get(self.head.weight)
+        return rate * optimizer.preconditioner(state, self.head.weight, self.settings)
 
     # ------------------------------------------------------------- updating
     def update(
@@ -148,28 +182,37 @@ class LocalLearner:
         try:
             loss, sums, sides, planned = self._backward(batch, objective)
             scales = objective.scales(planned, self._gradients(), sides)
-            optimizer.scale_gradients(self._policy_optimizer, scales.gradient)
-            if self.settings.offload:
-                optimizer.move_state(self._optimizers, self.device)
-            factors = [factor * scales.rate, factor]  # the objective scales the policy's rate only, not the critic's
-            lr_factors = dict(zip(self._optimizers, factors))
-            norms, taken = optimizer.guarded_step(lr_factors, self.settings.clip, loss)
+            norms, taken = self._optimize(scales, loss)
         finally:
             for each in self._optimizers:
                 each.zero_grad(set_to_none=True)  # a partial gradient must not leak into the next update
-        if self.settings.offload:
-            optimizer.move_state(self._optimizers, torch.device("cpu"))
         sums |= dict(zip(("grad_norm", "grad_norm/critic"), norms)) | {"loss": loss, "taken": taken}
         if while_waiting is not None:
             while_waiting()
         values = torch.stack([value.double().to(self.device) for value in sums.values()]).tolist()  # the only host sync
         metrics = dict(zip(sums, values))
-        if stepped := bool(metrics.pop("taken")):
-            self.value_heads.update_targets(self.settings.follow)
-        self.steps += stepped
-        self.skipped += not stepped
+        self._count_step(stepped := bool(metrics.pop("taken")))
         metrics |= {"scale/gradient": scales.gradient, "scale/lr": scales.rate}
         return metrics | {"lr": self.settings.lr * factor * scales.rate, "skipped": float(not stepped)}
+
+    def _optimize(self, scales: ScalesProtocol, loss: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Take the step on the finished gradient. Returns the gradient norms and whether it was taken, unread by the host."""
+        factor = self.settings.lr_factor(self.steps)
+        optimizer.scale_gradients(self._policy_optimizer, scales.gradient)
+        if self.settings.offload:
+            optimizer.move_state(self._optimizers, self.device)
+        factors = [factor * scales.rate, factor]  # the objective scales the policy's rate only, not the critic's
+        norms, taken = optimizer.guarded_step(dict(zip(self._optimizers, factors)), self.settings.clip, loss)
+        if self.settings.offload:
+            optimizer.move_state(self._optimizers, torch.device("cpu"))
+        return norms, taken
+
+    def _count_step(self, taken: bool) -> None:
+        """What follows a step, once the host knows whether it was taken."""
+        if taken:
+            self.value_heads.update_targets(self.settings.follow)
+        self.steps += taken
+        self.skipped += not taken
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._policy_group.values() if p.grad is not None]
@@ -210,7 +253,7 @@ class LocalLearner:
         if objective.signals_before_step:
             batch = batch.put(self.measure(batch, objective.signals_before_step))
         planned = objective.plan(batch)
-        with_gradient, without = self._split_by_gradient(planned)
+        with_gradient, without = self.split_by_gradient(planned)
         for part, grad in ((with_gradient, True), (without, False)):
             for number, piece in enumerate(() if part is None else self._split(part)):
                 with (
@@ -220,7 +263,7 @@ class LocalLearner:
                     micro, policy = self.measurer.live(piece, objective.signals_with_gradient)
                 yield planned, micro, policy
 
-    def _split_by_gradient(self, planned: Batch) -> tuple[Batch, Batch | None]:
+    def split_by_gradient(self, planned: Batch) -> tuple[Batch, Batch | None]:
         """Trajectories with a gradient, and those the objective marks as having none, which run forward for their statistics
         only. If none has a gradient, differentiate one all the same: an optimizer with momentum steps on a zero gradient, but
         not on a missing one."""
@@ -264,19 +307,37 @@ class LocalLearner:
         if self.token_value_head is not None:
             save_file({n: p.detach().cpu() for n, p in self.token_value_head.named_parameters()}, folder / VALUE_FILE)
 
+    def export_adapter(self, path: str | Path, base: str) -> bool:
+        """Write the LoRA adapters alone as a PEFT folder; False: this learner has none."""
+        if not self.settings.lora_rank:
+            return False
+        lora.save_adapter(self.model, Path(path), base)
+        return True
+
     # ---------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
         """A snapshot from which training resumes bit for bit: {"tensors": by name, "scalars": JSON-serialisable}."""
-        tensors = {name: p.detach().clone() for name, p in self._trained.items()}
-        tensors |= {f"optimiser/{n}": t for n, t in optimizer.state_tensors(self._optimizers, self._trained).items()}
-        tensors |= {f"slow/{n}": p.detach().clone() for n, p in self.value_heads.target_tensors().items()}
+        state = self.checkpoint_state()
+        tensors = {name: t.clone() for name, t in {**state["tensors"], **self.measurer.reference_tensors()}.items()}
+        return {**state, "tensors": tensors}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What ``state_dict`` holds, as live tensors (write them before the next update), without the reference: a learner of
+        the same initial model makes it again. Copies of both would take twice the memory of a training step."""
+        tensors = {name: p.detach() for name, p in self.trained.items()}
+        tensors |= {f"optimiser/{n}": t for n, t in optimizer.state_tensors(self._optimizers, self.trained).items()}
+        tensors |= {f"slow/{n}": p.detach() for n, p in self.value_heads.target_tensors().items()}
         tensors |= self.measurer.tensors()
         counts = {"version": self.version, "steps": self.steps, "skipped": self.skipped}
         return {"tensors": tensors, "scalars": {**counts, "frozen": self._frozen()}}
 
+    def forget_optimizer_state(self) -> None:
+        for each in self._optimizers:
+            each.state.clear()
+
     def _frozen(self) -> float:
         """A fingerprint of the frozen weights, which the state does not contain."""
-        frozen = (p for n, p in self._named_parameters() if n not in self._trained)
+        frozen = (p for n, p in self._named_parameters() if n not in self.trained)
         return sum(float(p.detach().double().abs().sum()) for p in frozen)
 
     @torch.no_grad()
@@ -284,16 +345,16 @@ class LocalLearner:
         """The inverse of ``state_dict``, for a learner of the same model and settings."""
         tensors, scalars = state["tensors"], state["scalars"]
         trained = ("model/", "noise/", *CRITIC_PREFIXES)
-        _check_same_shapes(self._trained, {n: t for n, t in tensors.items() if n.startswith(trained)})
+        _check_same_shapes(self.trained, {n: t for n, t in tensors.items() if n.startswith(trained)})
         if not math.isclose(scalars["frozen"], self._frozen(), rel_tol=1e-6):
             raise SettingError(
                 "this state belongs to adapters of another base model, or to another teacher: their frozen weights differ; "
                 "load it into a learner built from the same model and teacher"
             )
-        for name, p in self._trained.items():
+        for name, p in self.trained.items():
             p.copy_(tensors[name])
         under = lambda prefix: {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}  # noqa: E731
-        optimizer.restore_state(self._optimizers, self._trained, under("optimiser/"))
+        optimizer.restore_state(self._optimizers, self.trained, under("optimiser/"))
         for name, target in self.value_heads.target_tensors().items():
             target.copy_(tensors[f"slow/{name}"])
         self.measurer.load(under)

@@ -1,28 +1,23 @@
 """Hand-written forward and backward passes for the Llama family: the learner's counterpart of the generator's decoder.
 
-    pre-attention     h = norm(x + δ)·g        q, k, v = rotate(h Wᵀ)
-    post-attention    x′ = x + a Woᵀ           y = (silu(n Wgᵀ) ⊙ n Wuᵀ) Wdᵀ,  n = norm(x′)·g′
+A layer is two autograd functions (``layer_halves``) with attention between them, which belongs to the layout and uses ordinary
+autograd. q, k and v are one matrix product, and so are gate and up; adapters are applied beside frozen weights.
 
-A layer returns (x′, y) and the next one adds them, so every residual sum is fused into the norm that follows it. The backward
-pass recomputes the norms' outputs and the activation: their share of the time is a tenth of their share of the memory. q, k and
-v are one matrix product, and so are gate and up. Attention between the halves belongs to the layout and uses ordinary autograd.
-
-Rounds where the stock model rounds under autocast: products in the compute dtype, residual stream and sums in the weights'.
+Rounds where the stock model rounds under autocast: products in the compute dtype, residual stream and sums in the norms'.
 Knows weights and layouts; knows neither what the states are for nor who needs them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -32,20 +27,17 @@ from turnwise.engines.kernels import reference as plain
 from turnwise.engines.kernels.cpu import layers as native
 from turnwise.engines.kernels.decode_reference import dequantise, quantise
 from turnwise.engines.kernels.dispatch import attention_for, compute_dtype, ops_for
-from turnwise.engines.kernels.fp8 import (
-    EmulatedFp8Weight,
-    Weight,
-    input_gradient,
-    linear,
-    quantised_input,
-    split_gradient,
-    weight_gradient,
-)
+from turnwise.engines.kernels.fp8 import EmulatedFp8Weight, Weight
+from turnwise.engines.learner import lora
 from turnwise.engines.learner.cuda_graphs import CapturedLayers
+from turnwise.engines.learner.layer_halves import FinalNorm, PostAttention, PreAttention
+from turnwise.engines.learner.projections import Projection
 from turnwise.engines.learner.varlen_attention import VarlenAttention
 from turnwise.errors import SettingError
 
 FP8_FLAG = "narrow_products"  # attribute set on a decoder, so that its deep copies run in fp8 too
+RECOMPUTE_FLAG = "recomputed_layers"  # likewise, for ``recompute``
+ADAPTERS_FLAG = "adapters_by_hand"  # likewise: these layers may run its adapters
 
 
 class LayerLayout(Protocol):
@@ -56,149 +48,13 @@ class LayerLayout(Protocol):
         ...
 
 
-# ---------------------------------------------------------- halves of a layer
-
-
-@dataclass(frozen=True, eq=False)
-class _PreAttention:
-    """The first half of a layer with its current weights: input norm, qkv projection, rotary embedding."""
-
-    ops: ModuleType
-    norm: Tensor
-    weights: tuple[Tensor, ...]  # q, k, v
-    biases: tuple[Tensor, ...]
-    fused: Weight
-    bias: Tensor | None
-    head_norms: tuple[Tensor, ...]  # if any, q and k are normalised and rotated outside
-    packed_qkv: bool  # return q, k and v as one tensor; attention rotates them
-    heads: int  # query heads + key heads
-    keys: int  # key heads
-    size: int  # of a head
-    eps: float
-    dtype: torch.dtype  # of products
-
-    def __call__(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """x and delta [L, d] -> q [L, H, D], k and v [L, Hkv, D] (or one tensor of all), and x + delta."""
-        return _PreAttentionFunction.apply(self, cos, sin, x, delta, self.norm, *self.weights, *self.biases)
-
-
-class _PreAttentionFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        half: _PreAttention,
-        cos: Tensor,
-        sin: Tensor,
-        x: Tensor,
-        delta: Tensor | None,
-        norm: Tensor,
-        *weights: Tensor,
-    ) -> Any:
-        total, h = half.ops.add_norm(x, delta, norm, half.eps, half.dtype)
-        qkv = linear(h, half.fused, half.bias)
-        ctx.half, ctx.added = half, delta is not None
-        ctx.save_for_backward(cos, sin, total, norm)
-        parts = qkv.view(len(x), -1, half.size)
-        if half.packed_qkv:
-            return parts, total.view_as(total)
-        if not half.head_norms:
-            half.ops.rotate_(qkv, cos, sin, half.heads, half.size)
-        return *parts.split([half.heads - half.keys, half.keys, half.keys], 1), total.view_as(total)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *d_outputs: Any) -> tuple[Any, ...]:
-        half: _PreAttention = ctx.half
-        cos, sin, total, norm = ctx.saved_tensors
-        *parts, d_total = d_outputs
-        if half.packed_qkv or half.head_norms:
-            d = (parts[0] if half.packed_qkv else torch.cat(parts, 1)).flatten(1)
-        else:
-            d = half.ops.rotate_backward(*parts, cos, sin)
-        dx, d_delta, h, d_norm = half.ops.norm_backward(input_gradient(d, half.fused), total, norm, half.eps, d_total)
-        needed, count = ctx.needs_input_grad[6:], len(half.weights)
-        grads: list[Tensor | None] = [None] * count
-        if any(needed[:count]):
-            grads = split_gradient(weight_gradient(d, quantised_input(h, half.fused), norm), half.weights, needed)
-        biases = split_gradient(d.sum(0, dtype=norm.dtype), half.biases, needed[count:]) if half.biases else []
-        return None, None, None, dx, d_delta if ctx.added else None, d_norm, *grads, *biases
-
-
-@dataclass(frozen=True, eq=False)
-class _PostAttention:
-    """The second half of a layer: attention's output projection and the MLP."""
-
-    ops: ModuleType
-    weights: tuple[Tensor, ...]  # out, gate, up, down
-    norm: Tensor
-    bias: Tensor | None
-    out: Weight
-    out_bias: Tensor | None
-    gate_up: Weight
-    down: Weight
-    eps: float
-
-    def __call__(self, mixed: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """mixed [L, H D] and x [L, d] -> (x′, y)."""
-        return _PostAttentionFunction.apply(self, mixed, x, self.norm, self.bias, *self.weights)
-
-
-class _PostAttentionFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, half: _PostAttention, mixed: Tensor, x: Tensor, norm: Tensor, bias: Tensor | None, *weights: Tensor
-    ) -> Any:
-        total, h = half.ops.add_norm(x, linear(mixed, half.out, half.out_bias), norm, half.eps, mixed.dtype)
-        gate_up = linear(h, half.gate_up)
-        y = linear(half.ops.swiglu(gate_up), half.down)
-        ctx.half = half
-        ctx.save_for_backward(mixed, total, gate_up, norm)
-        return total, y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_total: Tensor | None, dy: Tensor) -> tuple[Any, ...]:
-        half: _PostAttention = ctx.half
-        mixed, total, gate_up, norm = ctx.saved_tensors
-        need_bias, need_out, need_gate, need_up, need_down = ctx.needs_input_grad[4:]
-        d_gate_up, act = half.ops.swiglu_backward(gate_up, input_gradient(dy, half.down))
-        w_down = weight_gradient(dy, quantised_input(act, half.down), norm) if need_down else None
-        dx, d_out, h, d_norm = half.ops.norm_backward(
-            input_gradient(d_gate_up, half.gate_up), total, norm, half.eps, d_total
-        )
-        w_gate_up: list[Tensor | None] = [None, None]
-        if need_gate or need_up:
-            fused = weight_gradient(d_gate_up, quantised_input(h, half.gate_up), norm)
-            w_gate_up = split_gradient(fused, half.weights[1:3], (need_gate, need_up))
-        w_out = weight_gradient(d_out, quantised_input(mixed, half.out), norm) if need_out else None
-        d_bias = d_out.sum(0, dtype=norm.dtype) if need_bias else None
-        return None, input_gradient(d_out, half.out), dx, d_norm, d_bias, w_out, *w_gate_up, w_down
-
-
-class _FinalNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, ops: ModuleType, eps: float, dtype: torch.dtype, x: Tensor, delta: Tensor, norm: Tensor
-    ) -> Tensor:
-        total, h = ops.add_norm(x, delta, norm, eps, dtype)
-        ctx.ops, ctx.eps = ops, eps
-        ctx.save_for_backward(total, norm)
-        return h
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
-        total, norm = ctx.saved_tensors
-        dx, d_delta, _, d_norm = ctx.ops.norm_backward(dh.contiguous(), total, norm, ctx.eps, None)
-        return None, None, None, dx, d_delta, d_norm
-
-
 # ------------------------------------------------------------------ the model
 
 
 class LlamaLayers:
-    """A decoder of the Llama family, run by these halves. Every pass casts and fuses the weights again, because nothing signals
-    that they changed: a fused optimizer does not even increment their version counter."""
+    """A decoder of the Llama family, run by these halves. Every pass casts and fuses trained weights again, because nothing
+    signals that they changed: a fused optimizer does not even increment their version counter. Frozen weights in the compute
+    dtype are fused once, in place."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = weakref.ref(decoder)
@@ -206,10 +62,12 @@ class LlamaLayers:
         attention = decoder.layers[0].self_attn
         self.eps, self.scale, self.size = config.rms_norm_eps, attention.scaling, attention.head_dim
         self.has_qk_norm = hasattr(attention, "q_norm")
-        self.recompute = False  # activation checkpointing: keep a layer's input, run it again in the backward pass
+        # keep the residual stream and attention's output (on other paths a layer's input); compute the rest again
+        self.recompute = getattr(decoder, RECOMPUTE_FLAG, False)
         self.fp8 = getattr(decoder, FP8_FLAG, False)  # round the layers' matrix products to fp8
         self.weights = list(decoder.parameters())
         self.captured = CapturedLayers(self.weights)
+        self.frozen = {layer: fused for layer in decoder.layers if (fused := _fused_in_place(layer)) is not None}
 
     @staticmethod
     def unsupported_reason(decoder: Any) -> str:
@@ -228,7 +86,9 @@ class LlamaLayers:
         if any(layer._forward_pre_hooks or layer._forward_hooks for layer in decoder.layers):
             return "forward hooks on its layers"
         linears = [m for name, m in decoder.named_modules() if name.endswith("_proj")]
-        return "" if all(type(m) is nn.Linear for m in linears) else "projections that are not plain linear layers"
+        by_hand = getattr(decoder, ADAPTERS_FLAG, False)
+        plain_layers = all(type(m) is nn.Linear or (by_hand and lora.is_plain(m)) for m in linears)
+        return "" if plain_layers else "projections that are not plain linear layers"
 
     def describe(self) -> str:
         """The kernels in use, for a log."""
@@ -240,11 +100,19 @@ class LlamaLayers:
         flash = "" if attention_for(self.weights[0], self.size) else ", flash attention of PyTorch"
         return f"Triton kernels{flash}, {graphs}" + fp8
 
+    @property
+    def adapted(self) -> bool:
+        """Whether a pass applies adapters now: none are there, or they are switched off, for the reference policy."""
+        decoder: Any = self._decoder()
+        projections = (decoder.layers[0].self_attn.q_proj, decoder.layers[0].mlp.down_proj)
+        return any(lora.adapter_of(p) is not None for p in projections)
+
     def __call__(self, ids: Tensor, position: Tensor, layout: LayerLayout, rows: Tensor | None = None) -> Tensor:
         """ids and position [L] -> inputs of the LM head [L, d], in the compute dtype; with ``rows``, only theirs. With a
         variable-length layout, ids, positions and layout are on the host."""
         if rows is None and isinstance(layout, VarlenAttention) and not self.recompute:
-            states = self.captured(self._forward, compute_dtype(self.weights[0]), ids, position, layout)
+            kind = (compute_dtype(self.weights[0]), self.adapted)
+            states = self.captured(self._forward, kind, ids, position, layout)
             if states is not None:
                 return states
         if isinstance(layout, VarlenAttention):
@@ -266,7 +134,7 @@ class LlamaLayers:
         dtype, ops = compute_dtype(self.weights[0]), ops_for(self.weights[0])
         with torch.autocast(ids.device.type, enabled=False):
             embedding = decoder.embed_tokens
-            x = F.embedding(ids, weight_of(embedding.weight), embedding.padding_idx)
+            x = F.embedding(ids, weight_of(embedding.weight), embedding.padding_idx).to(decoder.norm.weight.dtype)
             cos, sin = (t[0, :, : self.size // 2].contiguous() for t in decoder.rotary_emb(x, position[None]))
             delta: Tensor | None = None
             packed_qkv = (
@@ -275,20 +143,21 @@ class LlamaLayers:
             for layer in decoder.layers:
                 outputs = rows if layer is decoder.layers[-1] else None
                 args = (*self._halves(layer, dtype, ops, weight_of, packed_qkv), x, delta, cos, sin, layout, outputs)
-                if self.recompute and torch.is_grad_enabled():
+                if self.recompute and torch.is_grad_enabled() and not packed_qkv:
                     x, delta = checkpoint(self._layer, *args, use_reentrant=False, preserve_rng_state=False)
                 else:
                     x, delta = self._layer(*args)
-            return _FinalNorm.apply(ops, self.eps, dtype, x, delta, weight_of(decoder.norm.weight))
+            return FinalNorm.apply(ops, self.eps, dtype, x, delta, weight_of(decoder.norm.weight))
 
     def _layer(
-        self, pre: _PreAttention, post: _PostAttention, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor,
+        self, pre: PreAttention, post: PostAttention, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor,
         layout: LayerLayout, rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """``rows``: the last layer computes its second half for these rows only."""
         *parts, x = pre(x, delta, cos, sin)
         if pre.packed_qkv and isinstance(layout, VarlenAttention):
-            mixed = layout.attend_fused_qkv(parts[0], pre.keys, cos, sin, self.scale).flatten(1)
+            again = partial(pre.qkv_again, x.detach(), cos, sin) if self.recompute else None
+            mixed = layout.attend_fused_qkv(parts[0], pre.keys, cos, sin, self.scale, again).flatten(1)
         else:
             q, k, v = parts
             if pre.head_norms:
@@ -304,24 +173,59 @@ class LlamaLayers:
     @torch.no_grad()
     def _halves(
         self, layer: Any, dtype: torch.dtype, ops: ModuleType, weight_of: Callable[[Tensor], Tensor], packed_qkv: bool
-    ) -> tuple[_PreAttention, _PostAttention]:
+    ) -> tuple[PreAttention, PostAttention]:
         a, m = layer.self_attn, layer.mlp
-        qkv = tuple(weight_of(p.weight) for p in (a.q_proj, a.k_proj, a.v_proj))
-        biases = tuple(weight_of(p.bias) for p in (a.q_proj, a.k_proj, a.v_proj) if p.bias is not None)
-        weights = tuple(weight_of(p.weight) for p in (a.o_proj, m.gate_proj, m.up_proj, m.down_proj))
         norms = tuple(weight_of(n.weight) for n in (layer.input_layernorm, layer.post_attention_layernorm))
         head_norms = tuple(weight_of(n.weight) for n in (a.q_norm, a.k_norm)) if self.has_qk_norm else ()
-        out_bias = None if a.o_proj.bias is None else weight_of(a.o_proj.bias)
-        heads = (len(qkv[0]) + len(qkv[1])) // self.size
-        rounded = self._rounded if self.fp8 else lambda w: w
-        matrices = (torch.cat(qkv), weights[0], torch.cat(weights[1:3]), weights[3])
-        fused, out, gate_up, down = (rounded(w.to(dtype)) for w in matrices)
-        pre = _PreAttention(
-            ops, norms[0], qkv, biases, fused, torch.cat(biases).to(dtype) if biases else None,
-            head_norms, packed_qkv, heads, len(qkv[1]) // self.size, self.size, self.eps, dtype,
-        )  # fmt: skip
-        cast_bias = None if out_bias is None else out_bias.to(dtype)
-        return pre, _PostAttention(ops, weights, norms[1], out_bias, out, cast_bias, gate_up, down, self.eps)
+        frozen_qkv, frozen_gate_up = self.frozen.get(layer, (None, None))
+        project = partial(self._projection, dtype, weight_of)
+        qkv = project((a.q_proj, a.k_proj, a.v_proj), frozen_qkv)
+        heads, keys = (sum(len(w) for w in part) // self.size for part in (qkv.weights[:2], qkv.weights[1:2]))
+        pre = PreAttention(ops, norms[0], qkv, head_norms, packed_qkv, heads, keys, self.size, self.eps, dtype)
+        gate_up = project((m.gate_proj, m.up_proj), frozen_gate_up)
+        recompute = self.recompute and packed_qkv
+        return pre, PostAttention(
+            ops, norms[1], project((a.o_proj,)), gate_up, project((m.down_proj,)), self.eps, recompute
+        )
+
+    def _projection(
+        self,
+        dtype: torch.dtype,
+        weight_of: Callable[[Tensor], Tensor],
+        modules: Sequence[Any],
+        frozen: Tensor | None = None,
+    ) -> Projection:
+        """``frozen``: the modules' weights, fused already."""
+        layers = [lora.base_layer(m) for m in modules]
+        weights = tuple(weight_of(m.weight) for m in layers)
+        biases = tuple(weight_of(m.bias) for m in layers if m.bias is not None)
+        if frozen is not None and frozen.dtype == dtype and not self.fp8:
+            fused: Weight = frozen
+        else:
+            fused = (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
+            fused = self._rounded(fused) if self.fp8 else fused
+        return Projection.of(weights, biases, tuple(lora.adapter_of(m, weight_of) for m in modules), fused, dtype)
+
+
+def _fused_in_place(layer: Any) -> tuple[Tensor, Tensor] | None:
+    """Frozen weights of q, k, v and of gate, up as one tensor each, of which the layers' own become views; None: the layer trains
+    weights, or keeps them in the dtype of the sums."""
+    groups = [
+        [lora.base_layer(m).weight for m in modules]
+        for modules in (
+            (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+            (layer.mlp.gate_proj, layer.mlp.up_proj),
+        )
+    ]
+    narrow = layer.input_layernorm.weight.dtype
+    if any(w.requires_grad or w.dtype == narrow for group in groups for w in group):
+        return None
+    fused = []
+    for group in groups:
+        fused.append(torch.cat([w.detach() for w in group]))
+        for weight, part in zip(group, fused[-1].split([len(w) for w in group])):
+            weight.data = part
+    return fused[0], fused[1]
 
 
 def _norm_and_rotate(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -349,6 +253,21 @@ def accumulating_gradients(*decoders: nn.Module | None) -> ExitStack:
     for layers in [fast_path(decoder) for decoder in decoders if decoder is not None]:
         stack.enter_context(nullcontext() if layers is None else layers.captured.accumulating_gradients())
     return stack
+
+
+def run_adapters(decoder: nn.Module) -> LlamaLayers | None:
+    """Let these layers run the adapters of this decoder; call again after its weights were replaced. None: they cannot."""
+    setattr(decoder, ADAPTERS_FLAG, True)
+    _registry.pop(decoder, None)
+    return fast_path(decoder)
+
+
+def enable_recompute(decoder: nn.Module) -> None:
+    """Keep less for the backward pass and compute it again, here and in copies of this decoder."""
+    setattr(decoder, RECOMPUTE_FLAG, True)
+    layers = fast_path(decoder)
+    if layers is not None:
+        layers.recompute = True
 
 
 def disable(decoder: nn.Module, why: str) -> None:

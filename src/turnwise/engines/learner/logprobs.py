@@ -14,11 +14,13 @@ Knows nothing of models, sequences or objectives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from turnwise.engines.kernels import reference
 from turnwise.engines.kernels.dispatch import ops_for
@@ -57,6 +59,29 @@ def token_logprobs(
     t = torch.as_tensor(temperature, dtype=wide, device=hidden.device)
     inverse = torch.where(t == 0, torch.ones_like(t), t).reciprocal().expand(n)
     return _TokenLogprobs.apply(hidden, weight, bias, targets, inverse, want_entropy, size, keep)
+
+
+def logprobs_of(
+    logits: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor,
+    want_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The same as ``token_logprobs`` for a head that is not linear: ``logits`` maps rows [n, D] to [n, V]. Logits of one chunk
+    exist at a time; the backward pass recomputes them."""
+    wide = _sum_dtype(hidden)
+    inverse = torch.where(temperature == 0, 1.0, temperature).to(wide).reciprocal()
+
+    def rows_of(h: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = torch.log_softmax(logits(h).to(wide) * scale[:, None], 1)
+        entropy = -torch.linalg.vecdot(log_p.exp(), log_p) if want_entropy else scale.new_zeros(len(h))
+        return log_p.gather(1, target[:, None]).squeeze(1), entropy
+
+    size = max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // (weight.shape[0] * wide.itemsize))
+    parts = [
+        checkpoint(rows_of, *arguments, use_reentrant=False)
+        for arguments in zip(hidden.split(size), targets.split(size), inverse.split(size))
+    ]
+    logp, entropy = (torch.cat(column) for column in zip(*parts)) if parts else (inverse, inverse)
+    return logp, entropy if want_entropy else None
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from turnwise.engines.adapters import AdaptedWeights, Adapter
 from turnwise.errors import SettingError
 
-ADAPTER = "default"
+ADAPTER, BASE = "default", ".base_layer"
+STATE_SPACE_LAYERS = [
+    "out_proj",
+    "conv1d",
+]  # PEFT refuses them: the fused kernels of state-space models bypass these modules
 
 
 def _peft() -> Any:
@@ -29,15 +36,31 @@ def _peft() -> Any:
 
 
 def inject(model: PreTrainedModel, rank: int, alpha: float | None) -> None:
-    """Add adapters to every linear layer except the LM head and freeze everything else. The model's outputs do not change."""
-    peft = _peft()
-    settings = peft.LoraConfig(
-        r=rank, lora_alpha=2 * rank if alpha is None else alpha, lora_dropout=0.0, target_modules="all-linear"
-    )
+    """Add adapters to every linear layer except the LM head (and to the experts of a mixture), and freeze everything else. The
+    model's outputs do not change."""
+    alpha = 2 * rank if alpha is None else alpha
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(0)  # the same adapters on every machine and in every process
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # PEFT warns about GPT-2's Conv1D, then handles it
-        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+        try:
+            _inject(model, rank, alpha, None)
+        except ValueError as fault:
+            if "Incompatible modules" not in str(fault):
+                raise SettingError(
+                    f"{type(model).__name__} cannot have adapters: {fault}; write lora_rank=0"
+                ) from fault
+            _inject(model, rank, alpha, STATE_SPACE_LAYERS)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise SettingError(f"{type(model).__name__} has no layer that adapters fit; write lora_rank=0")
+
+
+def _inject(model: PreTrainedModel, rank: int, alpha: float, excluded: list[str] | None) -> None:
+    peft = _peft()
+    settings = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", exclude_modules=excluded,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
 
 
 @contextmanager
@@ -58,27 +81,106 @@ def disabled(model: PreTrainedModel) -> Iterator[None]:
             p.requires_grad_(flag)
 
 
-@torch.no_grad()
-def merged(model: PreTrainedModel) -> dict[str, Tensor]:
+def merged(model: PreTrainedModel) -> AdaptedWeights:
     """Merged weights under the names the model had before ``inject``. Leaves the model unchanged."""
+    base = {name.replace(BASE, ""): p.detach() for name, p in model.named_parameters() if ".lora_" not in name}
+    modules = {name: m for name, m in _adapted_modules(model).items() if name in base}
+    adapters = {name: adapter for name, m in modules.items() if is_plain(m) and (adapter := adapter_of(m)) is not None}
+    return AdaptedWeights(base, {name: _delta_of(m) for name, m in modules.items()}, adapters)
+
+
+def _adapted_modules(model: PreTrainedModel) -> dict[str, Any]:
+    """Modules with adapters by the plain name of the weight. Layers nest where a module has several adapted parameters."""
     from peft.tuners.lora import LoraLayer
 
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
-    out: dict[str, Tensor] = {}
-    for name, p in model.named_parameters():
-        if ".base_layer." in name:
-            owner, leaf = name.split(".base_layer.")
-            delta = layers[owner].get_delta_weight(ADAPTER) if leaf == "weight" else 0
-            out[f"{owner}.{leaf}"] = p.detach() + delta
-        elif ".lora_" not in name:
-            out[name] = p.detach()
-    return out
+    return {
+        f"{(name + '.').replace(BASE + '.', '.')}{getattr(m, 'parameter_name', None) or 'weight'}": m
+        for name, m in layers.items()
+    }
+
+
+def _delta_of(module: Any) -> Callable[[], Tensor]:
+    """What the adapters add to a weight, computed when it is called."""
+    return lambda: module.get_delta_weight(ADAPTER)
+
+
+# ------------------------------------------------------ adapters of one layer
+
+
+def is_plain(module: Any) -> bool:
+    """Whether a module is a linear layer with one plain adapter: no bias of its own, no magnitudes, no dropout."""
+    layer, factors = getattr(module, "base_layer", None), getattr(module, "lora_A", {})
+    if type(layer) is not nn.Linear or set(factors) != {ADAPTER} or getattr(module, "fan_in_fan_out", False):
+        return False
+    linear = type(module.lora_A[ADAPTER]) is nn.Linear and type(module.lora_B[ADAPTER]) is nn.Linear
+    variants = getattr(module, "lora_variant", None) or getattr(module, "use_dora", {}).get(ADAPTER)
+    dropout = isinstance(module.lora_dropout[ADAPTER], nn.Identity)
+    return linear and not variants and dropout and module.lora_B[ADAPTER].bias is None
+
+
+def base_layer(module: Any) -> nn.Linear:
+    """The linear layer itself, with or without an adapter around it."""
+    return module if isinstance(module, nn.Linear) and not hasattr(module, "base_layer") else module.base_layer
+
+
+def adapter_of(module: Any, weight_of: Callable[[Tensor], Tensor] = lambda p: p) -> Adapter | None:
+    """The adapter of a plain module; None: it has none, or adapters are switched off. ``weight_of``: the tensor to use in place
+    of each parameter."""
+    if not hasattr(module, "base_layer") or module.disable_adapters:
+        return None
+    down, up = (weight_of(part[ADAPTER].weight) for part in (module.lora_A, module.lora_B))
+    return Adapter(down, up, float(module.scaling[ADAPTER]))
+
+
+@contextmanager
+def random_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the adapters that ``inject`` made change the outputs: to compare two ways to apply them."""
+    ups = [m.lora_B[ADAPTER].weight for m in _adapted_modules(model).values() if is_plain(m)]
+    rng = torch.Generator().manual_seed(0)
+    for p in ups:
+        p.data.copy_(torch.randn(p.shape, generator=rng) * 0.1)
+    try:
+        yield
+    finally:
+        for p in ups:
+            p.data.zero_()
+
+
+def narrow_frozen(model: nn.Module, dtype: torch.dtype, embeddings: bool) -> None:
+    """Keep frozen matrices in the dtype of the products, which round them to it anyway: half the memory of float32.
+    ``embeddings``: also tables of embeddings that lose nothing by it; where they do, they keep their dtype, and so does a head
+    tied to them."""
+    tables = [p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)]
+    kept = {id(p) for p in tables if not (embeddings and torch.equal(p.data.to(dtype).to(p.dtype), p.data))}
+    for module in model.modules():
+        for p in module.parameters(recurse=False) if isinstance(module, nn.Linear | nn.Embedding) else ():
+            if p.dim() > 1 and not p.requires_grad and id(p) not in kept:
+                p.data = p.data.to(dtype)
 
 
 def merged_model(model: PreTrainedModel) -> PreTrainedModel:
     """A model without adapters that holds the merged weights, for saving."""
     with torch.device("meta"):
         out = type(model)(copy.deepcopy(model.config))
-    out.load_state_dict(merged(model), strict=False, assign=True)
+    wide = lambda t: t.to(torch.promote_types(t.dtype, torch.float32)) if t.is_floating_point() else t  # noqa: E731
+    buffers = {name.replace(BASE, ""): b.detach() for name, b in model.named_buffers()}
+    weights = {
+        name: wide(t.cpu()) for name, t in merged(model).items()
+    }  # in host memory: a GPU may hold the model only once
+    out.load_state_dict({**buffers, **weights}, strict=False, assign=True)
     out.tie_weights()
     return out
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, base: str) -> None:
+    """Write the adapters alone, as ``peft.PeftModel.from_pretrained`` reads them. ``base``: folder or hub id of the model that
+    they belong to."""
+    peft = _peft()
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(model.peft_config[ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(folder)
+    state = peft.get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    tensors = {f"base_model.model.{name}": t.detach().cpu().contiguous() for name, t in state.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from turnwise.engines import compat
 from turnwise.errors import SettingError, nearest
@@ -114,12 +115,12 @@ def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
         compat.foreach_mul_([p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None], factor)
 
 
-def preconditioner(optimizer: torch.optim.Optimizer, p: Tensor, settings: LearnerSettings) -> Tensor:
-    """The factor AdamW applies to a new gradient of ``p``: (1 − β₁)/(√v̂ + ε); 1 − β₁ before its first step.
+def preconditioner(state: Mapping[str, Tensor] | None, p: Tensor, settings: LearnerSettings) -> Tensor:
+    """The factor AdamW applies to a new gradient of ``p``: (1 − β₁)/(√v̂ + ε); 1 − β₁ before its first step. ``state``: the
+    optimizer's of this parameter.
 
     v̂ is clamped below by its mean: it is zero for tokens that never occurred, which would predict unbounded steps."""
     new_share = 1 - settings.betas[0]
-    state = optimizer.state.get(p)
     if not state:
         return torch.full_like(p, new_share)
     v = state["exp_avg_sq"] / (1 - settings.betas[1] ** float(state["step"]))
@@ -134,7 +135,7 @@ def guarded_step(
 
     Does not synchronise with the device: the device decides, while the host may run ahead."""
     parameters = [[p for group in each.param_groups for p in group["params"]] for each in lr_factors]
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in parameters]
+    norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in g if p.grad is not None])) for g in parameters]
     finite = [torch.isfinite(x).to(norms[0].device) for x in (*norms, *([] if loss is None else [loss]))]
     taken = torch.stack(finite).all()
     for (each, factor), params, norm in zip(lr_factors.items(), parameters, norms):
@@ -146,6 +147,11 @@ def guarded_step(
             each.step()
         each.zero_grad(set_to_none=True)
     return norms, taken
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all of it where this rank holds a shard: then every rank must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
@@ -170,9 +176,9 @@ def move_state(optimizers: Sequence[torch.optim.Optimizer], device: torch.device
 def state_tensors(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """A snapshot of optimizer state by parameter name: ``exp_avg/<name>`` and so on."""
+    """The live optimizer state by parameter name: ``exp_avg/<name>`` and so on."""
     return {
-        f"{key}/{name}": value.detach().clone()
+        f"{key}/{name}": value.detach()
         for each in optimizers
         for name, p in parameters.items()
         for key, value in each.state.get(p, {}).items()

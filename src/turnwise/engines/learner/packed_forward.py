@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -28,8 +28,8 @@ from turnwise.core.batch import Sequences
 from turnwise.core.transfer import to_device
 from turnwise.engines import attention_interface
 from turnwise.engines.kernels.cpu import attention as kernels
-from turnwise.engines.kernels.dispatch import compute_dtype
-from turnwise.engines.learner import llama_layers
+from turnwise.engines.kernels.dispatch import attention_for, compute_dtype
+from turnwise.engines.learner import llama_layers, lora, stock_forward
 from turnwise.engines.learner.shared_prefix import PaddingMap, SharedPrefixes
 from turnwise.engines.learner.varlen_attention import VarlenAttention
 from turnwise.errors import SettingError
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 MIN_FILL = 0.75  # a bucket takes sequences down to this fraction of its longest ...
 MAX_PADDING = 16  # ... or this many ids shorter, whichever admits more: another launch costs as much as some padding
+CAUSAL_TOLERANCE = 1e-5  # only rounding may differ, and random weights barely look at other positions
 TOLERANCE = 1e-3  # largest difference between two execution paths, relative to the largest logit
 
 
@@ -103,8 +104,15 @@ def _attention_layout(
 ) -> PackedLayout | VarlenAttention:
     weight = next(model.parameters())
     if weight.is_cuda and compute_dtype(weight) in (torch.bfloat16, torch.float16):
+        attention_for(weight, _head_size(model))  # checks itself when first asked: not inside a recomputation
         return VarlenAttention.of(start, prefixes)
     return PackedLayout(to(start), SharedPrefixes(to(prefixes.computed), to(prefixes.row_of)))
+
+
+def _head_size(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None)
+    return int(size or config.hidden_size // config.num_attention_heads)
 
 
 def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
@@ -168,6 +176,9 @@ def packed_states(
     to = partial(to_device, device=next(model.parameters()).device)
     kept, position, start = _positions_to_compute(sequences, after_sampled)
     ids = sequences.ids[kept]
+    if stock_forward.runs_separately(model.get_decoder()):
+        row_of = torch.zeros_like(sequences.ids).index_copy(0, kept, torch.arange(len(kept), device=kept.device))
+        return PackedStates(stock_forward.separate_states(model.get_decoder(), to(ids), start), to(row_of))
     # Stock norms round gradients to float32 even in a float64 model, and rounding a sum differs from summing the rounded
     # terms. float64 is chosen for exactness, so it shares no prefixes.
     prefixes = SharedPrefixes.unshared(ids) if model.dtype == torch.float64 else SharedPrefixes.of(ids, start)
@@ -226,9 +237,7 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
     """Enable activation checkpointing: keep only each layer's input and recompute the layer in the backward pass."""
-    fast = llama_layers.fast_path(model.get_decoder())
-    if fast is not None:
-        fast.recompute = True
+    llama_layers.enable_recompute(model.get_decoder())
     for layer in decoder_layers(model):  # also in the stock forward, which may be the fallback
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
@@ -243,35 +252,114 @@ def lm_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Logits [N, V] of states [N, D]."""
+    if stock_forward.has_own_head(model):
+        return stock_forward.own_logits(model, states)
+    head = lm_head(model)
+    if head.weight.dtype == states.dtype or torch.is_autocast_enabled(states.device.type):
+        return head(states)
+    return linear(states, head.weight.to(states.dtype), head.bias)  # frozen in half precision: logits are not rounded
+
+
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Route attention through layouts and verify on random ids that packing does not change this model's logits."""
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):  # the check below misses it on random weights
-        if getattr(model.config, name, None):
-            raise SettingError(f"{type(model).__name__} uses {name}, which packed training does not support")
-    model.set_attn_implementation("eager")  # every model has it; the model's own choice may not support float32
+    """Choose how this model runs packed sequences, and verify on random ids that its logits do not change: our attention
+    layouts where they reproduce them, else its own forward on one sequence at a time."""
+    attention_interface.use_eager_attention(model)  # the model's own choice may not support float32
     lengths = (5, 12, 9)
-    linear = lm_head(model)
-    device, generator = linear.weight.device, torch.Generator().manual_seed(0)
-    ids = torch.randint(linear.weight.shape[0], (sum(lengths),), generator=generator).to(device)
+    head = lm_head(model)
+    device, generator = head.weight.device, torch.Generator().manual_seed(0)
+    embedding: Tensor = next(model.get_input_embeddings().parameters())
+    ids = torch.randint(min(len(head.weight), len(embedding)), (sum(lengths),), generator=generator).to(device)
+    ids[-lengths[2] : -lengths[2] + 4] = ids[lengths[0] : lengths[0] + 4]  # a shared prefix
+    start = torch.tensor([0, *lengths], device=device).cumsum(0)
+    sequences = Sequences(ids, start, torch.arange(len(lengths), device=device), start[:0])
     with torch.no_grad():
-        expected = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)])
+        parts = ids.split(lengths)
+        expected = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in parts])
+        _check_causal(model, parts[1], expected[lengths[0] : sum(lengths[:2])])
+        _choose_head(model, head, parts[1])
+
+        def gap() -> float:
+            return float(
+                (logits_of(model, hidden_states(model, sequences)) - expected).abs().max() / expected.abs().max()
+            )
+
+        reason = _packing_fault(model, gap)
+        if reason:
+            attention_interface.use_eager_attention(model)
+            stock_forward.run_separately(model.get_decoder())
+            llama_layers.disable(model.get_decoder(), f"one sequence at a time, because {reason}")
+            if not (difference := gap()) <= TOLERANCE:
+                raise SettingError(
+                    f"{type(model).__name__} computes other logits from its decoder's states than its forward does (off by "
+                    f"{difference:.2g} of the largest); use another model"
+                )
+    return model
+
+
+def _check_causal(model: PreTrainedModel, ids: Tensor, expected: Tensor) -> None:
+    """Refuse a model whose logits depend on later ids: it cannot have sampled them one by one."""
+    shorter = model(input_ids=ids[None, :-3], use_cache=False).logits[0]
+    difference = float((shorter - expected[:-3]).abs().max() / expected.abs().max())
+    if not difference <= CAUSAL_TOLERANCE:
+        raise SettingError(
+            f"{type(model).__name__} is not a causal model: its logits change by {difference:.2g} of the largest with ids that "
+            "come later; use a model that predicts each token from those before it"
+        )
+
+
+def _choose_head(model: PreTrainedModel, linear: nn.Linear, ids: Tensor) -> None:
+    """Keep the linear head, whose log-probabilities need no logits in memory, where the model does nothing beyond it."""
+    try:
+        states = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        if not stock_forward.head_deviation(model, linear, states) <= TOLERANCE:
+            stock_forward.use_own_head(model)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as fault:
+        raise SettingError(
+            f"{type(model).__name__} does not separate its decoder from its head, which the learner needs: {fault}"
+        ) from fault
+
+
+def _packing_fault(model: PreTrainedModel, gap: Callable[[], float]) -> str:
+    """Route attention through layouts; the reason why this model cannot run so, or an empty string."""
+    try:
         attention_interface.install_attention(model)
-        start = torch.tensor([0, *lengths], device=device).cumsum(0)
-        sequences = Sequences(ids, start, torch.arange(len(lengths), device=device), start[:0])
-        gap = lambda: float((linear(hidden_states(model, sequences)) - expected).abs().max() / expected.abs().max())  # noqa: E731
+        probe = attention_interface.LayerProbe()
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=lm_head(model).weight.device)
+        model.get_decoder()(input_ids=ids, position_ids=ids, use_cache=False, layout=probe)
+        probe.check_all_layers(model)
         if llama_layers.fast_path(model.get_decoder()) is not None:
             _verify_layers(model, gap)
-        try:
-            difference = gap()
-        except (TypeError, RuntimeError, AttributeError, SettingError) as fault:
-            reason = "its layers do not pass our attention layout on" if isinstance(fault, SettingError) else fault
-            raise SettingError(f"{type(model).__name__} cannot run packed sequences: {reason}") from fault
-    if not difference <= TOLERANCE:
-        raise SettingError(
-            f"{type(model).__name__} gives other logits for packed sequences (off by {difference:.2g} of the largest): it "
-            "scales its logits, or its attention has an option that packing does not support; use another model"
-        )
-    return model
+        difference = gap()
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as fault:
+        if isinstance(fault, torch.OutOfMemoryError):
+            raise
+        return (str(fault).strip().splitlines() or [type(fault).__name__])[0]
+    if difference <= TOLERANCE:
+        return ""
+    return f"packed sequences change its logits (off by {difference:.2g} of the largest)"
+
+
+def run_adapters_by_hand(model: PreTrainedModel) -> None:
+    """Let the hand-written layers run the adapters that were injected after ``prepare``, where the states they compute are those
+    of the stock forward."""
+    decoder = model.get_decoder()
+    if llama_layers.fast_path(decoder) is None or llama_layers.run_adapters(decoder) is None:
+        return
+    size, device = len(next(model.get_input_embeddings().parameters())), lm_head(model).weight.device
+    ids = torch.randint(size, (21,), generator=torch.Generator().manual_seed(1)).to(device)
+    start = torch.tensor([0, 9, 21], device=device)
+    sequences = Sequences(ids, start, torch.arange(2, device=device), start[:0])
+    with torch.no_grad(), lora.random_adapters(model):
+        by_hand = hidden_states(model, sequences)
+        llama_layers.disable(decoder, "compared with the hand-written layers")
+        expected = hidden_states(model, sequences)
+    off = float((by_hand - expected).abs().max() / expected.abs().max())
+    if off <= TOLERANCE:
+        llama_layers.run_adapters(decoder)
+    else:
+        llama_layers.disable(decoder, f"adapters, with which hand-written layers were off by {off:.2g}")
 
 
 def _verify_layers(model: PreTrainedModel, gap: Callable[[], float]) -> None:

@@ -9,6 +9,7 @@ of all copies. Knows boundaries and copies; knows neither models nor what the st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -98,10 +99,19 @@ class VarlenAttention:
         """Whether ``attend_fused_qkv`` supports heads of this size on the device of x."""
         return attention_for(x, size) is not None
 
-    def attend_fused_qkv(self, qkv: Tensor, keys: int, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+    def attend_fused_qkv(
+        self,
+        qkv: Tensor,
+        keys: int,
+        cos: Tensor,
+        sin: Tensor,
+        scale: float,
+        again: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """Fused qkv [L, H + 2 Hkv, D] -> [L, H, D]. Applies rotary angles [L, D/2] to q and k in place. The gradient comes back
-        fused and already rotated back, as the qkv projection needs it."""
-        return _RotaryKernelAttention.apply(qkv, cos, sin, self, keys, scale)
+        fused and already rotated back, as the qkv projection needs it. ``again`` computes the rotated qkv for the backward pass,
+        which then does not keep it."""
+        return _RotaryKernelAttention.apply(qkv, cos, sin, self, keys, scale, again)
 
     def kernel_args(self, scale: float) -> tuple[Any, ...]:
         """The layout arguments of a kernel."""
@@ -148,21 +158,24 @@ class _RotaryKernelAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, layout: VarlenAttention, keys: int, scale: float
-    ) -> Tensor:
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, layout: VarlenAttention, keys: int, scale: float,
+        again: Callable[[], Tensor] | None,
+    ) -> Tensor:  # fmt: skip
         ctx.ops, ctx.kernels = ops_for(qkv), attention_for(qkv, qkv.shape[2])
         ctx.parts = [qkv.shape[1] - 2 * keys, keys, keys]
         ctx.kernel_args, ctx.copies = layout.kernel_args(scale), layout.copies
         # In place: qkv has no other reader.
         ctx.ops.rotate_(qkv.flatten(1), cos, sin, qkv.shape[1] - keys, qkv.shape[2])
         out, stats = ctx.kernels.forward(*qkv.split(ctx.parts, 1), *ctx.kernel_args)
-        ctx.save_for_backward(qkv, cos, sin, out, stats)
+        ctx.again = again
+        ctx.save_for_backward(None if again else qkv, cos, sin, out, stats)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         qkv, cos, sin, out, stats = ctx.saved_tensors
+        qkv = ctx.again() if qkv is None else qkv
         d, d_out = torch.empty_like(qkv), d_out.contiguous()
         (q, k, v), (dq, dk, dv) = qkv.split(ctx.parts, 1), d.split(ctx.parts, 1)
         ctx.kernels.d_queries(d_out, q, k, v, out, stats, *ctx.kernel_args, dq, (cos, sin))
@@ -173,4 +186,4 @@ class _RotaryKernelAttention(torch.autograd.Function):
             per_key = d.new_empty(2, len(ctx.copies.source), *dk.shape[1:])
             ctx.kernels.d_keys(*args, *per_key)
             ctx.ops.sum_copies(*per_key, ctx.copies.first, ctx.copies.members, (dk, dv), (cos, sin))
-        return d, None, None, None, None, None
+        return d, None, None, None, None, None, None

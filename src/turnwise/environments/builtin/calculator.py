@@ -52,6 +52,7 @@ QUESTIONS: dict[int, tuple[tuple[str, str], ...]] = {
 }
 WHO = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn")
 WHAT = ("pens", "nuts", "eggs", "cups", "figs", "keys")
+MAX_CALLS = 4  # per turn
 _ANSWER = re.compile(r"answer:\s*(-?\d[\d,]*\.?\d*|[A-Za-z_]\w*)")
 
 
@@ -118,9 +119,11 @@ class Calculator(Environment):
     async def _run(self, action: Action) -> Step:
         messages: list[Message] = [{"role": "tool", "name": "python", "content": fault} for fault in action.faults]
         errors = len(action.faults)
-        for request in action.calls:
+        for number, request in enumerate(action.calls):
             code = request.arguments.get("code")
-            if request.name != "python" or not isinstance(code, str):
+            if number >= MAX_CALLS:  # each may take the tool's whole time limit
+                reply, ok = f"error: at most {MAX_CALLS} calls at once", False
+            elif request.name != "python" or not isinstance(code, str):
                 reply, ok = 'error: the only tool is python with {"code": text}', False
             else:
                 result = await (await self._interpreter()).arun(code)
@@ -131,12 +134,13 @@ class Calculator(Environment):
         return Step(messages, info={"tool_calls": len(action.calls) + len(action.faults), "tool_errors": errors})
 
     async def _value(self, answer: str) -> float:
-        """The value of an answer; NaN if its name is not defined or holds no number."""
-        if not answer[0].isalpha():
-            return float(answer.replace(",", ""))
-        result = await (await self._interpreter()).arun(answer)
+        """The value of an answer, a number or a name; NaN if the name is not defined or holds no number."""
+        text = answer.replace(",", "")
+        if answer.isidentifier():
+            result = await (await self._interpreter()).arun(answer)
+            text = result.output if result.ok else ""
         try:
-            return float(result.output) if result.ok else math.nan
+            return float(text)
         except ValueError:
             return math.nan
 
@@ -156,6 +160,11 @@ class Calculator(Environment):
     def hint(self) -> str:
         """The expression to compute, without its value."""
         return f"compute t={self._problem.expression};t"
+
+    def hints(self) -> list[str]:
+        """The tool, the names that occur, the expression."""
+        names = ", ".join(name for name, _ in self._problem.numbers)
+        return ["call python", f"combine {names} in python", self.hint()]
 
     @property
     def _problem(self) -> WordProblem:

@@ -52,10 +52,12 @@ class Countdown(Environment):
     difficulties = (1, 2, 3)
     max_turns = 1
     inline = True
+    wordings = 3  # the numbers in another order
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.problem = sample_problem(lambda rng: make_problem(rng, self.difficulty), seed, self.split, lambda p: p.key)
-        numbers = " ".join(map(str, self.problem.numbers))
+        shift = self.wording % len(self.problem.numbers)
+        numbers = " ".join(map(str, [*self.problem.numbers[shift:], *self.problem.numbers[:shift]]))
         return [
             user_message(
                 f"numbers: {numbers}. target: {self.problem.target}. "
@@ -76,6 +78,15 @@ class Countdown(Environment):
 
     def answer(self) -> str:
         return solve(self.problem)
+
+    def hint(self) -> str:
+        """The operators of a solution, without their order."""
+        return f"the operators are {' '.join(sorted(c for c in solve(self.problem) if c in '+-*/'))}"
+
+    def hints(self) -> Sequence[str]:
+        """What to look for, the operators, the first half of a solution."""
+        solution = solve(self.problem)
+        return ("combine two numbers first", self.hint(), f"it begins {solution[: len(solution) // 2]}")
 
     def oracle(self) -> Action:
         return text_action(solve(self.problem))

@@ -190,6 +190,25 @@ class KeyDoor(Environment):
         """The direction of the goal, which is not visible from the first room."""
         return f"from the door the goal is {_bearing(self.layout.door, self.layout.goal)}"
 
+    def hints(self) -> Sequence[str]:
+        """The order of things, the direction of the goal, the moves of the shortest way."""
+        return (
+            "first the key, then the door, then the goal",
+            self.hint(),
+            f"the moves are {' '.join(self._shortest_way())}",
+        )
+
+    def turns_to_solve(self) -> float:
+        return float(distances_of(self.layout)[self.state])
+
+    def _shortest_way(self) -> list[str]:
+        """The moves of the scripted policy from here to the goal."""
+        distance, state, moves = distances_of(self.layout), self.state, list[str]()
+        while state.at != self.layout.goal:
+            moves.append(min(WORDS, key=lambda word: distance[transition(self.layout, state, word)]))
+            state = transition(self.layout, state, moves[-1])
+        return moves
+
     def state_key(self) -> str:
         """The agent's position, key and door; not the turn, so that a state visited twice has one key."""
         at, (held, opened) = self.state.at, (self.state.held, self.state.opened)

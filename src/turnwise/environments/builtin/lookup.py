@@ -139,6 +139,15 @@ class Lookup(SingleAnswerEnvironment):
         then = "".join(f", then {relation} of what you read" for relation in others)
         return f"search {first} of {self.question.names[0]}{then}"
 
+    def turns_to_solve(self) -> float:
+        """One search for each unread note on the way, and the answer."""
+        return sum(note not in self.notes_read for note in self.path) + 1.0
+
+    def hints(self) -> Sequence[str]:
+        """How to go on, the first query, all queries."""
+        first = f"search {self.question.relations[0]} of {self.question.names[0]}"
+        return ("search for one relation at a time", first, self.hint())
+
     def state_key(self) -> str:
         """The numbers of the notes that have been read."""
         return " ".join(map(str, sorted(self.notes_read)))

@@ -21,8 +21,9 @@ from typing import Any
 from turnwise.core.protocols import Action
 from turnwise.environments import load
 from turnwise.environments.base import SPLITS, text_action
+from turnwise.environments.calls import CallTimeout
+from turnwise.environments.checker.concurrent import check_concurrency, check_threads, speed
 from turnwise.environments.checker.driver import (
-    CallTimeout,
     EnvironmentDriver,
     EpisodeAborted,
     EpisodeRecord,
@@ -35,26 +36,28 @@ from turnwise.environments.checker.rules import tool_fault
 FALLBACK_TEXTS = ("yes", "no", "1", "2", "go", "a")  # actions of a class without random_action
 ENDLESS = "does not end within max_turns * 4 turns; truncate it at max_turns"
 NOT_DETERMINISTIC = "the same seed and actions give another episode the second time"
+CONCURRENT = 8  # episodes at once
 TOO_EASY = 0.9  # success rate of random actions above which there is little to learn
 
 
-def check_env(cls: type[Any] | str, episodes: int = 20, seconds: float = 5.0) -> CheckReport:
-    """Check a class, or the one that ``load`` returns. ``episodes`` per difficulty; ``seconds`` limits each call."""
+def check_env(cls: type[Any] | str, episodes: int = 20, seconds: float = 30.0) -> CheckReport:
+    """Check a class, or the one that ``load`` returns. ``episodes`` per difficulty; ``seconds`` limits each call, by
+    default as training does."""
     cls = load(cls) if isinstance(cls, str) else cls
     check = EnvironmentCheck(EnvironmentDriver(cls, seconds), max(episodes, 2))
-    checks = (
-        check.scripted_policies, check.malformed_actions, check.determinism, check.isolation, check.splits, check.snapshots,
-        check.tools,
-    )  # fmt: skip
+    words, tried = check.in_words() if check.signature() else {}, list[str]()
     try:
-        for run in checks if check.signature() else ():
+        for name in words:
+            tried.append(f"{words[name]}: stopped by a problem above")
             with suppress(EpisodeAborted):  # already a finding; the other checks may find more
-                run()
+                getattr(check, name)()
+                tried[-1] = words[name]
     except CallTimeout:
         pass  # already a finding
     finally:
-        check.driver.thread.close()
-    return CheckReport(cls.__name__, check.driver.problems.lines(), check.warnings.lines(), check.played)
+        check.driver.loop.close()
+    facts = speed(check.driver)
+    return CheckReport(cls.__name__, check.problems.lines(), check.warnings.lines(), check.played, facts, tuple(tried))
 
 
 class EnvironmentCheck:
@@ -67,6 +70,28 @@ class EnvironmentCheck:
         self.difficulties: tuple[int, ...] = getattr(driver.cls, "difficulties", (1,))
         if "difficulty" not in driver.settings:
             self.difficulties = (1,)
+
+    def in_words(self) -> dict[str, str]:
+        """The checks in their order, each as it is told to the user; a check that has nothing to do says so."""
+        cls, count = self.driver.cls, len(malformed_actions(getattr(self.driver.cls, "tools", ())))
+        levels = f"{self.episodes} tasks of every difficulty ({', '.join(map(str, self.difficulties))})"
+        split = "split" in self.driver.settings
+        forks = callable(getattr(cls, "snapshot", None)) and callable(getattr(cls, "restore", None))
+        return {
+            "scripted_policies": f"oracle, random and demonstrating policy, where there are such, on {levels}",
+            "malformed_actions": f"{count} kinds of malformed actions, each for an episode",
+            "determinism": "the same seeds and actions twice, and different seeds",
+            "isolation": "two episodes in turns, as if each were alone",
+            "threads": "every call of an episode in another thread",
+            "concurrency": f"{CONCURRENT} episodes at once",
+            "splits": f"{levels} of both splits, for one that is in both"
+            if split
+            else "no splits: __init__ takes none",
+            "snapshots": "a snapshot at every turn, restored and played on"
+            if forks
+            else "no snapshots: there is no method",
+            "tools": "the schemas of its tools",
+        }
 
     def signature(self) -> bool:
         for name, argument in (("reset", "seed"), ("step", "action")):
@@ -183,6 +208,22 @@ class EnvironmentCheck:
                 where = str(specs[0])
                 self.problems.add("two episodes at once change each other; keep state on self, not on the class", where)
 
+    def threads(self) -> None:
+        """Each call in another thread."""
+        check_threads(self.driver, [self._recorded(seed) for seed in range(2)])
+
+    def concurrency(self) -> None:
+        """Several episodes at once. Skipped if a single one is not deterministic."""
+        if NOT_DETERMINISTIC not in self.problems.entries:
+            check_concurrency(self.driver, [self._recorded(seed) for seed in range(CONCURRENT)])
+
+    def _recorded(self, seed: int) -> tuple[EpisodeSpec, EpisodeRecord]:
+        spec = EpisodeSpec(seed, self.difficulties[0], policy="several at once")
+        record = self._play_uncounted("random_action", spec)
+        if record is None:
+            raise EpisodeAborted
+        return spec, record
+
     def splits(self) -> None:
         """No episode may occur in both splits."""
         if "split" not in self.driver.settings:
@@ -229,7 +270,8 @@ class EnvironmentCheck:
             self.problems.add(f"snapshot() cannot be written as JSON: {error}", str(spec))
             return False
         restored = self.driver.new(spec)
-        self.driver.call("restore()", spec, lambda: restored.restore(json.loads(text)))
+        self.driver.reset(restored, spec)  # as a forked episode does
+        self.driver.call("restore()", spec, restored.restore, json.loads(text))
         later = record.actions[turn:]
         original, copy = (
             [self.driver.step(each, action, spec, EpisodeRecord()) for action in later] for each in (env, restored)

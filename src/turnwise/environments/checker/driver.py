@@ -9,15 +9,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
 from turnwise.core.protocols import Action
 from turnwise.environments import settings
-from turnwise.environments.checker.rules import implicit_conversions, is_flag, role_fault, undeclared_facts
+from turnwise.environments.calls import UNSAFE_EXCEPTIONS, CallTimeout, call_environment, with_timeout
+from turnwise.environments.checker.rules import (
+    implicit_conversions,
+    is_flag,
+    role_fault,
+    text_faults,
+    undeclared_facts,
+)
 from turnwise.environments.contract import ContractViolation, read_messages, read_state_key, read_step
 from turnwise.errors import EnvironmentFault
 
@@ -26,10 +34,6 @@ DEFAULT_MAX_TURNS = 64  # of a class without max_turns
 
 class EpisodeAborted(Exception):
     """The episode cannot continue; the reason is already among the findings."""
-
-
-class CallTimeout(Exception):
-    """A call did not return: nothing else can be checked safely."""
 
 
 @dataclass
@@ -75,38 +79,42 @@ class EpisodeRecord:
     ended: bool = False
 
 
-class DriverThread:
-    """A thread that runs one call at a time, so that a call that hangs can be abandoned: Python cannot end it."""
+class DriverLoop:
+    """An event loop in a thread of its own, on which environments are called as in training."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        Thread(target=self._serve, daemon=True).start()
+        self.loop = asyncio.new_event_loop()
+        Thread(target=self.loop.run_forever, daemon=True).start()
 
-    def run(self, function: Callable[[], Any], seconds: float) -> Any:
-        self._jobs.put(function)
+    def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
+        """The result; a ``CallTimeout`` if even the loop does not answer, because a call holds its thread."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
-            value, error = self._results.get(timeout=seconds)
-        except Empty:
-            raise CallTimeout from None
-        if error is not None:
-            raise error
-        return value
+            return future.result(timeout=seconds)
+        except FutureTimeout:
+            raise CallTimeout("the event loop is blocked") from None
 
     def close(self) -> None:
-        self._jobs.put(None)
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                value = job()
-                self._results.put((asyncio.run(_wait(value)) if inspect.isawaitable(value) else value, None))
-            except BaseException as error:  # also SystemExit: an environment must not end the check
-                self._results.put((None, error))
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-async def _wait(value: Any) -> Any:
-    return await value
+async def call_in_new_thread(function: Callable[..., Any], *args: Any, seconds: float, inline: bool) -> Any:
+    """``call_environment``, but never in the thread of an earlier call: what training does whenever several episodes play."""
+    if inline or inspect.iscoroutinefunction(function):
+        return await call_environment(function, *args, seconds=seconds, inline=inline)
+    done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+
+    def work() -> None:
+        try:
+            value, fault = function(*args), None
+        except BaseException as caught:
+            value, fault = None, caught if isinstance(caught, Exception) else RuntimeError(repr(caught))
+        loop.call_soon_threadsafe(lambda: done.set_exception(fault) if fault else done.set_result(value))
+
+    Thread(target=work, daemon=True).start()
+    value = await with_timeout(done, seconds)
+    return await with_timeout(value, seconds) if inspect.isawaitable(value) else value
 
 
 class EnvironmentDriver:
@@ -114,32 +122,43 @@ class EnvironmentDriver:
 
     def __init__(self, cls: type[Any], seconds: float) -> None:
         self.cls, self.seconds = cls, seconds
-        self.thread = DriverThread()
+        self.loop = DriverLoop()
+        self.call_method = call_environment
+        self.inline = bool(getattr(cls, "inline", False))
+        self.durations: dict[str, list[float]] = {}  # seconds by method
         self.settings = settings(cls)
         self.problems, self.warnings = Findings(), Findings()
 
-    def call(self, what: str, spec: EpisodeSpec | None, function: Callable[[], Any]) -> Any:
+    def call(self, what: str, spec: EpisodeSpec | None, function: Callable[..., Any], *args: Any) -> Any:
         """The result of a call into the environment; ``NotImplementedError`` propagates: the method is not supported."""
-        where = str(spec) if spec else ""
+        where, began = str(spec) if spec else "", time.perf_counter()
         try:
-            return self.thread.run(function, self.seconds)
+            call = self.call_method(
+                function, *args, seconds=self.seconds, inline=self.inline or isinstance(function, _Constructor)
+            )
+            return self.loop.run(call, 3 * self.seconds + 5)
         except NotImplementedError:
             raise
-        except CallTimeout:
-            self.problems.add(f"{what} did not return within {self.seconds:g} s; the check stopped there", where)
+        except CallTimeout as fault:
+            detail = str(fault).partition("(")[2].rstrip(")")
+            at = f" ({detail})" if detail else ""
+            self.problems.add(f"{what} did not return within {self.seconds:g} s{at}; the check stopped there", where)
             raise
-        except BaseException as error:
-            # the message may quote a malformed action, and must still be printable
-            text = " ".join(str(error).split())[:120].encode("ascii", "backslashreplace").decode()
-            self.problems.add(f"{what} raises {type(error).__name__}: {text}; it must return a message", where)
+        except BaseException as caught:
+            error = caught.__context__ if isinstance(caught.__context__, UNSAFE_EXCEPTIONS) else caught
+            self.problems.add(
+                f"{what} raises {type(error).__name__}: {_quoted(error)}; it must return a message", where
+            )
             raise EpisodeAborted from None
+        finally:
+            self.durations.setdefault(what, []).append(time.perf_counter() - began)
 
     def new(self, spec: EpisodeSpec) -> Any:
         arguments = {key: getattr(spec, key) for key in self.settings}
         return self.call(
             f"{self.cls.__name__}({', '.join(f'{k}=...' for k in sorted(arguments))})",
             spec,
-            lambda: self.cls(**arguments),
+            _Constructor(self.cls, arguments),
         )
 
     def optional(self, env: Any, name: str, spec: EpisodeSpec, *arguments: Any) -> Any:
@@ -148,7 +167,7 @@ class EnvironmentDriver:
         if not callable(method):
             return None
         try:
-            return self.call(f"{name}()", spec, lambda: method(*arguments))
+            return self.call(f"{name}()", spec, method, *arguments)
         except NotImplementedError:
             return None
 
@@ -160,9 +179,10 @@ class EnvironmentDriver:
         return DEFAULT_MAX_TURNS
 
     def reset(self, env: Any, spec: EpisodeSpec) -> str:
-        value = self._required("reset", spec, lambda: env.reset(spec.seed))
+        value = self._required("reset", spec, env.reset, spec.seed)
         messages = self._read(spec, read_messages, value, "reset")
         self._roles("reset", messages, spec)
+        self._texts("reset", value, spec)
         if not messages:
             self.problems.add("reset returns no messages; the agent would have nothing to read", str(spec))
             raise EpisodeAborted
@@ -170,8 +190,10 @@ class EnvironmentDriver:
 
     def step(self, env: Any, action: Action, spec: EpisodeSpec, record: EpisodeRecord) -> str:
         """Apply an action, validate the step, and add it to the record; returns the step as a comparable line."""
-        step = self._read(spec, read_step, self._required("step", spec, lambda: env.step(action)))
+        value = self._required("step", spec, env.step, action)
+        step = self._read(spec, read_step, value)
         self._roles("step", step.messages, spec)
+        self._texts("step", value[0] if isinstance(value, tuple) else value.messages, spec)
         for message in (*implicit_conversions(step), *undeclared_facts(step, getattr(env, "facts", ()))):
             self.warnings.add(message, str(spec))
         record.actions.append(action)
@@ -181,6 +203,13 @@ class EnvironmentDriver:
             record.success = self._success(step, spec)
         flags = f"{float(step.reward)!r} {bool(step.terminated)} {bool(step.truncated)}"
         return f"{_text(step.messages)} {flags}{self._key(env, spec)}"
+
+    @staticmethod
+    def comparable(values: list[Any]) -> list[str]:
+        """The messages of a reset and the parts of steps, as the lines of a record without state keys."""
+        first, *steps = values
+        flags = [f"{_text(m)} {reward!r} {terminated} {truncated}" for m, reward, terminated, truncated in steps]
+        return [_text(first), *flags]
 
     def play(self, spec: EpisodeSpec, policy: Callable[[Any], Action]) -> EpisodeRecord:
         """A whole episode, or four times ``max_turns`` turns of it."""
@@ -192,9 +221,9 @@ class EnvironmentDriver:
         self.optional(env, "close", spec)
         return record
 
-    def _required(self, what: str, spec: EpisodeSpec, function: Callable[[], Any]) -> Any:
+    def _required(self, what: str, spec: EpisodeSpec, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            return self.call(what, spec, function)
+            return self.call(what, spec, function, *args)
         except NotImplementedError:
             self.problems.add(f"{what} raises NotImplementedError; write it", str(spec))
             raise EpisodeAborted from None
@@ -214,6 +243,10 @@ class EnvironmentDriver:
             self.problems.add(f"{what}: {fault}", str(spec))
             raise EpisodeAborted
 
+    def _texts(self, what: str, messages: Any, spec: EpisodeSpec) -> None:
+        for fault in text_faults(messages):
+            self.warnings.add(f"{what}: {fault}", str(spec), same=f"{what} {fault.partition(';')[2]}")
+
     def _success(self, step: Any, spec: EpisodeSpec) -> bool | None:
         success = step.info.get("success")
         if is_flag(success):
@@ -227,12 +260,30 @@ class EnvironmentDriver:
         if not callable(getattr(env, "state_key", None)):
             return ""
         first, second = (
-            self._read(spec, read_state_key, self._required("state_key()", spec, lambda: env.state_key()))
-            for _ in range(2)
+            self._read(spec, read_state_key, self._required("state_key()", spec, env.state_key)) for _ in range(2)
         )
         if first != second:
             self.problems.add("state_key() changes when asked twice without a step between", str(spec))
         return f" [{first}]"
+
+
+@dataclass(frozen=True)
+class _Constructor:
+    """Training constructs an environment on the event loop, whatever ``inline`` says."""
+
+    cls: type[Any]
+    arguments: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.cls(**self.arguments)
+
+
+def _quoted(error: BaseException) -> str:
+    """The message on one line. It may quote a malformed action, and must still be printable."""
+    text = " ".join(str(error).split())[:160].encode("ascii", "backslashreplace").decode()
+    if "thread" in text.lower():
+        return f"{text} (training calls a method in any thread of a pool: let the object be used there, or write inline = True)"
+    return text
 
 
 def _text(messages: Any) -> str:

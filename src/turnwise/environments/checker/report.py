@@ -33,6 +33,8 @@ class CheckReport:
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
     played: dict[str, PlayStats] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)  # how fast it is
+    tried: tuple[str, ...] = ()  # what was tried, in words; what was not, and why
 
     @property
     def ok(self) -> bool:
@@ -42,5 +44,7 @@ class CheckReport:
         verdict = "ok" if self.ok else f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)}"
         head = f"{self.name}: {verdict}" + f", {len(self.warnings)} to look at" * bool(self.warnings)
         lines = [f"  {policy + ':':<15}{stats}" for policy, stats in self.played.items()]
+        lines += [f"  {name + ':':<15}{text}" for name, text in self.facts.items()]
         lines += [f"  problem: {text}" for text in self.problems] + [f"  warning: {text}" for text in self.warnings]
+        lines += [f"  tried: {text}" for text in self.tried]
         return "\n".join([head, *lines])

@@ -12,8 +12,10 @@ from typing import Any
 
 from turnwise.core.protocols import Step
 from turnwise.core.records import Message
+from turnwise.core.text import clean
 from turnwise.environments.contract import COUNTS
 
+LONG_OBSERVATION = 100_000  # characters
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -23,6 +25,16 @@ def role_fault(messages: Sequence[Message]) -> str:
         if message["role"] not in ROLES:
             return f"a message has the role {message['role']!r}; write one of {', '.join(ROLES)}"
     return ""
+
+
+def text_faults(messages: Sequence[Message]) -> Iterator[str]:
+    """Texts that training does not show as they are."""
+    for message in messages:
+        content = message["content"]
+        if clean(content) != content:
+            yield "a message holds half of a surrogate pair; training shows U+FFFD in its place"
+        if len(content) > LONG_OBSERVATION:
+            yield f"an observation has {len(content):,} characters; no context window holds it, shorten it"
 
 
 def is_flag(value: Any) -> bool:

@@ -25,10 +25,13 @@ from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
 from turnwise.environments.base import Environment, sample_problem, text_action, user_message
 from turnwise.errors import SettingError, nearest
+from turnwise.rewards.process import CallFailed, ProcessSettings, ScoringPool
 
 PROBLEMS = 10_000  # per level, both splits together; some datasets generate all of them at once
 SEED = 1
 MAX_ANSWER = 4000  # characters: some scores take long for longer answers
+SCORE_SECONDS = 2.0  # for the score of one answer
+SCORING_PROCESSES = 2
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 INTEGER = re.compile(r"-?[0-9]{1,9}")
 NEAR_MISSES = (-10, -2, -1, 1, 2, 10)
@@ -48,6 +51,7 @@ class ReasoningGymEnvironment(Environment):
 
     max_turns = 1
     suggests: ClassVar[Mapping[str, Any]] = {"difficulty": (1,)}
+    spec: ClassVar[str]  # name and fields of the dataset
     levels: ClassVar[Mapping[int, Callable[[], Any]]]  # by difficulty: returns its dataset, generated at the first call
     entry: Entry
 
@@ -63,12 +67,16 @@ class ReasoningGymEnvironment(Environment):
         return Step([user_message(text)], score, terminated=True, info=info)
 
     def score(self, answer: str) -> float:
+        """The dataset's score, from a process that can be killed: some parsers compute for minutes on a short answer."""
         if not answer or len(answer) > MAX_ANSWER:
             return 0.0
         try:
-            return float(self.levels[self.difficulty]().score_answer(answer, self.entry))
-        except Exception:  # the dataset's parser failed on model output: a wrong answer
+            reply = scoring_pool().call(
+                (self.spec, self.difficulty), args=(self.spec, self.difficulty, answer, self.entry)
+            )
+        except CallFailed:  # the dataset's parser failed on model output, or did not end: a wrong answer
             return 0.0
+        return float(reply["value"])
 
 
 class AnsweredReasoningGymEnvironment(ReasoningGymEnvironment):
@@ -93,6 +101,27 @@ class AnsweredReasoningGymEnvironment(ReasoningGymEnvironment):
         if INTEGER.fullmatch(reference):
             return text_action(str(int(reference) + rng.choice(NEAR_MISSES)))
         return self.random_action(rng)
+
+
+@cache
+def scoring_pool() -> ScoringPool:
+    """The processes that score answers, for all datasets."""
+    settings = ProcessSettings(f"{__name__}:AnswerScorer", "reasoning_gym", is_factory=True, seconds=SCORE_SECONDS)
+    return ScoringPool(settings, SCORING_PROCESSES)
+
+
+class AnswerScorer:
+    """Scores answers in a scoring process."""
+
+    def __init__(self) -> None:
+        import_factory()
+
+    def prepare(self, spec: str, difficulty: int) -> None:
+        """Generate a dataset: some do so for all questions at once, which must not count as the time of an answer."""
+        environment(spec).levels[difficulty]()
+
+    def __call__(self, spec: str, difficulty: int, answer: str, entry: Entry) -> float:
+        return float(environment(spec).levels[difficulty]().score_answer(answer, entry))
 
 
 def extract_answer(text: str) -> str:
@@ -133,6 +162,7 @@ def environment(spec: str) -> type[ReasoningGymEnvironment]:
     levels: dict[int, Callable[[], Any]] = {n: lazy(make, config) for n, config in enumerate(configs, start=1)}
     base = ReasoningGymEnvironment if dataset_entry(levels[1], 0)["answer"] is None else AnsweredReasoningGymEnvironment
     body = {
+        "spec": spec,
         "difficulties": tuple(levels),
         "levels": levels,
         "__doc__": f"{name} of reasoning-gym.",

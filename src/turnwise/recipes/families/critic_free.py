@@ -10,9 +10,12 @@ from turnwise.algebra.ratio import Importance, OnPolicy, PerToken
 from turnwise.algebra.reward import EnvironmentReward, NegativeReferenceKL, OnLastToken, OverlongPenalty
 from turnwise.algebra.value import Outcome, ReturnToGo, SumOverTrajectory
 from turnwise.core.levels import TOKEN, TRAJECTORY
+from turnwise.credit.baselines import AboveBaseline, BestAboveSecond, LengthWeightedBaseline, ScaleByInformative
+from turnwise.credit.fact import Fact
 from turnwise.credit.trajectories import StandardiseWithVirtualBest
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline
 from turnwise.tasks.admission import NotPerfect, Spread
 
 KIND = Kind.OBJECTIVE
@@ -212,3 +215,61 @@ def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
         aggregate=Mean(TOKEN),
         admission=NotPerfect(best),
     )
+
+
+def opo(clip: float = 0.2) -> Recipe:
+    """OPO: the reward baseline of least variance, a mean weighted by length.
+
+    Aᵢ = Rᵢ − Σⱼ |yⱼ| Rⱼ / Σⱼ |yⱼ|;  token mean of the clipped surrogate
+
+    Paper: On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
+    Settings: exact on-policy updates, so the clip (0.2) never acts; no KL, no entropy bonus.
+    Sure of: the formula (paper text, released code of a public trainer).
+    """
+    return Recipe(advantage=LengthWeightedBaseline(), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
+
+
+def remax() -> Recipe:
+    """ReMax: the baseline is the return of one greedy rollout of the same task, which is not trained on.
+
+    A = R(y) − R(ȳ), ȳ greedy;  ∇J = E[ A Σₜ ∇ log π(yₜ) ]
+
+    Paper: ReMax: A Simple, Effective, and Efficient RL Method for Aligning LLMs, arXiv 2310.10505.
+    Settings: one sampled and one greedy rollout by prompt; here the group size says how many are sampled.
+    Deviation: no KL inside the reward. The whole return stands on each token; released code takes the reward to go, which is
+    the same where only the outcome is rewarded.
+    Sure of: the formula (paper text, released code of a public trainer).
+    """
+    return Recipe(
+        advantage=AboveBaseline(Fact(GREEDY_REWARD)),
+        ratio=OnPolicy(),
+        gate=NoGate(),
+        aggregate=Sum(TRAJECTORY),
+        strategy=GreedyBaseline(),
+    )
+
+
+def grpo_passk(clip: float = 0.2, scale: bool = True, eps: float = 1e-6) -> Recipe:
+    """GRPO for pass@k: only the best trajectory of a group is credited, with its lead over the second best.
+
+    A = (max R − second max R)/(std + ε) for the best, 0 for the others
+
+    Paper: Optimizing Language Models for Inference Time Objectives using Reinforcement Learning, arXiv 2503.19595.
+    Settings: k is the group size; scale False leaves the division by std out.
+    Sure of: the formula (released code of a public trainer).
+    """
+    return Recipe(advantage=BestAboveSecond(scale=scale, eps=eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
+
+
+def gpg() -> Recipe:
+    """GPG: REINFORCE with the group's mean as baseline, rescaled by the share of groups that carry a gradient.
+
+    A = α (R − mean), α = trajectories / trajectories in groups with spread;  ∇J = token mean of A ∇ log π
+
+    Paper: GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.
+    Settings: no std, no clip, no KL.
+    Deviation: α counts groups with spread as the paper does; a public trainer counts non-zero rewards.
+    Sure of: the formula (paper text).
+    """
+    advantage = ScaleByInformative(Standardise(scale=False))
+    return Recipe(advantage=advantage, ratio=OnPolicy(), gate=NoGate(), aggregate=Mean(TOKEN))

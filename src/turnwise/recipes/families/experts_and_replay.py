@@ -72,22 +72,24 @@ def chord(
     peak: float = 0.9,
     valley: float = 0.05,
     clip: float = 0.2,
+    dual: float = 3.0,
     cutoff: float = 1.0,
 ) -> Recipe:
     """CHORD: RL on sampled trajectories and SFT on expert trajectories in one loss, with a scheduled weight μ.
 
-    L = (1 − μ) L_GRPO(own) − μ · token mean over expert text of sg[w] log π;  w = 1, p(1 − p) or p
+    L = (1 − μ) L_GRPO(own), a token mean, − μ · token mean over expert text of sg[w] log π;  w = 1, p(1 − p) or p
 
     Paper: On-Policy RL Meets Off-Policy Experts, arXiv 2508.11408.
     Settings: weight none: peak 0.9, valley 0.05, fall 200; weight phi: peak = valley = 0.1; together: rise 200, fall 400,
-    peak 0.5, valley 0.02. A fifth of the rows expert, 8 rollouts a task, no KL.
+    peak 0.5, valley 0.02. A fifth of the rows expert, 8 rollouts a task, dual clip 3, no KL.
     Deviation: μ moves once a batch; replayed trajectories take no part.
-    Sure of: the formula and the schedule (official code).
+    Sure of: formula, schedule, average and constants (official code).
     """
     mu, own = WarmupCosine(rise, fall, peak, valley), FromOrigin("policy")
     return Recipe(
         advantage=OnSelected(own, Standardise(peers=SelectedPeers(own))),
-        gate=Clip(clip, clip) * OneMinus(mu),
+        gate=Clip(clip, clip, dual) * OneMinus(mu),
+        aggregate=Mean(TOKEN),
         keep=own,
         penalties=(
             WeightedPenalty(mu, WeightedNegativeLogLikelihood(weight, cutoff), Mean(TOKEN), rows=FromOrigin("expert")),
@@ -232,13 +234,14 @@ def spear_replay(
     own: A = R + κ min(0.1 calls, 1) − mean;  replayed: A = [R − median of past group means]₊;  L = L_own + η L_replay
 
     Paper: Learn the Ropes, Then Trust the Wins, arXiv 2509.22601.
-    Settings: κ falls over 100 (to 200) steps, η rises over 200, clip 0.2/0.28, oldest 10, history 10240 groups, covariance 0.02.
+    Settings: κ falls over 100 (to 200) steps, η rises over 200, clip 0.2/0.28, oldest 10, history 10240 groups, covariance 0.02
+    (a share of all tokens).
     Deviation: both losses in one optimiser step; covariance clipping is off by default. `spear` follows the agent runs.
     Sure of: the formula (official code).
     """
     own, past = FromOrigin("policy"), AllOf((FromOrigin("replay"), MaxAge(oldest)))
     good, over = AllOf((past, PositiveAdvantage())), Sum(TRAJECTORY, length=length)
-    drop = {rows: DropHighCovariance(rows, covariance, 1.0, 40.0, True, clip=(low, high)) for rows in (own, good)}
+    drop = {rows: DropHighCovariance(rows, covariance, 1.0, 40.0, clip=(low, high)) for rows in (own, good)}
     value = Outcome() + bonus * ToolCallBonus(0.1, tool_horizon, per_turn=False)
     loss, fresh = ReplayLoss(Clip(low, high).where(drop[good])), Standardise(value, SelectedPeers(own), scale=False)
     return Recipe(
@@ -365,7 +368,7 @@ def otr(negative: float = -0.1, candidates: int = 8) -> Recipe:
 
     Paper: One-Token Rollout: Guiding Supervised Fine-Tuning of LLMs with Policy Gradient, arXiv 2509.26313.
     Settings: 256 candidates at temperature 1.3, negative −0.1 (recalled).
-    Deviation: as many candidates as the learner draws (8), at the temperature of the turn.
+    Deviation: 8 candidates by default, at the temperature of the turn.
     Sure of: the formula (paper-level text), the constants (recalled).
     """
     cost = OneTokenRolloutLoss(candidates, negative)

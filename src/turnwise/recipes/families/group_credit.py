@@ -256,19 +256,27 @@ def copo(b: float = 0.5, k: float = 1.0, forced: bool = False, clip: float = 0.2
 
 
 def adora(
-    damp: float = 0.1, threshold: float = 0.5, lenient: bool = False, eps: float = 1e-6, clip: float = 0.2
+    damp: float = 0.1,
+    threshold: float = 0.5,
+    lenient: bool = False,
+    eps: float = 1e-6,
+    clip: float = 0.2,
+    kl: float = 1e-3,
 ) -> Recipe:
     """ADORA: damps groups whose longest right answer is not longer than their mean wrong answer.
 
     A = z-score, times damp unless max length of right ones > mean length of wrong ones that were not cut off
 
     Paper: ADORA: Training Reasoning Model with Dynamic Advantage Estimation on RL, blog and code, 2025-03.
-    Settings: damp 0.1. Right is a reward above 1.01 for its language models (their rewards exceed 1) and above 0.5 for
-    its vision models, where lenient reverses the rule for groups without right or without wrong answers.
-    Deviation: the threshold is 0.5 in both: here, a solved task pays 1.
-    Sure of: the formula (official code).
+    Settings: damp 0.1, token mean, KL 1e-3. Right is a reward above 1.01 for its language models (here above 0.5: a task
+    pays 1) and above 0.5 for its vision models, where lenient reverses the rule for groups of only right or only wrong answers.
+    Sure of: formula, average and constants (official code).
     """
-    return Recipe(advantage=LengthDampedGroups(Standardise(eps=eps), damp, threshold, lenient), gate=Clip(clip, clip))
+    advantage, penalties = (
+        LengthDampedGroups(Standardise(eps=eps), damp, threshold, lenient),
+        (WeightedPenalty(kl, KL("k3")),),
+    )
+    return Recipe(advantage=advantage, gate=Clip(clip, clip), aggregate=Mean(TOKEN), penalties=penalties)
 
 
 def unlikeliness(beta: float = 0.25, kl: float = 0.1, clip: float = 0.2, eps: float = 1e-6) -> Recipe:
@@ -281,21 +289,18 @@ def unlikeliness(beta: float = 0.25, kl: float = 0.1, clip: float = 0.2, eps: fl
     Deviation: trajectories with a tiny advantage are kept; one pass by default.
     Sure of: the formula (official code).
     """
-    return Recipe(
-        advantage=Standardise(UnlikelinessReward(beta), eps=eps),
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(kl, KL("k3")),),
-    )
+    advantage, penalties = Standardise(UnlikelinessReward(beta), eps=eps), (WeightedPenalty(kl, KL("k3")),)
+    return Recipe(advantage=advantage, gate=Clip(clip, clip), penalties=penalties)
 
 
 def xrpo(novelty: float = 2.5, kappa: float = 0.5, eps: float = 1e-6, clip: float = 0.2) -> Recipe:
-    """XRPO: a bounded novelty bonus for good answers that were unlikely within their group.
+    """XRPO (its advantage; see `--budget xrpo`, `--guidance xrpo`): a bounded novelty bonus for good answers that were unlikely.
 
     A + min(λ (1 − η)₊, κA) where A > 0, η = exp(l − mean l), l = mean log π
 
     Paper: XRPO: Pushing the Limits of GRPO with Targeted Exploration and Exploitation, arXiv 2510.06672.
     Settings: novelty 2.5, kappa 0.5.
-    Deviation: the sharpening alone; rollouts are not allocated by uncertainty, unsolved tasks get no in-context examples.
+    Deviation: the sharpening alone; `--budget xrpo` allocates rollouts, `--guidance xrpo` shows solved examples.
     Sure of: the formula (third-party implementation).
     """
     return Recipe(advantage=NoveltyBonus(Standardise(eps=eps), novelty, kappa), gate=Clip(clip, clip))
@@ -321,7 +326,7 @@ def polychromic(size: int = 4, bottom: float = 0.0, top: float = 1.0, beta: floa
 
 
 def public_baseline(scale: bool = False, eps: float = 1e-6, clip: float = 0.2) -> Recipe:
-    """AdvEvo-MARL's public baseline: one baseline for all agents of a function (attackers or workers).
+    """AdvEvo-MARL's public baseline (needs several agents): one baseline for all agents of a function.
 
     A = Rᵢⱼ − mean of R over all agents j of the function and all rollouts i
 
@@ -382,14 +387,14 @@ def poise(normalise: bool = True, eps: float = 1e-6, low: float = 0.2, high: flo
 
 
 def v0(clip: float = 0.2) -> Recipe:
-    """V₀: the baseline is the predicted success rate of the task, from recent outcomes on other tasks.
+    """V₀ (its baseline, from a probe): the predicted success rate of the task; its allocation of rollouts is `--budget v0`.
 
     A = R − V₀(x | recent outcomes)
 
     Paper: V₀: A Generalist Value Model for Any Policy at State Zero, arXiv 2602.03584.
     Settings: none.
     Deviation: a probe of hidden states, refitted on recent batches, stands in for the embedding model and its in-context
-    classifier; V₀ is its mean over the other rollouts of the task. It sets no rollout budgets.
+    classifier; V₀ is its mean over the other rollouts of the task. No routing between models.
     Sure of: the model (official code), its use as a baseline (abstract).
     """
     return Recipe(advantage=ProbeBaseline(), gate=Clip(clip, clip))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from turnwise.algebra.advantage import SoftBaseline, Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.factor import ExpAdvantage
-from turnwise.algebra.gate import CappedWeight, ScoreFunction
+from turnwise.algebra.gate import CappedWeight, GammaWeight, ScoreFunction
 from turnwise.algebra.mask import InsideOrFarOutside, OneSided, TwoSided
 from turnwise.algebra.penalty import NegativeLogLikelihood, SquaredLogRatio, WeightedPenalty
-from turnwise.algebra.ratio import Importance, OnPolicy
+from turnwise.algebra.ratio import Importance, OnPolicy, Product
 from turnwise.algebra.value import Constant
 from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.recipes.kind import Kind
@@ -16,6 +18,8 @@ from turnwise.recipes.recipe import Recipe
 from turnwise.tasks.admission import Balance
 
 KIND = Kind.OBJECTIVE
+
+BASELINES = {"mean": True, "soft": False}
 
 INF = float("inf")
 
@@ -154,14 +158,27 @@ def asym_re(tau: float = 0.1) -> Recipe:
     return Recipe(advantage=advantage, ratio=OnPolicy(), gate=ScoreFunction(), aggregate=Mean(TOKEN))
 
 
-def opmd(tau: float = 1.0) -> Recipe:
-    """OPMD: REINFORCE with a soft maximum of the group's returns as baseline.
+def opmd(tau: float = 1.0, baseline: Literal["mean", "soft"] = "mean") -> Recipe:
+    """OPMD: REINFORCE with the group's mean, or a soft maximum of its returns, as baseline.
 
-    A = R − τ log mean exp(R/τ);  ∇J = token mean of A ∇ log π / (1 + τ)
+    A = R − mean, or R − τ log mean exp(R/τ);  ∇J = token mean of A ∇ log π / (1 + τ)
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203 (its original version).
-    Settings: tau 1.
-    Sure of: the formula (official code).
+    Settings: tau 1, baseline mean.
+    Sure of: formula, average and constants (official code).
     """
-    advantage = SoftBaseline(tau, shrink=True)
+    advantage = SoftBaseline(tau, shrink=True, mean=BASELINES[baseline])
     return Recipe(advantage=advantage, ratio=OnPolicy(), gate=ScoreFunction(), aggregate=Mean(TOKEN))
+
+
+def vespo(rise: float = 2.0, decay: float = 3.0, rise_negative: float = 3.0, decay_negative: float = 2.0) -> Recipe:
+    """VESPO: a smooth weight of the sequence ratio instead of a clip, falling on both sides of 1.
+
+    φ(w) = w^k exp(λ(1 − w)), w = Πₜ ρₜ, (k, λ) by the sign of A;  ∇J = token mean of sg[φ] A ∇ log π
+
+    Paper: VESPO: Variational Sequence-Level Soft Policy Optimization, 2026.
+    Settings: k 2 and λ 3 where A ≥ 0, k 3 and λ 2 where A < 0.
+    Sure of: formula, average and constants (released code of a public trainer).
+    """
+    gate = GammaWeight(rise, decay, rise_negative, decay_negative)
+    return Recipe(advantage=Standardise(), ratio=Product(TRAJECTORY), gate=gate, aggregate=Mean(TOKEN))

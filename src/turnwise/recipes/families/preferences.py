@@ -14,11 +14,21 @@ from turnwise.algebra.gate import Clip
 from turnwise.algebra.penalty import NegativeLogLikelihood, WeightedPenalty
 from turnwise.algebra.ratio import OnPolicy
 from turnwise.algebra.value import Constant
-from turnwise.core.levels import GROUP, TOKEN
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY
 from turnwise.credit.comparison import GapOrderLoss, RevisionGroups, RevisionLoss
+from turnwise.credit.pair_losses import (
+    BlendedLoss,
+    LogOddsScore,
+    NoiseContrastiveLoss,
+    ProspectLoss,
+    ReverseKLLoss,
+    SortedPreferenceLoss,
+    anchored_loss,
+)
 from turnwise.credit.pairs import DirectionalReward, LabelledPairs, WinRate, answers_from, pairs_from
 from turnwise.credit.preference import (
     FlipCorrected,
+    LabelSmoothed,
     LogisticLoss,
     LogRatioScore,
     MixedReferenceScore,
@@ -28,19 +38,19 @@ from turnwise.credit.preference import (
 )
 from turnwise.credit.selectors import BestOfGroup
 from turnwise.recipes.kind import Kind, declares
+from turnwise.recipes.pairwise import imitating_chosen, of_pairs, penalised
 from turnwise.recipes.recipe import Recipe
 
 KIND = Kind.PREFERENCE
 
 INF = float("inf")
-Source = Literal["told", "formed"]
 
 
 def dpo(
     kind: Literal["sigmoid", "hinge", "ipo", "bco", "sppo"] = "sigmoid",
     beta: float = 0.1,
     smoothing: float = 0.0,
-    pairs: Source = "told",
+    pairs: Literal["told", "formed"] = "told",
 ) -> Recipe:
     """DPO: the log-ratio to the reference is an implicit reward; a logistic loss ranks chosen above rejected.
 
@@ -52,11 +62,10 @@ def dpo(
     Sure of: the formulas (paper text and public code).
     """
     selected = pairs_from(pairs)
-    penalty = WeightedPenalty(1.0, preference_loss(kind, beta, smoothing, selected), Mean(GROUP), rows=selected)
-    return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(penalty,))
+    return penalised(preference_loss(kind, beta, smoothing, selected), selected)
 
 
-def rdpo(flip: float = 0.1, beta: float = 0.1, bound: float = INF, pairs: Source = "told") -> Recipe:
+def rdpo(flip: float = 0.1, beta: float = 0.1, bound: float = INF, pairs: Literal["told", "formed"] = "told") -> Recipe:
     """rDPO: DPO with an unbiased correction for labels flipped at a known rate.
 
     ℓ = [(1 − ε)(−log σ(βd)) − ε(−log σ(−βd))] / (1 − 2ε), d held within ±bound
@@ -65,14 +74,10 @@ def rdpo(flip: float = 0.1, beta: float = 0.1, bound: float = INF, pairs: Source
     Settings: flip 0.1, beta 0.1. The loss is unbounded below as d grows: bound d, keep beta small, or stop early.
     Sure of: the formula (paper text).
     """
-    selected = pairs_from(pairs)
-    cost = PreferenceLoss(FlipCorrected(LogisticLoss(beta), flip, bound), pairs=selected)
-    return Recipe(
-        advantage=Constant(0.0), ratio=OnPolicy(), penalties=(WeightedPenalty(1.0, cost, Mean(GROUP), rows=selected),)
-    )
+    return of_pairs(FlipCorrected(LogisticLoss(beta), flip, bound), pairs)
 
 
-def simpo(beta: float = 2.0, gamma: float = 1.0, pairs: Source = "told") -> Recipe:
+def simpo(beta: float = 2.0, gamma: float = 1.0, pairs: Literal["told", "formed"] = "told") -> Recipe:
     """SimPO: logistic loss on length-normalised log-probabilities with a margin, without a reference.
 
     ℓ = −log σ( β mean log π(w) − β mean log π(l) − γ )
@@ -81,14 +86,10 @@ def simpo(beta: float = 2.0, gamma: float = 1.0, pairs: Source = "told") -> Reci
     Settings: beta 2 to 2.5 (10 for newer models), gamma about half of it, lr 3e-7 to 1e-6.
     Sure of: the formula (paper text and official code).
     """
-    selected = pairs_from(pairs)
-    cost = PreferenceLoss(LogisticLoss(beta, gamma), LogRatioScore(mean=True, reference=False), selected)
-    return Recipe(
-        advantage=Constant(0.0), ratio=OnPolicy(), penalties=(WeightedPenalty(1.0, cost, Mean(GROUP), rows=selected),)
-    )
+    return of_pairs(LogisticLoss(beta, gamma), pairs, LogRatioScore(mean=True, reference=False))
 
 
-def inpo(eta: float = 0.0075, tau: float = 0.0025, pairs: Source = "formed") -> Recipe:
+def inpo(eta: float = 0.0075, tau: float = 0.0025, pairs: Literal["told", "formed"] = "formed") -> Recipe:
     """INPO: self-play toward a Nash policy; squared loss with a reference between the frozen policy and the sampler.
 
     h = Δ log π − (τ/η) Δ log π_ref − (1 − τ/η) Δ log μ, Δ = chosen − rejected;  ℓ = (h − 1/2η)²
@@ -98,11 +99,7 @@ def inpo(eta: float = 0.0075, tau: float = 0.0025, pairs: Source = "formed") -> 
     Deviation: a round is a batch; labelled pairs need the log-probabilities of their sampler.
     Sure of: the formula (recalled, its fixed point and both limits checked), the constants (recalled).
     """
-    selected = pairs_from(pairs)
-    cost = PreferenceLoss(SquaredMarginLoss(eta), MixedReferenceScore(eta, tau), selected)
-    return Recipe(
-        advantage=Constant(0.0), ratio=OnPolicy(), penalties=(WeightedPenalty(1.0, cost, Mean(GROUP), rows=selected),)
-    )
+    return of_pairs(SquaredMarginLoss(eta), pairs, MixedReferenceScore(eta, tau))
 
 
 @declares(Kind.CREDIT)
@@ -153,7 +150,7 @@ def mapl(beta: float = 0.1, intra: float = 1.0, inter: float = 1.0) -> Recipe:
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(base, prompts, wider))
 
 
-def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity"), answers: Source = "told") -> Recipe:
+def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity"), answers: Literal["told", "formed"] = "told") -> Recipe:
     """DPA: the prompt states a direction among several rewards; imitates the best answer along it.
 
     kept: argmax vᵀr among the answers to one prompt;  L = −token mean of log π over the kept
@@ -168,3 +165,119 @@ def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity"), answers: Source =
     best = BestOfGroup(answers_from(answers), DirectionalReward(heads))
     penalty = WeightedPenalty(1.0, NegativeLogLikelihood(), Mean(TOKEN), rows=best)
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(penalty,))
+
+
+# ------------------------------------------------------------- losses of one pair
+
+
+def exo(beta: float = 0.1, eps: float = 1e-3, pairs: Literal["told", "formed"] = "told") -> Recipe:
+    """EXO: reverse KL from the policy's probability of the order to the label's, instead of DPO's forward KL.
+
+    q = σ(βd);  ℓ = q log(q / (1 − ε)) + (1 − q) log((1 − q) / ε)
+
+    Paper: Towards Efficient Exact Optimization of Language Model Alignment, arXiv 2402.00856.
+    Settings: eps 1e-3, beta 0.1.
+    Deviation: two answers a prompt (its pairwise form).
+    Sure of: the formula (released code of a public trainer).
+    """
+    return of_pairs(ReverseKLLoss(beta, eps), pairs)
+
+
+def nca(beta: float = 0.1, pairs: Literal["told", "formed"] = "told") -> Recipe:
+    """NCA: noise contrastive alignment; classifies each answer against the reference, so the chosen does not get rarer.
+
+    ℓ = −log σ(βs_w) − ½ log σ(−βs_w) − ½ log σ(−βs_l)
+
+    Paper: Noise Contrastive Alignment of Language Models with Explicit Rewards, arXiv 2402.05369.
+    Settings: beta 0.01 in the paper, 0.1 here as for the others.
+    Deviation: two answers a prompt (its pairwise form).
+    Sure of: the formula (released code of a public trainer).
+    """
+    return of_pairs(NoiseContrastiveLoss(beta), pairs)
+
+
+def apo(
+    anchor: Literal["zero", "down"] = "zero", beta: float = 0.1, pairs: Literal["told", "formed"] = "told"
+) -> Recipe:
+    """APO: anchored preference optimisation; says for each side whether it should rise or fall against the reference.
+
+    zero: ℓ = 1 − σ(βs_w) + σ(βs_l), for data better than the model;  down: ℓ = σ(βs_w) + 1 − σ(βd), for worse data
+
+    Paper: Anchored Preference Optimization and Contrastive Revisions, arXiv 2408.06266.
+    Settings: beta 0.1.
+    Sure of: the formulas (paper text, released code of a public trainer).
+    """
+    return of_pairs(anchored_loss(anchor, beta), pairs)
+
+
+def discopop(beta: float = 0.05, tau: float = 0.05, pairs: Literal["told", "formed"] = "told") -> Recipe:
+    """DiscoPOP: a discovered blend of the logistic and the exponential loss.
+
+    x = βd, m = σ(x/τ);  ℓ = (1 − m)(−log σ(x)) + m exp(−x)
+
+    Paper: Discovering Preference Optimization Algorithms with and for Large Language Models, arXiv 2406.08414.
+    Settings: tau 0.05, beta 0.05. Just above d = 0 the loss rises with d: there it lowers the margin.
+    Sure of: the formula (paper text, released code of a public trainer).
+    """
+    return of_pairs(BlendedLoss(beta, tau), pairs)
+
+
+def aot(
+    beta: float = 0.1, smoothing: float = 0.0, paired: bool = True, pairs: Literal["told", "formed"] = "told"
+) -> Recipe:
+    """AOT: alignment by optimal transport; the distribution of scores dominates another instead of each pair's order.
+
+    d₍ₖ₎ = k-th smallest margin of the policy − k-th smallest of the reference (unpaired: of chosen − of rejected);
+    ℓ = −log σ(βd₍ₖ₎)
+
+    Paper: Distributional Preference Alignment of LLMs via Optimal Transport, arXiv 2406.05882.
+    Settings: beta 0.1.
+    Deviation: sorts over the whole optimiser step, not over a device's micro-batch.
+    Sure of: the formula (released code of a public trainer).
+    """
+    selected = pairs_from(pairs)
+    cost = SortedPreferenceLoss(LabelSmoothed(LogisticLoss(beta), smoothing), paired, selected)
+    return penalised(cost, selected)
+
+
+def kto(
+    beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0, pairs: Literal["told", "formed"] = "told"
+) -> Recipe:
+    """KTO: values each answer alone by a prospect-theoretic utility around a reference point.
+
+    ℓ = λ_D (1 − σ(β(s − z))) if chosen, λ_U (1 − σ(β(z − s))) if rejected;  z = [mean s]₊, detached
+
+    Paper: KTO: Model Alignment as Prospect Theoretic Optimization, arXiv 2402.01306.
+    Settings: beta 0.1, weights 1 (keep λ_D n_D / λ_U n_U within 1 to 4/3).
+    Deviation: z is estimated from the labelled answers themselves, not from answers paired with other prompts; answers
+    come as pairs.
+    Sure of: the utility (paper text), the estimate of z (ours).
+    """
+    selected = pairs_from(pairs)
+    cost = ProspectLoss(beta, desirable, undesirable, selected)
+    return penalised(cost, selected, Mean(TRAJECTORY))
+
+
+def orpo(weight: float = 0.1, pairs: Literal["told", "formed"] = "told") -> Recipe:
+    """ORPO: supervised learning of the chosen answer plus a log-odds ratio against the rejected one; no reference.
+
+    L = token mean of −log π(w) + λ mean −log σ(log odds(w) − log odds(l)),  odds p/(1 − p), log p = mean log π
+
+    Paper: ORPO: Monolithic Preference Optimization without Reference Model, arXiv 2403.07691.
+    Settings: weight 0.1, lr 8e-6.
+    Deviation: the supervised term covers the answer, not the prompt.
+    Sure of: the formula (paper text).
+    """
+    return imitating_chosen(LogisticLoss(1.0), pairs, LogOddsScore(), weight)
+
+
+def cpo(beta: float = 0.1, imitation: float = 1.0, pairs: Literal["told", "formed"] = "told") -> Recipe:
+    """CPO: contrastive preference optimisation; DPO with a uniform reference, plus supervised learning of the chosen answer.
+
+    L = mean −log σ(β(log π(w) − log π(l))) + α · token mean of −log π(w)
+
+    Paper: Contrastive Preference Optimization, arXiv 2401.08417.
+    Settings: beta 0.1, imitation 1.
+    Sure of: the formula (paper text).
+    """
+    return imitating_chosen(LogisticLoss(beta), pairs, LogRatioScore(reference=False), imitation=imitation)

@@ -138,19 +138,21 @@ def verl_rank(
     )
 
 
-def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float = 0.2) -> Recipe:
-    """RLFR: penalises tokens whose hidden states deviate from the flow of good reasoning, as a reward-to-go.
+def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float = 0.2, dual: float = 3.0) -> Recipe:
+    """RLFR (last layer, flow fitted during the run): penalises tokens whose hidden states leave the flow of good reasoning.
 
     Aₜ = z − coef Σ_{s≥t} score_s, z = (R − mean)/(std + ε), score in [0, 1] of the trajectory, above threshold, top k only
 
     Paper: Extending RL for LLMs with Flow Environment, arXiv 2510.10201.
-    Settings: threshold 0.6, top 15, coef 0.01, layers at 25, 50 and 75 % of the depth, noise level 0.8, no KL.
-    Sure of: the formula (official code).
+    Settings: threshold 0.6, top 15, coef 0.01, layers at 25, 50 and 75 % of the depth, noise level 0.8, dual clip 3
+    (ratio at most 3 where A < 0), mean over the tokens of each trajectory, no KL.
+    Deviation: the last hidden state instead of three layers; the flow learns from successes of the run, without
+    pre-training on expert traces.
+    Sure of: formula, average and constants (official code).
     """
     return Recipe(
         advantage=Standardise() - coef * SumToGo(FlowOutlierScore(threshold, top)),
-        gate=Clip(clip, clip),
-        aggregate=Mean(TOKEN),
+        gate=Clip(clip, clip, dual),
     )
 
 
@@ -189,7 +191,7 @@ def promed(
     clip: float = 0.1,
     kl: float = 0.04,
 ) -> Recipe:
-    """ProMed: rewards a question by the Shapley value of the information in its answer.
+    """ProMed (its reward; Shapley values come from the environment): rewards a question by the worth of what its answer tells.
 
     r = α G + β G 1[solved] + format for questions, γ 1[solved] + format for the answer;  A = r − mean at the same place
 
@@ -208,7 +210,7 @@ def promed(
 
 
 def fapo(penalty: float = 1.0, low: float = 0.2, high: float = 0.28, dual: float | None = 10.0) -> Recipe:
-    """FAPO: penalises right answers with flawed reasoning, as found by a judge.
+    """FAPO (its reward, with a judge that you bring): penalises right answers with flawed reasoning.
 
     R = ±1 by the verdict, less ``penalty`` for a right answer in which a judge found an error;  A = (R − mean)/(std + ε)
 
@@ -239,7 +241,7 @@ def otc(alpha: float = 1.0, slack: float = 4.0, alone: bool = False, clip: float
 
 
 def information_consistency(helpful: float = 1.0, stable: float = 1.0, clip: float = 0.2) -> Recipe:
-    """Information-consistency GRPO: rewards high and equal token entropy of answers to paraphrases of one request.
+    """Information-consistency GRPO (reconstructed): rewards high and equal token entropy of answers to paraphrases.
 
     R = helpful · H/max H − stable · |H − mean H|, H the entropy of the tokens an answer uses;  A = (R − mean)/(std + ε)
 

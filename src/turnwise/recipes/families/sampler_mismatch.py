@@ -155,15 +155,14 @@ def veto(floor: float = 1e-4, cap: float = 2.0) -> Recipe:
 def sequence_mask(limit: float = 0.5, low: float = 0.2, high: float = 0.28) -> Recipe:
     """Off-policy sequence mask: drops trajectories with A < 0 that the policy has moved away from.
 
-    dropped where A < 0 and meanₜ (log μ − log π) > limit
+    no gradient where A < 0 and meanₜ (log μ − log π) > limit; masked tokens still count in the token mean
 
     Paper: DeepSeek-V3.2, arXiv 2512.02556.
     Settings: limit about 0.5 (third-party), clip 0.2/0.28, token mean.
-    Sure of: the rule (paper text), the limit (third-party).
+    Sure of: the rule (paper text), the average (released code of a public trainer), the limit (third-party).
     """
-    return Recipe(
-        advantage=Standardise(), gate=Clip(low, high), aggregate=Mean(TOKEN), keep=OffPolicySequenceMask(limit)
-    )
+    gate = Clip(low, high).where(OffPolicySequenceMask(limit))
+    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
 
 def decoupled_ppo(clip: float = 0.2, cap: float = 5.0) -> Recipe:
@@ -239,7 +238,7 @@ def jet_rl(clip: float = 0.2) -> Recipe:
 
 
 def sol_rl(clip: float = 0.2, drafts: int = 0) -> Recipe:
-    """Sol-RL: samples many fp8 drafts, re-samples the best and worst in full precision and trains on those only.
+    """Sol-RL (for text, fp8): samples many fp8 drafts, re-samples the best and worst in full precision, trains on those only.
 
     drafts ~ π̂ (fp8), n of them;  kept: the best and the worst k/2 by reward;  the same random numbers again under π;  L as GRPO's
 

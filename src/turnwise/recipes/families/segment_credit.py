@@ -113,14 +113,14 @@ def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 8) -> Recipe:
 def r3l(
     alpha: float = 3.0, best: float = 1.0, perfect: float = 1.0, tau: float | None = None, trunks: int = 4
 ) -> Recipe:
-    """R3L: retries failed attempts from a pivot; trains only on tokens after the pivot and amplifies successes.
+    """R3L (its credit; reflection is `--strategy r3l`): trains only on tokens after the pivot of a retry and amplifies successes.
 
     A = R − mean (with tau: R − τ log mean exp(R/τ));  Â = perfect where R ≥ best, αA where A ≥ 0, else A;  ∇J = mean Â ∇ log π
 
     Paper: Reflect-then-Retry RL with Language-Guided Exploration, arXiv 2601.03715.
     Settings: alpha 3, group of 8 with its retries; perfect 1 as in its code (its text says alpha).
     Deviation: a retry is a trajectory that forks from its base attempt, whatever its outcome, before a turn with an
-    uncertain first token: no reflection names the pivot, and none is trained on.
+    uncertain first token; with `--strategy r3l` a diagnosis names the pivot.
     Sure of: the formula (official code).
     """
     return Recipe(
@@ -132,7 +132,7 @@ def r3l(
 
 
 def ipa(gamma: float = 0.95, mismatch: float = 5.0) -> Recipe:
-    """IPA: turn-level returns, ratios and mismatch masks; tapers the ratio of failed episodes.
+    """IPA (its credit; tapers negative rewards only): turn-level returns, ratios and mismatch masks; no chunk resampling.
 
     Gₖ = γ^{K−k} R;  ∇J = mean Σₖ mₖ wₖ Gₖ ∇ log π(turn k),  w = 1 where R > 0, else min(ρₖ, 1),
     ρₖ the geometric mean of π/π_prox, mₖ = 1 where that of π_prox/μ is at most ``mismatch``
@@ -153,7 +153,7 @@ def ipa(gamma: float = 0.95, mismatch: float = 5.0) -> Recipe:
 
 @declares(Kind.OBJECTIVE)
 def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
-    """DCPO (MemAct): trains each segment between context rewrites under the context that was visible there.
+    """DCPO (MemAct; needs episodes that restart their context): trains each segment under the context visible there.
 
     A = (R − mean)/(std + ε), one vote for each trajectory, on every token of each of its segments; every token alike
 
@@ -203,7 +203,7 @@ def archer(
 
 
 def direct_advantage(beta: float = 0.1, least: float = 0.0, value_weight: float = 1.0) -> Recipe:
-    """DAPO (direct advantage): regresses the step's log-ratio to the reference onto its scaled advantage.
+    """DAPO (direct advantage, critic learned along): regresses the step's log-ratio onto its scaled advantage.
 
     min E (A/β − Σₜ log π/π_ref)² over steps, A = V(after) − V(before), R − V at the end
 

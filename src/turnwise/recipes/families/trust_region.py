@@ -118,7 +118,7 @@ def bapo(
 
 
 def topr(baseline: float = 0.0) -> Recipe:
-    """TOPR: no importance weight on good trajectories, a truncated (tapered) sequence ratio on bad ones.
+    """TOPR (needs negative rewards): no importance weight on good trajectories, a truncated (tapered) sequence ratio on bad ones.
 
     ∇J = mean of α (R − c) Σₜ ∇ log πₜ,  α = 1 where R ≥ 0, min(π(y)/μ(y), 1) where R < 0
 
@@ -238,7 +238,7 @@ def oblr_po(clip: float = 0.2, shares: int = 4) -> Recipe:
 
 
 def remix(clip: float = 0.2, weight: float = 1e-3, begin: int = 50) -> Recipe:
-    """ReMix: reuses older data; clips around the policy at batch start, and the KL moves from the base to the previous policy.
+    """ReMix (its loss, without buffer and reset): clips around the policy at batch start; the KL moves to the previous one.
 
     clip(ρ, c ± eps), c = sg[π_k/μ];  λₜ KL(π‖base) + (1 − λₜ) KL(π‖π_{k−1}),  λₜ = max(1 − 0.1⌈(t − 50)₊/10⌉, 0.5)
 

@@ -243,7 +243,7 @@ def trloo(
 
 
 def flow_grpo(rows: RowUnit = "trajectory", low: float = 0.2, high: float = 0.3, beta: float = 1e-3) -> Recipe:
-    """Flow-GRPO (AgentFlow): broadcasts the episode's outcome to every planner turn; other turns are not trained.
+    """Flow-GRPO (AgentFlow's credit, not its modules): broadcasts the outcome to planner turns; others are not trained.
 
     A = (R − mean)/std among the task;  J = mean over trajectories, over planner turns, over tokens of the clipped gain − β k3
 
@@ -297,7 +297,7 @@ def ui_s1(
     clip: float = 0.2,
     beta: float = 1e-4,
 ) -> Recipe:
-    """UI-S1: semi-online RL along expert traces; returns-to-go stop at the first mismatch with the expert.
+    """UI-S1 (its credit, without the patch module): semi-online RL along expert traces; returns stop at the first mismatch.
 
     Gₖ = rₖ + γ eₖ eₖ₊₁ Gₖ₊₁;  Aₖ = w_E F(R among the task's turns) + w_S F(Gₖ among the task's k-th turns)
 
@@ -305,7 +305,7 @@ def ui_s1(
     Settings: weights 1, gamma 0.5, G 8, KL 1e-4, groups with a reward std above 0.3. A single episode of one turn gets R.
     Deviation: the turn fact "match" is the environment's, and so is patching a history with the expert's action. Groups
     without any spread are re-sampled, those below 0.3 only left out.
-    Sure of: the formula (official code).
+    Sure of: the formula (official code), the average over trajectories (ours).
     """
     turns, matched = SameTask("turn"), ReturnUntilMismatch(Fact("match", TURN), gamma)
     return Recipe(

@@ -10,18 +10,19 @@ import contextlib
 import importlib
 import json
 import os
-import shutil
+import select
 import signal
 import socket
 import tempfile
 import time
 from typing import Any
 
-from turnwise.tools.guest import confine, landlock, repl
+from turnwise.tools.guest import confine, landlock, monitor, repl, scratch
 
 PRELOAD = ("collections", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "math", "operator",
            "random", "re", "statistics", "string", "textwrap", "typing")  # fmt: skip
 GRACE = 0.1  # seconds a session that closed its channel has to exit by itself
+SLICE, CLOSE_SECONDS = 0.02, 1.5  # of removing scratch directories: between two requests, and at the end
 
 
 class Zygote:
@@ -31,13 +32,21 @@ class Zygote:
         self.control = control
         self.config = config
         self.children: dict[int, int] = {}
+        self.stopped: dict[int, str] = {}  # sessions killed for exceeding a limit, and which
+        self.monitor = monitor.Monitor(config)
         self.pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if config["namespaces"] else -1
         self.base = confine.SCRATCH if config["namespaces"] else tempfile.mkdtemp(prefix="turnwise-")
         if not config["namespaces"]:
             os.chmod(self.base, 0o711)  # a session's user may traverse it but not list it
+        self.trash = scratch.Trash(self.base)
 
     def serve(self) -> None:
         while True:
+            ready = select.select([self.control], [], [], 0.0 if self.trash.pending else self.monitor.pause)[0]
+            self._stop_violations()
+            self.trash.work(SLICE)
+            if not ready:
+                continue
             data, handles, _, _ = socket.recv_fds(self.control, 4096, 1)
             if not data:
                 break
@@ -93,12 +102,32 @@ class Zygote:
     def _scratch(self, session: int) -> str:
         return self.base if self.config["namespaces"] else os.path.join(self.base, str(session))
 
+    # ---- limits
+    def _stop_violations(self) -> None:
+        """Kill every session that is above a limit; the host reads why when it ends the session."""
+        running = {session: pid for session, pid in self.children.items() if session not in self.stopped}
+        folders = {} if self.config["namespaces"] else {session: self._scratch(session) for session in running}
+        for session, reason in self.monitor.violations(running, folders):
+            self.stopped.setdefault(session, reason)
+            self._kill(running[session])
+
+    def _kill(self, pid: int) -> None:
+        """Kill a session's processes. In a PID namespace the kernel ends all of them with the first."""
+        below = [] if self.config["namespaces"] or self.config["seccomp"] else monitor.descendants(pid)
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+        for number in (pid, *below):
+            with contextlib.suppress(OSError):
+                os.kill(number, signal.SIGKILL)
+
     # ---- end
     def end(self, message: dict[str, Any]) -> None:
         session = message["end"]
         status, cpu = self._reap(session, GRACE if message["grace"] else 0.0)
+        reason = self.stopped.pop(session, "")
         if message["answer"]:
-            self.control.send(json.dumps({"ended": session, "status": status, "cpu": cpu}).encode())
+            answer = {"ended": session, "status": status, "cpu": cpu, "reason": reason}
+            self.control.send(json.dumps(answer).encode())
 
     def _reap(self, session: int, grace: float) -> tuple[int | None, float]:
         """Exit code (None: we killed it) and CPU seconds. All processes of the session have ended afterwards."""
@@ -110,21 +139,20 @@ class Zygote:
         while not exited and time.monotonic() < deadline:
             time.sleep(0.001)
             exited, status, usage = os.wait4(pid, os.WNOHANG)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+        self._kill(pid)
         if not exited:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
             usage = os.wait4(pid, 0)[2]
         if not self.config["namespaces"]:
-            shutil.rmtree(self._scratch(session), ignore_errors=True)
+            self.trash.add(str(session))
         return (os.waitstatus_to_exitcode(status) if exited else None), usage.ru_utime + usage.ru_stime
 
     def close(self) -> None:
         for session in list(self.children):
             self._reap(session, 0.0)
         if not self.config["namespaces"]:
-            shutil.rmtree(self.base, ignore_errors=True)
+            self.trash.work(CLOSE_SECONDS)
+            with contextlib.suppress(OSError):  # the host removes what took too long
+                os.rmdir(self.base)
 
 
 def _isolate_descriptor(handle: int) -> int:

@@ -24,6 +24,7 @@ class AuxiliaryModel(Protocol):
     """A model that provides one signal."""
 
     signal: Signal
+    features: FeatureBuffer
 
     def begin_batch(self) -> None:
         """Start measuring a new batch and discard buffered features that were never trained on."""
@@ -54,6 +55,10 @@ class FeatureBuffer:
         """``seed`` [n]: the trajectory of each of the ``rows`` [n, ...]."""
         self._seed.append(seed)
         self._rows.append(rows.detach())
+
+    def contents(self) -> tuple[Tensor, Tensor] | None:
+        """All buffered seeds and rows, in the order in which they were added; None if there are none."""
+        return (torch.cat(self._seed), torch.cat(self._rows)) if self._seed else None
 
     def take(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """Remove and return the rows of this batch, and the index of each row's trajectory in it; None if there are none.

@@ -19,18 +19,23 @@ from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.engines.kernels.sampling import uniforms
-from turnwise.engines.learner import packed_forward
+from turnwise.engines.learner import packed_forward, stock_forward
 from turnwise.engines.learner.forward_pass import ForwardPass
 
-COUNT = 8
-COLUMNS = tuple((Column.CANDIDATE, j) for j in range(COUNT))
+COUNT = 8  # where the batch does not say how many
+
+
+def number(batch: Batch) -> int:
+    """How many candidates to draw at each token of this batch."""
+    told = batch.columns.get((Column.CANDIDATE, "count"))
+    return COUNT if told is None else int(told.item)
 
 
 @torch.no_grad()
 def sample(forward: ForwardPass, step: int) -> Tensor:
-    """Candidate ids [N, COUNT], by inverse transform sampling."""
-    batch = forward.batch
-    index = batch.tree.index(TOKEN, TRAJECTORY).x[:, None] * COUNT + torch.arange(COUNT, device=batch.tree.device)
+    """Candidate ids [N, K], by inverse transform sampling."""
+    batch, count = forward.batch, number(forward.batch)
+    index = batch.tree.index(TOKEN, TRAJECTORY).x[:, None] * count + torch.arange(count, device=batch.tree.device)
     u = uniforms(batch.seed.at(TOKEN).x[:, None] + (step << 33), index)  # a trajectory's seed has 32 bits
     out = torch.empty_like(index)
     for rows, logp in forward.distributions():
@@ -41,13 +46,13 @@ def sample(forward: ForwardPass, step: int) -> Tensor:
 
 def stored(batch: Batch) -> Tensor | None:
     """The candidates drawn when this batch was measured; None if there are none."""
-    if COLUMNS[0] not in batch.columns:
+    if (Column.CANDIDATE, 0) not in batch.columns:
         return None
-    return torch.stack([batch[name].x for name in COLUMNS], 1)
+    return torch.stack([batch[Column.CANDIDATE, j].x for j in range(number(batch))], 1)
 
 
 def as_columns(batch: Batch, ids: Tensor) -> dict[tuple[Column, int], Field]:
-    return {name: Field(batch.tree, TOKEN, column) for name, column in zip(COLUMNS, ids.unbind(1))}
+    return {(Column.CANDIDATE, j): Field(batch.tree, TOKEN, column) for j, column in enumerate(ids.unbind(1))}
 
 
 def count_matches(batch: Batch, ids: Tensor) -> Field:
@@ -62,6 +67,9 @@ def candidate_logp(forward: ForwardPass, ids: Tensor, logp: Tensor) -> Field:
     rows, weights = torch.cat([ids, batch.token.x[:, None]], 1), torch.cat([other, -count], 1)
     if not ids.numel():
         return Field(batch.tree, TOKEN, logp)
+    if stock_forward.has_own_head(forward.model):
+        gaps = [(log_p.gather(1, rows[part]) * weights[part]).sum(1) for part, log_p in forward.distributions()]
+        return Field(batch.tree, TOKEN, count.squeeze(1) * logp + torch.cat(gaps))
     directions = torch.nn.functional.embedding_bag(rows, head.weight, mode="sum", per_sample_weights=weights)
     gap = (forward.before * directions).sum(1)
     if head.bias is not None:

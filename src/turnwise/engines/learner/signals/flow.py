@@ -77,10 +77,10 @@ class FlowDeviation:
             self.noise = torch.randn(width).to(device=device, dtype=dtype)
         self._parameters = dict(self.net.named_parameters())
         self._optimizer = optimizer.adamw(self._parameters, LearnerSettings(lr=rate), {})
-        self._features = FeatureBuffer()
+        self.features = FeatureBuffer()
 
     def begin_batch(self) -> None:
-        self._features.clear()
+        self.features.clear()
 
     def _pairs(self, forward: ForwardPass) -> Tensor:
         """The states after and before each token, scaled to unit RMS, [N, 2, D]."""
@@ -91,7 +91,7 @@ class FlowDeviation:
         batch, pairs = forward.batch, self._pairs(forward)
         size = batch.tree.size(TOKEN, TRAJECTORY).at(TOKEN)
         selected = (batch.success.at(TOKEN).x == 1) & (batch.uniform_draws() * size < PER_TRAJECTORY).x
-        self._features.add(batch.seed.at(TOKEN).x[selected], pairs[selected])
+        self.features.add(batch.seed.at(TOKEN).x[selected], pairs[selected])
         if not self.learned:
             return Field(batch.tree, TOKEN, pairs.new_zeros(pairs.shape[0]))
         with torch.no_grad():
@@ -105,7 +105,7 @@ class FlowDeviation:
 
     @torch.enable_grad()
     def learn(self, batch: Batch) -> None:
-        buffered = self._features.take(batch)
+        buffered = self.features.take(batch)
         if buffered is None:
             return
         pairs, _ = buffered
@@ -127,7 +127,7 @@ class FlowDeviation:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self._features.clear()
+        self.features.clear()
         self.learned = int(tensors["learned"]) if tensors else 0
         if tensors:
             for name, p in self._parameters.items():

@@ -119,14 +119,15 @@ class SignalMeasurer:
             self.auxiliary_model(signal).begin_batch()
         for micro in batch.put(rows).split(self.learner.settings.positions, padded=self.learner.device.type != "cuda"):
             micro = micro.to(self.learner.device)
-            for key, value in self._measure_micro_batch(micro, signals).items():
+            for key, value in self.measure_micro_batch(micro, signals).items():
                 _, out = results.setdefault(key, (value.level, blank(value.level, value.x.dtype)))
                 out[micro[Column.ROW, value.level].x] = value.x.to(out.dtype)
         if Signal.PREVIOUS in signals:  # measured once per batch, before its first update
             self._previous = frozen_copy(self.learner.model)
         return {key: Field(batch.tree, level, x.to(batch.tree.device)) for key, (level, x) in results.items()}
 
-    def _measure_micro_batch(self, batch: Batch, signals: frozenset[Signal]) -> Fields:
+    def measure_micro_batch(self, batch: Batch, signals: frozenset[Signal]) -> Fields:
+        """The requested signals of one micro-batch on the device."""
         computed = frozenset(LIVE_COUNTERPART.get(s, s) for s in signals)
         forward = self._forward_cache(batch, computed)
         live = self._live(batch, computed & WITH_GRADIENT, forward)
@@ -264,22 +265,21 @@ class SignalMeasurer:
             self._reference = frozen_copy(self.learner.model)
         return self._reference
 
+    def reference_tensors(self) -> dict[str, Tensor]:
+        """The live tensors of the reference, by name."""
+        return _named("reference", self._reference)
+
     def tensors(self) -> dict[str, Tensor]:
-        """A snapshot of all models' tensors, by name."""
-        models = (("reference", self._reference), ("previous", self._previous))
-        policies = {
-            f"{name}/{n}": p.detach().clone() for name, m in models if m is not None for n, p in m.named_parameters()
-        }
-        return policies | {
+        """The live tensors of all models but the reference, by name."""
+        return _named("previous", self._previous) | {
             f"{s}/{n}": t for s, model in self._auxiliary_models.items() for n, t in model.tensors().items()
         }
 
     def load(self, under: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """The inverse of ``tensors``. ``under``: returns the saved tensors under a prefix."""
-        self._reference, self._previous = (
-            self._restored_copy(under("reference/")),
-            self._restored_copy(under("previous/")),
-        )
+        """The inverse of ``tensors``. ``under``: returns the saved tensors under a prefix. A reference that was not saved
+        stays as it is."""
+        self._reference = self._restored_copy(under("reference/")) or self._reference
+        self._previous = self._restored_copy(under("previous/"))
         for signal in AUXILIARY:
             if signal in self._auxiliary_models or under(f"{signal}/"):
                 self.auxiliary_model(signal).load(under(f"{signal}/"))
@@ -292,6 +292,10 @@ class SignalMeasurer:
         for name, p in model.named_parameters():
             p.copy_(saved[name])
         return model
+
+
+def _named(prefix: str, model: PreTrainedModel | None) -> dict[str, Tensor]:
+    return {} if model is None else {f"{prefix}/{n}": p.detach() for n, p in model.named_parameters()}
 
 
 def _logp(forward: ForwardPass) -> Field:

@@ -30,24 +30,24 @@ class RewardProbe:
     def __init__(self, device: torch.device, penalty: float = 1.0, forget: float = 0.9) -> None:
         self.device, self.penalty, self.forget = device, penalty, forget
         self.moments: Tensor | None = None  # [1 + d + 1, 1 + d + 1], float64
-        self._features, self._new_batch = FeatureBuffer(), False
+        self.features, self._new_batch = FeatureBuffer(), False
         self._centre, self._offset, self._slope = torch.zeros(0), 0.0, torch.zeros(0)
 
     def begin_batch(self) -> None:
-        self._features.clear()
+        self.features.clear()
         self._new_batch = True
 
     def measure(self, forward: ForwardPass) -> Field:
         z, tree = features(forward), forward.batch.tree
         has_tokens = tree.size(TOKEN, TRAJECTORY).x > 0
-        self._features.add(forward.batch.seed.x[has_tokens], z[has_tokens])
+        self.features.add(forward.batch.seed.x[has_tokens], z[has_tokens])
         if self.moments is None:
             return Field(tree, TRAJECTORY, z.new_zeros(z.shape[0]))
         prediction = self._offset + (z - self._centre) @ self._slope
         return Field(tree, TRAJECTORY, torch.where(has_tokens, prediction, self._offset))
 
     def learn(self, batch: Batch) -> None:
-        buffered = self._features.take(batch)
+        buffered = self.features.take(batch)
         if buffered is None:
             return
         z, trajectory = buffered
@@ -74,7 +74,7 @@ class RewardProbe:
         return {} if self.moments is None else {"moments": self.moments.clone()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self._features.clear()
+        self.features.clear()
         self.moments = tensors["moments"].to(self.device, copy=True) if tensors else None
         if self.moments is not None:
             self._fit()

@@ -1,0 +1,97 @@
+"""Seconds per update of one process and of several ranks, on this machine: python benchmarks/ranks.py --ranks 2
+
+A Llama of about 20 million parameters, random weights, the same batch for all. The fastest of ``--rounds`` updates counts: other
+work on the machine only makes one slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from turnwise import recipes
+from turnwise.core.batch import Batch, pack
+from turnwise.core.records import Group, Task, Trajectory, Turn
+from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
+from turnwise.engines.sharded.sharded_learner import ShardedLearner, start_ranks
+
+VOCABULARY = 4096
+SETTINGS = LearnerSettings(lr=1e-5, positions=4096)
+
+
+def make_model(hidden: int, layers: int) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=hidden * 8 // 3 // 16 * 16, num_hidden_layers=layers,
+            num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=1024,
+            tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+
+
+def make_batch(groups: int, size: int, length: int) -> Batch:
+    rng = random.Random(0)
+    ids = lambda n: [rng.randrange(VOCABULARY) for _ in range(n)]  # noqa: E731
+
+    def trajectory(task: Task, n: int, prompt: list[int]) -> Trajectory:
+        tokens = ids(rng.randint(length // 2, length))
+        turn = Turn(context=prompt, tokens=tokens, logp=[-8.3] * len(tokens), reward=rng.random())
+        return Trajectory(f"{task.key}/{n}", task, (turn,))
+
+    tasks = [Task("random", seed=g) for g in range(groups)]
+    prompts = [ids(64) for _ in tasks]
+    return pack([Group(t.key, t, tuple(trajectory(t, n, p) for n in range(size))) for t, p in zip(tasks, prompts)])
+
+
+def seconds(learner: Any, batch: Batch, rounds: int) -> float:
+    objective = recipes.build("dr_grpo").objective
+    credited, times = objective.credit(batch), []
+    for _ in range(rounds + 1):  # the first one warms up
+        begun = time.perf_counter()
+        learner.update(credited, objective)
+        learner.weights()
+        times.append(time.perf_counter() - begun)
+    return min(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    for name, default in (
+        ("ranks", 2),
+        ("hidden", 512),
+        ("layers", 6),
+        ("groups", 4),
+        ("size", 4),
+        ("length", 256),
+        ("rounds", 3),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    a = parser.parse_args()
+    batch = make_batch(a.groups, a.size, a.length)
+    ids = int(batch.sequences.ids.numel())
+    signals = recipes.build("dr_grpo").objective.signals
+    for threads in (1, a.ranks):
+        torch.set_num_threads(threads)
+        local = LocalLearner(make_model(a.hidden, a.layers), SETTINGS)
+        took = seconds(local, batch, a.rounds)
+        print(f"1 process, {threads} threads: {took:.2f} s, {ids / took:.0f} ids/s ({local.describe()})", flush=True)
+    torch.set_num_threads(1)
+    pool = start_ranks(a.ranks)
+    for gather in ("step", "block"):
+        own: dict[str, Any] = {"ranks": a.ranks, "signals": signals, "gather": gather, "pool": pool}
+        sharded = ShardedLearner(make_model(a.hidden, a.layers), SETTINGS, **own)
+        took = seconds(sharded, batch, a.rounds)
+        print(
+            f"{a.ranks} ranks, 1 thread each: {took:.2f} s, {ids / took:.0f} ids/s ({sharded.describe()})", flush=True
+        )
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""A discrete-event simulation of the asynchronous loop: episodes that sample and wait for tools, a learner, publications.
+
+Sampling is processor sharing: every sequence that samples gains one token per decode step, and a step takes longer the more
+sequences there are. Which groups are issued and trained on is decided by ``StalenessPolicy`` itself, as in a run. Knows no model
+and no device: a load says how many tokens and tool seconds an episode has, a pipeline how long each stage takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from turnwise.training.staleness import StalenessPolicy
+
+
+class TurnLoad(NamedTuple):
+    """One turn: tokens to sample, then seconds that the environment takes to answer."""
+
+    tokens: float
+    seconds: float = 0.0
+
+
+EpisodeLoad = Sequence[TurnLoad]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How long the stages take. ``decode``: seconds of one decode step with this many sequences on all generators."""
+
+    groups: int
+    size: int
+    decode: Callable[[int], float]
+    learn: float
+    publish: float = 0.0
+    staleness: int = 0
+    slots: int = 1 << 30  # sequences that sample at the same time; more wait
+    shared: bool = False  # generator and learner use one device in turn
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """Means over the steps after the first ones."""
+
+    seconds: float  # of a step
+    tokens: float  # sampled in a second
+    generator: float  # share of the time in which something was sampled
+    learner: float  # share of the time spent learning
+    oldest: int  # largest number of steps between issue and training
+
+
+@dataclass
+class _Episode:
+    group: int
+    turns: Iterator[TurnLoad]
+    acting: float = 0.0  # seconds of the environment after the turn that is sampled
+
+
+@dataclass
+class _Rollouts:
+    """Everything that goes on beside the learner."""
+
+    pipeline: Pipeline
+    now: float = 0.0
+    clock: float = 0.0  # tokens that each sampling sequence has gained so far
+    tokens: float = 0.0
+    busy: float = 0.0
+    paused: bool = False
+    sampling: list[tuple[float, int, _Episode]] = field(
+        default_factory=list
+    )  # heap by the clock at the end of the turn
+    acting: list[tuple[float, int, _Episode]] = field(default_factory=list)  # heap by time
+    waiting: deque[tuple[float, _Episode]] = field(default_factory=deque)
+    left: dict[int, int] = field(default_factory=dict)  # unfinished episodes of each running group
+    ready: list[int] = field(default_factory=list)
+    order: Iterator[int] = field(default_factory=itertools.count)
+
+    def add(self, group: int, episodes: Sequence[EpisodeLoad]) -> None:
+        self.left[group] = len(episodes)
+        for load in episodes:
+            self._next_turn(_Episode(group, iter(load)))
+
+    def _next_turn(self, episode: _Episode) -> None:
+        turn = next(episode.turns, None)
+        if turn is None:
+            self.left[episode.group] -= 1
+            if not self.left[episode.group]:
+                del self.left[episode.group]
+                self.ready.append(episode.group)
+            return
+        episode.acting = turn.seconds
+        self.waiting.append((turn.tokens, episode))
+        self._fill()
+
+    def _fill(self) -> None:
+        while self.waiting and len(self.sampling) < self.pipeline.slots:
+            tokens, episode = self.waiting.popleft()
+            self.tokens += tokens
+            heapq.heappush(self.sampling, (self.clock + tokens, next(self.order), episode))
+
+    def run(self, until: Callable[[], bool] = lambda: False, limit: float = math.inf) -> None:
+        """Go on until ``until`` holds after an event, or until the time ``limit``."""
+        while not until():
+            step = self.pipeline.decode(len(self.sampling)) if self.sampling and not self.paused else math.inf
+            sampled = self.now + (self.sampling[0][0] - self.clock) * step if step < math.inf else math.inf
+            answered = self.acting[0][0] if self.acting else math.inf
+            then = min(sampled, answered, limit)
+            assert then < math.inf, "nothing left to wait for"
+            if step < math.inf:
+                self.clock = self.sampling[0][0] if then == sampled else self.clock + (then - self.now) / step
+                self.busy += then - self.now
+            self.now = then
+            if then == sampled:
+                _, _, episode = heapq.heappop(self.sampling)
+                heapq.heappush(self.acting, (then + episode.acting, next(self.order), episode))
+                self._fill()
+            elif then == answered:
+                self._next_turn(heapq.heappop(self.acting)[2])
+            else:
+                return
+
+
+def simulate(pipeline: Pipeline, draw: Callable[[], EpisodeLoad], steps: int = 60, warm_up: int = 10) -> PipelineResult:
+    """Run ``steps`` steps of episodes that ``draw`` returns; the first ``warm_up`` are not counted."""
+    p, policy = pipeline, StalenessPolicy(pipeline.staleness)
+    rollouts, issued, numbers = _Rollouts(pipeline), dict[str, int](), itertools.count()
+    ends, marks, oldest, in_training = list[float](), list[tuple[float, float]](), 0, 0
+
+    def issue(step: int) -> None:
+        outstanding = len(rollouts.left) + len(rollouts.ready) + in_training
+        for _ in range(policy.admit(len(rollouts.left), outstanding, p.groups)):
+            group = next(numbers)
+            issued[str(group)] = step
+            rollouts.add(group, [draw() for _ in range(p.size)])
+
+    for step in range(steps):
+        in_training = 0
+        issue(step)
+        chosen: list[str] | None = None
+        while chosen is None:
+            if len(rollouts.ready) >= p.groups:
+                chosen = policy.select(issued, [str(g) for g in rollouts.ready], p.groups, step)
+            if chosen is None:
+                finished = len(rollouts.ready)
+                rollouts.run(lambda finished=finished: len(rollouts.ready) > finished)  # type: ignore[misc]
+                issue(step)
+        oldest = max(oldest, *(step - issued.pop(key) for key in chosen))
+        rollouts.ready = [g for g in rollouts.ready if str(g) not in set(chosen)]
+        in_training = len(chosen)
+        for seconds, paused in ((p.learn, p.shared), (p.publish, True)):
+            rollouts.paused = paused
+            rollouts.run(limit=rollouts.now + seconds)
+        rollouts.paused = False
+        ends.append(rollouts.now)
+        marks.append((rollouts.tokens, rollouts.busy))
+    return _result(p, ends, marks, oldest, warm_up)
+
+
+def _result(
+    p: Pipeline, ends: Sequence[float], marks: Sequence[tuple[float, float]], oldest: int, first: int
+) -> PipelineResult:
+    span, count = ends[-1] - ends[first - 1], len(ends) - first
+    (tokens_before, busy_before), (tokens, busy) = marks[first - 1], marks[-1]
+    return PipelineResult(
+        span / count, (tokens - tokens_before) / span, (busy - busy_before) / span, p.learn * count / span, oldest
+    )

@@ -1,0 +1,179 @@
+"""Python objects named in text: ``package.module:name`` or ``folder/file.py:name``. Knows no kind of object.
+
+A name may be followed by arguments: ``shop:Shop,db=x,size=3``. ``call_arguments`` converts them by the signature of what they
+are given to, and refuses those it does not take.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from turnwise.config.convert import convert
+from turnwise.errors import SettingError, nearest
+
+TYPED_ARGUMENTS = (bool, int, float, str)  # values that text can hold exactly
+
+
+def import_from_current_folder() -> None:
+    """Let ``module:name`` find modules of the current folder, as ``python -m`` does. A console script does not by itself."""
+    here = os.getcwd()
+    if not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
+
+
+def load_object(name: str, what: str, accepts: Callable[[Any], bool], noun: str) -> Any:
+    """The object that ``name`` refers to. ``what`` begins the messages ("environment 'x:Y'"); ``accepts`` and ``noun`` say
+    which objects of the module are of the right kind ("class")."""
+    module_name, colon, attribute = name.rpartition(":")
+    if not colon or not module_name or not attribute:
+        raise SettingError(f"{what} cannot be read; write module:{noun} or file.py:{noun}")
+    module = load_module(module_name, what)
+    value = module
+    for part in attribute.split("."):
+        value = getattr(value, part, None)  # type: ignore[assignment]
+    if value is None or not accepts(value):
+        known = [key for key, held in vars(module).items() if not key.startswith("_") and accepts(held)]
+        raise SettingError(f"{what}: {module_name} has no {noun} {attribute!r}; {nearest(attribute, known)}")
+    return value
+
+
+def load_module(name: str, what: str) -> ModuleType:
+    """A module by its dotted name, or by the path of its file; what its import raises becomes one line."""
+    try:
+        return _load_file(Path(name), what) if name.endswith(".py") else importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        raise SettingError(
+            f"{what}: no module {missing.name!r}; is it installed, or in the current folder?"
+        ) from missing
+    except SettingError:
+        raise
+    except SyntaxError as wrong:
+        raise SettingError(f"{what}: {wrong.filename} line {wrong.lineno}: {wrong.msg}") from wrong
+    except (Exception, SystemExit) as broken:
+        raise SettingError(f"{what}: {name} cannot be imported: {type(broken).__name__}: {broken}") from broken
+
+
+def _load_file(path: Path, what: str) -> ModuleType:
+    """Execute a file once per process. Its folder goes on the path, so that it can import its neighbours."""
+    if not path.is_file():
+        raise SettingError(f"{what}: there is no file {path}")
+    path = path.resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # two folders may hold files of one name
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def importable_name(value: Any) -> str:
+    """``module:name`` under which another process finds this class or function; empty where there is none.
+
+    A class of a script or notebook (``__main__``) or of a function's body has none."""
+    module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+    if not name or module in ("", "__main__", None) or "<locals>" in name:
+        return ""
+    loaded = sys.modules.get(module)
+    found: Any = loaded
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not value:
+        return ""
+    file = getattr(loaded, "__file__", None)
+    by_path = file is not None and module.startswith(f"{Path(file).stem}_")  # loaded by `_load_file`
+    return f"{os.path.relpath(file) if by_path and file else module}:{name}"
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def split_arguments(spec: str) -> tuple[str, dict[str, str]]:
+    """Name and arguments of a specification.
+
+    >>> split_arguments("shop:Shop,db=x,size=3")
+    ('shop:Shop', {'db': 'x', 'size': '3'})
+    """
+    name, *parts = spec.split(",")
+    arguments: dict[str, str] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise SettingError(f"{spec!r}: {part!r} is not an argument; write NAME,key=value,key=value")
+        if key.strip() in arguments:
+            raise SettingError(f"{spec!r} gives {key.strip()!r} twice")
+        arguments[key.strip()] = value
+    return name, arguments
+
+
+def join_arguments(name: str, arguments: Mapping[str, Any]) -> str:
+    """The specification that ``split_arguments`` reads; empty if an argument cannot be written as text."""
+    if not all(type(value) in TYPED_ARGUMENTS and "," not in str(value) for value in arguments.values()):
+        return ""
+    return ",".join([name, *(f"{key}={value}" for key, value in arguments.items())])
+
+
+def call_arguments(
+    called: Callable[..., Any], arguments: Mapping[str, Any], what: str, reserved: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """``arguments`` converted by the signature of ``called``; unknown ones are refused with the nearest name. ``reserved``
+    names belong to the run."""
+    parameters = signature_of(called)
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for key in arguments:
+        if key in reserved:
+            raise SettingError(f"{what} takes {key!r} from the run; write --{key.replace('_', '-')} instead")
+        if key not in known and not accepts_any:
+            offered = nearest(key, [n for n in known if n not in reserved])
+            raise SettingError(f"{what} has no argument {key!r}; {offered}")
+    return {
+        key: typed_value(key, value, parameters.get(key)) if isinstance(value, str) else value
+        for key, value in arguments.items()
+    }
+
+
+def signature_of(called: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Parameters with resolved annotations; none for a class written in C, no annotations where one cannot be resolved."""
+    try:
+        return inspect.signature(called, eval_str=True).parameters
+    except (TypeError, ValueError):
+        return {}
+    except Exception:  # an annotation names what does not exist at run time
+        parameters = inspect.signature(called).parameters
+        return {key: p.replace(annotation=inspect.Parameter.empty) for key, p in parameters.items()}
+
+
+def typed_value(key: str, value: Any, parameter: inspect.Parameter | None) -> Any:
+    """Convert by the annotation; without one, by the type of the default; else to a number where the text is one."""
+    if parameter is None:
+        return value
+    if parameter.annotation is not inspect.Parameter.empty:
+        return convert(key, value, parameter.annotation)
+    if not isinstance(value, str):
+        return value
+    if type(parameter.default) in TYPED_ARGUMENTS:
+        return convert(key, value, type(parameter.default))
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

@@ -1,0 +1,178 @@
+"""Rows of prompts: which column holds the prompt, which the reference answer, and what a reward function may read by name.
+
+    {"prompt": ..., "answer": ...}                           prompt as text or messages
+    {"question": ..., "answer": "... #### 72"}               also problem, query, instruction; solution, ground_truth, target ...
+    {"prompt": [...], "data_source": ..., "reward_model": {"ground_truth": ...}, "extra_info": {...}}
+    {"messages": [...]}                                      a last assistant message is the reference answer
+
+Knows no environment and no reward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from turnwise.core.records import Message
+from turnwise.data.dataset import InvalidRow, parse_messages, parse_tools
+from turnwise.data.files import LineErrors, read_table
+from turnwise.errors import SettingError
+
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem", "query", "instruction")
+ANSWER_COLUMNS = (
+    "answer", "ground_truth", "solution", "target", "final_answer", "expected_answer", "label", "completion", "response",
+)  # fmt: skip
+GROUND_TRUTH = "reward_model.ground_truth"
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One line of a file of prompts."""
+
+    line: int
+    prompt: str | tuple[Message, ...]  # as it was written: reward functions read it in this form
+    columns: Mapping[str, Any]  # all columns by name, and ``answer`` and ``ground_truth`` wherever they were found
+    answer: str | None = None  # the reference as text
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def messages(self) -> list[Message]:
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else list(self.prompt)
+
+    @property
+    def position(self) -> float:
+        """A number in [0, 1) that depends on the content of the prompt alone: equal prompts are on one side of a split."""
+        content = json.dumps(self.messages, sort_keys=True)
+        return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") / 2**64
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """The rows of a file of prompts, and which columns they were read from."""
+
+    path: str
+    rows: tuple[PromptRow, ...]
+    sources: Mapping[str, int] = field(default_factory=dict)  # "prompt: question" → number of rows
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset(name for row in self.rows for name in row.columns)
+
+    def describe(self) -> str:
+        """Which columns were taken, for the log."""
+        taken = {kind: [] for kind in ("prompt", "answer")}  # type: dict[str, list[str]]
+        for source in self.sources:
+            kind, _, column = source.partition(": ")
+            taken[kind].append(column)
+        answers = f", answers from {' and '.join(taken['answer'])}" if taken["answer"] else ", no answers"
+        return f"{len(self.rows)} rows of {self.path}: prompts from {' and '.join(taken['prompt'])}{answers}"
+
+
+def read_prompts(path: str | Path) -> PromptFile:
+    """The prompts of a file. All bad rows raise one error, which names every line and quotes the first few faults."""
+    table = read_table(path)
+    errors, rows, sources = LineErrors(Path(path)), [], Counter[str]()
+    for line, columns in table:
+        try:
+            rows.append(_row(line, columns, sources))
+        except InvalidRow as fault:
+            errors.add(line, str(fault))
+    errors.raise_if_any(len(table))
+    return PromptFile(str(path), tuple(rows), dict(sources))
+
+
+def _row(line: int, columns: Mapping[str, Any], sources: Counter[str]) -> PromptRow:
+    values = {name: value for name, value in columns.items() if value is not None}
+    column = next((name for name in PROMPT_COLUMNS if values.get(name)), "")
+    if not column:
+        names = ", ".join(map(str, list(columns)[:8])) or "none"
+        raise InvalidRow(f"columns {names}; write prompt (or one of {', '.join(PROMPT_COLUMNS[1:])})")
+    prompt, spoken = _prompt(values[column], column)
+    source, reference = _reference(values, column, spoken)
+    sources[f"prompt: {column}"] += 1
+    if source:
+        sources[f"answer: {source}"] += 1
+    named = {} if reference is None else {"answer": reference, "ground_truth": reference}
+    return PromptRow(line, prompt, {**named, **values}, _as_text(reference), parse_tools(values.get("tools")))
+
+
+def _prompt(value: Any, column: str) -> tuple[str | tuple[Message, ...], str | None]:
+    """The prompt, and the text of a last assistant message, which is an answer and not part of the prompt."""
+    if isinstance(value, str):
+        return value, None
+    messages = parse_messages(value, column)
+    spoken = messages[-1]["content"] if messages[-1]["role"] == "assistant" else None
+    messages = messages if spoken is None else messages[:-1]
+    if not messages:
+        raise InvalidRow(f"{column} holds only an answer; write a user message before it")
+    return tuple(messages), spoken
+
+
+def _reference(values: Mapping[str, Any], prompt_column: str, spoken: str | None) -> tuple[str, Any]:
+    """The column of the reference answer, and the answer."""
+    model = values.get("reward_model")
+    if isinstance(model, Mapping) and model.get("ground_truth") is not None:
+        return GROUND_TRUTH, model["ground_truth"]
+    for name in ANSWER_COLUMNS:
+        if name in values and name != prompt_column:
+            return name, values[name]
+    return (prompt_column, spoken) if spoken is not None else ("", None)
+
+
+def _as_text(reference: Any) -> str | None:
+    if reference is None or isinstance(reference, str):
+        return reference
+    if isinstance(reference, list) and reference:  # a list of messages, or of accepted answers
+        first = (
+            reference[-1]["content"] if isinstance(reference[-1], dict) and "content" in reference[-1] else reference[0]
+        )
+        return first if isinstance(first, str) else json.dumps(first, default=str)
+    return json.dumps(reference, default=str)
+
+
+def holds_prompts_only(path: str | Path) -> str:
+    """What a file lacks for learning from it alone, if it holds prompts and nothing else; empty if it holds more."""
+    table = read_table(path)
+    names = {name for _, columns in table for name, value in columns.items() if value is not None}
+    if names & {"completion", "response", "chosen", "rejected"} or not names & set(PROMPT_COLUMNS):
+        return ""
+    if "messages" in names and _any_answered(table):
+        return ""
+    return (
+        f"{path} holds prompts ({len(table)} rows with {', '.join(sorted(names)[:6])}), neither completions nor pairs"
+    )
+
+
+def _any_answered(table: list[tuple[int, dict[str, Any]]]) -> bool:
+    is_assistant = lambda m: isinstance(m, dict) and m.get("role") == "assistant"  # noqa: E731
+    return any(is_assistant(m) for _, columns in table for m in columns.get("messages") or ())
+
+
+def split_rows(file: PromptFile, share: float, held_out: PromptFile | None) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Training rows and held-out rows. Without a file of its own the held-out part is ``share`` of the prompts, by content."""
+    if held_out is not None:
+        kept = {row.position for row in held_out.rows}
+        train = [row for row in file.rows if row.position not in kept]
+        if not train:
+            raise SettingError(
+                f"every prompt of {file.path} is also in {held_out.path}; give files that share no prompt, or leave "
+                "--eval-data out"
+            )
+        return train, list(held_out.rows)
+    if share == 0:
+        return list(file.rows), []
+    positions = sorted({row.position for row in file.rows})
+    if len(positions) < 2:
+        raise SettingError(
+            f"{file.path} holds one prompt, so none can be held out; give another file with --eval-data, or write "
+            "--held-out-share 0 --eval-tasks 0"
+        )
+    bound = max(share, positions[0])  # at least one prompt
+    out = {p for p in positions if p <= bound}
+    out = out if len(out) < len(positions) else set(positions[:-1])  # and at least one to train on
+    return [r for r in file.rows if r.position not in out], [r for r in file.rows if r.position in out]

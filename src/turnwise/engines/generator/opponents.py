@@ -1,0 +1,133 @@
+"""Older policies of a run as opponents: a bounded pool of their weights, and a generator of its own that samples for them.
+
+One pooled policy plays at a time, so that the cost is one more copy of the weights and of the cache. It changes when new weights
+are published. Knows neither games nor seats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from turnwise.core.protocols import Session
+from turnwise.core.seeds import stable_seed
+from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.generator.session import LocalSession
+
+
+@dataclass
+class OpponentPool:
+    """At most ``keep`` older policies by version, one added every ``every`` versions. ``latest`` keeps the newest ones; otherwise
+    they are spread over the whole run. ``choose`` draws one uniformly, by seed and version alone."""
+
+    keep: int = 8
+    every: int = 5
+    latest: bool = False
+    seed: int = 0
+    policies: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    newest: int = -1  # version that was offered last
+
+    def offer(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Add a policy if its turn has come. A version that was offered before is not added again."""
+        if version > self.newest and version % self.every == 0:
+            self.policies[version] = {name: w.detach().to("cpu", copy=True) for name, w in weights.items()}
+        self.newest = max(self.newest, version)
+        while len(self.policies) > self.keep:
+            self.policies.pop(self._superfluous())
+
+    def _superfluous(self) -> int:
+        """The version to drop: the oldest, or the one whose neighbours are nearest to each other. First and last stay."""
+        versions = sorted(self.policies)
+        if self.latest or len(versions) < 3:
+            return versions[0]
+        gaps = {versions[i]: versions[i + 1] - versions[i - 1] for i in range(1, len(versions) - 1)}
+        return min(gaps, key=lambda v: (gaps[v], v))
+
+    def choose(self, version: int) -> int:
+        """The version of the opponent while the policy of ``version`` samples."""
+        versions = sorted(self.policies)
+        return versions[stable_seed(self.seed, "opponent", version) % len(versions)]
+
+    def state_dict(self) -> dict[str, Any]:
+        policies = [{"version": v, "weights": dict(self.policies[v])} for v in sorted(self.policies)]
+        return {"policies": policies, "newest": self.newest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.policies = {int(entry["version"]): entry["weights"] for entry in state["policies"]}
+        self.newest = int(state["newest"])
+
+
+class OpponentGenerator(LocalGenerator):
+    """Samples the opponents' side of dialogues with ``main``. When deterministic, it computes only while ``main`` does not and
+    every dialogue of ``main`` waits for one of the two."""
+
+    def join(self, main: LocalGenerator) -> None:
+        self.main = main
+        self.beside: WeakKeyDictionary[LocalSession, LocalSession] = WeakKeyDictionary()
+        self.version = -1  # no policy of the pool yet
+        main.on_change = self.wake
+
+    def open_beside(self, session: LocalSession) -> LocalSession:
+        """The opponent's side of a session of ``main``."""
+        self.beside[session] = self.open(stable_seed(session.seed, "opponent"))
+        return self.beside[session]
+
+    def _missing(self) -> list[LocalSession]:
+        return [s for s in self.main.sessions.values() if not (s.parked or self._waits(s))]
+
+    def _waits(self, session: LocalSession) -> bool:
+        """Whether a dialogue waits for the policy or for its opponent."""
+        beside = self.beside.get(session)
+        return (session.pending and not self.main.computing) or (beside is not None and beside.pending)
+
+
+class SelfPlayGenerator:
+    """Implements ``core.protocols.Generator`` by ``main``. ``opponents`` samples for the other seats.
+
+    Both are deterministic together: the policy's generator waits for every dialogue whose opponent is to move, because its own
+    session there is neither queued nor parked, and the opponents' generator waits until the policy's batch has ended. So the
+    batches of both, and every float, are independent of how long environments take."""
+
+    def __init__(self, main: LocalGenerator, opponents: OpponentGenerator, pool: OpponentPool) -> None:
+        self.main, self.opponents, self.pool = main, opponents, pool
+        self.model_runner, self.scheduler = main.model_runner, main.scheduler  # the profiler times these
+        opponents.join(main)
+
+    @property
+    def version(self) -> int:
+        return self.main.version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self.main.version = value
+
+    def open(self, seed: int, draft: bool = False) -> LocalSession:
+        return self.main.open(seed)
+
+    def open_opponent(self, session: Session) -> LocalSession:
+        """The opponent's side of a session that ``open`` returned."""
+        assert isinstance(session, LocalSession)
+        return self.opponents.open_beside(session)
+
+    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+        await self.main.publish(weights, version)
+        self.pool.offer(weights, version)
+        chosen = self.pool.choose(version)
+        if self.opponents.version != chosen:
+            await self.opponents.publish(self.pool.policies[chosen], chosen)
+
+    def stats(self) -> dict[str, float]:
+        return self.main.stats() | {f"opponents/{name}": value for name, value in self.opponents.stats().items()}
+
+    def describe(self) -> str:
+        return f"{self.main.describe()}; other seats: older policies of this run"
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.pool.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.pool.load_state_dict(state)

@@ -1,0 +1,241 @@
+"""A model behind an OpenAI-compatible address, as a ``ChatModel``: retries, limits, and errors in words.
+
+What is retried: a busy server (408, 409, 425, 429), one that fails (5xx), a broken connection, no reply in time, a reply that is
+no reply; after growing pauses, and a bounded number of times. What ends everything at once: a wrong key, a wrong address, a model
+that does not exist, a server that cannot be reached any more, or several requests in a row that failed for good. Knows no
+episode and no environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.core.chat import ChatReply
+from turnwise.core.records import Message, Sampling
+from turnwise.core.seeds import stable_seed
+from turnwise.engines.remote import wire
+from turnwise.engines.remote.transport import HttpReply, ServerAddress, request
+from turnwise.errors import ContextOverflow, RequestRefused, ServerFault, SettingError, nearest
+
+BUSY = (408, 409, 425, 429)
+LONGEST_PAUSE = 30.0  # seconds; also of what a server asks for
+FAILED_IN_A_ROW = 8  # requests that failed for good before the server counts as broken
+PROBE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """``seconds``: for one reply. ``attempts``: of one request. ``pause``: before the second attempt; it doubles each time."""
+
+    seconds: float = 120.0
+    attempts: int = 5
+    pause: float = 0.5
+
+    def wait(self, attempt: int, seed: int, asked_for: str = "") -> float:
+        """Seconds before the next attempt: what the server asks for, else growing, and different for each request."""
+        try:
+            return min(LONGEST_PAUSE, max(0.0, float(asked_for)))
+        except ValueError:
+            spread = 1 + stable_seed(seed, attempt) % 1000 / 2000
+            return min(LONGEST_PAUSE, self.pause * 2 ** (attempt - 1) * spread)
+
+
+class _Transient(ServerFault):
+    """Worth another attempt. ``asked_for``: the pause that the server asks for, in seconds."""
+
+    def __init__(self, text: str, asked_for: str = "") -> None:
+        super().__init__(text)
+        self.asked_for = asked_for
+
+
+@dataclass
+class ChatServer:
+    """``reply`` may be called from many coroutines at once; at most ``parallel`` requests are under way."""
+
+    address: ServerAddress
+    model: str
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    parallel: int = 16
+    tell: Callable[[str], None] = lambda text: None  # hears of the first retry of each kind
+    requests: int = 0
+    retries: int = 0
+    fatal: ServerFault | None = None  # why nothing more is sent
+    limit_name: str = "max_tokens"
+    schemas: bool = True  # whether the server has not refused a schema yet
+    failed_in_a_row: int = 0
+    _told: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.parallel)
+
+    @property
+    def name(self) -> str:
+        return self.model
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        seed: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        schema: Mapping[str, Any] | None = None,
+    ) -> ChatReply:
+        async with self._slots:
+            began = time.perf_counter()
+            try:
+                reply = await self._send(messages, sampling, seed, tools, schema)
+            except ContextOverflow:
+                raise
+            except ServerFault as fault:
+                self.failed_in_a_row += 1
+                if self.failed_in_a_row >= FAILED_IN_A_ROW and self.fatal is None:
+                    self.fatal = ServerFault(f"{self.failed_in_a_row} requests in a row failed; the last: {fault}")
+                raise
+            self.failed_in_a_row = 0
+            return wire.read_reply(reply, time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Nothing is kept open between requests."""
+
+    # ------------------------------------------------------------------- sending
+    async def _send(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        seed: int,
+        tools: Sequence[Mapping[str, Any]],
+        schema: Mapping[str, Any] | None,
+    ) -> Any:
+        attempt = 1
+        while True:
+            if self.fatal is not None:
+                raise self.fatal
+            asked_schema = schema if self.schemas else None
+            body = wire.request_body(self.model, messages, sampling, seed, tools, asked_schema, self.limit_name)
+            try:
+                self.requests += 1
+                reply = await self._post(body)
+                if self._adapt(reply, body):
+                    continue
+                return await self._checked(reply)
+            except _Transient as fault:
+                if attempt >= self.retry.attempts:
+                    raise self._given_up(fault, attempt) from None
+                await self._pause(fault, attempt, seed)
+            attempt += 1
+
+    async def _post(self, body: Mapping[str, Any]) -> HttpReply:
+        try:
+            return await request(self.address, "/chat/completions", body, self.retry.seconds)
+        except ServerFault as fault:
+            raise _Transient(str(fault)) from None
+
+    async def _pause(self, fault: _Transient, attempt: int, seed: int) -> None:
+        pause = self.retry.wait(attempt, seed, fault.asked_for)
+        self.retries += 1
+        kind = str(fault)[:40]
+        if kind not in self._told:
+            self._told.add(kind)
+            self.tell(
+                f"{self.address.url}: {fault}; trying again in {pause:.1f} s (at most {self.retry.attempts} times)"
+            )
+        await asyncio.sleep(pause)
+
+    def _given_up(self, fault: _Transient, attempts: int) -> ServerFault:
+        text = f"{self.address.url}: {fault} ({attempts} attempts)"
+        if "no connection" in str(fault):  # nobody listens there any more
+            self.fatal = ServerFault(text)
+        return ServerFault(text)
+
+    def _adapt(self, reply: HttpReply, body: Mapping[str, Any]) -> bool:
+        """Whether the server refused a field that it can do without, and the next attempt leaves it out."""
+        if reply.status not in (400, 422):
+            return False
+        text = reply.text(2000)
+        if "max_tokens" in body and "max_completion_tokens" in text:  # of this request: others may have changed it
+            self.limit_name = "max_completion_tokens"
+            return True
+        if "response_format" in body and ("response_format" in text or "json_schema" in text):
+            self.schemas = False
+            return True
+        return False
+
+    async def _checked(self, reply: HttpReply) -> Any:
+        """The JSON of a good reply; every other is raised."""
+        value, status = reply.json(), reply.status
+        text = self.address.hide(wire.error_text(value, reply.text()))
+        if status == 200:
+            if value is None:
+                raise _Transient(f"the reply is not JSON: {text!r}")
+            try:
+                wire.read_reply(value)
+            except ServerFault as fault:
+                raise _Transient(self.address.hide(str(fault))) from None
+            return value
+        if status in BUSY or status >= 500:
+            raise _Transient(f"status {status}: {text}", reply.headers.get("retry-after", ""))
+        if wire.is_overflow(status, value, text):
+            raise ContextOverflow(f"the server's context window: {text}")
+        if status == 404 or (status == 400 and wire.NO_MODEL.search(text)):
+            raise self._stop(f"{text}{await self._known_models()}", status)
+        if status in (401, 403) or 300 <= status < 400:
+            raise self._stop(f"{text}{_remedy(reply)}", status)
+        raise RequestRefused(f"{self.address.url} refused a request with status {status}: {text}")
+
+    def _stop(self, text: str, status: int) -> ServerFault:
+        self.fatal = self.fatal or ServerFault(f"{self.address.url} replied {status}: {text}")
+        return self.fatal
+
+    # -------------------------------------------------------------------- models
+    async def _known_models(self) -> str:
+        try:
+            names = await list_models(self.address)
+        except ServerFault:
+            names = ()
+        return (
+            f"; no model {self.model!r}: {nearest(self.model, names)}" if names else f"; the model was {self.model!r}"
+        )
+
+
+def _remedy(reply: HttpReply) -> str:
+    """What to do about a refusal that no other request would change."""
+    if reply.status in (401, 403):
+        return "; name the environment variable that holds the key with --policy-key-env (of a judge: --judge-key-env)"
+    return f"; it sends us to {reply.headers.get('location', '?')}: write that address"
+
+
+async def list_models(address: ServerAddress) -> tuple[str, ...]:
+    """The models that a server names; empty if it names none."""
+    reply = await request(address, "/models", None, PROBE_SECONDS)
+    value = reply.json()
+    rows = value.get("data") if isinstance(value, Mapping) else None
+    if reply.status in (401, 403):
+        text = address.hide(wire.error_text(value, reply.text()))
+        raise ServerFault(f"{address.url} replied {reply.status}: {text}{_remedy(reply)}")
+    if reply.status != 200 or not isinstance(rows, list):
+        return ()
+    return tuple(str(row["id"]) for row in rows if isinstance(row, Mapping) and "id" in row)
+
+
+async def find_model(address: ServerAddress, model: str, flag: str) -> str:
+    """The model to ask: the one that the user names, or the only one that the server has."""
+    try:
+        names = await list_models(address)
+    except ServerFault as fault:
+        where = "" if address.url in str(fault) else f"{address.url} (--{flag}): "
+        raise SettingError(f"{where}{fault}") from None
+    if model:
+        return model
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise SettingError(
+            f"{address.url}/models names no model; write --{flag}-model NAME, and check the address "
+            "(most servers want /v1 at its end)"
+        )
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    raise SettingError(f"{address.url} serves {len(names)} models; write --{flag}-model NAME with one of: {shown}")

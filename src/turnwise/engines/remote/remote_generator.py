@@ -1,0 +1,328 @@
+"""The generator of a run behind HTTP: one or several servers that share its dialogues.
+
+A publication is exact: requests in flight are aborted and keep the tokens they have, every server loads the weights and proves
+by a probe that it answers with them, and the requests go on from their ids. Every token carries the version that its server
+names. A server that is lost gives its unfinished requests to another; one that comes back takes part again from the next
+publication on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from turnwise.core.records import Completion, Sampling, Stop
+from turnwise.engines.kernels.sampling import signed
+from turnwise.engines.remote.policy_probe import SAMPLED, PolicyProbe, mean_difference
+from turnwise.engines.remote.replica import VLLM, RemoteLimits, Replica, ReplicaLost
+from turnwise.engines.remote.token_wire import SampledPart
+from turnwise.engines.remote.transport import in_daemon_thread
+from turnwise.engines.remote.weight_files import WeightFile, WeightFolder
+from turnwise.errors import GeneratorLost, ServerFault, SettingError
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class ProbeRule:
+    """How answers of a server are compared with the published weights."""
+
+    probe: PolicyProbe
+    tolerance: float  # of the mean difference of log-probabilities
+
+
+class RemoteGenerator:
+    """Implements ``core.protocols.Generator``. ``tell`` hears what happens to servers."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        limits: RemoteLimits,
+        folder: WeightFolder,
+        rule: ProbeRule | None,
+        decode: Decode,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.replicas, self.limits, self.folder = list(replicas), limits, folder
+        self.rule, self.decode, self.tell = rule, decode, tell
+        self.version = self._newest = 0  # in use everywhere; being published
+        self.fatal: GeneratorLost | None = None  # why nothing can be sampled any longer
+        self._opened, self._tokens, self._reissued, self._aborted = 0, 0, 0, 0
+        self._told: set[Replica] = set()
+        self._ready = asyncio.Event()
+        self._ready.set()
+
+    async def attach(self) -> None:
+        """Take every server, after it was identified; raises ``SettingError`` for the first that cannot be used."""
+        for replica in self.replicas:
+            try:
+                await replica.attach(self.limits)
+            except ServerFault as fault:
+                raise SettingError(f"--generator {replica.url} cannot be used: {fault}") from None
+
+    # ------------------------------------------------------------------ generator protocol
+
+    def open(self, seed: int, draft: bool = False) -> RemoteSession:
+        """Open a dialogue on the server with the fewest. ``draft`` is ignored."""
+        self._opened += 1
+        return RemoteSession(self, seed, f"s{self._opened}")
+
+    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Load new weights on every server. With no server left the next request raises, not this call: the step that was
+        trained is complete."""
+        file = await in_daemon_thread(lambda: self.folder.write(weights, version))
+        self._ready.clear()
+        self._newest = version
+        try:
+            await self._rejoin()
+            await asyncio.gather(*(self._publish_to(replica, file, weights, version) for replica in self.alive()))
+        finally:
+            self.version = version
+            self._ready.set()
+        self.check()
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "tokens": float(self._tokens),
+            "replicas": float(len(self.alive())),
+            "reissued": float(self._reissued),
+            "aborted": float(self._aborted),
+            "open": float(sum(replica.sessions for replica in self.replicas)),
+        }
+
+    def describe(self) -> str:
+        """Which servers sample, and how."""
+        return "; ".join(
+            f"{replica.url} ({replica.kind}, {replica.facts.get('engine') or replica.model})"
+            for replica in self.replicas
+        )
+
+    # ------------------------------------------------------------------ servers
+
+    def alive(self) -> list[Replica]:
+        return [replica for replica in self.replicas if not replica.lost]
+
+    def check(self) -> None:
+        """Tell about servers that were lost; note if none is left."""
+        for replica in self.replicas:
+            if replica.lost and replica not in self._told:
+                self._told.add(replica)
+                rest = len(self.alive())
+                others = (
+                    f"its requests go to {'the other' if rest == 1 else f'the other {rest}'}"
+                    if rest
+                    else "none is left"
+                )
+                self.tell(f"lost the generator {replica.url}: {replica.lost}; {others}")
+        if not self.alive() and self.fatal is None:
+            lost = "; ".join(f"{replica.url}: {replica.lost}" for replica in self.replicas)
+            self.fatal = GeneratorLost(
+                f"no generator server is left ({lost}); start one again, there or elsewhere (resume --generator URL)"
+            )
+
+    async def ready(self) -> None:
+        """Wait while weights are published; raise if no server is left."""
+        await self._ready.wait()
+        self.check()
+        if self.fatal is not None:
+            raise self.fatal
+
+    def choose(self) -> Replica:
+        """The server with the fewest open dialogues, the first of several."""
+        return min(self.alive(), key=lambda replica: replica.sessions)
+
+    async def _rejoin(self) -> None:
+        """Take back servers that were lost and answer again."""
+        for replica in [replica for replica in self.replicas if replica.lost]:
+            try:
+                await replica.identify()
+                await replica.attach(self.limits)
+            except (ServerFault, SettingError):
+                continue
+            self._told.discard(replica)
+            self.tell(f"the generator {replica.url} is back")
+
+    async def _publish_to(
+        self, replica: Replica, file: WeightFile, weights: Mapping[str, Tensor], version: int
+    ) -> None:
+        try:
+            await replica.update(file, version)
+            if self.rule is not None:
+                await self._probe(replica, self.rule, weights, version)
+        except ReplicaLost:
+            return
+        except ServerFault as fault:
+            replica.lose(str(fault))
+
+    async def _probe(self, replica: Replica, rule: ProbeRule, weights: Mapping[str, Tensor], version: int) -> None:
+        """Refuse a server whose answer does not come from the weights of ``version``."""
+        prompt = rule.probe.prompt(version)
+        sampling = Sampling(max_tokens=min(SAMPLED, self.limits.context - len(prompt)))
+        part = await replica.sample("", prompt, sampling, version, self.limits.stop_ids, self.salt(version))
+        tokens = part.completion.tokens
+        difference = mean_difference(rule.probe.logp(weights, prompt, tokens), part.completion.logp)
+        labels = set(part.versions) - {str(version)}
+        if labels or difference > rule.tolerance or not tokens:
+            what = f"says that weights {sorted(labels)} sampled" if labels else f"is {difference:.3g} away on average"
+            raise replica.lose(
+                f"it answers with other weights than version {version}: a probe {what} (allowed: {rule.tolerance:g}); if the "
+                "weights are right, its precision differs: write --mismatch-tolerance"
+            )
+
+    def salt(self, version: int) -> str:
+        """What separates prefix caches of different weights."""
+        return f"{self.replicas[0].client}-{version}"
+
+    # ------------------------------------------------------------------ called by sessions
+
+    def record(self, part: SampledPart, submitted: int, replica: Replica) -> Completion:
+        """The part with the versions of its tokens. Refuses tokens of weights that were not in use."""
+        allowed = {str(known): known for known in (submitted, self.version, self._newest)}
+        unknown = sorted(set(part.versions) - set(allowed))
+        if unknown:
+            raise replica.lose(f"it answers with the weights {unknown[0]!r:.40}, not with version {self.version}")
+        done = part.completion
+        self._tokens += len(done.tokens)
+        self._aborted += done.stop is Stop.CANCELLED
+        versions = [allowed[label] for label in part.versions] or [submitted] * len(done.tokens)
+        return replace(done, version=versions)
+
+    def count_reissue(self) -> None:
+        self._reissued += 1
+
+
+class RemoteSession:
+    """Implements ``core.protocols.Session``. Random numbers depend on (seed, position) and on how often the dialogue was
+    restarted, as in a local session, so a request that is issued again to another server draws the same ones."""
+
+    def __init__(self, owner: RemoteGenerator, seed: int, name: str) -> None:
+        self.seed, self.name, self.closed = signed(seed), name, False
+        self._owner, self._cancelled, self._generating = owner, False, False
+        self._sampled_until = 0
+        self._replica: Replica | None = None
+        self._joined, self._parked = 0, False
+        if owner.alive():
+            self._place()
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Continue ``ids``, the whole sequence so far."""
+        if self.closed:
+            raise SettingError("this session was closed; open a new one")
+        if self._generating:
+            raise SettingError("this session is already generating; await it, or fork the session")
+        if len(ids) < self._sampled_until:  # the history was rewritten or shortened
+            self.seed, self._sampled_until = signed(self.seed + 1), 0
+        budget = min(sampling.max_tokens, self._owner.limits.context - len(ids))
+        if budget < 1:
+            return Completion([], [], [], [], Stop.LENGTH)
+        started, done = time.perf_counter(), Completion([], [], [], [], Stop.CANCELLED)
+        self._generating, self._cancelled, finished = True, False, False
+        try:
+            while done.stop is Stop.CANCELLED and not self._cancelled:
+                rest = replace(sampling, max_tokens=budget - len(done.tokens))
+                part = await self._sample([*ids, *done.tokens], rest)
+                done = self._join(done, part, sampling)
+            finished = True
+        finally:
+            self._generating, self._sampled_until = False, len(ids) + len(done.tokens)
+            if not finished:
+                self._change("cancel")  # nobody needs the remaining tokens
+        return replace(done, seconds=time.perf_counter() - started)
+
+    async def _sample(self, ids: list[int], sampling: Sampling) -> Completion:
+        """What one request samples; a lost server's request is issued again to another."""
+        owner = self._owner
+        while True:
+            await owner.ready()
+            if not self._placed:
+                self._place()
+                owner.count_reissue()
+            replica, version = self._replica, owner.version
+            assert replica is not None
+            try:
+                if self._parked:
+                    replica.change("unpark", self.name)
+                    self._parked = False
+                salt = owner.salt(version)
+                part = await replica.sample(self.name, ids, sampling, self.seed, owner.limits.stop_ids, salt)
+                return owner.record(part, version, replica)
+            except ReplicaLost:
+                owner.check()
+
+    @property
+    def _placed(self) -> bool:
+        """Whether the dialogue is open on a server that is in use."""
+        return self._replica is not None and not self._replica.lost and self._joined == self._replica.joined
+
+    def _place(self) -> None:
+        """Open the dialogue on a server."""
+        self._leave()
+        self._replica = self._owner.choose()
+        self._joined = self._replica.joined
+        self._replica.sessions += 1
+        self._replica.change("open", self.name, self.seed)
+        if self._parked:
+            self._replica.change("park", self.name)
+
+    def _leave(self) -> None:
+        if self._replica is not None and self._joined == self._replica.joined:
+            self._replica.sessions -= 1
+
+    def _join(self, done: Completion, part: Completion, sampling: Sampling) -> Completion:
+        """What was sampled before an abort and after it. A stop string may begin before and end after."""
+        entropy = [*done.entropy, *part.entropy]
+        tokens = [*done.tokens, *part.tokens]
+        joined = Completion(
+            tokens,
+            [*done.logp, *part.logp],
+            [*done.mass, *part.mass],
+            [*done.version, *part.version],
+            part.stop,
+            entropy=entropy if len(entropy) == len(tokens) else (),
+        )
+        if not (sampling.stop and done.tokens):
+            return joined
+        for size in range(len(done.tokens) + 1, len(tokens)):
+            text = self._owner.decode(tokens[:size])
+            if any(string in text for string in sampling.stop):
+                return _cut(joined, size)
+        return joined
+
+    def fork(self, seed: int) -> RemoteSession:
+        """Open another dialogue with the same history."""
+        return self._owner.open(seed)
+
+    def park(self) -> None:
+        """Tell the server not to wait for this dialogue. The next ``generate`` unparks it."""
+        self._parked = True
+        self._change("park")
+
+    def cancel(self) -> None:
+        """Make an unfinished ``generate`` return the tokens it has."""
+        self._cancelled = True
+        self._change("cancel")
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = self._cancelled = True
+            self._change("close")
+            self._leave()
+
+    def _change(self, kind: str) -> None:
+        if self._placed and self._replica is not None:
+            self._replica.change(kind, self.name)
+
+
+def _cut(done: Completion, size: int) -> Completion:
+    """The first ``size`` tokens, which end with a stop string."""
+    lists: Any = {name: list(getattr(done, name))[:size] for name in ("tokens", "logp", "mass", "version", "entropy")}
+    return replace(done, stop=Stop.STRING, **lists)
+
+
+def has_vllm(replicas: Sequence[Replica]) -> bool:
+    return any(replica.kind == VLLM for replica in replicas)

@@ -1,0 +1,257 @@
+"""One generator server as its trainer sees it: ours, or ``vllm serve``. Requests, dialogues, updates of the weights, health.
+
+A server that dies, is silent, was restarted or answers with other weights is *lost*, with the reason in words: whoever waits for
+it gets ``ReplicaLost`` and asks another one. Knows HTTP and names of routes; neither tensors nor sessions of a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from turnwise.core.records import Sampling
+from turnwise.engines.remote.http_pool import HttpPool
+from turnwise.engines.remote.token_wire import SampledPart, read_part, sampling_params
+from turnwise.engines.remote.transport import HttpReply, ServerAddress
+from turnwise.engines.remote.wire import error_text, is_overflow
+from turnwise.errors import ContextOverflow, RequestRefused, ServerFault, SettingError
+
+if TYPE_CHECKING:
+    from turnwise.engines.remote.weight_files import WeightFile  # imports torch, which a refusal need not wait for
+
+OURS, VLLM = "turnwise", "vllm"
+HEALTH_SECONDS = 5.0  # between two looks at a server that owes a reply
+ASK_SECONDS = 1.5  # for a reply to a question that needs no work
+UPDATE_SECONDS = 600.0  # for one call of a weight update; a server that is silent is lost earlier, by its health
+BUSY_SECONDS = 0.2
+LOOP_ROUNDS = 8  # of the event loop in which changes of dialogues are gathered; as many as a local generator allows
+
+
+class ReplicaLost(ServerFault):
+    """A generator server that is not used any longer."""
+
+
+@dataclass(frozen=True)
+class RemoteLimits:
+    """What a run asks of a server: cache rows, ids of a dialogue, ids that end a turn, and how batches are composed."""
+
+    slots: int
+    context: int
+    stop_ids: tuple[int, ...]
+    deterministic: bool
+    threads: int
+
+
+class Replica:
+    """``client`` names the run to the server. ``seconds``: a server that says nothing for so long is lost."""
+
+    def __init__(self, address: ServerAddress, client: str, seconds: float) -> None:
+        self.address, self.client, self.seconds = address, client, seconds
+        self.pool = HttpPool(address)
+        self.kind, self.facts, self.model = OURS, dict[str, Any](), ""
+        self.lost = "it was not connected yet"
+        self.sessions = 0  # dialogues that are open there
+        self.joined = 0  # how often it was attached: dialogues of an earlier time no longer exist there
+        self.answered, self.version = 0, -1
+        self._changes: list[list[Any]] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self._numbers, self._asked = 0, itertools.count()
+        self._waiting = 0
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return self.address.url
+
+    # ----------------------------------------------------------------- connect
+
+    async def identify(self) -> None:
+        """Find out what answers at the address. Raises ``SettingError`` in words where nothing useful does."""
+        try:
+            info = await self.pool.call("/turnwise/v1/info", None, ASK_SECONDS)
+            self._refuse_key(info)
+            value = info.json()
+            if info.status == 200 and isinstance(value, dict) and value.get("server") == OURS:
+                self.kind, self.facts, self.model = OURS, value, str(value.get("model"))
+                return
+            await self._identify_vllm()
+        except ServerFault as fault:
+            raise SettingError(
+                f"--generator {self.url}: {fault}; start a server there: turnwise serve MODEL --address HOST:PORT"
+            ) from None
+
+    async def _identify_vllm(self) -> None:
+        models = await self.pool.call("/v1/models", None, ASK_SECONDS)
+        self._refuse_key(models)
+        value = models.json()
+        rows = value.get("data") if isinstance(value, dict) else None
+        if models.status != 200 or not isinstance(rows, list) or not rows:
+            raise SettingError(
+                f"--generator {self.url}: this is no generator server (GET /v1/models answers {models.status}); write the "
+                "address of `turnwise serve` or `vllm serve`, without /v1"
+            )
+        weights = await self.pool.call("/weight_info", None, ASK_SECONDS)
+        if weights.status != 200:
+            raise SettingError(
+                f"--generator {self.url}: this server cannot take weights (GET /weight_info answers {weights.status}); start "
+                "vLLM with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and "
+                '--weight-transfer-config \'{"backend": "turnwise_file"}\''
+            )
+        self.kind, self.facts, self.model = VLLM, dict(rows[0]), str(rows[0].get("id"))
+
+    def _refuse_key(self, reply: HttpReply) -> None:
+        if reply.status in (401, 403):
+            what = "refuses the token" if self.address.key else "wants a token"
+            raise SettingError(
+                f"--generator {self.url}: the server {what}; write --generator-key-env VARIABLE, the environment variable "
+                "that holds the token it was started with"
+            )
+
+    async def attach(self, limits: RemoteLimits) -> None:
+        """Take the server for this run."""
+        self._changes, self._numbers, self.sessions = [], 0, 0
+        self.joined += 1
+        if self.kind == OURS:
+            asked = {"slots": limits.slots, "context": limits.context, "threads": limits.threads}
+            body = {"client": self.client, "stop_ids": list(limits.stop_ids), "deterministic": limits.deterministic}
+            granted = await self._post("/turnwise/v1/attach", {**body, **asked}, UPDATE_SECONDS)
+            if int(granted["context"]) < limits.context:
+                raise SettingError(
+                    f"--generator {self.url}: it reads {granted['context']} ids, and the run needs {limits.context}; write "
+                    f"--context {granted['context']}, or start the server with --context {limits.context}"
+                )
+            self.facts["engine"] = str(granted.get("engine", ""))
+        else:
+            await self._post("/init_weight_transfer_engine", {"init_info": {}}, UPDATE_SECONDS)
+        self.lost = ""
+
+    def lose(self, reason: str) -> ReplicaLost:
+        """Use the server no longer; everyone who waits for it gets the error."""
+        if not self.lost:
+            self.lost = reason
+            self.pool.interrupt()
+        return ReplicaLost(f"{self.url}: {self.lost}")
+
+    # --------------------------------------------------------------- dialogues
+
+    def change(self, kind: str, *values: Any) -> None:
+        """Tell the server about a dialogue, together with all that happens in the same moment."""
+        if self.kind != OURS or self.lost:
+            return
+        self._changes.append([kind, *values])
+        with contextlib.suppress(RuntimeError):  # no event loop: the run has ended, and so have its dialogues
+            loop = asyncio.get_running_loop()
+            if self._flushing is None or self._flushing.done() or self._flushing.get_loop() is not loop:
+                self._flushing = loop.create_task(self._flush())
+
+    async def _flush(self) -> None:
+        """Send changes, in order. What happens while callbacks run is one message: the server applies it at once."""
+        while self._changes and not self.lost:
+            for _ in range(LOOP_ROUNDS):
+                await asyncio.sleep(0)
+            changes, self._changes = self._changes, []
+            self._numbers += 1
+            body = {"client": self.client, "number": self._numbers, "changes": changes}
+            with contextlib.suppress(ReplicaLost):
+                await self._post("/turnwise/v1/sessions", body, None)
+
+    async def flushed(self) -> None:
+        """Wait until the server knows all changes so far."""
+        while self._flushing is not None and not self._flushing.done():
+            await asyncio.shield(self._flushing)
+        if self.lost:
+            raise self.lose(self.lost)
+
+    # ---------------------------------------------------------------- requests
+
+    async def sample(
+        self, session: str, ids: Sequence[int], sampling: Sampling, seed: int, stop_ids: Sequence[int], salt: str
+    ) -> SampledPart:
+        """Continue ``ids`` in a dialogue, or in none where ``session`` is empty."""
+        await self.flushed()
+        params = sampling_params(sampling, seed, stop_ids)
+        body = {"request_id": f"{self.client}-{next(self._asked)}", "token_ids": list(ids), "sampling_params": params}
+        body["cache_salt"] = salt  # a prefix that older weights computed is never used again
+        if self.kind == OURS:
+            params["entropy"] = sampling.entropy
+            body |= {"client": self.client, "session": session}
+        else:
+            body["model"] = self.model
+        value = await self._post("/inference/v1/generate", body, None)
+        self.answered += 1
+        return read_part(value, frozenset(stop_ids))
+
+    async def _post(self, path: str, body: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
+        """A reply as JSON. Refusals of one request are ``RequestRefused``; what says that the server is gone, ``ReplicaLost``."""
+        while True:
+            with self._owed():
+                try:
+                    reply = await self.pool.call(path, body, seconds)
+                except ServerFault as fault:
+                    raise self.lose(str(fault)) from None
+            if reply.status != 429:
+                return self._value(path, reply)
+            await asyncio.sleep(BUSY_SECONDS)
+
+    def _value(self, path: str, reply: HttpReply) -> dict[str, Any]:
+        value = reply.json()
+        if reply.status == 200 and isinstance(value, dict):
+            return value
+        text = self.address.hide(error_text(value, reply.text()))
+        if is_overflow(reply.status, value, text):
+            raise ContextOverflow(text)
+        if reply.status in (400, 422):
+            raise RequestRefused(f"{self.url} refuses a request: {text}")
+        if reply.status == 409 and "another run" in text:
+            text = "it was restarted, or another run took it over"
+        raise self.lose(f"it answers {path} with {reply.status}: {text}")
+
+    @contextlib.contextmanager
+    def _owed(self) -> Iterator[None]:
+        """While the server owes a reply, look whether it is alive."""
+        self._waiting += 1
+        loop = asyncio.get_running_loop()
+        if self._watch is None or self._watch.done() or self._watch.get_loop() is not loop:
+            self._watch = loop.create_task(self._watch_health())
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
+    async def _watch_health(self) -> None:
+        pause = min(HEALTH_SECONDS, self.seconds / 2)
+        while not self.lost:
+            await asyncio.sleep(pause)
+            if not self._waiting:
+                return
+            try:
+                reply = await self.pool.call("/health", None, self.seconds)
+            except ServerFault as fault:
+                self.lose(f"it is dead or hangs: /health: {fault}")
+                return
+            if reply.status != 200:
+                text = error_text(reply.json(), reply.text())
+                self.lose(f"its engine hangs: /health answers {reply.status}: {text}")
+
+    # ----------------------------------------------------------------- weights
+
+    async def update(self, file: WeightFile, version: int) -> None:
+        """Pause, load the weights of ``version``, and go on. Requests in flight return the tokens they have."""
+        await self._post("/pause?mode=abort", {}, UPDATE_SECONDS)
+        await self._post("/start_weight_update", {}, UPDATE_SECONDS)
+        await self._post("/update_weights", {"update_info": file.as_dict()}, UPDATE_SECONDS)
+        await self._post("/finish_weight_update", {"weight_version": str(version)}, UPDATE_SECONDS)
+        await self._post("/resume", {}, UPDATE_SECONDS)
+        try:
+            reply = await self.pool.call("/weight_info", None, self.seconds)
+        except ServerFault as fault:
+            raise self.lose(str(fault)) from None
+        value = reply.json()
+        label = value.get("weight_version") if isinstance(value, dict) else None
+        if label != str(version):
+            raise self.lose(f"it has the weights {label!r:.40} after version {version} was published")
+        self.version = version

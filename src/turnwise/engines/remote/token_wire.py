@@ -1,0 +1,95 @@
+"""Token ids in, token ids out: requests and replies of ``/inference/v1/generate``, as a client sees them. Sends nothing.
+
+The names are vLLM's. What only our server understands (``client``, ``session``) is sent to our server alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.core.records import Completion, Sampling, Stop
+from turnwise.errors import ServerFault
+
+STOPS = {"stop": Stop.TOKEN, "length": Stop.LENGTH, "abort": Stop.CANCELLED}
+
+
+@dataclass(frozen=True)
+class SampledPart:
+    """What one request sampled. ``versions``: the labels of the weights, token by token; empty where the server says none."""
+
+    completion: Completion
+    versions: tuple[str, ...]
+
+
+def sampling_params(sampling: Sampling, seed: int, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """The sampling parameters by vLLM's names. ``logprobs`` 0: of the sampled token alone."""
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_tokens,
+        "seed": seed,
+        "stop_token_ids": list(stop_ids),
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop),
+    }
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    return params
+
+
+def read_part(value: Any, stop_ids: frozenset[int]) -> SampledPart:
+    """The reply to a request. Raises ``ServerFault`` where it is not what the protocol says."""
+    choices = value.get("choices") if isinstance(value, Mapping) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    tokens = choice.get("token_ids") if isinstance(choice, Mapping) else None
+    if not isinstance(choice, Mapping) or not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
+        raise ServerFault(f"the reply holds no choices[0].token_ids: {str(value)[:200]}")
+    ours = choice.get("turnwise") or {}
+    logp, size = _logprobs(choice.get("logprobs"), tokens), len(tokens)
+    mass, entropy = _floats(ours.get("mass"), size, "mass"), _floats(ours.get("entropy"), size, "entropy")
+    stop = _stop(choice, tokens, stop_ids)
+    done = Completion(tokens, logp, mass or [0.0] * size, [0] * size, stop, entropy=entropy)
+    return SampledPart(done, _versions(choice.get("weight_versions"), size))
+
+
+def _stop(choice: Mapping[str, Any], tokens: Sequence[int], stop_ids: frozenset[int]) -> Stop:
+    reason = choice.get("finish_reason")
+    if reason not in STOPS:
+        raise ServerFault(f"the reply has the finish_reason {reason!r:.60}; known: {', '.join(STOPS)}")
+    stop = STOPS[reason]
+    return Stop.STRING if stop is Stop.TOKEN and not (tokens and tokens[-1] in stop_ids) else stop
+
+
+def _logprobs(value: Any, tokens: Sequence[int]) -> list[float]:
+    content = value.get("content") if isinstance(value, Mapping) else None
+    rows = content if isinstance(content, list) else []
+    if [row.get("token_id") if isinstance(row, Mapping) else None for row in rows] != list(tokens):
+        raise ServerFault("the log-probabilities of the reply do not belong to its tokens; ask the server for logprobs")
+    logp = [row.get("logprob") for row in rows]
+    if not all(isinstance(x, int | float) and math.isfinite(x) for x in logp):
+        raise ServerFault("the reply holds a log-probability that is no finite number")
+    return [float(x) for x in logp]
+
+
+def _floats(value: Any, size: int, name: str) -> list[float]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) != size:
+        raise ServerFault(f"the reply holds {name} of another length than its tokens")
+    return [float(x) for x in value]
+
+
+def _versions(spans: Any, size: int) -> tuple[str, ...]:
+    labels: list[str] = []
+    for span in spans if isinstance(spans, list) else []:
+        if not isinstance(span, Mapping) or span.get("start") != len(labels) or type(span.get("end")) is not int:
+            raise ServerFault(f"the weight_versions of the reply are not in order: {str(spans)[:200]}")
+        labels += [str(span.get("version"))] * (span["end"] - len(labels))
+    if labels and len(labels) != size:
+        raise ServerFault(f"the weight_versions of the reply cover {len(labels)} of {size} tokens")
+    return tuple(labels)

@@ -1,0 +1,128 @@
+"""Weights as files that another process reads: safetensors with a checksum, in shared memory or in a folder that both see.
+
+The trainer writes one file per version and removes old ones; a server reads the file, compares its checksum, and refuses what is
+incomplete. Knows tensors and files; neither models nor HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from turnwise.errors import SettingError, StoreError
+
+SHARED_MEMORY = Path("/dev/shm")
+NAME = re.compile(r"weights-\d+\.safetensors")
+PREFIX = "turnwise-weights-"
+KEPT = 2  # versions: a server that was late may still read the one before
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """Where the weights of one version are, and their checksum. The names are those of an ``update_info``."""
+
+    path: str
+    sha256: str
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+class WeightFolder:
+    """Writes the weights of a run, version by version. ``folder``: empty for shared memory of this machine."""
+
+    def __init__(self, folder: str = "") -> None:
+        base = Path(folder) if folder else SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+        try:
+            if base is not None:
+                base.mkdir(parents=True, exist_ok=True)
+                _remove_orphans(base)
+            self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
+        except OSError as fault:
+            raise SettingError(
+                f"weights cannot be written to {folder or base} ({fault.strerror}); write --generator-weights FOLDER with a "
+                "folder that this process and the servers can use"
+            ) from None
+        self.close = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)  # also when the process ends
+
+    def write(self, weights: Mapping[str, Tensor], version: int) -> WeightFile:
+        """Write a version; complete or not at all."""
+        tensors = {name: value.detach().to("cpu").contiguous() for name, value in weights.items()}
+        path = self.path / f"weights-{version}.safetensors"
+        aside = path.with_suffix(".writing")
+        try:
+            save_file(_unshared(tensors), aside)
+            digest = checksum(aside)
+            aside.replace(path)
+        except (OSError, SafetensorError) as fault:
+            aside.unlink(missing_ok=True)
+            raise StoreError(
+                f"weights cannot be written to {path} ({fault}); write --generator-weights FOLDER with more room"
+            ) from fault
+        self._remove_before(path)
+        return WeightFile(str(path), digest)
+
+    def _remove_before(self, newest: Path) -> None:
+        files = sorted(self.path.glob("weights-*.safetensors"), key=lambda p: p.stat().st_mtime_ns)
+        for old in files[:-KEPT]:
+            if old != newest:
+                old.unlink(missing_ok=True)
+
+
+def _remove_orphans(base: Path) -> None:
+    """Remove what processes of this machine left that were killed."""
+    for folder in base.glob(f"{PREFIX}*"):
+        pid = folder.name.removeprefix(PREFIX).split("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, each with memory of its own: a file cannot say that two names are one tensor."""
+    seen: set[int] = set()
+    out: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        out[name] = value.clone() if value.data_ptr() in seen else value
+        seen.add(value.data_ptr())
+    return out
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_weights(described: Mapping[str, Any]) -> tuple[dict[str, Tensor], str]:
+    """The tensors of the file that an ``update_info`` describes, and its checksum."""
+    path, expected = described.get("path"), described.get("sha256")
+    if not isinstance(path, str) or not isinstance(expected, str):
+        raise SettingError("'update_info' names no path and sha256; write those of a file of weights")
+    file = Path(path)
+    if not file.is_absolute() or not NAME.fullmatch(file.name):
+        raise SettingError(f"{path[:200]!r} is no file of weights; write an absolute path to weights-N.safetensors")
+    try:
+        content = file.read_bytes()
+    except OSError as fault:
+        raise StoreError(
+            f"{path[:200]} cannot be read here ({fault.strerror}); trainer and server on two machines need "
+            "--generator-weights FOLDER with a folder that both see under the same path"
+        ) from None
+    if (digest := hashlib.sha256(content).hexdigest()) != expected:
+        raise StoreError(f"{path[:200]} has the checksum {digest[:12]}, not {expected[:12]}: it was changed or cut")
+    try:
+        return load(content), digest
+    except SafetensorError as fault:
+        raise StoreError(f"{path[:200]} holds no weights: {fault}") from None

@@ -1,0 +1,243 @@
+"""The processes of a sharded learner: start them, let all ranks do the same thing at the same time, notice when one dies.
+
+Rank 0 is the calling process. It sends each other rank a verb with arguments, does its own part, and collects the answers.
+Between verbs the others wait at their pipes, so a fault of the caller leaves no rank inside a collective operation.
+
+Knows processes and pipes; does not know what the verbs compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+import torch.distributed as dist
+
+from turnwise.engines.sharded import messages
+from turnwise.errors import RankFault, SettingError, TurnwiseError
+
+WORKER = "turnwise.engines.sharded.worker"
+START_SECONDS = 300.0  # until a rank has imported torch and built its part of the model
+ANSWER_SECONDS = 300.0  # the longest verb: a rank that is stopped or stuck is named after that
+NAMING_SECONDS = 5.0  # until a rank that broke a connection shows as ended
+LOST_PEER = 3  # exit status of a rank that ends because another one is gone
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+class VerbHost(Protocol):
+    """What a rank does its verbs with."""
+
+    def do(self, verb: str, *arguments: Any) -> Any: ...
+
+
+def join_group(store: dist.Store, device: torch.device, rank: int, size: int) -> None:
+    """Become a rank of the process group. Connections stay on this machine."""
+    interface = "GLOO_SOCKET_IFNAME"
+    chosen = interface in os.environ
+    if not chosen:
+        os.environ[interface] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        timeout = datetime.timedelta(seconds=ANSWER_SECONDS)
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
+    finally:
+        if not chosen:
+            del os.environ[interface]
+
+
+@dataclass
+class _Worker:
+    """One other rank."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    log: BinaryIO  # what it writes to stdout and stderr
+
+    def how_it_ended(self) -> str:
+        """How the process ended, in words; empty while it runs."""
+        status = self.process.poll()
+        if status is None:
+            return ""
+        if status < 0:
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"ended with status {status}" + (f": {last}" if (last := self._last_line()) else "")
+
+    def _last_line(self) -> str:
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+
+@dataclass
+class RankPool:
+    """``size`` ranks, of which the calling process is the first. ``host``: what does the verbs here, as ``worker`` does there."""
+
+    size: int
+    device: torch.device
+    threads: int = 1  # of rank 0 while it does its part
+    workers: list[_Worker] = field(default_factory=list)
+    host: VerbHost | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def start(self, host: VerbHost) -> RankPool:
+        """Start the other ranks and form the process group."""
+        if dist.is_initialized():
+            raise SettingError(
+                "this process already belongs to a torch process group, so it cannot start ranks of its own; run it without "
+                "torchrun, and without another learner with ranks that is still open"
+            )
+        self.host = host
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        try:
+            for rank in range(1, self.size):
+                self.workers.append(_start_worker(rank))
+                start = {"rank": rank, "size": self.size, "port": store.port, "device": self.device.type}
+                messages.send(self.workers[-1].connection, {**start, "threads": self.threads})
+            with self._faults():
+                for worker in self.workers:
+                    self._answer(worker, START_SECONDS)  # imported: now the group can meet
+                join_group(store, self.device, 0, self.size)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    @property
+    def processes(self) -> list[int]:
+        """The process ids of ranks 1, 2 ..."""
+        return [worker.process.pid for worker in self.workers]
+
+    def call(self, verb: str, *shared: Any, each: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        """Let every rank do ``verb`` with the shared arguments and its own of ``each``; the answers by rank."""
+        own = [tuple(arguments) for arguments in each] if each is not None else [()] * self.size
+        with self._lock, self._faults():
+            assert self.host is not None
+            for worker in self.workers:
+                messages.send(worker.connection, (verb, (*shared, *own[worker.rank])))
+            with _threads(self.threads):
+                first = self.host.do(verb, *shared, *own[0])
+            return [first, *(self._answer(worker, ANSWER_SECONDS) for worker in self.workers)]
+
+    def _answer(self, worker: _Worker, seconds: float) -> Any:
+        until = time.monotonic() + seconds
+        while not worker.connection.poll(0.2):
+            self._check_alive()
+            if time.monotonic() > until:
+                raise RankFault(
+                    f"rank {worker.rank} of {self.size} has not answered for {seconds:.0f} s: it is stopped or stuck"
+                )
+        try:
+            fault, value = messages.receive(worker.connection)
+        except (EOFError, OSError):
+            raise _Broken from None
+        if fault is not None:
+            raise fault if isinstance(fault, TurnwiseError) else RankFault(f"rank {worker.rank} failed: {fault}")
+        return value
+
+    def _check_alive(self) -> None:
+        """Name the rank that has ended: first one that did not end because of another."""
+        ended = sorted(
+            (worker.process.returncode == LOST_PEER, worker.rank, how)
+            for worker in self.workers
+            if (how := worker.how_it_ended())
+        )
+        if ended:
+            _, rank, how = ended[0]
+            raise RankFault(f"rank {rank} of {self.size} {how}")
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """After any fault the ranks are no longer in step, so all end. A rank that dies breaks the connections of the others,
+        here or inside torch: find out which one it was."""
+        if self.host is None:
+            raise RankFault("the ranks of this learner have ended")
+        try:
+            yield
+        except BaseException as fault:
+            named = None if isinstance(fault, TurnwiseError) else self._dead_rank(fault)
+            self.close()
+            if named is not None:
+                raise named from fault
+            raise
+
+    def _dead_rank(self, fault: BaseException) -> RankFault | None:
+        """The rank that ended and thereby caused this fault of a connection; None: it has another cause."""
+        if not isinstance(fault, _Broken | OSError | RuntimeError):
+            return None
+        until = time.monotonic() + NAMING_SECONDS
+        while time.monotonic() < until:
+            try:
+                self._check_alive()
+            except RankFault as named:
+                return named
+            time.sleep(0.05)
+        if "gloo" not in str(fault) and not isinstance(fault, dist.DistError):
+            return None
+        silent = [worker.rank for worker in self.workers if not worker.connection.poll(0)]
+        return RankFault(f"rank {silent[0]} of {self.size} is stopped or stuck") if silent else None
+
+    def close(self) -> None:
+        """End the other ranks and leave the process group."""
+        workers, self.workers, self.host = self.workers, [], None
+        for worker in workers:
+            worker.connection.close()  # a rank that waits for a verb ends by itself
+            worker.process.kill()
+        for worker in workers:
+            worker.process.wait()
+            worker.log.close()
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Broken(Exception):
+    """The pipe to a rank is closed."""
+
+
+def _start_worker(rank: int) -> _Worker:
+    ours, theirs = socket.socketpair()
+    log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", WORKER, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # Ctrl-C is for rank 0, which then ends the others
+        )
+    return _Worker(rank, process, Connection(ours.detach()), log)
+
+
+@contextlib.contextmanager
+def shared_file(value: object) -> Iterator[Path]:
+    """A file that holds ``value`` for the ranks to load, while this context is open: too large for a pipe."""
+    with tempfile.TemporaryDirectory(prefix="turnwise-ranks-") as folder:
+        path = Path(folder) / "start.pt"
+        torch.save(value, path)
+        yield path

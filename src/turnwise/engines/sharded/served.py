@@ -1,0 +1,54 @@
+"""What a learner over several ranks cannot serve, and why. One table: a new need is one row. Imports no torch.
+
+Knows signals and settings of a learner; does not know a method's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from turnwise.core.signals import Signal
+
+
+@dataclass(frozen=True)
+class LearnerNeeds:
+    """What a run asks of its learner."""
+
+    signals: frozenset[Signal] = frozenset()
+    layer_noise: bool = False
+    dtype: str = "auto"
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """One need that ranks cannot serve."""
+
+    applies: Callable[[LearnerNeeds], bool]
+    reason: str
+
+
+UNSERVED = (
+    Unserved(
+        lambda needs: Signal.GRADIENT_NORM in needs.signals,
+        "it needs the gradient norm of every single trajectory, and a gradient is spread over all ranks",
+    ),
+    Unserved(
+        lambda needs: needs.layer_noise,
+        "it adds noise between the layers, drawn for each micro-batch, and ranks cut other micro-batches than one process",
+    ),
+    Unserved(
+        lambda needs: needs.dtype == "fp8",
+        "it learns in fp8, which needs the hand-written layers on a GPU, and sharded layers run the model's own forward there",
+    ),
+    Unserved(
+        lambda needs: needs.offload,
+        "the optimizer state is already divided among the ranks, and --offload moves only whole state",
+    ),
+)
+
+
+def unserved_reason(needs: LearnerNeeds) -> str:
+    """Why several ranks cannot serve these needs; empty if they can."""
+    return "; ".join(row.reason for row in UNSERVED if row.applies(needs))

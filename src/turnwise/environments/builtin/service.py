@@ -1,0 +1,267 @@
+"""Customer service: a scripted customer, a database of orders, rules, and tools that do not enforce the rules.
+
+The customer asks for one to three things (the difficulty) and says an order's number when asked. The agent looks the order up and
+either does what the customer wants or says sorry, as the rules demand. An episode succeeds when the database ends in the state
+that the rules allow, whatever was said; only then is the reward 1.
+
+In the spirit of tau-bench, written for small models. The customer knows neither the rules nor the database.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from turnwise.core.protocols import Action, Step, ToolCall
+from turnwise.core.records import Message
+from turnwise.environments.base import Environment, sample_problem, text_action, tool_action, user_message
+
+RULES = (
+    "you serve customers. ask for the order number, look the order up, act, then say done or sorry. "
+    "cancel or move only open orders. refund only orders that came at most 30 days ago. touch no order of another customer."
+)
+PEOPLE = ("ann", "bob", "eva", "joe", "kim", "max", "pia", "tom")
+ITEMS = ("lamp", "desk", "sofa", "vase", "rug", "clock")
+CITIES = ("rome", "oslo", "bern", "kyiv", "lima")
+WISHES = ("cancel", "refund", "move")
+ORDERS = 5  # in the database
+REFUND_DAYS, MAX_DAYS = 30, 60
+TURNS = 6  # for each request
+MAX_CALLS = 4  # in one turn
+FINAL = ("done", "sorry")
+
+
+def tool(name: str, description: str, **more: str) -> dict[str, Any]:
+    """The schema of a tool that takes an order's number, and texts."""
+    properties = {"order": {"type": "integer"}, **{key: {"type": kind} for key, kind in more.items()}}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS = (
+    tool("look", "read an order"),
+    tool("cancel", "cancel an order"),
+    tool("refund", "pay the price back"),
+    tool("move", "send to another city", city="string"),
+)
+
+
+@dataclass(frozen=True)
+class ServiceRequest:
+    """What a customer wants done with an order."""
+
+    wish: str
+    order: int
+    item: str
+    city: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"please {self.wish} my {self.item}" + (f" to {self.city}" if self.city else "") + "."
+
+
+Database = dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ServiceTask:
+    """A customer, their requests, and the orders as they are at the start."""
+
+    customer: str
+    requests: tuple[ServiceRequest, ...]
+    orders: Mapping[int, Mapping[str, Any]]
+
+    def start(self) -> Database:
+        return {number: dict(order) for number, order in self.orders.items()}
+
+    @property
+    def goal(self) -> Database:
+        """The database after every request that the rules allow."""
+        database = self.start()
+        for request in self.requests:
+            if is_allowed(request.wish, database[request.order], self.customer):
+                perform(request.wish, database[request.order], request.city)
+        return database
+
+
+def is_allowed(wish: str, order: Mapping[str, Any], customer: str) -> bool:
+    """The rules."""
+    if order["customer"] != customer:
+        return False
+    if wish == "refund":
+        return order["state"] == "came" and order["days"] <= REFUND_DAYS
+    return bool(order["state"] == "open")
+
+
+def perform(wish: str, order: dict[str, Any], city: str = "") -> None:
+    """The effect of a tool, allowed or not."""
+    if wish == "move":
+        order["city"] = city
+    else:
+        order["state"] = {"cancel": "cancelled", "refund": "refunded"}[wish]
+
+
+def describe(order: Mapping[str, Any]) -> str:
+    """An order as the tool ``look`` shows it."""
+    state = f"came {order['days']} days ago" if order["state"] == "came" else order["state"]
+    return f"{order['item']} of {order['customer']} to {order['city']}, {state}"
+
+
+class CustomerService(Environment):
+    """One conversation."""
+
+    difficulties = (1, 2, 3)
+    max_turns = TURNS * 3
+    tools: Sequence[dict[str, Any]] = TOOLS
+    inline = True
+    suggests: ClassVar[Mapping[str, Any]] = {
+        "difficulty": (1, 2), "context": 320, "max_tokens": 14, "copying": True, "cold_steps": 150, "cold_batch": 24,
+    }  # fmt: skip
+    task: ServiceTask
+    database: Database
+    request: int  # number of the present one
+    asked: bool  # whether the customer has said its order number
+    looked: bool
+    turns: int
+    done: bool
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        self.task = sample_problem(self._sample, seed, self.split, str)
+        self.database, self.request, self.turns, self.done = self.task.start(), 0, 0, False
+        self.asked = self.looked = False
+        self.seed, self.max_turns = seed, TURNS * self.difficulty
+        return [
+            {"role": "system", "content": RULES},
+            user_message(f"i am {self.task.customer}. {self._current.text}"),
+        ]
+
+    def _sample(self, rng: random.Random) -> ServiceTask:
+        numbers, customer = rng.sample(range(10, 100), ORDERS), rng.choice(PEOPLE)
+        items = rng.sample(ITEMS, ORDERS)
+        orders = {n: _order(rng, item, customer) for n, item in zip(numbers, items)}
+        requests = [_request(rng, n, orders[n]["item"]) for n in numbers[: self.difficulty]]
+        return ServiceTask(customer, tuple(requests), orders)
+
+    @property
+    def _current(self) -> ServiceRequest:
+        return self.task.requests[min(self.request, len(self.task.requests) - 1)]
+
+    def step(self, action: Action) -> Step:
+        if self.done:
+            return Step([user_message("it is over.")], terminated=True)
+        self.turns += 1
+        if action.calls or action.faults:
+            replies = [self._call(call) for call in action.calls[:MAX_CALLS]]
+            replies += [(_reply("", f"error: {fault[:80]}"), True) for fault in action.faults[:MAX_CALLS]]
+            counts = {"tool_calls": len(action.calls), "tool_errors": sum(failed for _, failed in replies)}
+            return self._bounded(Step([message for message, _ in replies], info=counts))
+        return self._bounded(self._customer(action.text.strip().lower().rstrip(".")))
+
+    def _call(self, call: ToolCall) -> tuple[Message, bool]:
+        number, city = call.arguments.get("order"), call.arguments.get("city", "")
+        known = {tool["function"]["name"] for tool in TOOLS}
+        order = self.database.get(number) if isinstance(number, int) else None
+        if call.name not in known or order is None or (call.name == "move" and city not in CITIES):
+            problem = "no such order" if call.name in known and order is None else "no such tool or city"
+            return _reply(call.name, f"error: {problem}", call.id), True
+        if call.name == "look":
+            self.looked = self.looked or number == self._current.order
+            return _reply("look", describe(order), call.id), False
+        perform(call.name, order, str(city))
+        return _reply(call.name, "ok", call.id), False
+
+    def _customer(self, text: str) -> Step:
+        """The customer's reply: the number, the next request, or a farewell."""
+        if text in FINAL:
+            self.request += 1
+            self.asked = self.looked = False
+            if self.request < len(self.task.requests):
+                return Step([user_message(self._current.text)])
+            self.done = True
+            right = self.database == self.task.goal
+            return Step([user_message("bye.")], float(right), True, False, {"success": right})
+        if "number" in text:
+            self.asked = True
+            return Step([user_message(f"it is {self._current.order}.")])
+        return Step([user_message("please help me.")], info={"tool_errors": 1})
+
+    def _bounded(self, step: Step) -> Step:
+        """A conversation that is not over at the turn limit has failed."""
+        if self.done or self.turns < self.max_turns:
+            return step
+        self.done = True
+        return Step(step.messages, 0.0, False, True, {**step.info, "success": False})
+
+    def state_key(self) -> str:
+        changed = [(n, order) for n, order in sorted(self.database.items()) if order != self.task.orders[n]]
+        return f"{self.request} {self.asked} {self.looked} {changed}"
+
+    def snapshot(self) -> dict[str, Any]:
+        names = ("difficulty", "split", "seed", "request", "asked", "looked", "turns", "done")
+        orders = [[n, dict(order)] for n, order in self.database.items()]
+        return {name: getattr(self, name) for name in names} | {"orders": orders}
+
+    def restore(self, snapshot: Any) -> None:
+        state = copy.deepcopy(dict(snapshot))
+        self.difficulty, self.split = state["difficulty"], state["split"]
+        self.reset(state["seed"])
+        self.database = dict(state.pop("orders"))
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def hint(self) -> str:
+        return "look the order up before you act, and say sorry where the rules forbid it."
+
+    # ---- scripted policies
+    def oracle(self) -> Action:
+        """Ask, look, act if the rules allow it and it is not done yet, then say so."""
+        request = self._current
+        if not self.asked:
+            return text_action("order number?")
+        if not self.looked:
+            return tool_action("look", order=request.order)
+        if self.database[request.order] != self.task.goal[request.order]:
+            return _act(request)
+        allowed = is_allowed(request.wish, self.task.orders[request.order], self.task.customer)
+        return text_action("done" if allowed else "sorry")
+
+    def random_action(self, rng: random.Random) -> Action:
+        acts = [text_action(text) for text in ("order number?", *FINAL)]
+        return rng.choice([*acts, tool_action("look", order=self._current.order), _act(self._current)])
+
+    def demonstrate(self, rng: random.Random) -> Action:
+        """The oracle's conversation, but where it has to judge, half of the time anything that a clerk might do."""
+        action = self.oracle()
+        judges = self.asked and self.looked and not (action.text == "done" and self.database != self.task.start())
+        if not judges or rng.random() < 0.5:
+            return action
+        return rng.choice([_act(self._current), text_action("sorry")])
+
+
+def _order(rng: random.Random, item: str, customer: str) -> dict[str, Any]:
+    owner = customer if rng.random() < 0.75 else rng.choice([p for p in PEOPLE if p != customer])
+    state = rng.choice(("open", "came"))
+    return {
+        "item": item,
+        "customer": owner,
+        "city": rng.choice(CITIES),
+        "state": state,
+        "days": rng.randint(1, MAX_DAYS),
+    }
+
+
+def _request(rng: random.Random, number: int, item: str) -> ServiceRequest:
+    wish = rng.choice(WISHES)
+    return ServiceRequest(wish, number, item, rng.choice(CITIES) if wish == "move" else "")
+
+
+def _act(request: ServiceRequest) -> Action:
+    return tool_action(request.wish, order=request.order, **({"city": request.city} if request.city else {}))
+
+
+def _reply(name: str, text: str, id: str = "") -> Message:
+    message: Message = {"role": "tool", "name": name, "content": text}
+    return message | ({"tool_call_id": id} if id else {})

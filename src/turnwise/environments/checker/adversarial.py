@@ -1,0 +1,115 @@
+"""Random actions that try to break an environment: texts that number parsers, regular expressions and encoders stumble over,
+mutations of legal actions, and tool calls with arguments of any type. Knows no environment."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from turnwise.core.protocols import Action, ToolCall
+
+NUMBERS = (
+    "1e30000000", "-1e999", "9" * 5_000, "0x" + "f" * 400, "1/0", "0/0", "1_0", "_", "__", "-", "+", ".", "1.", ".1",
+    "1,,,", "nan", "inf", "-inf", "1e", "٣", "²", "½", "Ⅷ", "１２", "1\u0663", "१", "--5", "00007", "1j", "True", "None",
+    "0" * 10_000 + "1",
+)  # fmt: skip
+ODD_TEXTS = (
+    "", " ", "\n", "\x00", "\ud800", "a\udfffb", "\u202eabc", "\u200b", "\ufeff", "é\u0301" * 50, "🐈\u200d⬛", "\x1b[2J",
+    "\r\n\r\n", "(" * 2_000, "[" * 2_000 + "]" * 2_000, "{" * 500, '"' * 99, "\\" * 99, "%s%n{0}{}", "<tool_call>",
+    "</s><|im_end|><|endoftext|>", "<tool_call>{}</tool_call>", '<tool_call>{"name": 5, "arguments": []}</tool_call>',
+    "İ" * 99, "ß" * 99, "a" * 100_000, " " * 100_000, "' OR 1=1 --", "__import__('os')._exit(1)", "../../etc/passwd",
+    "A" * 1_000_000,
+)  # fmt: skip
+STEMS = (
+    "answer: ",
+    "answer:",
+    "Answer: ",
+    "guess ",
+    "guess: ",
+    "is it ",
+    "left ",
+    "right ",
+    "north ",
+    "open ",
+    "",
+    "t=",
+)
+NAMES = ("_", "__class__", "exit", "quit", "t", "a" * 3_000, "None", "ﬁ", "ª", "lambda")
+ALPHABETS = (
+    "0123456789.,-+*/() ",
+    "abcdefghijklmnopqrstuvwxyz ?.:",
+    "".join(map(chr, range(1, 0x250))),
+    "٠١٢٣²½\u202e\u0000\ud800\U0001f408",
+)
+
+
+def adversarial_action(rng: random.Random, legal: Callable[[], Action] | None, tools: Sequence[Any]) -> Action:
+    """One action. ``legal`` returns an action in the environment's own format, to be mutated."""
+    kind = rng.random()
+    if kind < 0.3 and tools:
+        return _tool_call(rng, tools)
+    if kind < 0.6 and legal is not None:
+        action = legal()
+        return Action(_mutated(rng, action.text), action.calls if rng.random() < 0.5 else ())
+    if kind < 0.65:
+        return Action(_text(rng), faults=(_text(rng), "not JSON"))
+    return Action(rng.choice(STEMS) + _text(rng))
+
+
+def _text(rng: random.Random) -> str:
+    kind = rng.random()
+    if kind < 0.3:
+        return rng.choice(NUMBERS)
+    if kind < 0.45:
+        return rng.choice(NAMES)
+    if kind < 0.6:
+        return rng.choice(ODD_TEXTS)
+    alphabet, length = rng.choice(ALPHABETS), int(10 ** rng.uniform(0, 2.5))
+    return "".join(rng.choices(alphabet, k=length))
+
+
+def _mutated(rng: random.Random, text: str) -> str:
+    """A legal text with a part deleted, repeated, replaced or shouted."""
+    for _ in range(rng.randint(1, 3)):
+        start = rng.randint(0, len(text))
+        end = min(len(text), start + rng.randint(0, 6))
+        insert = rng.choice((_text(rng), "", text[start:end] * rng.choice((2, 1_000)), text[start:end].upper()))
+        text = text[:start] + insert + text[end:]
+    return text
+
+
+def _tool_call(rng: random.Random, tools: Sequence[Any]) -> Action:
+    names = [tool["function"]["name"] for tool in tools]
+    keys = [key for tool in tools for key in tool["function"]["parameters"].get("properties", {})]
+    calls = tuple(
+        ToolCall(
+            rng.choice((*names, *names, _text(rng))),
+            {rng.choice((*keys, *keys, _text(rng))): _value(rng, 3) for _ in range(rng.randint(0, 3))},
+            rng.choice(("", "1", _text(rng))),
+        )
+        for _ in range(rng.choice((1, 1, 1, 2, 20)))
+    )
+    return Action(_text(rng), calls)
+
+
+def _value(rng: random.Random, depth: int) -> Any:
+    """A value of any type that JSON can hold, and a few that it cannot."""
+    if depth and rng.random() < 0.2:
+        return rng.choice(([_value(rng, depth - 1)] * rng.randint(0, 3), {_text(rng): _value(rng, depth - 1)}))
+    plain: tuple[Any, ...] = (
+        None,
+        True,
+        0,
+        -1,
+        10**400,
+        1e308,
+        math.nan,
+        math.inf,
+        [],
+        {},
+        "print(1)",
+        "while True: pass" * (rng.random() < 0.02),
+    )
+    return rng.choice((*plain, _text(rng), _text(rng), _text(rng)))

@@ -1,0 +1,293 @@
+"""Function calling of the Berkeley leaderboard (package bfcl-eval): questions, tool schemas and reference answers.
+
+    load("bfcl:simple_python")       one question, one call; also multiple, parallel, parallel_multiple, live_simple, ...
+    load("bfcl:irrelevance")         no tool fits: the right answer calls none
+    load("bfcl:multi_turn_base")     several requests to simulated programs (a file system, a travel agency, ...)
+
+Calls are compared with the reference argument by argument, where any of its listed values is right. A multi-turn episode
+succeeds when the programs end in the state that the reference calls leave; what they reply is not compared, which the leaderboard
+does too. Tenths of the questions, by a hash of their ids, are held out.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from turnwise.core.protocols import Action, Step, ToolCall
+from turnwise.core.records import Message
+from turnwise.environments.base import Environment, is_held_out, user_message
+from turnwise.environments.families.adapter import import_package, split_options
+from turnwise.errors import SettingError, nearest
+
+FILES = "BFCL_v4_{}.json"
+JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string", "String": "string"}
+MAX_CALLS = 20  # in one request of a multi-turn episode
+MAX_REPLY = 2000  # characters of a program's reply
+Entry = dict[str, Any]
+
+
+class CallEnvironment(Environment):
+    """One question, answered by one turn of calls. ``environment`` makes a subclass for each category."""
+
+    max_turns = 1
+    suggests: ClassVar[Mapping[str, Any]] = {"context": 2048, "max_tokens": 128}
+    entries: ClassVar[Mapping[str, Sequence[Entry]]]  # by split
+    entry: Entry
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        entries = self.entries["train" if self.split == "train" else "held_out"]
+        self.entry = entries[seed % len(entries)]
+        self.tools = tuple(tool_schema(function) for function in self.entry["function"])
+        return list(self.entry["question"][0])
+
+    def step(self, action: Action) -> Step:
+        right = not action.faults and calls_match(action.calls, self.entry.get("ground_truth", []))
+        info = {"success": right, "tool_calls": len(action.calls), "tool_errors": len(action.faults)}
+        return Step([], float(right), terminated=True, info=info)
+
+    def oracle(self) -> Action:
+        calls = [reference_call(reference) for reference in self.entry.get("ground_truth", [])]
+        return action_of(calls) if calls else Action("None of these tools fits.")
+
+
+class ProgramEnvironment(CallEnvironment):
+    """Several requests in a row, answered by calls into simulated programs. A turn without a call ends a request."""
+
+    max_turns = 40
+    suggests: ClassVar[Mapping[str, Any]] = {"context": 8192, "max_tokens": 128}
+    programs: dict[str, Any]
+    request: int
+    planned: list[ToolCall]  # what the oracle has left to call in this request
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        entries = self.entries["train" if self.split == "train" else "held_out"]
+        self.entry = entries[seed % len(entries)]
+        self.programs, self.request, self.calls, self.done = start_programs(self.entry), 0, 0, False
+        self.tools = tuple(tool_schema(function) for function in program_functions(self.entry))
+        self.planned = self._reference(0)
+        return list(self.entry["question"][0])
+
+    def step(self, action: Action) -> Step:
+        if self.done:
+            return Step([user_message("it is over.")], 0.0, terminated=True)
+        if action.calls and self.calls < MAX_CALLS:
+            replies = [self._reply(call) for call in action.calls]
+            failed = sum(failed for _, failed in replies)
+            return Step([m for m, _ in replies], info={"tool_calls": len(replies), "tool_errors": failed})
+        self.request, self.calls = self.request + 1, 0
+        if self.request < len(self.entry["question"]):
+            self.planned = self._reference(self.request)
+            return Step(list(self.entry["question"][self.request]), info={"tool_errors": len(action.faults)})
+        self.done = True
+        right = states(self.programs) == self._reference_states()
+        return Step([], float(right), terminated=True, info={"success": right, "tool_errors": len(action.faults)})
+
+    def _reply(self, call: ToolCall) -> tuple[Message, bool]:
+        self.calls += 1
+        if self.planned and self.planned[0].name == call.name:
+            self.planned.pop(0)
+        text, failed = run_call(self.programs, call)
+        return {"role": "tool", "name": call.name, "content": text[:MAX_REPLY]}, failed
+
+    def _reference(self, request: int) -> list[ToolCall]:
+        return [parse_call(text, self.programs) for text in self.entry["ground_truth"][request]]
+
+    def _reference_states(self) -> dict[str, Any]:
+        programs = start_programs(self.entry)
+        for request in range(len(self.entry["question"])):
+            for call in self._reference(request):
+                run_call(programs, call)
+        return states(programs)
+
+    def oracle(self) -> Action:
+        return action_of(self.planned[:1]) if self.planned else Action("done")
+
+
+# ------------------------------------------------------------------ calls
+
+
+def action_of(calls: Sequence[ToolCall]) -> Action:
+    """An action that makes these calls."""
+    written = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
+    return Action("".join(f"<tool_call>{text}</tool_call>" for text in written), tuple(calls))
+
+
+def tool_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function's description in the OpenAI form."""
+    described = {k: v for k, v in function.items() if k in ("name", "description")}
+    return {"type": "function", "function": {**described, "parameters": json_types(function["parameters"])}}
+
+
+def json_types(schema: Any) -> Any:
+    """A schema with the type names of JSON Schema instead of Python's."""
+    if isinstance(schema, list):
+        return [json_types(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    changed = {key: json_types(value) for key, value in schema.items() if key != "optional"}
+    kind = changed.get("type")
+    return {**changed, "type": JSON_TYPES.get(kind, kind)} if isinstance(kind, str) else changed
+
+
+def reference_call(reference: Mapping[str, Mapping[str, Sequence[Any]]]) -> ToolCall:
+    """The call of a reference answer with the first value of each argument; "" means that it may be left out."""
+    (name, arguments), *_ = reference.items()
+    return ToolCall(name, {key: first_value(values[0]) for key, values in arguments.items() if required(values)})
+
+
+def required(values: Sequence[Any]) -> bool:
+    """Whether an argument must be there: an empty text, or no value at all, means that it may be left out."""
+    return bool(values) and "" not in values
+
+
+def first_value(value: Any) -> Any:
+    """A reference value; the values inside an object are lists of choices, too."""
+    if isinstance(value, list):
+        return [first_value(item) for item in value]
+    return {k: first_value(v[0]) for k, v in value.items() if required(v)} if isinstance(value, dict) else value
+
+
+def calls_match(calls: Sequence[ToolCall], references: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every call fits one reference and every reference one call, in any order."""
+    if len(calls) != len(references):
+        return False
+    left = list(references)
+    for call in calls:
+        fitting = next((reference for reference in left if call_matches(call, reference)), None)
+        if fitting is None:
+            return False
+        left.remove(fitting)
+    return True
+
+
+def call_matches(call: ToolCall, reference: Mapping[str, Any]) -> bool:
+    (name, arguments), *_ = reference.items()
+    if call.name not in (name, name.replace(".", "_")) or not set(call.arguments) <= set(arguments):
+        return False
+    return all(
+        any(value_matches(call.arguments[key], v) for v in values) if key in call.arguments else not required(values)
+        for key, values in arguments.items()
+    )
+
+
+def value_matches(given: Any, wanted: Any) -> bool:
+    """Whether a value fits one of the reference: texts without case, spaces and punctuation, whole numbers as decimals."""
+    if isinstance(wanted, dict):
+        return isinstance(given, dict) and all(
+            any(value_matches(given[key], v) for v in choices) if key in given else not required(choices)
+            for key, choices in wanted.items()
+        )
+    if isinstance(wanted, list):
+        same = isinstance(given, list) and len(given) == len(wanted)
+        return same and all(value_matches(g, w) for g, w in zip(given, wanted))
+    if isinstance(wanted, str) or isinstance(given, str):
+        return isinstance(given, str) and isinstance(wanted, str) and plain(given) == plain(wanted)
+    if isinstance(wanted, bool) or isinstance(given, bool):
+        return given is wanted
+    return bool(given == wanted)
+
+
+def plain(text: str) -> str:
+    return "".join(letter for letter in text.lower() if letter not in " ,./-_*^'\"")
+
+
+# --------------------------------------------------------------- programs
+
+
+def start_programs(entry: Entry) -> dict[str, Any]:
+    """The simulated programs of an entry, in their initial state."""
+    paths = importlib.import_module("bfcl_eval.constants.executable_backend_config")
+    programs = {}
+    for name in entry["involved_classes"]:
+        program = getattr(importlib.import_module(paths.CLASS_FILE_PATH_MAPPING[name]), name)()
+        if name not in paths.STATELESS_CLASSES:
+            program._load_scenario(copy.deepcopy(entry["initial_config"].get(name, {})), long_context=False)
+        programs[name] = program
+    return programs
+
+
+def run_call(programs: Mapping[str, Any], call: ToolCall) -> tuple[str, bool]:
+    """The reply of the program that has this function, and whether the call failed."""
+    owner = next((p for p in programs.values() if not call.name.startswith("_") and hasattr(type(p), call.name)), None)
+    if owner is None:
+        return f"error: there is no function {call.name!r}", True
+    try:
+        reply = getattr(owner, call.name)(**call.arguments)
+    except Exception as fault:  # wrong arguments, or a rule of the program
+        return f"error: {fault}", True
+    failed = isinstance(reply, dict) and "error" in reply
+    return reply if isinstance(reply, str) else json.dumps(reply, default=str), failed
+
+
+def states(programs: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of every program that a call can change, as text."""
+    return {name: {k: repr(v) for k, v in vars(p).items() if not k.startswith("_")} for name, p in programs.items()}
+
+
+def parse_call(text: str, programs: Mapping[str, Any]) -> ToolCall:
+    """``"mv(source='a', destination='b')"`` as a call; positional arguments are named by the function's signature."""
+    import inspect
+
+    node = ast.parse(text, mode="eval").body
+    assert isinstance(node, ast.Call), text
+    name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
+    owner = next(p for p in programs.values() if hasattr(type(p), name))
+    names = list(inspect.signature(getattr(owner, name)).parameters)
+    arguments = {names[n]: ast.literal_eval(value) for n, value in enumerate(node.args)}
+    return ToolCall(name, {**arguments, **{k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}})
+
+
+def program_functions(entry: Entry) -> list[dict[str, Any]]:
+    """The descriptions of the functions that an entry offers."""
+    documents = importlib.import_module(
+        "bfcl_eval.constants.executable_backend_config"
+    ).MULTI_TURN_FUNC_DOC_FILE_MAPPING
+    found = [
+        f
+        for name in entry["involved_classes"]
+        for f in read_lines(data_folder() / "multi_turn_func_doc" / documents[name])
+    ]
+    return [f for f in found if f["name"] not in entry.get("excluded_function", ())]
+
+
+# ------------------------------------------------------------------- files
+
+
+def data_folder() -> Path:
+    package = import_package("bfcl_eval", "bfcl", "--no-deps bfcl-eval")  # its other dependencies are not used
+    return Path(next(iter(package.__path__))) / "data"
+
+
+def read_lines(path: Path) -> list[Entry]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+@cache
+def environment(spec: str) -> type[CallEnvironment]:
+    """The class of a category."""
+    name, options = split_options("bfcl", spec)
+    folder = data_folder()
+    prefix, suffix = FILES.split("{}")
+    unsupported = ("java", "web_search", "memory", "format_sensitivity", "long_context", "miss_func")
+    offered = sorted(p.name.removeprefix(prefix).removesuffix(suffix) for p in folder.glob(FILES.format("*")))
+    offered = [category for category in offered if not any(word in category for word in unsupported)]
+    if name not in offered:
+        raise SettingError(f"bfcl has no category {name!r}; {nearest(name, offered)}")
+    if options:
+        raise SettingError(f"bfcl:{name} takes no options; leave out {next(iter(options))!r}")
+    entries, answers = read_lines(folder / FILES.format(name)), folder / "possible_answer" / FILES.format(name)
+    if answers.is_file():
+        truth = {row["id"]: row["ground_truth"] for row in read_lines(answers)}
+        entries = [{**entry, "ground_truth": truth[entry["id"]]} for entry in entries if entry["id"] in truth]
+    splits = {
+        split: [e for e in entries if is_held_out(e["id"]) == (split == "held_out")] for split in ("train", "held_out")
+    }
+    base = ProgramEnvironment if name.startswith("multi_turn") else CallEnvironment
+    return type(f"bfcl:{spec}", (base,), {"entries": splits, "__doc__": f"{name} of BFCL.", "__module__": __name__})

@@ -1,0 +1,131 @@
+"""Worlds of Gymnasium with discrete actions, in words.
+
+    load("gymnasium:FrozenLake-v1,is_slippery=false")
+
+Where the package can draw a world as text, that is the observation; otherwise its numbers are. Actions of the toy worlds have
+names, others are "action 0", "action 1", ... An episode succeeds when its rewards reach the threshold of the world's
+specification; where there is none, only the reward is reported.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+from turnwise.core.protocols import Step
+from turnwise.core.records import Message
+from turnwise.environments.base import user_message
+from turnwise.environments.families.adapter import WordWorld, import_package, listed, split_options, world_seed
+from turnwise.errors import SettingError, nearest
+
+NAMES = {  # actions in the order of the package
+    "FrozenLake": ("left", "down", "right", "up"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
+    "Blackjack": ("stick", "hit"),
+    "CartPole": ("left", "right"),
+    "MountainCar": ("left", "wait", "right"),
+    "Acrobot": ("left", "wait", "right"),
+    "LunarLander": ("wait", "left", "main", "right"),
+}
+MARKED = re.compile(r"\x1b\[4[0-9]m(.)\x1b\[0m")  # a cell on a coloured background: where the agent is
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+TURNS = 200  # for a world without a limit of its own
+
+
+class GymnasiumEnvironment(WordWorld):
+    """One episode of one world. ``environment`` makes a subclass for each id."""
+
+    suggests: ClassVar[Mapping[str, Any]] = {"history": 1, "context": 256, "max_tokens": 6}
+    make: ClassVar[Any]  # returns a new world of the package
+    words: ClassVar[tuple[str, ...]]
+    threshold: ClassVar[float | None]
+    world: Any
+    total: float
+    done: bool
+
+    def begin(self, seed: int) -> Sequence[Message]:
+        self.world, self.total, self.done = type(self).make(), 0.0, False
+        observation, _ = self.world.reset(seed=world_seed(seed, self.split))
+        return [user_message(f"{self._view(observation)}\nsay {listed(self.words)}")]
+
+    def legal(self) -> Sequence[str]:
+        return self.words
+
+    def act(self, word: str) -> Step:
+        if self.done:
+            return Step([user_message("it is over.")], 0.0, terminated=True)
+        observation, reward, terminated, truncated, _ = self.world.step(self.words.index(word))
+        self.total += float(reward)
+        self.done = terminated or truncated
+        info = {"success": self.total >= self.threshold} if self.done and self.threshold is not None else {}
+        return Step([user_message(self._view(observation))], float(reward), terminated, truncated, info)
+
+    def _view(self, observation: Any) -> str:
+        drawn = self.world.render() if self.world.render_mode == "ansi" else None
+        if isinstance(drawn, str):
+            lines = ESCAPES.sub("", MARKED.sub(r"[\1]", drawn)).strip().splitlines()
+            return "\n".join(line for line in lines if not line.strip().startswith("("))
+        return in_words(observation)
+
+    def close(self) -> None:
+        self.world.close()
+
+
+def in_words(observation: Any) -> str:
+    """Numbers of an observation, rounded; a dict by its keys."""
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, Mapping):
+        return "; ".join(f"{key} {in_words(value)}" for key, value in observation.items())
+    if isinstance(observation, tuple):
+        return " ".join(map(in_words, observation))
+    if hasattr(observation, "ravel"):
+        return " ".join(f"{float(value):.2f}" for value in observation.ravel())
+    return str(observation)
+
+
+@cache
+def environment(spec: str) -> type[GymnasiumEnvironment]:
+    """The class of an id, with options of the world's constructor."""
+    name, options = split_options("gymnasium", spec)
+    gymnasium = import_package("gymnasium", "gymnasium", "gymnasium")
+    if name not in gymnasium.registry:
+        raise SettingError(f"gymnasium has no world {name!r}; {nearest(name, list(gymnasium.registry))}")
+
+    def make() -> Any:
+        drawn = {"render_mode": "ansi"} if _draws_text(gymnasium, name) else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return gymnasium.make(name, disable_env_checker=True, **drawn, **options)
+
+    try:
+        world = make()
+    except Exception as fault:  # a missing dependency or a wrong option
+        raise SettingError(f"gymnasium:{spec} cannot be made: {str(fault).splitlines()[0]}") from fault
+    if not isinstance(world.action_space, gymnasium.spaces.Discrete):
+        raise SettingError(f"gymnasium:{name} has the actions {world.action_space}; only discrete ones can be words")
+    count = int(world.action_space.n)
+    words = NAMES.get(name.split("-")[0], ())
+    entry = gymnasium.registry[name]
+    body = {
+        "make": staticmethod(make),
+        "words": words if len(words) == count else tuple(f"action {n}" for n in range(count)),
+        "threshold": entry.reward_threshold,
+        "max_turns": entry.max_episode_steps or TURNS,
+        "__doc__": f"{name} of Gymnasium.",
+        "__module__": __name__,
+    }
+    return type(f"gymnasium:{spec}", (GymnasiumEnvironment,), body)
+
+
+def _draws_text(gymnasium: Any, name: str) -> bool:
+    module, _, attribute = str(gymnasium.registry[name].entry_point).partition(":")
+    try:
+        cls = getattr(import_package(module, "gymnasium", "gymnasium"), attribute)
+    except (SettingError, AttributeError):
+        return False
+    return "ansi" in getattr(cls, "metadata", {}).get("render_modes", ())

@@ -1,0 +1,144 @@
+"""BabyAI and other worlds of the package minigrid, in words: the mission, and what the agent sees from where it stands.
+
+    load("minigrid:BabyAI-GoToRedBall-v0")
+
+An observation lists the objects in the 7 x 7 view, nearest first, by steps ahead and to a side: "red ball 2 ahead 1 left". The
+package's own bot is the oracle of BabyAI missions. The reward is the package's, which falls with the turns taken.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+from turnwise.core.protocols import Action, Step
+from turnwise.core.records import Message
+from turnwise.environments.base import text_action, user_message
+from turnwise.environments.families.adapter import WordWorld, import_package, split_options, world_seed
+from turnwise.errors import SettingError, nearest
+
+ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle")  # in the package's order; "done" is left out
+AGENT = (3, 6)  # its cell in the view; it looks towards row 0
+HIDDEN = ("unseen", "empty", "floor", "agent")
+DOORS = ("open", "closed", "locked")
+SEEN = 6  # objects that an observation lists
+
+
+class MiniGridEnvironment(WordWorld):
+    """One episode of one world. ``environment`` makes a subclass for each id."""
+
+    max_turns = 64
+    suggests: ClassVar[Mapping[str, Any]] = {
+        "history": 1, "context": 192, "max_tokens": 6, "hidden": 128, "copying": True, "cold_steps": 200, "cold_batch": 24,
+    }  # fmt: skip
+    make: ClassVar[Any]  # returns a new world of the package
+    world: Any
+    bot: Any  # None until the oracle is first asked
+    advice: str  # its next action
+    done: bool
+
+    def begin(self, seed: int) -> Sequence[Message]:
+        self.world, self.bot, self.done = type(self).make(), None, False
+        self.observation, _ = self.world.reset(seed=world_seed(seed, self.split))
+        self.max_turns = int(self.world.unwrapped.max_steps)  # some worlds set it for each mission
+        return [user_message(f"{self._view()}\nsay {', '.join(ACTIONS)}")]
+
+    def legal(self) -> Sequence[str]:
+        return ACTIONS
+
+    def act(self, word: str) -> Step:
+        action = ACTIONS.index(word)
+        self.observation, reward, terminated, truncated, _ = self.world.step(action)
+        self.done = terminated or truncated
+        if self.bot is not None and not self.done:
+            self._plan(action)
+        info = {"success": reward > 0} if self.done else {}
+        return Step([user_message(self._view())], float(reward), terminated, truncated, info)
+
+    def _view(self) -> str:
+        seen = "; ".join(text for _, text in sorted(visible_objects(self.observation["image"]))[:SEEN])
+        carried = self.world.unwrapped.carrying
+        holding = f" you carry the {carried.color} {carried.type}." if carried else ""
+        return f"{self.observation['mission']}.{holding} you see {seen or 'nothing'}."
+
+    def close(self) -> None:
+        self.world.close()
+
+    # ---- scripted policies
+    def oracle(self) -> Action:
+        """The next action of the package's bot, which remembers what it explored and follows the actions really taken."""
+        if self.bot is None:
+            self._plan(None)
+        return text_action(self.advice)
+
+    def _plan(self, taken: int | None) -> None:
+        from minigrid.utils.baby_ai_bot import BabyAIBot
+
+        try:
+            if self.bot is None:
+                self.bot = BabyAIBot(self.world)
+            self.advice = ACTIONS[int(self.bot.replan(taken))]
+        except (
+            Exception
+        ):  # the bot asserts that a mission can still be solved; a random action may have made it impossible
+            self.bot, self.advice = None, "forward"
+
+
+def visible_objects(image: Any) -> list[tuple[int, str]]:
+    """(distance, description) of each object in a view, and of the wall straight ahead."""
+    from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT
+
+    found: list[tuple[int, str]] = []
+    for x in range(image.shape[0]):
+        for y in range(image.shape[1]):
+            kind = IDX_TO_OBJECT[int(image[x, y, 0])]
+            ahead, side = AGENT[1] - y, x - AGENT[0]
+            if kind in HIDDEN or (kind == "wall" and (side or ahead <= 0)):
+                continue
+            state = f"{DOORS[int(image[x, y, 2])]} " if kind == "door" else ""
+            colour = "" if kind in ("wall", "lava") else f"{IDX_TO_COLOR[int(image[x, y, 1])]} "
+            found.append((ahead + abs(side), f"{state}{colour}{kind}{_place(ahead, side)}"))
+    walls = [item for item in found if "wall" in item[1]]
+    return [item for item in found if "wall" not in item[1]] + ([min(walls)] if walls else [])
+
+
+def _place(ahead: int, side: int) -> str:
+    parts = [f" {ahead} ahead"] if ahead else []
+    parts += [f" {abs(side)} {'right' if side > 0 else 'left'}"] if side else []
+    return "".join(parts) or " here"
+
+
+@cache
+def environment(spec: str) -> type[MiniGridEnvironment]:
+    """The class of an id such as ``BabyAI-GoToObj-v0``, with options of its constructor."""
+    name, options = split_options("minigrid", spec)
+    gymnasium = import_package("gymnasium", "minigrid", "minigrid")
+    import_package("minigrid", "minigrid", "minigrid")
+    generator = import_package("minigrid.envs.babyai.core.roomgrid_level", "minigrid", "minigrid")
+    generator.print = lambda *_: None  # it prints every layout that it rejects
+    offered = [key for key, entry in gymnasium.registry.items() if "minigrid" in str(entry.entry_point)]
+    if name not in offered:
+        raise SettingError(f"minigrid has no world {name!r}; {nearest(name, offered)}")
+
+    def make() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return gymnasium.make(name, disable_env_checker=True, **options)
+
+    try:
+        world = make()
+        world.reset(seed=0)
+        limit = 2 * int(world.unwrapped.max_steps)
+    except (TypeError, ValueError) as fault:
+        raise SettingError(f"minigrid:{spec} cannot be made: {fault}") from fault
+    body: dict[str, Any] = {
+        "make": staticmethod(make),
+        "max_turns": limit,
+        "__doc__": f"{name} of minigrid.",
+        "__module__": __name__,
+    }
+    if not name.startswith("BabyAI"):
+        body["oracle"] = WordWorld.oracle  # only BabyAI missions have a bot
+    return type(f"minigrid:{spec}", (MiniGridEnvironment,), body)

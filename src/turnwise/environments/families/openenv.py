@@ -1,0 +1,210 @@
+"""Environments of an OpenEnv server, by its address: the server plays, this side speaks its wire.
+
+    load("openenv:http://127.0.0.1:8000,turns=12,success=1")
+
+Each episode is one WebSocket session of the server. Its JSON schema of an action is the policy's tool ``act``; where an action is
+one text and nothing else, a turn without a call is that text. Observations are told as text: the only field of text, or all
+fields by name. Rewards are the server's; an episode succeeds if they add up to ``success`` (more than 0 where it is left out).
+``goal`` is said before the first observation. Environments that offer MCP tools in place of actions are not supported.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+from turnwise.core.protocols import Action, Step, ToolCall
+from turnwise.core.records import Message
+from turnwise.environments.base import Environment, text_action, tool_action, user_message
+from turnwise.environments.contract import is_finite
+from turnwise.environments.families.adapter import import_package, split_options, world_seed
+from turnwise.errors import EnvironmentFault, SettingError, nearest
+
+OPTIONS = ("turns", "success", "goal", "seconds")
+OWN_FIELDS = ("metadata",)  # of the package's base classes: no part of an action or of what is told
+MAX_TEXT = 4000  # characters of an observation
+TURNS, SECONDS = 16, 30.0
+
+
+class OpenEnvEnvironment(Environment):
+    """One session of a server. ``environment`` makes a subclass for each address."""
+
+    suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 64}
+    url: ClassVar[str]
+    action_schema: ClassVar[Mapping[str, Any]]
+    goal: ClassVar[str] = ""
+    success_at: ClassVar[float | None] = None
+    seconds: ClassVar[float] = SECONDS
+    socket: Any = None
+    turns: int
+    total: float
+    done: bool
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        client = import_package("websockets.sync.client", "openenv", "openenv")
+        address = "ws" + self.url.removeprefix("http") + "/ws"
+        try:
+            self.socket = client.connect(address, open_timeout=self.seconds, proxy=None)
+        except Exception as fault:  # refused, timed out, no such host, or the server is full
+            raise EnvironmentFault(f"no session of {self.url}: {fault}") from fault
+        self.turns, self.total, self.done = 0, 0.0, False
+        answer = self._ask("reset", {"seed": world_seed(seed, self.split)})
+        if isinstance(answer, str):
+            raise EnvironmentFault(f"{self.url} cannot reset: {answer}")
+        text = tell(answer["observation"])
+        return [user_message(f"{self.goal}\n{text}" if self.goal else text)]
+
+    def step(self, action: Action) -> Step:
+        if self.done:
+            return Step([user_message("it is over.")], 0.0, terminated=True)
+        self.turns += 1
+        read = self._read(action)
+        answer = read if isinstance(read, str) else self._ask("step", read)
+        if isinstance(answer, str):
+            return self._bounded(Step([user_message(f"error: {answer[:400]}")], info={"tool_errors": 1}))
+        reward = answer.get("reward") or 0.0
+        if not is_finite(float(reward)):
+            raise EnvironmentFault(f"{self.url} pays {reward!r}; a reward is a finite number")
+        self.total += float(reward)
+        step = Step([user_message(tell(answer["observation"]))], float(reward), info={"tool_calls": len(action.calls)})
+        return self._end(step, True) if answer.get("done") else self._bounded(step)
+
+    def _read(self, action: Action) -> dict[str, Any] | str:
+        """The action as the server reads it, or what is wrong with it."""
+        field = text_field(self.action_schema)
+        if action.faults:
+            return action.faults[0]
+        if action.calls:
+            call: ToolCall = action.calls[0]
+            return dict(call.arguments) if call.name == "act" else f"there is no tool {call.name[:40]!r}; call act"
+        return {field: action.text} if field else "call the tool act"
+
+    def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any] | str:
+        """The data of the server's answer; the words of an error that the policy can mend."""
+        try:
+            self.socket.send(json.dumps({"type": kind, "data": data}))
+            answer = json.loads(self.socket.recv(timeout=self.seconds))
+        except Exception as fault:  # closed, timed out, or no JSON
+            raise EnvironmentFault(f"{self.url} does not answer: {fault or type(fault).__name__}") from fault
+        content = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(content, dict):
+            raise EnvironmentFault(f"{self.url} answers {str(answer)[:120]!r}; an OpenEnv server sends type and data")
+        if answer.get("type") == "error":
+            return str(content.get("message", content))
+        if not isinstance(content.get("observation"), dict):
+            raise EnvironmentFault(f"{self.url} sends no observation: {str(content)[:120]}")
+        return content
+
+    def _bounded(self, step: Step) -> Step:
+        return self._end(step, False) if self.turns >= self.max_turns else step
+
+    def _end(self, step: Step, terminated: bool) -> Step:
+        self.done = True
+        success = self.total > 0 if self.success_at is None else self.total >= self.success_at
+        return Step(step.messages, step.reward, terminated, not terminated, {**step.info, "success": success})
+
+    def random_action(self, rng: random.Random) -> Action:
+        values = {name: sample(rule, rng) for name, rule in fields(self.action_schema).items()}
+        field = text_field(self.action_schema)
+        return text_action(str(values[field])) if field else tool_action("act", **values)
+
+    def close(self) -> None:
+        socket, self.socket = self.socket, None
+        if socket is not None:
+            socket.send(json.dumps({"type": "close"}))
+            socket.close()
+
+
+def fields(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The fields of an action that the policy fills in."""
+    return {name: rule for name, rule in schema.get("properties", {}).items() if name not in OWN_FIELDS}
+
+
+def text_field(schema: Mapping[str, Any]) -> str:
+    """The field of actions that are one text; empty where they are more."""
+    own = fields(schema)
+    only = next(iter(own), "")
+    return only if len(own) == 1 and own[only].get("type") == "string" and "enum" not in own[only] else ""
+
+
+def sample(rule: Mapping[str, Any], rng: random.Random) -> Any:
+    """Any value of a schema."""
+    if "enum" in rule:
+        return rng.choice(list(rule["enum"]))
+    low = int(rule.get("minimum", 0))
+    kinds: dict[str, Callable[[], Any]] = {
+        "integer": lambda: rng.randint(low, int(rule.get("maximum", low + 9))),
+        "number": lambda: low + rng.random(),
+        "boolean": lambda: rng.random() < 0.5,
+        "array": list,
+        "object": dict,
+    }
+    return kinds.get(str(rule.get("type")), lambda: rng.choice(["hello", "1", "look"]))()
+
+
+def tell(observation: Mapping[str, Any]) -> str:
+    """An observation as text."""
+    own = {name: value for name, value in observation.items() if name not in OWN_FIELDS}
+    texts = [value for value in own.values() if isinstance(value, str)]
+    if len(own) == len(texts) == 1:
+        return str(texts[0])[:MAX_TEXT]
+    words = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in own.items())
+    return "\n".join(words)[:MAX_TEXT]
+
+
+def act_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool by which the policy acts."""
+    required = [name for name in schema.get("required", ()) if name not in OWN_FIELDS]
+    own = fields(schema)
+    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    parameters = {"type": "object", "properties": own, "required": required, **shared}
+    description = str(schema.get("description", "act in the world")).strip().splitlines()[0]
+    return {"type": "function", "function": {"name": "act", "description": description, "parameters": parameters}}
+
+
+@cache
+def environment(spec: str) -> type[OpenEnvEnvironment]:
+    """The class of a server's address."""
+    import_package("websockets", "openenv", "openenv")
+    url, options = split_options("openenv", spec)
+    url = url.rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise SettingError(f"openenv:{url} is no address; write openenv:http://HOST:PORT")
+    for key in options:
+        if key not in OPTIONS:
+            raise SettingError(f"openenv:... has no option {key!r}; {nearest(key, OPTIONS)}")
+    seconds = float(options.get("seconds", SECONDS))
+    schema = action_schema(url, seconds)
+    success = options.get("success")
+    body = {
+        "url": url,
+        "action_schema": schema,
+        "tools": () if text_field(schema) else (act_tool(schema),),
+        "max_turns": int(options.get("turns", TURNS)),
+        "success_at": None if success is None else float(success),
+        "goal": str(options.get("goal", "")),
+        "seconds": seconds,
+        "__doc__": f"The environment of the OpenEnv server {url}.",
+        "__module__": __name__,
+    }
+    return type(f"openenv:{spec}", (OpenEnvEnvironment,), body)
+
+
+def action_schema(url: str, seconds: float) -> Mapping[str, Any]:
+    """What the server says an action is."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/schema", timeout=seconds) as answer:
+            schema = json.loads(answer.read())["action"]
+    except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError) as fault:
+        raise SettingError(
+            f"no OpenEnv server answers at {url}/schema ({fault}); start it, or mend the address"
+        ) from fault
+    if not isinstance(schema, dict) or not fields(schema):
+        raise SettingError(f"{url} names no field of an action; servers that offer MCP tools alone are not supported")
+    return schema

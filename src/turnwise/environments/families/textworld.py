@@ -1,0 +1,142 @@
+"""Games of TextWorld: a game file, or games made by the package's generator.
+
+    load("textworld:games/kitchen.z8")                          every task is this game
+    load("textworld:custom,rooms=2,objects=4,quest=2,games=20") twenty generated games, sixteen of them for training
+
+Generated games are kept in a cache folder, since making one takes seconds. The policy that the package knows to win is the
+oracle. The reward of a turn is the rise of the score, in [0, 1] over an episode; an episode succeeds when the game is won.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from turnwise.core.protocols import Action, Step
+from turnwise.core.records import Message
+from turnwise.environments.base import Environment, text_action, user_message
+from turnwise.environments.families.adapter import import_package, split_options
+from turnwise.errors import SettingError, nearest
+
+CUSTOM = "custom"
+OPTIONS = {"rooms": 1, "objects": 3, "quest": 1, "games": 10}
+HELD_OUT_SHARE = 5  # one generated game in five
+TURNS = 30
+STATUS_LINE = re.compile(r"\n>\s.*?$", re.DOTALL)  # the prompt of the interpreter and its status line
+
+
+class TextWorldEnvironment(Environment):
+    """One game. ``environment`` makes a subclass for each file or generator."""
+
+    max_turns = TURNS
+    suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 16, "history": 3}
+    files: ClassVar[Mapping[str, Sequence[Callable[[], Path]]]]  # by split
+    game: Any = None
+    state: Any
+    score: float
+    done: bool
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        textworld = import_package("textworld", "textworld", "textworld")
+        files = self.files["train" if self.split == "train" else "held_out"]
+        infos = textworld.EnvInfos(admissible_commands=True, policy_commands=True, won=True, lost=True, max_score=True)
+        self.game = textworld.start(str(files[seed % len(files)]()), infos)
+        self.state = self.game.reset()
+        self.score, self.turns, self.done = 0.0, 0, False
+        return [user_message(_readable(self.state.feedback))]
+
+    def step(self, action: Action) -> Step:
+        if self.done:
+            return Step([user_message("it is over.")], 0.0, terminated=True)
+        command = " ".join(action.text.split())[:200] or "look"
+        self.state, score, over = self.game.step(command)
+        self.turns += 1
+        score = score / (self.state.max_score or 1)
+        reward, self.score = score - self.score, score
+        self.done = bool(over) or self.turns >= TURNS
+        info = {"success": bool(self.state.won)} if self.done else {}
+        return Step([user_message(_readable(self.state.feedback))], reward, bool(over), self.done and not over, info)
+
+    def close(self) -> None:
+        if self.game is not None:
+            self.game.close()
+
+    # ---- scripted policies
+    def oracle(self) -> Action:
+        commands = self.state.policy_commands or self.state.admissible_commands or ["look"]
+        return text_action(commands[0])
+
+    def random_action(self, rng: random.Random) -> Action:
+        return text_action(rng.choice(self.state.admissible_commands or ["look"]))
+
+
+def _readable(feedback: str) -> str:
+    """The text of a reply without the interpreter's banner and status line."""
+    text = STATUS_LINE.sub("", feedback)
+    lines = [line.strip() for line in text.splitlines()]
+    kept = [line for line in lines if line and not set(line) <= set("$\\/|_ .'`")]
+    return "\n".join(line for line in kept if "\\" not in line and "$$" not in line)
+
+
+def generated(number: int, rooms: int, objects: int, quest: int) -> Path:
+    """The file of a generated game, made at its first use."""
+    textworld = import_package("textworld", "textworld", "textworld")
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "turnwise" / "textworld"
+    path = folder / f"rooms{rooms}-objects{objects}-quest{quest}-{number}.z8"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        options = textworld.GameOptions()
+        options.seeds, options.nb_rooms, options.nb_objects, options.quest_length = number, rooms, objects, quest
+        options.path, options.force_recompile = str(folder / f".{os.getpid()}-{path.name}"), True
+        made, _ = textworld.make(options)
+        source = Path(made)
+        for suffix in (".json", ".ni"):  # the game's own description lies beside it
+            if source.with_suffix(suffix).is_file():
+                source.with_suffix(suffix).replace(path.with_suffix(suffix))
+        source.replace(path)
+    return path
+
+
+@cache
+def environment(spec: str) -> type[TextWorldEnvironment]:
+    """The class of a game file, or of ``custom`` with options of the generator."""
+    name, options = split_options("textworld", spec)
+    import_package("textworld", "textworld", "textworld")
+    files = _generator(options) if name == CUSTOM else _file(name, options)
+    body = {"files": files, "__doc__": f"TextWorld, {name}.", "__module__": __name__}
+    return type(f"textworld:{spec}", (TextWorldEnvironment,), body)
+
+
+def _file(name: str, options: Mapping[str, Any]) -> dict[str, list[Callable[[], Path]]]:
+    path = Path(name)
+    if not path.is_file():
+        raise SettingError(
+            f"there is no game file {name}; write textworld:FILE.z8, or textworld:custom for generated games"
+        )
+    if options:
+        raise SettingError(f"textworld:{name} takes no options; only textworld:custom does")
+    return {split: [lambda: path] for split in ("train", "held_out")}
+
+
+def _generator(options: Mapping[str, Any]) -> dict[str, list[Callable[[], Path]]]:
+    for key, value in options.items():
+        if key not in OPTIONS:
+            raise SettingError(f"textworld:custom has no option {key!r}; {nearest(key, OPTIONS)}")
+        if not isinstance(value, int) or value < 1:
+            raise SettingError(f"textworld:custom: {key} is {value!r}; write a whole number of at least 1")
+    values = {**OPTIONS, **options}
+    count = values.pop("games")
+    if count < 2:
+        raise SettingError(f"textworld:custom: games is {count}; write at least 2: one of them is held out")
+    makers = [_lazily(number, values) for number in range(1, count + 1)]
+    held_out = max(1, count // HELD_OUT_SHARE)
+    return {"train": makers[held_out:], "held_out": makers[:held_out]}
+
+
+def _lazily(number: int, values: Mapping[str, int]) -> Callable[[], Path]:
+    return lambda: generated(number, **values)

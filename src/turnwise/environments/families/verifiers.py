@@ -1,0 +1,126 @@
+"""Tasksets of verifiers (0.4, ``verifiers.v1``): each task is a prompt, and the task's own reward functions score the answer.
+
+    load("verifiers:my-taskset,tasks=500")
+
+A taskset is an installed package by its name. An episode is one answer; the reward is the weighted sum of the task's rewards, and
+an episode succeeds at ``success`` or more (1 where it is left out). A tenth of the tasks, by their key, is held out. Tasks that
+need tool servers, a sandbox or a second agent are refused: the package drives these itself, through an endpoint
+(``turnwise endpoint``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import islice
+from typing import Any, ClassVar
+
+from turnwise.core.protocols import Action, Step
+from turnwise.core.records import Message
+from turnwise.environments.base import Environment, is_held_out
+from turnwise.environments.contract import is_finite
+from turnwise.environments.families.adapter import import_package, split_options
+from turnwise.errors import EnvironmentFault, SettingError, nearest
+
+OPTIONS = ("tasks", "success")
+TASKS = 1000  # of a taskset that are read
+
+
+class VerifiersEnvironment(Environment):
+    """One task of a taskset. ``environment`` makes a subclass for each."""
+
+    max_turns = 1
+    suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 256}
+    tasks: ClassVar[Mapping[str, Sequence[Any]]]  # by split
+    success_at: ClassVar[float] = 1.0
+    task: Any
+    asked: list[Message]
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        tasks = self.tasks["train" if self.split == "train" else "held_out"]
+        self.task = tasks[seed % len(tasks)]
+        self.asked = prompt(self.task.data)
+        return self.asked
+
+    async def step(self, action: Action) -> Step:
+        trace = make_trace(self.task, [*self.asked, {"role": "assistant", "content": action.text}])
+        await self.task.score(trace)
+        if not is_finite(trace.reward):
+            raise EnvironmentFault(f"the rewards of {type(self.task).__name__} add up to {trace.reward!r}")
+        named = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
+        info = {"success": trace.reward >= self.success_at, "rewards": named}
+        return Step([], float(trace.reward), terminated=True, info=info)
+
+
+def prompt(data: Any) -> list[Message]:
+    """The first messages of a task."""
+    told = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*told, {"role": "user", "content": data.prompt}]
+    return [*told, *(message.model_dump(exclude_none=True) for message in data.prompt)]
+
+
+def make_trace(task: Any, messages: Sequence[Message]) -> Any:
+    """The dialogue as the package's reward functions read it; the last message is the policy's."""
+    vf, types = importlib.import_module("verifiers.v1"), importlib.import_module("verifiers.v1.types")
+    kinds = {"system": types.SystemMessage, "user": types.UserMessage, "assistant": types.AssistantMessage}
+    nodes = []
+    for number, message in enumerate(messages):
+        words = kinds[message["role"]](content=message["content"])
+        last = number == len(messages) - 1
+        nodes.append(vf.MessageNode(parent=number - 1 if number else None, message=words, sampled=last))
+    recorded = vf.TraceTask(type=type(task).__name__, data=task.data)
+    return vf.Trace(task=recorded, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, is_completed=True, ok=True)
+
+
+@cache
+def environment(spec: str) -> type[VerifiersEnvironment]:
+    """The class of a taskset's name."""
+    name, options = split_options("verifiers", spec)
+    import_package("verifiers.v1", "verifiers", "verifiers")
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    for key in options:
+        if key not in OPTIONS:
+            raise SettingError(f"verifiers:{name} has no option {key!r}; {nearest(key, OPTIONS)}")
+    try:
+        kind = loaders.taskset_class(name)
+        taskset = kind(config_type(kind)(id=name))
+        tasks = list(islice(taskset, int(options.get("tasks", TASKS))))
+    except Exception as fault:  # not installed, no taskset inside, or its data cannot be had
+        raise SettingError(f"verifiers:{name} cannot be loaded: {str(fault).splitlines()[0][:200]}") from fault
+    if not tasks:
+        raise SettingError(f"verifiers:{name} has no tasks")
+    check_task(name, tasks[0])
+    split = {where: [t for t in tasks if is_held_out(t.key) == (where != "train")] for where in ("train", "held_out")}
+    body = {
+        "tasks": {where: found or tasks for where, found in split.items()},
+        "success_at": float(options.get("success", 1.0)),
+        "__doc__": f"The taskset {name} of verifiers.",
+        "__module__": __name__,
+    }
+    return type(f"verifiers:{spec}", (VerifiersEnvironment,), body)
+
+
+def config_type(kind: type[Any]) -> type[Any]:
+    """The class of a taskset's configuration."""
+    generic = importlib.import_module("verifiers.v1.utils.generic")
+    base = importlib.import_module("verifiers.v1").TasksetConfig
+    found: type[Any] = generic.concrete_type(kind, base) or base
+    return found
+
+
+def check_task(name: str, task: Any) -> None:
+    """Refuse tasks that one answer does not settle."""
+    if task.toolsets(task.config):
+        reason = "starts tool servers"
+    elif task.data.prompt is None:
+        reason = "has no prompt: a simulated user speaks first"
+    elif any("runtime" in inspect.signature(reward).parameters for reward in task.hooks("reward")):
+        reason = "scores in a sandbox"
+    elif not task.hooks("reward"):
+        reason = "has no reward function"
+    else:
+        return
+    raise SettingError(f"verifiers:{name} {reason}, which this adapter does not do; let it call `turnwise endpoint`")

@@ -1,0 +1,1 @@
+"""Doctor: what is wrong with a run, with evidence and the setting to change."""

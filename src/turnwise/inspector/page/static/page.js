@@ -1,0 +1,51 @@
+"use strict";
+// Keys, theme, choices that submit themselves, and reloading while a run goes on. Reads nothing but the page it is on.
+const root = document.documentElement;
+const saved = localStorage.getItem("turnwise-theme");
+if (saved) root.dataset.theme = saved;
+
+function toggleTheme() {
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  localStorage.setItem("turnwise-theme", root.dataset.theme);
+}
+
+const byId = (id) => document.getElementById(id);
+const exportLink = byId("export");
+if (exportLink) exportLink.href = exportLink.getAttribute("href") + location.search;
+byId("theme")?.addEventListener("click", toggleTheme);
+byId("help")?.addEventListener("click", () => byId("keys").showModal());
+byId("runs")?.addEventListener("change", (event) => { location.href = event.target.value; });
+for (const form of document.querySelectorAll("form.choice")) {
+  form.querySelector("select")?.addEventListener("change", () => form.submit());
+}
+
+function moveToken(by) {
+  const all = [...document.querySelectorAll("a.tok")];
+  const at = all.findIndex((a) => a.classList.contains("chosen"));
+  const next = all[at < 0 ? 0 : at + by];
+  if (next) location.href = next.href;
+}
+
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  const view = document.querySelectorAll("nav ol a");
+  if (/^[0-9]$/.test(event.key)) view[(Number(event.key) + 9) % 10]?.click();
+  else if (event.key === "/") { byId("search")?.focus(); event.preventDefault(); }
+  else if (event.key === "t") toggleTheme();
+  else if (event.key === "e") exportLink?.click();
+  else if (event.key === "?") byId("keys")?.showModal();
+  else if (event.key === "ArrowRight") moveToken(1);
+  else if (event.key === "ArrowLeft") moveToken(-1);
+});
+
+// While the run goes on, the overview loads itself again every ten seconds, if nobody is typing or selecting.
+if (document.body.dataset.live === "yes") {
+  setInterval(() => {
+    if (document.visibilityState === "visible" && !getSelection().toString() && !byId("keys").open) location.reload();
+  }, 10000);
+}

@@ -1,0 +1,88 @@
+"""Whether a model's name can be loaded at all, found out in seconds and without importing a model library.
+
+A folder must exist. A hub id must be in the local cache, or the hub must answer; the hub's own client would retry for half a
+minute first. Does not download anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from turnwise.errors import SettingError
+from turnwise.models.weight_files import check_weights
+
+HUB_SECONDS = 3.0
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+ON = ("1", "on", "yes", "true")
+
+
+def check_model(name: str) -> None:
+    """Refuse a folder that does not exist, and a hub id that is neither cached nor reachable."""
+    if os.path.isdir(name):
+        if not (Path(name) / "config.json").is_file():
+            raise SettingError(_refusal(name, "the folder has no config.json"))
+        check_weights(Path(name))
+        return
+    if is_path(name):
+        raise SettingError(
+            _refusal(name, "this is a file, not a folder" if os.path.exists(name) else "there is no such folder")
+        )
+    if not HUB_ID.fullmatch(name):
+        raise SettingError(_refusal(name, "this is neither a folder nor a hub id"))
+    if is_cached(name):
+        return
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ON or os.environ.get("TRANSFORMERS_OFFLINE", "").lower() in ON:
+        raise SettingError(_refusal(name, "it is not in the local cache, and HF_HUB_OFFLINE forbids to download it"))
+    reason = unreachable(hub_address())
+    if reason:
+        raise SettingError(_refusal(name, f"it is not in the local cache, and the hub cannot be reached ({reason})"))
+
+
+def is_path(name: str) -> bool:
+    """Whether this can only be a path: a hub id is a name, or an owner and a name."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
+
+
+def hub_address() -> str:
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+
+
+def is_cached(name: str) -> bool:
+    """Whether the hub's cache holds a snapshot of this model."""
+    home = (
+        os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+    )
+    cache = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub")
+    folder = cache.expanduser() / f"models--{name.replace('/', '--')}" / "snapshots"
+    return any(folder.glob("*/config.json"))
+
+
+def unreachable(address: str, seconds: float = HUB_SECONDS) -> str:
+    """Why an address does not answer within ``seconds``; empty if it does, with any status. Honours proxy settings."""
+    reasons: list[str] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=seconds).close()
+            reasons.append("")
+        except urllib.error.HTTPError:
+            reasons.append("")
+        except (OSError, ValueError) as fault:
+            reasons.append(str(getattr(fault, "reason", fault)))
+
+    asking = threading.Thread(target=ask, daemon=True)  # resolving a name has no time limit of its own
+    asking.start()
+    asking.join(seconds)
+    return reasons[0] if reasons else f"no answer within {seconds:g} s"
+
+
+def _refusal(name: str, why: str) -> str:
+    return (
+        f"no model could be loaded from {name!r}: {why}; write a folder in Hugging Face layout, "
+        "a hub id such as Qwen/Qwen3-0.6B, tiny, or smollm2 (after `turnwise model fetch smollm2`)"
+    )

@@ -1,0 +1,91 @@
+"""Loads configuration, tokenizer and weights of a model, and explains in one sentence why that fails.
+
+Knows no run.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from turnwise.errors import SettingError
+from turnwise.models.hub import is_path
+from turnwise.models.trust import FLAG, remote_code_is_trusted
+from turnwise.models.weight_files import check_weights
+
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the machine's fault, not the folder's
+T = TypeVar("T")
+
+
+def load_config(source: str) -> Any:
+    from transformers import AutoConfig
+
+    return _explained(source, lambda: AutoConfig.from_pretrained(source, trust_remote_code=remote_code_is_trusted()))
+
+
+def load_tokenizer(source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):
+        raise SettingError(f"the folder {source} has no tokenizer; copy {TOKENIZERS[0]} and {TOKENIZERS[1]} into it")
+    return _explained(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=remote_code_is_trusted()))
+
+
+def load_causal_lm(source: str) -> Any:
+    """The model in float32. A folder without some of the weights is refused: they would begin at random values."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if Path(source).is_dir():
+        check_weights(Path(source))
+    trusted = remote_code_is_trusted()
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trusted, "output_loading_info": True}
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, info = _explained(source, lambda: load(source, **options))
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise SettingError(
+            f"the model {source!r} lacks {len(missing)} weights that its config.json describes, such as {missing[0]}; they would "
+            "begin at random values. Check the number of layers in config.json, or download the model again"
+        )
+    return model
+
+
+# ------------------------------------------------------------------ messages
+
+
+def _explained(source: str, load: Callable[[], T]) -> T:
+    """Every exception of a library that reads a user's files becomes one sentence, except want of memory or descriptors."""
+    try:
+        return load()
+    except MemoryError:
+        raise
+    except Exception as fault:
+        if isinstance(fault, OSError) and fault.errno in SCARCE:
+            raise
+        raise SettingError(no_model(source, fault)) from fault
+
+
+def no_model(source: str, fault: Exception) -> str:
+    """The message for a model that could not be loaded."""
+    text = str(fault).strip()
+    if "trust_remote_code" in text or "allow custom code" in text:
+        return (
+            f"the model {source!r} comes with Python code of its own, which is not run unless you allow it; read that code, "
+            f"then write {FLAG} (also when you resume the run)"
+        )
+    why = text.splitlines()[0] if text else type(fault).__name__
+    if is_path(source) and not Path(source).is_dir():  # otherwise the message would speak of a hub repository
+        why = "this is a file, not a folder" if Path(source).exists() else "there is no such folder"
+    return (
+        f"no model could be loaded from {source!r}: {why}; "
+        "write a folder in Hugging Face layout, a hub id such as Qwen/Qwen3-0.6B, tiny, "
+        "or smollm2 (after `turnwise model fetch smollm2`)"
+    )

@@ -1,0 +1,49 @@
+"""Named replay buffers: which past trajectories are mixed into a step."""
+
+from __future__ import annotations
+
+from turnwise.data.replay import ExpertCache, NoReplay, RecentBuffer, Replay, SuccessBuffer, WeightedPool
+
+
+def none() -> Replay:
+    """None: a step trains only on its own rollouts."""
+    return NoReplay()
+
+
+def arpo_gui(capacity: int = 8, least: float = 0.1, spread: float = 0.05, mean: float = 0.2) -> Replay:
+    """ARPO for GUI agents: past successes of a task replace a rollout of its failing group.
+
+    Paper: ARPO for GUI agents, arXiv 2505.16282.
+    Settings: 8 successes by task.
+    Sure of: the rule (official code).
+    """
+    return SuccessBuffer(capacity, least, spread, mean)
+
+
+def spear(oldest: int = 10, size: int = 2048, share: float = 0.5, above: float = 0.0) -> Replay:
+    """SPEAR: recent trajectories with a positive advantage, mixed in at random.
+
+    Paper: SPEAR, arXiv 2509.22601.
+    Settings: at most 10 steps old, 2048 trajectories.
+    Deviation: the buffer alone; the self-imitation loss belongs to the method spear_replay.
+    Sure of: the buffer (official code).
+    """
+    return RecentBuffer(oldest, size, share, above)
+
+
+def r1v2(size: int = 2048, share: float = 0.5, power: float = 1.0) -> Replay:
+    """Skywork R1V2 (selective sample buffer): trajectories with non-zero advantage, drawn by its size.
+
+    Paper: Skywork R1V2, arXiv 2504.16656.
+    Sure of: the weighting (report).
+    """
+    return WeightedPool(size, share, power)
+
+
+def bepa(least: float = 0.0) -> Replay:
+    """BEPA (cache): one success by task, the expert's until the policy has its own; failing groups get it.
+
+    Paper: BEPA, arXiv 2601.05787.
+    Sure of: the cache (paper).
+    """
+    return ExpertCache(least)

@@ -1,0 +1,90 @@
+"""Named strategies: how the rollouts of a group grow."""
+
+from __future__ import annotations
+
+from turnwise.rollout.strategies import Branch, EntropyControl, Independent, Reworded, Strategy
+from turnwise.rollout.strategies.retry import HintedRetry, RepairedAttempts
+from turnwise.rollout.strategies.tree import AfterToolResults, SegmentTree, UncertainTokens
+
+
+def independent() -> Strategy:
+    """Independent: all rollouts of a group start from the prompt."""
+    return Independent()
+
+
+def branch(trunks: int = 2, where: str = "surprise") -> Strategy:
+    """Branch: the rest of the group forks before turns of finished rollouts; where is surprise, even or every."""
+    return Branch(trunks, where)
+
+
+def entropy_control(target: float = 0.5, hot: float = 1.2, cold: float = 0.8, share: float = 0.25) -> Strategy:
+    """Entropy control: a share of each group is sampled hotter or colder, to hold the policy's entropy."""
+    return EntropyControl(target, hot, cold, share)
+
+
+def wordings(wordings: int = 4) -> Strategy:
+    """Wordings: the rollouts of a group read different wordings of their task.
+
+    Paper: MathForge (question reformulation), arXiv 2601.20614.
+    Deviation: the environment writes the wordings; the paper asks a strong model for them.
+    Sure of: the idea (repository).
+    """
+    return Reworded(wordings)
+
+
+def arpo(trunks: int = 8, width: int = 2, chance: float = 0.5, weight: float = 0.2) -> Strategy:
+    """ARPO (agentic): forks after tool results, more likely where the entropy has risen; forks are forked again.
+
+    P(fork) = clip(chance + weight·(H − H₀), 0, 1)
+
+    Paper: Agentic Reinforced Policy Optimization, arXiv 2507.19849.
+    Settings: 16 rollouts, 8 from the prompt, width 2, chance 0.5, weight 0.2, the first 20 tokens.
+    Deviation: the entropy is that of the whole vocabulary and not divided by its logarithm; decisions are taken when a
+    trajectory has ended, generation after generation, with the same probabilities.
+    Sure of: the trigger (official code).
+    """
+    return AfterToolResults(trunks, width, chance, weight)
+
+
+def spo_tree(factors: str = "4/2/2", segment: int = 8) -> Strategy:
+    """SPO (tree): segments of a fixed number of tokens, inside responses, with fixed branching.
+
+    Paper: Segment Policy Optimization, arXiv 2505.23564.
+    Settings: factors 6/6/6, segments of 30 tokens or more.
+    Deviation: smaller trees, for smaller groups.
+    Sure of: the tree (official code).
+    """
+    return SegmentTree(factors, segment)
+
+
+def latr(share: float = 0.5, look: int = 8, near: float = 0.4, again: int = 2) -> Strategy:
+    """LATR: a tree at the most uncertain tokens; forks that come back to their parent's tokens are dropped.
+
+    Paper: LATR, arXiv 2510.24302.
+    Settings: half of the group, lookahead 20 to 50 tokens, edit distance 0.4.
+    Deviation: forks sample their first token; the paper takes the second most likely one above two thresholds. Forks are
+    chosen after the parent has ended, by entropy. No schedule of the share.
+    Sure of: the pruning (official code).
+    """
+    return UncertainTokens(share, look, near, 1, again)
+
+
+def r3l(tier: int = 1, diagnosis: str = "verifier") -> Strategy:
+    """R3L: half attempts, half retries of failed ones from the turn that went wrong, with a hint that is not recorded.
+
+    Paper: R3L, arXiv 2601.03715.
+    Deviation: the turn is found by the environment's verifier (or surprise) and the advice is its hint; the paper lets the
+    policy reflect. Reflections are not trained on.
+    Sure of: pairs and stripped advice (official code).
+    """
+    return HintedRetry(tier, diagnosis)
+
+
+def scope(repairs: int = 1, tier: int = 1, diagnosis: str = "verifier") -> Strategy:
+    """SCOPE (step-wise correction): a failed rollout keeps its turns before the first error; a verified repair replaces the rest.
+
+    Paper: Recycling Failures (SCOPE), arXiv 2602.24110.
+    Deviation: the verifier is the environment's, the corrector the policy with a hint; repaired tokens have the ordinary ratio.
+    Sure of: the idea (abstract).
+    """
+    return RepairedAttempts(repairs, tier, diagnosis)

@@ -1,0 +1,84 @@
+"""Names and hyper-parameters of the built-in methods, read from the source of the families without importing them.
+
+Importing a family imports torch, which takes seconds; a misspelt method or flag is refused at once. A test compares every
+signature with the imported one. Knows no method: the names are those of the functions in ``families``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.config.named_object import typed_value
+from turnwise.errors import SettingError, nearest
+
+FOLDER = Path(__file__).parent / "families"
+NAMES: dict[str, Any] = {"Literal": Literal, "INF": float("inf")}  # what a signature may name besides Python's own
+Parameters = dict[str, inspect.Parameter]
+
+
+@cache
+def method_names() -> tuple[str, ...]:
+    """Every built-in method, sorted by name."""
+    return tuple(sorted(_functions()))
+
+
+def check_method(name: str) -> None:
+    """Refuse an unknown method with the nearest one. A name of the user's own (``module:recipe``) is not opened here."""
+    if ":" not in name and name not in _functions():
+        hint = nearest(name, method_names()).partition("known:")[0]
+        raise SettingError(f"no method {name!r}; {hint}`turnwise list` shows all; your own: module:recipe")
+
+
+def parameters(name: str) -> Parameters:
+    """The hyper-parameters of a method, with types and defaults; a recipe of the user's own is imported for them."""
+    if ":" in name:
+        from turnwise import recipes
+
+        return recipes.parameters(name)
+    check_method(name)
+    return _parameters(_functions()[name])
+
+
+def typed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a method by their declared types; an unknown one is refused with the nearest name."""
+    known = parameters(name)
+    for key in options:
+        if key not in known:
+            raise SettingError(f"{name} has no hyper-parameter {key!r}; {nearest(key, known)}")
+    return {key: typed_value(key, value, known[key]) for key, value in options.items()}
+
+
+@cache
+def _functions() -> dict[str, ast.FunctionDef]:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.py"))]
+    return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def _parameters(function: ast.FunctionDef) -> Parameters:
+    """Arguments as ``inspect.signature(..., eval_str=True)`` gives them."""
+    arguments, by_position = function.args, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert not (arguments.vararg or arguments.kwarg or arguments.posonlyargs), function.name
+    without = [None] * (len(arguments.args) - len(arguments.defaults))
+    rows = [
+        *((arg, default, by_position) for arg, default in zip(arguments.args, [*without, *arguments.defaults])),
+        *((a, d, inspect.Parameter.KEYWORD_ONLY) for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults)),
+    ]
+    return {
+        arg.arg: inspect.Parameter(arg.arg, kind, default=_value(default), annotation=_value(arg.annotation))
+        for arg, default, kind in rows
+    }
+
+
+def _value(node: ast.expr | None) -> Any:
+    """A default or an annotation of our own source. An annotation that names a type of another module is left open: the
+    registry converts by it later."""
+    if node is None:
+        return inspect.Parameter.empty
+    try:
+        return eval(compile(ast.Expression(node), "<signature>", "eval"), dict(NAMES))
+    except NameError:
+        return inspect.Parameter.empty

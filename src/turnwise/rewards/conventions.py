@@ -1,0 +1,237 @@
+"""How reward functions are called: the names of a function's parameters decide.
+
+    f(prompts, completions, completion_ids=None, **columns) -> list          one call for the answers of a group; lists
+    f(data_sources, solution_strs, ground_truths, extra_infos) -> list       one call for the answers of a group; lists
+    f(data_source, solution_str, ground_truth, extra_info=None) -> number    one call for each answer
+    f(completion, answer=None, **columns) -> number                          one call for each answer
+
+Each may be ``async``. A function returns a number, a bool (which is also a verdict: success or not), None (does not apply), or a
+dict with ``score`` and further numbers. Prompts and completions are message lists where the row's prompt is one, else texts.
+This module runs in the process of the function and in ours. Knows no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from turnwise.errors import SettingError
+from turnwise.rewards.samples import AnswerGroup, AnswerSample, RewardOutcome
+
+GROUP_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+PLURALS = {"data_sources": "data_source", "ground_truths": "ground_truth", "extra_infos": "extra_info"}
+"""Arguments of a function of ``solution_strs``, and the column that each lists."""
+PROVIDED = {
+    "completions": GROUP_ARGUMENTS,
+    "solution_strs": ("solution_strs", "completion_ids"),
+    "solution_str": ("solution_str", "completion_ids", "messages"),
+    "completion": ("completion", "completion_ids", "messages"),
+}
+"""Arguments that come from no column, by the parameter that holds the answers. The first that a function has decides."""
+LISTED = ("completions", "solution_strs")  # these hold all answers of a group
+REQUIRED = (
+    "completions (all answers of a prompt), completion (the text of one), "
+    "or solution_str with ground_truth (solution_strs with ground_truths for all)"
+)
+SHOWN = 60  # characters of a wrong value in a message
+
+
+class RewardFailure(Exception):
+    """A function raised, or returned what is no list of scores."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What of a reward function's signature matters."""
+
+    parameters: tuple[str, ...]
+    required: tuple[str, ...]  # those without a default
+    takes_any: bool  # has **columns
+    is_async: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Signature:
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        return cls(
+            tuple(p.name for p in named),
+            tuple(p.name for p in named if p.default is p.empty),
+            any(p.kind is p.VAR_KEYWORD for p in parameters),
+            inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)),  # noqa: B004
+        )
+
+    @property
+    def style(self) -> str:
+        """The parameter that holds the answers; empty if none does."""
+        return next((name for name in PROVIDED if name in self.parameters), "")
+
+    @property
+    def whole_group(self) -> bool:
+        """Whether one call scores all answers: lists, or coroutines that run at the same time."""
+        return self.style in LISTED or self.is_async
+
+    def check(self, what: str, columns: Iterable[str], renamed: Mapping[str, str], options: Iterable[str] = ()) -> None:
+        """Refuse a function that cannot be called, or that requires a column no row has. ``options`` are given already."""
+        if not self.style:
+            taken = ", ".join(self.parameters) or "no arguments"
+            raise SettingError(f"{what} takes {taken}; a reward function takes {REQUIRED}")
+        provided = {*self.provided(), *columns, *options, "prompt"}
+        shown = ", ".join(sorted(columns)) or "none"
+        for name in self.required:
+            column = renamed.get(name, self.column(name))
+            if column not in provided:
+                raise SettingError(f"{what} requires {column!r}, and no row has such a column; columns: {shown}")
+        absent = [column for column in renamed.values() if column not in provided]
+        if absent:
+            raise SettingError(f"{what} reads the column {absent[0]!r}, which no row has; columns: {shown}")
+
+    def provided(self) -> tuple[str, ...]:
+        """Arguments that do not come from a column."""
+        return PROVIDED[self.style]
+
+    def column(self, argument: str) -> str:
+        """The column whose values an argument gets."""
+        return PLURALS.get(argument, argument) if self.style == "solution_strs" else argument
+
+    def select(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(arguments) if self.takes_any else {k: v for k, v in arguments.items() if k in self.parameters}
+
+    def describe(self) -> str:
+        styles = {
+            "completions": "called with all answers to a prompt",
+            "solution_strs": "called with all answers to a prompt as solution_strs",
+            "solution_str": "called with each answer as solution_str",
+            "completion": "called with the text of each answer",
+        }
+        return styles[self.style] + (", async" if self.is_async else "")
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """A function with its options, ready to score groups."""
+
+    function: Callable[..., Any]
+    options: Mapping[str, Any]
+    columns: Mapping[str, str]
+    signature: Signature
+
+    def score(self, group: AnswerGroup) -> list[RewardOutcome]:
+        """Score every answer. Raises ``RewardFailure`` if one call for all of them fails; else a fault is one answer's."""
+        if self.signature.is_async:
+            return asyncio.run(self.score_async(group))
+        if self.signature.style in LISTED:
+            return self._read_list(self._guarded(lambda: self.function(**self._for_group(group))), len(group.answers))
+        return [self._score_one(group, answer) for answer in group.answers]
+
+    async def score_async(self, group: AnswerGroup) -> list[RewardOutcome]:
+        """``score`` of a coroutine function, inside an event loop."""
+        if self.signature.style in LISTED:
+            try:
+                values = await self.function(**self._for_group(group))
+            except Exception as fault:
+                raise RewardFailure(describe_fault(fault)) from fault
+            return self._read_list(values, len(group.answers))
+        calls = [self.function(**self._for_answer(group, answer)) for answer in group.answers]
+        values = await asyncio.gather(*calls, return_exceptions=True)
+        faults = lambda v: RewardOutcome(fault=describe_fault(v)) if isinstance(v, BaseException) else read_outcome(v)  # noqa: E731
+        return [faults(value) for value in values]
+
+    def _score_one(self, group: AnswerGroup, answer: AnswerSample) -> RewardOutcome:
+        try:
+            return read_outcome(self._guarded(lambda: self.function(**self._for_answer(group, answer))))
+        except RewardFailure as fault:
+            return RewardOutcome(fault=str(fault))
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (Exception, SystemExit) as fault:
+            raise RewardFailure(describe_fault(fault)) from fault
+
+    def _for_group(self, group: AnswerGroup) -> dict[str, Any]:
+        n, text = len(group.answers), isinstance(group.prompt, str)
+        lists = {name: [value] * n for name, value in self._renamed(group.columns).items()}
+        if self.signature.style == "solution_strs":
+            own: dict[str, Any] = {"solution_strs": [a.text for a in group.answers]}
+        else:
+            completions = [a.text if text else a.messages for a in group.answers]
+            own = {"prompts": [group.prompt] * n, "completions": completions, "trainer_state": None}
+        own["completion_ids"] = [a.ids for a in group.answers]
+        return self.signature.select({**lists, **own, **self.options})
+
+    def _for_answer(self, group: AnswerGroup, answer: AnswerSample) -> dict[str, Any]:
+        own = {self.signature.style: answer.text, "completion_ids": answer.ids, "messages": answer.messages}
+        arguments = {"prompt": group.prompt, **self._renamed(group.columns), **own, **self.options}
+        return self.signature.select(arguments)
+
+    def _renamed(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns, those that an option names under the argument they are for; absent ones that are required as None."""
+        named = {argument: columns.get(column) for argument, column in self.columns.items()}
+        absent = {name: None for name in self.signature.required if name not in columns}
+        plural = {name: columns.get(column) for name, column in PLURALS.items() if name in self.signature.parameters}
+        return {**absent, **plural, **columns, **named}
+
+    def _read_list(self, values: Any, count: int) -> list[RewardOutcome]:
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
+            size = f"{len(values)} values" if isinstance(values, list | tuple) else f"{values!r:.{SHOWN}}"
+            raise RewardFailure(f"returned {size} for {count} answers; return a list with one number for each")
+        return [read_outcome(value) for value in values]
+
+
+# -------------------------------------------------------------------- results
+
+
+def read_outcome(value: Any) -> RewardOutcome:
+    """The outcome that a function's return value stands for."""
+    if not isinstance(value, Mapping):
+        score, fault = read_number(value)
+        return RewardOutcome(score, success=value if isinstance(value, bool) else None, fault=fault)
+    if "score" not in value and "reward" not in value:
+        keys = ", ".join(map(str, list(value)[:6]))
+        return RewardOutcome(fault=f"returned a dict with {keys or 'no keys'}; return one with 'score'")
+    key = "score" if "score" in value else "reward"
+    score, fault = read_number(value[key])
+    success = value.get("success")
+    verdict = bool(success) if success is not None else value[key] if isinstance(value[key], bool) else None
+    extra = {str(k): read_number(v)[0] for k, v in value.items() if k not in (key, "success")}
+    numbers = {k: v for k, v in extra.items() if v is not None and math.isfinite(v)}
+    return RewardOutcome(score, numbers, verdict, fault)
+
+
+def read_number(value: Any) -> tuple[float | None, str]:
+    """A number, also NumPy's or a tensor's, and why it is none. None is no number and no fault."""
+    if value is None:
+        return None, ""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool | int | float):
+        try:
+            number = float(value)
+        except OverflowError:
+            return None, "returned an integer beyond the range of floats"
+        return (number, "") if math.isfinite(number) else (None, f"returned {number}; return a finite number")
+    return None, f"returned {value!r:.{SHOWN}}; return a number, a bool, None or a dict with 'score'"
+
+
+def describe_fault(fault: BaseException) -> str:
+    """``KeyError: 'x' (my.py line 12)``: the exception and the last line it passed."""
+    frames = traceback.extract_tb(fault.__traceback__)
+    where = f" ({frames[-1].filename.rpartition('/')[2]} line {frames[-1].lineno})" if frames else ""
+    try:
+        text = str(fault)
+    except Exception:  # an exception whose own __str__ raises
+        text = ""
+    return f"{type(fault).__name__}{': ' * bool(text)}{text:.300}{where}"
+
+
+def as_json(outcomes: list[RewardOutcome]) -> list[dict[str, Any]]:
+    return [asdict(outcome) for outcome in outcomes]

@@ -1,0 +1,242 @@
+"""A client in the manner of the OpenAI package, for agents that run in this process: no socket, no copy, and the same random
+numbers every time.
+
+    reply = await client.chat.completions.create(model="policy", messages=messages, tools=tools)
+    reply.choices[0].message.tool_calls
+
+Replies can be read by attribute and by key, and sent back as they are. Knows one episode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+from turnwise.core.records import Message
+from turnwise.errors import SettingError
+from turnwise.rollout.agent_episode import AgentEpisode, CallRefused, CallReply, CallRequest
+
+IGNORED = frozenset(
+    {
+        "model", "temperature", "top_p", "seed", "user", "stream_options", "metadata", "store", "timeout", "extra_headers",
+        "parallel_tool_calls", "presence_penalty", "frequency_penalty", "service_tier", "reasoning_effort",
+        "prompt_cache_key", "safety_identifier", "extra_body", "extra_query",
+    }
+)  # fmt: skip
+"""Accepted and overruled: the run says how its policy is sampled."""
+READ = frozenset(
+    {
+        "messages", "tools", "max_tokens", "max_completion_tokens", "n", "stop", "logprobs", "tool_choice", "stream",
+        "return_token_ids",
+    }
+)  # fmt: skip
+NO_EFFECT = {
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+}
+"""Values of fields that are otherwise refused: with these they ask for what is done anyway."""
+MAX_CHOICES = 128
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Attributes(dict):
+    """A dict whose keys are attributes, too, as in the replies of the OpenAI package."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None  # a field that this reply does not have
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return plain(self)
+
+
+def plain(value: Any) -> Any:
+    """A reply, or a message of another package's class, as plain dicts and lists."""
+    if hasattr(value, "model_dump") and not isinstance(value, dict):
+        value = value.model_dump(exclude_none=True)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def attributes(value: Any) -> Any:
+    """A body with its keys as attributes, at every depth."""
+    if isinstance(value, Mapping):
+        return Attributes({key: attributes(item) for key, item in value.items()})
+    return [attributes(item) for item in value] if isinstance(value, list) else value
+
+
+def read_request(body: Mapping[str, Any]) -> CallRequest:
+    """A request of the chat completions protocol. A field that would change the meaning and is not supported is refused."""
+    refuse_unknown(body, READ | IGNORED, NO_EFFECT)
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise CallRefused(
+            "unsupported_parameter", "'tool_choice' can be auto or none: the policy is not forced to a tool"
+        )
+    messages = [read_message(message) for message in _sequence(body, "messages")]
+    if not messages:
+        raise CallRefused("invalid_messages", "'messages' is empty; write at least one")
+    tools = [] if body.get("tool_choice") == "none" else [read_tool(tool) for tool in _sequence(body, "tools")]
+    stop = body.get("stop") or ()
+    return CallRequest(
+        messages,
+        tuple(tools),
+        _count(body, "max_completion_tokens", 0) or _count(body, "max_tokens", 0),
+        _choices(body),
+        read_stop(stop, "stop"),
+        bool(body.get("logprobs")),
+    )
+
+
+def refuse_unknown(body: Mapping[str, Any], known: Set[str], no_effect: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse the first field that is not known: it might change the meaning of the call."""
+    for key, value in body.items():
+        if key not in known and value is not None and value not in no_effect.get(key, ()):
+            raise CallRefused("unsupported_parameter", f"{key!r} is not supported; leave it out")
+
+
+def read_stop(stop: Any, name: str) -> tuple[str, ...]:
+    """Words that end a turn."""
+    words = [stop] if isinstance(stop, str) else stop
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise CallRefused("invalid_request", f"{name!r} is {stop!r:.80}; write a text or a list of texts")
+    return tuple(word for word in words if word)
+
+
+def _choices(body: Mapping[str, Any]) -> int:
+    count = _count(body, "n", 1) or 1
+    if count > MAX_CHOICES:
+        raise CallRefused("invalid_request", f"'n' is {count}; write at most {MAX_CHOICES}")
+    return count
+
+
+def _sequence(body: Mapping[str, Any], key: str) -> Sequence[Any]:
+    value = body.get(key) or ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise CallRefused("invalid_request", f"{key!r} is {value!r:.80}; write a list")
+    return value
+
+
+def _count(body: Mapping[str, Any], key: str, default: int) -> int:
+    value = body.get(key, default)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CallRefused("invalid_request", f"{key!r} is {value!r:.80}; write a whole number")
+    return value
+
+
+def read_tool(value: Any) -> dict[str, Any]:
+    """One tool of a request, checked."""
+    tool = plain(value)
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise CallRefused("invalid_request", f"a tool is {value!r:.80}; write type function, with name and parameters")
+    return dict(tool)
+
+
+def read_message(value: Any) -> Message:
+    """One message of a request, checked."""
+    message = plain(value)
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise CallRefused(
+            "invalid_messages", f"a message is {value!r:.80}; write role ({', '.join(ROLES)}) and content"
+        )
+    content = message.get("content")
+    if isinstance(content, list) and any(not isinstance(part, dict) or "text" not in part for part in content):
+        raise CallRefused("invalid_messages", "a message holds a part that is not text; only text is supported")
+    if content is not None and not isinstance(content, str | list):
+        raise CallRefused("invalid_messages", f"a message has the content {content!r:.80}; write text")
+    calls = message.get("tool_calls") or []
+    named = isinstance(calls, list) and all(
+        isinstance(call, dict)
+        and isinstance(call.get("function"), dict)
+        and isinstance(call["function"].get("name"), str)
+        for call in calls
+    )
+    if not named:
+        raise CallRefused(
+            "invalid_messages", f"a message has the tool_calls {calls!r:.80}; write id, type and function"
+        )
+    return message
+
+
+def completion_body(
+    replies: Sequence[CallReply], number: int, logprobs: bool = False, token_ids: bool = False
+) -> dict[str, Any]:
+    """Replies as the body of a chat completion. ``token_ids``: with the ids that were read and sampled."""
+    choices: list[dict[str, Any]] = []
+    for n, reply in enumerate(replies):
+        choice = {"index": n, "message": reply.message, "finish_reason": reply.finish_reason}
+        tokens: dict[str, Any] = {"token_ids": list(reply.tokens)} if token_ids else {}
+        if logprobs:
+            tokens["logprobs"] = {"content": [_scored(t, p) for t, p in zip(reply.pieces, reply.logp)], "refusal": None}
+        choices.append({**choice, **tokens})
+    sampled, prompt = sum(len(reply.tokens) for reply in replies), replies[0].prompt_tokens
+    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": "policy",
+        "choices": choices,
+        "usage": usage,
+        **({"prompt_token_ids": list(replies[0].prompt_ids)} if token_ids else {}),
+    }
+
+
+def _scored(token: str, logp: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logp, "bytes": list(token.encode("utf-8", "replace")), "top_logprobs": []}
+
+
+class Completions:
+    """``client.chat.completions``"""
+
+    def __init__(self, episode: AgentEpisode) -> None:
+        self._episode = episode
+
+    async def create(self, **body: Any) -> Attributes:
+        """One chat completion of the policy."""
+        if body.get("stream"):
+            raise CallRefused("unsupported_parameter", "'stream' needs the HTTP endpoint; here replies come whole")
+        replies = await self._episode.call(read_request(body))
+        asked = bool(body.get("logprobs")), bool(body.get("return_token_ids"))
+        return attributes(completion_body(replies, len(self._episode.turns), *asked))
+
+
+class Chat:
+    """``client.chat``"""
+
+    def __init__(self, episode: AgentEpisode) -> None:
+        self.completions = Completions(episode)
+
+
+class AgentClient:
+    """The client that an agent function gets: one episode's policy.
+
+    ``base_url`` and ``api_key`` open the same episode to clients of other packages, over HTTP on this machine. The endpoint is
+    started when they are first read. ``connect`` opens the episode there and returns both."""
+
+    def __init__(self, episode: AgentEpisode, connect: Callable[[AgentEpisode], tuple[str, str]] | None = None) -> None:
+        self.chat = Chat(episode)
+        self._episode, self._connect = episode, connect
+        self._address: tuple[str, str] | None = None
+
+    def _connected(self) -> tuple[str, str]:
+        if self._connect is None:
+            raise SettingError("this client has no HTTP endpoint; call client.chat.completions.create")
+        self._address = self._address or self._connect(self._episode)
+        return self._address
+
+    @property
+    def base_url(self) -> str:
+        return self._connected()[0]
+
+    @property
+    def api_key(self) -> str:
+        return self._connected()[1]

@@ -1,0 +1,284 @@
+"""One episode that an agent drives: its calls become turns of one trajectory, token for token.
+
+The agent is any code that sends chat messages and gets chat messages. It decides what to send, when to stop and what the episode
+was worth. An ``AgentEpisode`` stands behind the same ``EpisodeRunner`` as an episode of an environment, so strategies, ledger and
+evaluation do not notice. Knows neither the agent's code nor the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from turnwise.core.protocols import Action, Session
+from turnwise.core.records import Completion, Message, Sampling, Status, Stop, Task, Trajectory, Turn
+from turnwise.errors import EnvironmentFault, RenderError
+from turnwise.rollout.conversion import AS_JSON, as_field
+from turnwise.rollout.episode import EpisodeLimits
+from turnwise.rollout.lineage import OPENING, SAME_TOKENS, Lineage, Placement, canonical
+from turnwise.rollout.renderer import Renderer
+
+Result = TypeVar("Result")
+MAX_REWARD = 3.4e38  # rewards are float32 on a batch
+DIFFERENCE = "agent/differs/"  # facts that hold the first differing token of a cause
+
+
+class CallRefused(EnvironmentFault):
+    """A call that gets no answer; ``code`` says why, in the words of the OpenAI protocol."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """What an agent asks for."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] = ()
+    max_tokens: int = 0  # 0: the run's
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    pieces: bool = False  # whether the text of each token is wanted
+
+
+@dataclass(frozen=True)
+class CallReply:
+    """One answer: the message that the agent may send back, and the ids behind it."""
+
+    message: Message
+    finish_reason: str
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    logp: tuple[float, ...]
+    prompt_ids: tuple[int, ...] = ()
+    pieces: tuple[str, ...] = ()  # the text of each token, where asked for
+
+
+@dataclass(frozen=True)
+class AgentOutcome:
+    """What an agent says of its episode."""
+
+    reward: float = 0.0
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    success: bool | None = None
+
+
+def read_outcome(value: Any) -> AgentOutcome:
+    """What an agent function returned: a number, True or False, None, or a dict of ``reward``, ``success``, named rewards."""
+    if value is None:
+        return AgentOutcome()
+    if isinstance(value, bool):
+        return AgentOutcome(float(value), success=value)
+    if isinstance(value, int | float):
+        return AgentOutcome(_reward("the reward", value))
+    if isinstance(value, Mapping):
+        named = {str(k): _reward(str(k), v) for k, v in value.items() if k not in ("reward", "success")}
+        total = value.get("reward", sum(named.values()))
+        success = None if value.get("success") is None else bool(value["success"])
+        return AgentOutcome(_reward("the reward", total), named, success)
+    raise EnvironmentFault(
+        f"the agent returned {value!r:.120}; expected a number, True or False, a dict of rewards, or None"
+    )
+
+
+def _reward(name: str, value: Any) -> float:
+    usable = isinstance(value, int | float) and math.isfinite(value) and abs(value) <= MAX_REWARD
+    if not usable:
+        raise EnvironmentFault(f"{name} is {value!r:.60}; a reward must be a finite number of at most {MAX_REWARD:g}")
+    return float(value)
+
+
+def too_late(seconds: float) -> str:
+    """Why an episode that took too long failed."""
+    return f"the agent did not end within {seconds:g} s (setting: agent_seconds)"
+
+
+async def within(seconds: float, work: Awaitable[Result]) -> Result:
+    """Await an agent's own work. The time an episode waits for a process or for an agent elsewhere does not count."""
+    try:
+        return await asyncio.wait_for(work, None if seconds == math.inf else seconds)
+    except TimeoutError:
+        raise TimeoutError(too_late(seconds)) from None
+
+
+class AgentEpisode:
+    """Answers the calls of one agent and records them. Calls are answered one after the other, in the order they come."""
+
+    def __init__(
+        self,
+        key: str,
+        task: Task,
+        session: Session,
+        renderer: Renderer,
+        sampling: Sampling,
+        limits: EpisodeLimits,
+        temperature_scale: float = 1.0,
+    ) -> None:
+        self.key, self.task, self.session, self.renderer, self.limits = key, task, session, renderer, limits
+        self.policy_temperature = sampling.temperature or 1.0
+        self.temperature_scale = temperature_scale
+        scaled = sampling.temperature * temperature_scale
+        self.sampling = sampling if temperature_scale == 1 else replace(sampling, temperature=scaled)
+        self.lineage = Lineage(renderer)
+        self.turns: list[Turn] = []
+        self.rewards: dict[str, float] = {}
+        self.success: bool | None = None
+        self.truncated = ""  # why the agent was not answered to the end
+        self.ended = False
+        self.messages: tuple[Message, ...] = ()
+        self.retries = 0  # calls that were repeated after a lost reply
+        self.actions: dict[str, Action] = {}  # what was sampled, by the message that the agent got for it
+        self._lock = asyncio.Lock()
+
+    # ------------------------------------------------------------------ calls
+    async def call(self, request: CallRequest) -> list[CallReply]:
+        """Answer one call. Raises ``CallRefused`` where there is no answer."""
+        async with self._lock:
+            return [await self._answer(request) for _ in range(request.n)]
+
+    def count_tokens(self, request: CallRequest) -> int:
+        """How many ids the messages take; nothing is sampled."""
+        return len(self._place(request).dialogue.ids)
+
+    def _place(self, request: CallRequest) -> Placement:
+        try:
+            return self.lineage.place(request.messages, request.tools)
+        except RenderError as fault:
+            raise CallRefused("invalid_messages", str(fault)) from fault
+
+    async def _answer(self, request: CallRequest) -> CallReply:
+        self._admit()
+        placement = self._place(request)
+        prompt = len(placement.dialogue.ids)
+        room = self.limits.context - prompt
+        if room < 1:
+            self.truncated = f"context window of {self.limits.context} tokens (setting: context)"
+            raise CallRefused("context_length_exceeded", f"the messages take {prompt} tokens, of {self.limits.context}")
+        asked = min(request.max_tokens or self.sampling.max_tokens, self.sampling.max_tokens)
+        sampling = replace(self.sampling, max_tokens=asked, stop=(*self.sampling.stop, *request.stop))
+        completion = await self.session.generate(placement.dialogue.ids, sampling)
+        if completion.stop == Stop.CANCELLED:
+            raise CallRefused("cancelled", "the episode was cancelled")
+        return self._record(placement, completion, request)
+
+    def _admit(self) -> None:
+        if self.ended:
+            raise CallRefused("episode_ended", "this episode has ended; its reward is final")
+        if len(self.turns) >= self.limits.turns:
+            self.truncated = f"turn limit of {self.limits.turns} (setting: max_turns)"
+            raise CallRefused("turn_limit", f"the episode has taken its {self.limits.turns} turns")
+
+    def _record(self, placement: Placement, completion: Completion, request: CallRequest) -> CallReply:
+        context, restart = placement.context, placement.restart
+        action = self.lineage.sample(placement, completion.tokens)
+        message = reply_message(action, self.renderer, request, len(self.turns))
+        self.lineage.record(placement, completion.tokens, message)
+        self.actions[canonical(message)] = action
+        self.turns.append(
+            Turn(
+                context=context,
+                tokens=tuple(completion.tokens),
+                logp=tuple(completion.logp),
+                mass=() if not any(completion.mass) else tuple(completion.mass),
+                version=tuple(completion.version),
+                restart=restart,
+                stop=completion.stop,
+                temperature=self.policy_temperature,
+                tool_calls=len(action.calls),
+                tool_errors=len(action.faults),
+                facts=action.facts,
+                seconds_generating=completion.seconds,
+            )
+        )
+        self.messages = tuple(placement.dialogue.messages)
+        finish = "tool_calls" if action.calls else "length" if completion.stop == Stop.LENGTH else "stop"
+        prompt = len(placement.dialogue.ids) - len(completion.tokens)
+        pieces = tuple(self.renderer.decode([token]) for token in completion.tokens) if request.pieces else ()
+        ids = tuple(placement.dialogue.ids[:prompt])
+        return CallReply(message, finish, prompt, tuple(completion.tokens), tuple(completion.logp), ids, pieces)
+
+    # ---------------------------------------------------------------- rewards
+    def add_reward(self, reward: float) -> None:
+        """Add to the reward of the latest turn."""
+        if self.turns and reward:
+            self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + reward)
+
+    def finish(self, outcome: AgentOutcome) -> None:
+        """Take the agent's verdict; later calls are refused."""
+        self.add_reward(outcome.reward)
+        self.rewards = {**self.rewards, **outcome.rewards}
+        self.success = self.success if outcome.success is None else outcome.success
+        self.ended = True
+
+    # ---------------------------------------------------------------- episode
+    async def run(self, agent: Callable[[AgentEpisode], Awaitable[AgentOutcome]], seconds: float | None) -> Trajectory:
+        """Let the agent play; never raises for an error of the agent. ``seconds``: None where the agent limits its own time."""
+        status, reason = Status.FAILED, "cancelled"
+        try:
+            self.finish(await asyncio.wait_for(agent(self), seconds))
+            status, reason = Status.FINISHED, ""
+        except TimeoutError as late:
+            reason = str(late) if seconds is None else too_late(seconds)
+        except CallRefused as refused:  # the agent let it through
+            status = Status.TRUNCATED if self.truncated else Status.FAILED
+            reason = self.truncated or str(refused)
+        except EnvironmentFault as fault:
+            reason = str(fault)
+        except Exception as fault:  # raised by the agent
+            status = Status.TRUNCATED if self.truncated else Status.FAILED
+            reason = self.truncated or f"{type(fault).__name__}: {fault}"
+        finally:
+            self.ended = True
+            self.session.close()
+        if status == Status.FINISHED and self.truncated:
+            status, reason = Status.TRUNCATED, self.truncated
+        return self.trajectory(status, reason)
+
+    def trajectory(self, status: Status, reason: str) -> Trajectory:
+        """The episode as one credited trajectory, however many sequences it needed."""
+        if not self.turns and status == Status.FINISHED:
+            status, reason = Status.FAILED, "the agent made no call"
+        scale = self.temperature_scale
+        return Trajectory(
+            id=self.key,
+            task=self.task,
+            turns=tuple(self.turns),
+            rewards=self.rewards,
+            status=status,
+            reason=reason,
+            success=self.success,
+            guidance="" if scale == 1 else f"temperature_scale {scale:g}",
+            facts=self.certificate(),
+            messages=self.messages,
+        )
+
+    def certificate(self) -> dict[str, float | str]:
+        """How exactly the calls followed each other, as facts of the trajectory."""
+        causes: Counter[str] = self.lineage.causes
+        facts: dict[str, float | str] = {f"agent/{cause}": float(count) for cause, count in sorted(causes.items())}
+        follow_ups = sum(causes.values()) - causes[OPENING]
+        facts["agent/exact"] = sum(causes[cause] for cause in SAME_TOKENS) / follow_ups if follow_ups else 1.0
+        if self.retries:
+            facts["agent/retries"] = float(self.retries)
+        return facts | {f"{DIFFERENCE}{cause}": text[:200] for cause, text in self.lineage.differences.items()}
+
+
+def reply_message(action: Action, renderer: Renderer, request: CallRequest, turn: int) -> Message:
+    """The message that an agent gets. Ids of calls are unique within the episode."""
+    parsed = renderer.syntax.parse(action.text, request.tools) if action.calls or action.thinking else None
+    content = action.text if parsed is None else parsed.text.strip()
+    for word in request.stop:
+        content = content.split(word)[0]
+    message: Message = {"role": "assistant", "content": content}
+    if action.thinking:
+        message["reasoning_content"] = action.thinking
+    if action.calls:
+        calls = [replace(call, id=f"call_{turn}_{n}") for n, call in enumerate(action.calls)]
+        message |= {"content": content or None, "tool_calls": as_field(calls, AS_JSON)}
+    return message

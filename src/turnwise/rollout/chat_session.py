@@ -1,0 +1,147 @@
+"""Plays an episode with a model that reads messages instead of ids: a server. No tokenizer is needed.
+
+To the turn loop a ``ChatSession`` is both the session and the renderer. The dialogue is kept as the rest of the house keeps it,
+with calls written into the text; what is sent has them in the field ``tool_calls``, and every tool reply names its call. Knows
+neither the server nor the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from turnwise.core.chat import ChatModel, ChatReply
+from turnwise.core.protocols import Action, Session, ToolCall
+from turnwise.core.records import Completion, Message, Sampling
+from turnwise.rollout.conversion import AS_JSON, as_field
+from turnwise.rollout.parsers.syntax import ParsedTurn, tool_names
+from turnwise.rollout.parsers.table import HERMES, SYNTAXES
+from turnwise.rollout.renderer import Dialogue
+
+UNKNOWN_ID = -1  # stands for each token that a server has counted; the ids themselves are not known
+NO_REPLY = "(no reply)"
+
+
+class ChatSession:
+    """One dialogue with a ``ChatModel``. The first argument of ``generate`` is not read: the model gets the messages."""
+
+    def __init__(self, model: ChatModel, seed: int) -> None:
+        self.model, self.seed = model, seed
+        self.actions: list[tuple[Action, str]] = []  # with the text beside the calls, one for each turn taken
+        self.dialogue = Dialogue([], (), "")
+        self._reply: ChatReply | None = None
+
+    # ------------------------------------------------------------ as the renderer
+    def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), history: int = 0) -> Dialogue:
+        self.dialogue = Dialogue(list(messages), tools, "", history=history)
+        return self.dialogue
+
+    def append_sampled(self, dialogue: Dialogue, tokens: Sequence[int]) -> Action:
+        assert self._reply is not None, "a reply is read once"
+        action, beside = read_action(self._reply, dialogue.tools)
+        self.actions.append((action, beside))
+        self._reply = None
+        dialogue.messages.append(action.message)
+        return action
+
+    def append_observation(
+        self,
+        dialogue: Dialogue,
+        messages: Sequence[Message],
+        mask: bool = False,
+        context: Sequence[Message] | None = None,
+    ) -> None:
+        assert not mask, "a served model records no masked context"
+        dialogue.replace_context(context)
+        dialogue.messages += messages
+
+    def encode(self, text: str) -> list[int]:
+        """A reference answer has no ids here."""
+        return []
+
+    # ------------------------------------------------------------- as the session
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
+        sent = as_sent(self.dialogue.visible, self.actions)
+        seed = self.seed + len(self.actions)
+        self._reply = reply = await self.model.reply(sent, sampling, seed, self.dialogue.tools)
+        return Completion([UNKNOWN_ID] * reply.tokens, (), (), (), reply.stop, reply.seconds)
+
+    def fork(self, seed: int) -> Session:
+        raise NotImplementedError("a served dialogue cannot be forked")
+
+    def park(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def read_action(reply: ChatReply, tools: Sequence[dict[str, Any]]) -> tuple[Action, str]:
+    """The action of a reply, and its text beside the calls. Where the server parsed no call, the text may hold some."""
+    if reply.calls or reply.faults:
+        written = HERMES.write_calls(reply.calls, tools) if reply.calls else ""
+        text = "\n".join(part for part in (reply.text, written) if part)
+        return Action(text, reply.calls, reply.faults, reply.thinking), reply.text
+    parsed = read_text(reply.text, tools)
+    calls = tuple(ToolCall(call.name, call.arguments, f"call_{n}") for n, call in enumerate(parsed.calls))
+    thinking = reply.thinking or parsed.thinking
+    return Action(reply.text, calls, parsed.faults, thinking), parsed.text.strip() if calls else reply.text
+
+
+def read_text(text: str, tools: Sequence[dict[str, Any]]) -> ParsedTurn:
+    """A reply whose server parses no calls, in the first syntax that reads one; which one the model writes is not known."""
+    names, first_faulty = tool_names(tools), HERMES.parse(text, tools)
+    for syntax in SYNTAXES.values():
+        if not syntax.bare and not any(marker in text for marker in syntax.markers):
+            continue
+        parsed = syntax.parse(text, tools)
+        if parsed.calls and (not syntax.bare or all(call.name in names for call in parsed.calls)):
+            return parsed
+        first_faulty = first_faulty if first_faulty.faults or syntax.bare else parsed
+    return first_faulty
+
+
+def as_sent(messages: Sequence[Message], actions: Sequence[tuple[Action, str]]) -> list[Message]:
+    """The dialogue in the protocol's form. Its assistant messages are ``actions``, in order; an edited context lacks some.
+
+    A tool reply without an id answers the first call that is still open. A call that got none is closed by ``NO_REPLY``, since
+    servers refuse a dialogue with open calls. A tool reply that answers no call is sent as a user message."""
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    taken, left = dict[int, tuple[Action, str]](), list(actions)
+    for n in reversed(turns):
+        while left and left[-1][0].text != messages[n]["content"]:  # a turn that the context does not hold any more
+            left.pop()
+        if left:
+            taken[n] = left.pop()
+    out: list[Message] = []
+    open_calls: list[str] = []
+    for n, message in enumerate(messages):
+        if message["role"] == "tool" and open_calls:
+            named = message.get("tool_call_id")
+            answered = named if named in open_calls else open_calls[0]
+            open_calls.remove(answered)
+            out.append({"role": "tool", "tool_call_id": answered, "content": message["content"]})
+            continue
+        out += [_closed(call) for call in open_calls]
+        open_calls = []
+        if n in taken:
+            action, beside = taken[n]
+            out.append(_assistant(action, beside))
+            open_calls = [call.id for call in action.calls]
+        else:
+            role = "user" if message["role"] == "tool" else message["role"]
+            out.append({"role": role, "content": message["content"]})
+    return out + [_closed(call) for call in open_calls]
+
+
+def _assistant(action: Action, beside: str) -> Message:
+    if not action.calls:
+        return {"role": "assistant", "content": beside}
+    return {"role": "assistant", "content": beside or None, "tool_calls": as_field(action.calls, AS_JSON)}
+
+
+def _closed(call: str) -> Message:
+    return {"role": "tool", "tool_call_id": call, "content": NO_REPLY}

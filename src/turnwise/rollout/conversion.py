@@ -1,0 +1,198 @@
+"""Adapts a dialogue to what a chat template accepts: a template may lack the role ``tool`` or ``system``, refuse two user
+messages in a row, or want tool calls as a field of their message instead of text.
+
+Which of these a template needs is found by rendering small dialogues once. Knows messages and syntaxes; no tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import takewhile
+from typing import Any
+
+from turnwise.core.protocols import ToolCall
+from turnwise.core.records import Message
+from turnwise.rollout.chat_template import Tools
+from turnwise.rollout.parsers.choice import PROBE, PROBE_TOOLS
+from turnwise.rollout.parsers.syntax import ToolSyntax
+from turnwise.rollout.parsers.table import HERMES
+
+Render = Callable[[Sequence[Message], Tools, bool], str]
+
+AS_TEXT, AS_OBJECTS, AS_JSON = "text", "objects", "json"  # calls: in the content, or in tool_calls with these arguments
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is changed in every dialogue before the template renders it."""
+
+    syntax: ToolSyntax = HERMES
+    calls: str = AS_TEXT
+    tool_as_user: bool = False
+    fold_system: bool = False
+    join_user: bool = False
+    describe_tools: bool = False
+    refusal: str = ""  # why no tool reply can be rendered at all
+
+    @property
+    def changes_nothing(self) -> bool:
+        return replace(self, syntax=HERMES, refusal="") == Conversion()
+
+    def notes(self, with_tools: bool) -> list[str]:
+        """What the user is told, one sentence for each change of what a message says."""
+        notes = {
+            "the chat template has no role tool; tool replies are sent as user messages": with_tools
+            and self.tool_as_user,
+            "the chat template has no role system; system messages are put in front of the first user message": self.fold_system,
+            "the chat template wants alternating roles; user messages in a row are joined": self.join_user,
+            "the chat template shows no tools; the first message describes them": with_tools and self.describe_tools,
+        }
+        return [note for note, applies in notes.items() if applies]
+
+    def __call__(self, messages: Sequence[Message], tools: Tools = ()) -> list[Message]:
+        out = self._with_replies(messages)
+        if self.describe_tools and tools:
+            out = _described(out, tools, self.syntax)
+        if self.fold_system:
+            out = _folded(out)
+        return _joined(out) if self.join_user or self.tool_as_user else out
+
+    def _with_replies(self, messages: Sequence[Message]) -> list[Message]:
+        """Calls and tool replies as the template wants them. A reply without a call in a field is sent as a user message."""
+        if self.calls == AS_TEXT and not self.tool_as_user:
+            return list(messages)
+        out: list[Message] = []
+        open_calls: list[dict[str, Any]] = []
+        for message in messages:
+            if message["role"] == "assistant":
+                message = message if self.calls == AS_TEXT else structured(message, self.syntax, self.calls)
+                open_calls = list(message.get("tool_calls", ()))
+            elif message["role"] == "tool" and open_calls and not self.tool_as_user:
+                call = open_calls.pop(0)
+                message = {"name": call["function"]["name"], **message, "tool_call_id": call["id"]}
+            elif message["role"] == "tool":
+                message = {"role": "user", "content": self.syntax.reply.format(content=message["content"])}
+            out.append(message)
+        return out
+
+
+def structured(message: Message, syntax: ToolSyntax, form: str) -> Message:
+    """An assistant message with calls and thinking in fields. A turn that cannot be read stays as it is."""
+    content = message.get("content")
+    if not isinstance(content, str) or "tool_calls" in message:
+        return message
+    return {**message, **_fields(content, syntax, form)}
+
+
+@lru_cache(4096)
+def _fields(text: str, syntax: ToolSyntax, form: str) -> Message:
+    parsed = syntax.parse(text)
+    if parsed.faults or parsed.text == text:
+        return {"content": text}
+    fields: Message = {"content": parsed.text.strip() if parsed.calls else parsed.text}
+    if parsed.thinking:
+        fields |= {"reasoning_content": parsed.thinking, "thinking": parsed.thinking}
+    return {**fields, "tool_calls": as_field(parsed.calls, form)} if parsed.calls else fields
+
+
+def as_field(calls: Sequence[ToolCall], form: str) -> list[dict[str, Any]]:
+    """The value of ``tool_calls``."""
+    write = partial(json.dumps, ensure_ascii=False) if form == AS_JSON else dict
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": write(call.arguments)}}
+        for call in calls
+    ]
+
+
+def _described(messages: list[Message], tools: Tools, syntax: ToolSyntax) -> list[Message]:
+    schemas = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    text = f"You can call these tools:\n{schemas}\nTo call one, write {syntax.example} and wait for its reply."
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _folded(messages: list[Message]) -> list[Message]:
+    """System messages at the front become the beginning of the first user message; later ones become user messages."""
+    head = list(takewhile(lambda m: m["role"] == "system", messages))
+    rest = [{**m, "role": "user"} if m["role"] == "system" else m for m in messages[len(head) :]]
+    if not head:
+        return rest
+    text = "\n\n".join(m["content"] for m in head)
+    if rest and rest[0]["role"] == "user":
+        return [{**rest[0], "content": f"{text}\n\n{rest[0]['content']}"}, *rest[1:]]
+    return [{"role": "user", "content": text}, *rest]
+
+
+def _joined(messages: list[Message]) -> list[Message]:
+    out: list[Message] = []
+    for message in messages:
+        if out and message["role"] == out[-1]["role"] == "user":
+            out[-1] = {**out[-1], "content": f"{out[-1]['content']}\n{message['content']}"}
+        else:
+            out.append(message)
+    return out
+
+
+# ------------------------------------------------------------------------ probes
+
+# contents that a template cannot change: digits have no case
+_USER, _SYSTEM = {"role": "user", "content": "5172930648"}, {"role": "system", "content": "8046271935"}
+_REPLY = {"role": "tool", "name": PROBE.name, "content": "3691508274"}
+_NEXT = {"role": "user", "content": "6407193582"}
+
+
+def find_conversion(
+    render: Render, syntax: ToolSyntax, turn: str, end: str, describe_tools: bool = False
+) -> tuple[Conversion, bool]:
+    """The smallest conversion with which a template renders whole dialogues, and whether it then continues the text of a sampled
+    turn. ``turn`` makes the call ``PROBE`` and is ended by ``end``."""
+    base = Conversion(syntax, describe_tools=describe_tools)
+    if not _renders(render, [_SYSTEM, _USER], base):
+        folded = replace(base, fold_system=True)
+        base = folded if _renders(render, [_SYSTEM, _USER], folded) else base
+    if not _renders(render, [_USER, _NEXT], base):
+        joined = replace(base, join_user=True)
+        base = joined if _renders(render, [_USER, _NEXT], joined) else base
+    dialogue = [_USER, {"role": "assistant", "content": turn}, _REPLY]
+    forms = [replace(base, calls=calls) for calls in (AS_TEXT, AS_OBJECTS, AS_JSON)]
+    usable = [c for c in forms if _renders(render, dialogue, c)]
+    if not usable:
+        usable = [c for form in forms if _renders(render, dialogue, c := replace(form, tool_as_user=True))]
+    if not usable:
+        return replace(base, refusal=_fault(render, dialogue, replace(base, tool_as_user=True))), False
+    exact = [c for c in usable if _continues(render, dialogue, c, turn + end)]
+    return (exact or usable)[0], bool(exact)
+
+
+def _text(render: Render, messages: Sequence[Message], conversion: Conversion) -> str:
+    tools = PROBE_TOOLS if len(messages) > 2 else ()
+    return render(conversion(messages, tools), tools, True)
+
+
+def _renders(render: Render, messages: Sequence[Message], conversion: Conversion) -> bool:
+    """Whether all contents of the user, the system and tools are in the text, and nothing is refused."""
+    try:
+        text = _text(render, messages, conversion)
+    except Exception:  # templates raise any exception
+        return False
+    return all(m["content"] in text for m in messages if m["role"] != "assistant") and (
+        len(messages) < 3 or PROBE.name in text.rpartition(_USER["content"])[2].lower()
+    )
+
+
+def _fault(render: Render, messages: Sequence[Message], conversion: Conversion) -> str:
+    try:
+        _text(render, messages, conversion)
+    except Exception as fault:
+        return str(fault) or type(fault).__name__
+    return "it leaves the reply out"
+
+
+def _continues(render: Render, dialogue: Sequence[Message], conversion: Conversion, sampled: str) -> bool:
+    """Whether the text of a sampled turn stays as it is when a reply follows."""
+    prompt = render(conversion(dialogue[:1], PROBE_TOOLS), PROBE_TOOLS, True)
+    return _text(render, dialogue, conversion).startswith(prompt + sampled)

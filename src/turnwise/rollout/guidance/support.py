@@ -1,0 +1,142 @@
+"""Which help an episode gets, and what that help is for one task: a tier of hints, a share of a solution, an example.
+
+Guidance decides on a ``Support``; ``SupportResolver`` turns it into text and ids for one task, once per task. Knows environments
+and the renderer; no engine and no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.core.records import Task
+from turnwise.environments.calls import call_environment
+from turnwise.environments.contract import read_hint, read_messages, read_step
+from turnwise.errors import EnvironmentFault
+from turnwise.rollout.episode import EpisodeLimits
+from turnwise.rollout.episode_start import EpisodeSupport
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.scripted import next_action, scripted_policy
+
+CACHED = 1024  # tasks whose hints and solutions are kept
+BEGINNING = "the following is the beginning of a solution, use it:"
+
+
+@dataclass(frozen=True)
+class Support:
+    """Help for one episode; a piece of guidance makes it.
+
+    ``tier``: hints 1 to ``tier`` of the environment, together. ``share``: of the scripted solution, as text in the prompt, or
+    ``played``: as turns that were already taken. ``text``: as it is. ``recorded``: whether the record, and with it the policy
+    that is trained, contains a hint; played turns are always recorded, as context."""
+
+    tier: int = 0
+    share: float = 0.0
+    played: bool = False
+    text: str = ""
+    recorded: bool = True
+
+    @property
+    def label(self) -> str:
+        """How the trajectory's guidance is recorded."""
+        parts = [f"hints 1-{self.tier}"] * bool(self.tier) + [f"prefix {self.share:.2f}"] * bool(self.share)
+        return ", ".join(parts + ["example"] * bool(self.text)) or "support"
+
+
+@dataclass(frozen=True)
+class TaskHelp:
+    """What one task offers: hints from abstract to concrete, and the turns of the scripted solution."""
+
+    hints: tuple[str, ...] = ()
+    solution: tuple[str, ...] = ()
+
+
+@dataclass
+class SupportResolver:
+    """Makes the support of an episode. ``make`` builds an environment of a task, for a look at its hints and solution."""
+
+    make: Callable[[Task], Any]
+    renderer: Renderer
+    limits: EpisodeLimits
+    tools: Sequence[dict[str, Any]] = ()
+    known: dict[str, TaskHelp] = field(default_factory=dict)
+
+    async def resolve(self, support: Support, task: Task) -> EpisodeSupport:
+        """Help as text and ids. Raises where the task offers nothing of the kind."""
+        help_ = await self.task_help(task) if support.tier or support.share else TaskHelp()
+        hints = help_.hints[: support.tier]
+        if support.tier and not hints:
+            raise EnvironmentFault(f"{task.environment} gives no hint for this task")
+        if support.played:
+            turns, start = self._played(help_.solution, support.share)
+            return EpisodeSupport(
+                support.label, "\n".join([*hints, support.text]).strip(), support.recorded, turns, start
+            )
+        beginning = [BEGINNING, first_share(help_.solution, support.share)] if support.share else []
+        hint = "\n".join(part for part in (support.text, *hints, *beginning) if part)
+        return EpisodeSupport(support.label, hint, support.recorded)
+
+    def _played(self, solution: tuple[str, ...], share: float) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """Whole turns of the first ``share`` of the solution's ids, and the ids of the turn in which it ends. At least the last
+        id of the solution is left to the policy."""
+        written = [self.renderer.encode_turn(self.renderer.turn_text(text, self.tools)) for text in solution]
+        left = min(int(share * sum(map(len, written))), sum(map(len, written)) - 1)
+        turns: list[tuple[int, ...]] = []
+        for ids in written:
+            if left < len(ids):
+                return tuple(turns), tuple(ids[: max(0, left)])
+            turns.append(tuple(ids))
+            left -= len(ids)
+        return tuple(turns), ()
+
+    async def task_help(self, task: Task) -> TaskHelp:
+        if task.key not in self.known:
+            self.known[task.key] = await self._look(task)
+            while len(self.known) > CACHED:
+                del self.known[next(iter(self.known))]
+        return self.known[task.key]
+
+    async def _look(self, task: Task) -> TaskHelp:
+        """Hints and the scripted solution of a task, from an environment of its own."""
+        environment = self.make(task)
+        inline = bool(getattr(type(environment), "inline", False))
+
+        def call(function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+            return call_environment(function, *args, seconds=self.limits.environment_seconds, inline=inline)
+
+        read_messages(await call(environment.reset, task.seed), "reset")
+        tiers = getattr(environment, "hints", None)
+        texts = (
+            list(await call(tiers))
+            if callable(tiers)
+            else [await call(environment.hint)] * hasattr(environment, "hint")
+        )
+        hints = tuple(text for text in map(read_hint, texts) if text)
+        try:
+            return TaskHelp(hints, tuple(await self._solve(environment, call, task)))
+        finally:
+            if hasattr(environment, "close"):
+                await call(environment.close)
+
+    async def _solve(self, environment: Any, call: Callable[..., Awaitable[Any]], task: Task) -> list[str]:
+        """The texts of the scripted solution; none where the environment has no solver or it does not finish."""
+        act, texts = scripted_policy("oracle", environment, task.seed), list[str]()
+        for _ in range(self.limits.turns):
+            try:
+                action = await next_action(act)
+            except NotImplementedError:
+                return []
+            texts.append(action.text)
+            step = read_step(await call(environment.step, action))
+            if step.terminated:
+                return texts
+            if step.truncated:
+                break
+        return []
+
+
+def first_share(solution: Sequence[str], share: float) -> str:
+    """The first ``share`` of a solution's characters."""
+    text = "\n".join(solution)
+    return text[: int(share * len(text))]

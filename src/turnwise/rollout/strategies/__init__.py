@@ -1,0 +1,16 @@
+"""Rollout strategies: how the trajectories of a group are sampled. Know sessions and trajectories; no engine, no loss.
+
+``tree`` and ``retry`` are imported by those who use them: they know episodes, which know this package.
+"""
+
+from turnwise.rollout.strategies.base import EpisodeRunner, GroupRequest, OpenSession, StepMetrics, Strategy
+from turnwise.rollout.strategies.branch import FORK_RULES, Branch
+from turnwise.rollout.strategies.drafts import DRAFT_TOKENS, DraftSelection
+from turnwise.rollout.strategies.greedy import GREEDY_REWARD, GreedyBaseline
+from turnwise.rollout.strategies.hinted import Hinted
+from turnwise.rollout.strategies.independent import EntropyControl, Independent, Reworded
+
+__all__ = [
+    "DRAFT_TOKENS", "FORK_RULES", "GREEDY_REWARD", "Branch", "DraftSelection", "EntropyControl", "EpisodeRunner",
+    "GreedyBaseline", "GroupRequest", "Hinted", "Independent", "OpenSession", "Reworded", "StepMetrics", "Strategy",
+]  # fmt: skip

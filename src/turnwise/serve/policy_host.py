@@ -1,0 +1,273 @@
+"""A generator behind HTTP: who uses it, its dialogues, pauses, and updates of its weights. Knows no HTTP and no engine.
+
+One trainer at a time owns the server. Its dialogues stay open between turns, so that the generator can wait for all of them
+before it composes a batch: then a run through this server computes the same floats as one with the generator in its own process.
+Requests without a dialogue are answered too, beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from turnwise.core.protocols import Generator, Session
+from turnwise.core.records import Completion
+from turnwise.errors import SettingError, StoreError
+from turnwise.rollout.agent_episode import CallRefused
+from turnwise.serve.generate_wire import GenerateCall
+
+MAX_SESSIONS = 65_536
+MAX_IN_FLIGHT = 4_096
+STUCK_SECONDS = 60.0  # without a decode step while requests could be decoded
+MODES = ("abort", "wait")
+
+
+class HostedSession(Session, Protocol):
+    """A dialogue that can also be made active before its request arrives."""
+
+    def unpark(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """What a trainer asks for: cache rows, ids of a dialogue, the ids that end a turn, whether batches must not depend on time,
+    and CPU threads (0: as the server likes; sums of floats depend on their number in the last bits)."""
+
+    slots: int
+    context: int
+    stop_ids: tuple[int, ...]
+    deterministic: bool = True
+    threads: int = 0
+
+
+@dataclass
+class WeightUpdate:
+    """An update under way: the tensors received so far."""
+
+    tensors: dict[str, Any] = field(default_factory=dict)
+    digests: list[str] = field(default_factory=list)
+
+
+class PolicyHost:
+    """``make`` builds the generator for what a trainer asks; ``read_weights`` reads the tensors that an update names; ``facts``
+    describe the model. ``most``: what this server offers at most."""
+
+    def __init__(
+        self,
+        make: Callable[[HostLimits], Generator],
+        read_weights: Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], str]],
+        facts: Mapping[str, Any],
+        most: HostLimits,
+    ) -> None:
+        self._make, self._read_weights, self.facts, self.most = make, read_weights, facts, most
+        self.limits, self.generator = most, make(most)
+        self.client = ""
+        self.sessions: dict[str, HostedSession] = {}
+        self.parked: set[str] = set()
+        self.in_flight: dict[str, Session] = {}
+        self.labels: dict[int, str] = {self.generator.version: "initial"}
+        self.digest = ""  # of the weights last loaded from a file
+        self.update: WeightUpdate | None = None
+        self.answered = 0
+        self._opened, self._applied, self._progress = 0, 0, (-1.0, time.monotonic())
+        self._running = asyncio.Event()
+        self._running.set()
+
+    # ------------------------------------------------------------------- owner
+
+    async def attach(self, client: str, asked: HostLimits) -> HostLimits:
+        """Give the server to ``client``: dialogues of an earlier one are closed. Returns what it gets of what it asks for."""
+        for name in ("slots", "context"):
+            if getattr(asked, name) < 1:
+                raise CallRefused("invalid_request", f"'{name}' is {getattr(asked, name)}; write at least 1")
+        slots, context = min(asked.slots, self.most.slots), min(asked.context, self.most.context)
+        granted = replace(asked, slots=slots, context=context, threads=asked.threads or self.most.threads)
+        await self.abort(())
+        for session in self.sessions.values():
+            session.close()
+        self.client, self.sessions, self.parked, self._applied, self.update = client, {}, set(), 0, None
+        if granted != self.limits:
+            self.generator = await asyncio.to_thread(self._make, granted)
+            self.limits, self.labels, self.digest = granted, {self.generator.version: "initial"}, ""
+        self._running.set()
+        return granted
+
+    def check_owner(self, client: Any) -> None:
+        if client != self.client:
+            raise CallRefused("not_owner", "another run took this server over; it answers one trainer at a time")
+
+    # --------------------------------------------------------------- dialogues
+
+    def apply(self, client: Any, number: Any, changes: Any) -> None:
+        """Open, park, unpark, cancel and close dialogues, in order. A number that was applied already is ignored: a client that
+        heard no reply sends it again."""
+        self.check_owner(client)
+        if not isinstance(changes, list) or type(number) is not int:
+            raise CallRefused("invalid_request", "write 'number', a whole number, and 'changes', a list")
+        if number == self._applied:
+            return
+        if number != self._applied + 1:
+            raise CallRefused("out_of_order", f"'number' is {number}; the next is {self._applied + 1}")
+        for change in changes:
+            self._change(change)
+        self._applied = number
+
+    def _change(self, change: Any) -> None:
+        kind, name, seed = (*change, None, None, None)[:3] if isinstance(change, list) else (None, None, None)
+        if not isinstance(name, str) or kind not in ("open", "park", "unpark", "cancel", "close"):
+            raise CallRefused(
+                "invalid_request", f"a change is {change!r:.80}; write [kind, session] or [open, session, seed]"
+            )
+        if kind == "open":
+            if type(seed) is not int or name in self.sessions or len(self.sessions) >= MAX_SESSIONS:
+                raise CallRefused(
+                    "invalid_request", f"the session {name!r:.40} cannot be opened with the seed {seed!r:.40}"
+                )
+            self.sessions[name] = self._open(seed)
+            return
+        session = self.sessions.get(name)
+        if session is None:
+            return  # closed meanwhile
+        getattr(session, kind)()
+        self.parked.discard(name)
+        if kind == "park":
+            self.parked.add(name)
+        if kind == "close":
+            del self.sessions[name]
+
+    def _open(self, seed: int) -> HostedSession:
+        return self.generator.open(seed)  # type: ignore[return-value]
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, call: GenerateCall) -> Completion:
+        """Answer a request, after a pause if there is one."""
+        if len(self.in_flight) >= MAX_IN_FLIGHT:
+            raise CallRefused("busy", f"{len(self.in_flight)} requests are being answered; try again later")
+        if call.request_id in self.in_flight:
+            raise CallRefused("invalid_request", f"the request {call.request_id!r:.60} is being answered already")
+        if len(call.ids) >= self.limits.context:
+            raise CallRefused(
+                "invalid_request",
+                f"'token_ids' has {len(call.ids)} ids; the context of this server is {self.limits.context}",
+            )
+        await self._running.wait()
+        with self._session_of(call) as session:
+            self.in_flight[call.request_id] = session
+            self.parked.discard(call.session)
+            try:
+                done = await session.generate(call.ids, call.sampling)
+            except SettingError as fault:  # it was closed, or answers another request
+                raise CallRefused("invalid_request", str(fault)) from fault
+            finally:
+                del self.in_flight[call.request_id]
+        self.answered += 1
+        return done
+
+    @contextlib.contextmanager
+    def _session_of(self, call: GenerateCall) -> Iterator[Session]:
+        if call.session:
+            if call.session not in self.sessions:
+                raise CallRefused("not_found", f"no open session {call.session!r:.60}")
+            yield self.sessions[call.session]
+            return
+        session = self._open(call.seed)
+        try:
+            yield session
+        finally:
+            session.close()
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        """End requests with the tokens they have; without ids, all. Returns how many."""
+        names = [name for name in (request_ids or list(self.in_flight)) if name in self.in_flight]
+        for name in names:
+            self.in_flight[name].cancel()
+        await self._until(lambda: not any(name in self.in_flight for name in names))
+        return len(names)
+
+    # ------------------------------------------------------------------- pause
+
+    @property
+    def paused(self) -> bool:
+        return not self._running.is_set()
+
+    async def pause(self, mode: str) -> None:
+        """Answer nothing until ``resume``. ``abort``: requests in flight end with the tokens they have; ``wait``: they finish."""
+        if mode not in MODES:
+            raise CallRefused("unsupported_parameter", f"'mode' is {mode!r:.40}; write abort or wait")
+        self._running.clear()
+        if mode == "abort":
+            await self.abort(())
+        else:
+            await self._until(lambda: not self.in_flight)
+
+    def resume(self) -> None:
+        self._running.set()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    # ----------------------------------------------------------------- weights
+
+    def start_update(self) -> None:
+        if not self.paused:
+            raise CallRefused("not_paused", "weights are updated while the server is paused; POST /pause first")
+        self.update = WeightUpdate()
+
+    async def receive(self, described: Any) -> None:
+        """Read tensors that the trainer wrote. May be called several times in an update."""
+        if self.update is None:
+            raise CallRefused("no_update", "no update is under way; POST /start_weight_update first")
+        for part in described if isinstance(described, list) else [described]:
+            if not isinstance(part, Mapping):
+                raise CallRefused(
+                    "invalid_request", f"'update_info' is {part!r:.60}; write an object with path and sha256"
+                )
+            try:
+                tensors, digest = await asyncio.to_thread(self._read_weights, part)
+            except (SettingError, StoreError) as fault:
+                raise CallRefused("invalid_weights", str(fault)) from fault
+            self.update.tensors.update(tensors)
+            self.update.digests.append(digest)
+
+    async def finish_update(self, label: str) -> None:
+        """Load what was received; every later token carries ``label``. On a refusal the weights stay as they were."""
+        update, self.update = self.update, None
+        if update is None:
+            raise CallRefused("no_update", "no update is under way; POST /start_weight_update first")
+        missing = sorted(set(self.facts["weights"]) - set(update.tensors))
+        if missing:
+            raise CallRefused(
+                "invalid_weights", f"{len(missing)} weights of the model were not sent, the first is {missing[0]!r}"
+            )
+        version = int(label) if label.isdecimal() else self.generator.version + 1
+        publishing: Awaitable[None] = self.generator.publish(update.tensors, version)
+        try:
+            await publishing
+        except SettingError as fault:
+            raise CallRefused("invalid_weights", str(fault)) from fault
+        self.labels[version], self.digest = label or str(version), ",".join(update.digests)
+
+    @property
+    def label(self) -> str:
+        """What the trainer calls the weights in use."""
+        return self.labels.get(self.generator.version, str(self.generator.version))
+
+    # ------------------------------------------------------------------ health
+
+    def stuck(self) -> str:
+        """Why requests are not decoded although they could be; empty if they are."""
+        steps, now = self.generator.stats().get("steps", 0.0), time.monotonic()
+        active = {id(session) for session in self.in_flight.values()}
+        waits_for_client = any(
+            id(session) not in active and name not in self.parked for name, session in self.sessions.items()
+        )
+        if steps != self._progress[0] or not self.in_flight or waits_for_client or self.paused:
+            self._progress = (steps, now)
+        seconds = now - self._progress[1]
+        return f"no decode step for {seconds:.0f} s" if seconds > STUCK_SECONDS else ""

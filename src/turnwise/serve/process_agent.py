@@ -1,0 +1,84 @@
+"""An agent that is a command: one process per episode, which finds its session in the environment variables of stock clients.
+
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY     the policy, for this episode only
+    TURNWISE_TASK                                                             the task as JSON, also on standard input
+    TURNWISE_STEP_URL                                                         where to act in the environment of the task
+
+The last line that it prints is its verdict: a number, true or false, or an object with ``reward`` and ``success``. An exit status
+other than 0 fails the episode, with the last line of standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+from typing import Any
+
+from turnwise.errors import EnvironmentFault
+from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, read_outcome, within
+from turnwise.rollout.agent_task import AgentTask
+from turnwise.serve.server import EndpointHost
+
+MAX_OUTPUT = 1 << 20  # bytes that are kept of what a process prints
+PARALLEL = 32  # processes at the same time
+
+
+class ProcessAgent:
+    """Runs ``command`` in a shell for every episode. The endpoint is started with the first one."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self._host = EndpointHost()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(PARALLEL)
+
+    async def play(self, task: AgentTask, episode: AgentEpisode, seconds: float = math.inf) -> AgentOutcome:
+        task.episode, loop = episode, asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._slots = loop, asyncio.Semaphore(PARALLEL)
+        endpoint = self._host.endpoint(loop)
+        opened = endpoint.sessions.open(episode, task=task)
+        episode.session.park()  # the process takes a while to start, and the generator must not wait for it
+        try:
+            async with self._slots:
+                variables, described = endpoint.environment(opened.key), json.dumps(opened.description())
+                output = await within(seconds, self._run(variables, described))
+        finally:
+            endpoint.sessions.close(opened.key)
+        return read_outcome(_verdict(output, self.command))
+
+    async def _run(self, variables: dict[str, str], task: str) -> bytes:
+        process = await asyncio.create_subprocess_shell(
+            self.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **variables, "TURNWISE_TASK": task},
+            start_new_session=True,
+            limit=MAX_OUTPUT,
+        )
+        try:
+            output, errors = await process.communicate(task.encode())
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            raise
+        if process.returncode:
+            last = errors.decode(errors="replace").strip().splitlines()
+            raise EnvironmentFault(f"the agent exited with {process.returncode}: {(last or ['no message'])[-1][:300]}")
+        return output[-MAX_OUTPUT:]
+
+
+def _verdict(output: bytes, command: str) -> Any:
+    lines = output.decode(errors="replace").strip().splitlines()
+    try:
+        return json.loads(lines[-1]) if lines else None
+    except ValueError:
+        raise EnvironmentFault(
+            f"the last line that {command!r} printed is {lines[-1][:80]!r}; print a number, or an object with reward and success"
+        ) from None

@@ -1,0 +1,177 @@
+"""The server of a run: the application on a socket of this machine, in the event loop of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import ipaddress
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.errors import SettingError
+from turnwise.rollout.agent_episode import AgentEpisode
+from turnwise.serve.sessions import Sessions
+
+STOP_SECONDS = 5.0
+KEEP_ALIVE = 120  # seconds: tools of agents take longer than the five that servers allow by default
+LOOPBACK = "127.0.0.1"
+PACKAGES = ("starlette", "uvicorn")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where agents reach the policy."""
+
+    url: str
+    sessions: Sessions
+    stop: Callable[[], object] = lambda: None  # ends an endpoint that stays up, from any thread
+
+    def environment(self, key: str) -> dict[str, str]:
+        """The variables by which stock clients find their session."""
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/s/{key}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": f"{self.url}/s/{key}",
+            "ANTHROPIC_API_KEY": key,
+            "TURNWISE_STEP_URL": f"{self.url}/s/{key}/step",
+            "TURNWISE_REWARD_URL": f"{self.url}/s/{key}/reward",
+        }
+
+
+def require_packages() -> None:
+    """Refuse, with the command to type, where the server cannot be imported."""
+    missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise SettingError(f"an HTTP endpoint needs the package {missing[0]}; write pip install 'turnwise[serve]'")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def read_address(address: str) -> tuple[str, int]:
+    """``HOST:PORT``, or a port alone."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        raise SettingError(f"the address of the endpoint is {address!r}; write HOST:PORT, for example 127.0.0.1:8700")
+    return host.strip("[]") or LOOPBACK, int(port)
+
+
+def listen_on(host: str, port: int, token: str = "") -> socket.socket:
+    """A listening socket; loopback only unless a token protects the endpoint."""
+    if not token and not is_loopback(host):
+        raise SettingError(
+            f"the endpoint would be reachable from other machines at {host}; set a token in TURNWISE_ENDPOINT_TOKEN, or "
+            f"listen on {LOOPBACK}"
+        )
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as fault:
+        raise SettingError(f"the endpoint cannot listen on {host}:{port}: {fault}; choose another address") from fault
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve_on(listener: socket.socket, sessions: Sessions) -> None:
+    """Serve agents until cancelled."""
+    from turnwise.serve.app import make_app
+
+    await serve_app(listener, make_app(sessions))
+
+
+async def serve_app(listener: socket.socket, app: Any) -> None:
+    """Serve an ASGI application until cancelled."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        log_level="error",
+        lifespan="off",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=KEEP_ALIVE,
+    )
+
+    class Quiet(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # the run handles signals
+
+    server = Quiet(config)
+    task = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        await asyncio.shield(task)
+    finally:
+        server.should_exit = True
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+            await asyncio.wait_for(task, STOP_SECONDS)
+        listener.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(sessions: Sessions, host: str = LOOPBACK, port: int = 0, token: str = "") -> AsyncIterator[Endpoint]:
+    """Serve until the context ends. Port 0 takes a free one."""
+    require_packages()
+    sessions.token = token
+    listener = listen_on(host, port, token)
+    task = asyncio.create_task(serve_on(listener, sessions))
+    try:
+        yield Endpoint(url_of(listener), sessions)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@dataclass
+class EndpointHost:
+    """The endpoint of the running event loop, started when it is first needed, from any thread."""
+
+    host: str = LOOPBACK
+    port: int = 0
+    token: str = ""
+    _loop: asyncio.AbstractEventLoop | None = None
+    _endpoint: Endpoint | None = None
+    _task: asyncio.Task[None] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def endpoint(self, loop: asyncio.AbstractEventLoop) -> Endpoint:
+        """The endpoint of ``loop``. Connections wait at its socket until the server has started."""
+        with self._lock:
+            if self._loop is not loop or self._endpoint is None:
+                require_packages()
+                listener = listen_on(self.host, self.port, self.token)
+                self._loop, self._endpoint = loop, Endpoint(url_of(listener), Sessions(self.token))
+                loop.call_soon_threadsafe(self._start, listener, self._endpoint.sessions)
+            return self._endpoint
+
+    def _start(self, listener: socket.socket, sessions: Sessions) -> None:
+        self._task = asyncio.ensure_future(serve_on(listener, sessions))
+
+    @contextlib.contextmanager
+    def offered(self, episode: AgentEpisode) -> Iterator[Callable[[AgentEpisode], tuple[str, str]]]:
+        """While the context lasts, a function that opens the episode and returns its URL and its key."""
+        loop, opened = asyncio.get_running_loop(), []
+
+        def connect(asked: AgentEpisode) -> tuple[str, str]:
+            endpoint = self.endpoint(loop)
+            session = endpoint.sessions.open(asked)
+            opened.append((endpoint.sessions, session.key))
+            return f"{endpoint.url}/s/{session.key}/v1", session.key
+
+        try:
+            yield connect
+        finally:
+            for sessions, key in opened:
+                sessions.close(key)

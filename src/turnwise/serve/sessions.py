@@ -1,0 +1,172 @@
+"""Open episodes by an unguessable key, which is minted for each and never reused.
+
+A repeated request (an SDK retries after a lost reply) gets the same answer: the header says that it is a retry, and the body says
+of what. Agents that live elsewhere take episodes that wait for one. Knows neither formats nor HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.core.records import Message
+from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, CallRefused, CallReply, CallRequest
+from turnwise.rollout.agent_task import AgentTask
+
+KEY_BYTES = 24
+ENDED = 10_000  # keys of ended episodes that are remembered, to say so
+KEPT_ANSWERS = 64  # of a session, for retries: the latest
+
+
+@dataclass
+class OpenEpisode:
+    """One episode that is played over HTTP."""
+
+    key: str
+    episode: AgentEpisode
+    task: AgentTask | None = None  # whose environment the agent may act in
+    answers: dict[str, asyncio.Future[Any]] = field(default_factory=dict)  # by digest of the request
+    outcome: asyncio.Future[AgentOutcome] | None = None  # set by a posted reward, where the agent lives elsewhere
+    taken: asyncio.Event = field(default_factory=asyncio.Event)  # an agent that lives elsewhere has begun to play
+    dialogues: dict[str, list[Message]] = field(
+        default_factory=dict
+    )  # by id of a response, for ``previous_response_id``
+
+    async def answer(self, request: CallRequest, body: bytes, retried: bool) -> list[CallReply]:
+        """Answer a call once. A retry waits for, or repeats, the answer to the same body."""
+        digest = hashlib.sha256(body).hexdigest()
+        if retried and digest in self.answers:
+            self.episode.retries += 1
+            return list(await asyncio.shield(self.answers[digest]))
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.answers.pop(digest, None)
+        self.answers[digest] = future
+        while len(self.answers) > KEPT_ANSWERS:
+            self.answers.pop(next(iter(self.answers)))
+        try:
+            replies = await self.episode.call(request)
+            self.episode.session.park()  # nobody knows when the agent calls again: the generator must not wait for it
+        except BaseException as fault:
+            future.set_exception(
+                fault if isinstance(fault, CallRefused) else CallRefused("cancelled", "the call was cancelled")
+            )
+            future.exception()  # retrieved: a refused call that nobody repeats is no warning
+            raise
+        future.set_result(replies)
+        return replies
+
+    async def step(self, message: Any) -> tuple[list[Message], bool]:
+        """Let an assistant message act in the environment of the task. Its end is the end of an episode played elsewhere."""
+        if self.task is None or self.task.environment is None:
+            raise CallRefused("no_environment", "this episode has no environment to act in; post a reward instead")
+        messages = await self.task.step(message)
+        if self.task.done and self.outcome is not None and not self.outcome.done():
+            self.outcome.set_result(AgentOutcome())
+        return messages, self.task.done
+
+    def post(self, outcome: AgentOutcome) -> None:
+        """Take the reward of an agent that lives elsewhere; it ends the episode."""
+        if self.episode.ended or (self.outcome is not None and self.outcome.done()):
+            raise CallRefused("episode_ended", "this episode has ended; its reward is final")
+        if self.outcome is None:
+            raise CallRefused(
+                "no_reward_expected", "the reward of this episode is what its agent returns; nothing is posted"
+            )
+        self.outcome.set_result(outcome)
+
+    def description(self) -> dict[str, Any]:
+        """The task as an agent in another process reads it."""
+        return {} if self.task is None else describe_task(self.task)
+
+    def abandon(self) -> None:
+        """The agent gives up: the episode fails."""
+        if self.outcome is not None and not self.outcome.done():
+            self.outcome.set_exception(CallRefused("abandoned", "the agent abandoned its session"))
+
+
+def describe_task(task: AgentTask) -> dict[str, Any]:
+    """A task as plain values."""
+    facts: dict[str, Any] = {"messages": task.messages, "tools": list(task.tools), "row": dict(task.row)}
+    where = {"seed": task.seed, "split": task.task.split, "difficulty": task.task.difficulty}
+    return dict(json.loads(json.dumps({**facts, **where}, default=str)))
+
+
+class Sessions:
+    """The open episodes of a server. ``token``: what an agent must present to take an episode; empty: nothing.
+
+    ``opener`` makes an episode for an agent that asks for one (where the agents decide what is played); without it, agents take
+    the episodes that a run offers. ``single`` makes an episode for one call of a client that opened no session."""
+
+    def __init__(
+        self,
+        token: str = "",
+        opener: Callable[[Sessions, Mapping[str, Any]], OpenEpisode] | None = None,
+        single: Callable[[Sessions], OpenEpisode] | None = None,
+    ) -> None:
+        self.token, self.opener, self.single = token, opener, single
+        self._open: dict[str, OpenEpisode] = {}
+        self._ended: dict[str, None] = {}
+        self._offered: deque[OpenEpisode] = deque()
+        self._news = asyncio.Event()
+
+    def open(
+        self, episode: AgentEpisode, awaits_reward: bool = False, task: AgentTask | None = None, offered: bool = False
+    ) -> OpenEpisode:
+        """Mint the key of an episode. ``offered``: to an agent that lives elsewhere."""
+        key = secrets.token_urlsafe(KEY_BYTES)
+        outcome = asyncio.get_running_loop().create_future() if awaits_reward else None
+        opened = self._open[key] = OpenEpisode(key, episode, task, outcome=outcome)
+        if offered:
+            self._offered.append(opened)
+            self._news.set()
+        return opened
+
+    async def take(self, asked: Mapping[str, Any], seconds: float) -> OpenEpisode | None:
+        """An episode for an agent that asks for one; None if none is offered within ``seconds``."""
+        if self.opener is not None:
+            return self.opener(self, asked)
+        deadline = asyncio.get_running_loop().time() + seconds
+        while True:
+            while self._offered:
+                opened = self._offered.popleft()
+                if opened.key in self._open:
+                    opened.taken.set()
+                    return opened
+            self._news.clear()
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                return None
+            try:
+                await asyncio.wait_for(self._news.wait(), left)
+            except TimeoutError:
+                return None
+
+    def close(self, key: str) -> None:
+        """End an episode: later calls with its key are told so."""
+        if self._open.pop(key, None) is None:
+            return
+        self._ended[key] = None
+        while len(self._ended) > ENDED:
+            self._ended.pop(next(iter(self._ended)))
+
+    def find(self, key: str) -> OpenEpisode:
+        if key in self._ended:
+            raise CallRefused("episode_ended", "this episode has ended; its reward is final")
+        if key not in self._open:
+            if self.single is not None and self.admits(key):
+                return self.single(self)
+            raise CallRefused("invalid_api_key", "no open episode has this key")
+        return self._open[key]
+
+    def admits(self, token: str) -> bool:
+        """Whether a token lets an agent in. Compared in constant time."""
+        return not self.token or secrets.compare_digest(token.encode(), self.token.encode())
+
+    def __len__(self) -> int:
+        return len(self._open)

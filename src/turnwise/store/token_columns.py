@@ -1,0 +1,123 @@
+"""What an update computed for each token (advantage, log-probability, gate, weight, gradient), as compressed rows of the ledger.
+
+One row for each optimiser step: a JSON head (which trajectories, how many tokens of each, the columns' types) and one blob.
+The bytes of a column are stored plane by plane, all first bytes, then all second bytes: neighbouring floats share sign and
+exponent, so that zlib finds the repetition. A column that equals an earlier one is stored as its name.
+
+Does not know what a column means, or how it is recomputed.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from turnwise.store.database import Database
+
+NARROW = {"entropy": "<f2", "gate": "<f2"}  # columns that people read and nobody computes with
+LEVEL = 1  # of zlib: the higher ones take five times as long and save a tenth
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenColumns:
+    """The tokens of one optimiser step, by trajectory in the order of its batch.
+
+    ``columns["advantage"]`` has one number for each sampled token; ``groups`` holds group id and trajectory ids of the whole
+    batch that the step was credited with, and ``memory`` the state of the method's pieces before that."""
+
+    step: int
+    position: int
+    trajectories: tuple[str, ...]
+    sizes: tuple[int, ...]
+    columns: Mapping[str, np.ndarray]
+    groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    memory: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, trajectory: str) -> dict[str, np.ndarray]:
+        """The columns of one trajectory; empty if this update did not read it."""
+        if trajectory not in self.trajectories:
+            return {}
+        index = self.trajectories.index(trajectory)
+        start = sum(self.sizes[:index])
+        return {name: values[start : start + self.sizes[index]] for name, values in self.columns.items()}
+
+
+def encode_columns(tokens: TokenColumns) -> tuple[str, bytes]:
+    """``(head, data)`` of one update."""
+    kinds: list[list[str]] = []
+    parts: list[bytes] = []
+    written: dict[str, bytes] = {}
+    for name, values in tokens.columns.items():
+        array = _narrowest(name, values)
+        raw = array.tobytes()
+        same = next((other for other, bytes_ in written.items() if bytes_ == raw), "")
+        kinds.append([name, array.dtype.str, same])
+        if not same:
+            written[name] = raw
+            parts.append(array.view("u1").reshape(len(array), -1).T.tobytes() if len(array) else b"")
+    head = {
+        "trajectories": tokens.trajectories,
+        "sizes": tokens.sizes,
+        "columns": kinds,
+        "groups": tokens.groups,
+        "memory": tokens.memory,
+    }
+    return json.dumps(head, separators=(",", ":")), zlib.compress(b"".join(parts), LEVEL)
+
+
+def decode_columns(step: int, position: int, head: str, data: bytes) -> TokenColumns:
+    facts = json.loads(head)
+    count, raw, start = sum(facts["sizes"]), zlib.decompress(data), 0
+    columns: dict[str, np.ndarray] = {}
+    for name, kind, same in facts["columns"]:
+        if same:
+            columns[name] = columns[same]
+            continue
+        dtype = np.dtype(kind)
+        planes = np.frombuffer(raw, "u1", count * dtype.itemsize, start).reshape(dtype.itemsize, count)
+        columns[name] = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
+        start += count * dtype.itemsize
+    groups = tuple((group, tuple(members)) for group, members in facts["groups"])
+    return TokenColumns(
+        step, position, tuple(facts["trajectories"]), tuple(facts["sizes"]), columns, groups, facts["memory"]
+    )
+
+
+def _narrowest(name: str, values: np.ndarray) -> np.ndarray:
+    if values.dtype == np.bool_:
+        return values.astype("|u1")
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(values, NARROW.get(name, "<f4"))
+
+
+def write_columns(db: sqlite3.Connection, tokens: Sequence[TokenColumns]) -> None:
+    rows = [(t.step, t.position, *encode_columns(t)) for t in tokens]
+    db.executemany("INSERT OR REPLACE INTO token_columns VALUES (?, ?, ?, ?)", rows)
+
+
+def read_columns(database: Database, step: int) -> tuple[TokenColumns, ...]:
+    """The kept updates of one step, in order; none for a pruned step or a ledger of an older release."""
+    if not has_columns(database):
+        return ()
+    sql = "SELECT position, head, data FROM token_columns WHERE step = ? ORDER BY position"
+    return tuple(decode_columns(step, *row) for row in database.fetch_all(sql, (step,)))
+
+
+def kept_steps(database: Database) -> tuple[int, ...]:
+    """The steps whose columns are still stored, ascending."""
+    if not has_columns(database):
+        return ()
+    return tuple(row[0] for row in database.fetch_all("SELECT DISTINCT step FROM token_columns ORDER BY step"))
+
+
+def has_columns(database: Database) -> bool:
+    return bool(database.fetch_all("SELECT 1 FROM sqlite_master WHERE name = 'token_columns'"))
+
+
+__all__ = ["TokenColumns", "decode_columns", "encode_columns", "kept_steps", "read_columns", "write_columns"]

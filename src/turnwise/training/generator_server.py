@@ -1,0 +1,113 @@
+"""A model behind HTTP for trainers: what ``turnwise serve`` calls. Trains nothing; the trainer sends the weights.
+
+The generator is the one that a run has in its own process. Knows settings, models and the server; no loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from turnwise.config.settings import Settings
+from turnwise.errors import SettingError
+from turnwise.serve.policy_host import HostLimits, PolicyHost
+from turnwise.serve.server import is_loopback, listen_on, read_address, require_packages, serve_app, url_of
+from turnwise.store.rundir import RunDir
+from turnwise.training.env_spec import EnvSpec, resolve_settings
+from turnwise.training.preflight import TINY, check_device, check_model_name
+from turnwise.training.remote_generators import COMPARED, OF_TINY, vocabulary_digest
+
+CONTEXT = 4096  # ids of a dialogue that a server offers where the user names no limit; fewer if the model reads fewer
+
+
+def serve_model(
+    model: str, address: str, token: str, values: Mapping[str, Any], tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Serve ``model`` (a folder, a Hub id, a run directory or ``tiny``) until interrupted; returns what happened. ``values`` are
+    settings of a run."""
+    require_packages()
+    host, port = read_address(address)
+    listen_on(host, port, token).close()  # refuses an address that cannot be used, before the model is loaded
+    settings, folder = _select(model, values)
+    check_device(settings.device)
+    if folder is None:
+        check_model_name(settings.model)
+    policy_host = make_policy_host(settings, folder, model, "context" in values)
+    return asyncio.run(_serve(policy_host, host, port, token, tell))
+
+
+def _select(model: str, values: Mapping[str, Any]) -> tuple[Settings, Path | None]:
+    """The settings, and the folder of the model where it belongs to a run."""
+    if not (Path(model) / "run.json").is_file():
+        return resolve_settings({**values, "model": model}), None
+    run = RunDir.open(model)
+    folder = next((path for path in (run.model, run.path / "initial") if path.is_dir()), None)
+    if folder is None:
+        raise SettingError(
+            f"the run {model} has no model yet; serve the model it begins with, or tiny --env ENVIRONMENT"
+        )
+    return Settings.of({**run.metadata()["settings"], **values}), folder
+
+
+def make_policy_host(settings: Settings, folder: Path | None, name: str, own_context: bool) -> PolicyHost:
+    """The host of the model's generator. ``own_context``: the user named the longest dialogue."""
+    from turnwise.engines.remote.weight_files import read_weights
+    from turnwise.training import build, engines
+
+    s = settings
+    env_spec = EnvSpec.from_settings(s) if s.model == TINY and folder is None else EnvSpec(s, object)
+    tokenizer = build.load_tokenizer(s, env_spec, folder)
+    model = build.load_model(s, len(tokenizer), folder)
+    renderer = build.make_renderer(s, tokenizer)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or CONTEXT
+    context = min(s.context if own_context else CONTEXT, int(positions))
+    threads = engines.select_threads(s)
+    most = HostLimits(s.slots, context, tuple(renderer.stop_ids), True, threads)
+
+    def make(limits: HostLimits) -> Any:
+        return engines.make_served_generator(s, model, renderer, limits)
+
+    return PolicyHost(make, read_weights, _facts(s, name, tokenizer, model, folder), most)
+
+
+def _facts(settings: Settings, name: str, tokenizer: Any, model: Any, folder: Path | None) -> dict[str, Any]:
+    """What a trainer compares with its own model."""
+    config = model.config.get_text_config()
+    made = {key: getattr(settings, key) for key in OF_TINY} if settings.model == TINY and folder is None else None
+    return {
+        "model": name,
+        "vocabulary": int(config.vocab_size),
+        "tokenizer": vocabulary_digest(tokenizer.get_vocab()),
+        "config": {key: getattr(config, key) for key in COMPARED if hasattr(config, key)},
+        "weights": {key: list(p.shape) for key, p in model.named_parameters()},
+        "tiny": made,
+    }
+
+
+async def _serve(
+    policy_host: PolicyHost, host: str, port: int, token: str, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    from turnwise.serve.generate_app import make_generate_app
+
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+            loop.add_signal_handler(number, stopped.set)
+    listener = listen_on(host, port, token)
+    url = url_of(listener)
+    task = asyncio.create_task(serve_app(listener, make_generate_app(policy_host, token)))
+    tell(f"{policy_host.facts['model']} at {url} ({policy_host.generator.describe()})")
+    reach = "" if is_loopback(host) else " --generator-key-env TURNWISE_ENDPOINT_TOKEN"
+    tell(f"train with it: turnwise train --model {policy_host.facts['model']} --generator {url}{reach}")
+    tell("Ctrl-C stops the server")
+    try:
+        await asyncio.wait([task, asyncio.ensure_future(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    return {"url": url, "answered": policy_host.answered, "weights": policy_host.label}

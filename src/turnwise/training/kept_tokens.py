@@ -1,0 +1,156 @@
+"""Records what each update computes for its tokens: advantage, log-probability, entropy, gate, weight and gradient.
+
+``TokenRecorder.watch`` wraps an objective. The wrapper passes every call on and only looks at detached copies of the results,
+so the weights of a run do not depend on it. Numbers stay on the device until the ledger writes them, which is while the next
+update computes. Does not know how they are stored or shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.algebra.objective import Loss, Objective
+from turnwise.algebra.piece import MicroBatchView
+from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field
+from turnwise.core.records import Group
+from turnwise.core.signals import Signal
+from turnwise.store.token_columns import TokenColumns
+
+MAX_MEMORY = 100_000  # characters of the pieces' memory; a larger one (a row for each task) is not kept
+STEP_COLUMNS = (Column.UPDATED_TURNS, Column.FREEZE_POLICY)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatchRecord:
+    """The numbers of one micro-batch, on the device: the micro-batch itself may be freed."""
+
+    trajectories: tuple[str, ...]
+    sizes: Tensor  # tokens of each
+    values: Mapping[str, Tensor]
+
+
+@dataclass
+class TokenRecorder:
+    """The tokens of one training step, by update and micro-batch."""
+
+    step: int
+    groups: Sequence[Group]
+    memory: Mapping[str, Any] = field(default_factory=dict)  # of the objective's pieces, before the step
+    updates: list[list[MicroBatchRecord]] = field(default_factory=list)
+
+    def watch(self, objective: Objective) -> RecordedObjective:
+        states = objective.memory.state_dict()
+        text = json.dumps(states, default=str)
+        self.memory = json.loads(text) if len(text) <= MAX_MEMORY else {}
+        return RecordedObjective(objective, self)
+
+    def columns(self) -> list[TokenColumns]:
+        """The updates as the ledger stores them. An update is left out if each of its tokens was already trained on by an
+        earlier one: a second epoch would double the size."""
+        order = {t.id: None for group in self.groups for t in group.trajectories}
+        groups = tuple((group.id, tuple(t.id for t in group.trajectories)) for group in self.groups)
+        kept: list[TokenColumns] = []
+        trained: dict[str, Tensor] = {}
+        for position, micro_batches in enumerate(self.updates):
+            rows = _by_trajectory(micro_batches)
+            new = [_merge(trained, name, row["weight"] != 0) for name, row in rows.items()]
+            if kept and not any(new):
+                continue
+            ids = [name for name in order if name in rows]
+            names = list(rows[ids[0]]) if ids else []
+            columns = {name: torch.cat([rows[i][name] for i in ids]).numpy() for name in names}
+            sizes = tuple(len(rows[i]["weight"]) for i in ids)
+            head: dict[str, Any] = {} if kept else {"groups": groups, "memory": self.memory}
+            kept.append(TokenColumns(self.step, position, tuple(ids), sizes, columns, **head))
+        self.updates.clear()
+        return kept
+
+
+@dataclass(frozen=True)
+class RecordedObjective:
+    """An objective whose micro-batches are recorded."""
+
+    objective: Objective
+    recorder: TokenRecorder
+
+    @property
+    def signals_with_gradient(self) -> frozenset[Signal]:
+        return self.objective.signals_with_gradient
+
+    @property
+    def signals_before_step(self) -> frozenset[Signal]:
+        return self.objective.signals_before_step
+
+    def plan(self, batch: Batch) -> Batch:
+        self.recorder.updates.append([])
+        return self.objective.plan(batch)
+
+    def scales(self, batch: Batch, main: Any, side_gradients: Mapping[str, Any]) -> Any:
+        return self.objective.scales(batch, main, side_gradients)
+
+    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Loss:
+        loss, gradients, logp = self.objective(batch, policy), list[Tensor](), policy[Signal.LOGP].x
+        if loss.loss.requires_grad and logp.requires_grad:
+            logp.register_hook(gradients.append)  # side losses are differentiated first: the last gradient counts
+        micro_batches = self.recorder.updates[-1]
+
+        def compute_stats() -> dict[str, Tensor]:
+            stats = loss.stats
+            slope = gradients[-1] if gradients else torch.zeros_like(logp)
+            values = token_values(self.objective, batch, policy, slope)
+            sizes = batch.tree.size(TOKEN, TRAJECTORY).x
+            micro_batches.append(MicroBatchRecord(batch.trajectory_ids, sizes, values))
+            return stats
+
+        return replace(loss, compute_stats=compute_stats)
+
+
+@torch.no_grad()
+def token_values(
+    objective: Objective, batch: Batch, policy: Mapping[Signal, Field], slope: Tensor
+) -> dict[str, Tensor]:
+    """One number for each token and column, on the device; copies, since a graph's buffers are used again."""
+    token = lambda f: f.at(TOKEN).x.detach().float().clone()  # noqa: E731
+    view = MicroBatchView(batch, {signal: f.detach() for signal, f in policy.items()})
+    values = {
+        "advantage": token(batch[Column.ADVANTAGE]),
+        "weight": token(batch[Column.WEIGHT]),
+        "slope": slope.detach().float().clone(),  # ∂ loss / ∂ log π
+    }
+    if not objective.ratio.couples_trajectories:
+        rho = objective.ratio(view)
+        gated = objective.gate(rho, batch[Column.ADVANTAGE].to(view.logp.x.dtype), view)
+        values["gate"] = token(gated) / token(rho)
+    values |= {str(signal): token(f) for signal, f in policy.items()}
+    measured = {key: f for key, f in batch.columns.items() if isinstance(key, Signal) and key not in policy}
+    values |= {str(signal): token(f) for signal, f in measured.items() if f.level <= TRAJECTORY}
+    return values | {str(name): token(batch[name]) for name in STEP_COLUMNS if name in batch.columns}
+
+
+def _by_trajectory(micro_batches: Sequence[MicroBatchRecord]) -> dict[str, dict[str, Tensor]]:
+    """The columns of each trajectory, on the host."""
+    rows: dict[str, dict[str, Tensor]] = {}
+    for record in micro_batches:
+        sizes = record.sizes.tolist()
+        columns = {name: x.cpu().split(sizes) for name, x in record.values.items()}
+        for index, trajectory in enumerate(record.trajectories):
+            rows[trajectory] = {name: parts[index] for name, parts in columns.items()}
+    return rows
+
+
+def _merge(trained: dict[str, Tensor], trajectory: str, now: Tensor) -> bool:
+    """Add the tokens trained on now; whether one of them, or the trajectory, is new."""
+    before = trained.get(trajectory)
+    trained[trajectory] = now if before is None else now | before
+    return before is None or bool((now & ~before).any())
+
+
+__all__ = ["RecordedObjective", "TokenRecorder", "token_values"]

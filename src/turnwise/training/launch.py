@@ -1,0 +1,80 @@
+"""Build a run from its inputs and run it. Imports every engine; ``training.api`` makes the cheap refusals first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.config.settings import Settings
+from turnwise.core.protocols import Listener
+from turnwise.errors import SettingError
+from turnwise.recipes.recipe import Recipe
+from turnwise.store.rundir import RunDir
+from turnwise.training import engines
+from turnwise.training.events import RunEvents
+from turnwise.training.inputs import GivenObjects
+from turnwise.training.interrupt import StopSignals
+from turnwise.training.plan import RunPlan, validate
+from turnwise.training.trainer import Trainer
+from turnwise.training.unexpected_end import lock_run
+
+
+def start_run(
+    settings: Settings,
+    recipe: Recipe | None,
+    given: GivenObjects,
+    listen: Listener,
+    stop: StopSignals,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Validate everything, create the run directory, train. Returns the summary. ``notes`` are told at the start."""
+    plan = RunPlan.from_settings(settings, recipe, given)
+    validate(plan)
+    s, threads = plan.settings, engines.select_threads(plan.settings)
+    recorded = {**s.as_dict(), "threads": threads}  # a resumed run uses as many: sums depend on it in the last bits
+    run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed)
+    with lock_run(run_dir):
+        return Trainer(plan, run_dir, RunEvents(listen), threads, stop, notes).run()
+
+
+def continue_run(
+    run_dir: RunDir,
+    settings: Settings,
+    recipe: Recipe | None,
+    given: GivenObjects,
+    listen: Listener,
+    stop: StopSignals,
+    message: str = "",
+) -> dict[str, Any]:
+    """Continue a run from its last checkpoint. Returns the summary; that of a finished run if nothing is left to do."""
+    plan = RunPlan.from_settings(settings, recipe, given)
+    recorded = run_dir.metadata()["recipe"]
+    if repr(plan.recipe) != recorded:
+        raise SettingError(f"this run was started with another recipe: {recorded}")
+    events = RunEvents(listen)
+    if message:
+        updates = plan.recipe.control.updates
+        factor = engines.learner_settings(plan.settings, plan.recipe).lr_factor(run_dir_step(run_dir) * updates)
+        events.message(f"{message}; the next step has the learning rate {settings.lr * factor:.3g}")
+    if run_dir.summary.is_file():
+        return Trainer(plan, run_dir, events, plan.settings.threads, stop).run()
+    with lock_run(run_dir) as lock:
+        return Trainer(plan, run_dir, events, plan.settings.threads, stop, died=lock.left_by).run()
+
+
+def run_dir_step(run_dir: RunDir) -> int:
+    from turnwise.store.checkpoint import latest_step
+
+    return latest_step(run_dir.checkpoints) or 0
+
+
+def free_name(settings: Settings) -> str:
+    """A name that no run in the output folder has: method, environment, seed, a number."""
+    method, env = (re.sub(r"[^\w+-]+", "-", name.split(":")[-1])[:40] for name in (settings.title, settings.env))
+    base = f"{method}-{env}-s{settings.seed}"
+    n = 1
+    while (Path(settings.out) / f"{base}-{n}").exists():
+        n += 1
+    return f"{base}-{n}"

@@ -1,0 +1,199 @@
+"""The generator servers of a run from its settings: are they there, do they have the run's model, and which generator uses them.
+
+``check_generators`` needs no torch and answers at once; what needs the model is compared when the run builds its engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from turnwise.config.settings import Settings
+from turnwise.engines.remote.replica import OURS, VLLM, RemoteLimits, Replica
+from turnwise.engines.remote.transport import ServerAddress
+from turnwise.errors import ServerFault, SettingError
+from turnwise.models.fetch import resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from turnwise.engines.remote.remote_generator import RemoteGenerator
+    from turnwise.rollout.renderer import Renderer
+
+TINY = "tiny"
+COMPARED = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+OF_TINY = ("env", "vocabulary", "hidden", "layers", "seed")
+SENTENCE = "Three apples cost 2.50 dollars; how much do 12 cost?\n"
+
+
+def make_replicas(settings: Settings) -> list[Replica]:
+    """The servers that the settings name. Refuses addresses that are none, or that occur twice."""
+    client = f"{settings.name or 'run'}-{uuid.uuid4().hex[:12]}"
+    addresses = [
+        ServerAddress.read(url.removesuffix("/").removesuffix("/v1"), settings.generator_key_env, "generator")
+        for url in settings.generator
+    ]
+    urls = [address.url for address in addresses]
+    if twice := next((url for url in urls if urls.count(url) > 1), ""):
+        raise SettingError(f"--generator names {twice} twice; name every server once")
+    return [Replica(address, client, settings.generator_seconds) for address in addresses]
+
+
+# -------------------------------------------------------------------- at once
+
+
+def check_generators(settings: Settings) -> None:
+    """Refuse servers that are not there, that want another token, or that plainly have another model."""
+    if not settings.generator:
+        return
+    if getattr(settings, "opponents", "").startswith("past"):
+        raise SettingError(
+            "--generator cannot sample for older policies; write --opponents self, or leave --generator out"
+        )
+
+    async def ask() -> None:
+        for replica in make_replicas(settings):
+            await replica.identify()
+            _compare_files(settings, replica)
+
+    asyncio.run(ask())
+
+
+def _compare_files(settings: Settings, replica: Replica) -> None:
+    """Compare what the files of the model say with what the server says."""
+    theirs = replica.facts
+    if replica.kind == VLLM:
+        return
+    if settings.model == TINY:
+        made = theirs.get("tiny") or {}
+        differing = [name for name in OF_TINY[:-1] if name in made and made[name] != getattr(settings, name)]
+        if differing:
+            name = differing[0]
+            raise SettingError(
+                f"--generator {replica.url} serves a tiny model with {name} {made[name]!r}, and the run has "
+                f"{getattr(settings, name)!r}; start it with the run's settings: turnwise serve tiny --env {settings.env}"
+            )
+        return
+    folder = Path(resolve(settings.model))
+    ours, config = _json(folder / "config.json"), theirs.get("config") or {}
+    for name in COMPARED:
+        if name in ours and name in config and ours[name] != config[name]:
+            raise SettingError(
+                f"--generator {replica.url} serves {replica.model} with {name} {config[name]}, and {settings.model} has "
+                f"{ours[name]}; start it with the run's model: turnwise serve {settings.model}"
+            )
+    vocabulary = _file_vocabulary(_json(folder / "tokenizer.json"))
+    if vocabulary:
+        _compare_vocabulary(settings, replica, vocabulary)
+
+
+def _compare_vocabulary(settings: Settings, replica: Replica, vocabulary: Mapping[str, int]) -> None:
+    theirs = replica.facts.get("tokenizer")
+    if theirs and theirs != vocabulary_digest(vocabulary):
+        raise SettingError(
+            f"--generator {replica.url} serves {replica.model}, whose tokenizer differs from that of {settings.model}: the same "
+            f"ids would be other texts; start it with the run's model: turnwise serve {settings.model}"
+            + (f" --env {settings.env}" if settings.model == TINY else "")
+        )
+
+
+def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
+    """A digest of all tokens and their ids."""
+    rows = json.dumps(sorted(vocabulary.items(), key=lambda item: (item[1], item[0])))
+    return hashlib.sha256(rows.encode()).hexdigest()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _file_vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """The vocabulary of a tokenizer.json; empty for kinds that do not list it by name."""
+    listed = (tokenizer.get("model") or {}).get("vocab")
+    if not isinstance(listed, dict):
+        return {}
+    return {**listed, **{token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}}
+
+
+# -------------------------------------------------------------------- factory
+
+
+def make_remote_generator(
+    settings: Settings,
+    model: PreTrainedModel,
+    renderer: Renderer,
+    deterministic: bool,
+    slots: int,
+    tolerance: float,
+    threads: int,
+    tell: Callable[[str], None],
+) -> RemoteGenerator:
+    """A generator over the servers of the settings, connected and compared with the run's model."""
+    from turnwise.engines.remote.policy_probe import PolicyProbe
+    from turnwise.engines.remote.remote_generator import ProbeRule, RemoteGenerator
+    from turnwise.engines.remote.weight_files import WeightFolder
+
+    limits = RemoteLimits(slots, settings.context, tuple(renderer.stop_ids), deterministic, threads)
+    vocabulary = renderer.tokenizer.get_vocab()
+    rule = ProbeRule(PolicyProbe(model, min(len(vocabulary), model.config.get_text_config().vocab_size)), tolerance)
+    folder = WeightFolder(settings.generator_weights)
+    generator = RemoteGenerator(make_replicas(settings), limits, folder, rule, renderer.decode, tell)
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+
+    async def connect() -> None:
+        for replica in generator.replicas:
+            await replica.identify()
+            if replica.kind == OURS:
+                _compare_vocabulary(settings, replica, vocabulary)
+                _compare_weights(replica, shapes)
+            else:
+                await _check_vllm(settings, replica, renderer)
+        await generator.attach()
+
+    asyncio.run(connect())
+    return generator
+
+
+def _compare_weights(replica: Replica, shapes: Mapping[str, Sequence[int]]) -> None:
+    theirs = replica.facts.get("weights") or {}
+    for name in sorted({*shapes, *theirs}):
+        if shapes.get(name) != theirs.get(name):
+            raise SettingError(
+                f"--generator {replica.url} serves {replica.model}, which is another model: its weight {name} has the shape "
+                f"{theirs.get(name)}, the run's {shapes.get(name)}"
+            )
+
+
+async def _check_vllm(settings: Settings, replica: Replica, renderer: Renderer) -> None:
+    """Refuse what vLLM does not report, and another tokenizer or a shorter context."""
+    s, longest = settings, replica.facts.get("max_model_len")
+    if s.temperature != 1 or s.top_p != 1 or s.top_k or s.min_p:
+        raise SettingError(
+            f"--generator {replica.url} is vLLM, whose log-probabilities are those of temperature 1 without top-p, top-k and "
+            "min-p; leave these settings at their defaults, or use `turnwise serve`"
+        )
+    if isinstance(longest, int) and longest < s.context:
+        raise SettingError(
+            f"--generator {replica.url} reads {longest} ids, and the run needs {s.context}; write --context {longest}"
+        )
+    try:
+        body = {"model": replica.model, "prompt": SENTENCE, "add_special_tokens": False}
+        reply = await replica.pool.call("/tokenize", body, 10.0)
+    except ServerFault as fault:
+        raise SettingError(f"--generator {replica.url}: {fault}") from None
+    value = reply.json()
+    tokens = value.get("tokens") if isinstance(value, dict) else None
+    if isinstance(tokens, list) and tokens != renderer.encode(SENTENCE):
+        raise SettingError(
+            f"--generator {replica.url} serves {replica.model}, whose tokenizer gives other ids than that of {s.model}; start it "
+            "with the run's model"
+        )

@@ -1,0 +1,166 @@
+"""The task feed: which tasks are issued next, with how many rollouts and turns, and which help their episodes get.
+
+One object holds the live sampler, budget and guidance of a run, so that a checkpoint holds their state together with what was
+promised to the groups in flight. Knows no token and no loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from turnwise.core.protocols import Session
+from turnwise.core.records import Group, Task
+from turnwise.core.seeds import stable_seed
+from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.guidance import LiveGuidance
+from turnwise.rollout.guidance.base import PlainGroups
+from turnwise.rollout.strategies.base import EpisodeRunner, GroupRequest, Strategy, close, park
+from turnwise.tasks.budgets import EqualSizes, LiveBudget
+from turnwise.tasks.samplers import LiveSampler
+from turnwise.tasks.task_source import TaskStream
+
+MORE = 100_000  # index of the first session of a later round; no strategy opens so many
+
+Rest = Callable[[Group], Awaitable[int]]
+"""How many further trajectories a group gets, once the groups of its wave are known."""
+
+
+@dataclass(frozen=True)
+class GroupOrder:
+    """One group to issue. ``max_turns`` 0: the environment's limit. ``rest``: asked after its first trajectories."""
+
+    key: str
+    task: Task
+    size: int
+    max_turns: int = 0
+    largest: int = 0
+    rest: Rest | None = None
+
+    @property
+    def number(self) -> str:
+        """The number of the draw; a group that is issued again keeps it."""
+        return self.key.split("~")[0]
+
+
+class BudgetWave:
+    """The groups of one wave, which share a budget: the rest of it is divided once all first trajectories are known."""
+
+    def __init__(self, budget: LiveBudget, tasks: Sequence[Task]) -> None:
+        self.budget, self.tasks = budget, tasks
+        self.groups: dict[int, Group] = {}
+        self.given: asyncio.Future[list[int]] | None = None
+
+    async def rest(self, i: int, group: Group) -> int:
+        if self.given is None:
+            self.given = asyncio.get_running_loop().create_future()
+        self.groups[i] = group
+        if len(self.groups) == len(self.tasks):
+            self.given.set_result(self.budget.rest(self.tasks, [self.groups[k] for k in range(len(self.tasks))]))
+        return (await self.given)[i]
+
+
+@dataclass
+class TaskFeed:
+    """Sampler, budget and guidance of a run. ``promised``: sizes and turn limits of the groups in flight, by draw number."""
+
+    sampler: LiveSampler
+    budget: LiveBudget = field(default_factory=lambda: EqualSizes(8))
+    guidance: LiveGuidance = field(default_factory=PlainGroups)
+    largest: int = 0
+    promised: dict[str, list[int]] = field(default_factory=dict)
+    spent: dict[str, int] = field(default_factory=dict)  # rollouts of the latest step by difficulty
+
+    @classmethod
+    def open(cls, recipe: Recipe, tasks: TaskStream) -> TaskFeed:
+        """The live pieces of a recipe."""
+        guidance = recipe.guidance.open(stable_seed(tasks.seed, "guidance"))
+        return cls(recipe.sampler.open(tasks), recipe.budget.open(), guidance, recipe.budget.largest)
+
+    def orders(self, count: int, again: deque[tuple[str, Task]]) -> list[GroupOrder]:
+        """The next ``count`` groups: first those to issue ``again``, with what they were promised, then new ones."""
+        repeated = [again.popleft() for _ in range(min(count, len(again)))]
+        begin_wave = getattr(self.sampler, "begin_wave", None)
+        if begin_wave is not None and count > len(repeated):
+            begin_wave(count - len(repeated))
+        drawn = [self.sampler.next() for _ in range(count - len(repeated))]
+        fresh = [(str(number), task) for number, task in drawn]
+        sizes = self.budget.sizes([task for _, task in fresh]) if fresh else []
+        for (key, task), size in zip(fresh, sizes):
+            self.promised[key] = [size, self.budget.max_turns(task)]
+        return self._with_rest([self._order(key, task) for key, task in [*repeated, *fresh]])
+
+    def _order(self, key: str, task: Task) -> GroupOrder:
+        number = key.split("~")[0]
+        if number not in self.promised:  # issued by a release that stored no promise
+            self.promised[number] = [self.budget.sizes([task])[0], self.budget.max_turns(task)]
+        size, turns = self.promised[number]
+        return GroupOrder(key, task, size, turns, self.largest)
+
+    def _with_rest(self, orders: list[GroupOrder]) -> list[GroupOrder]:
+        if not getattr(self.budget, "rounds", False):
+            return orders
+        wave = BudgetWave(self.budget, [order.task for order in orders])
+        return [replace(order, rest=partial(wave.rest, i)) for i, order in enumerate(orders)]
+
+    def grow(self, order: GroupOrder, request: GroupRequest, strategy: Strategy) -> Coroutine[Any, Any, Group]:
+        """Begin to grow a group: the strategy under the guidance, then the later rounds of the budget."""
+        if order.max_turns:
+            request = replace(request, play=_limited(request.play, order.max_turns))
+        first = self.guidance.begin(request, strategy)
+        if order.rest is None:
+            return first
+        spare = request.sessions(max(0, order.largest - order.size), MORE)
+        park(spare)
+        return self._continued(first, request, spare, order.rest)
+
+    async def _continued(
+        self, first: Coroutine[Any, Any, Group], request: GroupRequest, spare: list[Session], rest: Rest
+    ) -> Group:
+        group = await first
+        count = min(await rest(group), len(spare))
+        close(spare[count:])
+        more = await request.play_all(spare[:count], MORE)
+        return replace(group, trajectories=(*group.trajectories, *more))
+
+    def observe(self, group: Group) -> None:
+        """Learn from a finished group, whether it is trained on or not."""
+        self.promised.pop(group.id.split("~")[0], None)
+        level = str(group.task.difficulty)
+        self.spent[level] = self.spent.get(level, 0) + len(group.trajectories)
+        for part in (self.sampler, self.budget, self.guidance):
+            part.observe(group)
+
+    def forget(self, key: str) -> None:
+        """A group ended without a usable trajectory."""
+        self.promised.pop(key.split("~")[0], None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sampler": self.sampler.state_dict(),
+            "budget": self.budget.state_dict(),
+            "guidance": self.guidance.state_dict(),
+            "promised": self.promised,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "sampler" not in state:  # a checkpoint of an older release holds the sampler alone
+            self.sampler.load_state_dict(state)
+            return
+        self.sampler.load_state_dict(state["sampler"])
+        self.budget.load_state_dict(state["budget"])
+        self.guidance.load_state_dict(state["guidance"])
+        self.promised = {number: [int(n) for n in values] for number, values in state["promised"].items()}
+
+    def metrics(self) -> dict[str, float]:
+        spent = {f"rollouts/difficulty_{level}": float(n) for level, n in sorted(self.spent.items())}
+        self.spent = {}
+        return {**self.sampler.metrics(), **self.budget.metrics(), **self.guidance.metrics(), **spent}
+
+
+def _limited(play: EpisodeRunner, turns: int) -> EpisodeRunner:
+    return partial(play, max_turns=turns)

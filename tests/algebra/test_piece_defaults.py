@@ -1,0 +1,49 @@
+"""Defaults of pieces are those of the method they were written for: who composes by hand gets the paper's numbers."""
+
+from __future__ import annotations
+
+import pytest
+from support.batches import records_of
+
+from turnwise import recipes
+from turnwise.algebra.adaptive_clip import BalancedClip, InformationClip, WideningClip
+from turnwise.algebra.factor import DampEntropyChange
+from turnwise.algebra.fibration import Fibration
+from turnwise.algebra.gae import LambdaReturn
+from turnwise.algebra.gate import GammaWeight, RatioRegression, SigmoidGate
+from turnwise.algebra.mask import CovarianceClip, InsideOrFarOutside, quota
+from turnwise.algebra.value import SecondValue
+from turnwise.algebra.weight import DualVariable, KLController
+from turnwise.core.batch import pack
+
+
+@pytest.mark.parametrize(
+    "method, piece",
+    [
+        ("clip_cov", CovarianceClip()),
+        ("rec_ring", InsideOrFarOutside()),
+        ("bapo", BalancedClip()),
+        ("ctpo", WideningClip()),
+        ("a2tgpo", InformationClip()),
+        ("steer", DampEntropyChange()),
+        ("fiberpo", Fibration()),
+        ("vespo", GammaWeight()),
+        ("bpo", RatioRegression(LambdaReturn(1.0, 0.95) - SecondValue(), 1e-3)),
+        ("sapo", SigmoidGate()),
+        ("r2vpo", DualVariable()),
+        ("safe", KLController()),
+    ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
+def test_a_piece_without_arguments_is_the_one_of_its_method(method, piece):
+    assert repr(piece) in repr(recipes.build(method))
+
+
+def test_a_share_of_tokens_is_none_for_nothing_and_else_at_least_one():
+    tokens = pack(records_of([[[3], [2]]], 0)).behaviour
+    assert [quota(share, tokens) for share in (0.0, 1e-6, 0.5, 1.0)] == [0, 1, 2, 5]
+
+
+def test_states_are_required_only_where_their_spread_is_asked_for():
+    assert "state" in recipes.build("direct_advantage", least=0.1).requirements
+    assert "state" not in recipes.build("direct_advantage").requirements

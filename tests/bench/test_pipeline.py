@@ -1,0 +1,63 @@
+"""The simulation of the asynchronous loop: cases that can be computed by hand, and laws."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.bench.pipeline import Pipeline, TurnLoad, simulate
+
+EQUAL = Pipeline(groups=2, size=4, decode=lambda n: 0.01, learn=0.5, publish=0.1)
+
+
+def equal():
+    return (TurnLoad(100, 1.0), TurnLoad(50, 0.0))
+
+
+def heavy(seed: int):
+    rng = random.Random(seed)
+    return lambda: [
+        TurnLoad(1 + min(4000, rng.lognormvariate(4, 1)), rng.lognormvariate(-1, 1)) for _ in range(rng.randint(1, 5))
+    ]
+
+
+def test_a_synchronous_step_is_the_sum_of_its_stages():
+    result = simulate(EQUAL, equal)
+    assert result.seconds == pytest.approx(1.0 + 1.0 + 0.5 + 0.5 + 0.1)  # sample, wait, sample, learn, publish
+    assert result.tokens == pytest.approx(8 * 150 / 3.1) and result.oldest == 0
+    assert result.learner == pytest.approx(0.5 / 3.1) and result.generator == pytest.approx(1.5 / 3.1)
+
+
+def test_a_decode_step_that_grows_with_its_batch_shares_the_generator():
+    shared = replace(EQUAL, decode=lambda n: 0.01 * n)
+    assert simulate(shared, lambda: (TurnLoad(100),)).seconds == pytest.approx(8 * 1.0 + 0.6)
+    waves = replace(EQUAL, slots=2)  # four waves of two
+    assert simulate(waves, lambda: (TurnLoad(100),)).seconds == pytest.approx(4 * 1.0 + 0.6)
+
+
+def test_one_step_of_staleness_hides_the_shorter_stage():
+    result = simulate(replace(EQUAL, staleness=1, learn=3.0, publish=0.0), equal)
+    assert result.seconds == pytest.approx(3.0) and result.learner == pytest.approx(1.0)
+    on_one_device = simulate(replace(EQUAL, staleness=1, learn=3.0, publish=0.0, shared=True), equal)
+    assert on_one_device.seconds > 4.0  # what is sampled cannot be hidden
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.integers(0, 6), st.floats(0.0, 5.0), st.integers(3, 64))
+def test_laws(seed, staleness, learn, slots):
+    pipeline = Pipeline(4, 3, lambda n: 0.002 + 0.0001 * n, learn, 0.05, staleness, slots)
+    result = simulate(pipeline, heavy(seed), steps=24, warm_up=4)
+    assert result.oldest <= staleness
+    assert result.seconds >= learn + 0.05 - 1e-9
+    assert 0 <= result.generator <= 1 + 1e-9 and 0 <= result.learner <= 1 + 1e-9
+    assert result == simulate(pipeline, heavy(seed), steps=24, warm_up=4)
+
+
+def test_staleness_helps_a_heavy_tail_and_four_helps_more_than_one():
+    pipeline = Pipeline(8, 8, lambda n: 0.004, learn=2.0, publish=0.1)
+    times = [simulate(replace(pipeline, staleness=k), heavy(3), 200, 20).seconds for k in (0, 1, 4)]
+    assert times[0] > 1.2 * times[1] > 1.2 * 0.99 * times[2]

@@ -1,0 +1,113 @@
+"""Games of OpenSpiel: what a seat reads, and exact numbers of a policy by enumeration."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+pytest.importorskip("pyspiel")
+import pyspiel
+
+from turnwise import environments
+from turnwise.core.records import Task
+from turnwise.environments.families.game_tree import decision_states, exploitability
+from turnwise.environments.families.game_words import legal_words, prompt
+from turnwise.rollout.episode import EpisodeLimits
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.scripted import play_scripted
+from turnwise.training.build import byte_tokenizer
+
+pytestmark = pytest.mark.integration
+
+
+def uniform(text, words):
+    return dict.fromkeys(words, 1.0)
+
+
+@pytest.mark.parametrize("game", ["kuhn_poker", "leduc_poker"])
+def test_a_seat_never_reads_what_another_seat_knows(game):
+    """The first prompt, with the cards of the first seat, stood before the prompts of the second seat."""
+    cls, renderer = environments.load(f"open_spiel:{game}"), Renderer(byte_tokenizer())
+    for seed in range(4):
+        task = Task(game, seed)
+        played = asyncio.run(play_scripted("random", cls(), "x", task, renderer, EpisodeLimits(9, context=10**6)))
+        for turn in played.turns:
+            seats = {name for name in ("player 1", "player 2") if f"{name}:" in renderer.decode(turn.context)}
+            assert seats == {turn.agent}
+            assert turn.restart == (turn is not played.turns[0])
+
+
+def test_the_own_enumeration_agrees_with_the_package():
+    """Nim with two small heaps is small enough for the package, which tells histories apart."""
+    from open_spiel.python import policy as policies
+    from open_spiel.python.algorithms import exploitability as measure
+
+    game = pyspiel.load_game("nim", {"pile_sizes": "1;2"})
+    chances = {}
+
+    def arbitrary(text, words):
+        return chances.setdefault(text, {word: random.Random(f"{text}{word}").random() for word in words})
+
+    table = policies.TabularPolicy(game)
+    for index, state in enumerate(table.states):
+        values = arbitrary(prompt(state), legal_words(state))
+        row, total = table.action_probability_array[index], sum(values.values())
+        row[:] = 0
+        for action, word in zip(state.legal_actions(), legal_words(state)):
+            row[action] = values[word] / total
+    assert exploitability(game, arbitrary) == pytest.approx(measure.exploitability(game, table))
+
+
+def test_perfect_play_cannot_be_exploited():
+    """A policy that looks the game of tic-tac-toe up to its end loses nothing; a uniform one does."""
+    game = pyspiel.load_game("tic_tac_toe")
+    best: dict[str, dict[str, float]] = {}
+    known: dict[str, float] = {}
+
+    def value(state):
+        if state.is_terminal():
+            return state.returns()[0]
+        if str(state) not in known:
+            children = [value(state.child(action)) for action in state.legal_actions()]
+            known[str(state)] = (max if state.current_player() == 0 else min)(children)
+            best[prompt(state)] = {
+                word: float(v == known[str(state)]) for word, v in zip(legal_words(state), children)
+            }
+        return known[str(state)]
+
+    assert value(game.new_initial_state()) == 0
+    assert exploitability(game, lambda text, _: best[text]) == pytest.approx(0)
+    assert exploitability(game, uniform) > 0.5
+
+
+def test_questions_cover_every_decision_and_large_games_have_none():
+    cls = environments.load("open_spiel:kuhn_poker")
+    assert len(cls.policy_questions()) == 12
+    uniformly = {q.prompt: dict.fromkeys(q.answers, 0.4) for q in cls.policy_questions()}
+    measured = cls.policy_metrics(uniformly)
+    assert measured["exploitability"] == pytest.approx(11 / 24) and measured["unlisted"] == pytest.approx(0.2)
+    assert decision_states(pyspiel.load_game("connect_four")) == []
+    assert environments.load("open_spiel:connect_four").policy_questions() == []
+
+
+def test_the_average_of_policies_is_weighted_by_their_own_moves():
+    """Two policies of the first player that agree nowhere: one always bets, one passes and then bets. After pass and bet only the
+    second is ever there, so the average bets there."""
+    from turnwise.environments.families.game_tree import average_policy
+
+    game = pyspiel.load_game("kuhn_poker")
+
+    def bets(text, words):
+        return {"pass": 0.0, "bet": 1.0} if "said" not in text else {"pass": 1.0, "bet": 0.0}
+
+    def passes(text, words):
+        return {"pass": 1.0, "bet": 0.0} if "said" not in text else {"pass": 0.0, "bet": 1.0}
+
+    mean = average_policy(game, [bets, passes])
+    assert mean("player 1: card Q\nsay pass | bet", ("pass", "bet")) == {"pass": 1.0, "bet": 1.0}  # scaled where it is used
+    assert mean("player 1: card Q, said pass bet\nsay pass | bet", ("pass", "bet")) == {"pass": 0.0, "bet": 1.0}
+    assert mean("player 2: card Q, said bet\nsay pass | bet", ("pass", "bet")) == {"pass": 1.0, "bet": 1.0}
+    alone = average_policy(game, [bets])
+    assert exploitability(game, alone) == pytest.approx(exploitability(game, bets))

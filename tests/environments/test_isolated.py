@@ -1,0 +1,99 @@
+"""An environment in another process may do to it what it likes: the episode fails with the reason, and the next one plays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import pytest
+from support.episodes import RENDERER, FixedSession
+
+from turnwise.core.protocols import Action, ToolCall
+from turnwise.core.records import Sampling, Status, Task
+from turnwise.environments import isolated
+from turnwise.environments.isolated import IsolatedEnvironment
+from turnwise.environments.worker import decode_action, encode_action
+from turnwise.rollout.episode import Episode, EpisodeLimits
+
+HERE = "support.misbehaving"
+LIMITS = EpisodeLimits(turns=3, context=400, environment_seconds=1.5)
+
+
+@pytest.fixture(autouse=True)
+def processes(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(__file__)))  # where the process finds tests/support
+    yield
+    isolated.stop_workers()
+
+
+def play(*names, limits=LIMITS):
+    """Episodes of these classes at once, in one process."""
+
+    async def one(key, name):
+        env = IsolatedEnvironment(name, {}, limits.environment_seconds)
+        return await Episode(key, Task("test", seed=7), env, FixedSession(), RENDERER, Sampling(), limits).run()
+
+    async def all_of_them():
+        return await asyncio.gather(*(one(f"g.{i}", name) for i, name in enumerate(names)))
+
+    began = time.monotonic()
+    found = asyncio.run(all_of_them())
+    assert time.monotonic() - began < 30
+    return found if len(found) > 1 else found[0]
+
+
+def test_it_plays_as_in_this_process():
+    t = play(f"{HERE}:Patient")
+    assert (t.status, t.reason, len(t.turns), t.reward) == (Status.TRUNCATED, "turn limit", 3, 1.5)
+    assert t.messages[0]["content"] == "seed 7"
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        ("Exits", "ended its process (exit code 3) during step"),
+        ("Crashes", "ended its process (SIGABRT) during step"),
+        ("HoldsTheInterpreter", "no answer within 1.5 s"),
+        ("Spins", "no answer within 1.2 s (at misbehaving.py, line"),
+        ("Odd", "step returned 'nonsense'; expected a Step"),
+        ("NoSuchClass", "has no class 'NoSuchClass'"),
+    ],
+)
+def test_what_it_does_costs_one_episode(cls, words):
+    t = play(f"{HERE}:{cls}")
+    assert t.status == Status.FAILED and words in t.reason, t.reason
+    assert play(f"{HERE}:Patient").status == Status.TRUNCATED
+
+
+def test_episodes_of_one_process_fail_together_and_say_why():
+    one, other = play(f"{HERE}:Exits", f"{HERE}:Spins")
+    assert "ended its process (exit code 3)" in one.reason and "ended its process (exit code 3)" in other.reason
+
+
+def test_what_it_prints_does_not_disturb_the_replies():
+    assert play(f"{HERE}:Prints").reward == 1.5
+
+
+def test_numpy_values_arrive_as_numbers():
+    t = play(f"{HERE}:NumPyReward")
+    assert (t.status, t.reward, t.success, t.turns[0].tool_calls) == (Status.FINISHED, 0.5, True, 2)
+
+
+def test_a_built_in_environment_with_a_state_key_plays():
+    t = play("keydoor")
+    assert len(t.turns) == 3 and t.turns[0].state and t.turns[0].tool_errors == 1
+
+
+def test_processes_are_shared_and_replaced():
+    play(*[f"{HERE}:Patient"] * 10)
+    assert len(isolated._workers) == 2  # eight episodes in one, two in another
+    assert {worker.episodes for worker in isolated._workers} == {0}
+    play(f"{HERE}:Exits")
+    play(f"{HERE}:Patient")
+    assert not any(worker.ended for worker in isolated._workers)
+
+
+def test_actions_arrive_as_they_were():
+    action = Action("x\ud800", (ToolCall("f", {"a": [1, None, "é"]}, "7"),), ("not JSON",))
+    assert decode_action(encode_action(action)) == action

@@ -1,0 +1,134 @@
+"""The ten views in a real browser: chromium drives them over real small runs and a run of hostile texts.
+
+Needs the package playwright and a chromium (Debian: apt-get install chromium); skipped where one is missing. Run it with
+``python -m pytest tests/inspector/test_browser.py``.
+"""
+
+import shutil
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+
+import turnwise
+from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
+from turnwise.inspector.page.app import InspectorApp
+from turnwise.inspector.page.views.table import VIEWS
+from turnwise.inspector.queries import RunReader
+from turnwise.store import RunDir, SqliteLedger
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+uvicorn = pytest.importorskip("uvicorn")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
+SIZES = ((420, 900), (1024, 768), (1600, 1000))
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run")
+SMALL = {
+    "steps": 2, "groups": 2, "group_size": 4, "cold_steps": 2, "eval_tasks": 0, "layers": 1, "max_tokens": 12, "trackers": (),
+}  # fmt: skip
+RUNS = {"single-turn": ("grpo", "calculator"), "tools": ("dr_grpo", "lookup"), "self-play": ("reinforce", "nim")}
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\u202eabc\x07</div>"
+
+
+def hostile_run(folder):
+    """Hostile texts, a turn of a megabyte, and a tree of forks."""
+    run = RunDir.create(folder, "hostile", {"method": HOSTILE, "env": HOSTILE})
+    task, turn = Task("x", 1), Turn((1,), (2, 3), (-1.0, -2.0), reward=1.0, agent=HOSTILE)
+    messages = ({"role": "user", "content": HOSTILE + "a" * 1_000_000},)
+    root = Trajectory("root", task, (turn, turn), messages=messages, success=True)
+    forks = [replace(root, id=f"fork{i}", turns=(turn,), fork=Fork("root", 0, 1)) for i in range(2)]
+    with SqliteLedger(run.ledger) as ledger:
+        ledger.issue("g", task, 0, 0)
+        ledger.finish(Group("g", task, (root, *forks)), 0)
+        ledger.drop("g", HOSTILE, 0)
+    return run.path
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The address of a server over all runs."""
+    folder = tmp_path_factory.mktemp("browser")
+    for name, (method, env) in RUNS.items():
+        turnwise.train(method=method, env=env, out=str(folder), name=name, **SMALL)
+    readers = [RunReader(folder / name) for name in RUNS] + [RunReader(hostile_run(folder))]
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(InspectorApp(readers, "secret").application(), log_level="error"))
+    thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+    for reader in readers:
+        reader.close()
+
+
+@pytest.fixture(scope="module")
+def page(site):
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        page = browser.new_page()
+        page.set_default_timeout(60_000)
+        page.faults = []
+        page.on("pageerror", lambda error: page.faults.append(str(error)))
+        page.on("console", lambda message: page.faults.append(message.text) if message.type == "error" else None)
+        page.goto(f"{site}/?token=secret")
+        yield page
+        browser.close()
+
+
+@pytest.mark.parametrize("number", range(len(RUNS) + 1))
+def test_all_views_open_at_three_sizes(site, page, number):
+    for name, (title, _, _) in VIEWS.items():
+        page.goto(f"{site}/r/{number}/{name}")
+        assert page.locator("h1").inner_text() == title
+        for width, height in SIZES:
+            page.set_viewport_size({"width": width, "height": height})
+            overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            assert overflow <= 1, f"{name} is wider than a window of {width}"
+    assert page.faults == []
+
+
+def test_a_click_on_a_token_explains_it(site, page):
+    page.goto(f"{site}/r/0/why")
+    page.locator("a.tok").first.click()
+    assert page.get_by_role("heading", name="Factors").count() == 1
+    assert "equals what the step stored" in page.locator(".note.good").inner_text()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url("**token=1")
+
+
+def test_keys_search_theme_and_another_method(site, page):
+    page.goto(f"{site}/r/0/overview")
+    page.keyboard.press("t")
+    assert page.evaluate("document.documentElement.dataset.theme") in ("light", "dark")
+    page.keyboard.press("/")
+    page.keyboard.type("say")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/search?search=say")
+    page.keyboard.press("3")
+    page.wait_for_url("**/what-if")
+    page.locator("select[name=method]").select_option("reinforce")
+    page.wait_for_url("**method=reinforce**")
+    assert "cosine" in page.locator("main").inner_text()
+
+
+def test_hostile_texts_do_nothing(site, page):
+    page.goto(f"{site}/r/3/why?trajectory=root")
+    assert "owned" not in page.title()
+    assert "<script>document.title" in page.locator(".transcript").inner_text()
+    page.goto(f"{site}/r/3/siblings?group=g")
+    assert page.locator("path.branch").count() == 2
+    assert page.faults == []
+
+
+def test_an_exported_page_stands_alone(site, page, tmp_path):
+    page.goto(f"{site}/r/1/overview")
+    with page.expect_download() as download:
+        page.locator("#export").click()
+    file = tmp_path / "page.html"
+    download.value.save_as(file)
+    page.goto(file.as_uri())
+    assert page.locator("h1").inner_text() == "Overview"
+    assert page.faults == []

@@ -1,0 +1,125 @@
+"""Comparisons: error rate in simulation, laws of the interval, finished runs, live runs with a stubbed trainer, nonsense."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("scipy", reason="the extra `inspector` is not installed")
+
+from turnwise.config.settings import Settings
+from turnwise.errors import SettingError
+from turnwise.inspector.compare.comparison import compare_outcomes, compare_runs
+from turnwise.inspector.compare.live import compare_live, grid_variants, method_variants
+from turnwise.inspector.compare.outcomes import RunOutcome, read_outcome
+from turnwise.inspector.compare.statistics import BETTER, CANNOT_TELL, WORSE, paired_difference, spent
+from turnwise.store.rundir import RunDir
+from turnwise.store.sealed import write_sealed
+
+PATH = Path(__file__).parents[2] / "experiments" / "compare_error_rate.py"
+spec = importlib.util.spec_from_file_location("compare_error_rate", PATH)
+simulation = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = simulation
+spec.loader.exec_module(simulation)
+DEFAULTS = Settings().as_dict()
+
+
+def write_run(folder, method, seed, success, tokens=1000.0, evaluated=None):
+    name = f"{method}-{seed}"
+    run = RunDir.create(folder, name, {**DEFAULTS, "method": method, "seed": seed}, "recipe", seed)
+    rows = [{"step": n + 1, "time": 0.0, "groups": 1.0, "tokens": tokens / 2} for n in range(2)]
+    rows += [{"step": 1, "time": 0.0, "eval/success": evaluated}] if evaluated is not None else []
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda r: r["step"])))
+    for when, value in (("before", 0.1), ("after", success)):
+        write_sealed(run.path / f"evaluation_{when}.json", {"summary": {"success": value, "tasks": 100}, "rows": []})
+    return run.path
+
+
+def test_identical_methods_are_rarely_called_different_and_large_gaps_are_found():
+    same = simulation.simulate(1000, 0.0)
+    noise = 3 * math.sqrt(0.05 * 0.95 / 1000)  # of a rate that is measured 1,000 times
+    assert same["called_different"] <= 0.05 + noise
+    assert simulation.simulate(100, 0.4)["called_different"] >= 0.6
+
+
+values = st.lists(st.floats(-1, 1), min_size=2, max_size=8)
+
+
+@given(values, values)
+def test_exchanging_the_sides_mirrors_the_interval(left, right):
+    n = min(len(left), len(right))
+    a, b = paired_difference(left[:n], right[:n], 0.05), paired_difference(right[:n], left[:n], 0.05)
+    assert math.isclose(a.mean, -b.mean, abs_tol=1e-12) and a.wins == pytest.approx(1 - b.wins)
+    assert {a.verdict, b.verdict} in ({CANNOT_TELL}, {BETTER, WORSE})
+
+
+def test_the_interval_is_students():
+    found = paired_difference([1.0, 2.0, 3.0], [0.0, 0.0, 0.0], 0.05)
+    assert found.mean == 2.0 and found.high - found.mean == pytest.approx(4.302652729 / math.sqrt(3))
+
+
+def test_the_looks_spend_alpha_and_no_more():
+    assert sum(spent(7, 0.05)) == pytest.approx(0.05) and spent(7, 0.05) == sorted(spent(7, 0.05))
+
+
+def test_finished_runs_are_compared_by_seed(tmp_path):
+    paths = [write_run(tmp_path, "grpo", s, 0.4 + 0.01 * s) for s in range(4)]
+    paths += [write_run(tmp_path, "gspo", s, 0.7 + 0.012 * s) for s in range(4)]
+    comparison = compare_runs(paths)
+    assert comparison.pairs[0].difference.verdict == WORSE and "gspo" in comparison.text()
+    json.dumps(comparison.as_dict(), allow_nan=False)
+    comparison.plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_one_seed_cannot_tell(tmp_path):
+    comparison = compare_runs([write_run(tmp_path, "grpo", 0, 0.1), write_run(tmp_path, "gspo", 0, 0.9)])
+    assert comparison.pairs[0].difference.verdict == CANNOT_TELL and "at least 2" in comparison.text()
+
+
+def test_a_longer_run_is_read_at_the_tokens_of_the_shorter(tmp_path):
+    short = read_outcome(write_run(tmp_path, "grpo", 0, 0.5, tokens=1000))
+    long = read_outcome(write_run(tmp_path, "gspo", 0, 0.9, tokens=2000, evaluated=0.5))
+    assert long.at(1000) == 0.5 and long.at(1500) == pytest.approx(0.7) and long.at(5000) == 0.9
+    assert "1000 to 2000 tokens" in compare_outcomes([short, long]).text()
+
+
+def test_live_runs_stop_when_it_can_tell(tmp_path):
+    trained = []
+
+    def train(listen, **settings):
+        trained.append((settings["method"], settings["seed"]))
+        success = {"grpo": 0.3, "gspo": 0.8}[settings["method"]] + 0.001 * (settings["seed"] % 2)
+        path = write_run(tmp_path / "made", settings["method"], settings["seed"], success)
+        path.rename(Path(settings["out"]) / settings["name"])
+
+    (tmp_path / "made").mkdir()
+    (tmp_path / "out").mkdir()
+    variants = method_variants(["grpo", "gspo"])
+    comparison = compare_live(variants, {}, tmp_path / "out", minutes=5, seeds=8, train=train)
+    assert comparison.decided is False or len(trained) <= 16
+    assert {seed for _, seed in trained} == set(range(len(trained) // 2))
+
+
+def test_a_grid_is_every_combination():
+    labels = [label for label, _ in grid_variants({"lr": ["1e-4", "3e-4"], "group_size": ["4", "8"]})]
+    assert len(labels) == 4 and labels[0] == "lr=1e-4 group_size=4"
+
+
+def test_nonsense_is_refused(tmp_path):
+    outcome = RunOutcome("x", "grpo", 0, 10, "success", ((0.0, 0.1), (10.0, 0.2)))
+    with pytest.raises(SettingError, match="at least two"):
+        compare_outcomes([outcome])
+    with pytest.raises(SettingError, match="seed 0"):
+        compare_outcomes([outcome, outcome, RunOutcome("y", "gspo", 0, 10, "success", ((0.0, 0.1), (10.0, 0.2)))])
+    with pytest.raises(SettingError, match="nothing to be compared"):
+        compare_live(method_variants(["grpo"]), {}, tmp_path, 1)
+    with pytest.raises(SettingError, match="grid is empty"):
+        grid_variants({})

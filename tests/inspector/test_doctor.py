@@ -1,0 +1,92 @@
+"""Each rule of the doctor has a run that triggers it and one that does not; planted faults are named first."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from turnwise.errors import SettingError, StoreError
+from turnwise.inspector.doctor.diagnosis import CAUSES_FIRST, diagnose
+from turnwise.inspector.doctor.rules import NOTE, RULES
+from turnwise.observe.run_health import CONDITIONS
+
+PATH = Path(__file__).parents[2] / "experiments" / "doctor_faults.py"
+spec = importlib.util.spec_from_file_location("doctor_faults", PATH)
+faults = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = faults
+spec.loader.exec_module(faults)
+
+EXTRA = {  # rules that no planted fault of the experiment names first
+    "rewards out of scale": faults.metric("reward_max_abs", 5e4),
+    "gradient clipped hard": faults.metric("grad_norm", 300.0),
+    "tasks too hard": faults.every(groups__all_fail=0.9, success=0.02, reward=0.02),
+    "most groups dropped": faults.fields(groups=10, dropped=30),
+    "few distinct answers": faults.metric("answers/distinct", 0.25),
+    "answers grow longer without gain": faults.every(tokens_per_turn=lambda t: 10 + 50 * t, success=0.3, reward=0.3),
+    "held-out success lower than in training": faults.fields(after={"success": 0.3, "interval": [0.2, 0.4]}),
+    "held-out success fell": faults.fields(after={"success": 0.1, "interval": [0.05, 0.17]}),
+    "only pushed down": faults.metric("gradient_share/positive_advantage", 0.01),
+    "learner takes the time": faults.every(seconds__learn=1.9, seconds=2.0),
+    "publishing takes the time": faults.every(seconds__publish=1.5, seconds=2.0),
+    "not finished": faults.fields(finished=False),
+    "no measurable learning": faults.STUCK,
+}
+TRIGGERS = dict(faults.FAULTS.values()) | EXTRA
+
+
+def found(tmp_path, plan, name="run"):
+    return [f.rule for f in diagnose(faults.write_run(tmp_path / name, plan)).findings]
+
+
+def test_every_rule_has_a_place_in_the_order_and_a_run_that_triggers_it():
+    names = [rule.name for rule in RULES] + [condition.name for condition in CONDITIONS]
+    assert sorted(CAUSES_FIRST) == sorted(names) and len(names) >= 25
+    assert set(TRIGGERS) == set(names)
+
+
+@pytest.fixture(scope="module")
+def found_on_healthy(tmp_path_factory):
+    return found(tmp_path_factory.mktemp("healthy"), faults.healthy(3))
+
+
+@pytest.mark.parametrize("rule", sorted(TRIGGERS))
+def test_a_rule_applies_to_its_fault_and_not_to_a_healthy_run(rule, tmp_path, found_on_healthy):
+    plan = faults.healthy(3)
+    TRIGGERS[rule](plan)
+    assert rule in found(tmp_path, plan) and rule not in found_on_healthy
+
+
+@pytest.mark.slow
+def test_planted_faults_are_named_first_and_healthy_runs_raise_no_alarm(tmp_path):
+    result = faults.measure(tmp_path)
+    assert result["faults"] >= 30 and result["named_first"] >= 27
+    assert result["healthy"] == 10 and result["false_alarms"] <= 1
+
+
+def test_a_finding_shows_evidence_and_what_to_change(tmp_path):
+    plan = faults.healthy(1)
+    faults.FAULTS["lr 0"][1](plan)
+    diagnosis = diagnose(faults.write_run(tmp_path / "run", plan))
+    text = diagnosis.text()
+    assert "learning rate zero" in text and "change: --lr" in text and "evidence: lr 0 → 0" in text
+    assert json.loads(json.dumps(diagnosis.as_dict()))["findings"][0]["rule"] == "learning rate zero"
+
+
+def test_notes_are_no_alarm(tmp_path):
+    plan = faults.healthy(1)
+    plan.finished = False
+    diagnosis = diagnose(faults.write_run(tmp_path / "run", plan))
+    assert [f.severity for f in diagnosis.findings] == [NOTE] and not diagnosis.alarms
+
+
+def test_a_run_without_steps_and_a_missing_run_are_refused(tmp_path):
+    plan = faults.healthy(1)
+    plan.rows.clear()
+    with pytest.raises(SettingError, match="not taken a step"):
+        diagnose(faults.write_run(tmp_path / "run", plan))
+    with pytest.raises(StoreError, match="no run"):
+        diagnose(tmp_path / "missing")

@@ -1,0 +1,85 @@
+"""The ten views over runs of other kinds: rows of a file without rollouts, a run that crashed, trees of forked rollouts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from turnwise.cli import export as exports
+from turnwise.inspector.page import step_cache
+from turnwise.inspector.page.blocks import as_json
+from turnwise.inspector.page.render import render_page
+from turnwise.inspector.page.view_query import ViewQuery
+from turnwise.inspector.page.views.table import OTHER_PAGES, VIEWS, show_view
+from turnwise.inspector.queries import RunReader
+from turnwise.inspector.stored_trajectories import stored_trajectories
+from turnwise.training import api
+
+SMALL = {
+    "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 4, "cold_batch": 8,
+    "steps": 2,
+    "groups": 2, "group_size": 4, "max_tokens": 12, "context": 160, "eval_tasks": 0, "checkpoint_every": 1, "trackers": (),
+    "threads": 1, "keep_tokens": 5,
+}  # fmt: skip
+pytestmark = pytest.mark.slow
+
+
+class Crash(Exception):
+    """What ends the crashing run."""
+
+
+def crash(event, facts):
+    if event == "step" and facts.get("step") == 2:
+        raise Crash
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    out = tmp_path_factory.mktemp("kinds")
+    exports.export("guess", "pairs", out / "pairs.jsonl", tasks=12)
+    api.train(method="dpo", out=str(out), name="pairs", quiet=True, data=str(out / "pairs.jsonl"), **SMALL)
+    with pytest.raises(Crash):
+        api.train(crash, method="grpo", out=str(out), name="crashed", **{**SMALL, "cold_steps": 1})
+    api.train(method="dr_grpo", out=str(out), name="tree", quiet=True, strategy="spo_tree,factors=2/2,segment=2", **SMALL)
+    readers = {name: RunReader(out / name) for name in ("pairs", "crashed", "tree")}
+    yield readers
+    for reader in readers.values():
+        reader.close()
+
+
+@pytest.mark.parametrize("name", ["pairs", "crashed", "tree"])
+@pytest.mark.parametrize("view", [*VIEWS, *OTHER_PAGES])
+def test_every_view_opens(runs, name, view):
+    for query in (ViewQuery(), ViewQuery(step=1, token=0)):
+        page = show_view(view, runs[name], query)
+        assert page.blocks and json.loads(json.dumps(as_json(page)))["title"] == page.title
+        assert page.title in render_page(page, name, [])
+
+
+def test_a_real_tree_is_drawn_as_a_tree(runs):
+    group = runs["tree"].groups(step=1)[0]
+    forks = sum(t.fork is not None for t in runs["tree"].group(group.id).trajectories)
+    html = render_page(show_view("siblings", runs["tree"], ViewQuery(group=group.id)), "tree", [])
+    assert forks > 0 and html.count('class="branch"') == forks
+
+
+def test_a_crashed_run_has_no_summary_and_shows_its_steps(runs):
+    assert runs["crashed"].summary is None and runs["crashed"].steps()
+
+
+def test_the_factors_are_computed_before_the_click(runs):
+    run = runs["tree"]
+    step, trajectory = run.kept_steps()[-1], run.token_columns(run.kept_steps()[-1])[0].trajectories[0]
+    step_cache._factors.cache_clear()
+    step_cache.warm(run, step, trajectory).join(60)
+    before = step_cache._factors.cache_info().hits
+    step_cache.factors_of(run, step, trajectory=trajectory)
+    assert step_cache._factors.cache_info().hits == before + 1
+    step_cache.warm(run, step, "nobody").join(60)  # a failure stays silent
+
+
+def test_many_trajectories_are_read_at_once(runs):
+    run = runs["tree"]
+    ids = [row.id for row in run.trajectories()]
+    assert stored_trajectories(run, ids) == {one: run.trajectory(one) for one in ids}

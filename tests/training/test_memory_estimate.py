@@ -1,0 +1,77 @@
+"""Estimates of memory: measured peaks, what makes a run fit, what is said where it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from turnwise import recipes
+from turnwise.config.settings import Settings
+from turnwise.engines.memory import GIB, MemoryPlan, ModelShape
+from turnwise.errors import SettingError
+from turnwise.models.tiny import tiny_model
+from turnwise.training import memory
+from turnwise.training.dry_run import describe, estimate
+
+LLAMA_8B = ModelShape(8_030_000_000, 32, 4096, 14336, 2 * 1024)
+QWEN_1B = ModelShape(1_540_000_000, 28, 1536, 8960, 2 * 256)
+LORA = MemoryPlan(LLAMA_8B, 8192, 1, 1, lora_rank=16, shared_weights=True)
+FULL = MemoryPlan(QWEN_1B, 16384, 1, 1, shared_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "measured"),  # peaks of benchmarks/large_models.py on one H200, of a learner alone
+    [
+        (LORA, 47),
+        (replace(LORA, ids=16384, recompute=True), 42),
+        (FULL, 56),
+        (replace(FULL, recompute=True), 42),
+    ],
+)
+def test_the_estimate_is_within_fifteen_percent_of_measured_peaks(plan, measured):
+    assert plan.total / GIB == pytest.approx(measured, rel=0.15)
+
+
+def test_a_run_that_does_not_fit_gets_smaller_micro_batches_and_then_recomputes():
+    plan, settings = replace(LORA, ids=24576, shared_weights=False), Settings()
+    assert memory.fit_memory(settings, plan, 141 * GIB) == (settings, "")
+    fitted, text = memory.fit_memory(settings, plan, 80 * GIB)
+    assert (fitted.micro_batch_tokens, fitted.recompute) == (6144, False) and "24576 would take 126" in text
+    fitted, text = memory.fit_memory(settings, plan, 48 * GIB)
+    assert fitted.recompute and "recompute is true" in text
+    with pytest.raises(SettingError, match=r"does not fit: .*weights 15.1.*the device has 24.0"):
+        memory.fit_memory(settings, plan, 24 * GIB)
+
+
+def test_what_the_user_gave_is_kept_and_the_advice_names_the_largest_part():
+    given = Settings(micro_batch_tokens=24576)
+    kept, text = memory.fit_memory(given, replace(LORA, ids=24576), 80 * GIB)
+    assert kept is given and "--recompute" in text
+    with pytest.raises(SettingError, match="write --lora-rank 16"):
+        memory.fit_memory(Settings(), FULL, 16 * GIB)
+
+
+def test_the_shape_and_the_plan_come_from_model_and_settings():
+    model = tiny_model(512, 0, hidden=64, layers=2, context=128)
+    recipe = recipes.build("grpo")
+    plan = memory.memory_plan(Settings(device="cpu", context=128), recipe, model)
+    assert (plan.shape.layers, plan.shape.hidden, plan.compute, plan.shared_weights) == (2, 64, 4, True)
+    assert plan.parts()["weights"] == 4 * sum(p.numel() for p in model.parameters())
+    assert not memory.memory_plan(Settings(device="cpu", context=128, staleness=1), recipe, model).shared_weights
+    assert memory.report(Settings(device="cpu"), recipe, model)[1] == []  # a small model needs no words
+
+
+def test_a_larger_model_tells_its_estimate_once(monkeypatch):
+    monkeypatch.setattr(memory, "TOLD_FROM", 1)
+    model = tiny_model(512, 0, hidden=64, layers=2, context=128)
+    _, told = memory.report(Settings(device="cpu", context=128), recipes.build("grpo"), model)
+    assert len(told) == 1 and told[0].startswith("memory: about 0.") and "the device has" in told[0]
+
+
+def test_the_time_of_a_run_from_three_steps():
+    summary = {"seconds": {"evaluate before": 1.0, "evaluate after": 3.0}}
+    expected = estimate(Settings(steps=100, eval_tasks=16), summary, [9.0, 2.0, 4.0], tasks=8)
+    assert (expected["seconds_per_step"], expected["seconds_of_evaluations"]) == (3.0, 8.0)
+    assert expected["seconds_of_run"] == 308.0 and expected["peak_memory_gib"] > 0
+    assert "3.00 s a step, 5 min for 100 steps" in describe(expected)

@@ -1,0 +1,141 @@
+"""A short version of each part of `make trial`, and the rows that let a long one continue."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from trials import (
+    bad_environments,
+    bad_files,
+    bad_models,
+    bad_runs,
+    bad_settings,
+    cases,
+    fixtures,
+    fuzz,
+    kills,
+    sandbox,
+)
+from trials.commands import classify
+from trials.outcome import Outcome, Results, faults
+from trials.report import page, table
+
+MODULES = (bad_settings, bad_files, bad_environments, bad_models, bad_runs)
+SHORT = {  # attempts that reach far and end soon, of each kind of bad input
+    "commands": "no such method", "settings": "--lr 'nan'", "config files": "object tag", "data files": "pairs: not UTF-8",
+    "prompts": "cut gzip", "rewards": "does not import", "environments": "train: turns are text", "models": "wrong layers",
+    "run directories": "ledger empty",
+}  # fmt: skip
+
+
+def run(outcomes, results):
+    for outcome in outcomes:
+        results.add(outcome)
+    return list(results.outcomes.values())
+
+
+def no_fault(outcomes):
+    assert outcomes and not faults(outcomes), table(outcomes)
+
+
+# --------------------------------------------------------------------- the parts
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes(monkeypatch):
+    monkeypatch.setattr(kills, "RUNS", {"value tracker": kills.RUNS["value tracker"]})
+    monkeypatch.setattr(kills, "STALE", {})
+    monkeypatch.setattr(kills, "_preferences", lambda: {"method": "grpo"})
+    results = Results()
+    no_fault(run(kills.trial(2, results, print), results))
+    assert sum(o.count for o in results.outcomes.values()) == 2
+
+
+@pytest.mark.slow
+def test_bad_inputs():
+    every = [case for module in MODULES for case in module.cases()]
+    chosen = [case for case in every if SHORT[case.part] == case.name]
+    assert {case.part for case in chosen} == set(SHORT) == {case.part for case in every}
+    results = Results()
+    try:
+        no_fault(run(cases.trial(chosen, results, print), results))
+    finally:
+        fixtures.remove()
+
+
+@pytest.mark.slow
+def test_fuzzed_episodes():
+    results = Results()
+    no_fault(run(fuzz.trial(25, results, print), results))
+    assert all(o.count == 25 for o in results.outcomes.values())
+
+
+@pytest.mark.slow
+def test_attacks_on_every_rung():
+    results = Results()
+    no_fault(run(sandbox.trial(True, results, print), results))
+
+
+# ------------------------------------------------------------------ how it is kept
+
+
+def test_every_attempt_has_a_name_of_its_own():
+    names = [(case.part, case.name) for module in MODULES for case in module.cases()]
+    assert len(names) == len(set(names)) >= 200
+
+
+def test_what_came_out_well_is_not_repeated_and_what_failed_is(tmp_path):
+    path = tmp_path / "rows" / "inputs.jsonl"
+    results = Results(path)
+    results.add(Outcome("models", "a", "refused"))
+    results.add(Outcome("models", "b", "hung", "still running after 120 s"))
+    again = Results(path)
+    assert again.done("models", "a") and not again.done("models", "b") and not again.done("models", "c")
+    again.add(Outcome("models", "b", "refused"))
+    assert Results(path).done("models", "b") and len(path.read_text().splitlines()) == 3
+
+
+def test_counts_of_a_kind_leave_failures_out(tmp_path):
+    results = Results(tmp_path / "kills.jsonl")
+    results.add(Outcome("kills", "critic, run 1", "resumed", count=3, kind="critic"))
+    results.add(Outcome("kills", "critic, run 2", "failed", "weights differ", count=2, kind="critic"))
+    assert Results(tmp_path / "kills.jsonl").count("kills", "critic") == 3
+
+
+def test_the_page_counts_attempts_and_lists_every_fault():
+    outcomes = [
+        Outcome("kills", "critic, run 1", "resumed", count=3, kind="critic"),
+        Outcome("kills", "critic, run 2", "failed", "weights differ", count=1, kind="critic"),
+    ]
+    text = page({"kills": outcomes}, {"kills": 100}, {"abc"})
+    assert "| Kills | 4 | 100 | 1 |" in text and "| kills: critic | 4 | 3 resumed, 1 failed | 1 |" in text
+    assert "- **kills, critic, run 2**: weights differ" in text
+
+
+@pytest.mark.parametrize(
+    ("ended", "expect", "result", "fault"),
+    [
+        ((2, "", "turnwise: no", 1.0), "refused", "refused", ""),
+        ((2, "", "Traceback (most recent call last)\nKeyError: 1", 1.0), "refused", "traceback", "KeyError"),
+        ((None, "", "", 120.0), "refused", "hung", "still running"),
+        ((0, "fine", "", 1.0), "refused", "ran", "expected refused"),
+        ((-9, "", "", 1.0), "either", "died", "exit status -9"),
+        ((2, "", "no", 1.0), "either", "refused", "no message"),
+        ((2, "", "turnwise: " + "x" * 2000, 1.0), "refused", "refused", "longer than a page"),
+    ],
+)
+def test_how_a_command_ended(ended, expect, result, fault):
+    outcome = classify("commands", "x", ended, expect)
+    assert outcome.result == result and (fault in outcome.fault if fault else not outcome.fault)
+
+
+def test_the_rows_of_the_project_are_readable_and_hold_no_fault():
+    for path in (Path(__file__).parents[2] / "trials" / "results").glob("*.jsonl"):
+        assert all(json.loads(line)["commit"] for line in path.read_text().splitlines())
+        no_fault(list(Results(path).outcomes.values()))

@@ -1,0 +1,68 @@
+"""The page of a trial: what was tried, what came out, every fault. Written from result rows; runs nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from trials.outcome import Outcome, faults
+
+TITLES = {"kills": "Kills", "inputs": "Bad inputs", "fuzz": "Fuzzed episodes", "sandbox": "Attacks on the sandbox"}
+TEXTS = {
+    "kills": """
+SIGKILL at a random moment, then `turnwise resume`. *Resumed*: every step is logged once, the ledger balances, and the
+weights at the end are those of a run that was never killed, bit for bit. With staleness, weights depend on timing: only
+the accounts are compared.""",
+    "inputs": """
+*Refused*: one message and exit status 2. *Ran*: the input is usable, or the episode that it spoils is dropped.
+*Reported*: a check names the problem. A traceback, a hang and a silent acceptance are faults.""",
+    "fuzz": """
+Random and adversarial text as actions, over all difficulties and splits. No action may make an environment raise or hang.
+*Slowest* is the slowest single call.""",
+    "sandbox": """
+*Held*: the attack reached nothing, the host's own things are as they were, and a neighbouring session still works.
+The last rung, `limits`, promises only what concerns exhaustion, hangs and forged replies; see [Security](security.md).""",
+}
+INTRO = """# Trial
+
+What `make trial` tried, and what came out. The script writes this page from the rows in `trials/results`; a trial that is
+interrupted continues where it stopped.
+"""
+
+
+def page(results: dict[str, Sequence[Outcome]], wanted: dict[str, int], commits: Iterable[str]) -> str:
+    """``wanted``: the least number of attempts of each part."""
+    lines = [INTRO, f"Machine: {platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores."]
+    lines += [f"Commits: {', '.join(sorted(commits))}.", "", *_overview(results, wanted)]
+    for part, outcomes in results.items():
+        lines += ["", f"## {TITLES[part]}", TEXTS[part], "", table(outcomes)]
+    return "\n".join(lines) + "\n"
+
+
+def _overview(results: dict[str, Sequence[Outcome]], wanted: dict[str, int]) -> list[str]:
+    lines = ["| | attempts | wanted | faults |", "|---|---:|---:|---:|"]
+    for part, outcomes in results.items():
+        tried = sum(o.count for o in outcomes)
+        lines.append(f"| {TITLES[part]} | {tried:,} | {wanted[part]:,} | {len(faults(outcomes))} |")
+    return lines
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A Markdown table: attempts by kind and result, then every fault."""
+    lines = ["| | attempts | results | faults | slowest |", "|---|---:|---|---:|---:|"]
+    for group in dict.fromkeys(_group(o) for o in outcomes):
+        rows = [o for o in outcomes if _group(o) == group]
+        counts = Counter[str]()
+        for o in rows:
+            counts[o.result] += o.count
+        results = ", ".join(f"{count:,} {result}" for result, count in counts.most_common())
+        slowest = max(o.seconds for o in rows)
+        lines.append(f"| {group} | {sum(counts.values()):,} | {results} | {len(faults(rows))} | {slowest:.1f} s |")
+    found = [f"- **{o.part}, {o.name}**: {o.fault}" for o in faults(outcomes)]
+    return "\n".join([*lines, "", *(["Faults:", "", *found] if found else ["No fault."])])
+
+
+def _group(outcome: Outcome) -> str:
+    return f"{outcome.part}: {outcome.kind}" if outcome.kind else outcome.part

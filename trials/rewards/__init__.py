@@ -1,0 +1,1 @@
+"""Environments whose rewards have a planted loophole, and sound ones, to measure ``turnwise probe-reward``."""
