@@ -11,7 +11,7 @@ from turnwise.errors import ToolFault
 from turnwise.tools import PythonTool, SandboxLimits
 from turnwise.tools.isolation import ISOLATIONS
 
-LIMITS = SandboxLimits(wall_seconds=1.0, cpu_seconds=20, memory_bytes=256 << 20, processes=8, scratch_bytes=4 << 20)
+LIMITS = SandboxLimits(wall_seconds=4.0, cpu_seconds=20, memory_bytes=256 << 20, processes=8, scratch_bytes=4 << 20)
 NAMES = [isolation.name for isolation in ISOLATIONS]
 ISOLATING = [isolation.name for isolation in ISOLATIONS if isolation.seccomp]
 

@@ -26,7 +26,7 @@ ARGUMENTS = [
 def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path, number):
     command = [sys.executable, "-m", "turnwise.cli.main", "train", *ARGUMENTS, "--out", str(tmp_path), "--name", "run"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 600
         while not (metrics.is_file() and metrics.read_text().count("\n") >= 2) and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(number)

@@ -26,7 +26,7 @@ OPTIONAL = {  # an optional method, and what it makes possible
 PACKAGES = {  # the module that must be importable, and the words after `pip install`
     "prompts": ("", ""),
     "reasoning_gym": ("reasoning_gym", "'turnwise[reasoning]'"),
-    "open_spiel": ("pyspiel", "'turnwise[open_spiel]'"),
+    "open_spiel": ("pyspiel", "'turnwise[open-spiel]'"),
     "bfcl": ("bfcl_eval", "--no-deps bfcl-eval"),
     "openenv": ("websockets", "'turnwise[openenv]'"),
 }

@@ -26,7 +26,7 @@ from turnwise.rollout.scripted import scripted_messages
 from turnwise.training.agents import agent_play
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.exact_metrics import exact_metrics
-from turnwise.training.opponents import SeatPlan
+from turnwise.training.seats import SeatPlan
 from turnwise.training.requirements import check_cold_start
 
 TINY = "tiny"

@@ -22,7 +22,7 @@ from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.engines.generator.drafts import DraftingGenerator
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.mirrored import MirroredGenerator
-from turnwise.engines.generator.opponents import OpponentGenerator, SelfPlayGenerator
+from turnwise.engines.generator.opponents import OpponentGenerator, OpponentPool, SelfPlayGenerator
 from turnwise.engines.kernels.dispatch import default_micro_batch
 from turnwise.engines.kernels.threads import measured_threads
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
@@ -277,7 +277,8 @@ def with_opponents(
         device=select_device(settings),
         dtype=rollout_dtype(settings),
     )
-    both = SelfPlayGenerator(generator, opponents, setting.new_pool(settings.seed))
+    pool = OpponentPool(setting.keep, setting.every, setting.pool == "latest", settings.seed)
+    both = SelfPlayGenerator(generator, opponents, pool)
     return both, both
 
 

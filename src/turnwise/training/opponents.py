@@ -4,26 +4,18 @@
     past,keep=8,every=5         older policies of this run; ``pool=latest`` keeps the newest instead of spreading them
     scripted:random             a scripted policy of the environment: oracle, random, demonstrator
 
-The policy's seat follows from the task, so all episodes of a group have the same one. In evaluations the
-policy plays every seat.
+Read and checked without torch: `training.seats` seats the players.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from turnwise.config.convert import convert
 from turnwise.config.settings import Settings
-from turnwise.core.protocols import Session
-from turnwise.core.records import Facts, Task
-from turnwise.core.seeds import stable_seed
-from turnwise.engines.generator.opponents import OpponentPool, SelfPlayGenerator
 from turnwise.errors import SettingError, nearest
-from turnwise.rollout.episode_start import OtherSeats
-from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.scripted import SCRIPTED_POLICIES, ScriptedSession, scripted_policy
+from turnwise.rollout.scripted import SCRIPTED_POLICIES
 
 KINDS = ("self", "past", "scripted")
 OPTIONS = {"keep": int, "every": int, "pool": str}
@@ -35,8 +27,6 @@ UNMET = {  # requirements of methods that take turns for granted which another p
     "help": "writes help into the prompt",
     "turn limits": "limits the turns of an episode",
 }
-SeatPlan = Callable[[str, Task, Any, Session], OtherSeats]
-"""(key, task, environment, session of the policy) -> who plays the other seats."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +64,6 @@ class Opponents:
             raise SettingError(f"opponents: pool is {self.pool!r}; {nearest(self.pool, POOLS)}")
         return self
 
-    def new_pool(self, seed: int) -> OpponentPool:
-        return OpponentPool(self.keep, self.every, self.pool == "latest", seed)
-
 
 def check_opponents(settings: Settings, requires: frozenset[str], env_class: type, drafts: bool) -> None:
     """Refuse other players where there is one seat, or where a method takes every turn for the policy's."""
@@ -96,28 +83,3 @@ def check_opponents(settings: Settings, requires: frozenset[str], env_class: typ
         raise SettingError("older policies are sampled in this process; leave --generator out, or write scripted:NAME")
     if kind == "past" and drafts:
         raise SettingError(f"{settings.title} samples drafts in another precision; leave --opponents out")
-
-
-def own_seat(env_class: type, task: Task) -> str:
-    """The policy's seat in the episodes of a task."""
-    seats: tuple[str, ...] = tuple(getattr(env_class, "agents", ()))
-    return seats[stable_seed("seat", task.key) % len(seats)]
-
-
-def seat_plan(settings: Settings, env_class: type, renderer: Renderer, generator: Any) -> SeatPlan | None:
-    """Who plays the other seats of an episode; None: the policy plays all of them."""
-    opponents = Opponents.parse(settings.opponents)
-
-    def past(key: str, task: Task, environment: Any, session: Session) -> OtherSeats:
-        assert isinstance(generator, SelfPlayGenerator)
-        seat = own_seat(env_class, task)
-        facts: Facts = {"seat": seat, "opponent": float(generator.opponents.version)}
-        return OtherSeats(seat, generator.open_opponent(session), facts)
-
-    def scripted(key: str, task: Task, environment: Any, session: Session) -> OtherSeats:
-        act = scripted_policy(opponents.scripted, environment, stable_seed("opponent", task.key, key))
-        plays = ScriptedSession(act, renderer, tuple(getattr(environment, "tools", ())))
-        seat = own_seat(env_class, task)
-        return OtherSeats(seat, plays, {"seat": seat, "opponent": opponents.scripted})
-
-    return {"self": None, "past": past, "scripted": scripted}[opponents.kind]

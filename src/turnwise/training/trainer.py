@@ -54,7 +54,7 @@ from turnwise.training.interrupt import RunStopped, StopSignals
 from turnwise.training.judges import chained, open_judge
 from turnwise.training.loop import Loop
 from turnwise.training.model_card import adapter_folder, write_cards
-from turnwise.training.opponents import seat_plan
+from turnwise.training.seats import seat_plan
 from turnwise.training.plan import RunPlan
 from turnwise.training.resume_changes import changes_since_start, describe_machine
 from turnwise.training.run_files import check_files, require_first_result
