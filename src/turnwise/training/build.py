@@ -26,8 +26,8 @@ from turnwise.rollout.scripted import scripted_messages
 from turnwise.training.agents import agent_play
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.exact_metrics import exact_metrics
-from turnwise.training.seats import SeatPlan
 from turnwise.training.requirements import check_cold_start
+from turnwise.training.seats import SeatPlan
 
 TINY = "tiny"
 transformers_logging.disable_progress_bar()  # our own progress display is enough

@@ -54,12 +54,12 @@ from turnwise.training.interrupt import RunStopped, StopSignals
 from turnwise.training.judges import chained, open_judge
 from turnwise.training.loop import Loop
 from turnwise.training.model_card import adapter_folder, write_cards
-from turnwise.training.seats import seat_plan
 from turnwise.training.plan import RunPlan
 from turnwise.training.resume_changes import changes_since_start, describe_machine
 from turnwise.training.run_files import check_files, require_first_result
 from turnwise.training.scoring import describe as describe_rewards
 from turnwise.training.scoring import open_scorer
+from turnwise.training.seats import seat_plan
 from turnwise.training.summary import RunSummary, evaluation_metrics
 from turnwise.training.task_feed import TaskFeed
 from turnwise.training.unexpected_end import resume_messages
