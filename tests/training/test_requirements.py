@@ -51,6 +51,19 @@ def test_snapshots_to_fork_from():
     examine(forked, env="guess")
 
 
+def test_the_fact_of_one_strategy_is_refused_of_another():
+    with_branches = replace(recipes.build("remax"), strategy=Branch())
+    told = refused(with_branches, env="guess")
+    assert "greedy_reward" in told and "Branch does not" in told and "leave --strategy out" in told
+    examine(recipes.build("remax"), env="guess")
+
+    class Own:
+        def begin(self, request):
+            raise NotImplementedError
+
+    examine(replace(with_branches, strategy=Own()), env="guess")
+
+
 def test_feedback_needs_a_second_turn():
     assert "--max-turns 2" in refused(recipes.build("infopo"), max_turns=1)
     examine(recipes.build("infopo"))

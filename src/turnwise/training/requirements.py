@@ -17,7 +17,8 @@ from turnwise.engines.sharded.served import LearnerNeeds, unserved_reason
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.strategies import Independent
+from turnwise.rewards.spec import COMPARING, parse_rewards
+from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline, Independent, Strategy
 from turnwise.training.agents import check_agent
 from turnwise.training.env_spec import TINY, EnvSpec
 from turnwise.training.opponents import check_opponents
@@ -31,6 +32,7 @@ FLAGS = {
 }
 BUFFER_FACTS = ("age", "advantage")
 PAIR_FACTS = ("chosen", "gap", "family")
+STRATEGY_FACTS: dict[str, type] = {GREEDY_REWARD: GreedyBaseline}  # facts that one strategy alone records
 
 
 def required_by(recipe: Recipe) -> frozenset[str]:
@@ -44,6 +46,7 @@ def check_requirements(recipe: Recipe, settings: Settings, env_spec: EnvSpec) ->
     """Refuse a recipe whose requirements are not met, and a flag that nothing requires."""
     requires = required_by(recipe)
     check_agent(requires, settings)
+    check_comparing_rewards(recipe, settings)
     check_opponents(settings, requires, env_spec.env_class, bool(recipe.precision.drafts))
     for word in sorted(requires):
         _check_one(word, recipe, settings, env_spec)
@@ -60,6 +63,17 @@ def check_requirements(recipe: Recipe, settings: Settings, env_spec: EnvSpec) ->
             raise SettingError(
                 f"{settings.title} does not learn from {word}; leave --{name} out, or take another method"
             )
+
+
+def check_comparing_rewards(recipe: Recipe, settings: Settings) -> None:
+    """Refuse a reward that compares answers where each answer is scored alone, while its group still grows."""
+    compared = [spec.label for spec in parse_rewards(settings.reward) if spec.built_in and spec.label in COMPARING]
+    if compared and recipe.reads_rewards:
+        reader = recipe.guidance if recipe.guidance.reads_rewards else recipe.strategy
+        raise SettingError(
+            f"the reward {compared[0]} compares the finished answers of a group, and {type(reader).__name__} reads the reward of "
+            "each while the group still grows; take another strategy or guidance (independent, none), or another reward"
+        )
 
 
 def check_precision(recipe: Recipe, settings: Settings) -> None:
@@ -135,11 +149,24 @@ def _check_one(word: str, recipe: Recipe, settings: Settings, env_spec: EnvSpec)
         return
     if settings.offline:
         return  # the file provides it or not; no environment is involved
+    _check_strategy_fact(word, recipe.strategy, settings)
     provides, description = _provider(word, recipe)
     if provides is not None and not provides(env_spec.env_class):
         raise SettingError(
             f"{settings.title} requires {description}, and {settings.env} provides none; "
             f"{_alternatives(provides, settings.env)}"
+        )
+
+
+def _check_strategy_fact(word: str, strategy: Strategy, settings: Settings) -> None:
+    """Refuse another of our strategies where a fact of one is required; a user's own strategy may record it, too."""
+    kind, _, name = word.rpartition(" ")
+    recorder = STRATEGY_FACTS.get(name) if kind == "fact" else None
+    ours = type(strategy).__module__.startswith("turnwise.")
+    if recorder is not None and ours and not isinstance(strategy, recorder):
+        raise SettingError(
+            f"{settings.title} requires the fact {name!r}, which the strategy {recorder.__name__} records and "
+            f"{type(strategy).__name__} does not; leave --strategy out, or take another method"
         )
 
 
