@@ -125,3 +125,52 @@ def test_code_with_tests():
 def test_code_that_reads_and_prints():
     tests = '{"inputs": ["2", "5"], "outputs": ["4\\n", "10"]}'
     assert scores("code", ["print(int(input()) * 2)", "print(4)", "import sys; sys.exit()"], tests=tests) == [1.0, 0.0, 0.0]
+
+
+# ------------------------------------------------------------------- majority
+
+
+def label_by_counting(votes):
+    """An oracle: after each vote, the answer that has more votes than any had before takes the lead."""
+    best, leader = 0, None
+    for n, vote in enumerate(votes):
+        count = sum(v == vote for v in votes[: n + 1])
+        if vote is not None and count > best:
+            best, leader = count, vote
+    return leader
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", None]), max_size=9))
+def test_the_label_is_the_most_frequent_vote_and_the_first_to_get_there(votes):
+    label = builtin.majority_vote(votes)
+    assert label == label_by_counting(votes)
+    if label is not None:
+        assert all(votes.count(label) >= votes.count(other) for other in votes if other is not None)
+
+
+@given(st.lists(st.sampled_from(["#### 1", "#### 2", "#### 3"]), min_size=1, max_size=9), st.randoms())
+def test_where_one_answer_leads_order_does_not_matter(answers, rng):
+    counts = sorted((answers.count(a) for a in set(answers)), reverse=True)
+    shuffled = rng.sample(answers, len(answers))
+    by_answer = dict(zip(answers, builtin.majority(answers)))
+    if counts[0] > sum(counts[1:2]):
+        assert [by_answer[a] for a in shuffled] == builtin.majority(shuffled)
+    assert sum(builtin.majority(answers)) == counts[0]
+
+
+def test_a_vote_needs_no_reference_and_runs_in_its_process():
+    assert scores("majority", ["it is #### 4", "\\boxed{4.0}", "5"]) == [1.0, 1.0, 0.0]
+    found = scores("majority:pattern=answer: *(\\w+)", ["answer: Rome", "answer: Oslo then answer: rome", "a call", "a call"])
+    assert found == [1.0, 1.0, 0.0, 0.0]  # the last match counts, and what does not match has no vote
+    assert builtin.majority(["no", "no"], pattern="answer: (.*)") == [0.0, 0.0]
+
+
+def test_a_vote_reads_the_last_message_of_the_policy():
+    said = lambda *texts: [{"role": "assistant", "content": t} for t in texts]  # noqa: E731
+    dialogues = [said("search", "answer: x"), [*said("answer: x"), {"role": "user", "content": "right."}], said("answer: y"), []]
+    assert builtin.majority(dialogues, pattern="answer: (.*)") == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_vote_refuses_what_is_no_pattern():
+    with pytest.raises(SettingError, match="no regular expression"):
+        scores("majority:pattern=(", ["x"])

@@ -15,6 +15,7 @@ from turnwise.credit.fact import Fact
 from turnwise.data.replay import ExpertCache, RecentBuffer
 from turnwise.environments.base import Environment
 from turnwise.errors import SettingError
+from turnwise.recipes import experience
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch
 from turnwise.training import requirements
@@ -154,3 +155,12 @@ def test_either_beside_rollouts_or_instead_of_them():
 
 def test_replay_is_always_there():
     examine(recipes.build("spear_replay"))
+
+
+def test_a_vote_needs_finished_groups():
+    """A reward that compares answers beside guidance that scores each answer alone, while its group grows."""
+    examine(recipes.build("dr_grpo"), env="lookup", reward="majority")
+    stuck = replace(recipes.build("dr_grpo"), guidance=experience.piece("guidance", "guide"))
+    said = refused(stuck, env="lookup", reward="0.5*majority")
+    assert "majority compares" in said and "HintWhenStuck" in said
+    examine(stuck, env="lookup", reward="exact")

@@ -77,6 +77,11 @@ class Settings:
     ranks: int = setting(
         1, "processes of this machine that share the learner's weights and work (FSDP2); 1: this process alone"
     )
+    cluster: str = setting(
+        "",
+        "run on Ray: local, or HOST:PORT of a cluster, with ,generators=2,cpus=1,gpus=0,placement=pack|spread,restarts=100; "
+        "empty: no cluster",
+    )
     device: str = setting("auto", "cpu, cuda, or auto: cuda when present")
     out: str = setting("runs", "directory that contains the run directories")
     name: str = setting("", "name of the run directory; empty: made from method, environment, seed and a number")
@@ -100,8 +105,8 @@ class Settings:
     )
     reward: tuple[str, ...] = setting(
         (),
-        "reward functions: file.py:function, module:function, exact, math, code, regex:pattern=X, json_schema; with weights "
-        "as in 0.5*exact,my.py:score",
+        "reward functions: file.py:function, module:function, exact, majority, math, code, regex:pattern=X, json_schema; with "
+        "weights as in 0.5*exact,my.py:score",
     )
     tools: tuple[str, ...] = setting(
         (), "tools for the prompts of --data: python (an isolated interpreter), file.py:function, module:function"

@@ -1,4 +1,4 @@
-"""Built-in rewards: exact match, a regular expression, a JSON schema, mathematical equality, code with tests.
+"""Built-in rewards: exact match, a vote, a regular expression, a JSON schema, mathematical equality, code with tests.
 
 They run in a process that can be killed, because an answer may make any of them compute forever. The first argument is the
 text of the answer; other positional ones are columns of the row; keyword-only ones are options. A missing reference is "does not
@@ -11,6 +11,8 @@ import json
 import logging
 import re
 import unicodedata
+from collections import Counter
+from collections.abc import Sequence
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
@@ -82,6 +84,56 @@ def normalise(text: str, ignore_case: bool = True) -> str:
     return text.casefold() if ignore_case else text
 
 
+def majority(completions: list[Any], *, pattern: str = "", ignore_case: bool = True) -> list[float]:
+    """1 for each answer that equals the one most answers of the group give: a label without a reference. ``pattern``: the final
+    answer is what it matches last (its first group, where it has one); an answer without a match is wrong and has no vote.
+
+    Of equally frequent answers, the one that reaches their count first is the label."""
+    votes = [_vote(_last_text(completion), pattern, ignore_case) for completion in completions]
+    label = majority_vote(votes)
+    return [float(vote is not None and vote == label) for vote in votes]
+
+
+def majority_vote(votes: Sequence[str | None]) -> str | None:
+    """The most frequent vote; of several, the first to reach that count. None: nobody voted."""
+    counts = Counter(vote for vote in votes if vote is not None)
+    most, reached = max(counts.values(), default=0), Counter[str]()
+    for vote in votes:
+        if vote is not None:
+            reached[vote] += 1
+            if reached[vote] == most:
+                return vote
+    return None
+
+
+def _last_text(completion: Any) -> str:
+    """The text of an answer, or of its last message by the policy."""
+    if isinstance(completion, str):
+        return completion
+    spoken = [str(m.get("content") or "") for m in completion if m.get("role") == "assistant"]
+    return spoken[-1] if spoken else ""
+
+
+def _vote(text: str, pattern: str, ignore_case: bool) -> str | None:
+    if not pattern:
+        return normalise(final_answer(text), ignore_case) or None
+    matches = list(re.finditer(pattern, text[-MAX_TEXT:], re.DOTALL))
+    if not matches:
+        return None
+    return normalise(matches[-1][1 if matches[-1].re.groups else 0] or "", ignore_case)
+
+
+def check_majority(pattern: str = "", ignore_case: bool = True) -> None:
+    _compile("majority", pattern)
+
+
+def _compile(reward: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as fault:
+        raise SettingError(f"reward {reward!r}: {pattern!r} is no regular expression: {fault}") from fault
+
+
 def regex(completion: str, *, pattern: str, full: bool = False) -> float:
     """1 if the pattern matches somewhere in the answer; ``full``: if it matches all of it."""
     match = re.fullmatch if full else re.search
@@ -89,10 +141,7 @@ def regex(completion: str, *, pattern: str, full: bool = False) -> float:
 
 
 def check_regex(pattern: str, full: bool = False) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as fault:
-        raise SettingError(f"reward 'regex': {pattern!r} is no regular expression: {fault}") from fault
+    _compile("regex", pattern)
 
 
 def json_schema(completion: str, schema: Any = None, *, file: str = "") -> float | None:

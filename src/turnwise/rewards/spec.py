@@ -22,12 +22,15 @@ from turnwise.rewards import builtin
 
 BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "exact": builtin.exact,
+    "majority": builtin.majority,
     "regex": builtin.regex,
     "json_schema": builtin.json_schema,
     "math": builtin.math,
     "code": builtin.code,
 }
 VERDICTS = ("exact", "math", "code")
+COMPARING = ("majority",)  # these compare the answers of a group, so that an answer alone has no score
+ANSWERS = ("completion", "completions")
 GIVEN_OBJECT = "object:"  # begins the recorded name of a function that no name refers to
 WEIGHTED = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*\*\s*(.*)", re.DOTALL)
 OPTION = re.compile(r";(?=\w+=)")  # a semicolon inside a value, such as a pattern, does not separate
@@ -95,9 +98,9 @@ def _built_in(name: str, text: str, weight: float) -> RewardSpec:
             raise SettingError(f"{what} is followed by {part!r}; write {name}:option=value;option=value")
         given[key.strip()] = value
     parameters = inspect.signature(function).parameters
-    from_columns = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD and n != "completion"]
+    from_columns = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD and n not in ANSWERS]
     columns = {key: value for key, value in given.items() if key in from_columns}
-    options = call_arguments(function, {k: v for k, v in given.items() if k not in columns}, what, ("completion",))
+    options = call_arguments(function, {k: v for k, v in given.items() if k not in columns}, what, ANSWERS)
     missing = [
         n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty and n not in options
     ]
