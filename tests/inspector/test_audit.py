@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import torch
 
 from turnwise.cli.main import main
 from turnwise.errors import SettingError
-from turnwise.inspector.audit import verl_checks
+from turnwise.inspector.audit import trl_checks, verl_checks
 from turnwise.inspector.audit.batches import read_batch, synthetic_batch
-from turnwise.inspector.audit.report import AGREES, audit_batch, audit_trl, recipe_gradient
+from turnwise.inspector.audit.report import AGREES, audit_batch, recipe_gradient
 from turnwise.integrations import compat
 
 
@@ -71,20 +72,65 @@ def test_nonsense_is_refused(tmp_path):
         read_batch(tmp_path / "b.npz")
 
 
+# ------------------------------------------------------------------------ TRL
+
+
+def whole_examples(examples, length, strategy):
+    return [[tuple(example)] for example in examples]
+
+
+def one_stream(examples, length, strategy):
+    """Rows of equal length from the joined examples, without boundaries."""
+    joined = [token for example in examples for token in example]
+    return [[tuple(joined[a : a + length])] for a in range(0, len(joined), length)]
+
+
+def test_packing_is_named_only_where_tokens_are_lost_or_see_another_example():
+    assert not [d for d in trl_checks._packing(whole_examples) if d.size > AGREES]
+    found = {d.check: d.size for d in trl_checks._packing(one_stream) if d.size > AGREES}
+    assert found == {"packing, context": pytest.approx(12 / 22)}  # 8 (two cut) + 3 + 5 + 2 + 4 tokens, rows of 6
+    found = {d.check: d.size for d in trl_checks._packing(lambda e, *_: whole_examples(e[1:], 6, "")) if d.size > AGREES}
+    assert found == {"packing, lost": pytest.approx(8 / 22)}
+
+
+def test_a_baseline_with_a_dropped_sibling_is_named():
+    def with_everyone(reward, scale, cut=None, unscored=None):
+        groups = reward.view(-1, 3)
+        centred = groups - groups.mean(1, keepdim=True)
+        return (centred / (groups.std(1, keepdim=True) + 1e-6) if scale == "group" else centred).flatten()
+
+    found = {d.subject: d.size for d in trl_checks._advantages(with_everyone) if d.size > AGREES}
+    assert set(found) == {"mask_truncated_completions", "no reward"}
+    assert found["no reward"] == pytest.approx((0.5 - 5 / 12) / 0.5)  # the mean of 1 and 0, with and without 0.25
+
+
+def test_without_trl_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    assert main(["audit", "trl"]) == 2
+    assert "pip install 'turnwise[trl]'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_trl_deviates_where_it_is_known_to_and_nowhere_else():
     pytest.importorskip("trl", reason="TRL is not installed")
-    found = {(d.check, d.subject): d.size for d in audit_trl().deviations}
-    assert found[("micro-batch dependence", "bnpo, equal parts")] > 0.01
-    assert found[("KL times ratio", "grpo, use_bias_correction_kl")] > 0.01
-    assert not [key for key in found if key[0] in ("mask", "ratio at step 0")]
-    assert ("micro-batch dependence", "dapo, unequal parts") not in found and min(found.values()) > AGREES
+    found = {(d.check, d.subject): d.size for d in trl_checks.audit_trl().deviations}
+    assert found["micro-batch dependence", "bnpo, equal parts"] == pytest.approx(0.155, abs=1e-3)
+    assert found["micro-batch dependence", "grpo, parts of 4 and 2"] == pytest.approx(0.5)
+    assert found["micro-batch dependence", "dapo with top_entropy_quantile, equal parts"] > 0.1
+    assert found["KL times ratio", "grpo, use_bias_correction_kl"] > 0.01
+    assert found["packing, lost", "bfd"] == pytest.approx(2 / 22)
+    assert found["packing, context", "wrapped"] == pytest.approx(12 / 22)
+    assert found["baseline of dropped siblings", "mask_truncated_completions"] == pytest.approx(1 / 6)
+    assert found["normaliser of an update", "dapo, two updates a generation"] > 0.1
+    assert not [key for key in found if key[0] in ("mask", "padding", "ratio at step 0")]
+    assert [subject for check, subject in found if check == "loss"] == ["cispo, token ratio, epsilon_high = 0.2, against cispo"]
+    assert ("micro-batch dependence", "dapo, parts of 4 and 2") not in found and min(found.values()) > AGREES
 
 
 # ----------------------------------------------------------------------- verl
 
 
-def exact(parts, loss, mode, **_):
+def exact(parts, loss, mode="", **_):
     """A trainer without deviations: gradients of a clipped objective, averaged over all tokens of the step."""
     whole = [parts[0]] if len(parts) == 1 else parts
     tokens = sum(int(part.mask.sum()) for part in whole)
@@ -92,7 +138,7 @@ def exact(parts, loss, mode, **_):
     return 0.0, torch.cat(gradients)
 
 
-def by_part(parts, loss, mode, **_):
+def by_part(parts, loss, mode="", **_):
     """Averages over each part, and over its padding."""
     return 0.0, torch.cat([-part.advantages[:, None] * part.mask / part.mask.numel() for part in parts])
 
@@ -102,6 +148,9 @@ def test_cutting_and_padding_are_named_only_where_they_matter():
     assert len(agreed) > 20 and max(d.size for d in agreed) < AGREES
     found = {d.check for d in verl_checks._cut_and_padded(by_part) if d.size > AGREES}
     assert found == {"micro-batch dependence", "padding", "empty row"}
+    agreed = list(trl_checks._cut_and_padded(exact))
+    assert len(agreed) > 40 and max(d.size for d in agreed) < AGREES
+    assert {d.check for d in trl_checks._cut_and_padded(by_part) if d.size > AGREES} == found
 
 
 def test_without_verl_one_line_says_what_to_install(monkeypatch, capsys):

@@ -161,7 +161,8 @@ def audit(argv: Sequence[str]) -> int:
     namespace = parser.parse(argv)
     for name in filter(None, split_method(namespace.method)):
         signatures.check_method(name)
-    from turnwise.inspector.audit.report import audit_batch, audit_trl
+    from turnwise.inspector.audit.report import audit_batch
+    from turnwise.inspector.audit.trl_checks import audit_trl
     from turnwise.inspector.audit.verl_checks import audit_verl
 
     trainers = {"trl": audit_trl, "verl": audit_verl}

@@ -40,6 +40,12 @@ class AuditBatch:
         wrong = torch.where(self.mask, torch.zeros_like(self.logp), torch.full_like(self.logp, -7.0))
         return replace(self, logp=self.logp + wrong, old_logp=self.old_logp - wrong)
 
+    def padded(self, columns: int = 0, rows: int = 0) -> AuditBatch:
+        """With more columns of padding, and more rows in which nothing was sampled; without the reference."""
+        pad = lambda x: torch.nn.functional.pad(x, (0, columns, 0, rows))  # noqa: E731
+        advantages = torch.nn.functional.pad(self.advantages, (0, rows), value=1.0)
+        return AuditBatch(pad(self.logp), pad(self.old_logp), pad(self.mask), advantages)
+
 
 def synthetic_batch(seed: int = 0, moved: float = 0.3) -> AuditBatch:
     """Six rows of different lengths in two groups, the third position a tool's. ``moved``: how far the policy has moved."""

@@ -6,7 +6,7 @@ of gradients as a share of the reference's largest; below ``AGREES`` nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.inspector.audit.batches import AuditBatch, read_batch, synthetic_batch
+from turnwise.inspector.audit.batches import AuditBatch, read_batch
 from turnwise.integrations import padded
 
 AGREES = 1e-6
 Gradient = tuple[float, Tensor]
-RECIPE_OF: tuple[
-    tuple[str, str, dict[str, float]], ...
-] = (  # TRL's loss, the recipe that computes the same, its settings there
-    ("grpo", "grpo", {"beta": 0.0}),
-    ("dr_grpo", "dr_grpo", {"length": 12}),
-    ("dapo", "dapo", {"high": 0.2}),
-)
 
 
 @dataclass(frozen=True)
 class AuditDeviation:
-    """``size``: relative deviation of the gradient."""
+    """``size``: relative deviation of the gradient or the advantages, or a share of tokens where ``text`` says so."""
 
     check: str
     subject: str
@@ -71,54 +64,6 @@ def recipe_gradient(method: str, batch: AuditBatch, **hyper: Any) -> Gradient:
 def deviation(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference, as a share of the largest of ours."""
     return float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-300))
-
-
-# ------------------------------------------------------------------------ TRL
-
-
-def audit_trl() -> AuditReport:
-    """TRL's loss on a ragged batch with tool gaps, for each of its kinds of loss."""
-    from turnwise.inspector.audit.trl_loss import trl_gradient, trl_version
-
-    checks = list(_trl_checks(trl_gradient))
-    found = tuple(d for d in checks if d.size > AGREES)
-    return AuditReport(f"TRL {trl_version()}", len(checks), found)
-
-
-def _trl_checks(trl: Callable[..., Gradient]) -> Iterator[AuditDeviation]:
-    batch = synthetic_batch()
-    uneven = [batch.rows(torch.tensor(rows)) for rows in ([0, 1, 2, 3], [4, 5])]
-    even = [batch.rows(torch.tensor(rows)) for rows in ([0, 1, 2], [3, 4, 5])]
-    for kind in ("grpo", "bnpo", "dr_grpo", "dapo"):
-        whole = trl([batch], kind)[1]
-        for name, parts in (("equal", even), ("unequal", uneven)):
-            size = deviation(whole, trl(parts, kind)[1])
-            yield AuditDeviation(
-                "micro-batch dependence", f"{kind}, {name} parts", size, "the same rows in two micro-batches"
-            )
-        size = deviation(whole, trl([batch.with_garbage()], kind)[1])
-        yield AuditDeviation("mask", kind, size, "other values at positions that were not sampled")
-        same = AuditBatch(batch.logp, batch.logp, batch.mask, batch.advantages)
-        size = deviation(trl([same], kind)[1], trl([batch], kind, first_update=True)[1])
-        yield AuditDeviation("ratio at step 0", kind, size, "old log-probabilities left out, against given equal ones")
-    token_mean = trl([batch], "dapo")[1]
-    for kind, text in (("grpo", "mean of each row's mean"), ("dr_grpo", "divided by rows × the longest completion")):
-        yield AuditDeviation(
-            "normaliser", kind, deviation(token_mean, trl([batch], kind)[1]), f"{text}, against a mean over tokens"
-        )
-    yield from _trl_against_recipes(trl, batch)
-
-
-def _trl_against_recipes(trl: Callable[..., Gradient], batch: AuditBatch) -> Iterator[AuditDeviation]:
-    plain = AuditBatch(batch.logp, batch.old_logp, batch.mask, batch.advantages)
-    for kind, method, hyper in RECIPE_OF:
-        ours, theirs = recipe_gradient(method, plain, **hyper)[1], trl([plain], kind)[1]
-        subject = f"{kind} against the recipe"
-        yield AuditDeviation("loss", subject, deviation(ours, theirs), "gradient by log-probability")
-    kl = [trl([batch], "grpo", beta=0.1, correct_kl=corrected)[1] for corrected in (False, True)]
-    yield AuditDeviation(
-        "KL times ratio", "grpo, use_bias_correction_kl", deviation(*kl), "the KL term is weighted by the ratio"
-    )
 
 
 # ------------------------------------------------------------- dumped batches

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.inspector.audit.batches import AuditBatch, synthetic_batch
+from turnwise.inspector.audit.batches import synthetic_batch
 from turnwise.inspector.audit.report import AGREES, AuditDeviation, AuditReport, deviation, recipe_gradient
 from turnwise.integrations import padded
 
@@ -63,7 +63,7 @@ def _cut_and_padded(verl: Verl) -> Iterator[AuditDeviation]:
     """The same rows in micro-batches, with more padding, beside an empty row, with other values at unsampled positions."""
     batch = synthetic_batch()
     parts = [batch.rows(torch.tensor(rows)) for rows in ([0, 1, 2, 3], [4, 5])]
-    wider, taller = _padded(batch, 12, 0), _padded(batch, 0, 1)
+    wider, taller = batch.padded(columns=12), batch.padded(rows=1)
     for loss, mode in [*((loss, "token-mean") for loss in LOSSES), *(("vanilla", mode) for mode in MODES[1:])]:
         subject = f"{loss}, {mode}"
         whole = verl([batch], loss, mode)[1]
@@ -75,12 +75,6 @@ def _cut_and_padded(verl: Verl) -> Iterator[AuditDeviation]:
         yield AuditDeviation("empty row", subject, size, "one more row in which nothing was sampled")
         size = deviation(whole, verl([batch.with_garbage()], loss, mode)[1])
         yield AuditDeviation("mask", subject, size, "other values at positions that were not sampled")
-
-
-def _padded(batch: AuditBatch, columns: int, rows: int) -> AuditBatch:
-    pad = lambda x: torch.nn.functional.pad(x, (0, columns, 0, rows))  # noqa: E731
-    advantages = torch.nn.functional.pad(batch.advantages, (0, rows), value=1.0)
-    return AuditBatch(pad(batch.logp), pad(batch.old_logp), pad(batch.mask), advantages)
 
 
 def _clipping(verl: Verl) -> Iterator[AuditDeviation]:
