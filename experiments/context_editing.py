@@ -1,6 +1,7 @@
 """A policy that edits its own context against a fixed window, on ``archive``, whose pages do not fit into the context.
 
-    python experiments/context_editing.py --seeds 0 1 2 3 4
+    python experiments/context_editing.py --seeds 0 1 2 3 4 --jobs 2
+    python experiments/context_editing.py --table
 
 Both begin with their own cold start from the environment's imperfect demonstrator and learn with the same method, batch and
 number of steps. ``editing`` may keep notes and drop pages; ``window`` sees the task and the latest page (``--history 1``). A row
@@ -11,79 +12,74 @@ tokens that both have sampled. Rows go to ``experiments/results/context_editing.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from itertools import accumulate
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from turnwise.training import api
+from parallel_runs import RESULTS, side_by_side
+from processes import Row, read
 
-RESULTS = Path(__file__).parent / "results" / "context_editing.jsonl"
 ARMS: dict[str, dict[str, Any]] = {
     "editing": {"env": "archive"},
     "window": {"env": "archive,editing=false", "history": 1},
 }
 SETTINGS: dict[str, Any] = {
-    "method": "dr_grpo", "difficulty": (1,), "context": 112, "steps": 30, "eval_every": 5, "eval_tasks": 100, "cold_steps": 150,
-    "trackers": (), "threads": 1, "keep_tokens": 0, "schedule": "constant",
+    "method": "dr_grpo", "difficulty": (1,), "context": 112, "groups": 16, "group_size": 16, "steps": 60, "eval_every": 10,
+    "eval_tasks": 200, "cold_steps": 300, "schedule": "constant",
 }  # fmt: skip
 
 
-def play(arm: str, seed: int, out: str) -> dict[str, Any]:
-    """One run; its row."""
-    name = f"context-{arm}-s{seed}"
-    summary = api.train(**{**SETTINGS, **ARMS[arm]}, seed=seed, out=out, name=name, quiet=True)
-    run = Path(summary["run"])
-    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in logged if "tokens" in row]
-    tokens = dict(zip((row["step"] for row in steps), accumulate(row["tokens"] for row in steps)))
-    curve = [[tokens[row["step"]], row["eval/success"]] for row in logged if "eval/success" in row]
-    before, after = (json.loads((run / f"evaluation_{when}.json").read_text()) for when in ("before", "after"))
-    first, last = (found.get("content", found)["summary"]["success"] for found in (before, after))
-    curve = [[0.0, first], *curve, [max(tokens.values()), last]]
-    return {"arm": arm, "seed": seed, "steps": SETTINGS["steps"], "curve": curve}
+def points(row: Row) -> list[tuple[float, float]]:
+    """(sampled tokens, held-out success) of every evaluation of a run."""
+    between = [(tokens, value) for _, tokens, value in row["curve"]]
+    last = [(row["curve"][-1][1], row["after"]["success"])] if row["after"] and row["curve"] else []
+    return [(0.0, row["before"]["success"]), *between, *last]
 
 
-def success_at(curve: list[list[float]], tokens: float) -> float:
+def success_at(row: Row, tokens: float) -> float:
     """The held-out success of the last evaluation at no more than ``tokens`` sampled tokens."""
-    return [success for count, success in curve if count <= tokens][-1]
+    return [success for count, success in points(row) if count <= tokens][-1]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     """Both arms at equal tokens, by seed."""
-    by = {(row["arm"], row["seed"]): row["curve"] for row in rows}
+    by = {(row["arm"], row["settings"]["seed"]): row for row in rows if row["after"]}
     seeds = sorted({seed for _, seed in by if all((arm, seed) in by for arm in ARMS)})
     lines = ["| seed | tokens | editing, before | editing | window, before | window |", "|---|---|---|---|---|---|"]
     finals: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for seed in seeds:
-        tokens = min(by[arm, seed][-1][0] for arm in ARMS)
+        tokens = min(points(by[arm, seed])[-1][0] for arm in ARMS)
         cells = []
         for arm in ARMS:
             finals[arm].append(success_at(by[arm, seed], tokens))
-            cells += [f"{by[arm, seed][0][1]:.0%}", f"{finals[arm][-1]:.0%}"]
+            cells += [f"{by[arm, seed]['before']['success']:.1%}", f"{finals[arm][-1]:.1%}"]
         lines.append(f"| {seed} | {tokens:,.0f} | {' | '.join(cells)} |")
     if seeds:
         means = {arm: statistics.mean(values) for arm, values in finals.items()}
-        lines.append(f"| mean | | | {means['editing']:.0%} | | {means['window']:.0%} |")
+        lines.append(f"| mean | | | {means['editing']:.1%} | | {means['window']:.1%} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--steps", type=int, default=SETTINGS["steps"])
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=7200.0, help="runs are stopped after this time")
     parser.add_argument("--out", default="runs")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS / "context_editing.jsonl")
+    parser.add_argument("--table", action="store_true", help="print the rows and run nothing")
     chosen = parser.parse_args()
-    rows = [json.loads(line) for line in chosen.results.read_text().splitlines()] if chosen.results.is_file() else []
-    for seed in chosen.seeds:
-        for arm in ARMS:
-            if not any(row["arm"] == arm and row["seed"] == seed for row in rows):
-                rows.append(play(arm, seed, chosen.out))
-                with chosen.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
-                print(rows[-1]["arm"], seed, rows[-1]["curve"][0], rows[-1]["curve"][-1], flush=True)
-    print(table(rows))
+    made = {(row["arm"], row["settings"]["seed"]) for row in read([chosen.results]) if row["after"]}
+    todo = [] if chosen.table else [pair for pair in product(chosen.arms, chosen.seeds) if pair not in made]
+    runs: list[tuple[Row, dict[str, Any], str]] = [
+        ({"arm": arm}, {**SETTINGS, **ARMS[arm], "seed": seed, "steps": chosen.steps}, f"context-{arm}-{seed}")
+        for arm, seed in todo
+    ]
+    side_by_side(runs, chosen.results, chosen.out, chosen.jobs, chosen.seconds)
+    print(table(read([chosen.results])))
 
 
 if __name__ == "__main__":

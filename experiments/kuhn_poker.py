@@ -1,63 +1,113 @@
-"""Kuhn poker by self-play against older policies: exact exploitability of the policy and of the average of its checkpoints.
+"""Kuhn poker by self-play: the exact exploitability of the policy, for variants of one recipe, several runs side by side.
 
-    python experiments/kuhn_poker.py --seeds 0 --steps 100
+    python experiments/kuhn_poker.py --seeds 0 1 2 3 4 --jobs 2
+    python experiments/kuhn_poker.py --table
 
-Dr.GRPO (no division by a deviation, which would change the stakes) with ``--opponents past``: fictitious play, in which the
-last policy need not converge, but the average over the run does. The average plays one checkpoint for a whole game. A row for
-each run goes to ``experiments/results/kuhn_poker.jsonl``.
+Plain self-play by policy gradient circles the equilibrium. Here a KL penalty holds the policy near its first one, which moves at
+random, and its weight and the learning rate fall during the run: the regularised game has one equilibrium, which attracts, and
+which moves to one of the game. Gains are summed over the tokens of an episode: an average would change the stakes of long games.
+The cold start is short, because a model that has imitated random moves for long no longer reads its card. A row for each run goes
+to ``experiments/results/kuhn_poker.jsonl``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import statistics
+from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from turnwise.environments.families.game_tree import average_policy, exploitability
-from turnwise.environments.families.open_spiel import environment
-from turnwise.training import api
+from parallel_runs import RESULTS, side_by_side
+from processes import Row, read
 
-RESULTS = Path(__file__).parent / "results" / "kuhn_poker.jsonl"
+from turnwise.algebra.advantage import Standardise
+from turnwise.algebra.aggregate import Sum
+from turnwise.algebra.gate import Clip
+from turnwise.algebra.penalty import KL, WeightedPenalty
+from turnwise.algebra.weight import StepSchedule
+from turnwise.core.levels import TRAJECTORY
+from turnwise.credit.peers import SameAgent
+from turnwise.credit.turns import AgentReturnToGo
+from turnwise.recipes.recipe import Recipe
+
 SETTINGS: dict[str, Any] = {
-    "method": "dr_grpo", "groups": 24, "group_size": 16, "lr": 3e-4, "schedule": "constant", "eval_tasks": 1, "trackers": (),
-    "method_options": {"length": 4.0}, "threads": 1, "hidden": 64, "keep_tokens": 0,
+    "env": "open_spiel:kuhn_poker", "groups": 12, "group_size": 16, "schedule": "linear", "eval_tasks": 1, "eval_every": 40,
+    "hidden": 64, "layers": 2, "lr": 1e-3, "clip_norm": 10.0, "cold_steps": 40, "checkpoint_every": 400,
 }  # fmt: skip
+VARIANTS = {  # weight of the penalty at first and at last
+    "annealed": (0.3, 0.05),
+    "constant": (0.2, 0.2),
+    "free": (0.0, 0.0),
+}
+DROPS = 20  # in which the penalty falls
 
 
-class Kuhn(environment("kuhn_poker")):  # type: ignore[misc]
-    """Kuhn poker that also measures the average of the policies it was asked about."""
+def self_play(start: float = 0.3, end: float = 0.05, steps: int = 800, clip: float = 0.2) -> Recipe:
+    """Return-to-go of each seat minus its mean over the episodes of one deal; KL to the first policy with a falling weight.
 
-    policies: ClassVar[list[Mapping[str, Mapping[str, float]]]] = []
+    Aₖ = Gₖ − mean of G over (deal, seat);  J = Σₜ min(ρₜAₖ, clip(ρₜ)Aₖ) − λ(step) KL(π‖first),  λ from ``start`` to ``end``
+    """
+    held = steps // 5
+    floor = end / start if start else 1.0
+    weight = StepSchedule(start, held, max(1, (steps - held) // DROPS), (1 - floor) / DROPS, floor)
+    return Recipe(
+        advantage=Standardise(AgentReturnToGo(), SameAgent("group"), scale=False),
+        gate=Clip(clip, clip),
+        penalties=(WeightedPenalty(weight if start else 0.0, KL("k2")),),
+        aggregate=Sum(TRAJECTORY),
+    )
 
-    @classmethod
-    def policy_metrics(cls, chances):
-        cls.policies.append({text: dict(row) for text, row in chances.items()})
-        seen = [lambda text, _, policy=policy: policy[text] for policy in cls.policies[1:] or cls.policies]
-        return {**super().policy_metrics(chances), "average": exploitability(cls.game, average_policy(cls.game, seen))}
+
+def table(rows: list[Row]) -> str:
+    """Final exploitability by variant and settings."""
+    heads = ("variant", "penalty", "lr", "games a step", "steps", "seeds", "before", "after", "each seed", "unlisted", "seconds")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    kinds: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["after"]:
+            own, options = row["settings"], row["settings"]["method_options"]
+            penalty = f"{options['start']:g} to {options['end']:g}"
+            games = own["groups"] * own["group_size"]
+            kinds.setdefault((row["variant"], penalty, own["lr"], games, own["steps"]), []).append(row)
+    last = lambda row: row["after"]["exact"]["exploitability"]  # noqa: E731
+    for key, found in sorted(kinds.items(), key=lambda item: statistics.mean(map(last, item[1]))):
+        found.sort(key=lambda row: row["settings"]["seed"])
+        first = statistics.mean(row["before"]["exact"]["exploitability"] for row in found)
+        illegal = max(row["after"]["exact"]["unlisted"] for row in found)
+        each = ", ".join(f"{last(row):.3f}" for row in found)
+        mean, seconds = statistics.mean(map(last, found)), max(row["seconds"] for row in found)
+        cells = (*key, len(found), f"{first:.3f}", f"{mean:.3f}", each, f"{illegal:.1e}", seconds)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variants", nargs="+", default=["annealed"], choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--every", type=int, default=4, help="steps between two evaluations")
-    parser.add_argument("--opponents", default="past,keep=16,every=2")
-    parser.add_argument("--lr", type=float, default=SETTINGS["lr"])
+    parser.add_argument("--steps", type=int, nargs="+", default=[800])
+    parser.add_argument("--lr", type=float, nargs="+", default=[SETTINGS["lr"]])
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other settings")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="runs are stopped after this time")
     parser.add_argument("--out", default="runs")
+    parser.add_argument("--results", type=Path, default=RESULTS / "kuhn_poker.jsonl")
+    parser.add_argument("--table", action="store_true", help="print the rows and run nothing")
     chosen = parser.parse_args()
-    for seed in chosen.seeds:
-        Kuhn.policies.clear()
-        own = {"seed": seed, "steps": chosen.steps, "eval_every": chosen.every, "opponents": chosen.opponents, "lr": chosen.lr}
-        name = f"kuhn-{chosen.opponents.split(',')[0]}-{chosen.steps}-s{seed}"
-        run = Path(api.train(**{**SETTINGS, **own}, env=Kuhn, out=chosen.out, name=name, quiet=True)["run"])
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        curve = [(r["step"], r["eval/exploitability"], r["eval/average"]) for r in rows if "eval/exploitability" in r]
-        row = {"seed": seed, **{k: own[k] for k in ("steps", "opponents", "lr")}, "curve": curve}
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(seed, curve[-1])
+    runs = []
+    more = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in chosen.set)}
+    for seed, variant, steps, lr in product(chosen.seeds, chosen.variants, chosen.steps, chosen.lr):
+        start, end = VARIANTS[variant]
+        options = {"start": start, "end": end, "steps": steps}
+        method = f"{Path(__file__).resolve()}:self_play"
+        own = {**SETTINGS, **more, "seed": seed, "steps": steps, "lr": lr, "method": method, "method_options": options}
+        name = "-".join(["kuhn", variant, f"{lr:g}", str(steps), *map(str, more.values()), str(seed)])
+        runs.append(({"variant": variant}, own, name))
+    if not chosen.table:
+        side_by_side(runs, chosen.results, chosen.out, chosen.jobs, chosen.seconds, "eval/exploitability")
+    print(table(read([chosen.results])))
 
 
 if __name__ == "__main__":

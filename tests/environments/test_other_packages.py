@@ -50,6 +50,18 @@ def succeeded(steps: list[Step]) -> bool:
     return bool(steps[-1].info.get("success"))
 
 
+@pytest.mark.parametrize(("name", "meant"), [("openspiel:kuhn_poker", "open_spiel:"), ("textwrld:custom", "textworld:")])
+def test_a_misspelt_family_is_refused_with_the_one_it_resembles(name, meant):
+    with pytest.raises(SettingError, match=f"did you mean {meant}"):
+        environments.load(name)
+
+
+def test_a_module_that_is_there_is_never_taken_for_a_family(tmp_path, monkeypatch):
+    (tmp_path / "textwrld.py").write_text("from turnwise.environments.builtin.nim import Nim\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert environments.load("textwrld:Nim").__name__ == "Nim"
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("world", ["GoToObj", "GoToRedBall", "PickupLoc", "OpenDoor"])
 def test_the_bot_solves_missions_of_minigrid(world):

@@ -37,7 +37,7 @@ OTHER_NAMES = {  # names of older releases and of other trainers, for the hint o
     "max_grad_norm": "clip_norm", "lr_scheduler_type": "schedule", "warmup_steps": "warmup", "output_dir": "out",
     "num_iterations": "epochs", "save_steps": "checkpoint_every", "eval_steps": "eval_every", "report_to": "trackers",
     "gradient_checkpointing": "recompute", "environment": "env", "n_gpus": "ranks", "rank": "lora_rank",
-    "nproc_per_node": "ranks", "world_size": "ranks",
+    "nproc_per_node": "ranks", "world_size": "ranks", "tasks": "data",
 }  # fmt: skip
 
 

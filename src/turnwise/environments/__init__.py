@@ -12,8 +12,10 @@ Does not know what makes an environment valid: ``environments.checker`` does.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Mapping
 from functools import cache
@@ -66,6 +68,8 @@ def load(name: str) -> type[Any]:
     if family in FAMILIES:
         family_class: type[Any] = importlib.import_module(FAMILIES[family]).environment(member)
         return family_class
+    if close := _resembled_family(family):
+        raise SettingError(f"there is no family {family!r} of environments; did you mean {close}:{member}?")
     class_name, arguments = split_arguments(name)
     if class_name.startswith(GIVEN_OBJECT):
         raise SettingError(
@@ -77,6 +81,13 @@ def load(name: str) -> type[Any]:
         raise SettingError(f"no environment is called {name!r}; {nearest(class_name, BUILT_IN)}; or write module:Class")
     cls = load_object(spec, f"environment {name!r}", lambda value: isinstance(value, type), "class")
     return require_arguments(bind(cls, arguments, class_name) if arguments else cls, name)
+
+
+def _resembled_family(name: str) -> str:
+    """The family that a word probably means; empty if it names a module, or resembles none."""
+    if not name.isidentifier() or name in BUILT_IN or importlib.util.find_spec(name):
+        return ""
+    return next(iter(difflib.get_close_matches(name, FAMILIES, n=1)), "")
 
 
 def require_arguments(cls: type[Any], name: str) -> type[Any]:
