@@ -25,8 +25,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "window": {"env": "archive,editing=false", "history": 1},
 }
 SETTINGS: dict[str, Any] = {
-    "method": "dr_grpo", "difficulty": (1,), "context": 112, "groups": 16, "group_size": 16, "steps": 60, "eval_every": 10,
-    "eval_tasks": 200, "cold_steps": 300, "schedule": "constant",
+    "method": "dr_grpo", "difficulty": (1,), "context": 112, "groups": 16, "group_size": 8, "steps": 60, "eval_every": 10,
+    "eval_tasks": 100, "cold_steps": 200, "schedule": "constant",
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def success_at(row: Row, tokens: float) -> float:
 
 def table(rows: list[Row]) -> str:
     """Both arms at equal tokens, by seed."""
-    by = {(row["arm"], row["settings"]["seed"]): row for row in rows if row["after"]}
+    by = {(row["arm"], row["settings"]["seed"]): row for row in rows if row["before"] and row["curve"]}
     seeds = sorted({seed for _, seed in by if all((arm, seed) in by for arm in ARMS)})
     lines = ["| seed | tokens | editing, before | editing | window, before | window |", "|---|---|---|---|---|---|"]
     finals: dict[str, list[float]] = {arm: [] for arm in ARMS}

@@ -34,10 +34,11 @@ from turnwise.recipes.recipe import Recipe
 
 SETTINGS: dict[str, Any] = {
     "env": "open_spiel:kuhn_poker", "groups": 12, "group_size": 16, "schedule": "linear", "eval_tasks": 1, "eval_every": 40,
-    "hidden": 64, "layers": 2, "lr": 1e-3, "clip_norm": 10.0, "cold_steps": 40, "checkpoint_every": 400,
+    "hidden": 128, "layers": 2, "lr": 1e-3, "clip_norm": 10.0, "cold_steps": 30, "cold_batch": 96, "checkpoint_every": 400,
 }  # fmt: skip
 VARIANTS = {  # weight of the penalty at first and at last
     "annealed": (0.3, 0.05),
+    "half": (0.3, 0.1),
     "constant": (0.2, 0.2),
     "free": (0.0, 0.0),
 }

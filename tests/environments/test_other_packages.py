@@ -161,6 +161,7 @@ def test_reference_calls_are_right_and_others_are_wrong(category):
     assert ids[0] and ids[1] and not ids[0] & ids[1]
     if category != "irrelevance":
         assert not any(succeeded(play(cls, lambda env, rng: text_action("no"), seed)) for seed in range(10))
+        assert 0 < sum(succeeded(play(cls, lambda env, rng: env.demonstrate(rng), seed)) for seed in range(40)) < 40
 
 
 @pytest.mark.integration

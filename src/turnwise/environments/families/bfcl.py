@@ -15,6 +15,7 @@ import ast
 import copy
 import importlib
 import json
+import random
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from turnwise.errors import SettingError, nearest
 FILES = "BFCL_v4_{}.json"
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string", "String": "string"}
 MAX_CALLS = 20  # in one request of a multi-turn episode
+MISSED = 0.1  # share of the calls that the demonstrator does not make
 MAX_REPLY = 2000  # characters of a program's reply
 Entry = dict[str, Any]
 
@@ -55,6 +57,14 @@ class CallEnvironment(Environment):
     def oracle(self) -> Action:
         calls = [reference_call(reference) for reference in self.entry.get("ground_truth", [])]
         return action_of(calls) if calls else Action("None of these tools fits.")
+
+    def demonstrate(self, rng: random.Random) -> Action:
+        """The reference, but one call in ten is not made."""
+        action = self.oracle()
+        made = [call for call in action.calls if rng.random() >= MISSED]
+        if len(made) == len(action.calls):
+            return action
+        return action_of(made) if made else Action("done")
 
 
 class ProgramEnvironment(CallEnvironment):
