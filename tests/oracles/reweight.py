@@ -624,3 +624,53 @@ def hapo(
         highs.append(eps_high)
         scales.append(scale)
     return Result(advantages, loss, {"hh": hhs, "low": lows, "high": highs, "scale": scales})
+
+
+def echo(
+    batch: Batch,
+    boost: float = 0.1,
+    bonus: float = 0.0,
+    least: float = 0.05,
+    most: float = 0.2,
+    steep: float = 4.0,
+    tail: int = 16,
+) -> Result:
+    """Advantages shaped by entropy and doubt; a clip by the confidence of a trajectory's end; trajectory mean."""
+    every = list(tokens(batch))
+    if not every:
+        return Result([], constant(0.0))
+
+    def whitened(numbers: list[float]) -> list[float]:
+        # Card: "z = masked whitening over the batch"
+        variance = std(numbers) ** 2 if len(numbers) > 1 else 0.0
+        return [(number - mean(numbers)) / math.sqrt(variance + 1e-8) for number in numbers]
+
+    # Card: "C' in [0,1] = mean of the top-k probabilities (or probability of the sampled token)"
+    sure = [math.exp(token.behaviour) for token in every]
+    uncertain = whitened([token.old_entropy for token in every])
+    doubtful = whitened([1 - c for c in sure])
+    # Card: "S_t = clamp(a'·z(H_t)+b'·z(1−C'_t), ±S_max)", a' = b' = 1, S_max = 2
+    shape = [max(-2.0, min(2.0, h + c)) for h, c in zip(uncertain, doubtful)]
+    means, at = [], 0
+    for group in batch:
+        count = sum(len(sampled(one)) for one in group)
+        own = shape[at : at + count]
+        means += [mean(own) if own else 0.0] * count
+        at += count
+    # Card: "A_t <- A_t(1+m·S_t) [+ λ(S_t−group mean S)]"
+    plain = spread(batch, zscores(batch))
+    advantages = [a * (1 + boost * s) + bonus * (s - m) for a, s, m in zip(plain, shape, means)]
+    loss, at = constant(0.0), 0
+    rows = sum(1 for one in trajectories(batch) if sampled(one))
+    for one in trajectories(batch):
+        own = sampled(one)
+        if not own:
+            continue
+        # Card: "ε = ε_min+(ε_max−ε_min)·σ(κ(1−C'^tail)), C'^tail = mean C' over the last 16 tokens"
+        end = mean([math.exp(token.behaviour) for token in own[-tail:]])
+        eps = least + (most - least) / (1 + math.exp(-steep * (1 - end)))
+        for token, advantage in zip(own, advantages[at:]):
+            ratio = torch.exp(log_ratio(token))
+            loss = loss + larger(-advantage * ratio, -advantage * bounded(ratio, 1 - eps, 1 + eps)) / len(own) / rows
+        at += len(own)
+    return Result(advantages, loss)

@@ -3,58 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.untrained import Untrained
 
-from turnwise.config.settings import Settings
-from turnwise.core.batch import pack, prefix
+from turnwise.core.batch import prefix
 from turnwise.core.records import Status, Task
-from turnwise.core.signals import Signal
-from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
 from turnwise.recipes.experience import piece
 from turnwise.rollout.guidance.support import Support
-from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.strategies import GroupRequest, Independent
+from turnwise.rollout.strategies import Independent
 from turnwise.rollout.strategies.tree import edit_distance
-from turnwise.training import build, engines
-from turnwise.training.env_spec import EnvSpec
-
-
-class Untrained:
-    """An untrained model in an environment: grows groups and measures log-probabilities."""
-
-    def __init__(self, env: str):
-        torch.manual_seed(0)
-        chosen = Settings.of({"env": env, "hidden": 32, "max_tokens": 6, "max_turns": 4, "context": 600})
-        self.env_spec = EnvSpec.from_settings(chosen)
-        tokenizer = build.load_tokenizer(chosen, self.env_spec)
-        self.model = build.load_model(chosen, len(tokenizer))
-        self.stock = copy.deepcopy(self.model)
-        self.renderer = Renderer(tokenizer)
-        self.generator = engines.make_local_generator(chosen, self.model, self.renderer)
-        self.play = build.make_play(self.env_spec, self.renderer, build.sampling_settings(chosen))
-        self.env = env
-
-    def request(self, seed=1, size=6):
-        open_session = lambda i, draft=False: self.generator.open(1000 * seed + i)  # noqa: E731
-        return GroupRequest(str(seed), Task(self.env, seed), size, open_session, self.play, {}, 100)
-
-    def grow(self, strategy, seed=1, size=6):
-        async def run():
-            return await strategy.begin(self.request(seed, size))
-
-        return asyncio.run(run())
-
-    def logp(self, group):
-        batch = pack([group])
-        learner = LocalLearner(self.model, LearnerSettings())
-        return learner.measure(batch, frozenset({Signal.PROXIMAL}))[Signal.PROXIMAL].x.float(), batch.behaviour.x
+from turnwise.training import build
 
 
 @pytest.fixture(scope="module", params=["keydoor", "lookup"])

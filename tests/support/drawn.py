@@ -121,6 +121,10 @@ DRAWN: dict[str, Strategies] = {
     "a2tgpo": {**BOUNDS, "alpha": between(-1.0, 1.0), "beta": between(0.05, 0.95), "gamma": between(0.3, 1.0)},
     "scale_rl": {"cap": CAP},
     "forking_tokens": {**BOUNDS, "share": SHARE},
+    "echo": {
+        "boost": between(0.0, 0.4), "bonus": WEIGHT, "least": between(0.01, 0.2), "most": between(0.21, 0.7),
+        "steep": between(0.5, 8.0), "tail": st.integers(1, 6),
+    },
     "see_upo": {"clip": CLIP, "beta": WEIGHT},
     "ppo_max": {**CRITIC, "eta": WEIGHT, "limit": between(0.2, 2.0), "centre": st.booleans()},
     "safe": {
@@ -144,6 +148,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {  # settings that change neither advanta
     "remix": {"begin": "test_remix_in_later_steps"},
     "aepo": dict.fromkeys(("target", "hot", "cold", "share"), "tests/rollout"),
     "scale_rl": {"solved": "tests/tasks"},
+    "echo": dict.fromkeys(("trunks", "high", "confident"), "tests/rollout/test_confidence_tree.py"),
 }
 
 RENAMED = {  # a recipe's hyper-parameter: the oracle's

@@ -72,7 +72,7 @@ class Sampling:
     min_p: float = 0.0
     max_tokens: int = 64
     stop: tuple[str, ...] = ()
-    entropy: bool = False  # also report the entropy of the policy at each token, before any truncation
+    entropy: bool = False  # also report entropy and confidence of the policy at each token, before any truncation
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -107,6 +107,7 @@ class Completion:
     stop: Stop
     seconds: float = 0.0
     entropy: Sequence[float] = ()  # where ``Sampling.entropy`` asks for it and the generator knows it
+    confidence: Sequence[float] = ()  # the same: −mean log p of the five most likely tokens, above its minimum ln 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +131,7 @@ class Turn:
     tool_calls: int = 0
     tool_errors: int = 0
     facts: Facts = field(default_factory=dict)  # from the environment (``info["facts"]``)
-    masked_context: Sequence[
-        int
-    ] = ()  # context with the environment's message masked: equally long; empty = not requested
+    masked_context: Sequence[int] = ()  # equally long, the environment's message masked; empty = not requested
     seconds_generating: float = 0.0
     seconds_acting: float = 0.0
 

@@ -34,7 +34,8 @@ EAGER_SYNC_EVERY = 8  # decode steps between two copies to the host on a GPU wit
 STOP_MARGIN = 8  # tokens decoded before the length of the stop string, so that no word boundary hides it
 MIN_SHARED_PREFIX = 8  # shorter prefixes of other rows are not copied
 
-StepOutput = tuple[list[int], Tensor, Tensor | None] | tuple[list[int], Tensor, Tensor | None, Tensor | None]
+Certainty = tuple[Tensor, Tensor]  # entropy and confidence of each lane
+StepOutput = tuple[list[int], Tensor, Tensor | None] | tuple[list[int], Tensor, Tensor | None, Certainty | None]
 """One decode step of all lanes: ids, log-probabilities [n], kept log mass [n] if any lane truncates; entropies [n] if any lane
 asks for them."""
 
@@ -53,6 +54,7 @@ class Request:
     logp: list[float] = field(default_factory=list)
     mass: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
     stop: Stop | None = None
     cancelled: bool = False
@@ -210,10 +212,10 @@ class Scheduler:
             for step in range(begin, min(steps, begin + block)):
                 logits = self.model_runner.decode_step(tokens, layout)
                 tokens, logp, mass = sampler(logits, u[step])
-                outputs.append((tokens, logp, mass, sampler.entropy(logits) if wants_entropy else None))
+                outputs.append((tokens, logp, mass, sampler.certainty(logits) if wants_entropy else None))
                 layout.advance()
-            for ids, (_, logp, mass, entropy) in zip(torch.stack([x[0] for x in outputs]).tolist(), outputs):
-                yield ids, logp, mass, entropy
+            for ids, (_, logp, mass, certainty) in zip(torch.stack([x[0] for x in outputs]).tolist(), outputs):
+                yield ids, logp, mass, certainty
 
     def _replay_graphs(self, steps: int, should_stop: Callable[[int], bool]) -> Iterator[StepOutput]:
         """The same by a decoder that samples on the GPU; lanes that finish in between stay in the batch."""
@@ -270,8 +272,8 @@ class Scheduler:
         select = lambda rows: torch.stack(rows)[:, lanes].T.tolist()  # noqa: E731
         logp = select([o[1] for o in outputs])
         mass = select([o[2] for o in outputs]) if outputs[0][2] is not None else None
-        entropies = [o[3] for o in outputs if len(o) == 4 and o[3] is not None]
-        entropy = select(entropies) if len(entropies) == len(outputs) else None
+        measured = [o[3] for o in outputs if len(o) == 4 and o[3] is not None]
+        certainty = [select(list(rows)) for rows in zip(*measured)] if len(measured) == len(outputs) else None
         size = len(outputs)
         no_mass, version = [0.0] * size, [self.version] * size
         for index, lane in enumerate(lanes):
@@ -280,8 +282,9 @@ class Scheduler:
             request.logp.extend(logp[index])
             request.mass.extend(no_mass if mass is None else mass[index])
             request.version.extend(version)
-            if entropy is not None and request.sampling.entropy:
-                request.entropy.extend(entropy[index])
+            if certainty is not None and request.sampling.entropy:
+                request.entropy.extend(certainty[0][index])
+                request.confidence.extend(certainty[1][index])
             self.kv_cache.cached_ids[_row(request)] = request.sequence[:-1]
         self.count["tokens"] += size * len(lanes)
 

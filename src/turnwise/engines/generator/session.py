@@ -98,5 +98,6 @@ def completion(request: Request) -> Completion:
     assert request.stop is not None
     tokens = request.sequence[request.prompt_length :]
     seconds = time.perf_counter() - request.started
-    entropy = request.entropy if len(request.entropy) == len(tokens) else ()
-    return Completion(tokens, request.logp, request.mass, request.version, request.stop, seconds, entropy)
+    known = len(request.entropy) == len(tokens)
+    certainty = (request.entropy, request.confidence) if known else ((), ())
+    return Completion(tokens, request.logp, request.mass, request.version, request.stop, seconds, *certainty)

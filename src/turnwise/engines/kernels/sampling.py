@@ -6,6 +6,7 @@ their order or on their cache row. Knows neither models nor requests, nor what a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number, a
 MIX = ((30, -4658895280553007687), (27, -7723592293110705685))
 
 KEEP_ALL = 1 << 31  # a top-k that truncates nothing
+CANDIDATES = 5  # the most likely tokens whose probabilities make the confidence
 
 
 def signed(seed: int) -> int:
@@ -76,11 +78,14 @@ class TokenSampler:
         logp = full.gather(1, token)[:, 0].log()
         return token[:, 0], (logp if mass is None else logp - mass), mass
 
-    def entropy(self, logits: Tensor) -> Tensor:
-        """Entropy of each row [B] at its temperature, before truncation. A pass of its own, for requests that ask for it."""
+    def certainty(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Entropy and confidence of each row [B] at its temperature, before truncation. A pass of its own, for requests that ask
+        for it. Confidence is −mean log p of the ``CANDIDATES`` most likely tokens, less ln of their number: 0 where they share
+        all of the mass equally, larger the more peaked the row is."""
         logits = logits.float() if self.temperature is None else logits.float() / self.temperature
         logp = logits.log_softmax(-1)
-        return -(logp.exp() * logp).sum(-1)
+        count = min(CANDIDATES, logp.shape[-1])
+        return -(logp.exp() * logp).sum(-1), -logp.topk(count, dim=-1).values.mean(-1) - math.log(count)
 
 
 def pick(weight: Tensor, u: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from turnwise.rollout.strategies import Branch, EntropyControl, Independent, Reworded, Strategy
+from turnwise.rollout.strategies.confidence import BranchRule, ConfidenceTree, PruneRule
 from turnwise.rollout.strategies.retry import HintedRetry, RepairedAttempts
 from turnwise.rollout.strategies.tree import AfterToolResults, SegmentTree, UncertainTokens
 
@@ -67,6 +68,24 @@ def latr(share: float = 0.5, look: int = 8, near: float = 0.4, again: int = 2) -
     Sure of: the pruning (official code).
     """
     return UncertainTokens(share, look, near, 1, again)
+
+
+def echo(
+    trunks: int = 4, high: float = 3.5, confident: float = 1.2, rise: float = 0.2, most: int = 4, prune: bool = True
+) -> Strategy:
+    """ECHO: forks at tokens of high entropy and low confidence, the more the less sure; weak forks are stopped while they grow.
+
+    width = clip(round(1 + 2(H − low)/(high − low) − (C − confident)/confident), 1, most), low = 2/7 of high
+
+    Paper: Entropy-Confidence Hybrid Optimization for Test-Time RL, arXiv 2602.02150.
+    Settings: high 3.5, low 1, confident 1.2, rise 0.2, width 1 to 4, at least 4 tokens apart; means over 4 and 8 tokens.
+    Deviation: C is measured above its minimum ln 5, without which the thresholds cannot be met; forks sample their first token
+    and are opened when their parent has ended; trunks are never stopped. Where to branch depends on the model: set high and
+    confident. A generator behind a wire reports no confidence: then entropy alone decides.
+    Sure of: the rules (official code).
+    """
+    rule = BranchRule(high, confident=confident, rise=rise, most=most)
+    return ConfidenceTree(trunks, rule, PruneRule() if prune else None)
 
 
 def r3l(tier: int = 1, diagnosis: str = "verifier") -> Strategy:

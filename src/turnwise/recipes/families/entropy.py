@@ -10,13 +10,18 @@ from turnwise.algebra.factor import DampEntropyChange, EntropyRedistribution, Re
 from turnwise.algebra.gate import ByGuidance, Clip, NoGate, ScoreFunction
 from turnwise.algebra.mask import CovarianceClip, HighestEntropy
 from turnwise.algebra.penalty import EntropyBand, HighCovarianceDrift, NegativeEntropy, WeightedPenalty
+from turnwise.algebra.reward import EnvironmentReward
 from turnwise.algebra.value import Outcome, SpreadTo
 from turnwise.algebra.weight import DecayingWeight
 from turnwise.core.levels import TOKEN
+from turnwise.credit.confidence import TailConfidenceClip, UncertaintyShaped
+from turnwise.credit.fact import Fact
+from turnwise.credit.segments import PaidAtEnd
 from turnwise.credit.trajectories import FallbackAboveLimit, GuidedAdvantage
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import EntropyControl
+from turnwise.rollout.strategies.confidence import PRUNED, BranchRule, ConfidenceTree
 from turnwise.tasks.admission import Spread
 
 KIND = Kind.OBJECTIVE
@@ -170,3 +175,34 @@ def dgpo(kappa: float = 1.0, tau: float = 0.5, clip: float = 0.2) -> Recipe:
     Sure of: the formula (third-party rendering of the paper).
     """
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip) * ReferenceDivergence(kappa, tau))
+
+
+def echo(
+    boost: float = 0.1,
+    bonus: float = 0.0,
+    least: float = 0.05,
+    most: float = 0.2,
+    steep: float = 4.0,
+    tail: int = 16,
+    trunks: int = 4,
+    high: float = 3.5,
+    confident: float = 1.2,
+) -> Recipe:
+    """ECHO (test-time RL): trees at uncertain tokens, pruned online; credit and clip by confidence. Add --reward majority.
+
+    A(1 + boost·S), S = clip(z(H) + z(1 − p), ±2);  clip 1 ± ε, ε = least + (most − least)·σ(steep·(1 − mean p of the tail))
+
+    Paper: Entropy-Confidence Hybrid Optimization for Test-Time RL, arXiv 2602.02150.
+    Settings: boost 0.1, no bonus, clip 0.05 to 0.2, steep 4, 32 rollouts, branches at H ≥ 3.5 and C ≤ 1.2.
+    Deviation: p is the probability of the sampled token, its other published choice. C is measured above its minimum ln 5: as
+    printed it is at least 1.61, and its thresholds 1.2, 1.0 and 0.4 could never be met. Entropies are those of the whole
+    vocabulary. Branches sample their first token and are opened when their parent has ended; only branches are pruned, never
+    trunks, and pruning never pays. Where to branch depends on the model: set high and confident.
+    Sure of: the formulas (official code).
+    """
+    return Recipe(
+        advantage=UncertaintyShaped(Standardise(), boost, bonus),
+        gate=TailConfidenceClip(least, most, steep, tail),
+        reward=EnvironmentReward() + PaidAtEnd(Fact(PRUNED, missing=0.0)),
+        strategy=ConfidenceTree(trunks, BranchRule(high, confident=confident)),
+    )
