@@ -123,3 +123,24 @@ def test_nonsense_is_refused(tmp_path):
         compare_live(method_variants(["grpo"]), {}, tmp_path, 1)
     with pytest.raises(SettingError, match="grid is empty"):
         grid_variants({})
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("task", ["countdown", "chain_sum"])
+def test_it_reproduces_the_projects_table(task):
+    """The runs of docs/results.md that sampled as many tokens as each other: the same means, in percent."""
+    rows = [json.loads(line) for line in (ROOT / "experiments/results/smollm2.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["task"] == task and row["curve"][-1][0] == 150]
+    outcomes = []
+    for row in rows:
+        curve = [(row["tokens"] * step / 150, value) for step, value in row["curve"][:-1]]
+        curve.append((row["tokens"], row["after"][0]))
+        outcomes.append(RunOutcome("", row["method"], row["seed"], 100, "success", tuple(curve)))
+    comparison = compare_outcomes(outcomes)
+    cells = [line.split(" | ") for line in (ROOT / "docs/results.md").read_text().splitlines() if line.startswith(f"| {task} |")]
+    printed = {cell[1]: float(cell[5].partition("%")[0]) for cell in cells if cell[2:4] == ["3", "150"]}
+    means = {label: 100 * sum(by_seed.values()) / len(by_seed) for label, by_seed in comparison.values.items()}
+    assert len(printed) >= 3 and means == pytest.approx(printed, abs=0.7)  # rounded, and read at the smallest budget
+    assert not comparison.decided  # three seeds
