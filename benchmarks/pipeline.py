@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline.py [--write docs/scaling.md]        # the table of the page, from formulas and a stated load
     python benchmarks/pipeline.py --measure [--steps 20]           # train here at staleness 0, 1 and 4 with slow tools
+    python benchmarks/pipeline.py --measure --device cuda --groups 32 --hidden 512 --layers 8 [--no-delay]
     python benchmarks/pipeline.py --run runs/X                     # what staleness would gain in a recorded run
 
 The simulation is ``turnwise.bench.pipeline``; seconds of a decode step, of learning and of a weight update on many GPUs come
@@ -119,16 +120,19 @@ def from_run(run: RunReader) -> list[str]:
     return lines
 
 
-def measure(steps: int) -> list[str]:
-    """Real runs here, and the simulation from the synchronous one."""
+def measure(options: argparse.Namespace) -> list[str]:
+    """Real runs here, and the simulation from the synchronous one. A step is at best the longer of generation and learning."""
     from turnwise.training.api import train
 
-    lines, pipeline, load = ["| staleness | measured, s a step | simulated | ratio |", "|---|---|---|---|"], None, None
+    lines = ["| staleness | s a step | of synchronous | learning | success at the end | simulated |", "|---|---|---|---|---|---|"]
+    pipeline, load, first, steps = None, None, 0.0, options.steps
+    env = Calculator if options.no_delay else SlowCalculator
     with tempfile.TemporaryDirectory() as folder:
-        for k in (0, 1, 4):
+        for k in options.staleness:
             train(
-                method="grpo", env=SlowCalculator, difficulty=(1,), steps=steps, staleness=k, groups=4, group_size=8,
-                eval_tasks=0, out=folder, name=f"staleness{k}", trackers=(), quiet=True,
+                method="grpo", env=env, difficulty=(1,), steps=steps, staleness=k, groups=options.groups, group_size=8,
+                eval_tasks=0, out=folder, name=f"staleness{k}", trackers=(), quiet=True, device=options.device,
+                hidden=options.hidden, layers=options.layers,
             )  # fmt: skip
             run = RunReader(Path(folder) / f"staleness{k}")
             times = [value for _, value in run.series("seconds")][steps // 4 :]
@@ -136,7 +140,12 @@ def measure(steps: int) -> list[str]:
                 pipeline, load = pipeline_of(run), run
             simulated = simulate(replace(pipeline, staleness=k), recorded(load, 0)).seconds
             measured = statistics.mean(times)
-            lines.append(f"| {k} | {measured:.2f} | {simulated:.2f} | {simulated / measured:.2f} |")
+            first = first or measured
+            learn = statistics.mean([value for _, value in run.series("seconds/learn")][steps // 4 :])
+            success = statistics.mean([value for _, value in run.series("success")][-5:])
+            cells = f"{measured:.2f} | {first / measured:.2f} × | {learn:.2f} s | {success:.0%} | {simulated:.2f} s"
+            lines.append(f"| {k} | {cells} |")
+            print(lines[-1], flush=True)
     return lines
 
 
@@ -146,8 +155,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--run", default="")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
+    parser.add_argument("--no-delay", action="store_true", help="the calculator as it is, without slow tools")
     options = parser.parse_args(argv)
-    lines = measure(options.steps) if options.measure else from_run(RunReader(options.run)) if options.run else projection()
+    lines = measure(options) if options.measure else from_run(RunReader(options.run)) if options.run else projection()
     print("\n".join(lines))
     if options.write:
         page = Path(options.write)

@@ -1,8 +1,9 @@
 """Capture of CUDA graphs in a process where a generator and a learner use the same GPU from two threads.
 
-``torch.cuda.graph`` captures on one stream per process unless it is given one, and two captures that overlap end each other. So
-one lock admits one capture at a time, every engine captures on a stream of its own, and the capture mode is thread-local: the
-other thread may allocate, copy and launch meanwhile. Knows streams and graphs; nothing of what is captured.
+A capture breaks when another thread captures, frees memory, loads a kernel or synchronises the device meanwhile. So an engine
+declares when it uses the GPU (``using_gpu``), and a capture waits until no other thread does; threads that want to begin wait for
+it. A capture costs milliseconds and is rare, so the other engine loses little. Knows streams and graphs; nothing of what is
+captured.
 """
 
 from __future__ import annotations
@@ -14,7 +15,68 @@ from typing import Any
 
 import torch
 
-CAPTURE_LOCK = threading.RLock()
+
+class GpuUse:
+    """Many threads use the GPU at the same time, or one alone. A thread that uses it and wants it alone gives its use up first,
+    so two that want it alone at once do not wait for each other."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._users: dict[int, int] = {}  # thread -> nested uses
+        self._alone: int | None = None  # the thread that has the GPU alone ...
+        self._depth = 0  # ... so many times nested
+        self._waiting = 0  # threads that want it alone go first
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        me = threading.get_ident()
+        self._begin(me, 1)
+        try:
+            yield
+        finally:
+            self._end(me, 1)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        me = threading.get_ident()
+        with self._changed:
+            given_up = self._users.pop(me, 0) if self._alone != me else 0
+            if self._alone != me:
+                self._waiting += 1
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._alone is None and not self._users)
+                self._waiting -= 1
+            self._alone, self._depth = me, self._depth + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._depth -= 1
+                if not self._depth:
+                    self._alone = None
+                self._changed.notify_all()
+            if given_up:
+                self._begin(me, given_up)
+
+    def _begin(self, me: int, uses: int) -> None:
+        with self._changed:
+            if me not in self._users and self._alone != me:
+                self._changed.wait_for(lambda: self._alone is None and not self._waiting)
+            self._users[me] = self._users.get(me, 0) + uses
+
+    def _end(self, me: int, uses: int) -> None:
+        with self._changed:
+            self._users[me] -= uses
+            if not self._users[me]:
+                del self._users[me]
+                self._changed.notify_all()
+
+
+GPU_USE = GpuUse()
+using_gpu = GPU_USE.shared
+"""Inside, this thread launches kernels, and no other thread captures."""
+exclusive = GPU_USE.alone
+"""Inside, no other thread uses the GPU: for a capture, and for what would break one, such as freeing cached memory."""
 
 
 class GraphCapture:
@@ -25,24 +87,23 @@ class GraphCapture:
         self._stream: Any = None
 
     def reset(self) -> None:
-        """Use a new pool from now on: every graph of the old one is gone, and the allocator has given it up."""
+        """Use a new pool from now on. The graphs of the old one keep it."""
         self.pool = self._stream = None
 
     @contextmanager
     def into(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Record what is launched inside into ``graph``."""
-        with CAPTURE_LOCK:
+        with exclusive():
             self._stream = self._stream or torch.cuda.Stream()
-            with torch.cuda.graph(graph, pool=self.pool, stream=self._stream, capture_error_mode="thread_local"):
-                yield
-            self.pool = self.pool or graph.pool()
-
-
-@contextmanager
-def exclusive() -> Iterator[None]:
-    """Inside, no other thread captures: for what a capture elsewhere would break, such as freeing cached memory."""
-    with CAPTURE_LOCK:
-        yield
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
+            before = torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(graph, pool=self.pool, stream=self._stream, capture_error_mode="thread_local"):
+                    yield
+            except BaseException:  # torch leaves its stream current, and the pool records for ever
+                torch.cuda.set_stream(before)
+                self.reset()
+                raise
 
 
 def warm_up(run: Callable[[], object]) -> None:

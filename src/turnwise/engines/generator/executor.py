@@ -10,7 +10,6 @@ of its own: on the default stream its steps would queue behind the learner's. Do
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,9 @@ from typing import Any
 
 import torch
 
+from turnwise.engines.capture import using_gpu
+
+_END = object()
 LOOP_ROUNDS = 8  # rounds of the event loop in which resumed callers may submit their next request
 
 
@@ -64,7 +66,7 @@ class GeneratorExecutor:
         if self._worker is None:
             function(*args)
         else:
-            await asyncio.get_running_loop().run_in_executor(self._worker, function, *args)
+            await asyncio.get_running_loop().run_in_executor(self._worker, using_gpu()(function), *args)
 
     async def run(
         self, steps: Callable[[Callable[[Any], None]], Iterator[None]], resolve: Callable[[Any], None]
@@ -79,4 +81,10 @@ class GeneratorExecutor:
         def report(finished: Any) -> None:
             loop.call_soon_threadsafe(resolve, finished)
 
-        await loop.run_in_executor(self._worker, lambda: deque(steps(report), 0))
+        def compute() -> None:
+            remaining, more = steps(report), True
+            while more:
+                with using_gpu():  # released between steps, where a learner may capture
+                    more = next(remaining, _END) is not _END
+
+        await loop.run_in_executor(self._worker, compute)

@@ -71,7 +71,6 @@ class CapturedLayers:
         self.weights: list[Tensor] = list(weights)
         self.parameters = [p for p in weights if p.requires_grad]
         self.bucket_counts: Counter[GraphBucket] = Counter()
-        self.warmed_up: set[tuple[PassKind, bool, bool]] = set()
         self.graphs: dict[GraphBucket, _Graph] = {}
         self.capture = GraphCapture()
         self.grads: list[Tensor] = []  # one per parameter; every backward graph adds to them
@@ -162,17 +161,13 @@ class CapturedLayers:
         return None
 
     def _capture(self, bucket: GraphBucket, forward: LayersForward, device: torch.device) -> bool:
-        """Capture a graph. The first of its kind warms up, which compiles kernels and loads libraries for the later ones too;
-        a later one that fails without warm-up is tried again with it."""
-        kind = (bucket.kind, bucket.grad, bool(bucket.keys))
-        for warm_up in (True,) if kind not in self.warmed_up else (False, True):
-            try:
-                self.graphs[bucket] = _Graph(bucket, self, forward, device, warm_up)
-                self.warmed_up.add(kind)
-                return True
-            except (RuntimeError, torch.AcceleratorError) as fault:  # an old driver, too little memory ...
-                why = str(fault).splitlines()[0]
-                log.info("no graph of %s%s: %s", bucket, "" if warm_up else " without warm-up", why)
+        """Capture a graph, after a pass without one: a kernel that a shape needs first cannot be loaded inside a capture."""
+        try:
+            self.graphs[bucket] = _Graph(bucket, self, forward, device)
+            return True
+        except (RuntimeError, torch.AcceleratorError) as fault:  # an old driver, too little memory ...
+            why = str(fault).splitlines()[0]
+            log.info("no graph of %s: %s", bucket, why)
         self.enabled = False
         log.warning("the learner runs without CUDA graphs from now on: %s", why)
         return False
@@ -191,7 +186,6 @@ class _Graph:
         captured: CapturedLayers,
         forward: LayersForward,
         device: torch.device,
-        warm_up: bool,
     ) -> None:
         self.bucket, self.captured = bucket, weakref.proxy(captured)
         self.input_buffer = torch.zeros(sum(bucket.input_sizes), dtype=torch.int64, device=device)
@@ -201,10 +195,9 @@ class _Graph:
         ends = torch.tensor([0, len(first)])
         layout = VarlenAttention(ends, ends, bucket.max_seqlen, first if bucket.keys else None, len(first))
         self.stage_inputs(torch.zeros_like(first), first, layout)
-        if warm_up:
-            capture.warm_up(partial(self._run_once, forward))
-            with capture.exclusive():
-                torch.cuda.empty_cache()  # the graph's pool cannot use what the warm-up allocated, and it is as large
+        capture.warm_up(partial(self._run_once, forward))
+        with capture.exclusive():
+            torch.cuda.empty_cache()  # the graph's pool cannot use what the warm-up allocated, and it is as large
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with captured.capture.into(self.forward):
             out, leaves = self._run(forward)

@@ -26,6 +26,7 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, Field
 from turnwise.core.protocols import ObjectiveProtocol, ScalesProtocol
 from turnwise.core.signals import WITH_GRADIENT, Signal
+from turnwise.engines.capture import using_gpu
 from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward
 from turnwise.engines.learner.layer_noise import LayerNoiseHooks
@@ -153,6 +154,7 @@ class LocalLearner:
         return [o for o in (self._policy_optimizer, self._critic_optimizer) if o is not None]
 
     # ------------------------------------------------------------ measuring
+    @using_gpu()
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
         """Measure ``signals`` without gradient, in the order of the batch."""
         return self.measurer.measure(batch, signals)
@@ -172,6 +174,7 @@ class LocalLearner:
         return rate * optimizer.preconditioner(state, self.head.weight, self.settings)
 
     # ------------------------------------------------------------- updating
+    @using_gpu()
     def update(
         self, batch: Batch, objective: ObjectiveProtocol, while_waiting: Callable[[], object] | None = None
     ) -> dict[str, float]:
