@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
+import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
 TESTED = {"compare_methods", "method_in_trl", "offline_preferences", "own_environment", "own_method", "own_prompts_and_reward"}
+TESTED |= {"planner_and_verifier", "shapley_of_facts"}
 ELSEWHERE = {"one_file_grpo"}  # tests/training/test_one_file_grpo.py
 
 
@@ -79,3 +83,87 @@ def test_trl_runs_or_says_what_is_missing(program, capsys):
     log = program.main(steps=2)
     if log is None:
         assert program.MISSING in capsys.readouterr().out
+
+
+# ------------------------------------------------------- roles with a shared memory
+
+
+@pytest.mark.parametrize("program", ["planner_and_verifier"], indirect=True)
+def test_roles_take_turns_and_share_a_memory(program):
+    """The scripted roles solve every task; each role reads its own prompt with the memory, and no earlier turn."""
+    for seed in range(6):
+        env = program.PlannerLoop(difficulty=2)
+        (first,) = env.reset(seed)
+        roles, step = [], None
+        while step is None or not step.terminated:
+            roles.append(env.agent)
+            step = env.step(env.oracle())
+            assert step.info["facts"]["planner"] == float(roles[-1] == "planner") and (step.terminated or step.context == [])
+        assert roles == ["planner", "verifier"] * 2 and step.info["success"] and len(env.memory) == 2
+        assert first["content"].startswith("planner.") and "memory: empty" in first["content"]
+
+
+@pytest.mark.parametrize("program", ["planner_and_verifier"], indirect=True)
+def test_only_the_planners_turns_are_trained(program):
+    from support.untrained import Untrained
+
+    from turnwise import recipes
+    from turnwise.core.batch import pack
+    from turnwise.core.levels import TOKEN, TURN
+    from turnwise.rollout.strategies import Independent
+
+    world = Untrained("planner_and_verifier:PlannerLoop", max_tokens=4, difficulty=(1,))
+    group = world.grow(Independent(), seed=4, size=3)
+    assert {turn.agent for t in group.trajectories for turn in t.turns} == {"planner", "verifier"}
+    batch = pack([group])
+    objective = recipes.build("flow_grpo").objective
+    planned = [turn.agent == "planner" for t in group.trajectories for turn in t.turns]
+    kept = objective.keep(None, None, SimpleNamespace(batch=objective.credit(batch)))
+    owner = batch.tree.ancestor(TOKEN, TURN).tolist()
+    assert kept.at(TOKEN).x.tolist() == [planned[turn] for turn in owner]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["planner_and_verifier"], indirect=True)
+def test_the_planner_learns_inside_the_loop(program):
+    summary = program.main(steps=2, eval_tasks=8, cold_steps=3, cold_demos=64, hidden=32)
+    assert 0 <= summary["success_after"]["success"] <= 1
+
+
+# ------------------------------------------------------------------ worths of facts
+
+
+@pytest.mark.parametrize("program", ["shapley_of_facts"], indirect=True)
+def test_shapley_values_by_random_orders_are_the_exact_ones(program):
+    """Against the sum over all orders; they add up to what all facts are worth together, and a useless fact is worth nothing."""
+    rng = random.Random(1)
+    value = {frozenset(s): rng.random() * 4 for n in range(4) for s in itertools.combinations(range(3), n)}
+    value |= {s | {3}: v for s, v in list(value.items())}  # fact 3 adds nothing
+    exact = [0.0] * 4
+    for order in itertools.permutations(range(4)):
+        for n, fact in enumerate(order):
+            exact[fact] += (value[frozenset(order[: n + 1])] - value[frozenset(order[:n])]) / 24
+    found = program.shapley(value.__getitem__, 4, random.Random(2), most=4000, least=4000, near=0.0)
+    assert found == pytest.approx(exact, abs=0.15) and found[3] == 0.0
+    assert sum(found) == pytest.approx(value[frozenset(range(4))] - value[frozenset()])
+
+
+@pytest.mark.parametrize("program", ["shapley_of_facts"], indirect=True)
+def test_orders_end_early_where_nothing_moves(program):
+    """Additive values: every order gives the same gains, so three orders suffice."""
+    calls = []
+
+    def value(known):
+        calls.append(known)
+        return float(sum(k + 1 for k in known))
+
+    assert program.shapley(value, 3, random.Random(0)) == [1.0, 2.0, 3.0]
+    assert len(calls) == 1 + 3 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["shapley_of_facts"], indirect=True)
+def test_worths_are_estimated_and_trained_on(program):
+    summary = program.main(first_steps=1, steps=2, eval_tasks=8, cold_steps=3, cold_demos=64, hidden=32, groups=2, group_size=4)
+    assert 0 <= summary["success_after"]["success"] <= 1
+    assert program.WorthyLookup.estimated and all(len(w) in (1, 2) for w in program.WorthyLookup.estimated.values())

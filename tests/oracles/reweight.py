@@ -674,3 +674,41 @@ def echo(
             loss = loss + larger(-advantage * ratio, -advantage * bounded(ratio, 1 - eps, 1 + eps)) / len(own) / rows
         at += len(own)
     return Result(advantages, loss)
+
+
+def trimpi(batch: Batch, clip: float = 0.2) -> Result:
+    """GRPO whose ratio has the policy without the document on both sides: `proximal`, measured under the plain prompt."""
+    advantages = zscores(batch)
+    used = sum(1 for one in trajectories(batch) if sampled(one))
+    loss = constant(0.0)
+    for one, advantage in zip(trajectories(batch), advantages):
+        for token in sampled(one):
+            # Card: "For all 2G use r_t = pi_theta(o_t|Q,I,o_<t)/pi_old(o_t|Q,I,o_<t): both without P"
+            ratio = torch.exp(bounded(token.logp - token.proximal, -BOUND, BOUND))
+            gain = larger(-advantage * ratio, -advantage * bounded(ratio, 1 - clip, 1 + clip))
+            loss = loss + gain / len(sampled(one)) / used
+    return Result(spread(batch, advantages), loss)
+
+
+def a2fm(batch: Batch, alpha: float = 2.0, easy: float = 0.5, clip: float = 0.2) -> Result:
+    """GRPO on rewards that pay expensive modes less where the cheapest one, mode 0, suffices."""
+    shaped = []
+    for group in batch:
+        forced = [one for one in group if one.facts.get("forced", 0)]
+        instant = [one for one in forced if one.facts.get("mode", 0) == 0]
+        solved = lambda rows: mean([float(total(one) > 0) for one in rows]) if rows else 0.0  # noqa: E731
+        rewards = []
+        for one in group:
+            # Card: "r_adapt = 1 − p^α for a non-instant rollout on an easy query, else 1", "p = success rate over all forced"
+            penalised = bool(instant) and solved(instant) >= easy and one.facts.get("mode", 0) != 0
+            rewards.append(total(one) * (1 - solved(forced) ** alpha if penalised else 1.0))
+        deviation = std(rewards) if len(rewards) > 1 else 0.0
+        shaped += [(r - mean(rewards)) / (deviation + 1e-6) if len(rewards) > 1 else 0.0 for r in rewards]
+    used = sum(1 for one in trajectories(batch) if sampled(one))
+    loss = constant(0.0)
+    for one, advantage in zip(trajectories(batch), shaped):
+        for token in sampled(one):
+            ratio = torch.exp(log_ratio(token))
+            gain = larger(-advantage * ratio, -advantage * bounded(ratio, 1 - clip, 1 + clip))
+            loss = loss + gain / len(sampled(one)) / used
+    return Result(spread(batch, shaped), loss)

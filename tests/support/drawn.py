@@ -121,6 +121,8 @@ DRAWN: dict[str, Strategies] = {
     "a2tgpo": {**BOUNDS, "alpha": between(-1.0, 1.0), "beta": between(0.05, 0.95), "gamma": between(0.3, 1.0)},
     "scale_rl": {"cap": CAP},
     "forking_tokens": {**BOUNDS, "share": SHARE},
+    "trimpi": {"clip": CLIP},
+    "a2fm": {"clip": CLIP, "alpha": between(0.3, 4.0), "easy": between(0.1, 0.9)},
     "echo": {
         "boost": between(0.0, 0.4), "bonus": WEIGHT, "least": between(0.01, 0.2), "most": between(0.21, 0.7),
         "steep": between(0.5, 8.0), "tail": st.integers(1, 6),
@@ -148,6 +150,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {  # settings that change neither advanta
     "remix": {"begin": "test_remix_in_later_steps"},
     "aepo": dict.fromkeys(("target", "hot", "cold", "share"), "tests/rollout"),
     "scale_rl": {"solved": "tests/tasks"},
+    "trimpi": dict.fromkeys(("share", "tier"), "tests/rollout/test_late_starts.py"),
+    "a2fm": dict.fromkeys(("openings", "forced"), "tests/rollout/test_modes.py"),
     "echo": dict.fromkeys(("trunks", "high", "confident"), "tests/rollout/test_confidence_tree.py"),
 }
 

@@ -149,7 +149,7 @@ class Episode:
             yield f"temperature_scale {self.temperature_scale:g}"
         if self.hint:
             yield f"hint: {self.hint}"
-        if self.support is not None:
+        if self.support is not None and self.support.label:
             yield self.support.label
 
     async def _call(self, function: Callable[..., Any], *args: Any, inline: bool = False) -> Any:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from turnwise.rollout.guidance import (
+    BackwardStarts,
     GrowingPrefix,
     Guidance,
+    HalfInContext,
     HintByDifficulty,
     HintWhenStuck,
+    LateStarts,
     NoGuidance,
     RecordedPrefixes,
     ShortestPrefix,
     SolvedExamples,
     WeakestHint,
 )
+from turnwise.rollout.guidance.cases import CaseMemory
 
 
 def none() -> Guidance:
@@ -91,6 +95,18 @@ def adhint(most: float = 0.8) -> Guidance:
     return HintByDifficulty(most)
 
 
+def memento(cases: int = 4, size: int = 256) -> Guidance:
+    """Memento (AgentFly's case memory): prompts show similar finished tasks, solved ones to follow and failed ones to avoid.
+
+    Paper: AgentFly: Fine-tuning LLM Agents without Fine-tuning LLMs, arXiv 2508.16153.
+    Settings: 4 cases (8 in its code).
+    Deviation: similarity is the cosine of word counts, not of sentence embeddings; no learned retrieval. The first rollout of a
+    group is plain, and the policy learns by the run's method; the paper's never does.
+    Sure of: reading and writing of the memory (official code).
+    """
+    return CaseMemory(cases, size)
+
+
 def xrpo(examples: int = 2, more: int = 0, corpus: int = 256) -> Guidance:
     """XRPO (in-context seeding): rollouts of a failing group with solved tasks in the prompt, from a growing corpus.
 
@@ -100,3 +116,37 @@ def xrpo(examples: int = 2, more: int = 0, corpus: int = 256) -> Guidance:
     Sure of: the rule (restatements of the paper).
     """
     return SolvedExamples(examples, more, corpus)
+
+
+def trimpi(share: float = 0.5, tier: int = 1, document: str = "") -> Guidance:
+    """TriMPI (policy rollout): half of each group reads a document in its prompt; all are trained without it.
+
+    Paper: Multimodal Policy Internalization (TriMPI), arXiv 2510.09474.
+    Settings: as many rollouts with the document as without.
+    Deviation: without document=FILE the text is the environment's hints. Which policy the ratio compares with is the method's:
+    trimpi takes the policy without the document on both sides, others the one that sampled.
+    Sure of: the rule (notes on the paper).
+    """
+    return HalfInContext(share, tier, document)
+
+
+def ipa(first: int = 1, by: int = 1, enough: float = 0.5) -> Guidance:
+    """IPA (chunk-initialised resampling): groups start near the end of a solution, and earlier as they succeed.
+
+    Paper: Let It Flow (ROME, IPA), arXiv 2512.24873.
+    Deviation: the good trajectory is that of the environment's scripted policy; a chunk is a turn; when to move the start is
+    ours; the chunks before the start are not imitated. Write --sampler cycle or another pool, so that tasks come back.
+    Sure of: the rollback (notes on the report), its rule is ours.
+    """
+    return BackwardStarts(first, by, enough)
+
+
+def wovr(starts: int = 3, apart: int = 2) -> Guidance:
+    """WoVR (keyframe starts): each group starts at the prompt or at one of a few late turns of a solution, drawn evenly.
+
+    Paper: WoVR, arXiv 2602.13977.
+    Deviation: in the environment itself, not in a world model of video; keyframes are counted from the end of the scripted
+    solution, and not chosen as critical moments.
+    Sure of: the reset set (official code).
+    """
+    return LateStarts(starts, apart)

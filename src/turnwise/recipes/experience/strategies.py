@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from turnwise.rollout.strategies import Branch, EntropyControl, Independent, Reworded, Strategy
+from turnwise.rollout.strategies.bottleneck import BottleneckTree
 from turnwise.rollout.strategies.confidence import BranchRule, ConfidenceTree, PruneRule
+from turnwise.rollout.strategies.modes import ForcedModes
 from turnwise.rollout.strategies.retry import HintedRetry, RepairedAttempts
 from turnwise.rollout.strategies.tree import AfterToolResults, SegmentTree, UncertainTokens
 
@@ -88,6 +90,20 @@ def echo(
     return ConfidenceTree(trunks, rule, PruneRule() if prune else None)
 
 
+def ib_tpo(trunks: int = 4, best: int = 1, each: int = 1, beta: float = 5.0) -> Strategy:
+    """IB-TPO: the tree grows, round after round, at the turns whose outcomes told most for how likely they were.
+
+    J = (1 + β)/n Σ over children of (p(child)/p − (1 + 1/β))·π(child), p the success rate below a node
+
+    Paper: Information Bottleneck Driven Tree-based Policy Optimization, arXiv 2605.28109.
+    Settings: 4 trunks, 8 rounds of one continuation of the best node, β 5.
+    Deviation: a step is a turn, not a paragraph; π(child) is the mean by token; where p is 0, p(child)/p is 0. The local
+    advantage of the paper is left out: combine it with a credit for trees, such as that of spo_tree (λ = 0).
+    Sure of: the score (notes on the paper), the guards (ours).
+    """
+    return BottleneckTree(trunks, best, each, beta)
+
+
 def r3l(tier: int = 1, diagnosis: str = "verifier") -> Strategy:
     """R3L: half attempts, half retries of failed ones from the turn that went wrong, with a hint that is not recorded.
 
@@ -107,3 +123,15 @@ def scope(repairs: int = 1, tier: int = 1, diagnosis: str = "verifier") -> Strat
     Sure of: the idea (abstract).
     """
     return RepairedAttempts(repairs, tier, diagnosis)
+
+
+def a2fm(openings: str = "answer:|<tool_call>", forced: int = 2) -> Strategy:
+    """A2FM (mode rollouts): rollouts forced into each mode, and others that choose theirs; a mode is how a first turn begins.
+
+    Paper: A2FM, arXiv 2510.12838.
+    Settings: three modes, 3 forced rollouts of each and 3 free ones.
+    Deviation: a mode has no tag of its own: an opening such as answer: or <tool_call>, the cheapest first, begins the turn and is
+    context. The reward that prefers cheap modes belongs to the method a2fm.
+    Sure of: the group (notes on the paper).
+    """
+    return ForcedModes(openings, forced)

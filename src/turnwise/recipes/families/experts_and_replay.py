@@ -55,6 +55,7 @@ from turnwise.credit.self_imitation import (
 from turnwise.data.replay import ExpertCache, RecentBuffer, SuccessBuffer, WeightedPool
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.guidance import HalfInContext
 from turnwise.rollout.strategies import Hinted
 from turnwise.tasks.samplers import CyclePool
 
@@ -157,6 +158,25 @@ def guide(clip: float = 0.2, more: int = 0) -> Recipe:
     used = AllOf((FromOrigin("policy"), AnyOf((Unguided(), Not(SolvedGroups(0.0, plain))))))
     credit = OnSelected(used, Standardise(peers=SelectedPeers(used)))
     return Recipe(advantage=credit, gate=Clip(clip, clip), keep=used, strategy=Hinted(more))
+
+
+def trimpi(clip: float = 0.2, share: float = 0.5, tier: int = 1) -> Recipe:
+    """TriMPI (policy rollout, without its pre-training): half of each group reads a document that no ratio contains.
+
+    ρ = π(y | task) / π_old(y | task) on all rows, also on those sampled with the document;  A = z-score;  clipped
+
+    Paper: Multimodal Policy Internalization for Conversational Agents, arXiv 2510.09474.
+    Settings: as many rollouts with the document as without, the clip of the base method.
+    Deviation: the document is the environment's hints; for a text of your own write --guidance trimpi,document=FILE. Continued
+    pre-training on the document is left out.
+    Sure of: the ratio (notes on the paper), the average (that of GRPO).
+    """
+    return Recipe(
+        advantage=Standardise(),
+        ratio=Importance(proximal=True),
+        gate=Clip(clip, clip),
+        guidance=HalfInContext(share, tier),
+    )
 
 
 # ---------------------------------------------------------------- past successes

@@ -10,6 +10,7 @@ from turnwise.algebra.value import Outcome, SpreadTo
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY
 from turnwise.credit.effective_rank import CappedBonus, EffectiveRankPotential
 from turnwise.credit.fact import Fact
+from turnwise.credit.modes import CheapestModePays
 from turnwise.credit.peers import SameTokenIndex
 from turnwise.credit.selectors import FromOrigin, Not, OnSelected, SelectedPeers
 from turnwise.credit.self_imitation import (
@@ -37,6 +38,7 @@ from turnwise.credit.turns import SumToGo
 from turnwise.data.replay import RecentBuffer
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.strategies.modes import ForcedModes
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import CyclePool, UncertaintySampler
 
@@ -237,6 +239,26 @@ def otc(alpha: float = 1.0, slack: float = 4.0, alone: bool = False, clip: float
     """
     return Recipe(
         advantage=Standardise(ToolEfficiencyReward(alpha, slack, alone)), gate=Clip(clip, clip), sampler=CyclePool(pool)
+    )
+
+
+def a2fm(
+    alpha: float = 2.0, easy: float = 0.5, clip: float = 0.2, openings: str = "answer:|<tool_call>", forced: int = 2
+) -> Recipe:
+    """A2FM (adaptive policy optimisation, without its SFT): expensive modes earn less on tasks that the cheapest one solves.
+
+    R(1 − pᵅ) for another mode than the cheapest where forced rollouts of that one succeed at a rate ≥ easy, else R;  A = z-score
+
+    Paper: A2FM: An Adaptive Agent Foundation Model for Tool-Aware Hybrid Reasoning, arXiv 2510.12838.
+    Settings: alpha 2; 3 forced rollouts of each of 3 modes and 3 free ones. easy 0.5 is ours, and so are 2 forced rollouts of
+    2 modes in groups of 8.
+    Deviation: a mode is how a first turn begins, not a tag; correct means a positive reward; no judge and no format reward.
+    Sure of: the reward (notes on the paper), the threshold (unknown).
+    """
+    return Recipe(
+        advantage=Standardise(CheapestModePays(alpha, easy)),
+        gate=Clip(clip, clip),
+        strategy=ForcedModes(openings, forced),
     )
 
 

@@ -249,7 +249,8 @@ def flow_grpo(rows: RowUnit = "trajectory", low: float = 0.2, high: float = 0.3,
 
     Paper: In-the-Flow Agentic System Optimization for Effective Planning and Tool Use, arXiv 2510.05592.
     Settings: clip 0.2/0.3, KL 0.001, G 8, batch 32, temperature 0.7. rows=turn counts every planner turn (released code).
-    Deviation: without the turn fact "planner" every turn is the planner's; a single value gets 0.
+    Deviation: without the turn fact "planner" every turn is the planner's; a single value gets 0. A loop of planner, executor,
+    verifier and generator with a shared memory is in examples/planner_and_verifier.py.
     Sure of: the formula (official code).
     """
     planner = Fact("planner", TURN, missing=1.0)
@@ -297,13 +298,14 @@ def ui_s1(
     clip: float = 0.2,
     beta: float = 1e-4,
 ) -> Recipe:
-    """UI-S1 (its credit, without the patch module): semi-online RL along expert traces; returns stop at the first mismatch.
+    """UI-S1: semi-online RL along expert traces; returns stop at the first mismatch.
 
     Gₖ = rₖ + γ eₖ eₖ₊₁ Gₖ₊₁;  Aₖ = w_E F(R among the task's turns) + w_S F(Gₖ among the task's k-th turns)
 
     Paper: UI-S1: Advancing GUI Automation via Semi-online Reinforcement Learning, arXiv 2509.11543.
     Settings: weights 1, gamma 0.5, G 8, KL 1e-4, groups with a reward std above 0.3. A single episode of one turn gets R.
-    Deviation: the turn fact "match" is the environment's, and so is patching a history with the expert's action. Groups
+    Deviation: the turn fact "match" is the environment's, and so is patching a history with the expert's action: write --env
+    turnwise.environments.expert_path:KeyDoorPath,patches=2 (or LookupPath, or ExpertPath before a class of your own). Groups
     without any spread are re-sampled, those below 0.3 only left out.
     Sure of: the formula (official code), the average over trajectories (ours).
     """

@@ -28,19 +28,24 @@ class Support:
     """Help for one episode; a piece of guidance makes it.
 
     ``tier``: hints 1 to ``tier`` of the environment, together. ``share``: of the scripted solution, as text in the prompt, or
-    ``played``: as turns that were already taken. ``text``: as it is. ``recorded``: whether the record, and with it the policy
-    that is trained, contains a hint; played turns are always recorded, as context."""
+    ``played``: as turns that were already taken. ``turns_left``: all of the solution but so many turns is played; where it has
+    no more, the episode starts at its prompt, without help. ``text``: as it is. ``recorded``: whether the record, and with it the
+    policy that is trained, contains a hint; played turns are always recorded, as context."""
 
     tier: int = 0
     share: float = 0.0
     played: bool = False
     text: str = ""
     recorded: bool = True
+    turns_left: int = 0
+    opening: str = ""  # how the first turn begins: given, and recorded as context
 
     @property
     def label(self) -> str:
         """How the trajectory's guidance is recorded."""
         parts = [f"hints 1-{self.tier}"] * bool(self.tier) + [f"prefix {self.share:.2f}"] * bool(self.share)
+        parts += [f"last {self.turns_left} turns"] * bool(self.turns_left)
+        parts += [f"opening {self.opening!r}"] * bool(self.opening)
         return ", ".join(parts + ["example"] * bool(self.text)) or "support"
 
 
@@ -64,10 +69,17 @@ class SupportResolver:
 
     async def resolve(self, support: Support, task: Task) -> EpisodeSupport:
         """Help as text and ids. Raises where the task offers nothing of the kind."""
-        help_ = await self.task_help(task) if support.tier or support.share else TaskHelp()
+        reads_task = support.tier or support.share or support.turns_left
+        help_ = await self.task_help(task) if reads_task else TaskHelp()
         hints = help_.hints[: support.tier]
         if support.tier and not hints:
             raise EnvironmentFault(f"{task.environment} gives no hint for this task")
+        if support.opening:
+            return EpisodeSupport(support.label, start=tuple(self.renderer.encode(support.opening)))
+        if support.turns_left:
+            first = help_.solution[: -support.turns_left]
+            written = tuple(tuple(self._ids(text)) for text in first)
+            return EpisodeSupport(support.label if written else "", turns=written)
         if support.played:
             turns, start = self._played(help_.solution, support.share)
             return EpisodeSupport(
@@ -80,7 +92,7 @@ class SupportResolver:
     def _played(self, solution: tuple[str, ...], share: float) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """Whole turns of the first ``share`` of the solution's ids, and the ids of the turn in which it ends. At least the last
         id of the solution is left to the policy."""
-        written = [self.renderer.encode_turn(self.renderer.turn_text(text, self.tools)) for text in solution]
+        written = [self._ids(text) for text in solution]
         left = min(int(share * sum(map(len, written))), sum(map(len, written)) - 1)
         turns: list[tuple[int, ...]] = []
         for ids in written:
@@ -89,6 +101,10 @@ class SupportResolver:
             turns.append(tuple(ids))
             left -= len(ids)
         return tuple(turns), ()
+
+    def _ids(self, text: str) -> list[int]:
+        """The ids of a turn as the policy would have sampled them."""
+        return self.renderer.encode_turn(self.renderer.turn_text(text, self.tools))
 
     async def task_help(self, task: Task) -> TaskHelp:
         if task.key not in self.known:

@@ -1,0 +1,111 @@
+"""Semi-online episodes: the policy acts in the states of an expert's path, and a wrong step is replaced by the expert's.
+
+    --env turnwise.environments.expert_path:KeyDoorPath,patches=2
+
+Each training episode follows the scripted policy. An action that equals the expert's is taken. Any other is recorded with its
+reward, the expert's action is taken in its place and written into the history that the policy reads next, at most ``patches``
+times (−1: always); after that a wrong action ends the episode. The expert's words are context and are never trained on. Episodes
+of the held-out split are those of the environment itself, so an evaluation measures what the policy does alone.
+
+Knows no tokens. What an action is worth: 0.1 for a readable one and 0.9 times 1 if it equals the expert's, 0.5 if it is of the
+same kind, 0.1 if it is another readable one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from turnwise.core.protocols import Action, Step
+from turnwise.core.records import Message
+from turnwise.environments.base import Environment
+from turnwise.environments.builtin.keydoor import MOVES, WORDS, KeyDoor
+from turnwise.environments.builtin.lookup import ANSWER, Lookup
+from turnwise.errors import SettingError
+
+
+class ExpertPath(Environment):
+    """Put before an environment with an ``oracle`` and a plain ``step``: ``class KeyDoorPath(ExpertPath, KeyDoor)``."""
+
+    facts: ClassVar[tuple[str, ...]] = ("match",)
+    read: list[Message]  # what the policy has read, with the expert's words in the place of wrong ones
+    patched: int
+
+    def __init__(self, *, difficulty: int = 1, split: str = "train", patches: int = 2) -> None:
+        if patches < -1:
+            raise SettingError(f"patches is {patches}; write -1 (no limit), 0 or a positive number")
+        super().__init__(difficulty=difficulty, split=split)
+        self.patches = patches
+
+    def action_kind(self, action: Action) -> str | None:
+        """What kind of action it is, and its words; None: it cannot be read."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say which actions are of one kind: write `action_kind`"
+        )
+
+    def same_action(self, action: Action, expected: Action) -> bool:
+        return _words(action) == _words(expected)
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        self.read, self.patched = list(super().reset(seed)), 0
+        return list(self.read)
+
+    def step(self, action: Action) -> Step:
+        if self.split != "train":
+            return self._plain_step(action)
+        expected = self.oracle()
+        matched = self.same_action(action, expected)
+        reward = self._reward(action, expected, matched)
+        if not matched and self.patches >= 0 and self.patched >= self.patches:
+            return Step([], reward, truncated=True, info={"success": False, "facts": {"match": 0.0}})
+        self.patched += not matched
+        taken = action if matched else expected
+        step = self._plain_step(taken)
+        context = None if matched else [*self.read, taken.message]
+        self.read += [taken.message, *step.messages]
+        info = {**step.info, "facts": {**step.info.get("facts", {}), "match": float(matched)}}
+        if step.terminated or step.truncated:
+            info["success"] = bool(info.get("success")) and not self.patched
+        return Step(step.messages, reward, step.terminated, step.truncated, info, context)
+
+    def _plain_step(self, action: Action) -> Step:
+        step = super().step(action)  # type: ignore[safe-super]
+        assert isinstance(step, Step), f"{type(self).__name__}: its step must not be async"
+        return step
+
+    def _reward(self, action: Action, expected: Action, matched: bool) -> float:
+        kind = self.action_kind(action)
+        if kind is None:
+            return 0.0
+        return 0.1 + 0.9 * (1.0 if matched else 0.5 if kind == self.action_kind(expected) else 0.1)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"plain": super().snapshot(), "read": self.read, "patched": self.patched}
+
+    def restore(self, snapshot: Any) -> None:
+        super().restore(snapshot["plain"])
+        self.read, self.patched = list(snapshot["read"]), snapshot["patched"]
+
+
+def _words(action: Action) -> object:
+    """An action for comparison: its calls, or its text without case and final dot."""
+    return [(c.name, c.arguments) for c in action.calls] or action.text.strip().lower().rstrip(".")
+
+
+class KeyDoorPath(ExpertPath, KeyDoor):
+    """KeyDoor along the shortest way. Moves are of one kind. Of several shortest ways only the scripted one counts."""
+
+    def action_kind(self, action: Action) -> str | None:
+        word = str(_words(action))
+        return None if word not in WORDS else "move" if word in MOVES else word
+
+
+class LookupPath(ExpertPath, Lookup):
+    """Lookup along its scripted searches."""
+
+    facts: ClassVar[tuple[str, ...]] = (*Lookup.facts, "match")
+
+    def action_kind(self, action: Action) -> str | None:
+        if action.calls or action.faults:
+            return "search" if action.calls and not action.faults else None
+        return "answer" if ANSWER.search(action.text.strip().lower()) else None
