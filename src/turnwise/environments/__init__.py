@@ -85,7 +85,8 @@ def load(name: str) -> type[Any]:
 
 def _resembled_family(name: str) -> str:
     """The family that a word probably means; empty if it names a module, or resembles none."""
-    if not name.isidentifier() or name in BUILT_IN or importlib.util.find_spec(name):
+    known = name in BUILT_IN or name in sys.modules  # the running program, __main__, has no spec
+    if not name.isidentifier() or known or importlib.util.find_spec(name):
         return ""
     return next(iter(difflib.get_close_matches(name, FAMILIES, n=1)), "")
 
