@@ -16,6 +16,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import sys
 import inspect
 from collections.abc import Mapping
 from functools import cache
