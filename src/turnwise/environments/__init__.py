@@ -16,8 +16,8 @@ import difflib
 import functools
 import importlib
 import importlib.util
-import sys
 import inspect
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
