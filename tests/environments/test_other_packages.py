@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import types
 
 import pytest
 
@@ -60,6 +62,14 @@ def test_a_module_that_is_there_is_never_taken_for_a_family(tmp_path, monkeypatc
     (tmp_path / "textwrld.py").write_text("from turnwise.environments.builtin.nim import Nim\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert environments.load("textwrld:Nim").__name__ == "Nim"
+
+
+def test_a_class_of_the_running_program_is_found(monkeypatch):
+    """A program that is run has a module without a spec."""
+    module = types.ModuleType("running_program")
+    module.__spec__, module.Nim = None, environments.load("nim")
+    monkeypatch.setitem(sys.modules, "running_program", module)
+    assert environments.load("running_program:Nim").__name__ == "Nim"
 
 
 @pytest.mark.integration
