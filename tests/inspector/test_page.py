@@ -9,7 +9,8 @@ import pytest
 import turnwise
 from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
 from turnwise.errors import SettingError
-from turnwise.inspector.page.blocks import as_json
+from turnwise.inspector.page.blocks import LineChart, Series, as_json
+from turnwise.inspector.page.charts import line_chart
 from turnwise.inspector.page.render import render_export, render_page
 from turnwise.inspector.page.serving import export_view, find_runs, view_json
 from turnwise.inspector.page.view_query import ViewQuery
@@ -93,7 +94,12 @@ def test_the_factors_agree_with_the_step(trained):
     trajectory = trained.trajectories(step=1, limit=1)[0].id
     text = view_json(trained, "why", ViewQuery(trajectory=trajectory, step=1, token=0))
     assert "Recomputed gradient equals what the step stored" in text
-    assert '"Factors"' in text and '"Peers"' in text
+    assert '"Factors"' in text and '"Peers"' in text and "``" not in text
+    chain = next(block for block in json.loads(text)["blocks"] if block.get("title") == "Factors")["rows"]
+    value, numbers = next((row[1], row[3]) for row in chain if row[0] == "advantage")
+    shown = re.match(r"\((.+) − (.+)\) / \((.+) \+ (.+)\);", numbers)
+    r, mean, deviation, eps = map(float, shown.groups())
+    assert value == pytest.approx((r - mean) / (deviation + eps), abs=1e-3)
 
 
 def test_an_export_is_one_file_without_links(trained, tmp_path):
@@ -119,6 +125,24 @@ def test_histories_of_tasks():
     assert [classify(rows(r)) for r in ((0, 0.5, 1), (1, 0.5, 0), (1, 0, 1, 0, 0.5), (1, 1), (0, 0), (1,))] == [
         "learned", "forgotten", "flipping", "solved", "unsolved", "seen once",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("low, high", [(0.0, 1.5e-13), (0.9999990, 1.0000001), (0.0, 0.0), (-3.0, 5.0), (0.0, 250_000.0)])
+def test_axes_have_distinct_labels_and_lines_fill_the_chart(low, high):
+    drawn = str(line_chart(LineChart("x", (Series("x", [1.0, 2.0], [low, high]),), "")))
+    labels = re.findall(r'text-anchor="end">([^<]+)<', drawn)
+    heights = [float(pair.split(",")[1]) for pair in re.search(r'points="([^"]+)"', drawn)[1].split()]
+    assert len(labels) >= 2 and len(set(labels)) == len(labels)
+    assert low == high or max(heights) - min(heights) > 100
+    assert "-" not in labels[0] or low < 0 or "e-" in labels[0]
+
+
+def test_the_view_of_a_token_opens_where_the_gradient_is_largest(trained):
+    update = trained.token_columns(2)[0]
+    page = json.loads(view_json(trained, "why", ViewQuery(step=2)))
+    shown = dict(page["blocks"][0]["rows"])["trajectory"]
+    peaks = {one: abs(update.of(one)["slope"]).max() for one in update.trajectories}
+    assert peaks[shown] == max(peaks.values())
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ from turnwise.inspector.page import step_cache
 from turnwise.inspector.page.blocks import as_json
 from turnwise.inspector.page.render import render_page
 from turnwise.inspector.page.view_query import ViewQuery
-from turnwise.inspector.page.views.table import OTHER_PAGES, VIEWS, show_view
+from turnwise.inspector.page.views.table import OF_ROLLOUTS, OTHER_PAGES, VIEWS, show_view
 from turnwise.inspector.queries import RunReader
 from turnwise.inspector.stored_trajectories import stored_trajectories
+from turnwise.store import RunDir
 from turnwise.training import api
 
 SMALL = {
@@ -57,6 +58,12 @@ def test_every_view_opens(runs, name, view):
         assert page.title in render_page(page, name, [])
 
 
+@pytest.mark.parametrize("view", OF_ROLLOUTS)
+def test_rows_of_a_file_are_named_where_rollouts_are_missing(runs, view):
+    assert "rows of a file" in render_page(show_view(view, runs["pairs"], ViewQuery()), "pairs", [])
+    assert "rows of a file" not in render_page(show_view(view, runs["tree"], ViewQuery()), "tree", [])
+
+
 def test_a_real_tree_is_drawn_as_a_tree(runs):
     group = runs["tree"].groups(step=1)[0]
     forks = sum(t.fork is not None for t in runs["tree"].group(group.id).trajectories)
@@ -66,6 +73,14 @@ def test_a_real_tree_is_drawn_as_a_tree(runs):
 
 def test_a_crashed_run_has_no_summary_and_shows_its_steps(runs):
     assert runs["crashed"].summary is None and runs["crashed"].steps()
+
+
+@pytest.mark.parametrize("view", [*VIEWS, *OTHER_PAGES])
+def test_a_run_without_rollouts_opens(tmp_path, view):
+    """A run at its cold start has no ledger."""
+    with RunReader(RunDir.create(tmp_path, "cold", {"method": "grpo", "env": "guess", "steps": 3}).path) as run:
+        html = render_page(show_view(view, run, ViewQuery()), "cold", [])
+        assert ("no rollouts yet" if view != "overview" else "not finished a step") in html
 
 
 def test_the_factors_are_computed_before_the_click(runs):

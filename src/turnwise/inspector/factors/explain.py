@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
+from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.objective import Objective
 from turnwise.algebra.piece import Piece, text
 from turnwise.algebra.term import Term
+from turnwise.algebra.value import Outcome
+from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.errors import TurnwiseError
@@ -108,10 +111,9 @@ def _chain(found: MethodFactors, at: int) -> Iterator[FactorStep]:
     turn_reward, whole = one(batch.reward), one(batch.reward.sum(TRAJECTORY))
     yield _step("reward", objective.reward, turn_reward, f"this turn {turn_reward:.4g}, whole trajectory {whole:.4g}")
     yield from _terms(objective.advantage, found, at)
-    rewards = batch.reward.sum(TRAJECTORY)
-    mean, count = one(rewards.mean(GROUP)), one(rewards.peer_count(GROUP))
-    peers = f"group of {count:.0f}: mean reward {mean:.4g}, deviation {one(rewards.std(GROUP)):.4g}"
-    yield _step("advantage", objective.advantage, float(factors.advantage[at]), peers)
+    yield _step(
+        "advantage", objective.advantage, float(factors.advantage[at]), _peer_numbers(objective.advantage, batch, at)
+    )
     logp, behaviour = one(batch["logp"]), one(batch.behaviour)
     moved = f"learner {logp:.4f}, sampler {behaviour:.4f}, difference {logp - behaviour:+.4g}"
     yield _step("ratio", objective.ratio, float(factors.ratio[at]), moved)
@@ -137,6 +139,18 @@ def _chain(found: MethodFactors, at: int) -> Iterator[FactorStep]:
     )
 
 
+def _peer_numbers(advantage: Term, batch: Batch, at: int) -> str:
+    """The group's mean and deviation; of a z-score, its formula with the numbers filled in."""
+    one = lambda field: float(field.at(TOKEN).x[at])  # noqa: E731
+    rewards = batch.reward.sum(TRAJECTORY)
+    mean, count = one(rewards.mean(GROUP)), one(rewards.peer_count(GROUP))
+    peers = f"group of {count:.0f}: mean reward {mean:.4g}, deviation {one(rewards.std(GROUP)):.4g}"
+    if not isinstance(advantage, Standardise) or advantage.peers != GROUP or not isinstance(advantage.value, Outcome):
+        return peers
+    divided = f" / ({one(rewards.std(GROUP, advantage.correction)):.4g} + {advantage.eps:g})" if advantage.scale else ""
+    return f"({one(rewards):.4g} − {mean:.4g}){divided}; {peers}"
+
+
 def _terms(root: Term, found: MethodFactors, at: int) -> Iterator[FactorStep]:
     """The terms inside an advantage, innermost last, with their own values at this token."""
     seen: set[str] = {text(root)}
@@ -159,7 +173,8 @@ def _term_value(term: Term, found: MethodFactors, at: int) -> float | None:
 def _step(name: str, piece: Any, value: float | None, inputs: str) -> FactorStep:
     doc = inspect.getdoc(type(piece)) or ""
     own = isinstance(piece, Piece) or bool(getattr(piece, "__dataclass_fields__", None))
-    formula = " ".join(doc.split("\n\n")[0].split()) if own and not doc.startswith(type(piece).__name__ + "(") else ""
+    sentence = " ".join(doc.split("\n\n")[0].replace("``", "").split())
+    formula = sentence if own and not doc.startswith(type(piece).__name__ + "(") else ""
     return FactorStep(name, text(piece) if piece is not None else "the environment's", formula, value, inputs)
 
 

@@ -38,7 +38,17 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     size = 10 ** math.floor(math.log10(raw))
     step = next(size * m for m in (1, 2, 5, 10) if size * m >= raw)
     first = math.ceil(low / step) * step
-    return [first + i * step for i in range(int((high - first) / step + 1e-9) + 1)]
+    digits = max(0, -math.floor(math.log10(step)) + 1)  # a sum of steps misses 0 and round numbers by rounding
+    return [round(first + i * step, digits) for i in range(int((high - first) / step + 1e-9) + 1)]
+
+
+def tick_labels(marks: Sequence[float]) -> list[str]:
+    """Four significant digits, or as many as it takes to tell the marks apart."""
+    for digits in range(4, 12):
+        labels = [f"{mark:,.{digits}g}" for mark in marks]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
 
 
 def line_chart(chart: LineChart) -> Markup:
@@ -50,9 +60,9 @@ def line_chart(chart: LineChart) -> Markup:
     x0, x1 = min(min(s.x) for s in thinned), max(max(s.x) for s in thinned)
     y0, y1 = min(values), max(values)
     pad = (y1 - y0) * 0.05 or abs(y1) * 0.1 or 1.0
-    y0, y1 = (0.0 if 0 <= y0 < 0.3 * y1 else y0 - pad), y1 + pad
+    y0, y1 = (0.0 if 0 <= y0 < 0.3 * y1 or y0 == y1 == 0 else y0 - pad), y1 + pad
     px = lambda x: LEFT + (x - x0) / max(x1 - x0, 1e-9) * (WIDTH - LEFT - RIGHT)  # noqa: E731
-    py = lambda y: HEIGHT - BOTTOM - (y - y0) / max(y1 - y0, 1e-12) * (HEIGHT - BOTTOM - TOP)  # noqa: E731
+    py = lambda y: HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - BOTTOM - TOP)  # noqa: E731
     parts = [_axes(x0, x1, y0, y1, px, py)]
     for i, s in enumerate(thinned):
         if s.low:
@@ -77,11 +87,10 @@ def _thin(series: Series) -> Series:
 
 def _axes(x0: float, x1: float, y0: float, y1: float, px: Place, py: Place) -> str:
     out = []
-    for y in ticks(y0, y1, 3):
+    marks = ticks(y0, y1, 3)
+    for y, text in zip(marks, tick_labels(marks), strict=True):
         out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}"/>')
-        out.append(
-            f'<text class="tick" x="{LEFT - 6}" y="{py(y) + 3:.1f}" text-anchor="end">{escape(number(y))}</text>'
-        )
+        out.append(f'<text class="tick" x="{LEFT - 6}" y="{py(y) + 3:.1f}" text-anchor="end">{escape(text)}</text>')
     for x in ticks(x0, x1, 5):
         if x == int(x):
             out.append(
@@ -110,7 +119,7 @@ def heat_map(chart: HeatMap, prefix: str = "") -> Markup:
                     f'<rect class="heat" style="--v:{max(0.0, min(1.0, value)):.3f}" x="{left + i * cell}" y="{y}"'
                     f' width="{cell - 1}" height="{cell - 1}"><title>{escape(tip)}</title></rect>'
                 )
-    return _svg(width, top + cell * len(chart.rows) + 4, parts, chart.title)
+    return _svg(width, top + cell * len(chart.rows) + 4, parts, chart.title, natural=True)
 
 
 def timeline(chart: Timeline) -> Markup:
@@ -164,7 +173,7 @@ def fork_tree(chart: ForkDiagram, linked: bool = True) -> Markup:
         name = escape(printable_line(node.label))
         label = f'<text class="leaf" style="--v:{share:.2f}" x="{end + 8}" y="{y + 4}">{name}</text>'
         parts.append(f'<a href="{escape(node.link.href)}">{label}</a>' if linked else label)
-    return _svg(left + widest * turn_width + 180, 16 + row * len(nodes), parts, chart.title)
+    return _svg(left + widest * turn_width + 180, 16 + row * len(nodes), parts, chart.title, natural=True)
 
 
 def _in_tree_order(nodes: Sequence[TreeNode]) -> list[TreeNode]:
@@ -186,6 +195,9 @@ def _cell_text(cell: Cell) -> str:
     return printable_line(cell.text if isinstance(cell, Link) else number(cell))
 
 
-def _svg(width: float, height: float, parts: Sequence[str], title: str) -> Markup:
-    head = f'<svg class="chart" role="img" viewBox="0 0 {width:.0f} {height:.0f}" aria-label="{escape(printable_line(title))}">'
+def _svg(width: float, height: float, parts: Sequence[str], title: str, natural: bool = False) -> Markup:
+    """``natural``: drawn at its own size, beside scroll bars where that is wider than the page; otherwise as wide as its card."""
+    size = f' width="{width:.0f}" height="{height:.0f}"' if natural else ""
+    label = escape(printable_line(title))
+    head = f'<svg class="chart" role="img" viewBox="0 0 {width:.0f} {height:.0f}"{size} aria-label="{label}">'
     return Markup(head + "".join(parts) + "</svg>")

@@ -10,6 +10,8 @@ function toggleTheme() {
   localStorage.setItem("turnwise-theme", root.dataset.theme);
 }
 
+document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+
 const byId = (id) => document.getElementById(id);
 const exportLink = byId("export");
 if (exportLink) exportLink.href = exportLink.getAttribute("href") + location.search;

@@ -23,6 +23,7 @@ CURVES = (
 )
 RECENT, STEPS = 10, 60
 CHANGED = 3.0  # standard errors
+EXPECTED = ("seconds", "tokens_per_second", "lr", "tasks_drawn")  # metrics that change by the clock or by themselves
 
 
 def overview(run: RunReader, query: ViewQuery) -> ViewPage:
@@ -93,7 +94,7 @@ def _changes(rows: Sequence[StepMetrics]) -> DataTable:
     found = []
     for name in rows[-1].values:
         a, b = ([v for row in part if (v := row[name]) is not None] for part in (early, late))
-        if len(a) < 2 or len(b) < 2 or name.startswith(("seconds", "tokens_per_second")):
+        if len(a) < 2 or len(b) < 2 or name.startswith(EXPECTED):
             continue
         error = math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
         distance = (statistics.fmean(b) - statistics.fmean(a)) / error if error > 0 else 0.0

@@ -86,9 +86,7 @@ def _divergence(run: RunReader, group: Group) -> DataTable:
         at = next((i for i, (a, b) in enumerate(zip(ids[0], own)) if a != b), min(len(ids[0]), len(own)))
         same = at == len(ids[0]) == len(own)
         texts = ["".join(token_texts(run.path, part[at : at + 12]))[:TEXT] for part in (ids[0], own)]
-        rows.append(
-            (t.id, "the same" if same else at, _turn_at(t, at), "" if same else texts[0], "" if same else texts[1])
-        )
+        rows.append((t.id, "the same", None, "", "") if same else (t.id, at, _turn_at(t, at), *texts))
     columns = ("trajectory", "token", "turn", f"{first.id} says", "it says")
     return DataTable("First divergence", columns, rows, f"compared with {first.id}, in sampled tokens")
 

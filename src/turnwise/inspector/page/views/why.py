@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from turnwise.core.records import Trajectory
 from turnwise.errors import TurnwiseError
 from turnwise.inspector.factors.explain import TokenExplanation, explain_token
 from turnwise.inspector.page.blocks import DataTable, FactList, Link, Note, ViewPage
-from turnwise.inspector.page.step_cache import factors_of, update_of
+from turnwise.inspector.page.step_cache import factors_of, update_of, updates_of
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.page.views.transcripts import transcript
-from turnwise.inspector.queries import RunReader
+from turnwise.inspector.queries import RunReader, TokenColumns
 
 ABOUT = "Click a token: each factor of its gradient, the piece that computed it, and its peers."
 COLUMNS = ("advantage", "logp", "entropy", "gate", "weight", "slope")
@@ -40,15 +42,24 @@ def why(run: RunReader, query: ViewQuery) -> ViewPage:
 
 def opened_transcript(run: RunReader, query: ViewQuery) -> tuple[int, str]:
     """The step and the trajectory that ``why`` shows for a query; the trajectory is empty where nothing is stored."""
-    name = query.trajectory or _first(run, query.step)
+    name = query.trajectory or _largest(run, query.step)
     return (query.step if query.step > 0 else run.trajectory_row(name).step) if name else 0, name
 
 
-def _first(run: RunReader, step: int) -> str:
+def _largest(run: RunReader, step: int) -> str:
+    """The trajectory of a step (default: the newest that is kept) with the largest gradient of a token."""
     kept = run.kept_steps()
     step = step if step > 0 else kept[-1] if kept else -1
     rows = run.trajectories(step=step, limit=1) if step > 0 else run.trajectories(limit=1)
-    return rows[0].id if rows else ""
+    peaks = [_peak(update) for update in updates_of(run, step) if len(update.columns.get("slope", ()))]
+    return "" if not rows else max(peaks)[1] if peaks else rows[0].id
+
+
+def _peak(update: TokenColumns) -> tuple[float, str]:
+    """The largest gradient of an update's tokens, and whose it is."""
+    sizes = np.nan_to_num(np.abs(update.columns["slope"]))
+    at = int(sizes.argmax())
+    return float(sizes[at]), update.trajectories[int(np.searchsorted(np.cumsum(update.sizes), at, side="right"))]
 
 
 def _columns(run: RunReader, step: int, name: str) -> tuple[dict[str, Any], str]:
