@@ -38,6 +38,7 @@ TITLES = {  # file of a family: title of its page
     "segment_credit": "Credit by segment and by tree",
     "reward_shaping": "Reward shaping",
     "experts_and_replay": "Experts, teachers and replay",
+    "selection": "Selected and past data",
     "preferences": "Preferences",
 }
 

@@ -127,9 +127,7 @@ class InformationGain(Term):
 
     def __call__(self, batch: Batch) -> Field:
         z, tree = answer_gain(batch, self.eps), batch.tree
-        remaining = (
-            tree.size(TURN, TRAJECTORY) - 1 - tree.index(TURN, TRAJECTORY)
-        )  # turns before the answer, from here on
+        remaining = tree.size(TURN, TRAJECTORY) - 1 - tree.index(TURN, TRAJECTORY)  # turns before the answer
         last = (tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1).x
         total = z.map(lambda x: returns.discounted(x, self.gamma, last))
         return where(remaining > 0, total / remaining.to(z.x.dtype).clamp(low=1) ** 0.5, 0.0)

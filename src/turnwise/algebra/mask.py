@@ -17,6 +17,8 @@ from turnwise.core.signals import Signal
 class Mask(Piece):
     """Interface: True where a token is trained on. Never differentiated."""
 
+    reason = ""  # why tokens are dropped: a planned mask that says it has its dropped tokens counted in the metrics
+
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         raise NotImplementedError
 

@@ -97,8 +97,11 @@ class Objective:
 
     # ------------------------------------------------------ the whole batch
     def before_measuring(self, batch: Batch) -> Batch:
-        """The batch with what a measurement must know of the pieces: how many candidates to draw at each token."""
-        count = max(piece.draws_candidates for piece in (*self._crediting(), *self._planning()))
+        """The batch with what a measurement must know of the pieces: how many candidates to draw, which reference to take."""
+        pieces = (*self._crediting(), *self._planning())
+        if any(piece.resets_reference(self.memory.clock) for piece in pieces):
+            batch = batch.put(reset_reference=batch.tree.full(BATCH, 1.0))
+        count = max(piece.draws_candidates for piece in pieces)
         return batch.put({(Column.CANDIDATE, "count"): batch.tree.full(BATCH, count, torch.int64)}) if count else batch
 
     def credit(self, batch: Batch) -> Batch:
@@ -199,9 +202,7 @@ class Objective:
             rho = self.ratio(view)
             gated = self.gate(rho, adv, view)
             objective = _total(weight * (gated * adv))
-        if (
-            Column.FREEZE_POLICY in batch.columns
-        ):  # no gradient instead of 0, on which the optimiser's momentum would move
+        if Column.FREEZE_POLICY in batch.columns:  # no gradient instead of 0, on which momentum would move
             objective = 0.0 * objective.detach()
         side_losses = self.gradient.side_losses(weight, rho, gated, adv, view)
         gain_slope = _slope(objective, view.logp) if self.penalties else None
@@ -215,7 +216,7 @@ class Objective:
                 cost = self._cost(view, i, w.penalty)
             costs.append(cost.detach())
             size = float(batch[w.weight].item) if isinstance(w.weight, Weight) else w.weight
-            objective = objective - size * cost
+            objective = objective - size * cost if size else objective  # a frozen critic has no gradient, not 0
         full_slope = _Slope(objective, view.logp)
 
         @without_gradient
@@ -226,6 +227,8 @@ class Objective:
                 stats[f"penalty/{type(w.penalty).__name__}"] = cost
                 stats = {**self._penalty_metrics(view, i, w.penalty), **stats}  # of two equal names the first one stays
             stats["objective"] = objective.detach()
+            for mask in (p for p in self._planning() if isinstance(p, Mask) and p.reason and p in batch.columns):
+                stats[f"dropped/tokens: {mask.reason}"] = (~batch[mask]).at(TOKEN).x.double().sum()
             return stats | diagnostics.by_source(view, rho, gated, slope)
 
         return Loss(-objective, compute_stats, side_losses)  # the only place where the sign is flipped
@@ -255,9 +258,7 @@ class _Slope:
         self.objective, self.logp = objective, logp
         self.gradients: list[Tensor] = []
         if objective.requires_grad and logp.x.requires_grad:
-            logp.x.register_hook(
-                self.gradients.append
-            )  # side losses are differentiated first: the last gradient counts
+            logp.x.register_hook(self.gradients.append)  # side losses come first: the last gradient counts
 
     def __call__(self) -> Field:
         if self.gradients:

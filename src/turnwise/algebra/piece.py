@@ -59,6 +59,10 @@ class Piece:
         """How many candidate tokens the learner draws beside each sampled one."""
         return 0
 
+    def resets_reference(self, batch_index: int) -> bool:
+        """Whether the present policy becomes the reference before this batch is measured."""
+        return False
+
     updates_after_credit = False
     """Whether a batch enters the state only after it was credited: a predictor must not see what it predicts."""
 

@@ -57,9 +57,7 @@ class ReturnToGo(Term):
         check(self.level in (TOKEN, TURN), f"returns run over TOKEN or TURN, not {self.level!r}")
 
     def __call__(self, batch: Batch) -> Field:
-        r = (
-            batch.reward.sum(TURN) if self.level == TURN else token_reward(batch)
-        )  # token rewards are summed over their turn
+        r = batch.reward.sum(TURN) if self.level == TURN else token_reward(batch)  # token rewards summed by turn
         return r.map(lambda x: returns.discounted(x, self.gamma, is_last(batch, self.level)))
 
 

@@ -34,12 +34,11 @@ class Column(StrEnum):
     NO_GRADIENT = "no_gradient"  # TRAJECTORY: its gradient is exactly 0, so a forward pass is enough
     VOCABULARY_SIZE = "vocabulary_size"  # BATCH: entries of the policy's vocabulary
     PENALTY_WEIGHT = "penalty_weight"  # TOKEN, with the penalty's position: averaging weight, where not the gain's
-    PENALTY_GRADIENT = (
-        "penalty_gradient"  # TOKEN, with the position: ∂ cost / ∂ log π of a penalty that couples trajectories
-    )
+    PENALTY_GRADIENT = "penalty_gradient"  # TOKEN, with the position: ∂ cost / ∂ log π, where it couples trajectories
     PENALTY_COST = "penalty_cost"  # TOKEN, with the position: that penalty's cost, spread evenly over the kept tokens
     PENALTY_METRIC = "penalty_metric"  # TOKEN, with the position and a name: a number it reports, spread the same way
     # measurement
+    RESET_REFERENCE = "reset_reference"  # BATCH: present where the present policy becomes the reference
     CANDIDATE = "candidate"  # TOKEN, with its position: id of a token drawn beside the sampled one; "count": how many
     ROW = "row"  # with a level: the item's row in the batch it was split from
 

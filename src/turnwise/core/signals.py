@@ -39,9 +39,8 @@ class Signal(StrEnum):
     EFFECTIVE_RANK_VELOCITY = "effective_rank_velocity"  # TRAJECTORY: mean change of that rank along the tokens
     EFFECTIVE_RANK_ACCELERATION = "effective_rank_acceleration"  # TRAJECTORY: mean change of that velocity
     FLOW_DEVIATION = "flow_deviation"  # distance of its hidden states from the flow fitted to good trajectories
-    REWARD_PROBE = (
-        "reward_probe"  # TRAJECTORY: reward predicted from the hidden states by a probe fitted to earlier batches
-    )
+    REWARD_PROBE = "reward_probe"  # TRAJECTORY: reward predicted from hidden states by a probe of earlier batches
+    COLLISION = "collision"  # Σₐ π(a)² over the whole vocabulary
     TARGET_Q = "target_q"  # TURN: Q of the target network, a slowly updated copy of the turn-level critic
     TARGET_SECOND_Q = "target_second_q"  # TURN
     TARGET_V = "target_v"  # TURN

@@ -36,9 +36,7 @@ class Recipe:
     ratio: Ratio = field(default_factory=Importance)  # importance ratio, at which level
     gate: Gate = field(default_factory=NoGate)  # clipping or another limit on the update
     penalties: tuple[WeightedPenalty, ...] = ()  # further losses
-    aggregate: Aggregate = field(
-        default_factory=lambda: Mean(TRAJECTORY)
-    )  # the average over tokens, trajectories or groups
+    aggregate: Aggregate = field(default_factory=lambda: Mean(TRAJECTORY))  # the average over tokens, trajectories ...
     reward: Term = field(default_factory=EnvironmentReward)  # reward
     sampler: Sampler = field(default_factory=Uniform)  # which task comes next
     budget: Budget = field(default_factory=Fixed)  # tasks per step, rollouts and turns of each

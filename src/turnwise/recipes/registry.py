@@ -20,6 +20,7 @@ from turnwise.recipes.families import (
     reward_shaping,
     sampler_mismatch,
     segment_credit,
+    selection,
     tool_agents,
     trust_region,
     turn_credit,
@@ -40,6 +41,7 @@ FAMILIES = (
     segment_credit,
     reward_shaping,
     experts_and_replay,
+    selection,
     preferences,
 )
 

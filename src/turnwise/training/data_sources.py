@@ -6,8 +6,10 @@ no loss.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import LedgerProtocol
@@ -20,11 +22,13 @@ from turnwise.data.files import LineErrors, digest
 from turnwise.data.ledger_reader import trajectory_reader
 from turnwise.data.mixing import Mixture
 from turnwise.data.offline_source import OfflineSource, ShuffledSampler
+from turnwise.data.replay import SharedExperience
 from turnwise.data.tokenize import DialogueTokenizer, build_groups, rows_by_task
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.renderer import Renderer
+from turnwise.store.shared_pool import SharedPool
 from turnwise.tasks.task_source import TaskList, TaskStream
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.prompt_data import PromptData, prompt_data, uses_prompts
@@ -102,9 +106,13 @@ class DataSources:
         """Replay buffer and demonstrations of a run; ``stored`` reads a trajectory of the ledger."""
         demonstrations = self._demonstrations(renderer)
         seed = stable_seed(self.settings.seed, "replay")
-        replay = self.recipe.replay.open(
-            trajectory_reader(stored), demonstrations.for_task if demonstrations else lambda task: None, seed
-        )
+        find = demonstrations.for_task if demonstrations else lambda task: None
+        piece = self.recipe.replay
+        if isinstance(piece, SharedExperience):
+            digest = tokenizer_digest(renderer)
+            replay = piece.open_with(lambda folder, size: SharedPool(Path(folder), size, digest), seed)
+        else:
+            replay = piece.open(trajectory_reader(stored), find, seed)
         return Mixture(replay, demonstrations, replay_places_them="demonstrations" in self.recipe.replay.requires)
 
     def _demonstrations(self, renderer: Renderer) -> Demonstrations | None:
@@ -184,4 +192,10 @@ def _wrong_task(row: DatasetRow, settings: Settings, env_spec: EnvSpec, named: i
     return "" if task.difficulty in offered else f"difficulty {task.difficulty}; {settings.env} offers {offered}"
 
 
-__all__ = ["SCRIPTED", "DataSources"]
+def tokenizer_digest(renderer: Renderer) -> str:
+    """Equal for tokenizers that give ids the same meaning and render dialogues alike."""
+    vocabulary = sorted(renderer.tokenizer.get_vocab().items())
+    return f"{zlib.crc32(repr((vocabulary, renderer.tokenizer.chat_template)).encode()):08x}"
+
+
+__all__ = ["SCRIPTED", "DataSources", "tokenizer_digest"]

@@ -53,9 +53,7 @@ class Loop:
     max_tokens: int = 0  # of a turn; metrics tell by it which limit cut a turn
     keep_tokens: int = 0  # for how many steps the ledger keeps what was computed for each token; 0: none
     stop_requested: Callable[[], bool] = lambda: False  # checked after each step
-    after_step: Mapping[int, Callable[[], Any]] = field(
-        default_factory=dict
-    )  # step → coroutine function, such as an evaluation
+    after_step: Mapping[int, Callable[[], Any]] = field(default_factory=dict)  # step → an evaluation, say
 
     async def run(self) -> int:
         """Take all steps, or stop early on request; the number of the last step, which has a checkpoint."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from turnwise import environments
+from turnwise.algebra.piece import Piece
 from turnwise.config.settings import Settings
 from turnwise.core.signals import Signal
 from turnwise.data.prompts import holds_prompts_only
@@ -45,6 +46,7 @@ def required_by(recipe: Recipe) -> frozenset[str]:
 def check_requirements(recipe: Recipe, settings: Settings, env_spec: EnvSpec) -> None:
     """Refuse a recipe whose requirements are not met, and a flag that nothing requires."""
     requires = required_by(recipe)
+    check_adapters(recipe, settings)
     check_agent(requires, settings)
     check_comparing_rewards(recipe, settings)
     check_opponents(settings, requires, env_spec.env_class, bool(recipe.precision.drafts))
@@ -92,7 +94,8 @@ def check_ranks(recipe: Recipe, settings: Settings) -> None:
     if settings.ranks == 1:
         return
     dtype = recipe.precision.learner if settings.dtype == "auto" else settings.dtype
-    needs = LearnerNeeds(recipe.objective.signals, bool(recipe.smoothing), dtype, settings.offload)
+    resets = resets_reference(recipe)
+    needs = LearnerNeeds(recipe.objective.signals, bool(recipe.smoothing), dtype, settings.offload, resets)
     if reason := unserved_reason(needs):
         raise SettingError(f"{settings.title} cannot learn on {settings.ranks} ranks: {reason}; write --ranks 1")
     trajectories = recipe.budget.groups * recipe.budget.size
@@ -100,6 +103,21 @@ def check_ranks(recipe: Recipe, settings: Settings) -> None:
         raise SettingError(
             f"ranks is {settings.ranks}, and a step has {trajectories} trajectories ({recipe.budget.groups} groups of "
             f"{recipe.budget.size}), so some ranks would have nothing to do; write --ranks {trajectories} or fewer"
+        )
+
+
+def resets_reference(recipe: Recipe) -> bool:
+    """Whether a penalty replaces the reference policy during the run."""
+    parts = (part for weighted in recipe.penalties for part in weighted.parts)
+    return any(type(part).resets_reference is not Piece.resets_reference for part in parts)
+
+
+def check_adapters(recipe: Recipe, settings: Settings) -> None:
+    """Refuse adapters for a recipe that replaces its reference policy."""
+    if settings.lora_rank and resets_reference(recipe):
+        raise SettingError(
+            f"{settings.title} replaces its reference policy, and the reference of adapters is the base model; "
+            "write --lora-rank 0"
         )
 
 

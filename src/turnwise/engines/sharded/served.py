@@ -19,6 +19,7 @@ class LearnerNeeds:
     layer_noise: bool = False
     dtype: str = "auto"
     offload: bool = False
+    resets_reference: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ UNSERVED = (
     Unserved(
         lambda needs: Signal.GRADIENT_NORM in needs.signals,
         "it needs the gradient norm of every single trajectory, and a gradient is spread over all ranks",
+    ),
+    Unserved(
+        lambda needs: needs.resets_reference,
+        "it replaces its reference policy during the run, and ranks hold the shards of the first one",
     ),
     Unserved(
         lambda needs: needs.layer_noise,

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from turnwise.data.replay import ExpertCache, NoReplay, RecentBuffer, Replay, SuccessBuffer, WeightedPool
+from turnwise.data.replay import (
+    ExpertCache,
+    NoReplay,
+    PastBatches,
+    RecentBuffer,
+    Replay,
+    SharedExperience,
+    SuccessBuffer,
+    WeightedPool,
+)
 
 
 def none() -> Replay:
@@ -47,3 +56,26 @@ def bepa(least: float = 0.0) -> Replay:
     Sure of: the cache (paper).
     """
     return ExpertCache(least)
+
+
+def remix(share: float = 0.4, window: int = 2, until: int = 0) -> Replay:
+    """ReMix (mix-policy): whole groups of the last batches, a fixed share of each step.
+
+    Paper: ReMix, arXiv 2507.06892.
+    Settings: share 0.4, the last 2 policies, until step 50 or 100.
+    Deviation: past groups are added to the fresh ones. The clip around the older policy belongs to the method remix.
+    Sure of: the mixture (notes on the paper).
+    """
+    return PastBatches(share, window, until)
+
+
+def swarm(folder: str = "swarm", foreign: int = 4, sender: str = "", capacity: int = 256) -> Replay:
+    """Swarm SAPO (sharing): groups of other runs, through a pool in a folder that several runs write and read.
+
+    Paper: Sharing is Caring, arXiv 2509.08721.
+    Settings: 4 own groups and 4 of others a step.
+    Deviation: token ids are shared instead of text, so runs need one tokenizer (groups of another are left out and counted);
+    the sender's rewards are kept. The ratio of foreign groups belongs to the method swarm.
+    Sure of: the rule (official code).
+    """
+    return SharedExperience(folder, foreign, sender, capacity)

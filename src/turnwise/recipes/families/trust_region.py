@@ -16,7 +16,9 @@ from turnwise.algebra.value import Constant, MedianCentred, Outcome
 from turnwise.algebra.weight import DualVariable, StepSchedule
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.core.signals import Signal
+from turnwise.credit.reference_reset import ResetReference
 from turnwise.credit.trajectories import MinimumVarianceBaseline
+from turnwise.data.replay import PastBatches
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 
@@ -237,14 +239,16 @@ def oblr_po(clip: float = 0.2, shares: int = 4) -> Recipe:
     )
 
 
-def remix(clip: float = 0.2, weight: float = 1e-3, begin: int = 50) -> Recipe:
-    """ReMix (its loss, without buffer and reset): clips around the policy at batch start; the KL moves to the previous one.
+def remix(
+    clip: float = 0.2, weight: float = 1e-3, begin: int = 50, share: float = 0.4, window: int = 2, reset: int = 50
+) -> Recipe:
+    """ReMix: replays the last batches, clipped around the policy at batch start; then resets the reference and ends the replay.
 
     clip(ρ, c ± eps), c = sg[π_k/μ];  λₜ KL(π‖base) + (1 − λₜ) KL(π‖π_{k−1}),  λₜ = max(1 − 0.1⌈(t − 50)₊/10⌉, 0.5)
 
     Paper: Squeeze the Soaked Sponge: Efficient Off-policy RFT for LLMs, arXiv 2507.06892.
-    Settings: two passes, window of 2 policies, replay share 0.4, switch at step 50 or 100, eps 0.2.
-    Deviation: old data comes from --staleness, not from a replay buffer; the base is not reset ("reincarnation").
+    Settings: two passes, window of 2 policies, replay share 0.4, reset at batch 50 or 100 (0: never), eps 0.2.
+    Deviation: a step has all of its fresh groups and so many past ones that they are the replay share of it; no entropy bonus.
     Sure of: the formulas (third-party notes), the KL's weight (ours).
     """
     old = KL("k2", to=Signal.PREVIOUS)
@@ -253,10 +257,11 @@ def remix(clip: float = 0.2, weight: float = 1e-3, begin: int = 50) -> Recipe:
         gate=ProximalClip(clip),
         aggregate=Mean(TOKEN),
         penalties=(
-            WeightedPenalty(StepSchedule(weight, begin), KL("k2")),
+            WeightedPenalty(StepSchedule(weight, begin), ResetReference(KL("k2"), reset)),
             WeightedPenalty(StepSchedule(weight, begin, complement=True), old),
         ),
         control=Passes(epochs=2),
+        replay=PastBatches(share, window, reset),
     )
 
 

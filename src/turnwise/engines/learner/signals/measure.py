@@ -78,6 +78,7 @@ class SignalMeasurer:
         self.learner = learner
         self.teacher = None if teacher is None else self._prepare_teacher(teacher)
         self._reference: PreTrainedModel | None = None
+        self._reference_was_reset = False
         self._previous: PreTrainedModel | None = None
         self._auxiliary_models: dict[Signal, AuxiliaryModel] = {}
         self._measurements: tuple[tuple[frozenset[Signal], Measurement], ...] = (
@@ -89,6 +90,7 @@ class SignalMeasurer:
             (frozenset({Signal.LOGP_WITHOUT_FEEDBACK}), self._logp_without_feedback),
             (frozenset({Signal.CANDIDATE_MATCHES}), self._candidate_matches),
             (frozenset({Signal.HELLINGER}), self._hellinger),
+            (frozenset({Signal.COLLISION}), self._collision),
             (frozenset(update_statistics.PREDICTED_CHANGES), self._predicted_changes),
             (RANK_SIGNALS, lambda b, forward, _: dict(effective_rank_signals(b.tree, forward("policy").after))),
             (frozenset(TURN_CRITIC_TARGET), self._target_estimates),
@@ -109,6 +111,8 @@ class SignalMeasurer:
     @torch.no_grad()
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> Fields:
         """The requested signals without gradient, in the order of the batch, and the columns that later updates need."""
+        if Column.RESET_REFERENCE in batch.columns and Signal.REFERENCE in signals:
+            self.reset_reference()
         sizes = {level: batch.tree.count(level) for level in (TOKEN, TURN, TRAJECTORY)}
         rows = {(Column.ROW, level): batch.tree.field(level, torch.arange(n)) for level, n in sizes.items()}
         blank = lambda level, dtype: torch.zeros(sizes[level], dtype=dtype, device=self.learner.device)  # noqa: E731
@@ -230,6 +234,9 @@ class SignalMeasurer:
     def _hellinger(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
         return {Signal.HELLINGER: update_statistics.hellinger(forward("policy"), forward("reference"))}
 
+    def _collision(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
+        return {Signal.COLLISION: update_statistics.collision(forward("policy"))}
+
     def _predicted_changes(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
         return dict(update_statistics.predicted_changes(forward("policy"), self.learner.preconditioner()))
 
@@ -265,20 +272,32 @@ class SignalMeasurer:
             self._reference = frozen_copy(self.learner.model)
         return self._reference
 
+    def reset_reference(self) -> None:
+        """The present policy becomes the reference; from now on checkpoints hold it."""
+        if self.learner.settings.lora_rank:
+            raise SettingError(
+                "this method replaces its reference policy, and the reference of adapters is the base model; write --lora-rank 0"
+            )
+        self._reference, self._reference_was_reset = frozen_copy(self.learner.model), True
+
     def reference_tensors(self) -> dict[str, Tensor]:
         """The live tensors of the reference, by name."""
         return _named("reference", self._reference)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live tensors of all models but the reference, by name."""
-        return _named("previous", self._previous) | {
-            f"{s}/{n}": t for s, model in self._auxiliary_models.items() for n, t in model.tensors().items()
-        }
+        """The live tensors of all models, by name; of the reference only if it is not the initial policy."""
+        reference = self.reference_tensors() if self._reference_was_reset else {}
+        return (
+            reference
+            | _named("previous", self._previous)
+            | {f"{s}/{n}": t for s, model in self._auxiliary_models.items() for n, t in model.tensors().items()}
+        )
 
     def load(self, under: Callable[[str], Mapping[str, Tensor]]) -> None:
         """The inverse of ``tensors``. ``under``: returns the saved tensors under a prefix. A reference that was not saved
         stays as it is."""
-        self._reference = self._restored_copy(under("reference/")) or self._reference
+        restored = self._restored_copy(under("reference/"))
+        self._reference, self._reference_was_reset = restored or self._reference, restored is not None
         self._previous = self._restored_copy(under("previous/"))
         for signal in AUXILIARY:
             if signal in self._auxiliary_models or under(f"{signal}/"):

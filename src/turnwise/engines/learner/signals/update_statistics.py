@@ -26,6 +26,14 @@ def hellinger(policy: ForwardPass, reference: ForwardPass) -> Field:
     return Field(policy.batch.tree, TOKEN, out)
 
 
+def collision(policy: ForwardPass) -> Field:
+    """Σₐ π(a)² of the distribution of each sampled token."""
+    out = torch.empty_like(policy.inverse_temperature)
+    for rows, logp in policy.distributions():
+        out[rows] = (2 * logp).exp().sum(1)
+    return Field(policy.batch.tree, TOKEN, out)
+
+
 def predicted_changes(forward: ForwardPass, preconditioner: Tensor) -> dict[Signal, Field]:
     """Σ v²q, Σ πv²q² and Σ πvq with v = onehot − π and q = P h²: how one step on this token would change its logits."""
     target, sums = forward.batch.token.x, [torch.empty_like(forward.inverse_temperature) for _ in PREDICTED_CHANGES]

@@ -1,0 +1,47 @@
+"""A reference policy that is replaced during a run. Knows no divergence and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from turnwise.algebra.penalty import Penalty
+from turnwise.algebra.piece import MicroBatchView, check
+from turnwise.core.levels import Field
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ResetReference(Penalty):
+    """``penalty``, but the policy before batch ``at`` (counted from 0) is the reference from that batch on; with ``every`` it is
+    replaced again after each further ``every`` batches. 0: never."""
+
+    penalty: Penalty
+    at: int = 50
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        check(
+            self.at >= 0 and self.every >= 0,
+            f"the reference is reset at {self.at} and every {self.every} batches; write 0 (never) or more",
+        )
+
+    @property
+    def couples_trajectories(self) -> bool:  # type: ignore[override]
+        return self.penalty.couples_trajectories
+
+    def resets_reference(self, batch_index: int) -> bool:
+        later = self.every > 0 and batch_index > self.at and (batch_index - self.at) % self.every == 0
+        return (batch_index > 0 and batch_index == self.at) or later
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        return self.penalty(view)
+
+    def metrics(self, view: MicroBatchView) -> Mapping[str, Tensor]:
+        return self.penalty.metrics(view)
+
+
+__all__ = ["ResetReference"]
