@@ -33,37 +33,53 @@ from turnwise.credit.turns import AgentReturnToGo
 from turnwise.recipes.recipe import Recipe
 
 SETTINGS: dict[str, Any] = {
-    "env": "open_spiel:kuhn_poker", "groups": 12, "group_size": 16, "schedule": "linear", "eval_tasks": 1, "eval_every": 40,
-    "hidden": 128, "layers": 2, "lr": 1e-3, "clip_norm": 10.0, "cold_steps": 30, "cold_batch": 96, "checkpoint_every": 400,
+    "env": "open_spiel:kuhn_poker", "groups": 12, "group_size": 16, "schedule": "cosine", "eval_tasks": 1, "eval_every": 40,
+    "hidden": 128, "layers": 2, "lr": 1.5e-3, "warmup": 20, "clip_norm": 10.0, "cold_steps": 30, "cold_batch": 96,
+    "checkpoint_every": 400,
 }  # fmt: skip
 VARIANTS = {  # weight of the penalty at first and at last
+    "held": (0.3, 0.08),
     "annealed": (0.3, 0.05),
-    "half": (0.3, 0.1),
     "constant": (0.2, 0.2),
     "free": (0.0, 0.0),
 }
 DROPS = 20  # in which the penalty falls
 
 
-def self_play(start: float = 0.3, end: float = 0.05, steps: int = 800, clip: float = 0.2) -> Recipe:
+def self_play(hold: float = 0.7, start: float = 0.3, end: float = 0.08, steps: int = 500, clip: float = 0.2) -> Recipe:
     """Return-to-go of each seat minus its mean over the episodes of one deal; KL to the first policy with a falling weight.
 
-    Aₖ = Gₖ − mean of G over (deal, seat);  J = Σₜ min(ρₜAₖ, clip(ρₜ)Aₖ) − λ(step) KL(π‖first),  λ from ``start`` to ``end``
+    Aₖ = Gₖ − mean of G over (deal, seat);  J = Σₜ min(ρₜAₖ, clip(ρₜ)Aₖ) − λ(step) KL(π‖first)
+
+    λ falls from ``hold + start`` to ``start`` in the first quarter of the run, and to ``end`` in the rest.
     """
-    held = steps // 5
+    quarter = max(DROPS, steps // 4)
+    held = StepSchedule(hold, 0, quarter // DROPS, 1 / DROPS, 0.0)
     floor = end / start if start else 1.0
-    weight = StepSchedule(start, held, max(1, (steps - held) // DROPS), (1 - floor) / DROPS, floor)
+    falling = StepSchedule(start, quarter, max(1, (steps - quarter) // DROPS), (1 - floor) / DROPS, floor)
     return Recipe(
         advantage=Standardise(AgentReturnToGo(), SameAgent("group"), scale=False),
         gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(weight if start else 0.0, KL("k2")),),
+        penalties=(WeightedPenalty(held, KL("k2")), WeightedPenalty(falling, KL("k2"))) if start else (),
         aggregate=Sum(TRAJECTORY),
     )
 
 
 def table(rows: list[Row]) -> str:
     """Final exploitability by variant and settings."""
-    heads = ("variant", "penalty", "lr", "games a step", "steps", "seeds", "before", "after", "each seed", "unlisted", "seconds")
+    heads = (
+        "variant",
+        "penalty",
+        "lr",
+        "games a step",
+        "steps",
+        "seeds",
+        "before",
+        "after",
+        "each seed",
+        "unlisted",
+        "seconds",
+    )
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     kinds: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -86,9 +102,9 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", nargs="+", default=["annealed"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["held"], choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, nargs="+", default=[800])
+    parser.add_argument("--steps", type=int, nargs="+", default=[500])
     parser.add_argument("--lr", type=float, nargs="+", default=[SETTINGS["lr"]])
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other settings")
     parser.add_argument("--jobs", type=int, default=1)

@@ -1,9 +1,9 @@
-"""Worlds that the tiny model learns: `service`, a BabyAI level, TextWorld; several seeds side by side, and their curves.
+"""Worlds that a small model learns: `service`, a BabyAI level, TextWorld, BFCL; several seeds side by side, and their curves.
 
     python experiments/learned_worlds.py service babyai --seeds 0 1 2 --jobs 2
     python experiments/learned_worlds.py --table
 
-Each run begins with its own cold start from the environment's demonstrator. Rows go to
+Each run begins with its own cold start from the environment's demonstrator. `bfcl_...` are SmolLM2 on a GPU. Rows go to
 ``experiments/results/learned_worlds.jsonl``.
 """
 
@@ -27,6 +27,15 @@ WORLDS: dict[str, dict[str, Any]] = {
     "textworld": {
         "env": "textworld:custom,rooms=2,objects=4,quest=2,games=40", "steps": 40, "hidden": 128, "copying": True,
         "cold_steps": 200, "cold_batch": 24, "context": 768, "history": 2, "eval_tasks": 64,
+    },
+    "bfcl_simple": {
+        "env": "bfcl:simple_python", "model": "smollm2", "steps": 40, "cold_steps": 30, "cold_batch": 32, "cold_lr": 1e-4,
+        "cold_demos": 960, "lr": 1e-5, "context": 1024, "max_tokens": 96, "eval_tasks": 49, "eval_samples": 4,
+    },
+    "bfcl_multi_turn": {
+        "env": "bfcl:multi_turn_base", "model": "smollm2", "steps": 12, "groups": 8, "cold_steps": 120, "cold_batch": 8,
+        "cold_lr": 1e-4, "cold_demos": 480, "lr": 1e-5, "context": 8192, "max_tokens": 96, "eval_every": 4, "eval_tasks": 21,
+        "eval_samples": 4, "slots": 64,
     },
 }  # fmt: skip
 
@@ -72,7 +81,7 @@ def main() -> None:
     runs: list[tuple[Row, dict[str, Any], str]] = [
         (
             {"world": world},
-            {**SETTINGS, **WORLDS[world], **more, "lr": lr, "seed": seed},
+            {**SETTINGS, "lr": lr, **WORLDS[world], **more, "seed": seed},
             f"world-{world}-{lr:g}-{seed}",
         )
         for world, lr, seed in product(chosen.worlds, chosen.lr, chosen.seeds)

@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from processes import Job, Row, read, schedule, subprocess_environment
+from processes import ROOT, Job, Row, read, schedule, subprocess_environment
 
 RESULTS = Path(__file__).parent / "results"
 COMMON: dict[str, Any] = {"trackers": (), "threads": 1, "keep_tokens": 0, "quiet": True}
@@ -52,7 +52,8 @@ def finished(settings: dict[str, Any], name: str, out: str, seconds: float, metr
         error = "out of time"
     run = Path(out) / name
     measured = {when: evaluation(run, when) for when in ("before", "after")}
-    found = {"settings": settings, **measured, "curve": curve(run, metric), "seconds": round(time.monotonic() - began)}
+    kept = json.loads(json.dumps(settings).replace(f"{ROOT.resolve()}/", ""))  # files by their place in the repository
+    found = {"settings": kept, **measured, "curve": curve(run, metric), "seconds": round(time.monotonic() - began)}
     return {**found, "error": error} if error else found
 
 
