@@ -4,9 +4,10 @@
     python experiments/context_editing.py --table
 
 Both begin with their own cold start from the environment's imperfect demonstrator and learn with the same method, batch and
-number of steps. ``editing`` may keep notes and drop pages; ``window`` sees the task and the latest page (``--history 1``). A row
-holds the held-out success before and after, and its curve over sampled tokens; the table compares both at the largest number of
-tokens that both have sampled. Rows go to ``experiments/results/context_editing.jsonl``.
+number of steps. ``editing`` may keep notes and drop pages; ``window`` sees the task and as many of the latest messages as fit
+(``--history 5``: four of six pages, and the question). A row holds the held-out success before and after, and its curve over
+sampled tokens; the table compares both at the largest number of tokens that both have sampled. Rows go to
+``experiments/results/context_editing.jsonl``.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from processes import Row, read
 
 ARMS: dict[str, dict[str, Any]] = {
     "editing": {"env": "archive"},
-    "window": {"env": "archive,editing=false", "history": 1},
+    "window": {"env": "archive,editing=false", "history": 5},
 }
 SETTINGS: dict[str, Any] = {
-    "method": "dr_grpo", "difficulty": (1,), "context": 112, "groups": 16, "group_size": 8, "steps": 60, "eval_every": 10,
-    "eval_tasks": 100, "cold_steps": 200, "schedule": "constant",
+    "method": "dr_grpo", "difficulty": (2,), "context": 120, "groups": 16, "group_size": 8, "steps": 60, "eval_every": 10,
+    "eval_tasks": 100, "cold_steps": 600, "cold_batch": 32, "cold_demos": 19200, "schedule": "constant",
 }  # fmt: skip
 
 
