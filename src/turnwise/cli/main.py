@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from turnwise import __version__
-from turnwise.cli import inspect_commands, run_commands, scarcity, serve_command, view_command
+from turnwise.cli import (
+    inspect_commands,
+    launch_command,
+    run_commands,
+    scarcity,
+    serve_command,
+    status_command,
+    view_command,
+)
 from turnwise.cli.experience_commands import diff_pieces, explain_pieces, show_experience
 from turnwise.cli.flags import Parser, add_policy_flags, add_settings, served_policy, settings_from
 from turnwise.cli.output import print_json, progress
@@ -31,6 +39,7 @@ COMMANDS = {
     "eval": "evaluate a run, a model, a served model or a scripted policy on held-out tasks",
     "endpoint": "serve the policy of a run to agents, over HTTP, until interrupted",
     "serve": "sample for runs by HTTP (`turnwise train --generator URL`), until interrupted",
+    "launch": "print files that start servers and a run on Slurm or Kubernetes (not run there)",
     "environments": "list the environments: built in, installed, and how to install the rest",
     "list": "list all methods",
     "explain": "describe one method: equation, paper, slots, hyper-parameters",
@@ -42,6 +51,7 @@ COMMANDS = {
     "push": "upload the model of a finished run, or its adapter, with a model card",
     "model": "download a model by name, or list the available ones",
     "bench": "measure generation, learning and whole steps here, against other libraries and hardware limits",
+    "status": "say what a run is doing: who waits for whom, throughput, what holds it up",
     "view": "open a local page about runs: curves, why a token got its gradient, what another method would have done",
     **inspect_commands.COMMANDS,
 }
@@ -309,6 +319,7 @@ FUNCTIONS = {
     "eval": evaluate,
     "endpoint": run_commands.endpoint,
     "serve": serve_command.serve,
+    "launch": launch_command.launch,
     "environments": list_environments,
     "list": list_methods,
     "explain": explain,
@@ -320,6 +331,7 @@ FUNCTIONS = {
     "push": push,
     "model": model,
     "bench": bench,
+    "status": status_command.status,
     "view": view_command.view,
     **inspect_commands.FUNCTIONS,
 }

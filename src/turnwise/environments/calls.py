@@ -37,18 +37,20 @@ class CallTimeout(EnvironmentFault):
 async def call_environment(function: Callable[..., Any], *args: Any, seconds: float, inline: bool) -> Any:
     """Call into an environment. An awaitable result is awaited; both parts have the limit."""
     if inspect.iscoroutinefunction(function):
-        return await with_timeout(function(*args), seconds, _code(function))
+        return await with_timeout(function(*args), seconds, _code(function), call_name(function))
     if inline:
         with _as_runtime_errors():
             value = call_here(function, *args, seconds=seconds)
     else:
         value = await _call_in_thread(function, args, seconds)
-    return await with_timeout(value, seconds, _code(function)) if inspect.isawaitable(value) else value
+    if not inspect.isawaitable(value):
+        return value
+    return await with_timeout(value, seconds, _code(function), call_name(function))
 
 
 def call_here(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
     """Call in this thread, and interrupt the call at the limit."""
-    call = WatchedCall(seconds, thread=threading.get_ident(), code=_code(function))
+    call = WatchedCall(seconds, thread=threading.get_ident(), code=_code(function), name=call_name(function))
     try:
         WATCHDOG.add(call)
         try:
@@ -60,7 +62,9 @@ def call_here(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
         raise _too_slow(call) from None
 
 
-async def with_timeout(awaitable: Awaitable[Any], seconds: float, code: types.CodeType | None = None) -> Any:
+async def with_timeout(
+    awaitable: Awaitable[Any], seconds: float, code: types.CodeType | None = None, name: str = ""
+) -> Any:
     """The result of ``awaitable``; an ``EnvironmentFault`` if it takes longer than ``seconds`` or blocks the event loop."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(_watched(awaitable, seconds, code))
@@ -75,7 +79,7 @@ async def with_timeout(awaitable: Awaitable[Any], seconds: float, code: types.Co
             loop.call_soon_threadsafe(end)
 
     task.add_done_callback(end)
-    call = WatchedCall(seconds, expire)
+    call = WatchedCall(seconds, expire, name=name, awaited=awaitable)
     WATCHDOG.add(call)
     try:
         await ended
@@ -184,7 +188,7 @@ async def _call_in_thread(function: Callable[..., Any], args: tuple[Any, ...], s
     """A plain function that may block: in a daemon thread, which does not delay the end of the program."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
-    call = WatchedCall(seconds, code=_code(function))
+    call = WatchedCall(seconds, code=_code(function), name=call_name(function))
 
     def resolve(value: Any, fault: BaseException | None) -> None:
         if not done.done():
@@ -232,6 +236,11 @@ def _too_slow(call: WatchedCall) -> CallTimeout:
 
 def _at(call: WatchedCall) -> str:
     return f" (at {call.where})" if call.where else ""
+
+
+def call_name(function: Callable[..., Any]) -> str:
+    """``Shop.step``, for a call that is listed while it runs."""
+    return getattr(function, "__qualname__", "") or type(function).__name__
 
 
 def _code(function: Callable[..., Any]) -> types.CodeType | None:

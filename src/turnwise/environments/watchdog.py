@@ -10,6 +10,7 @@ exception at the next bytecode, so that an endless loop ends and a blocked syste
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
+from typing import Any
 
 PERIOD = 0.05  # seconds between ticks
 LONGEST_TICK = 0.5  # what a tick may count, however late it comes
@@ -26,6 +28,8 @@ INTERRUPT_EVERY = 1.0  # seconds between interrupts of a call that ignores them
 INTERRUPTS = 10  # before a call that holds the main thread ends the process
 SIGNAL = getattr(signal, "SIGURG", None)  # ignored by default and used by nobody; absent on Windows
 EXIT_CODE = 70
+CARRIERS = (os.path.dirname(asyncio.__file__), os.path.join(os.path.dirname(__file__), "isolated.py"))
+"""Code that waits on behalf of an environment: its lines say nothing about it."""
 
 
 class CallInterrupted(BaseException):
@@ -40,6 +44,9 @@ class WatchedCall:
     expire: Callable[[], None] | None = None  # for a call that waits: runs in the watchdog's thread
     thread: int = 0  # for a call that runs: the thread to interrupt
     code: CodeType | None = None  # of the called function, to say in which of its lines the call was
+    name: str = ""  # of the called function; empty for a part of a call that has another entry
+    awaited: Any = None  # the coroutine of a call that waits
+    began: float = field(default_factory=time.monotonic)
     deadline: float = 0.0
     interrupts: int = 0
     where: str = ""  # the line at which it was found overdue
@@ -54,6 +61,7 @@ class Watchdog:
     lock: threading.Lock = field(default_factory=threading.Lock)
     wake: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
+    ended: int = 0  # calls so far
     handles_signal: bool = False
 
     def add(self, call: WatchedCall) -> None:
@@ -71,6 +79,7 @@ class Watchdog:
         """The call has ended. Under the lock, so that it is not interrupted after this."""
         with self.lock:
             self.calls.pop(id(call), None)
+            self.ended += 1
 
     def _start(self) -> None:
         with self.lock:
@@ -132,7 +141,22 @@ def line_of(call: WatchedCall) -> str:
     innermost = frame
     while frame is not None and (call.code is None or frame.f_code.co_filename != call.code.co_filename):
         frame = frame.f_back
-    frame = frame or innermost
+    return describe_line(frame or innermost)
+
+
+def line_awaited(awaited: Any) -> str:
+    """The line at which a coroutine waits; empty where only code of ours waits, for another process."""
+    found = ""
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None)
+        if frame is not None and not frame.f_code.co_filename.startswith(CARRIERS):
+            found = describe_line(frame)
+        awaited = getattr(awaited, "cr_await", None)
+    return found
+
+
+def describe_line(frame: FrameType | None) -> str:
+    """A frame as a file, a line and a function; empty without one."""
     if frame is None:
         return ""
     return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}, in {frame.f_code.co_name}"

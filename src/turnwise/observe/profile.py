@@ -120,8 +120,8 @@ class Profile:
                 self._attach(stack, name, owner, method)
             stack.enter_context(timed_backward(self.timer))
             stack.enter_context(timed_optimisers(self.timer))
-            stack.enter_context(_patched_attribute(loop, "report", self._report_and_advance(loop.report)))
-            stack.enter_context(_patched_attribute(loop, "after_step", self._evaluations(loop.after_step)))
+            stack.enter_context(patched_attribute(loop, "report", self._report_and_advance(loop.report)))
+            stack.enter_context(patched_attribute(loop, "after_step", self._evaluations(loop.after_step)))
             self._begin_step(loop.start + 1)
             try:
                 yield
@@ -137,7 +137,7 @@ class Profile:
         if callable(
             getattr(owner, last, None)
         ):  # another engine may lack this method: its time then counts for the caller
-            stack.enter_context(_patched_attribute(owner, last, self.timer.wrap(name, getattr(owner, last))))
+            stack.enter_context(patched_attribute(owner, last, self.timer.wrap(name, getattr(owner, last))))
 
     def _evaluations(self, after_step: Mapping[int, Callable[[], Any]]) -> dict[int, Callable[[], Any]]:
         return {step: self.timer.wrap("evaluate", evaluation) for step, evaluation in after_step.items()}
@@ -324,7 +324,7 @@ def timed_backward(timer: SpanTimer) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ("backward", "grad"):
             timed = timer.wrap("backward", getattr(torch.autograd, name))
-            stack.enter_context(_patched_attribute(torch.autograd, name, timed))
+            stack.enter_context(patched_attribute(torch.autograd, name, timed))
         yield
 
 
@@ -352,7 +352,7 @@ def timed_optimisers(timer: SpanTimer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute inside the block, also of a frozen dataclass; restore it, or its absence, afterwards."""
     attributes = vars(owner)
     before = attributes.get(name, attributes)

@@ -9,6 +9,8 @@ file is that of a process that died without releasing. Does not know what it gua
 from __future__ import annotations
 
 import os
+import struct
+import sys
 from pathlib import Path
 
 from turnwise.errors import StoreError
@@ -19,6 +21,7 @@ except ImportError:  # not POSIX: only a second opener in the same process is de
     fcntl = None  # type: ignore[assignment]
 
 _held: set[str] = set()
+FLOCK = {"linux": ("hhqqi", 0), "darwin": ("qqihh", 3)}  # struct flock of the system, and where its l_type is
 
 
 class ProcessLock:
@@ -59,6 +62,47 @@ class ProcessLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def lock_holder(path: Path) -> tuple[int, bool]:
+    """The process that a lock file names, and whether it holds the lock; (0, False) where it was released.
+
+    Takes no lock: a process that starts in this moment is not refused. In the holder's own process the file is not opened,
+    because closing it would release the lock."""
+    if os.path.realpath(path) in _held:
+        return os.getpid(), True
+    try:
+        with path.open("rb") as file:
+            text = file.read(32).decode("ascii", "replace").strip()
+            locked = _is_locked(file.fileno())
+    except OSError:
+        return 0, False
+    process = int(text) if text.isdigit() else 0
+    return process, bool(process) and (_exists(process) if locked is None else locked)
+
+
+def _is_locked(descriptor: int) -> bool | None:
+    """Whether another process has locked a file; None where the system does not tell."""
+    if fcntl is None or sys.platform not in FLOCK:
+        return None
+    form, kind = FLOCK[sys.platform]
+    asked = [0] * len(form)
+    asked[kind] = fcntl.F_WRLCK
+    try:
+        reply = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(form, *asked))
+    except OSError:
+        return None
+    return struct.unpack(form, reply)[kind] != fcntl.F_UNLCK
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _in_use(path: Path, holder: int | str) -> StoreError:

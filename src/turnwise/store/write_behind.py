@@ -44,6 +44,11 @@ class WriteBehindLedger:
                 self._queue[0]()
                 self._queue.popleft()
 
+    @property
+    def queued(self) -> int:
+        """Writes that wait for the next flush."""
+        return len(self._queue)
+
     # ------------------------------------------- transitions, queued
 
     def issue(self, group_id: str, task: Task, step: int, version: int) -> None:

@@ -1,4 +1,5 @@
-"""Events of a run: stages, steps and messages for listeners, and the seconds of each stage. Does not know what a stage does."""
+"""Events of a run: stages, steps and messages for listeners, the seconds of each stage, and the parts for whoever watches it.
+Does not know what a stage does."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from turnwise.core.protocols import Listener
 
@@ -15,12 +16,22 @@ def silent(event: str, facts: Mapping[str, Any]) -> None:
     """A listener that shows nothing."""
 
 
+class LoopWatch(Protocol):
+    """Reads the parts of a run from another thread."""
+
+    @property
+    def parts(self) -> Any: ...
+
+    def over(self, loop: Any) -> contextlib.AbstractContextManager[None]: ...
+
+
 @dataclass
 class RunEvents:
     """Sends events to ``listen`` and measures stages."""
 
     listen: Listener = silent
     seconds: dict[str, float] = field(default_factory=dict)
+    watch: LoopWatch | None = None
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int = 0, of: str = "steps") -> Iterator[None]:
@@ -30,6 +41,18 @@ class RunEvents:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def loop_stage(self, loop: Any) -> Iterator[None]:
+        """The stage of the training loop, whose parts are watched."""
+        watching = self.watch.over(loop) if self.watch is not None else contextlib.nullcontext()
+        with self.stage("learn", loop.steps), watching:
+            yield
+
+    def uses(self, **parts: Any) -> None:
+        """Make parts of the run known to the watch."""
+        for name, part in parts.items() if self.watch is not None else ():
+            setattr(self.watch.parts, name, part)
 
     def step(self, name: str, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         self.listen("step", {"stage": name, "step": step, "total": total, **metrics})

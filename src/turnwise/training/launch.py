@@ -17,6 +17,7 @@ from turnwise.training.events import RunEvents
 from turnwise.training.inputs import GivenObjects
 from turnwise.training.interrupt import StopSignals
 from turnwise.training.plan import RunPlan, validate
+from turnwise.training.run_watch import watched
 from turnwise.training.trainer import Trainer
 from turnwise.training.unexpected_end import lock_run
 
@@ -35,8 +36,9 @@ def start_run(
     s, threads = plan.settings, engines.select_threads(plan.settings)
     recorded = {**s.as_dict(), "threads": threads}  # a resumed run uses as many: sums depend on it in the last bits
     run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed)
-    with lock_run(run_dir):
-        return Trainer(plan, run_dir, RunEvents(listen), threads, stop, notes).run()
+    events = RunEvents(listen)
+    with lock_run(run_dir), watched(run_dir.path, events, s.env, s.steps):
+        return Trainer(plan, run_dir, events, threads, stop, notes).run()
 
 
 def continue_run(
@@ -60,7 +62,7 @@ def continue_run(
         events.message(f"{message}; the next step has the learning rate {settings.lr * factor:.3g}")
     if run_dir.summary.is_file():
         return Trainer(plan, run_dir, events, plan.settings.threads, stop).run()
-    with lock_run(run_dir) as lock:
+    with lock_run(run_dir) as lock, watched(run_dir.path, events, settings.env, settings.steps):
         return Trainer(plan, run_dir, events, plan.settings.threads, stop, died=lock.left_by).run()
 
 

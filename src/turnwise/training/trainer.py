@@ -138,6 +138,7 @@ class Trainer:
         generator, self.opponents = engines.with_opponents(s, generator, model, self.renderer)
         generator, policy = engines.make_policy_judge(s, generator, model, self.renderer)
         learner = engines.make_learner(s, model, self.recipe, build.load_teacher(s))
+        self.events.uses(generator=generator, learner=learner)
         self.paths = {"generator": generator.describe(), "learner": learner.describe()}
         for name, path in self.paths.items():
             self.events.message(f"{name}: {path}")
@@ -203,7 +204,7 @@ class Trainer:
                     stop_requested=lambda: bool(self.stop.received),
                     after_step=self._evaluations(evaluator, learner),
                 )
-                with self.events.stage("learn", s.steps), self._profiled(loop), _frozen_gc(), self.stop.deferred():
+                with self.events.loop_stage(loop), self._profiled(loop), _frozen_gc(), self.stop.deferred():
                     await loop.run()
                 self.stop.raise_if_received()
                 after = await self._evaluate(evaluator, "after", learner)

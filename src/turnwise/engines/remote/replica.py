@@ -67,6 +67,11 @@ class Replica:
     def url(self) -> str:
         return self.address.url
 
+    @property
+    def owed(self) -> int:
+        """Replies that the server has not sent yet."""
+        return self._waiting
+
     # ----------------------------------------------------------------- connect
 
     async def identify(self) -> None:

@@ -1,0 +1,104 @@
+"""``turnwise launch slurm|k8s``: print the files that would start a run with generator servers on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+
+from turnwise.cli.flags import Parser, flag
+from turnwise.cli.run_flags import RunFlags, read_run_flags
+from turnwise.cli.serve_command import SETTINGS as OF_SERVERS
+from turnwise.config.settings import Settings
+from turnwise.errors import SettingError, nearest
+
+KINDS = ("slurm", "k8s")
+ABOUT = (
+    "Print the file that would start `turnwise serve` on some machines of a cluster and `turnwise train` on another, with the "
+    "arguments of `turnwise train`. Nothing is submitted. The files were checked for their form, and not run on a cluster."
+)
+USAGE = "turnwise launch slurm|k8s [METHOD] [--servers N] [--ranks N] [flags of turnwise train] > FILE"
+GIVEN_BY_LAUNCH = ("generator", "generator_key_env", "generator_weights")
+
+
+def launch(argv: Sequence[str]) -> int:
+    """``turnwise launch``"""
+    if not argv or argv[0].startswith("-"):
+        parser = Parser(
+            prog="turnwise launch", usage=USAGE, description=f"{ABOUT} All flags: turnwise launch slurm --help"
+        )
+        parser.add_argument("kind", help="slurm or k8s")
+        parser.parse(argv)
+    if argv[0] not in KINDS:
+        raise SettingError(f"no kind of cluster {argv[0]!r}; {nearest(argv[0], KINDS)}")
+    from turnwise.training.cluster_files import NOT_RUN, ClusterJob, kubernetes_file, slurm_script
+
+    own, train = _split(argv[1:])
+    run = read_run_flags(f"launch {argv[0]}", ABOUT, train if own is not None else argv[1:], _own_flags)
+    assert own is not None  # --help has ended the program
+    settings = Settings.of(run.values)
+    if named := [name for name in GIVEN_BY_LAUNCH if name in run.origins]:
+        raise SettingError(f"{flag(named[0])} is written by launch, for the servers that it starts; leave it out")
+    job = ClusterJob(
+        name=settings.name or ("" if argv[0] == "slurm" else f"{settings.title}-{settings.env}".split(":")[-1]),
+        train=_without(train, "--name"),
+        serve=_serve_words(settings, run),
+        out=settings.out,
+        ranks=settings.ranks,
+        on_gpus=not settings.device.startswith("cpu"),
+        **vars(own),
+    )
+    print({"slurm": slurm_script, "k8s": kubernetes_file}[argv[0]](job), end="")
+    print(f"turnwise: nothing was submitted. {NOT_RUN}", file=sys.stderr)
+    return 0
+
+
+def _own_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--dry-run", action="store_true", help="print the file; there is no other way")
+    group.add_argument("--servers", type=int, default=1, help="generator servers, each with one GPU [1]")
+    group.add_argument("--cpus", type=int, default=8, help="processor cores of each server and rank [8]")
+    group.add_argument("--memory", type=int, default=64, help="GiB of memory of each server, and of the trainer [64]")
+    group.add_argument("--hours", type=int, default=24, help="time limit [24]")
+    group.add_argument("--port", type=int, default=8800, help="of the first server [8800]")
+    group.add_argument(
+        "--setup", default="", help="slurm: a shell command before the first `turnwise`, such as source FILE"
+    )
+    group.add_argument("--partition", default="", help="slurm: of both parts of the job")
+    group.add_argument("--account", default="", help="slurm")
+    group.add_argument("--image", default="", help="k8s: a container image with turnwise and curl")
+    group.add_argument(
+        "--claim", default="turnwise", help="k8s: a volume claim that many pods write, mounted at /shared"
+    )
+
+
+def _split(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
+    """The flags of launch, and the words for train. None where help is asked for."""
+    if "-h" in argv or "--help" in argv:
+        return None, []
+    parser = Parser(prog="turnwise launch", allow_abbrev=False, add_help=False)
+    _own_flags(parser)
+    own, train = parser.parse_known_args(list(argv))
+    del own.dry_run
+    return own, train
+
+
+def _serve_words(settings: Settings, run: RunFlags) -> list[str]:
+    """Model and settings of a server: those that it shares with the run, where the user gave them."""
+    words = [settings.model]
+    for f in fields(Settings):
+        if f.name in OF_SERVERS and (f.name in run.origins or (f.name == "env" and settings.model == "tiny")):
+            words += [flag(f.name), str(getattr(settings, f.name))]
+    return words
+
+
+def _without(words: Sequence[str], name: str) -> list[str]:
+    """The words without one flag and its value: launch gives it again."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if not skip and word != name and not word.startswith(f"{name}="):
+            kept.append(word)
+        skip = word == name and not skip
+    return kept

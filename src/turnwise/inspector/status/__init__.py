@@ -1,0 +1,1 @@
+"""What a run is doing at this moment, read from another process."""

@@ -1,0 +1,259 @@
+"""Files that start a run with generator servers on a cluster: an sbatch script for Slurm, objects for Kubernetes. Only text:
+nothing is submitted, and nothing here was run on such a cluster.
+
+Both do the same. Servers start, the trainer waits until each answers ``/health``, then it trains, or resumes where a run of
+that name exists, so a job that is queued again continues. Weights travel through a folder that all machines see.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from turnwise.errors import SettingError
+
+TOKEN = "TURNWISE_ENDPOINT_TOKEN"
+NOT_RUN = "Written by `turnwise launch` and NOT RUN on such a cluster: read it, try it with --steps 2 first."
+WAIT_SECONDS = 1800  # for every server to load its model
+NAME_LENGTH = 40
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """What to start. ``train`` and ``serve`` are the words after ``turnwise train`` and ``turnwise serve``."""
+
+    name: str  # of the run; empty: made from the job's number or the method
+    train: Sequence[str]
+    serve: Sequence[str]
+    out: str = "runs"
+    servers: int = 1
+    ranks: int = 1
+    on_gpus: bool = True
+    cpus: int = 8
+    memory: int = 64  # GiB of each machine's share
+    hours: int = 24
+    port: int = 8800
+    setup: str = ""  # a shell command that makes `turnwise` available
+    partition: str = ""
+    account: str = ""
+    image: str = ""
+    claim: str = "turnwise"
+
+    def __post_init__(self) -> None:
+        for name in ("servers", "cpus", "memory", "hours", "port"):
+            if getattr(self, name) < 1:
+                raise SettingError(f"{name} is {getattr(self, name)}; write at least 1")
+
+    @property
+    def object_name(self) -> str:
+        """A name that Kubernetes accepts."""
+        name = re.sub(r"[^a-z0-9-]+", "-", self.name.lower()).strip("-")[:NAME_LENGTH].strip("-")
+        return name or "turnwise"
+
+
+def _words(words: Sequence[str]) -> str:
+    return " ".join(shlex.quote(word) for word in words)
+
+
+# ----------------------------------------------------------------------- Slurm
+
+SLURM = """\
+#!/bin/bash
+# {not_run}
+# One component for the trainer ({ranks} ranks), one for {servers} generator servers. The submitting folder, the model and the
+# folder of the run must be visible on every machine. Submit: sbatch FILE
+#SBATCH --job-name={job}
+#SBATCH --time={hours}:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@180
+{options}#SBATCH --nodes=1 --ntasks=1 --cpus-per-task={trainer_cpus} --mem={memory}G{trainer_gpus}
+#SBATCH hetjob
+{options}#SBATCH --ntasks={servers} --cpus-per-task={cpus} --mem-per-cpu={memory_per_cpu}M{server_gpus}
+
+set -euo pipefail
+cd "$SLURM_SUBMIT_DIR"
+{setup}NAME={name}
+RUN={out}/"$NAME"
+SHARED="$PWD/.turnwise-$SLURM_JOB_ID"
+rm -rf "$SHARED"
+mkdir -p "$SHARED/weights"
+export SHARED {token}="$(head -c 24 /dev/urandom | od -An -tx1 | tr -d ' \\n')"
+
+# every server writes where it listens
+srun --het-group=1 bash -c '
+  port=$(({port} + SLURM_PROCID))
+  echo "http://$(hostname -f):$port" > "$SHARED/server.$SLURM_PROCID"
+  exec turnwise serve {serve} --address "0.0.0.0:$port"
+' &
+SERVERS=$!
+
+wait_for_servers() {{
+  local end=$((SECONDS + {wait}))
+  for ((n = 0; n < {servers}; n++)); do
+    until [ -s "$SHARED/server.$n" ] && curl -fsS "$(cat "$SHARED/server.$n")/health" > /dev/null 2>&1; do
+      kill -0 "$SERVERS" || {{ echo "the generator servers have ended" >&2; return 1; }}
+      [ "$SECONDS" -lt "$end" ] || {{ echo "server $n does not answer" >&2; return 1; }}
+      sleep 2
+    done
+    GENERATORS+=(--generator "$(cat "$SHARED/server.$n")")
+  done
+}}
+GENERATORS=()
+wait_for_servers
+REMOTE=("${{GENERATORS[@]}}" --generator-key-env {token} --generator-weights "$SHARED/weights")
+
+if [ -e "$RUN/run.json" ]; then
+  COMMAND=(turnwise resume "$RUN" "${{REMOTE[@]}}")
+else
+  COMMAND=(turnwise train {train} --name "$NAME" "${{REMOTE[@]}}")
+fi
+srun --het-group=0 "${{COMMAND[@]}}" &
+TRAINER=$!
+trap 'kill -TERM "$TRAINER"' TERM # before the time limit: the trainer writes a checkpoint; the servers stay until it has ended
+STATUS=0
+while kill -0 "$TRAINER" 2> /dev/null; do
+  wait "$TRAINER" && STATUS=0 || STATUS=$?
+done
+kill "$SERVERS" 2> /dev/null || true
+wait "$SERVERS" 2> /dev/null || true
+rm -rf "$SHARED"
+exit "$STATUS"
+"""
+
+
+def slurm_script(job: ClusterJob) -> str:
+    """An sbatch script: a heterogeneous job of one trainer and its servers."""
+    options = "".join(
+        f"#SBATCH --{name}={value}\n"
+        for name, value in (("partition", job.partition), ("account", job.account))
+        if value
+    )
+    if bad := next((v for v in (job.partition, job.account) if re.search(r"\s", v)), ""):
+        raise SettingError(f"{bad!r} holds a space; write the name of a partition or account")
+    # inside the single quotes of `bash -c '...'`, a quote ends them, an escaped one follows, and they begin again
+    serve = _words(job.serve).replace("'", "'\\''")
+    return SLURM.format(
+        not_run=NOT_RUN,
+        job=job.object_name,
+        name=shlex.quote(job.name) if job.name else '"run-$SLURM_JOB_ID"',
+        out=shlex.quote(job.out),
+        train=_words(job.train),
+        serve=serve,
+        setup=f"{job.setup}\n" if job.setup else "",
+        options=options,
+        trainer_cpus=job.cpus * job.ranks,
+        trainer_gpus=f" --gpus-per-task={job.ranks}" if job.on_gpus else "",
+        server_gpus=" --gpus-per-task=1" if job.on_gpus else "",
+        memory_per_cpu=max(1, job.memory * 1024 // job.cpus),
+        token=TOKEN,
+        wait=WAIT_SECONDS,
+        **{name: getattr(job, name) for name in ("ranks", "servers", "hours", "cpus", "memory", "port")},
+    )
+
+
+# ------------------------------------------------------------------ Kubernetes
+
+TRAIN_SCRIPT = """\
+set -eu
+for url in {urls}; do
+  until curl -fsS "$url/health" > /dev/null 2>&1; do sleep 2; done
+done
+mkdir -p {weights}
+if [ -e {run}/run.json ]; then
+  exec turnwise resume {run} {remote}
+fi
+exec turnwise train {train} --name {name} {remote}
+"""
+
+
+def kubernetes_objects(job: ClusterJob) -> list[dict[str, Any]]:
+    """A headless service and a stateful set of servers, and the job of the trainer."""
+    if not job.image:
+        raise SettingError(
+            "Kubernetes starts containers; write --image NAME, one in which `turnwise` and curl are installed"
+        )
+    name = job.object_name
+    server, labels = f"{name}-server", {"app": "turnwise", "run": name}
+    urls = [f"http://{server}-{n}.{server}:{job.port}" for n in range(job.servers)]
+    weights, run = f"/shared/.{name}-weights", f"{job.out}/{job.name or name}"
+    remote = [word for url in urls for word in ("--generator", url)]
+    remote += ["--generator-key-env", TOKEN, "--generator-weights", weights]
+    script = TRAIN_SCRIPT.format(
+        urls=" ".join(urls),
+        weights=weights,
+        run=shlex.quote(run),
+        train=_words(job.train),
+        name=shlex.quote(job.name or name),
+        remote=_words(remote),
+    )
+    serving = ["turnwise", "serve", *job.serve, "--address", f"0.0.0.0:{job.port}"]
+    pod = _pod(job, f"{name}-server", serving, {**labels, "part": "server"}, 1)
+    container = pod["spec"]["containers"][0]
+    container["ports"] = [{"containerPort": job.port}]
+    container["readinessProbe"] = {"httpGet": {"path": "/health", "port": job.port}, "periodSeconds": 5}
+    trainer = _pod(job, f"{name}-trainer", ["bash", "-c", script], {**labels, "part": "trainer"}, job.ranks)
+    trainer["spec"] |= {"restartPolicy": "OnFailure", "terminationGracePeriodSeconds": 180}
+    selector = {**labels, "part": "server"}
+    return [
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": server, "labels": labels}}
+        | {"spec": {"clusterIP": "None", "selector": selector, "ports": [{"name": "http", "port": job.port}]}},
+        {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": server, "labels": labels}}
+        | {"spec": {"serviceName": server, "replicas": job.servers, "podManagementPolicy": "Parallel"}
+           | {"selector": {"matchLabels": selector}, "template": pod}},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"{name}-trainer", "labels": labels}}
+        | {"spec": {"backoffLimit": 3, "activeDeadlineSeconds": job.hours * 3600, "template": trainer}},
+    ]  # fmt: skip
+
+
+def _pod(job: ClusterJob, name: str, command: Sequence[str], labels: dict[str, str], gpus: int) -> dict[str, Any]:
+    limits: dict[str, Any] = {"cpu": job.cpus * gpus, "memory": f"{job.memory}Gi"}
+    limits |= {"nvidia.com/gpu": gpus} if job.on_gpus else {}
+    token = {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": f"{job.object_name}-token", "key": "token"}}}
+    container = {
+        "name": name,
+        "image": job.image,
+        "command": list(command),
+        "workingDir": "/shared",
+        "env": [token],
+        "resources": {"requests": limits, "limits": limits},
+        "volumeMounts": [{"name": "shared", "mountPath": "/shared"}, {"name": "memory", "mountPath": "/dev/shm"}],
+    }
+    volumes = [
+        {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    return {"metadata": {"labels": labels}, "spec": {"containers": [container], "volumes": volumes}}
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Scripts as blocks of lines; no references between objects."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> Any:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_PlainDumper.add_representer(str, _PlainDumper.represent_str)
+
+
+def kubernetes_file(job: ClusterJob) -> str:
+    """The objects as one YAML file."""
+    objects = yaml.dump_all(kubernetes_objects(job), Dumper=_PlainDumper, sort_keys=False, width=1000)
+    name = job.object_name
+    about = f"""\
+        # {NOT_RUN}
+        # The claim {job.claim}, mounted at /shared, must be one that many pods write (ReadWriteMany): model, run and weights.
+        # First:  kubectl create secret generic {name}-token --from-literal=token="$(openssl rand -hex 24)"
+        # Then:   kubectl apply -f FILE;  kubectl logs -f job/{name}-trainer
+        # After:  kubectl delete statefulset,service {name}-server   (the servers do not end by themselves)
+        """
+    return textwrap.dedent(about) + objects

@@ -1,0 +1,198 @@
+"""``turnwise launch``: the files are well formed, and the Slurm script does what it says with stand-ins for srun and turnwise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from turnwise.cli.main import main
+from turnwise.errors import SettingError
+from turnwise.training.cluster_files import ClusterJob, kubernetes_objects, slurm_script
+
+TRAIN = ["grpo", "--model", "my models/it's", "--steps", "9", "--ranks", "2", "--reward", "regex:pattern=a b$"]
+
+
+def printed(capsys, *words):
+    assert main(["launch", *words]) == 0
+    said = capsys.readouterr()
+    assert "nothing was submitted" in said.err and "NOT RUN" in said.err and "NOT RUN" in said.out
+    return said.out
+
+
+# ---------------------------------------------------------------------- Slurm
+
+
+def check_syntax(text):
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--servers", "3", "--name", "a.b", "--partition", "gpu", "--account", "me", "--dry-run"],
+        ["--setup", "source ~/venv/bin/activate", "--device", "cpu", "--context=400"],
+    ],
+)
+def test_the_sbatch_script_is_bash(capsys, more):
+    text = printed(capsys, "slurm", *TRAIN, *more)
+    check_syntax(text)
+    head = text[: text.index("set -euo")]
+    assert text.startswith("#!/bin/bash\n") and head.count("#SBATCH hetjob") == 1
+    assert ("--gpus-per-task=2" in head and "--gpus-per-task=1" in head) == ("cpu" not in more)
+    assert (head.count("#SBATCH --partition=gpu"), head.count("--ntasks=3")) == (
+        (2, 1) if "--servers" in more else (0, 0)
+    )
+    assert ("serve 'my models" not in text) and ("--context 400 --address" in text) == ("--context=400" in more)
+
+
+SRUN = """#!/bin/bash
+# stands for Slurm: one task for the trainer, two for the servers
+group=$1; shift
+if [ "$group" = --het-group=0 ]; then exec "$@"; fi
+pids=()
+for n in 0 1; do SLURM_PROCID=$n "$@" & pids+=($!); done
+trap 'kill "${pids[@]}"' TERM
+wait
+"""
+TURNWISE = """#!{python}
+import http.server, json, os, sys
+with open(os.environ["CALLS"], "a") as file:
+    file.write(json.dumps(sys.argv[1:] + [os.environ["TURNWISE_ENDPOINT_TOKEN"]]) + "\\n")
+if sys.argv[1] == "serve":
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+        def log_message(self, *_):
+            pass
+    http.server.HTTPServer(("0.0.0.0", int(sys.argv[-1].split(":")[1])), Health).serve_forever()
+sys.exit(3 if sys.argv[1] == "train" else 0)
+"""
+
+
+@pytest.mark.slow
+def test_the_script_starts_servers_and_then_the_trainer_or_resumes(tmp_path):
+    import json
+    import random
+    import shutil
+
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in (
+        ("srun", SRUN),
+        ("turnwise", TURNWISE.format(python=sys.executable)),
+        ("hostname", "#!/bin/sh\necho localhost\n"),
+    ):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    port = random.randrange(20000, 60000, 2)
+    job = ClusterJob("a b", TRAIN, ["my models/it's", "--context", "400"], servers=2, ranks=2, port=port)
+    (tmp_path / "job.sh").write_text(slurm_script(job))
+    calls = tmp_path / "calls"
+    environment = {
+        **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(calls), "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "7", "no_proxy": "*",
+    }  # fmt: skip
+
+    def submit():
+        calls.write_text("")
+        done = subprocess.run(
+            ["bash", "job.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        return done.returncode, [json.loads(line) for line in calls.read_text().splitlines()]
+
+    status, rows = submit()
+    assert status == 3  # the trainer's
+    token = rows[0][-1]
+    assert len(token) == 48 and {row[-1] for row in rows} == {token}
+    served = sorted(row[:-1] for row in rows if row[0] == "serve")
+    assert served == [
+        ["serve", "my models/it's", "--context", "400", "--address", f"0.0.0.0:{port + n}"] for n in (0, 1)
+    ]
+    remote = [word for n in (0, 1) for word in ("--generator", f"http://localhost:{port + n}")]
+    remote += [
+        "--generator-key-env",
+        "TURNWISE_ENDPOINT_TOKEN",
+        "--generator-weights",
+        f"{tmp_path}/.turnwise-7/weights",
+    ]
+    assert rows[-1][:-1] == ["train", *TRAIN, "--name", "a b", *remote]
+    assert not (tmp_path / ".turnwise-7").exists()
+
+    (tmp_path / "runs" / "a b").mkdir(parents=True)
+    (tmp_path / "runs" / "a b" / "run.json").write_text("{}")
+    status, rows = submit()  # queued again
+    assert status == 0 and rows[-1][:-1] == ["resume", "runs/a b", *remote]
+
+
+# ----------------------------------------------------------------- Kubernetes
+
+
+def test_the_objects_of_kubernetes(capsys):
+    text = printed(
+        capsys, "k8s", *TRAIN, "--image", "me/turnwise:1", "--servers", "2", "--name", "My_Run", "--claim", "disk"
+    )
+    assert "&id" not in text
+    service, servers, trainer = yaml.safe_load_all(text)
+    assert [o["apiVersion"] + " " + o["kind"] for o in (service, servers, trainer)] == [
+        "v1 Service", "apps/v1 StatefulSet", "batch/v1 Job",
+    ]  # fmt: skip
+    assert service["spec"]["clusterIP"] == "None"  # a headless one gives every pod a name
+    assert service["spec"]["selector"] == servers["spec"]["selector"]["matchLabels"]
+    labels = servers["spec"]["template"]["metadata"]["labels"]
+    assert labels == service["spec"]["selector"] != trainer["spec"]["template"]["metadata"]["labels"]
+    assert servers["spec"]["serviceName"] == service["metadata"]["name"] == "my-run-server"
+    assert servers["spec"]["replicas"] == 2 and trainer["spec"]["template"]["spec"]["restartPolicy"] == "OnFailure"
+    for pod, gpus in ((servers, 1), (trainer, 2)):
+        spec = pod["spec"]["template"]["spec"]
+        container = spec["containers"][0]
+        assert container["image"] == "me/turnwise:1" and container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+        assert spec["volumes"][0]["persistentVolumeClaim"]["claimName"] == "disk"
+    assert servers["spec"]["template"]["spec"]["containers"][0]["command"][:3] == [
+        "turnwise",
+        "serve",
+        "my models/it's",
+    ]
+    script = trainer["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    check_syntax(script)
+    assert "--generator http://my-run-server-0.my-run-server:8800 --generator http://my-run-server-1." in script
+    assert "--name My_Run" in script and "turnwise resume runs/My_Run" in script
+
+
+def test_without_gpus_none_are_asked_for():
+    job = ClusterJob("a", ["grpo"], ["tiny"], on_gpus=False, image="i")
+    assert "nvidia" not in str(kubernetes_objects(job)) and "gpu" not in slurm_script(job)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["pbs"], "no kind of cluster 'pbs'"),
+        (["slurm", "nonsense"], "no method 'nonsense'"),
+        (["slurm", "grpo", "--stepz", "3"], "unknown setting"),
+        (["slurm", "grpo", "--servers", "0"], "servers is 0"),
+        (["slurm", "grpo", "--generator", "http://a:1"], "--generator is written by launch"),
+        (["slurm", "grpo", "--partition", "a b"], "holds a space"),
+        (["k8s", "grpo"], "--image NAME"),
+    ],
+)
+def test_refusals(words, said, capsys):
+    assert main(["launch", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_job_needs_numbers():
+    with pytest.raises(SettingError, match="port is 0"):
+        ClusterJob("a", [], [], port=0)
