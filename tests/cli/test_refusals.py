@@ -12,14 +12,15 @@ import pytest
 PROGRAM = """
 import contextlib, importlib.util, io, json, sys
 
-find = importlib.util.find_spec  # peft and pyarrow as if not installed
-importlib.util.find_spec = lambda name, *more: None if name == "peft" else find(name, *more)
+find = importlib.util.find_spec  # peft, ray and pyarrow as if not installed
+importlib.util.find_spec = lambda name, *more: None if name in ("peft", "ray") else find(name, *more)
 sys.modules["pyarrow"] = None
 
 from turnwise.cli.main import main
 
 def loaded():
-    return sorted(name for name in ("torch", "transformers", "matplotlib") if type(sys.modules.get(name)).__name__ == "module")
+    heavy = ("torch", "transformers", "matplotlib", "ray")
+    return sorted(name for name in heavy if type(sys.modules.get(name)).__name__ == "module")
 
 for line in sys.stdin.read().splitlines():
     said = io.StringIO()
@@ -64,6 +65,11 @@ REFUSED = {  # command, and a part of what it must say
     "train grpo --model owner/name": "HF_HUB_OFFLINE",
     "train grpo --model smollm2": "smollm2",
     "train grpo --lora-rank 4": "peft",
+    "train grpo --cluster nonsense": "write local, or the HOST:PORT",
+    "train grpo --cluster local,generator=2": "generators",
+    "train grpo --cluster local,generators=0": "at least 1",
+    "train grpo --cluster local,placement=heap": "placement is 'heap'",
+    "train grpo --cluster local": "pip install 'turnwise[ray,serve]'",
     "train grpo --trackers nonsense": "no tracker",
     "train grpo --template nowhere.jinja": "no chat template",
     "train grpo --tool-syntax nonsense": "nonsense",

@@ -15,6 +15,7 @@ from turnwise.core.protocols import Listener
 from turnwise.errors import SettingError
 from turnwise.store.rundir import RunDir
 from turnwise.training import dry_run as dry_running
+from turnwise.training.cluster.options import check_cluster
 from turnwise.training.env_spec import EnvSpec, chosen_for_model, resolve_settings
 from turnwise.training.events import silent
 from turnwise.training.extend import changed_settings, extend
@@ -77,7 +78,9 @@ def resume(
     """
     run_dir = RunDir.open(path)
     settings = Settings.of(run_dir.metadata()["settings"])
-    changed_settings(settings, changes)  # refuses before the engines are imported
+    new = changed_settings(settings, changes)  # refuses before the engines are imported
+    if changes or not run_dir.summary.is_file():
+        check_cluster(new)
     env_class = environments.name_of(env)[1] if env is not None and not isinstance(env, str) else None
     given = GivenObjects(env_class, rewards=name_rewards({"reward": reward}), agent=agent)
     own = _given_recipe(recipe, settings)

@@ -32,6 +32,7 @@ from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.local_chat import LocalChat
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits
+from turnwise.training.cluster.options import ClusterOptions
 from turnwise.training.judges import POLICY
 from turnwise.training.opponents import Opponents
 from turnwise.training.remote_generators import make_remote_generator
@@ -318,20 +319,28 @@ def make_generator(
 ) -> Generator:
     """The generator of a run, behind a cheaper one for drafts where the recipe samples drafts in lower precision. ``tell`` hears
     of servers that are lost."""
-    if settings.generator:
+    if settings.generator or settings.cluster:
         if recipe.precision.drafts:
             raise SettingError(
-                "this method samples drafts in lower precision, which servers cannot; leave --generator out"
+                "this method samples drafts in lower precision, which servers cannot; leave --generator and --cluster out"
             )
         rows, tolerance = cache_rows(settings, dialogues), policy_check_tolerance(settings)
         threads = torch.get_num_threads() if select_device(settings).type == "cpu" else 0
-        return make_remote_generator(settings, model, renderer, deterministic, rows, tolerance, threads, tell)
+        found: tuple[Any, int] = actors_of(settings) if settings.cluster else (None, 0)
+        return make_remote_generator(settings, model, renderer, deterministic, rows, tolerance, threads, tell, *found)
     make = GENERATORS[engine]
     exact = make(settings, model, renderer, deterministic, dialogues)
     if not recipe.precision.drafts:
         return exact
     draft_settings = replace(settings, rollout_dtype=recipe.precision.drafts)
     return DraftingGenerator(exact, make(draft_settings, model, renderer, deterministic))
+
+
+def actors_of(settings: Settings) -> tuple[Callable[[], Any], int]:
+    """Where the generator actors of this run are at any time, and how many it should have."""
+    from turnwise.training.cluster.directory import GeneratorDirectory  # late: imports ray
+
+    return GeneratorDirectory.of_this_actor().addresses, ClusterOptions.parse(settings.cluster).generators
 
 
 def make_learner(

@@ -18,7 +18,7 @@ from turnwise.store.atomic import write_json
 from turnwise.store.rundir import RunDir
 
 SERVERS = ("generator", "generator_key_env", "generator_seconds", "generator_weights")  # where a run samples, not what
-CHANGEABLE = ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", *SERVERS, "ranks")
+CHANGEABLE = ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", *SERVERS, "ranks", "cluster")
 OF_THE_END = ("summary.json", "evaluation_after.json", "ranking_after.json")  # written when a run ends
 
 

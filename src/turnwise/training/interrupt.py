@@ -28,6 +28,9 @@ class RunStopped(KeyboardInterrupt):
         self.number = number
         self.exit_code = 128 + number
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.number, str(self))  # from the process of an actor to its driver
+
 
 class StopSignals:
     """While entered, the first signal requests a stop, and a second one stops at once."""
@@ -77,6 +80,12 @@ class StopSignals:
     def raise_if_received(self) -> None:
         if self.received:
             raise RunStopped(self.received)
+
+    def request(self, number: int) -> None:
+        """As if the signal had come, for a run in ``run_in_thread``; another process allows it time and ends it."""
+        if self.received or not self._deferred:
+            self._stop_now(self.received or number)
+        self.received = number
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received or not self._deferred:

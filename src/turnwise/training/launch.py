@@ -36,6 +36,8 @@ def start_run(
     s, threads = plan.settings, engines.select_threads(plan.settings)
     recorded = {**s.as_dict(), "threads": threads}  # a resumed run uses as many: sums depend on it in the last bits
     run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed)
+    if s.cluster:
+        return _on_cluster(run_dir, Settings.of(recorded), notes, listen, stop)
     events = RunEvents(listen)
     with lock_run(run_dir), watched(run_dir.path, events, s.env, s.steps):
         return Trainer(plan, run_dir, events, threads, stop, notes).run()
@@ -49,8 +51,11 @@ def continue_run(
     listen: Listener,
     stop: StopSignals,
     message: str = "",
+    notes: Sequence[str] = (),
+    here: bool = False,
 ) -> dict[str, Any]:
-    """Continue a run from its last checkpoint. Returns the summary; that of a finished run if nothing is left to do."""
+    """Continue a run from its last checkpoint. Returns the summary; that of a finished run if nothing is left to do. ``here``: in
+    this process, also where the settings name a cluster."""
     plan = RunPlan.from_settings(settings, recipe, given)
     recorded = run_dir.metadata()["recipe"]
     if repr(plan.recipe) != recorded:
@@ -62,8 +67,25 @@ def continue_run(
         events.message(f"{message}; the next step has the learning rate {settings.lr * factor:.3g}")
     if run_dir.summary.is_file():
         return Trainer(plan, run_dir, events, plan.settings.threads, stop).run()
+    if settings.cluster and not here:
+        return _on_cluster(run_dir, settings, notes, listen, stop)
     with lock_run(run_dir) as lock, watched(run_dir.path, events, settings.env, settings.steps):
-        return Trainer(plan, run_dir, events, plan.settings.threads, stop, died=lock.left_by).run()
+        return Trainer(plan, run_dir, events, plan.settings.threads, stop, notes, died=lock.left_by).run()
+
+
+def _on_cluster(
+    run_dir: RunDir, settings: Settings, notes: Sequence[str], listen: Listener, stop: StopSignals
+) -> dict[str, Any]:
+    from turnwise.training.cluster.driver import run_on_cluster  # late: imports ray
+
+    return run_on_cluster(run_dir, settings, learn, notes, listen, stop)
+
+
+def learn(path: Path, notes: Sequence[str], listen: Listener, stop: StopSignals) -> dict[str, Any]:
+    """What the learner of a cluster does: the run of ``path`` from its last checkpoint, or from its beginning."""
+    run_dir = RunDir.open(path)
+    settings = Settings.of(run_dir.metadata()["settings"])
+    return continue_run(run_dir, settings, None, GivenObjects(), listen, stop, notes=notes, here=True)
 
 
 def run_dir_step(run_dir: RunDir) -> int:

@@ -22,6 +22,7 @@ from turnwise.observe.tracker_services import SERVICES
 from turnwise.recipes import signatures
 from turnwise.rollout.parsers.table import check_name
 from turnwise.store.rundir import check_run_name
+from turnwise.training.cluster.options import check_cluster
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.inputs import OWN, GivenObjects
 from turnwise.training.judges import check_judge
@@ -54,6 +55,7 @@ def check_at_once(settings: Settings, given: GivenObjects) -> None:
         check_reward_functions(s, env_spec.env_class, given.rewards)
     check_judge(s)
     check_generators(s)
+    check_cluster(s)
     for temperature in (s.temperature, s.eval_temperature):
         Sampling(temperature=temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p, max_tokens=s.max_tokens)
     if s.name:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +23,20 @@ from turnwise.models.fetch import resolve
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from turnwise.engines.remote.elastic_generator import Find
     from turnwise.engines.remote.remote_generator import RemoteGenerator
     from turnwise.rollout.renderer import Renderer
 
 TINY = "tiny"
 COMPARED = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 OF_TINY = ("env", "vocabulary", "hidden", "layers", "seed")
+PATIENCE = 300.0  # seconds in which a cluster must start a generator again
 SENTENCE = "Three apples cost 2.50 dollars; how much do 12 cost?\n"
 
 
 def make_replicas(settings: Settings) -> list[Replica]:
     """The servers that the settings name. Refuses addresses that are none, or that occur twice."""
-    client = f"{settings.name or 'run'}-{uuid.uuid4().hex[:12]}"
+    client = _client_name(settings)
     addresses = [
         ServerAddress.read(url.removesuffix("/").removesuffix("/v1"), settings.generator_key_env, "generator")
         for url in settings.generator
@@ -42,6 +45,11 @@ def make_replicas(settings: Settings) -> list[Replica]:
     if twice := next((url for url in urls if urls.count(url) > 1), ""):
         raise SettingError(f"--generator names {twice} twice; name every server once")
     return [Replica(address, client, settings.generator_seconds) for address in addresses]
+
+
+def _client_name(settings: Settings) -> str:
+    """Names this run to its servers."""
+    return f"{settings.name or 'run'}-{uuid.uuid4().hex[:12]}"
 
 
 # -------------------------------------------------------------------- at once
@@ -136,8 +144,12 @@ def make_remote_generator(
     tolerance: float,
     threads: int,
     tell: Callable[[str], None],
+    find: Find | None = None,
+    wanted: int = 0,
 ) -> RemoteGenerator:
-    """A generator over the servers of the settings, connected and compared with the run's model."""
+    """A generator over the servers of the settings, connected and compared with the run's model; or over those that ``find``
+    names at any time: a cluster starts them from the settings of the run, and ``wanted`` of them are waited for."""
+    from turnwise.engines.remote.elastic_generator import ElasticGenerator
     from turnwise.engines.remote.policy_probe import PolicyProbe
     from turnwise.engines.remote.remote_generator import ProbeRule, RemoteGenerator
     from turnwise.engines.remote.weight_files import WeightFolder
@@ -146,6 +158,11 @@ def make_remote_generator(
     vocabulary = renderer.tokenizer.get_vocab()
     rule = ProbeRule(PolicyProbe(model, min(len(vocabulary), model.config.get_text_config().vocab_size)), tolerance)
     folder = WeightFolder(settings.generator_weights)
+    if find is not None:
+        make = partial(Replica, client=_client_name(settings), seconds=settings.generator_seconds)
+        elastic = ElasticGenerator(find, make, PATIENCE, limits, folder, rule, renderer.decode, tell)
+        asyncio.run(elastic.join(wanted))
+        return elastic
     generator = RemoteGenerator(make_replicas(settings), limits, folder, rule, renderer.decode, tell)
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
 

@@ -51,6 +51,7 @@ class RemoteGenerator:
         self.replicas, self.limits, self.folder = list(replicas), limits, folder
         self.rule, self.decode, self.tell = rule, decode, tell
         self.version = self._newest = 0  # in use everywhere; being published
+        self.published: WeightFile | None = None  # the weights of the newest version
         self.fatal: GeneratorLost | None = None  # why nothing can be sampled any longer
         self._opened, self._tokens, self._reissued, self._aborted = 0, 0, 0, 0
         self._told: set[Replica] = set()
@@ -75,7 +76,7 @@ class RemoteGenerator:
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Load new weights on every server. With no server left the next request raises, not this call: the step that was
         trained is complete."""
-        file = await in_daemon_thread(lambda: self.folder.write(weights, version))
+        file = self.published = await in_daemon_thread(lambda: self.folder.write(weights, version))
         self._ready.clear()
         self._newest = version
         try:
@@ -109,6 +110,14 @@ class RemoteGenerator:
 
     def check(self) -> None:
         """Tell about servers that were lost; note if none is left."""
+        self.tell_lost()
+        if not self.alive() and self.fatal is None:
+            lost = "; ".join(f"{replica.url}: {replica.lost}" for replica in self.replicas)
+            self.fatal = GeneratorLost(
+                f"no generator server is left ({lost}); start one again, there or elsewhere (resume --generator URL)"
+            )
+
+    def tell_lost(self) -> None:
         for replica in self.replicas:
             if replica.lost and replica not in self._told:
                 self._told.add(replica)
@@ -119,11 +128,6 @@ class RemoteGenerator:
                     else "none is left"
                 )
                 self.tell(f"lost the generator {replica.url}: {replica.lost}; {others}")
-        if not self.alive() and self.fatal is None:
-            lost = "; ".join(f"{replica.url}: {replica.lost}" for replica in self.replicas)
-            self.fatal = GeneratorLost(
-                f"no generator server is left ({lost}); start one again, there or elsewhere (resume --generator URL)"
-            )
 
     async def ready(self) -> None:
         """Wait while weights are published; raise if no server is left."""

@@ -1,0 +1,162 @@
+"""The actors of a run: one that learns, and some that sample. Ray restarts them when their processes die.
+
+A generator actor is the server of ``turnwise serve`` on a free port. The learner is the ordinary run: a restarted one continues
+the run directory from its last checkpoint, with or without a driver that watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import secrets
+import socket
+import threading
+import time
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from turnwise.config.named_object import import_from_current_folder
+from turnwise.config.settings import Settings
+from turnwise.errors import TurnwiseError
+from turnwise.serve.policy_host import PolicyHost
+from turnwise.serve.server import LOOPBACK, listen_on, serve_app, url_of
+from turnwise.training.cluster.directory import find_actors
+from turnwise.training.cluster.names import GENERATOR
+from turnwise.training.interrupt import RunStopped, StopSignals
+
+NEWS_SECONDS = 0.5  # for which a question for news waits for some
+KEPT_EVENTS = 1000  # for a driver that attaches later
+UNWATCHED_SECONDS = 30.0  # after its end, in which a driver may fetch the outcome
+
+
+def enter(folder: str) -> None:
+    """Work in the folder of the command, where relative paths and modules of the user are."""
+    with contextlib.suppress(OSError):  # a machine that does not have it
+        os.chdir(folder)
+    import_from_current_folder()
+
+
+class GeneratorActor:
+    """Serves the model of a run. ``learner_node``: where loopback reaches the server."""
+
+    def __init__(self, folder: str, path: str, settings: Mapping[str, Any], learner_node: str) -> None:
+        enter(folder)
+        from turnwise.training.generator_server import make_policy_host
+
+        here = ray.get_runtime_context().get_node_id() == learner_node
+        made = Settings.of(settings)
+        kept = Path(path) / "initial"  # the model the run began with, once the learner has made it
+        policy_host = make_policy_host(made, kept if kept.is_dir() else None, made.model, own_context=True)
+        self._token = secrets.token_urlsafe(24)
+        listener = listen_on(LOOPBACK if here else ray.util.get_node_ip_address(), 0, self._token)
+        self._url = url_of(listener)
+        threading.Thread(target=self._serve, args=(listener, policy_host), daemon=True).start()
+
+    def _serve(self, listener: socket.socket, policy_host: PolicyHost) -> None:
+        from turnwise.serve.generate_app import make_generate_app
+
+        try:
+            asyncio.run(serve_app(listener, make_generate_app(policy_host, self._token)))
+        finally:
+            os._exit(1)  # an actor without its server is of no use: Ray starts another
+
+    def address(self) -> tuple[str, str]:
+        """The URL of the server, and its token."""
+        return self._url, self._token
+
+    def process(self) -> int:
+        return os.getpid()
+
+
+@dataclass(frozen=True)
+class LearnerNews:
+    """What happened since the driver last asked. ``life`` changes when the learner is restarted."""
+
+    life: str
+    events: Sequence[tuple[str, Mapping[str, Any]]]
+    known: int  # events of this life so far
+    ended: bool = False
+    summary: Mapping[str, Any] | None = None
+    fault: bytes = b""  # the pickled error that ended the run
+
+
+class LearnerActor:
+    """Runs ``learn(path, notes, listen, stop)`` in a thread, from the moment it is started or restarted."""
+
+    def __init__(self, folder: str, path: str, notes: Sequence[str], learn: Callable[..., dict[str, Any]]) -> None:
+        enter(folder)
+        self.life, self._events, self._happened = uuid.uuid4().hex, deque[Any](maxlen=KEPT_EVENTS), 0
+        self._summary: Mapping[str, Any] | None = None
+        self._fault, self._ended, self._asked = b"", False, time.monotonic()
+        self._changed, self._stop = threading.Condition(), StopSignals()
+        again = ray.get_runtime_context().was_current_actor_reconstructed
+        self._work = lambda: learn(Path(path), () if again else tuple(notes), self._listen, self._stop)
+        threading.Thread(target=self._run, daemon=True, name="turnwise-learner").start()
+
+    def _listen(self, event: str, facts: Mapping[str, Any]) -> None:
+        with self._changed:
+            self._events.append((event, dict(facts)))
+            self._happened += 1
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            self._summary = self._stop.run_in_thread(self._work)
+        except BaseException as fault:
+            self._fault = _pickled(fault)
+        with self._changed:
+            self._ended, self._asked = True, time.monotonic()
+            self._changed.notify_all()
+        while time.monotonic() - self._asked < UNWATCHED_SECONDS:
+            time.sleep(1.0)
+        name = ray.get_runtime_context().get_actor_name() or ""
+        remove_generators(name.partition("@")[2])  # no driver is left to do it
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def news(self, life: str, known: int) -> LearnerNews:
+        """The events after the first ``known`` ones of this life, as far as they are kept."""
+        with self._changed:
+            known = known if life == self.life else 0
+            if self._happened <= known and not self._ended:
+                self._changed.wait(NEWS_SECONDS)
+            self._asked = time.monotonic()
+            new = list(self._events)[max(0, len(self._events) - (self._happened - known)) :]
+            return LearnerNews(self.life, new, self._happened, self._ended, self._summary, self._fault)
+
+    def stop(self, number: int) -> None:
+        """As if the signal of this number had come: stop after the current step, with a checkpoint."""
+        self._stop.request(number)
+
+    def process(self) -> int:
+        return os.getpid()
+
+
+def _pickled(fault: BaseException) -> bytes:
+    """The error for another process, with the text of where it was raised; one that cannot travel as its text."""
+    where = "".join(traceback.format_exception(fault))
+    fault.__traceback__ = fault.__cause__ = fault.__context__ = None
+    if not isinstance(fault, TurnwiseError | RunStopped):
+        fault.add_note(where)
+    try:
+        data = pickle.dumps(fault)
+        pickle.loads(data)
+        return data
+    except Exception:
+        return pickle.dumps(RuntimeError(f"{type(fault).__name__}: {fault}\n{where}"))
+
+
+def remove_generators(key: str) -> None:
+    """End the generators of a run, and give back their places."""
+    for actor in find_actors(GENERATOR, key).values():
+        ray.kill(actor, no_restart=True)
+    with contextlib.suppress(ValueError):  # there is none
+        ray.util.remove_placement_group(ray.util.get_placement_group(key))

@@ -1,0 +1,211 @@
+"""Runs on a local Ray cluster: the same weights as without one, also when its processes are killed; and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import signal
+import threading
+from collections import Counter
+
+import pytest
+
+from turnwise.config.settings import Settings
+from turnwise.errors import SettingError
+from turnwise.store.ledger import SqliteLedger
+from turnwise.training import api
+from turnwise.training.cluster.names import actor_name, number_of, run_key
+from turnwise.training.cluster.options import ClusterOptions, check_cluster
+
+SMALL = {
+    "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 4, "cold_batch": 8,
+    "steps": 12, "groups": 2, "group_size": 3, "max_tokens": 12, "context": 160, "eval_tasks": 4, "checkpoint_every": 1,
+    "trackers": (), "threads": 1,
+}  # fmt: skip
+needs_ray = [
+    pytest.mark.slow,
+    pytest.mark.integration,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray"),
+]
+
+# --------------------------------------------------------------------- setting
+
+
+def test_the_setting_is_read():
+    options = ClusterOptions.parse("10.0.0.5:6379,generators=8,cpus=2,gpus=1,placement=spread,restarts=3")
+    assert options == ClusterOptions("10.0.0.5:6379", 8, 2, 1, "spread", 3) and not options.local
+    assert ClusterOptions.parse("local") == ClusterOptions("local")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("ray://head:10001", "write local, or the HOST:PORT"),
+        ("head", "write local, or the HOST:PORT"),
+        ("local,generators", "generators is ''"),
+        ("local,generators=two", "generators is 'two'"),
+        ("local,cpus=0", "cpus is 0; write at least 1"),
+        ("local,gpus=-1", "gpus is -1; write 0 or more"),
+        ("local,machines=2", "no option 'machines'"),
+        ("local,placement=strict", "placement is 'strict'"),
+    ],
+)
+def test_a_setting_that_is_none_is_refused(text, told):
+    with pytest.raises(SettingError, match=told):
+        ClusterOptions.parse(text)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray")
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"cluster": "127.0.0.1:9"}, "no Ray cluster answers at 127.0.0.1:9; start one there: ray start --head"),
+        ({"cluster": "local", "generator": ("http://127.0.0.1:9",)}, "leave --generator out"),
+        ({"cluster": "local", "opponents": "past"}, "older policies"),
+        ({"cluster": "local", "ranks": 2}, "--ranks"),
+        ({"cluster": "local", "env": "object:Shop"}, "give it by its name"),
+        ({"cluster": "local", "method": "own"}, "give it by its name"),
+        ({"cluster": "local", "data": "pairs.jsonl"}, "samples nothing"),
+    ],
+)
+def test_what_a_cluster_cannot_run_is_refused(values, told):
+    with pytest.raises(SettingError, match=told):
+        check_cluster(Settings(**values))
+
+
+def test_actors_are_found_by_names_that_no_other_run_has(tmp_path):
+    key, other = run_key(tmp_path / "a"), run_key(tmp_path / "b" / "a")
+    assert key != other and key == run_key(tmp_path / "b" / ".." / "a")
+    name = actor_name("generator", key, 12)
+    assert number_of(name, "generator", key) == 12
+    assert number_of(name, "learner", key) is number_of(name, "generator", other) is None
+
+
+# ------------------------------------------------------------------------ runs
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory):
+    """A cluster of this machine, small."""
+    pytest.importorskip("ray")
+    pytest.importorskip("uvicorn")
+    os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"})
+    import ray
+
+    ray.init(
+        "local", num_cpus=4, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False,
+        namespace="turnwise", logging_level="ERROR",
+    )  # fmt: skip
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """The weights that a run without a cluster ends with."""
+    out = tmp_path_factory.mktemp("local")
+    api.train(quiet=True, out=str(out), name="run", **SMALL)
+    return digest(out / "run")
+
+
+def digest(run):
+    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def kill(ray, name):
+    """Kill the process of an actor, as the kernel would."""
+    os.kill(ray.get(ray.get_actor(name, namespace="turnwise").process.remote()), signal.SIGKILL)
+
+
+def listener(at, act, heard):
+    """Hears a run, and acts once, after its step ``at``, beside it."""
+    acted = threading.Event()
+
+    def listen(event, facts):
+        heard.append((event, facts))
+        if event == "step" and facts["stage"] == "learn" and facts["step"] == at and not acted.is_set():
+            acted.set()
+            act()
+
+    return listen
+
+
+def accounts(run):
+    """Groups by state; every step trained on its groups, none twice."""
+    with SqliteLedger(run / "ledger.sqlite", readonly=True) as ledger:
+        counts, groups = ledger.group_counts(), ledger.groups()
+    trained = [g for g in groups if g.state == "trained"]
+    numbers = [g.group_id.split("~")[0] for g in trained]
+    assert len(set(numbers)) == len(numbers)
+    assert Counter(g.step for g in trained) == dict.fromkeys(range(SMALL["steps"]), SMALL["groups"])
+    assert counts.issued == counts.trained + counts.dropped + counts.in_flight + counts.finished
+    return counts
+
+
+class TestRuns:
+    pytestmark = needs_ray
+
+    def test_a_run_on_a_cluster_with_one_generator_is_bit_identical_to_one_without(self, ray, local, tmp_path):
+        heard = []
+        summary = api.train(
+            lambda *event: heard.append(event), out=str(tmp_path), name="run", cluster="local", **SMALL
+        )
+        assert digest(tmp_path / "run") == local
+        assert "generator actors: 1" in summary["engines"]["generator"]
+        steps = [facts["step"] for event, facts in heard if event == "step" and facts["stage"] == "learn"]
+        assert steps == list(range(1, SMALL["steps"] + 1))
+        assert not ray.util.list_named_actors(all_namespaces=True)
+
+    def test_a_learner_that_is_killed_continues_to_the_same_weights(self, ray, local, tmp_path):
+        heard, name = [], actor_name("learner", run_key(tmp_path / "run"))
+        api.train(
+            listener(2, lambda: kill(ray, name), heard), out=str(tmp_path), name="run", cluster="local", **SMALL
+        )
+        texts = [facts["text"] for event, facts in heard if event == "message"]
+        assert any("the process of the learner died" in text for text in texts)
+        assert any("the run did not end by itself" in text for text in texts)
+        assert digest(tmp_path / "run") == local
+        accounts(tmp_path / "run")
+
+    def test_a_generator_that_is_killed_is_started_again_and_samples_from_then_on(self, ray, tmp_path):
+        heard, name = [], actor_name("generator", run_key(tmp_path / "run"))
+        api.train(
+            listener(2, lambda: kill(ray, name), heard), out=str(tmp_path), name="run", cluster="local", **SMALL
+        )
+        texts = [facts["text"] for event, facts in heard if event == "message"]
+        assert any("lost the generator" in text and "none is left" in text for text in texts)
+        assert any("samples from now on" in text for text in texts)
+        accounts(tmp_path / "run")
+
+    def test_generators_are_added_while_the_run_goes_on(self, ray, tmp_path):
+        from turnwise.store.rundir import RunDir
+        from turnwise.training.cluster.driver import ClusterRun
+        from turnwise.training.events import RunEvents
+
+        heard, values = [], {**SMALL, "steps": 1000, "staleness": 1}
+
+        def grow():
+            run_dir = RunDir.open(tmp_path / "run")
+            settings = Settings.of({**run_dir.metadata()["settings"], "cluster": "local,generators=2"})
+            more = ClusterRun(run_dir, settings, ClusterOptions.parse(settings.cluster), RunEvents())
+            more.start(print, ())  # the learner lives: it is not started again
+
+        after_first_step = listener(1, grow, heard)
+
+        def listen(event, facts):
+            after_first_step(event, facts)
+            if event == "message" and "samples from now on" in facts["text"]:
+                os.kill(os.getpid(), signal.SIGINT)  # it has been seen to join: the run may end
+
+        with pytest.raises(KeyboardInterrupt, match="stopped at step"):
+            api.train(listen, out=str(tmp_path), name="run", cluster="local", **values)
+        assert not ray.util.list_named_actors(all_namespaces=True)
+
+    def test_ctrl_c_stops_with_a_checkpoint_and_resume_ends_with_the_same_weights(self, ray, local, tmp_path):
+        stop = listener(2, lambda: os.kill(os.getpid(), signal.SIGINT), [])
+        with pytest.raises(KeyboardInterrupt, match=r"stopped at step \d, with a checkpoint; `turnwise resume"):
+            api.train(stop, out=str(tmp_path), name="run", cluster="local", **SMALL)
+        assert not ray.util.list_named_actors(all_namespaces=True)
+        api.resume(tmp_path / "run", quiet=True)
+        assert digest(tmp_path / "run") == local
