@@ -52,6 +52,7 @@ HEAVY = {  # who may touch a heavy library
     "transformers": "engines models training integrations bench",
     "tokenizers": "models bench inspector",
     "peft": "engines",
+    "ray": "training",
     "numpy": "tasks maths evaluation observe store engines integrations inspector",
 }
 LATE = {  # for those who ask for it: TensorBoard's writer, the profiler, a tokenizer's template
