@@ -199,8 +199,9 @@ def promed(
 
     Paper: Shapley Information Gain Guided RL for Proactive Medical LLMs, arXiv 2508.13514.
     Settings: alpha 2, beta 1, gamma 3, format 1, softmax temperature (softness) 2, groups of 4, clip 0.1, KL 0.04.
-    Deviation: environment or data record the Shapley values (facts ``worth k``) and the pieces in an answer (turn fact
-    ``uncovered``, one bit each); as in its code a piece counts every time, with fresh only the first time.
+    Deviation: environment or data record the Shapley values (facts ``worth k``; examples/shapley_of_facts.py estimates them
+    with a model) and the pieces in an answer (turn fact ``uncovered``, one bit each); as in its code a piece counts every time,
+    with fresh only the first time.
     Sure of: the formula (official code).
     """
     reward = QuestionReward(ShapleyInformationGain(softness, fresh), alpha, beta, gamma, form)

@@ -139,7 +139,8 @@ def ipa(gamma: float = 0.95, mismatch: float = 5.0) -> Recipe:
 
     Paper: Let It Flow: Agentic Crafting on Rock and Roll, arXiv 2512.24873.
     Settings: gamma 0.95, mismatch 5 in a public re-run; failures pay −1.
-    Deviation: episodes start at the beginning, not at prefixes of good ones. Failures with reward 0 have no gradient.
+    Deviation: episodes start at the beginning; --guidance ipa --sampler cycle starts them near the end of a solution, and
+    earlier as they succeed. Failures with reward 0 have no gradient.
     Sure of: the formula (third-party notes), not the constants.
     """
     return Recipe(
