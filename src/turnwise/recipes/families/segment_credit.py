@@ -132,7 +132,7 @@ def r3l(
 
 
 def ipa(gamma: float = 0.95, mismatch: float = 5.0) -> Recipe:
-    """IPA (its credit; tapers negative rewards only): turn-level returns, ratios and mismatch masks; no chunk resampling.
+    """IPA (its credit; tapers negative rewards only): turn-level returns, ratios and mismatch masks.
 
     Gₖ = γ^{K−k} R;  ∇J = mean Σₖ mₖ wₖ Gₖ ∇ log π(turn k),  w = 1 where R > 0, else min(ρₖ, 1),
     ρₖ the geometric mean of π/π_prox, mₖ = 1 where that of π_prox/μ is at most ``mismatch``
