@@ -13,6 +13,7 @@ sampled tokens; the table compares both at the largest number of tokens that bot
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from itertools import product
 from pathlib import Path
@@ -41,6 +42,19 @@ def points(row: Row) -> list[tuple[float, float]]:
 def success_at(row: Row, tokens: float) -> float:
     """The held-out success of the last evaluation at no more than ``tokens`` sampled tokens."""
     return [success for count, success in points(row) if count <= tokens][-1]
+
+
+def of_these_settings(rows: list[Row]) -> list[Row]:
+    """The rows that were made with the settings above; older ones are kept in the file."""
+    present = {arm: json.loads(json.dumps({**SETTINGS, **own})) for arm, own in ARMS.items()}
+    free = ("seed", "steps")
+    same = lambda row: (
+        {k: v for k, v in row["settings"].items() if k not in free}
+        == {  # noqa: E731
+            k: v for k, v in present[row["arm"]].items() if k not in free
+        }
+    )
+    return [row for row in rows if same(row)]
 
 
 def table(rows: list[Row]) -> str:
@@ -73,14 +87,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS / "context_editing.jsonl")
     parser.add_argument("--table", action="store_true", help="print the rows and run nothing")
     chosen = parser.parse_args()
-    made = {(row["arm"], row["settings"]["seed"]) for row in read([chosen.results]) if row["after"]}
+    made = {(row["arm"], row["settings"]["seed"]) for row in of_these_settings(read([chosen.results])) if row["after"]}
     todo = [] if chosen.table else [pair for pair in product(chosen.arms, chosen.seeds) if pair not in made]
     runs: list[tuple[Row, dict[str, Any], str]] = [
         ({"arm": arm}, {**SETTINGS, **ARMS[arm], "seed": seed, "steps": chosen.steps}, f"context-{arm}-{seed}")
         for arm, seed in todo
     ]
     side_by_side(runs, chosen.results, chosen.out, chosen.jobs, chosen.seconds)
-    print(table(read([chosen.results])))
+    print(table(of_these_settings(read([chosen.results]))))
 
 
 if __name__ == "__main__":

@@ -43,10 +43,11 @@ VARIANTS = {  # weight of the penalty at first and at last
     "constant": (0.2, 0.2),
     "free": (0.0, 0.0),
 }
+HOLD = 0.7  # further weight of the penalty at first
 DROPS = 20  # in which the penalty falls
 
 
-def self_play(hold: float = 0.7, start: float = 0.3, end: float = 0.08, steps: int = 500, clip: float = 0.2) -> Recipe:
+def self_play(hold: float = HOLD, start: float = 0.3, end: float = 0.08, steps: int = 500, clip: float = 0.2) -> Recipe:
     """Return-to-go of each seat minus its mean over the episodes of one deal; KL to the first policy with a falling weight.
 
     Aₖ = Gₖ − mean of G over (deal, seat);  J = Σₜ min(ρₜAₖ, clip(ρₜ)Aₖ) − λ(step) KL(π‖first)
@@ -67,35 +68,25 @@ def self_play(hold: float = 0.7, start: float = 0.3, end: float = 0.08, steps: i
 
 def table(rows: list[Row]) -> str:
     """Final exploitability by variant and settings."""
-    heads = (
-        "variant",
-        "penalty",
-        "lr",
-        "games a step",
-        "steps",
-        "seeds",
-        "before",
-        "after",
-        "each seed",
-        "unlisted",
-        "seconds",
-    )
+    heads = ("width, cold start", "penalty", "lr", "games a step", "steps", "before", "after, by seed", "unlisted", "seconds")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     kinds: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row["after"]:
             own, options = row["settings"], row["settings"]["method_options"]
-            penalty = f"{options['start']:g} to {options['end']:g}"
+            levels = [options["hold"] + options["start"]] if options["hold"] else []
+            penalty = " to ".join(f"{level:g}" for level in (*levels, options["start"], options["end"]))
+            model = f"{own['hidden']}, {own['cold_steps']} of {own.get('cold_batch', 24)}"
             games = own["groups"] * own["group_size"]
-            kinds.setdefault((row["variant"], penalty, own["lr"], games, own["steps"]), []).append(row)
+            kinds.setdefault((model, penalty, f"{own['lr']:g}, {own['schedule']}", games, own["steps"]), []).append(row)
     last = lambda row: row["after"]["exact"]["exploitability"]  # noqa: E731
     for key, found in sorted(kinds.items(), key=lambda item: statistics.mean(map(last, item[1]))):
         found.sort(key=lambda row: row["settings"]["seed"])
         first = statistics.mean(row["before"]["exact"]["exploitability"] for row in found)
         illegal = max(row["after"]["exact"]["unlisted"] for row in found)
-        each = ", ".join(f"{last(row):.3f}" for row in found)
-        mean, seconds = statistics.mean(map(last, found)), max(row["seconds"] for row in found)
-        cells = (*key, len(found), f"{first:.3f}", f"{mean:.3f}", each, f"{illegal:.1e}", seconds)
+        each = ", ".join(f"{last(row):.3f} ({row['settings']['seed']})" for row in found)
+        seconds = max(row["seconds"] for row in found)
+        cells = (*key, f"{first:.3f}", each, f"{illegal:.1e}", seconds)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -117,7 +108,7 @@ def main() -> None:
     more = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in chosen.set)}
     for seed, variant, steps, lr in product(chosen.seeds, chosen.variants, chosen.steps, chosen.lr):
         start, end = VARIANTS[variant]
-        options = {"start": start, "end": end, "steps": steps}
+        options = {"hold": HOLD, "start": start, "end": end, "steps": steps}
         method = f"{Path(__file__).resolve()}:self_play"
         own = {**SETTINGS, **more, "seed": seed, "steps": steps, "lr": lr, "method": method, "method_options": options}
         name = "-".join(["kuhn", variant, f"{lr:g}", str(steps), *map(str, more.values()), str(seed)])
