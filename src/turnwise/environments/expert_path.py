@@ -47,7 +47,7 @@ class ExpertPath(Environment):
         return _words(action) == _words(expected)
 
     def reset(self, seed: int) -> Sequence[Message]:
-        self.read, self.patched = list(super().reset(seed)), 0
+        self.read, self.patched = list(super().reset(seed)), 0  # type: ignore[safe-super]
         return list(self.read)
 
     def step(self, action: Action) -> Step:
