@@ -33,7 +33,7 @@ from turnwise.credit.turns import AgentReturnToGo
 from turnwise.recipes.recipe import Recipe
 
 SETTINGS: dict[str, Any] = {
-    "env": "open_spiel:kuhn_poker", "groups": 12, "group_size": 16, "schedule": "cosine", "eval_tasks": 1, "eval_every": 40,
+    "env": "open_spiel:kuhn_poker", "groups": 12, "group_size": 16, "schedule": "linear", "eval_tasks": 1, "eval_every": 40,
     "hidden": 128, "layers": 2, "lr": 1.5e-3, "warmup": 20, "clip_norm": 10.0, "cold_steps": 30, "cold_batch": 96,
     "checkpoint_every": 400,
 }  # fmt: skip
@@ -47,7 +47,7 @@ HOLD = 0.7  # further weight of the penalty at first
 DROPS = 20  # in which the penalty falls
 
 
-def self_play(hold: float = HOLD, start: float = 0.3, end: float = 0.08, steps: int = 500, clip: float = 0.2) -> Recipe:
+def self_play(hold: float = HOLD, start: float = 0.3, end: float = 0.05, steps: int = 700, clip: float = 0.2) -> Recipe:
     """Return-to-go of each seat minus its mean over the episodes of one deal; KL to the first policy with a falling weight.
 
     Aₖ = Gₖ − mean of G over (deal, seat);  J = Σₜ min(ρₜAₖ, clip(ρₜ)Aₖ) − λ(step) KL(π‖first)
@@ -93,9 +93,9 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", nargs="+", default=["held"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["annealed"], choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, nargs="+", default=[500])
+    parser.add_argument("--steps", type=int, nargs="+", default=[700])
     parser.add_argument("--lr", type=float, nargs="+", default=[SETTINGS["lr"]])
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other settings")
     parser.add_argument("--jobs", type=int, default=1)
