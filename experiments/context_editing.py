@@ -46,15 +46,12 @@ def success_at(row: Row, tokens: float) -> float:
 
 def of_these_settings(rows: list[Row]) -> list[Row]:
     """The rows that were made with the settings above; older ones are kept in the file."""
-    present = {arm: json.loads(json.dumps({**SETTINGS, **own})) for arm, own in ARMS.items()}
-    free = ("seed", "steps")
-    same = lambda row: (
-        {k: v for k, v in row["settings"].items() if k not in free}
-        == {  # noqa: E731
-            k: v for k, v in present[row["arm"]].items() if k not in free
-        }
-    )
-    return [row for row in rows if same(row)]
+    return [row for row in rows if _compared(row["settings"]) == _compared({**SETTINGS, **ARMS[row["arm"]]})]
+
+
+def _compared(settings: dict[str, Any]) -> str:
+    """The settings that must agree, as text."""
+    return json.dumps({key: settings[key] for key in sorted(settings) if key not in ("seed", "steps")})
 
 
 def table(rows: list[Row]) -> str:

@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, nargs="+", default=[700])
     parser.add_argument("--lr", type=float, nargs="+", default=[SETTINGS["lr"]])
+    parser.add_argument("--hold", type=float, default=HOLD, help="further weight of the penalty at first")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other settings")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0, help="runs are stopped after this time")
@@ -108,7 +109,7 @@ def main() -> None:
     more = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in chosen.set)}
     for seed, variant, steps, lr in product(chosen.seeds, chosen.variants, chosen.steps, chosen.lr):
         start, end = VARIANTS[variant]
-        options = {"hold": HOLD, "start": start, "end": end, "steps": steps}
+        options = {"hold": chosen.hold, "start": start, "end": end, "steps": steps}
         method = f"{Path(__file__).resolve()}:self_play"
         own = {**SETTINGS, **more, "seed": seed, "steps": steps, "lr": lr, "method": method, "method_options": options}
         name = "-".join(["kuhn", variant, f"{lr:g}", str(steps), *map(str, more.values()), str(seed)])
