@@ -103,6 +103,12 @@ def test_a_cluster_that_starts_no_server_is_told_with_the_reason():
         run(elastic(["http://127.0.0.1:9"], model, patience=0.5).join(1))
 
 
+def test_a_server_that_cannot_serve_the_run_is_refused_at_once():
+    model = make(seed=2)
+    with served(make(seed=1), context=64) as server, pytest.raises(SettingError, match="it reads 64 ids, and the run needs 128"):
+        run(elastic([server.url], model).join(1))
+
+
 def test_where_no_server_comes_back_the_run_stops():
     model = make(seed=2)
 

@@ -103,15 +103,22 @@ class ElasticGenerator(RemoteGenerator):
         for replica in [replica for replica in self.replicas if replica.lost]:
             try:
                 await replica.identify()
+            except SettingError as fault:  # it does not answer, or not yet
+                self._refuse(replica, fault)
+                continue
+            try:
                 await replica.attach(self.limits)
-            except (ServerFault, SettingError) as fault:
-                replica.lost = str(fault)
-                self._told.add(replica)  # it was never in use
+            except ServerFault as fault:
+                self._refuse(replica, fault)
                 continue
             self._told.discard(replica)
             self._joined += 1
             if self.published is not None:
                 self.tell(f"the generator {replica.url} samples from now on")
+
+    def _refuse(self, replica: Replica, fault: Exception) -> None:
+        replica.lost = str(fault)
+        self._told.add(replica)  # it was never in use
 
     def _reasons(self) -> str:
         return "".join(f"; {replica.url}: {replica.lost}" for replica in self.replicas)

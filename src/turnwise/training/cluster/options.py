@@ -57,7 +57,7 @@ class ClusterOptions:
             if key not in OPTIONS:
                 raise SettingError(f"cluster has no option {key!r}; {nearest(key, OPTIONS)}")
             options[key] = convert(f"cluster: {key}", value, OPTIONS[key])
-        return cls(address, **options)._checked()  # type: ignore[arg-type]
+        return cls(address, **options)._checked()
 
     def _checked(self) -> ClusterOptions:
         for name in ("generators", "cpus"):

@@ -1,0 +1,314 @@
+"""``python -m trials.cluster [--kills 200] [--minutes 25]``: SIGKILL of random processes of runs on a local Ray cluster.
+
+A kill hits a generator, the learner, a process that plays environments, or the driver (the ``turnwise`` command). A killed driver
+is started again with ``turnwise resume``; Ray starts the others again. When a run has reached its last step, its ledger must
+prove that nothing was lost and nothing was trained twice, and that no token was older than the staleness allows; its final
+success must agree with that of the same run without a cluster and without kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
+
+from trials.outcome import Outcome, Results
+from trials.report import table
+
+ROWS = Path(__file__).parent / "results" / "cluster.jsonl"
+STALENESS, STEPS, GROUPS = 2, 30, 4
+TASKS = {"env": "guess", "difficulty": "1", "threads": "1", "trackers": ""}
+SETTINGS = {
+    **TASKS, "steps": STEPS, "groups": GROUPS, "group-size": "4", "max-tokens": "16", "context": "96", "eval-tasks": "100",
+    "checkpoint-every": "1", "staleness": STALENESS, "keep-tokens": "0", "isolate-env": "true",
+}  # fmt: skip
+WEIGHTS = {"generator": 8, "environment": 8, "learner": 3, "driver": 2}  # how often each kind is chosen
+GAP = (0.5, 5.0)  # seconds between two kills
+SPARED = 40.0  # seconds without a new step in which only environments are killed
+STUCK = 240.0  # seconds without a new step, with all kills paused, after which a run counts as hung
+COMMAND = [sys.executable, "-m", "turnwise.cli.main"]
+
+
+# ------------------------------------------------------------------------ kills
+
+
+@dataclass
+class KilledRun:
+    """One run on the cluster at ``address``, and what was killed in it."""
+
+    out: Path
+    model: Path
+    address: str
+    seed: int
+    rng: random.Random
+    kills: Counter[str] = field(default_factory=Counter)
+    driver: subprocess.Popen[bytes] | None = None
+    last: tuple[int, float] = (-1, 0.0)  # step and time of the last kill that stops the training
+
+    @property
+    def path(self) -> Path:
+        return self.out / "run"
+
+    def start(self) -> None:
+        """Start the driver, or start it again."""
+        cluster = f"{self.address},generators=2,restarts=100000"
+        words = ["resume", str(self.path)]
+        if not (self.path / "run.json").is_file():
+            words = ["train", "grpo", *flags(self.model, self.seed, self.out), "--cluster", cluster]
+        with (self.out / "driver.log").open("ab") as log:
+            self.driver = subprocess.Popen([*COMMAND, *words], stdout=log, stderr=log, cwd=self.out)
+
+    def to_the_end(self, most: int, until: float) -> str:
+        """Kill at most ``most`` processes, none after ``until``; then let the run end. Returns what went wrong."""
+        self.start()
+        step, moved = -1, time.monotonic()
+        while True:
+            time.sleep(self.rng.uniform(*GAP))
+            assert self.driver is not None
+            status = self.driver.poll()
+            if status == 0:
+                return ""
+            if status is not None:
+                return f"the driver ended with status {status}: {_tail(self.out / 'driver.log')}"
+            if (now := steps_done(self.path)) != step:
+                step, moved = now, time.monotonic()
+            if time.monotonic() - moved > STUCK:
+                return f"no step for {STUCK:g} s after step {step}: {_tail(self.out / 'driver.log')}"
+            if sum(self.kills.values()) < most and time.monotonic() < until:
+                self.kill_one()
+
+    def kill_one(self) -> None:
+        kind = self.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        now = steps_done(self.path)
+        if kind != "environment" and now == self.last[0] and time.monotonic() - self.last[1] < SPARED:
+            kind = "environment"  # a run in which nothing ever starts proves nothing
+        if kind == "environment" and now >= STEPS:
+            return  # it would end episodes of the final evaluation, which count as failed
+        pids = self.processes(kind)
+        if not pids:
+            return
+        if kind != "environment":
+            self.last = (now, time.monotonic())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.rng.choice(pids), signal.SIGKILL)
+            self.kills[kind] += 1
+        if kind == "driver" and self.driver is not None:
+            self.driver.wait()
+            self.start()
+
+    def processes(self, kind: str) -> list[int]:
+        """The living processes of a kind."""
+        from turnwise.training.cluster.names import GENERATOR, LEARNER
+
+        if kind == "driver":
+            living = self.driver is not None and self.driver.poll() is None and (self.path / "run.json").is_file()
+            return [self.driver.pid] if living and self.driver else []
+        if kind == "environment":
+            return [child for parent in self._actors(LEARNER) for child in children(parent, b"turnwise.environments.worker")]
+        return self._actors(GENERATOR if kind == "generator" else LEARNER)
+
+    def _actors(self, kind: str) -> list[int]:
+        import ray
+
+        from turnwise.training.cluster.directory import find_actors
+        from turnwise.training.cluster.names import run_key
+
+        pids = []
+        for actor in find_actors(kind, run_key(self.path)).values():
+            with contextlib.suppress(ray.exceptions.RayError):
+                pids.append(ray.get(actor.process.remote(), timeout=1.0))
+        return pids
+
+
+def remove_actors(run: Path) -> None:
+    """End what a run left that did not end by itself."""
+    import ray
+
+    from turnwise.training.cluster.actors import remove_generators
+    from turnwise.training.cluster.directory import find_actors
+    from turnwise.training.cluster.names import LEARNER, run_key
+
+    for learner in find_actors(LEARNER, run_key(run)).values():
+        ray.kill(learner, no_restart=True)
+    remove_generators(run_key(run))
+
+
+def flags(model: Path, seed: int, out: Path) -> list[str]:
+    values = {**SETTINGS, "model": model, "seed": seed, "out": out, "name": "run"}
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def make_model(out: Path) -> Path:
+    """The model that all runs begin with: tiny, after its supervised cold start."""
+    values = {**TASKS, "steps": 1, "eval-tasks": 0, "out": out, "name": "model"}
+    run_to_end(["train", "grpo", *(f"--{name}={value}" for name, value in values.items())], out)
+    return out / "model" / "initial"
+
+
+def run_to_end(words: list[str], folder: Path) -> None:
+    subprocess.run([*COMMAND, *words], cwd=folder, check=True, capture_output=True)
+
+
+def children(parent: int, word: bytes) -> list[int]:
+    """Child processes whose command contains ``word``."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            if folder.name.isdigit() and int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found += [int(folder.name)] * (word in (folder / "cmdline").read_bytes())
+    return found
+
+
+def steps_done(run: Path) -> int:
+    with contextlib.suppress(OSError):
+        return len((run / "metrics.jsonl").read_text().splitlines())
+    return 0
+
+
+def _tail(path: Path) -> str:
+    return " ".join(path.read_text(errors="replace").split())[-400:] if path.is_file() else ""
+
+
+# ------------------------------------------------------------------------ proof
+
+
+def audit(run: Path) -> tuple[str, dict[str, int]]:
+    """What is wrong with the accounts of a finished run (empty: nothing), and its counts."""
+    from turnwise.store.ledger import SqliteLedger
+
+    with SqliteLedger(run / "ledger.sqlite", readonly=True) as ledger:
+        counts = ledger.group_counts()
+        groups = [group for group in ledger.groups() if group.state == "trained"]
+        ages = [
+            group.step - version
+            for group in groups
+            for trajectory in ledger.group(group.group_id).trajectories
+            for turn in trajectory.turns
+            for version in turn.version
+        ]
+    with contextlib.closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as database:
+        rows = database.execute("SELECT id, state, reason, void FROM groups").fetchall()
+    undone = [row for row in rows if row[3]]
+    dropped = [row for row in rows if row[1] == "dropped" and not row[3]]
+    left = [row for row in rows if row[1] in ("in_flight", "finished")]
+    facts = {
+        "issued": counts.issued, "trained": len(groups), "dropped": len(dropped), "reissued": len(undone), "left": len(left),
+        "tokens": len(ages), "oldest": max(ages, default=0),
+    }  # fmt: skip
+    if counts.issued != len(groups) + len(dropped) + len(undone) + len(left):
+        return f"issued groups do not add up: {facts}", facts
+    if any(not row[2] for row in rows if row[1] == "dropped"):
+        return "a group was dropped without a reason", facts
+    kept = Counter(_number(row[0]) for row in rows if not row[3])
+    if twice := [number for number, count in kept.items() if count > 1]:
+        return f"the draws {twice[:5]} have more than one account", facts
+    lost = [n for n in {_number(row[0]) for row in undone} if n not in kept and n < max(kept)]
+    if lost:
+        return f"the draws {lost[:5]} were undone and never issued again", facts
+    if (trained := Counter(group.step for group in groups)) != dict.fromkeys(range(STEPS), GROUPS):
+        return f"groups trained on by step: {dict(trained)}", facts
+    if not ages or min(ages) < 0 or max(ages) > STALENESS:
+        return f"tokens are {min(ages, default=0)} to {max(ages, default=0)} versions old, allowed: {STALENESS}", facts
+    logged = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return ("" if logged == list(range(1, STEPS + 1)) else f"steps logged: {logged}"), facts
+
+
+def _number(key: str) -> int:
+    return int(key.split("~")[0])
+
+
+def success(run: Path) -> tuple[float, list[float]]:
+    """Success of the final evaluation, and its 95 % interval."""
+    after = json.loads((run / "summary.json").read_text())["success_after"]
+    return after["success"], [round(bound, 3) for bound in after["interval"]]
+
+
+def agree(ours: tuple[float, list[float]], theirs: tuple[float, list[float]]) -> bool:
+    """Whether one of two success rates lies in the interval of the other."""
+    return theirs[1][0] <= ours[0] <= theirs[1][1] or ours[1][0] <= theirs[0] <= ours[1][1]
+
+
+# ------------------------------------------------------------------------ trial
+
+
+def trial(kills: int, minutes: float, results: Results, progress: Any) -> None:
+    import ray
+
+    ray.init(
+        "local", num_cpus=8, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False,
+        namespace="turnwise", configure_logging=False,
+    )  # fmt: skip
+    address, until, done, seed = ray.get_runtime_context().gcs_address, time.monotonic() + 60 * minutes, 0, 0
+    try:
+        with tempfile.TemporaryDirectory(prefix="tw") as kept:
+            model = make_model(Path(kept))
+            while done < kills and time.monotonic() < until:
+                with tempfile.TemporaryDirectory(prefix="tw") as folder:
+                    outcome = one_run(Path(folder), model, address, seed, kills - done, until, progress)
+                results.add(outcome)
+                done, seed = done + outcome.count, seed + 1
+                progress(f"{done} kills; {outcome.name}: {outcome.result} {outcome.fault}")
+    finally:
+        ray.shutdown()
+
+
+def one_run(folder: Path, model: Path, address: str, seed: int, most: int, until: float, progress: Any) -> Outcome:
+    began = time.monotonic()
+    whole, chaos = folder / "whole", folder / "chaos"
+    for path in (whole, chaos):
+        path.mkdir()
+    run = KilledRun(chaos, model, address, seed, random.Random(seed))
+    fault = run.to_the_end(most, until)
+    if run.driver is not None and run.driver.poll() is None:
+        run.driver.kill()
+    remove_actors(run.path)
+    facts: dict[str, int] = {}
+    if not fault:
+        fault, facts = audit(run.path)
+        progress(f"{dict(run.kills)}; {facts} {fault}; now undisturbed")
+        run_to_end(["train", "grpo", *flags(model, seed, whole)], whole)
+    if not fault and not agree(success(run.path), success(whole / "run")):
+        fault = f"final success {success(run.path)}, undisturbed {success(whole / 'run')}"
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(run.kills.items()))
+    ends = f"success {success(run.path)} against {success(whole / 'run')}" if not fault else ""
+    progress(f"{kinds}; {facts}; {ends}")
+    name = f"seed {seed}: {kinds}; {json.dumps(facts)}; {ends}"
+    seconds, count = time.monotonic() - began, sum(run.kills.values())
+    return Outcome("cluster", name, "failed" if fault else "accounted", fault, seconds, count, "kills on a Ray cluster")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m trials.cluster", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=25.0, help="no kill and no new run after so many minutes")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="file of the result rows; /dev/null keeps none")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    results = Results(arguments.rows)
+    trial(
+        arguments.kills,
+        arguments.minutes,
+        results,
+        lambda text: print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr, flush=True),
+    )
+    print(table(list(results.outcomes.values())))
+    return 1 if any(outcome.fault for outcome in results.outcomes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
