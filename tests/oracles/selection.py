@@ -10,7 +10,7 @@ import math
 import torch
 
 from .objectives import bounded, constant, smaller, spread
-from .records import Batch, Token, Trajectory, sampled, trajectories
+from .records import Batch, Token, Trajectory, sampled, total, trajectories
 from .result import Result
 from .trust import clipped, log_ratio, mismatch, proximal_log_ratio, zscore
 
@@ -107,3 +107,104 @@ def swarm(batch: Batch, clip: float = 0.2) -> Result:
         ratio = proximal_log_ratio if one.facts.get("origin") == "replay" else log_ratio
         table.append((one, [(t, clipped(torch.exp(ratio(t)), advantage, clip, clip)) for t in sampled(one)]))
     return Result(spread(batch, credit), averaged(table))
+
+
+def oapl(batch: Batch, value: float = 1.0, beta: float = 1e-3) -> Result:
+    credit = []
+    for group in batch:
+        # Card: "V(x)=beta1·ln(mean_i exp(r_i/beta1)); A_i=r_i-V"
+        rewards = [total(one) for one in group]
+        top = max(rewards)
+        soft = top + value * math.log(math.fsum(math.exp((r - top) / value) for r in rewards) / len(rewards))
+        credit.extend(r - soft for r in rewards)
+    rows = [(one, a) for one, a in zip(trajectories(batch), credit) if sampled(one)]
+    loss = constant(0.0)
+    for one, advantage in rows:
+        # Card: "loss mean_i (beta2·(log pi_theta(y_i|x) - log pi_k(y_i|x)) - A_i)^2, sequence log-probs summed"
+        moved = constant(0.0)
+        for token in sampled(one):
+            moved = moved + log_ratio(token)
+        loss = loss + (beta * moved - advantage) ** 2 / len(rows)
+    return Result(spread(batch, credit), loss)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def digirl(
+    batch: Batch, gamma: float = 0.5, cost: float = 0.05, share: float = 0.1, value_weight: float = 1.0
+) -> Result:
+    """House: a step is a turn with tokens, its value the sigmoid of the estimate before its first token; 0 after the last."""
+    members = [one for one in trajectories(batch) if sampled(one)]
+    # Card: "score trajectories by R - V_ins(task), keep the top 10 %"
+    ranked = sorted(
+        members, key=lambda one: (-round(total(one) - sigmoid(sampled(one)[0].old_value), 6), int(one.lot * 2**31))
+    )
+    kept = {id(one) for one in ranked[: math.ceil(share * len(members) - 1e-9)]}
+    steps = [turn for one in trajectories(batch) for turn in one.turns if turn.tokens]
+    chosen = sum(1 for one in trajectories(batch) for turn in one.turns if turn.tokens and id(one) in kept)
+    advantages: list[float] = []
+    loss = constant(0.0)
+    for one in trajectories(batch):
+        for k, turn in enumerate(one.turns):
+            if not turn.tokens:
+                continue
+            later = [other for other in one.turns[k + 1 :] if other.tokens]
+            after = sigmoid(later[0].tokens[0].old_value) if later else 0.0
+            returned = math.fsum(gamma**j * other.reward for j, other in enumerate(one.turns[k:]))
+            # Card: "Released form: A = V(o') - V(o) - 0.05 + r + R_MC ... then binarise (A>0 -> 1)"
+            good = after - sigmoid(turn.tokens[0].old_value) - cost + turn.reward + returned > 0
+            advantages.extend(float(good) for _ in turn.tokens)
+            for token in turn.tokens:
+                # Card: "L = -1[A>0]·sum_tokens log pi(a|o)"
+                if id(one) in kept and good:
+                    loss = loss - token.logp / chosen
+            # Card: "cross-entropy to 1[MC return>0]"
+            v = turn.tokens[0].value
+            label = float(total(one) > 0)
+            loss = loss + value_weight * (torch.nn.functional.softplus(v) - label * v) / len(steps)
+    return Result(advantages, loss)
+
+
+def digi_q(batch: Batch, least: float = 0.1) -> list[bool]:
+    """Which turns are imitated. Card: "A = max_i Q - max_i V, take argmax"; "L = -1[A>delta]·log pi(a_best)"."""
+    kept: list[bool] = []
+    for group in batch:
+        table = [(turn, max(turn.facts["q"]) - max(turn.facts["v"])) for one in group for turn in one.turns]
+        for turn, advantage in table:
+            peers = [a for other, a in table if other.tokens and other.facts["state"] == turn.facts["state"]]
+            kept.append(bool(turn.tokens) and advantage > least and advantage == max(peers))
+    return kept
+
+
+def evocua(batch: Batch, beta: float = 0.1, imitation: float = 1.0) -> Result:
+    """House: the pair of a group is its best and its worst return (of equal ones the smallest lot), where they differ."""
+    terms = []
+    for group in batch:
+        lot = {id(one): int(one.lot * 2**31) for one in group}
+        best = min(group, key=lambda one: (-total(one), lot[id(one)]))
+        worst = min(group, key=lambda one: (total(one), lot[id(one)]))
+        if total(best) <= total(worst):
+            continue
+        # Card: "the critical forking point t* is the first step where actions diverge from equivalent states"
+        for good, bad in zip(best.turns, worst.turns):
+            if good.facts["state"] is None or good.facts["state"] != bad.facts["state"]:
+                break
+            if good.facts["action"] != bad.facts["action"]:
+                if good.tokens and bad.tokens:
+                    terms.append((good, bad))
+                break
+    loss = constant(0.0)
+    for good, bad in terms:
+        # Card: "chosen = successful action, rejected = failed action" of the step alone
+        d = constant(0.0)
+        for side, turn in ((1, good), (-1, bad)):
+            for token in turn.tokens:
+                d = d + side * (token.logp - token.reference)
+        loss = loss + torch.nn.functional.softplus(-beta * d) / len(terms)
+    # Card: "Rejection fine-tuning on successful rollouts"
+    copied = [token for one in trajectories(batch) if one.success for token in sampled(one)]
+    for token in copied:
+        loss = loss - imitation * token.logp / len(copied)
+    return Result([0.0] * sum(len(sampled(one)) for one in trajectories(batch)), loss, {"pairs": len(terms)})

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from .objectives import token_rewards
 from .others import averaged, constant, implicit, log_sigmoid, over_pairs, sampled, total
 from .records import Batch, Trajectory, tokens, trajectories
 from .result import Result
@@ -199,13 +200,10 @@ def aot(batch: Batch, beta: float = 0.1, smoothing: float = 0.0, paired: bool = 
 
 
 def kto(batch: Batch, beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0) -> Result:
-    sides: list[tuple[Trajectory, float]] = []
-
-    def collect(winner: Trajectory, loser: Trajectory) -> torch.Tensor:
-        sides.extend([(winner, 1.0), (loser, -1.0)])
-        return constant(0.0)
-
-    result = over_pairs(batch, collect)
+    """Every labelled answer by itself, whether it has another side or not."""
+    result = over_pairs(batch, lambda winner, loser: constant(0.0))
+    labelled = [one for one in trajectories(batch) if one.facts.get("chosen") is not None]
+    sides = [(one, 1.0 if one.facts["chosen"] else -1.0) for one in labelled]
     scores = [implicit(one) for one, _ in sides]
     centre = max(0.0, sum(s.item() for s in scores) / max(1, len(scores)))
     loss = constant(0.0)
@@ -215,3 +213,27 @@ def kto(batch: Batch, beta: float = 0.1, desirable: float = 1.0, undesirable: fl
         if sampled(one):
             loss = loss + weight * (1 - logistic(beta * side * (score - centre))) / filled
     return Result(result.advantage, loss, result.extra)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Baselines by token
+
+
+def optimal_token(batch: Batch, clip: float = 0.2, eps: float = 1e-8) -> Result:
+    """verl: w_t = 1 - 2 pi_t + sum pi^2, W_t its running sum, B_t = sum_i G_t W_t / (sum_i W_t + eps) over the rows of the prompt
+    that reach t; G_t the reward to go; no baseline for a single row, nor beyond the second-longest row. token.facts["collision"]
+    is sum pi^2; a reward stands on the last token of its turn, of an empty turn on the token before it (or the first turn's)."""
+    advantages: list[float] = []
+    for group in batch:
+        returns, paths = [], []
+        for one in group:
+            paid = token_rewards(one)
+            returns.append([sum(paid[t:]) for t in range(len(paid))])
+            w = [1 - 2 * math.exp(token.proximal) + token.facts["collision"] for token in sampled(one)]
+            paths.append([sum(w[: t + 1]) for t in range(len(w))])
+        for i, one in enumerate(group):
+            for t in range(len(sampled(one))):
+                rows = [j for j in range(len(group)) if len(returns[j]) > t]
+                baseline = sum(returns[j][t] * paths[j][t] for j in rows) / (sum(paths[j][t] for j in rows) + eps)
+                advantages.append(returns[i][t] - (baseline if len(rows) > 1 else 0.0))
+    return Result(advantages, token_mean(batch, advantages, clip, clip))

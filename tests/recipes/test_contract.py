@@ -60,7 +60,7 @@ HYPER = {
 SCORES = {  # their oracle's loss is −w A log π with w detached; ours has the same gradient and another value
     "reinforce", "rloo", "rloo_kl", "cispo", "minpro", "dppo_tv", "dppo_kl", "topr", "vcpo", "rec_one_side", "rec_two_side",
     "rec_ring", "rec_sequence", "red_weight", "kimi_opmd", "asym_re", "rep_forward", "opmd", "minirl", "scale_rl",
-    "fiberpo_domain", "aepo", "gpg", "vespo",
+    "fiberpo_domain", "aepo", "gpg", "vespo", "digirl",
 }  # fmt: skip
 
 

@@ -21,4 +21,5 @@ PREFERENCES = [
     "dpo", "rdpo", "simpo", "inpo", "spo_minimax", "srpo", "mapl", "dpa", "exo", "nca", "apo", "discopop", "aot",
     "kto", "orpo", "cpo",
 ]  # fmt: skip
-PROVEN_ELSEWHERE = [*TURNS, *GROUPS, *SEGMENTS, *OTHERS, *PREFERENCES]
+VALUES = ["digi_q", "optimal_token", "evocua"]  # test_step_values.py
+PROVEN_ELSEWHERE = [*VALUES, *TURNS, *GROUPS, *SEGMENTS, *OTHERS, *PREFERENCES]

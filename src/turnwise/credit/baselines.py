@@ -9,7 +9,7 @@ import torch
 
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import Outcome
+from turnwise.algebra.value import Outcome, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Partition, where
 from turnwise.core.signals import Signal
@@ -226,7 +226,29 @@ class ScaleByInformative(Term):
         return a * (spread.x.numel() / max(1.0, count))
 
 
+@dataclass(frozen=True)
+class OptimalTokenBaseline(Term):
+    """A = G − Σ G W / Σ W over the trajectories of the group at the same token index; G the reward to go, W the running sum of
+    1 − 2π + Σₐ π(a)², the squared norm of ∂ log π / ∂ logits. Where one trajectory alone has that index, the baseline is 0."""
+
+    eps: float = 1e-8
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({Signal.PROXIMAL, Signal.COLLISION})
+
+    def __call__(self, batch: Batch) -> Field:
+        tree = batch.tree
+        to_go = token_reward(batch).running_sum(TRAJECTORY, reverse=True).to(torch.float64)
+        energy = 1 - 2 * batch[Signal.PROXIMAL].to(torch.float64).exp() + batch[Signal.COLLISION].to(torch.float64)
+        path = energy.running_sum(TRAJECTORY)
+        peers = Partition.by(tree, TOKEN, batch.group, tree.index(TOKEN, TRAJECTORY))
+        baseline = (to_go * path).sum(peers) / (path.sum(peers) + self.eps)
+        return to_go - where(to_go.peer_count(peers) > 1, baseline, 0.0)
+
+
 __all__ = [
     "AboveBaseline", "AtMedian", "BestAboveSecond", "DifficultyWeighted", "LeaveOneOutProbeBaseline",
-    "LengthWeightedBaseline", "ProbeBaseline", "ScaleByInformative", "StandardiseByMeanDeviation", "StandardiseByMedian",
+    "LengthWeightedBaseline", "OptimalTokenBaseline", "ProbeBaseline", "ScaleByInformative", "StandardiseByMeanDeviation",
+    "StandardiseByMedian",
 ]  # fmt: skip

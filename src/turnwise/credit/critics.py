@@ -47,7 +47,8 @@ class UtteranceAdvantage(Factor):
 class UtteranceCriticError(Penalty):
     """Σ over both critics of (Q − r − γ V̄(s′))² + (V − Q̄(s, a))², bars: target networks.
 
-    The value after the last turn is 0. One cost per turn; turns without tokens have none."""
+    The value after the last turn is 0. One cost per turn; turns without tokens have none. V learns from fresh turns alone: the
+    action of a replayed turn is an older policy's."""
 
     gamma: float = 0.9
 
@@ -63,8 +64,9 @@ class UtteranceCriticError(Penalty):
         slow_q, slow_q_twin, slow_v, slow_v_twin = (view.batch[s] for s in TURN_CRITIC_TARGET)
         reward = view.batch.reward.sum(TURN)
         target = lambda after: reward + self.gamma * shift_turns(after, 1, 0.0)  # noqa: E731
-        error = (q - target(slow_v)) ** 2 + (v - slow_q) ** 2
-        return error + (q_twin - target(slow_v_twin)) ** 2 + (v_twin - slow_q_twin) ** 2
+        of_q = (q - target(slow_v)) ** 2 + (q_twin - target(slow_v_twin)) ** 2
+        of_v = (v - slow_q) ** 2 + (v_twin - slow_q_twin) ** 2
+        return of_q + where(view.batch.replayed, 0.0, of_v)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,10 @@ class TurnValueDifference(Term):
     """A = V(after) − V(before) of each turn, V the critic's estimate before its first token; after the last turn V is
     the return.
 
-    A turn without tokens is no step: the turn before it continues with what follows. At TURN."""
+    A turn without tokens is no step: the turn before it continues with what follows. ``probability``: V is the sigmoid of the
+    estimate. At TURN."""
+
+    probability: bool = False
 
     @property
     def reads(self) -> frozenset[Signal]:
@@ -95,6 +100,7 @@ class TurnValueDifference(Term):
 
     def __call__(self, batch: Batch) -> Field:
         tree, value = batch.tree, batch[Signal.OLD_VALUE]
+        value = value.map(torch.sigmoid) if self.probability else value
         outcome = batch.reward.sum(TRAJECTORY).to(value.x.dtype).at(TURN)
         tokens = tree.size(TOKEN, TURN)
         first = where(tree.index(TOKEN, TURN) < 1, value, 0.0).sum(TURN)

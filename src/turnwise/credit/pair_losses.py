@@ -13,7 +13,7 @@ from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
-from turnwise.credit.pairs import LabelledPairs, PairSelector
+from turnwise.credit.pairs import LabelledAnswers, LabelledPairs, PairSelector
 from turnwise.credit.preference import (
     LogRatioScore,
     PairLoss,
@@ -177,7 +177,8 @@ class ProspectLoss(Penalty):
         return cost * where(sign > 0, self.desirable, self.undesirable)
 
     def metrics(self, view: MicroBatchView) -> Mapping[str, Tensor]:
-        return mean_over_pairs(ranking_metrics(view, self.pairs, LogRatioScore()))
+        pairs = LabelledPairs() if isinstance(self.pairs, LabelledAnswers) else self.pairs
+        return mean_over_pairs(ranking_metrics(view, pairs, LogRatioScore()))
 
 
 __all__ = [

@@ -58,6 +58,19 @@ class LabelledPairs(PairSelector):
 
 
 @dataclass(frozen=True)
+class LabelledAnswers(PairSelector):
+    """Every trajectory with the fact ``chosen``, 1 (good) or 0 (bad): both sides of a pair, or answers without another side."""
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset({"pairs", "labels"})
+
+    def sign(self, batch: Batch) -> Field:
+        label = Fact("chosen", missing=-1.0)(batch)
+        return where(label.map(lambda x: x == 1), 1.0, where(label.map(lambda x: x == 0), -1.0, 0.0))
+
+
+@dataclass(frozen=True)
 class BestWorstPairs(PairSelector):
     """The best and the worst of the selected trajectories of a group, where they differ."""
 
@@ -80,6 +93,15 @@ def pairs_from(source: str) -> PairSelector:
     """``told``: pairs labelled by the data; ``formed``: the best and the worst of each group."""
     check(source in SOURCES, f"no source of pairs {source!r}; {nearest(source, SOURCES)}")
     return SOURCES[source]
+
+
+LABELLED: dict[str, PairSelector] = {"told": LabelledAnswers(), "formed": BestWorstPairs()}
+
+
+def labelled_from(source: str) -> PairSelector:
+    """As ``pairs_from``, and answers of the data that are labelled one by one."""
+    check(source in LABELLED, f"no source of labelled answers {source!r}; {nearest(source, LABELLED)}")
+    return LABELLED[source]
 
 
 ANSWERS: dict[str, Selector] = {"told": FromOrigin("expert"), "formed": FromOrigin("policy")}
@@ -159,6 +181,6 @@ class DirectionalReward(Term):
 
 
 __all__ = [
-    "BestWorstPairs", "ChosenSide", "DirectionalReward", "LabelledPairs", "PairSelector", "WinRate", "answers_from",
-    "pairs_from",
+    "BestWorstPairs", "ChosenSide", "DirectionalReward", "LabelledAnswers", "LabelledPairs", "PairSelector", "WinRate",
+    "answers_from", "labelled_from", "pairs_from",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
     {"messages": [...]}                                    every assistant turn is a training target
     {"prompt": ..., "completion": ...}                     text or messages; the assistant turns of the completion (also
                                                            called ``response``) are training targets
+    {"prompt": ..., "completion": ..., "label": true}      the same with a verdict: a good answer (true) or a bad one (false)
     {"prompt": ..., "chosen": ..., "rejected": ...}        text or messages; or two dialogues with a common prefix; or,
                                                            for ``prompt``, ``prompt_chosen`` and ``prompt_rejected``
 
@@ -283,6 +284,8 @@ def _labelled(example: Example, values: Mapping[str, Any], side: str, unused: Co
             unused[name] += 1
     if side:
         facts["chosen"] = float(side == "chosen")
+    elif isinstance(columns.get("label"), bool):
+        facts["chosen"] = facts.pop("label")
     reward, success, answer = columns.get("reward"), columns.get("success"), columns.get("answer")
     if reward is not None and not is_finite_number(reward):
         raise InvalidRow(f"reward is {_shown(reward)}; write a finite number")

@@ -33,6 +33,7 @@ SIGNAL_MEANING = {  # signals that only our own learner measures
     Signal.EFFECTIVE_RANK: "the effective rank of the hidden states",
     Signal.FLOW_DEVIATION: "how far hidden states lie from the flow of good ones",
     Signal.REWARD_PROBE: "a probe of the hidden states",
+    Signal.COLLISION: "the sum of the squared probabilities of the whole vocabulary",
     Signal.Q: "a critic of whole turns",
 }
 MEASURED_WITH = {

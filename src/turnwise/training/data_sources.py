@@ -58,7 +58,7 @@ class DataSources:
         if not source:
             return cls(settings, env_spec, recipe, prompts=prompts)
         rows = read_dataset(source, settings.env)
-        _check_rows(rows, settings, env_spec, "pairs" in requires, "demonstrations" in requires)
+        _check_rows(rows, settings, env_spec, requires)
         rows = _augment(rows, recipe, settings)
         if settings.offline:
             _check_columns(rows, requires, settings)
@@ -129,12 +129,12 @@ class DataSources:
         return Demonstrations(seed, s.demo_share, None, self.groups(renderer))
 
 
-def _check_rows(rows: Dataset, settings: Settings, env_spec: EnvSpec, pairs: bool, dialogues: bool) -> None:
+def _check_rows(rows: Dataset, settings: Settings, env_spec: EnvSpec, requires: frozenset[str]) -> None:
     """Refuse rows of the wrong kind, and tasks that are not this run's."""
     faults = LineErrors(rows.path)
     named = sum(row.task is not None for row in rows.rows if not row.is_pair)
     for row in rows.rows:
-        problem = _wrong_kind(row, pairs, dialogues)
+        problem = _wrong_kind(row, requires)
         if not settings.offline:
             problem = problem or _wrong_task(row, settings, env_spec, named)
         if problem:
@@ -169,12 +169,17 @@ def _check_columns(rows: Dataset, requires: frozenset[str], settings: Settings) 
             )
 
 
-def _wrong_kind(row: DatasetRow, pairs: bool, dialogues: bool) -> str:
-    if row.is_pair and not pairs:
+def _wrong_kind(row: DatasetRow, requires: frozenset[str]) -> str:
+    label = row.examples[0].facts.get("chosen")
+    if row.is_pair and "pairs" not in requires:
         return "a pair, and this method learns from single dialogues; write messages, or prompt and completion"
-    if not row.is_pair and not dialogues:
+    if row.is_pair or (label is not None and "labels" in requires):
+        return ""
+    if "labels" in requires:
+        return "no label; write label: true or false, or prompt, chosen and rejected"
+    if "demonstrations" not in requires:
         return "a dialogue, and this method learns from pairs; write prompt, chosen and rejected"
-    return ""
+    return "" if label != 0 else "label is false, and this method imitates every row; take kto, or drop the bad answers"
 
 
 def _wrong_task(row: DatasetRow, settings: Settings, env_spec: EnvSpec, named: int) -> str:

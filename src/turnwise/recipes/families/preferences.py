@@ -25,7 +25,7 @@ from turnwise.credit.pair_losses import (
     SortedPreferenceLoss,
     anchored_loss,
 )
-from turnwise.credit.pairs import DirectionalReward, LabelledPairs, WinRate, answers_from, pairs_from
+from turnwise.credit.pairs import DirectionalReward, LabelledPairs, WinRate, answers_from, labelled_from, pairs_from
 from turnwise.credit.preference import (
     FlipCorrected,
     LabelSmoothed,
@@ -249,11 +249,11 @@ def kto(
 
     Paper: KTO: Model Alignment as Prospect Theoretic Optimization, arXiv 2402.01306.
     Settings: beta 0.1, weights 1 (keep λ_D n_D / λ_U n_U within 1 to 4/3).
-    Deviation: z is estimated from the labelled answers themselves, not from answers paired with other prompts; answers
-    come as pairs.
+    Deviation: z is estimated from the labelled answers themselves, not from answers paired with other prompts. Answers come as
+    pairs, or one by one with a label (rows of prompt, completion and label).
     Sure of: the utility (paper text), the estimate of z (ours).
     """
-    selected = pairs_from(pairs)
+    selected = labelled_from(pairs)
     cost = ProspectLoss(beta, desirable, undesirable, selected)
     return penalised(cost, selected, Mean(TRAJECTORY))
 

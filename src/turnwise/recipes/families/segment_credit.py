@@ -7,10 +7,11 @@ from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import CriticsFirst
 from turnwise.algebra.gate import Clip, ClipByOutcome, NoGate
 from turnwise.algebra.mask import AllTokens, Both, MismatchWithin
-from turnwise.algebra.penalty import SquaredValueError, WeightedPenalty
+from turnwise.algebra.penalty import WeightedPenalty
 from turnwise.algebra.ratio import Importance, OnPolicy
 from turnwise.algebra.value import Constant, Outcome, ReturnToGo
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
+from turnwise.credit.baselines import OptimalTokenBaseline
 from turnwise.credit.critics import (
     AdvantageRegressionError,
     StatesWithSpread,
@@ -28,6 +29,8 @@ from turnwise.credit.forks import (
     TreeValueDifference,
     UnforkedTrajectories,
 )
+from turnwise.credit.reference_reset import ResetReference
+from turnwise.credit.regression import ActiveBatches
 from turnwise.credit.segments import (
     AmplifiedPositive,
     CentredOnGroup,
@@ -36,6 +39,9 @@ from turnwise.credit.segments import (
     ProbabilityBelow,
     SampledSegments,
 )
+from turnwise.credit.selectors import FromOrigin
+from turnwise.credit.step_values import StepCrossEntropy
+from turnwise.data.replay import RecentBuffer
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch
@@ -172,22 +178,42 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
     )
 
 
+def optimal_token(clip: float = 0.2, eps: float = 1e-8) -> Recipe:
+    """Optimal token baseline: at each token the baseline of least variance, a mean over the group weighted by path energy.
+
+    A = G − Σ G W / Σ W over the rows at token t;  G: reward to go;  W = Σ_{j≤t} (1 − 2π(yⱼ) + Σₐ π(a)²);  clipped token mean
+
+    Paper: the advantage estimator optimal_token_baseline of a public trainer (verl), 2026.
+    Settings: clip 0.2, eps 1e-8; the end of the longest row, beyond all others, has no baseline, and a group of one has none.
+    Deviation: no importance weights on W for samplers that differ from the learner.
+    Sure of: formula and constants (released code of a public trainer).
+    """
+    return Recipe(advantage=OptimalTokenBaseline(eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
+
+
 # ------------------------------------------------------------------------ critics
 
 
 @declares(Kind.OBJECTIVE)
 def archer(
-    gamma: float = 0.9, baseline: bool = False, value_weight: float = 1.0, passes: int = 10, warm: int = 10
+    gamma: float = 0.9,
+    baseline: bool = False,
+    value_weight: float = 1.0,
+    passes: int = 10,
+    warm: int = 10,
+    share: float = 1.0,
+    oldest: int = 10,
 ) -> Recipe:
-    """ArCHer: twin turn-level critics; the utterance advantage drives a token-level policy gradient.
+    """ArCHer: twin turn-level critics with replay; the utterance advantage drives a token-level policy gradient.
 
     Q → r + γ V̄(s'), V → Q̄(s, a), bars: slow copies;  ∇J = mean over turns of (min Q − min V) Σₜ ∇ log π(yₜ)
 
     Paper: ArCHer: Training Language Model Agents via Hierarchical Multi-Turn RL, arXiv 2402.19446.
     Settings: gamma 0.9, target rate 0.1, critic lr 2e-5, 50 critic and 3 actor epochs (10 and 1 here), 20 iterations of
-    warm-up (10 here): without it the policy learns to end early, which is all an untrained critic predicts.
-    Deviation: critics and policy learn on the same fresh turns: no replay; the slow copies are read once for each batch; the
-    action judged is the one taken. With baseline the token's own value head is subtracted and learns the verdict.
+    warm-up (10 here): without it the policy learns to end early, which is all an untrained critic predicts. Q also learns from
+    turns of the last 10 steps, as many as fresh ones (share 1).
+    Deviation: fresh action samples are the turns just sampled, so V and policy do not learn on replayed states; the slow copies
+    are read once for each batch. With baseline the token's own value head is subtracted and learns the verdict.
     Sure of: the formula (official code).
     """
     return Recipe(
@@ -196,31 +222,33 @@ def archer(
         gate=NoGate() * UtteranceAdvantage(baseline),
         aggregate=Sum(TURN),
         penalties=(
-            WeightedPenalty(value_weight, UtteranceCriticError(gamma), Mean(TURN)),
+            WeightedPenalty(value_weight, UtteranceCriticError(gamma), Mean(TURN), rows=AllTokens()),
             WeightedPenalty(baseline, TokenBaselineError(), Mean(TOKEN)),
         ),
-        control=CriticsFirst(passes, warm),
-    )
+        keep=FromOrigin("policy"), control=CriticsFirst(passes, warm), replay=RecentBuffer(oldest, share=share),
+    )  # fmt: skip
 
 
-def direct_advantage(beta: float = 0.1, least: float = 0.0, value_weight: float = 1.0) -> Recipe:
-    """DAPO (direct advantage, critic learned along): regresses the step's log-ratio onto its scaled advantage.
+def direct_advantage(
+    beta: float = 0.1, least: float = 0.0, value_weight: float = 1.0, warm: int = 20, every: int = 20
+) -> Recipe:
+    """DAPO (direct advantage): a critic learns first and is frozen; then a step's log-ratio is regressed onto its advantage.
 
-    min E (A/β − Σₜ log π/π_ref)² over steps, A = V(after) − V(before), R − V at the end
+    min E (A/β − Σₜ log π/π_ref)² over steps, A = V(after) − V(before), R − V at the end;  V by cross-entropy to success
 
     Paper: Improving Multi-Step Reasoning with Direct Advantage Policy Optimization, arXiv 2412.18279.
-    Settings: beta small; states whose advantages span less than ``least`` are left out.
-    Deviation: a step is a turn; the critic learns along, by squared error to the outcome, instead of beforehand by
-    cross-entropy to success rates; the reference is fixed.
+    Settings: beta small; states whose advantages span less than ``least`` are left out. 20 batches for the critic and a new
+    reference after every 20 batches are ours (0: never); with --critic separate nothing that the critic reads moves.
+    Deviation: a step is a turn; one action of each state unless --strategy branch; each rollout labels its states with its own
+    success, which has the gradient of their success rate.
     Sure of: the quadratic loss (third-party summaries), not the constants.
     """
+    regression = ResetReference(AdvantageRegressionError(beta), warm, every)
     return Recipe(
-        advantage=TurnValueDifference(),
-        gate=ZeroGate(),
-        aggregate=Mean(TURN),
+        advantage=TurnValueDifference(probability=True), gate=ZeroGate(), aggregate=Mean(TURN),
         keep=StatesWithSpread(least),
         penalties=(
-            WeightedPenalty(1.0, AdvantageRegressionError(beta)),
-            WeightedPenalty(value_weight, SquaredValueError(Outcome()), Mean(TOKEN), rows=AllTokens()),
+            WeightedPenalty(ActiveBatches(1.0, warm), regression),
+            WeightedPenalty(ActiveBatches(value_weight, 0, warm), StepCrossEntropy(), Sum(TURN), rows=AllTokens()),
         ),
-    )
+    )  # fmt: skip

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from turnwise.algebra.advantage import Standardise
+from turnwise.algebra.advantage import SoftBaseline, Standardise
+from turnwise.algebra.aggregate import Mean, Sum
+from turnwise.algebra.control import CriticsFirst
 from turnwise.algebra.factor import TruncatedImportance
 from turnwise.algebra.gate import Clip
-from turnwise.algebra.mask import Both
-from turnwise.algebra.penalty import KL, WeightedPenalty
-from turnwise.algebra.ratio import Importance
+from turnwise.algebra.mask import AllTokens, Both
+from turnwise.algebra.penalty import KL, NegativeLogLikelihood, WeightedPenalty
+from turnwise.algebra.ratio import Importance, OnPolicy
+from turnwise.algebra.value import Constant
+from turnwise.core.levels import GROUP, TOKEN, TURN
 from turnwise.credit.by_origin import RatioByOrigin
+from turnwise.credit.critics import UtteranceCriticError, ZeroGate
 from turnwise.credit.downsampling import HighestEntropyTurns, LargestAdvantageEntropy, LargestVariance, ShareSchedule
-from turnwise.credit.selectors import FromOrigin
-from turnwise.data.replay import SharedExperience, SuccessBuffer
-from turnwise.recipes.kind import Kind
+from turnwise.credit.forking_pairs import ForkingTurnPairs, ForkingTurnScore
+from turnwise.credit.preference import LogisticLoss, PreferenceLoss
+from turnwise.credit.regression import SamplerRegressionError
+from turnwise.credit.selectors import AllOf, FromOrigin, Succeeded
+from turnwise.credit.step_values import BestActionOfState, GoodSteps, OutcomeAboveValue, StepCrossEntropy, TopOfBatch
+from turnwise.data.replay import PastBatches, RecentBuffer, SharedExperience, SuccessBuffer
+from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.strategies import Branch
+from turnwise.tasks.admission import Spread
+from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import CyclePool
 from turnwise.tasks.turn_limits import FallingWithSuccess
 
@@ -96,3 +108,93 @@ def dart(
         sampler=CyclePool(pool),
         replay=SuccessBuffer(),
     )
+
+
+def oapl(value: float = 1.0, beta: float = 1e-3, share: float = 0.5, window: int = 4) -> Recipe:
+    """OAPL (KARL): regresses the log-ratio to the sampler of each trajectory onto its soft advantage; no ratio and no clip.
+
+    V = β₁ log mean exp(R/β₁) over the group;  min mean (β₂ Σₜ (log π − log μ) − (R − V))²
+
+    Paper: KARL: Knowledge Agents via Reinforcement Learning, arXiv 2603.05218, objective of arXiv 2602.19362.
+    Settings: value (β₁) 1, beta (β₂) 1e-3, 8 rollouts, groups without spread dropped; the sampler is refreshed every 50 updates.
+    Deviation: old data comes from a buffer of whole batches, half of each step of the last 4 policies; the synthesis of tasks is
+    not part of it.
+    Sure of: the loss (vendor implementation), the schedule (from memory).
+    """
+    return Recipe(
+        advantage=SoftBaseline(value),
+        gate=ZeroGate(),
+        penalties=(WeightedPenalty(1.0, SamplerRegressionError(beta)),),
+        admission=Spread(),
+        replay=PastBatches(share, window),
+    )
+
+
+def digirl(
+    gamma: float = 0.5, cost: float = 0.05, share: float = 0.1, value_weight: float = 1.0, oldest: int = 10
+) -> Recipe:
+    """DigiRL: imitates the good steps of the trajectories that did better than their task promised; values are classifiers.
+
+    kept: the top share by R − V(o₀);  ∇J = mean over steps of 1[V(o′) − V(o) − cost + r + G > 0] Σₜ ∇ log π
+
+    Paper: DigiRL: Training In-The-Wild Device-Control Agents with Autonomous RL, arXiv 2406.11896.
+    Settings: gamma 0.5, cost 0.05, top 10 %, a buffer of 2000 steps (10 training steps here).
+    Deviation: one value head; the value of the task is the step value of its first state; the offline phase is the cold start.
+    Sure of: the released form of the step advantage (official code).
+    """
+    return Recipe(
+        advantage=GoodSteps(gamma, cost),
+        ratio=OnPolicy(),
+        aggregate=Sum(TURN),
+        keep=TopOfBatch(share, OutcomeAboveValue()),
+        penalties=(WeightedPenalty(value_weight, StepCrossEntropy(), Sum(TURN), rows=AllTokens()),),
+        replay=RecentBuffer(oldest, share=1.0, above=-1.0),
+    )
+
+
+def digi_q(
+    gamma: float = 0.9,
+    least: float = 0.1,
+    value_weight: float = 1.0,
+    passes: int = 10,
+    warm: int = 10,
+    trunks: int = 2,
+    oldest: int = 10,
+) -> Recipe:
+    """Digi-Q: twin TD critics of turns; imitates the best of the actions tried in a state, if its advantage is large enough.
+
+    Q → r + γ V̄(s'), V → Q̄(s, a);  A = max Q − max V over the heads;  ∇J = mean of ∇ log π(best action) where A > least
+
+    Paper: Digi-Q: Learning Q-Value Functions for Training Device-Control Agents, arXiv 2502.15760.
+    Settings: gamma 0.9, least 0.1 or 0.05, 4 to 16 actions of each state.
+    Deviation: the actions of a state are the forks of a tree and what the group took there; heads read the policy's detached
+    states, not those of a frozen model fine-tuned to foresee changes. Replayed turns have their one logged action.
+    Sure of: losses and extraction (official code).
+    """
+    return Recipe(
+        advantage=Constant(1.0), ratio=OnPolicy(), aggregate=Sum(TURN), keep=BestActionOfState(least),
+        penalties=(WeightedPenalty(value_weight, UtteranceCriticError(gamma), Mean(TURN), rows=AllTokens()),),
+        control=CriticsFirst(passes, warm), strategy=Branch(trunks, "every"), budget=Fixed(8, 16),
+        replay=RecentBuffer(oldest, share=1.0),
+    )  # fmt: skip
+
+
+@declares(Kind.PREFERENCE)
+def evocua(beta: float = 0.1, imitation: float = 1.0) -> Recipe:
+    """EvoCUA (step-level pairs): DPO on the first turn where a success and a failure of a task differ; imitates successes.
+
+    d = Σ over the forking turn of log π/π_ref, success minus failure;  L = mean −log σ(βd) + α · token mean of −log π(success)
+
+    Paper: EvoCUA: Evolving Computer Use Agents via Learning from Scalable Synthetic Experience, arXiv 2601.15876.
+    Settings: beta 0.1 and imitation 1 are ours; both stages in one loss instead of one after the other.
+    Deviation: one pair by group, its best and its worst trajectory; no rewritten reasoning, no reflection pairs at the turn after
+    the fork, no synthesis of tasks, no levels of rollouts (`--budget dart` spends by success).
+    Sure of: the forking point and the loss (reading notes), not the constants.
+    """
+    pairs = ForkingTurnPairs()
+    ranked = WeightedPenalty(
+        1.0, PreferenceLoss(LogisticLoss(beta), ForkingTurnScore(pairs), pairs), Mean(GROUP), rows=pairs
+    )
+    good = AllOf((FromOrigin("policy"), Succeeded()))
+    copied = WeightedPenalty(imitation, NegativeLogLikelihood(), Mean(TOKEN), rows=good)
+    return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(ranked, copied))

@@ -1,0 +1,50 @@
+"""Regression of a log-ratio onto an advantage, and weights that are active for a part of the run. Knows no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from turnwise.algebra.penalty import Penalty
+from turnwise.algebra.piece import MicroBatchView, StepView, check
+from turnwise.algebra.ratio import moved
+from turnwise.algebra.weight import Weight, batch_index
+from turnwise.core.columns import Column
+from turnwise.core.levels import BATCH, TRAJECTORY, Field
+
+
+@dataclass(frozen=True)
+class SamplerRegressionError(Penalty):
+    """(β Σ over the trajectory of log π − log μ, minus A)²: 0 where π ∝ μ exp(A/β). One cost per trajectory."""
+
+    beta: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check(self.beta > 0, f"beta is {self.beta}; write a positive number")
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        log_ratio = moved(view).sum(TRAJECTORY)
+        return (self.beta * log_ratio - view[Column.ADVANTAGE].at(TRAJECTORY).to(log_ratio.x.dtype)) ** 2
+
+
+@dataclass(frozen=True)
+class ActiveBatches(Weight):
+    """``scale`` from batch ``begin`` on and before batch ``end`` (0: no end), 0 otherwise. What has weight 0 has no gradient: a
+    critic whose loss has ended stays as it is."""
+
+    scale: float = 1.0
+    begin: int = 0
+    end: int = 0
+
+    def __post_init__(self) -> None:
+        check(self.scale >= 0, f"scale is {self.scale}; write a number >= 0")
+        check(self.begin >= 0 and self.end >= 0, f"batches {self.begin} to {self.end}; write 0 or more")
+
+    def __call__(self, view: StepView) -> Field:
+        now = batch_index(view)
+        active = now >= self.begin and (not self.end or now < self.end)
+        return view.batch.tree.full(BATCH, self.scale if active else 0.0, torch.float64)
+
+
+__all__ = ["ActiveBatches", "SamplerRegressionError"]
