@@ -51,8 +51,9 @@ class RunEvents:
 
     def uses(self, **parts: Any) -> None:
         """Make parts of the run known to the watch."""
-        for name, part in parts.items() if self.watch is not None else ():
-            setattr(self.watch.parts, name, part)
+        if self.watch is not None:
+            for name, part in parts.items():
+                setattr(self.watch.parts, name, part)
 
     def step(self, name: str, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         self.listen("step", {"stage": name, "step": step, "total": total, **metrics})
