@@ -49,7 +49,7 @@ def test_the_schedule_is_linear_and_the_quota_is_held(seed, step, share, end):
     progress = min(1.0, step / 10)
     now = (1 - progress) * share + progress * end
     expected = selection.d3s(reference, rows=now, tokens=now)
-    hyper = {"rows": share, "rows_end": end, "tokens": share, "tokens_end": end, "steps": 10}
+    hyper = {"rows": share, "rows_end": end, "tokens": share, "tokens_end": end, "ramp": 10}
     _, planned = steps_of("d3s", batch, step, **hyper)
     found = planned["weight"].at(TOKEN).x > 0
     wanted = [id(t) in expected.extra["tokens"] for t in records.tokens(reference)]
@@ -114,7 +114,7 @@ def test_dropped_tokens_are_counted_by_reason(name):
     assert planned.tree.count(TRAJECTORY) == 6
 
 
-@pytest.mark.parametrize("hyper", [{"rows": 0.0}, {"tokens_end": 1.5}, {"steps": 0}])
+@pytest.mark.parametrize("hyper", [{"rows": 0.0}, {"tokens_end": 1.5}, {"ramp": 0}])
 def test_nonsense_is_refused(hyper):
     with pytest.raises(ValueError, match="write"):
         recipes.build("d3s", **hyper)

@@ -155,7 +155,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {  # settings that change neither advanta
     "alp": {"sigma": "tests/engines", "rate": "tests/engines"},
     "alp_sequence": {"sigma": "tests/engines", "rate": "tests/engines"},
     "remix": {"begin": "test_remix_in_later_steps", **dict.fromkeys(("share", "window", "reset"), "tests/data")},
-    "d3s": dict.fromkeys(("rows_end", "tokens_end", "steps"), "tests/credit/test_downsampling.py"),
+    "d3s": dict.fromkeys(("rows_end", "tokens_end", "ramp"), "tests/credit/test_downsampling.py"),
     "swarm": dict.fromkeys(("folder", "foreign", "sender"), "tests/store/test_shared_pool.py"),
     "oapl": {"share": "tests/data/test_past_batches.py", "window": "tests/data/test_past_batches.py"},
     "digirl": {"oldest": "tests/data/test_replay.py"},

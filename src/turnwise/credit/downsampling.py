@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.piece import MicroBatchView, StepView, check
@@ -17,6 +17,9 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import Signal
 from turnwise.credit.selectors import HasTokens, Selector
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DECIMALS = 6  # scores that differ by rounding are equal: then hashes decide, which do not depend on the packing
 

@@ -53,7 +53,11 @@ class Lookup(SingleAnswerEnvironment):
     }  # twice the minimum of one search per hop and the answer
     max_turns = limits[3]
     tools: Sequence[dict[str, Any]] = (SEARCH,)
-    facts = ("question", "answer", "uncovered")  # uncovered: bit k is set when the note of hop k is found
+    facts: ClassVar[tuple[str, ...]] = (
+        "question",
+        "answer",
+        "uncovered",
+    )  # uncovered: bit k, the note of hop k is found
     inline = True
     suggests: ClassVar[Mapping[str, Any]] = {
         "difficulty": (1, 2),

@@ -42,7 +42,9 @@ def _against_recipes(trl: Trl) -> Iterator[AuditDeviation]:
     plain = replace(batch, reference=None)
     for loss, level, high, method, hyper in RECIPE_OF:
         size = deviation(recipe_gradient(method, plain, **hyper)[1], trl([plain], loss, level, high=high)[1])
-        bound = f", epsilon_high = {high:g}" if loss == "cispo" else ""
+        bound = (
+            f", epsilon_high = {high:g}" if hyper.get("high", 0.0) > 1 else ""
+        )  # of the ratio, not of its distance from 1
         subject = f"{loss}, {level} ratio{bound}, against {method}"
         text = "TRL caps the ratio at epsilon_high, not at 1 + epsilon_high" if bound else "gradient by log-probability"
         yield AuditDeviation("loss", subject, size, text)

@@ -37,7 +37,7 @@ def d3s(
     rows_end: float = 0.75,
     tokens: float = 0.2,
     tokens_end: float = 0.8,
-    steps: int = 100,
+    ramp: int = 100,
     by_group: bool = False,
     clip: float = 0.2,
 ) -> Recipe:
@@ -47,15 +47,15 @@ def d3s(
 
     Paper: Learning More with Less: A Dynamic Dual-Level Down-Sampling Framework, arXiv 2509.22115.
     Settings: not recovered; a quarter to three quarters of the rows and a fifth to four fifths of their tokens over 100
-    batches are ours. by_group chooses inside each group (D3S-I).
+    batches (ramp) are ours. by_group chooses inside each group (D3S-I).
     Deviation: progress is counted in batches; a step of several mini-batches chooses in each of them.
     Sure of: the formula (notes and reviews agree), not the constants.
     """
-    subset = LargestVariance(ShareSchedule(rows, rows_end, steps), by_group)
+    subset = LargestVariance(ShareSchedule(rows, rows_end, ramp), by_group)
     return Recipe(
         advantage=Standardise(),
         gate=Clip(clip, clip),
-        keep=Both(subset, LargestAdvantageEntropy(ShareSchedule(tokens, tokens_end, steps), subset)),
+        keep=Both(subset, LargestAdvantageEntropy(ShareSchedule(tokens, tokens_end, ramp), subset)),
     )
 
 

@@ -51,9 +51,10 @@ class ForcedModes:
     async def _grow(self, request: GroupRequest, sessions: Sequence[Session]) -> Group:
         given = [text for text in self.texts for _ in range(self.forced)]
         openings = [*given, *[""] * (len(sessions) - len(given))]
+        supports: list[dict[str, Any]] = [{"support": Support(opening=text)} if text else {} for text in openings]
         plays = [
-            request.play(request.key(i), request.task, s, **({"support": Support(opening=text)} if text else {}))
-            for i, (s, text) in enumerate(zip(sessions, openings))
+            request.play(request.key(i), request.task, s, **support)
+            for i, (s, support) in enumerate(zip(sessions, supports))
         ]
         played = await asyncio.gather(*plays)
         return request.grown([self._marked(t, bool(text)) for t, text in zip(played, openings)])

@@ -80,7 +80,7 @@ def _divergence(run: RunReader, group: Group) -> DataTable:
     members = [t for t in group.trajectories if t.sampled]
     if len(members) < 2:
         return DataTable("First divergence", (), ())
-    first, rows = members[0], []
+    first, rows = members[0], list[tuple[str | float | int | Link | None, ...]]()
     ids = [[token for turn in t.turns for token in turn.tokens] for t in members]
     for t, own in zip(members[1:], ids[1:]):
         at = next((i for i, (a, b) in enumerate(zip(ids[0], own)) if a != b), min(len(ids[0]), len(own)))
