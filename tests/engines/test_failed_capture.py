@@ -7,7 +7,7 @@ import torch
 
 from turnwise.engines.capture import GraphCapture, exclusive
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
 def test_after_a_failed_capture_the_next_one_succeeds():

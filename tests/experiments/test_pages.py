@@ -57,13 +57,15 @@ def test_the_page_of_trl_counts_the_methods_that_fit():
     fit = [name for name in recipes.METHODS if not method_support.unsupported_reasons(recipes.build(name), MEASURED)]
     objectives = [name for name in fit if kind(name) is Kind.OBJECTIVE]
     credit = [name for name in fit if kind(name) is Kind.CREDIT]
-    assert sorted(fit) == sorted(objectives + credit)
+    data = [name for name in fit if kind(name) is Kind.DATA]
+    assert sorted(fit) == sorted(objectives + credit + data)
     page = text_of("trl.md")
-    lines = re.findall(r"^\| (\d+) (objectives|credit methods): (.*?) \|", page, re.M)
+    lines = re.findall(r"^\| (\d+) (objectives|credit methods|data method): (.*?) \|", page, re.M)
     told = {what: (int(count), rest) for count, what, rest in lines}
     assert told["objectives"][0] == len(objectives)
     assert told["credit methods"][0] == len(credit)
     assert re.findall(r"`(\w+)`", told["credit methods"][1]) == credit
+    assert re.findall(r"`(\w+)`", told["data method"][1]) == data
     refused = [name for name in recipes.METHODS if kind(name) is Kind.OBJECTIVE and name not in fit]
     rows = [line for line in page.splitlines() if line.startswith("| `") and "| no: " in line]
     named = {name for line in rows for name in re.findall(r"`(\w+)`", line)}

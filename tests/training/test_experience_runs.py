@@ -15,7 +15,7 @@ SMALL = {
     "method": "dr_grpo", "env": "keydoor", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 3,
     "cold_batch": 4, "steps": 4, "groups": 2,
     "group_size": 4, "max_turns": 4, "context": 200, "eval_tasks": 0, "checkpoint_every": 1,
-    "schedule": "constant", "trackers": (),
+    "schedule": "constant", "trackers": (), "warmup": 0,
 }  # fmt: skip
 KINDS = [
     {"sampler": "vade,pool=16", "budget": "rollout_gdro", "guidance": "ghpo"},

@@ -14,7 +14,7 @@ from turnwise.training import api
 SMALL = {
     "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 3, "cold_batch": 4,
     "steps": 4, "groups": 2, "group_size": 3, "max_turns": 3, "context": 320, "eval_tasks": 0, "checkpoint_every": 1,
-    "schedule": "constant", "trackers": (),
+    "schedule": "constant", "trackers": (), "warmup": 0,
 }  # fmt: skip
 RUNS = {
     "remix": {"method": "remix", "method_options": {"reset": 3, "weight": 0.1}},

@@ -44,8 +44,14 @@ def moment(**values):
     return RunMoment(**{"phase": "rollout", "step": 4, "env": "shop", "still": 0.0, "busy": False, **values})
 
 
+class Ago(RunningCall):
+    """A call that has run for the same time whenever one looks."""
+
+    seconds = property(lambda self: self.began)
+
+
 def ago(seconds, name="update"):
-    return RunningCall(name, time.monotonic() - seconds)
+    return Ago(name, seconds)
 
 
 HUNG = {"environment": OutsideCalls(3, "step", 34.0, "shop.py, line 12, in step")}

@@ -86,6 +86,8 @@ def unavailable_inputs(recipe: Recipe, within: Iterable[Piece]) -> list[str]:
         reasons.append("has a loss that reaches across trajectories")
     if type(recipe.replay) is not type(DEFAULT_RECIPE.replay):
         reasons.append(f"mixes in what was collected earlier ({recipe.replay!r})")
+    if type(recipe.guidance) is not type(DEFAULT_RECIPE.guidance):
+        reasons.append(f"gives rollouts help of its own ({recipe.guidance!r})")
     return reasons
 
 

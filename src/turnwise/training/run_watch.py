@@ -308,8 +308,11 @@ def watched(folder: Path, events: RunEvents, env: str, steps: int) -> Iterator[N
     """Watch the run that tells ``events``."""
     watch = RunWatch(folder, events, env, steps)
     events.listen, events.watch = watch.listening(events.listen), watch
-    with watch.running():
-        yield
+    try:
+        with watch.running():
+            yield
+    finally:
+        events.watch, watch.parts = None, RunParts()  # the engines of an ended run are freed at once
 
 
 __all__ = ["PERIOD", "STALL_SECONDS", "RunWatch", "watched"]

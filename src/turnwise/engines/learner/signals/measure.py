@@ -286,9 +286,9 @@ class SignalMeasurer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of all models, by name; of the reference only if it is not the initial policy."""
-        reference = self.reference_tensors() if self._reference_was_reset else {}
+        reset = {"reference_reset/flag": torch.ones(1)}
         return (
-            reference
+            (self.reference_tensors() | reset if self._reference_was_reset else {})
             | _named("previous", self._previous)
             | {f"{s}/{n}": t for s, model in self._auxiliary_models.items() for n, t in model.tensors().items()}
         )
@@ -296,8 +296,8 @@ class SignalMeasurer:
     def load(self, under: Callable[[str], Mapping[str, Tensor]]) -> None:
         """The inverse of ``tensors``. ``under``: returns the saved tensors under a prefix. A reference that was not saved
         stays as it is."""
-        restored = self._restored_copy(under("reference/"))
-        self._reference, self._reference_was_reset = restored or self._reference, restored is not None
+        self._reference = self._restored_copy(under("reference/")) or self._reference
+        self._reference_was_reset = bool(under("reference_reset/"))
         self._previous = self._restored_copy(under("previous/"))
         for signal in AUXILIARY:
             if signal in self._auxiliary_models or under(f"{signal}/"):
