@@ -31,7 +31,7 @@ class Letters(Environment):
         return text_action("".join(rng.choices("abcdef", k=rng.randint(1, 6))))
 
 
-OTHERS = ("dr_grpo", "gspo", "cispo")
+OTHERS = ("dr_grpo", "gspo", "cispo", "rloo", "sapo", "gmpo", "vespo")
 SMALL = {
     "env": Letters, "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 4, "cold_batch": 8,
     "steps": 1,
@@ -67,6 +67,17 @@ def test_what_if_equals_one_step_of_training(runs, method):
         expected = np.concatenate([really[one] for one in ids])
         assert np.abs(expected).max() > 0
         np.testing.assert_allclose(assumed.factors.total.numpy(), expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.slow
+def test_a_run_with_a_greedy_rollout_is_recomputed(tmp_path):
+    """ReMax trains on a part of what it sampled; its baseline comes from the rollout that it does not train on."""
+    api.train(method="remax", out=str(tmp_path), name="remax", quiet=True, epochs=1, minibatches=1, **SMALL)
+    with RunReader(tmp_path / "remax") as run:
+        recomputed, really = StoredStep(run, 1).factors(), applied(run)
+        expected = np.concatenate([really[one] for one in recomputed.batch.trajectory_ids])
+        assert np.abs(expected).max() > 0
+        np.testing.assert_allclose(recomputed.factors.total.numpy(), expected, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.slow
