@@ -1,9 +1,10 @@
-"""The ten views in a real browser: chromium drives them over real small runs and a run of hostile texts.
+"""The ten views in a real browser: chromium drives them over real small runs of every kind and a run of hostile texts.
 
 Needs the package playwright and a chromium (Debian: apt-get install chromium); skipped where one is missing. Run it with
 ``python -m pytest tests/inspector/test_browser.py``.
 """
 
+import contextlib
 import shutil
 import socket
 import threading
@@ -12,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 import turnwise
+from turnwise.cli import export
 from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
 from turnwise.inspector.page.app import InspectorApp
 from turnwise.inspector.page.views.table import VIEWS
@@ -27,7 +29,22 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-ne
 SMALL = {
     "steps": 2, "groups": 2, "group_size": 4, "cold_steps": 2, "eval_tasks": 0, "layers": 1, "max_tokens": 12, "trackers": (),
 }  # fmt: skip
-RUNS = {"single-turn": ("grpo", "calculator"), "tools": ("dr_grpo", "lookup"), "self-play": ("reinforce", "nim")}
+RUNS = {
+    "single-turn": {"method": "grpo", "env": "calculator"},
+    "tools": {"method": "dr_grpo", "env": "lookup"},
+    "self-play": {"method": "reinforce", "env": "nim"},
+    "tree": {"method": "dr_grpo", "env": "guess", "strategy": "spo_tree,factors=2/2,segment=2"},
+    "pairs": {"method": "dpo", "env": "guess"},
+    "failing": {"method": "grpo", "env": "guess", "cold_steps": 1},
+    "cold": {"method": "grpo", "env": "guess"},
+}
+CRASHING = ("failing", "cold")
+NAMES = (*RUNS, "hostile")
+OVERFLOWING = """
+[...document.querySelectorAll("h1, h2, h3, dd, dt, th, td, .about, .note, .legend, .label")]
+  .filter((e) => e.scrollWidth > e.clientWidth + 2 && e.clientWidth > 0 && getComputedStyle(e).display !== "inline")
+  .map((e) => e.textContent.slice(0, 40))
+"""
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\u202eabc\x07</div>"
 
 
@@ -45,12 +62,26 @@ def hostile_run(folder):
     return run.path
 
 
+class CrashError(Exception):
+    """Ends the failing run."""
+
+
+def crash(event, facts):
+    """At the second step: of training, or of the cold start where that has two."""
+    if event == "step" and facts.get("step") == 2:
+        raise CrashError
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The address of a server over all runs."""
     folder = tmp_path_factory.mktemp("browser")
-    for name, (method, env) in RUNS.items():
-        turnwise.train(method=method, env=env, out=str(folder), name=name, **SMALL)
+    export.export("guess", "pairs", folder / "pairs.jsonl", tasks=12)
+    for name, settings in RUNS.items():
+        more = {"data": str(folder / "pairs.jsonl")} if name == "pairs" else {}
+        with pytest.raises(CrashError) if name in CRASHING else contextlib.nullcontext():
+            observer = (crash,) if name in CRASHING else ()
+            turnwise.train(*observer, out=str(folder), name=name, **SMALL | settings | more)
     readers = [RunReader(folder / name) for name in RUNS] + [RunReader(hostile_run(folder))]
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -65,7 +96,7 @@ def site(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page(site):
+def browser_page(site):
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         page = browser.new_page()
@@ -78,25 +109,64 @@ def page(site):
         browser.close()
 
 
-@pytest.mark.parametrize("number", range(len(RUNS) + 1))
-def test_all_views_open_at_three_sizes(site, page, number):
-    for name, (title, _, _) in VIEWS.items():
-        page.goto(f"{site}/r/{number}/{name}")
+@pytest.fixture
+def page(browser_page):
+    browser_page.faults.clear()
+    return browser_page
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_views_open_by_key_at_three_sizes(site, page, name):
+    page.goto(f"{site}/r/{NAMES.index(name)}/overview")
+    for key, (view, (title, _, _)) in enumerate(VIEWS.items(), 1):
+        page.keyboard.press(str(key % 10))
+        page.wait_for_url(f"**/r/{NAMES.index(name)}/{view}")
         assert page.locator("h1").inner_text() == title
+        assert page.locator(".blocks > *").count() > 0
+        assert page.locator("svg.chart:empty").count() == 0
         for width, height in SIZES:
             page.set_viewport_size({"width": width, "height": height})
             overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-            assert overflow <= 1, f"{name} is wider than a window of {width}"
+            assert overflow <= 1, f"{view} is wider than a window of {width}"
+            hidden = page.evaluate(OVERFLOWING)
+            assert hidden == [], f"{view} cuts text off in a window of {width}"
     assert page.faults == []
 
 
-def test_a_click_on_a_token_explains_it(site, page):
-    page.goto(f"{site}/r/0/why")
+@pytest.mark.parametrize("name", ["single-turn", "tools", "self-play", "tree", "failing"])
+def test_a_click_on_a_token_explains_it(site, page, name):
+    page.goto(f"{site}/r/{NAMES.index(name)}/why")
     page.locator("a.tok").first.click()
     assert page.get_by_role("heading", name="Factors").count() == 1
     assert "equals what the step stored" in page.locator(".note.good").inner_text()
     page.keyboard.press("ArrowRight")
-    page.wait_for_url("**token=1")
+    page.wait_for_url("**token=1**")
+    page.go_back()
+    page.wait_for_url("**token=0**")
+
+
+@pytest.mark.parametrize("name", ["single-turn", "tools", "self-play", "tree"])
+def test_another_method_is_chosen(site, page, name):
+    page.goto(f"{site}/r/{NAMES.index(name)}/what-if")
+    page.locator("select[name=method]").select_option("rloo")
+    page.wait_for_url("**method=rloo**")
+    text = page.locator("main").inner_text()
+    assert "cosine of the two token gradients" in text and "Slots that differ" in text
+
+
+def test_forked_rollouts_are_drawn_as_trees(site, page):
+    page.goto(f"{site}/r/{NAMES.index('tree')}/siblings")
+    assert page.locator("path.branch").count() > 0
+    box = page.locator("path.branch").first.bounding_box()
+    assert box["width"] > 0 and box["height"] > 0
+
+
+def test_pairs_say_what_they_are(site, page):
+    """Rows of a file have no rollouts: a view says why it has nothing."""
+    page.goto(f"{site}/r/{NAMES.index('pairs')}/siblings")
+    assert "rows of a file" in page.locator(".note").first.inner_text()
+    page.goto(f"{site}/r/{NAMES.index('pairs')}/overview")
+    assert page.locator("svg.chart").count() > 0
 
 
 def test_keys_search_theme_and_another_method(site, page):
@@ -115,10 +185,10 @@ def test_keys_search_theme_and_another_method(site, page):
 
 
 def test_hostile_texts_do_nothing(site, page):
-    page.goto(f"{site}/r/3/why?trajectory=root")
+    page.goto(f"{site}/r/{NAMES.index('hostile')}/why?trajectory=root")
     assert "owned" not in page.title()
     assert "<script>document.title" in page.locator(".transcript").inner_text()
-    page.goto(f"{site}/r/3/siblings?group=g")
+    page.goto(f"{site}/r/{NAMES.index('hostile')}/siblings?group=g")
     assert page.locator("path.branch").count() == 2
     assert page.faults == []
 

@@ -116,7 +116,7 @@ class InspectorApp:
             raise StoreError(f"there is no view {name[:40]!r}")
         run, query = self.runs[number], ViewQuery.parse(dict(request.query_params))
         page = show_view(name, run, query)
-        if name == "why" and query.token < 0:
+        if name == "why" and query.token < 0 and run.has_ledger:
             self._expect_click(run, query)
         return run, page
 
