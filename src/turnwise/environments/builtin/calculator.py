@@ -4,6 +4,10 @@ The numbers of a problem are named, and the interpreter defines these names. The
 without the tool. An episode ends with ``answer: X``, where X is a number or a name that the interpreter has defined by then;
 reward 1 if its value is right, else 0. Each episode has its own isolated interpreter: after an error the name does not exist,
 so an agent that ignores the error has no answer. Knows no model and no reward other than this one.
+
+    --env calculator,rewrites=3       each training task shows its question or one of three harder wordings of it
+
+A wording keeps the answer: a story around the problem, an invented term for what is asked, a number given by a sub-problem.
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
 from turnwise.environments.base import Environment, sample_problem, text_action, tool_action, user_message
+from turnwise.environments.builtin.rewrites import REWRITES, WordProblem, reworded
+from turnwise.errors import SettingError
 from turnwise.tools import SandboxSession, python_tool
 
 TOOL = {
@@ -56,24 +62,6 @@ MAX_CALLS = 4  # per turn
 _ANSWER = re.compile(r"answer:\s*(-?\d[\d,]*\.?\d*|[A-Za-z_]\w*)")
 
 
-@dataclass(frozen=True)
-class WordProblem:
-    """A question, the expression that solves it, and the values of its names."""
-
-    question: str
-    expression: str
-    numbers: tuple[tuple[str, int], ...]  # (name, value)
-
-    @property
-    def answer(self) -> int:
-        # the expression comes from a template above, never from a model
-        return int(eval(self.expression, {"__builtins__": {}}, dict(self.numbers)))
-
-    @property
-    def bindings(self) -> str:
-        return ";".join(f"{name}={value}" for name, value in self.numbers)
-
-
 def make_problem(rng: random.Random, difficulty: int) -> WordProblem:
     """A random problem of a difficulty."""
     question, expression = rng.choice(QUESTIONS[difficulty])
@@ -88,9 +76,13 @@ class Calculator(Environment):
     difficulties: ClassVar[tuple[int, ...]] = (1, 2, 3)
     max_turns = 5
     tools: Sequence[dict[str, Any]] = (TOOL,)
+    wordings = 1 + len(REWRITES)
 
-    def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
+    def __init__(self, *, difficulty: int = 1, split: str = "train", rewrites: int = 0) -> None:
         super().__init__(difficulty=difficulty, split=split)
+        if not 0 <= rewrites <= len(REWRITES):
+            raise SettingError(f"rewrites is {rewrites}; write 0 to {len(REWRITES)}")
+        self.rewrites = rewrites if split == "train" else 0  # held-out questions stay as they are
         self.problem: WordProblem | None = None
         self.replies: list[tuple[str, bool]] = []  # (output of the interpreter, whether it ran without an error)
         self.session: SandboxSession | None = None
@@ -99,7 +91,9 @@ class Calculator(Environment):
 
     def reset(self, seed: int) -> list[Message]:
         make = lambda rng: make_problem(rng, self.difficulty)  # noqa: E731
-        self.problem = sample_problem(make, seed, self.split, key=lambda problem: problem.expression + problem.bindings)
+        plain = sample_problem(make, seed, self.split, key=lambda problem: problem.expression + problem.bindings)
+        drawn = random.Random(f"wording/{seed}").randrange(1 + self.rewrites)
+        self.problem = reworded(plain, (self.wording or drawn) % self.wordings)
         return [user_message(self.problem.question)]
 
     async def step(self, action: Action) -> Step:
@@ -234,5 +228,6 @@ def _invalid_expression(expression: str, rng: random.Random) -> str:
     if kind == 0:
         return expression.replace("*", " x ", 1) if "*" in expression else expression + " x"
     if kind == 1:
-        return expression.replace("b", "n")
+        known = "b" if "b" in expression else next(ch for ch in expression if ch.isalpha())
+        return expression.replace(known, "n")
     return expression + "="

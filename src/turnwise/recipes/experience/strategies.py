@@ -29,7 +29,8 @@ def wordings(wordings: int = 4) -> Strategy:
     """Wordings: the rollouts of a group read different wordings of their task.
 
     Paper: MathForge (question reformulation), arXiv 2601.20614.
-    Deviation: the environment writes the wordings; the paper asks a strong model for them.
+    Deviation: the environment writes the wordings; the paper asks a strong model for them, and each wording is a question of its
+    own: for that write --env calculator,rewrites=3.
     Sure of: the idea (repository).
     """
     return Reworded(wordings)

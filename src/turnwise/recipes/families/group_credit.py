@@ -207,8 +207,8 @@ def dgpo_difficulty(
     A = λ (R − mean)/(mean |R − mean| + ε), λ = B softmax(−p/softness) over the B tasks whose rewards differ
 
     Paper: Harder Is Better (MathForge), arXiv 2601.20614.
-    Settings: softness 2, eps 1e-4, G 8; summed puts eps beside the sum of deviations, as the released code does. accuracy:
-    the named reward whose mean is p, None for the outcome. The mean runs over the tokens of these B tasks (valid_tokens).
+    Settings: softness 2, eps 1e-4, G 8; summed: eps beside the sum of deviations (released code). accuracy: the reward whose mean
+    is p, None for the outcome. The mean runs over tokens of these tasks (valid_tokens). Rewrites: --env calculator,rewrites=3.
     Sure of: the formula (official code).
     """
     term = StandardiseByMeanDeviation(Outcome(), eps, summed)
