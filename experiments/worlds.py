@@ -22,6 +22,7 @@ from turnwise.environments.base import Environment, sample_problem, text_action,
 from turnwise.environments.builtin.calculator import Calculator
 from turnwise.environments.builtin.guess import FEATURES, PARTS, Guess
 from turnwise.environments.builtin.keydoor import KeyDoor
+from turnwise.environments.builtin.lookup import Lookup
 from turnwise.environments.builtin.nim import PLAYERS, Nim
 
 MAX_HEAP = 9  # in Duel: eight starts are held out
@@ -160,6 +161,25 @@ class Directed(Calculator):
             paid = {"helpfulness": step.reward, "verbosity": self.turn / self.max_turns}
             step = replace(step, info={**step.info, "rewards": paid})
         return with_facts(step, **toward)
+
+
+def signed(step: Step) -> Step:
+    """The step with a last reward of 1 or −1 instead of 1 or 0, for methods that need negative ones."""
+    return replace(step, reward=2 * step.reward - 1) if step.terminated or step.truncated else step
+
+
+class SignedCalculator(Calculator):
+    """Calculator with rewards of 1 and −1."""
+
+    async def step(self, action: Action) -> Step:
+        return signed(await super().step(action))
+
+
+class SignedLookup(Lookup):
+    """Lookup with rewards of 1 and −1."""
+
+    def step(self, action: Action) -> Step:
+        return signed(super().step(action))
 
 
 KINDS = {

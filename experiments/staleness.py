@@ -1,0 +1,272 @@
+"""Which methods stay stable on old data: every batch is sampled by the policy of k optimiser steps ago, k = 0, 1, 4, 16, 64.
+
+    python experiments/staleness.py --seeds 0 1 2 3 4 --jobs 6 [--env lookup]
+    python experiments/staleness.py --table [--write docs/scaling.md]
+
+``--staleness k`` of a run is a limit: how old tokens are depends on the speed of generator and learner and on the rows of the KV
+cache (``--ages`` measures that). Here the age is exact and does not depend on the machine: the generator of a synchronous run
+gets each publication k steps late, so every token of step t was sampled by the policy of step max(0, t − k). Evaluations use the
+newest policy. All methods have the same tasks, batches, learning rate and number of episodes, and all runs of a seed start from
+one cold start. Rewards are 1 and −1, because ``topr`` tapers negative ones; the other methods standardise them.
+
+A row holds the held-out success before and after, and its curve. A run fell if an evaluation is more than 20 points below an
+earlier one. Rows go to ``experiments/results/staleness.jsonl``; a run whose row is there is not repeated. Whole seeds come first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from parallel_runs import COMMON, RESULTS, curve, evaluation
+from processes import Job, Row, read, schedule, subprocess_environment
+
+METHODS = ("grpo", "vcpo", "topr", "st_ppo", "bapo")
+LAGS = (0, 1, 4, 16, 64)
+ENVS = {"calculator": "worlds:SignedCalculator", "lookup": "worlds:SignedLookup"}
+SETTINGS: dict[str, Any] = {
+    "difficulty": (1,), "groups": 4, "group_size": 8, "steps": 192, "lr": 1e-3, "schedule": "constant", "eval_every": 24,
+    "eval_tasks": 100, "checkpoint_every": 1000, "device": "cpu",
+}  # fmt: skip
+FALLEN = 0.2  # a run that loses more than this from its best evaluation counts as fallen
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+
+
+# ------------------------------------------------------------------ one run, in a process of its own
+
+
+def train(settings: dict[str, Any]) -> None:
+    """Train with a generator whose weights are ``lag`` steps old."""
+    from turnwise.engines.generator.generator import LocalGenerator
+    from turnwise.evaluation.evaluator import Evaluator
+    from turnwise.evaluation.metrics import Evaluation
+    from turnwise.training import api, build, engines
+
+    lag = int(settings.pop("lag"))
+
+    class LateGenerator(LocalGenerator):
+        """Loads the weights of ``lag`` publications ago."""
+
+        kept: ClassVar[deque[tuple[Mapping[str, Any], int]]] = deque(maxlen=lag + 1)
+
+        async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+            self.kept.append(({name: tensor.clone() for name, tensor in weights.items()}, version))
+            await super().publish(*self.kept[0])
+
+        async def load(self, which: int) -> None:
+            await super().publish(*self.kept[which])
+
+    class NewestPolicy(Evaluator):
+        """Evaluates the newest weights, then returns to the old ones."""
+
+        async def run(self, split: str = "held_out") -> Evaluation:
+            assert isinstance(self.generator, LateGenerator)
+            await self.generator.load(-1)
+            try:
+                return await super().run(split)
+            finally:
+                await self.generator.load(0)
+
+    def make_late(settings: Any, model: Any, renderer: Any, deterministic: bool = True, dialogues: int = 0) -> Any:
+        rows = engines.cache_rows(settings, dialogues)
+        common = {"slots": rows, "context": settings.context, "stop_ids": renderer.stop_ids}
+        return LateGenerator(model, renderer.decode, deterministic=deterministic, device="cpu", **common)
+
+    make_evaluator = build.make_evaluator
+    if lag:
+        engines.GENERATORS["local"] = make_late
+        build.make_evaluator = lambda *given: NewestPolicy(**vars(make_evaluator(*given)))  # type: ignore[assignment]
+    api.train(**settings)
+
+
+def measured(settings: dict[str, Any], name: str, out: str, seconds: float) -> Row:
+    """Run in a subprocess for at most ``seconds``; what it has measured."""
+    given = {**COMMON, **settings, "out": out, "name": name}
+    line = [sys.executable, __file__, "--one", json.dumps(given)]
+    began, error = time.monotonic(), ""
+    try:
+        done = subprocess.run(
+            line, capture_output=True, text=True, env=subprocess_environment(), timeout=max(1.0, seconds)
+        )
+        error = done.stderr.strip()[-300:] if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        error = "out of time"
+    run = Path(out) / name
+    found: Row = {when: evaluation(run, when) for when in ("before", "after")}
+    found |= {"curve": curve(run, "eval/success"), "age": age(run), "seconds": round(time.monotonic() - began)}
+    return {**found, "error": error} if error else found
+
+
+def age(run: Path) -> list[float]:
+    """Mean and largest age of trained tokens in steps, over the second half of a run."""
+    rows = [row for row in read([run / "metrics.jsonl"]) if "staleness" in row]
+    late = rows[len(rows) // 2 :] or [{"staleness": 0.0, "staleness/oldest": 0.0}]
+    mean = statistics.mean(row["staleness"] for row in late)
+    return [round(mean, 2), max(row["staleness/oldest"] for row in late)]
+
+
+# ------------------------------------------------------------------ all runs
+
+
+def jobs(options: argparse.Namespace, until: float) -> list[Job]:
+    """Runs without a row yet: for each seed its cold start, then every method at every lag, the costly lags of one seed first."""
+    known = {key_of(row) for row in read([options.results]) if "error" not in row}
+    found: list[Job] = []
+    for order, seed in enumerate(options.seeds):
+        start = f"{options.env}-start-{seed}"
+        arms = [("ages", "grpo", lag) for lag in LAGS] if options.ages else [
+            ("late", method, lag) for method in options.methods for lag in options.lags
+        ]  # fmt: skip
+        todo = [arm for arm in arms if (options.env, *arm, seed) not in known]
+        if todo:
+            found.append(
+                Job(start, lambda _, seed=seed, start=start: cold_start(options, seed, start, until), cost=-order)
+            )
+        for arm in todo:
+            found.append(
+                Job((*arm, seed), lambda _, a=arm, s=seed, i=start: one(options, *a, s, i, until), (start,), -order)
+            )
+    return found
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    return row["env"], row["kind"], row["method"], row["lag"], row["seed"]
+
+
+def cold_start(options: argparse.Namespace, seed: int, name: str, until: float) -> None:
+    """The model that all runs of a seed start from."""
+    if not (Path(options.out) / name / "initial").is_dir():
+        settings = {"env": ENVS[options.env], "difficulty": (1,), "method": "grpo", "seed": seed, "device": "cpu"}
+        measured({**settings, "steps": 1, "eval_tasks": 0, "lag": 0}, name, options.out, until - time.monotonic())
+
+
+def one(options: argparse.Namespace, kind: str, method: str, lag: int, seed: int, start: str, until: float) -> None:
+    """One run and its row."""
+    model = {"model": str(Path(options.out) / start / "initial"), "cold_steps": 0}
+    settings = {
+        **SETTINGS,
+        "steps": options.steps,
+        "lr": options.lr,
+        "env": ENVS[options.env],
+        "method": method,
+        "seed": seed,
+    }
+    ages = {"lag": lag} if kind == "late" else {"lag": 0, "staleness": lag}
+    name = f"{options.env}-{kind}-{method}-{lag}-{seed}-{int(time.time())}"
+    about = {"env": options.env, "kind": kind, "method": method, "lag": lag, "seed": seed}
+    about |= {"steps": options.steps, "lr": options.lr}
+    row = {**about, **measured({**settings, **model, **ages}, name, options.out, until - time.monotonic())}
+    with options.results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    print(name, row["after"].get("success"), row["age"], f"{row['seconds']} s", row.get("error", ""), flush=True)
+
+
+# ------------------------------------------------------------------ table
+
+
+def points(row: Row) -> list[float]:
+    """Held-out success at each evaluation."""
+    return [row["before"]["success"], *(value for *_, value in row["curve"]), row["after"]["success"]]
+
+
+def fall(values: list[float]) -> float:
+    """The largest drop from the best value so far to a later one."""
+    best, most = values[0], 0.0
+    for value in values:
+        best = max(best, value)
+        most = max(most, best - value)
+    return most
+
+
+def cell(rows: list[Row]) -> str:
+    """Final success over seeds with its 95 % interval (Student), and how many runs had fallen at any time."""
+    if not rows:
+        return "–"
+    finals = [row["after"]["success"] for row in rows]
+    half = STUDENT.get(len(finals), 2.0) * statistics.stdev(finals) / len(finals) ** 0.5 if len(finals) > 1 else 0.0
+    fallen = sum(fall(points(row)) > FALLEN for row in rows)
+    return f"{statistics.mean(finals):.0%} ± {100 * half:.0f}" + (f", {fallen} of {len(rows)} fell" if fallen else "")
+
+
+def table(rows: list[Row], env: str) -> list[str]:
+    """Methods down, ages across."""
+    done = [
+        row for row in rows if row["env"] == env and row["kind"] == "late" and row.get("after") and "error" not in row
+    ]
+    lines = [
+        "| method | " + " | ".join(f"{lag} steps old" if lag else "synchronous" for lag in LAGS) + " |",
+        "|---" * 6 + "|",
+    ]
+    for method in METHODS:
+        cells = [cell([r for r in done if r["method"] == method and r["lag"] == lag]) for lag in LAGS]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    seeds = sorted({row["seed"] for row in done})
+    started = [row["before"]["success"] for row in done]
+    lines += [
+        "",
+        f"`{env}`, seeds {seeds}; before training {statistics.mean(started):.0%}." if done else f"`{env}`: no rows.",
+    ]
+    return lines
+
+
+def ages_table(rows: list[Row]) -> list[str]:
+    """How old tokens are in real asynchronous runs."""
+    found = [row for row in rows if row["kind"] == "ages" and row.get("after") and "error" not in row]
+    lines = ["| `--staleness` | mean age of a token, steps | largest | seeds |", "|---|---|---|---|"]
+    for lag in LAGS:
+        ages = [row["age"] for row in found if row["lag"] == lag]
+        if ages:
+            mean = statistics.mean(mean for mean, _ in ages)
+            lines.append(f"| {lag} | {mean:.1f} | {max(most for _, most in ages):.0f} | {len(ages)} |")
+    return lines if len(lines) > 2 else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--env", default="calculator", choices=list(ENVS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--lags", type=int, nargs="+", default=list(LAGS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=SETTINGS["steps"])
+    parser.add_argument("--lr", type=float, default=SETTINGS["lr"])
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=7200.0, help="no run begins or goes on after this time")
+    parser.add_argument(
+        "--ages", action="store_true", help="real asynchronous runs of grpo instead: how old are their tokens?"
+    )
+    parser.add_argument("--out", default="runs/staleness")
+    parser.add_argument("--results", type=Path, default=RESULTS / "staleness.jsonl")
+    parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
+    parser.add_argument("--write", default="", metavar="PAGE", help="write the tables into this page")
+    options = parser.parse_args()
+    if options.one:
+        train(json.loads(options.one))
+        return
+    if not options.table:
+        until = time.monotonic() + options.seconds
+        schedule(jobs(options, until), options.jobs, until)
+    rows = read([options.results])
+    envs = [env for env in ENVS if any(row["env"] == env and row["kind"] == "late" for row in rows)]
+    lines = [line for env in envs for line in (*table(rows, env), "")] + ages_table(rows)
+    print("\n".join(lines))
+    if options.write:
+        page = Path(options.write)
+        text = page.read_text(encoding="utf-8")
+        replaced = lambda m: m[1] + "\n".join(lines).strip() + "\n" + m[2]  # noqa: E731
+        page.write_text(
+            re.sub(r"(<!-- staleness -->\n).*?(<!-- end -->)", replaced, text, flags=re.S), encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()
