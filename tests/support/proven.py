@@ -22,4 +22,5 @@ PREFERENCES = [
     "kto", "orpo", "cpo",
 ]  # fmt: skip
 VALUES = ["digi_q", "optimal_token", "evocua"]  # test_step_values.py
-PROVEN_ELSEWHERE = [*VALUES, *TURNS, *GROUPS, *SEGMENTS, *OTHERS, *PREFERENCES]
+VINES = ["polychromic_ppo"]  # test_vines.py
+PROVEN_ELSEWHERE = [*VINES, *VALUES, *TURNS, *GROUPS, *SEGMENTS, *OTHERS, *PREFERENCES]

@@ -8,6 +8,7 @@ from turnwise.rollout.strategies.confidence import BranchRule, ConfidenceTree, P
 from turnwise.rollout.strategies.modes import ForcedModes
 from turnwise.rollout.strategies.retry import HintedRetry, RepairedAttempts
 from turnwise.rollout.strategies.tree import AfterToolResults, SegmentTree, UncertainTokens
+from turnwise.rollout.strategies.vines import Vines
 
 
 def independent() -> Strategy:
@@ -136,3 +137,14 @@ def a2fm(openings: str = "answer:|<tool_call>", forced: int = 2) -> Strategy:
     Sure of: the group (notes on the paper).
     """
     return ForcedModes(openings, forced)
+
+
+def vines(trunks: int = 1, states: int = 2, vines: int = 8) -> Strategy:
+    """Vines: continuations of evenly spaced states of finished rollouts, so many of each.
+
+    Paper: Polychromic Objectives for Reinforcement Learning, arXiv 2509.25424.
+    Settings: 2 states, 8 vines.
+    Deviation: the first state of a rollout is not one of them. The credit of sets belongs to the method polychromic_ppo.
+    Sure of: the sampling (third-party notes).
+    """
+    return Vines(trunks, states, vines)
