@@ -42,7 +42,7 @@ class Sweep:
             "seed": seed,
             "env": run.env,
             "steps": steps,
-            "set": settings | run.flags,
+            "set": settings | run.flags | run.options,
             "why": run.why,
         }
 
@@ -84,6 +84,8 @@ class Sweep:
         """The jobs that make an input of a run, dependencies first."""
         if word == "cold":
             return []
+        if word == "pool":
+            return [self.pool(run, seed)]
         return [self.teacher(run, seed)] if word == "teacher" else self.files(word, run.env)
 
     def teacher(self, run: learning_plan.Run, seed: int) -> Job:
@@ -92,6 +94,18 @@ class Sweep:
         values = {"cold_steps": 0, "steps": steps, "eval_tasks": 1}
         work = lambda done: self.trained("dr_grpo", run.env, seed, "teacher", "model", {**values, "model": done[start]})  # noqa: E731
         return Job(("teacher", run.env, seed), work, (start,), 2)
+
+    def pool(self, run: learning_plan.Run, seed: int) -> Job:
+        """A folder with the groups of another run of the method, which starts from the same model with another seed."""
+        start, steps = self.cold(run, seed).key, self.options.steps or run.settings["steps"]
+        folder = self.options.out / f"pool-{run.method}-{seed}"
+
+        def work(done: dict[Hashable, Any]) -> str | None:
+            values = {"cold_steps": 0, "steps": steps, "eval_tasks": 1, "model": done[start], "folder": folder}
+            made = self.trained(run.method, run.env, seed + 1000, "other", "model", values)
+            return made and str(folder)
+
+        return Job(("pool", run.method, run.env, seed), work, (start,), 2)
 
     def trained(self, method: str, env: str, seed: int, role: str, part: str, values: Row) -> str | None:
         """A model that other runs start from or use as a teacher; None if it could not be made."""
@@ -151,6 +165,7 @@ class Sweep:
                 print(f"{run.method} not run: it needs {missing}", file=sys.stderr, flush=True)
                 return
             flags = {flag: done[made[word]] if word in made else word for flag, word in run.flags.items()}
+            flags |= {name: done[made[word]] if word in made else word for name, word in run.options.items()}
             values = {**run.settings, "steps": row["steps"], **flags, "model": done[start], "cold_steps": 0}
             name = f"{run.method}-{seed}-{os.getpid()}"
             summary = self.train(run.method, run.env, seed, name, {**values, "eval_tasks": self.options.eval_tasks})

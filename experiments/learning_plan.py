@@ -3,8 +3,8 @@
     python experiments/learning_plan.py                       prints the plan
 
 Almost all of it follows from the requirements of the recipe (``requirements.required_by``); the exceptions are listed in
-``ENV_OVERRIDES`` and ``FILES``. Settings belong to an environment, never to a method. ``experiments/learning_sweep.py --plan``
-runs the plan.
+``ENV_OVERRIDES``, ``FILES`` and ``OPTIONS``. Settings belong to an environment, never to a method; ``OPTIONS`` holds the
+arguments without which a method would do nothing here. ``experiments/learning_sweep.py --plan`` runs the plan.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from turnwise.recipes.families import (  # noqa: E402
     preferences,
     reward_shaping,
     segment_credit,
+    selection,
     turn_credit,
 )
 from turnwise.recipes.recipe import Recipe  # noqa: E402
 from turnwise.training import requirements  # noqa: E402
 
-FAMILIES = (turn_credit, group_credit, segment_credit, reward_shaping, experts_and_replay, preferences)
-METHODS = tuple(
-    name for family in FAMILIES for name, build in recipes.METHODS.items() if build.__module__ == family.__name__
+FAMILIES = (turn_credit, group_credit, segment_credit, reward_shaping, experts_and_replay, selection, preferences)
+ALSO = ("echo",)  # an objective whose trees need an environment that can be forked
+METHODS = (
+    *(name for family in FAMILIES for name, build in recipes.METHODS.items() if build.__module__ == family.__name__),
+    *ALSO,
 )
 
 
@@ -84,12 +87,18 @@ ENV_OVERRIDES = {  # methods whose subject is not among their requirements
     "trloo": "keydoor",
     "srgpo": "keydoor",
     "bilevel_gae": "keydoor",
+    "dart": "keydoor",  # groups that fail, many turns
+    "digi_q": "guess",  # its critics do not reach over the 10 to 28 turns of keydoor
 }
 FILES = {
     "rdpo": "flipped",
     "mapl": "families",
     "dpa": "rated",
 }  # methods whose rows are not plain pairs or demonstrations
+OPTIONS: dict[str, dict[str, str]] = {  # arguments of methods; a value may be an input
+    "swarm": {"folder": "pool"},
+    "echo": {"high": "0.5", "confident": "6"},  # the entropies of the tiny model hardly exceed 1, so it would never branch
+}
 WHY = {
     "pairs": "pairs of a file",
     "flipped": "pairs, a tenth of them flipped",
@@ -101,6 +110,18 @@ WHY = {
     "replay": "past episodes",
     "forks": "episodes that fork",
     "hints": "hints where all fail",
+    "pool": "groups that another run left",
+}
+WHY_HERE = {  # methods of which neither requirements nor environment say what acts
+    "dart": "groups that fail, past successes",
+    "digirl": "several turns, one reward at the end",
+    "digi_q": "several actions of one state, critics",
+    "evocua": "success and failure that part at a state",
+    "trimpi": "a document that half of the group reads",
+    "a2fm": "two ways to begin: answer at once, or call a tool",
+    "d3s": "tools, several turns; most rows and tokens left out",
+    "oapl": "past batches",
+    "optimal_token": "rows of several lengths",
 }
 EXTRA_SETTINGS = {"fact revises": {"context": "640"}}  # the prompt of a revision contains a whole dialogue
 
@@ -114,6 +135,7 @@ class Run:
     why: str
     seconds: int
     flags: dict[str, str] = field(default_factory=dict)  # setting: the input it takes
+    options: dict[str, str] = field(default_factory=dict)  # argument of the method: a value, or the input it takes
 
 
 def plan_run(method: str) -> Run:
@@ -122,8 +144,10 @@ def plan_run(method: str) -> Run:
     env = ENV_OVERRIDES.get(method) or choose_environment(required)
     flags, why = data_flags(method, recipe, required)
     plan, extra = ENVIRONMENTS[env], {k: v for word in required for k, v in EXTRA_SETTINGS.get(word, {}).items()}
-    inputs = tuple(word for word in flags.values() if word != "oracle")
-    return Run(method, env, {**plan.settings, **extra}, ("cold", *inputs), why or plan.why, plan.seconds, flags)
+    options = OPTIONS.get(method, {})
+    inputs = tuple(word for word in (*flags.values(), *options.values()) if word in INPUTS)
+    why = WHY_HERE.get(method) or " and ".join(WHY[word] for word in options.values() if word in INPUTS) or why or plan.why
+    return Run(method, env, {**plan.settings, **extra}, ("cold", *inputs), why, plan.seconds, flags, options)
 
 
 def choose_environment(required: frozenset[str]) -> str:
@@ -217,11 +241,12 @@ DERIVED_FILES: dict[str, tuple[str, Callable[[list[Row]], list[Row]] | None]] = 
     "families": ("pairs", families),
     "rated": ("pairs", rated),
 }
+INPUTS = (*DERIVED_FILES, "teacher", "pool")  # what is made before a run
 
 
 def main() -> None:
     for run in map(plan_run, METHODS):
-        values = {**run.settings, **run.flags}
+        values = {**run.settings, **run.flags, **run.options}
         print(f"{run.method:<24} {run.env:<20} {run.why:<58} {' '.join(f'{k}={v}' for k, v in values.items())}")
 
 

@@ -162,9 +162,9 @@ def setting(row: Row) -> tuple[Hashable, ...]:
 def planned_setting(method: str) -> tuple[Hashable, ...]:
     """The setting that the plan has for a method now."""
     run = learning_plan.plan_run(method)
-    settings = {name: value for name, value in run.settings.items() if name != "steps"}
+    settings = {name: value for name, value in run.settings.items() if name != "steps"} | run.flags | run.options
     return setting(
-        {"method": method, "seed": 0, "env": run.env, "steps": int(run.settings["steps"]), "set": settings | run.flags}
+        {"method": method, "seed": 0, "env": run.env, "steps": int(run.settings["steps"]), "set": settings}
     )
 
 

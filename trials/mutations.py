@@ -1,8 +1,9 @@
-"""``python -m trials.mutations [--count 150] [--write docs/testing.md]``: do the tests notice small faults in the algebra?
+"""``python -m trials.mutations [--count 150] [--jobs 2] [--write docs/testing.md]``: do the tests notice small faults?
 
-Draws mutants of ``algebra`` and ``credit`` with a fixed seed. pytest collects the tests once; then a forked process for each
-mutant changes the imported module and runs the tests of the methods that have the changed piece, until one fails. Every result
-is a row of ``trials/results/mutations.jsonl``; a run that was interrupted continues.
+Draws mutants of ``algebra`` and ``credit`` by a hash of the change and the seed, so that new code elsewhere draws the same ones.
+pytest collects the tests once; then a forked process for each mutant changes the imported module and runs the tests of the
+methods that have the changed piece, until one fails. Every result is a row of ``trials/results/mutations.jsonl``; a run that was
+interrupted continues.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import importlib
 import inspect
 import json
 import os
-import random
 import re
 import resource
 import signal
+import struct
 import sys
 import time
 import types
@@ -37,7 +38,7 @@ TESTS = ("tests/algebra", "tests/credit", "tests/recipes/test_contract.py")
 ROWS = ROOT / "trials/results/mutations.jsonl"
 EQUIVALENT = ROOT / "trials/results/equivalent_mutants.json"
 METHODS = 4  # whose tests are run for a mutant
-LIMIT, BUDGET = 90, 25.0  # seconds of processor time: when a mutant is stopped, and after which no further test begins
+LIMIT, BUDGET = 90, 40.0  # seconds of processor time: when a mutant is stopped, and after which no further test begins
 KILLED = ("killed",)
 
 
@@ -115,9 +116,9 @@ def chosen_items(mutant: Mutant, items: list[Any]) -> list[Any]:
     from turnwise import recipes
 
     methods = methods_of(mutant)[:METHODS]
-    words = {item: set(re.findall(r"[a-z0-9_]+", item.nodeid.split("::", 1)[1])) for item in items}
+    words = {item: set(re.findall(r"\w+", item.nodeid.split("::", 1)[1])) for item in items}
     mentioned = {item: _mentioned(item.function) for item in items}
-    mine = [item for item in items if mutant.function.split(".")[0] in mentioned[item]]
+    mine = [item for item in items if mutant.function.split(".")[0] in words[item] | mentioned[item]]
     mine += [item for name in methods for item in items if name in words[item] | mentioned[item]]
     free = [item for item in items if not words[item] & set(recipes.METHODS)]
     ordered = sorted(dict.fromkeys(mine), key=lambda item: "contract_packing" in item.name)
@@ -133,8 +134,10 @@ def _mentioned(function: Any) -> frozenset[str]:
 class Mutation:
     """A pytest plugin: after collection it forks once for each mutant, changes the module and runs the chosen tests."""
 
-    def __init__(self, picked: list[Mutant], path: Path, again: bool, seconds: float) -> None:
+    def __init__(self, picked: list[Mutant], path: Path, again: bool, seconds: float, jobs: int = 1) -> None:
         self.picked, self.path, self.again, self.end = picked, path, again, time.monotonic() + seconds
+        self.jobs = jobs
+        self.broken: list[Any] = []  # tests that fail without any change, on this machine
 
     def pytest_configure(self) -> None:
         """A failing example is not made smaller: that it fails is enough."""
@@ -144,31 +147,53 @@ class Mutation:
         settings.load_profile("mutation")
 
     def pytest_runtestloop(self, session: Any) -> bool:
-        """In place of the tests: the mutants."""
+        """In place of the tests: the mutants, ``jobs`` at a time."""
         known, explained = results(self.path), equivalent_mutants()
-        for number, mutant in enumerate(self.picked):
-            before = known.get(mutant.key, {}).get("result")
-            if before in KILLED or (before and (not self.again or mutant.key in explained)):
-                continue
-            if time.monotonic() > self.end:
-                break
+        left = [number for number, mutant in enumerate(self.picked) if self._is_left(mutant, known, explained)]
+        reader, writer = os.pipe()
+        os.write(writer, struct.pack(f"{len(left)}i", *left))  # a worker takes the next number when it is free
+        os.close(writer)
+        workers = []
+        for _ in range(self.jobs):
+            if not (worker := os.fork()):
+                self._work(reader, session)
+                os._exit(0)
+            workers.append(worker)
+        for worker in workers:
+            os.waitpid(worker, 0)
+        return True
+
+    def _is_left(self, mutant: Mutant, known: dict[str, dict[str, Any]], explained: dict[str, str]) -> bool:
+        before = known.get(mutant.key, {}).get("result")
+        return before not in KILLED and not (before and (not self.again or mutant.key in explained))
+
+    def _work(self, reader: int, session: Any) -> None:
+        while time.monotonic() < self.end and (number := os.read(reader, struct.calcsize("i"))):
+            mutant = self.picked[struct.unpack("i", number)[0]]
             began = time.monotonic()
-            outcome, test = judge(mutant, chosen_items(mutant, session.items), session.config)
+            outcome, test = judge(mutant, [item for item in chosen_items(mutant, session.items) if item not in self.broken])
+            while outcome in KILLED and (item := self._fails_without(test, session.items)):
+                self.broken.append(item)
+                outcome, test = judge(mutant, [i for i in chosen_items(mutant, session.items) if i not in self.broken])
             row = {**asdict(mutant), "key": mutant.key, "result": outcome, "test": test}
             row["seconds"] = round(time.monotonic() - began, 1)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            print(f"{number + 1}/{len(self.picked)} {outcome}: {mutant.key}", file=sys.stderr, flush=True)
-        return True
+            print(f"{outcome}: {mutant.key}", file=sys.stderr, flush=True)
+
+    def _fails_without(self, test: str, items: list[Any]) -> Any:
+        """The test that noticed a mutant, if it fails without the change, too."""
+        item = next((item for item in items if item.nodeid == test), None)
+        return item if item and judge(None, [item])[0] in KILLED else None
 
 
-def judge(mutant: Mutant, items: list[Any], config: Any) -> tuple[str, str]:
+def judge(mutant: Mutant | None, items: list[Any]) -> tuple[str, str]:
     """What became of a mutant, and the test that noticed it. The child has a limit of processor time, not of waiting."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         os.close(reader)
-        _run_items(mutant, items, config, writer)
+        _run_items(mutant, items, writer)
     os.close(writer)
     with os.fdopen(reader, errors="replace") as told:
         words = told.read().splitlines()
@@ -179,14 +204,15 @@ def judge(mutant: Mutant, items: list[Any], config: Any) -> tuple[str, str]:
     return ("killed" if last.startswith("failed ") or status else "survived"), last.partition(" ")[2]
 
 
-def _run_items(mutant: Mutant, items: list[Any], config: Any, writer: int) -> None:
+def _run_items(mutant: Mutant | None, items: list[Any], writer: int) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 5))
-    path = ROOT / "src/turnwise" / mutant.file
     try:
-        transplant(importlib.import_module("turnwise." + mutant.file[:-3].replace("/", ".")), mutant.apply(path.read_bytes()))
+        if mutant:
+            source = mutant.apply((ROOT / "src/turnwise" / mutant.file).read_bytes())
+            transplant(importlib.import_module("turnwise." + mutant.file[:-3].replace("/", ".")), source)
         for item in items:
             reports = runner.runtestprotocol(item, log=False, nextitem=None)
             if any(report.failed for report in reports):
@@ -205,15 +231,15 @@ def _run_items(mutant: Mutant, items: list[Any], config: Any, writer: int) -> No
 
 def drawn_mutants(count: int, seed: int) -> list[Mutant]:
     """``count`` mutants, the same number of each folder, in a fixed order."""
-    picked = []
+    order = lambda mutant: hashlib.sha256(f"{seed} {mutant.key}".encode()).hexdigest()  # noqa: E731
+    picked: list[Mutant] = []
     for folder in FOLDERS:
-        every = [
-            mutant
-            for path in sorted((ROOT / "src/turnwise" / folder).glob("*.py"))
-            for mutant in mutants(path.read_text(encoding="utf-8"), f"{folder}/{path.name}")
-        ]
-        picked += random.Random(f"{seed} {folder}").sample(every, min(len(every), count // len(FOLDERS)))
-    return sorted(picked, key=lambda m: hashlib.sha256(m.key.encode()).hexdigest())
+        every: dict[str, Mutant] = {}
+        for path in sorted((ROOT / "src/turnwise" / folder).glob("*.py")):
+            for mutant in mutants(path.read_text(encoding="utf-8"), f"{folder}/{path.name}"):
+                every.setdefault(mutant.key, mutant)  # the same change twice in one function counts once
+        picked += sorted(every.values(), key=order)[: count // len(FOLDERS)]
+    return sorted(picked, key=order)
 
 
 def results(path: Path) -> dict[str, dict[str, Any]]:
@@ -261,6 +287,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which ones are drawn")
     parser.add_argument("--again", action="store_true", help="try those that survived before, too")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after this time; run it again later")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, a processor core each")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of the result rows")
     parser.add_argument("--only-table", action="store_true", help="run nothing")
     parser.add_argument("--write", type=Path, help="page to write the table into, between its markers")
@@ -269,7 +296,7 @@ def main() -> int:
     if not arguments.only_table:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["CI"] = "1"  # hypothesis draws the same examples each time
-        plugin = Mutation(picked, arguments.rows, arguments.again, arguments.seconds)
+        plugin = Mutation(picked, arguments.rows, arguments.again, arguments.seconds, arguments.jobs)
         pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *(str(ROOT / t) for t in TESTS)], plugins=[plugin])
     known = results(arguments.rows)
     rows = [known[mutant.key] for mutant in picked if mutant.key in known]

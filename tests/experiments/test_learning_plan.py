@@ -22,7 +22,7 @@ import processes
 @pytest.mark.parametrize("method", learning_plan.METHODS)
 def test_every_method_has_a_place_that_tells_what_it_asks(method):
     run = learning_plan.plan_run(method)
-    assert run.why and {word for word in run.needs if word != "cold"} <= {*learning_plan.DERIVED_FILES, "teacher"}
+    assert run.why and {word for word in run.needs if word != "cold"} <= {*learning_plan.INPUTS}
     difficulty = {"difficulty": (int(run.settings["difficulty"]),)} if "difficulty" in run.settings else {}
     settings = resolve_settings(
         {"method": method, "env": run.env, **difficulty, **dict.fromkeys(run.flags, "something")}

@@ -64,6 +64,8 @@ def test_the_same_mutants_are_drawn_each_time():
     first = drawn_mutants(20, 0)
     assert first == drawn_mutants(20, 0) and len(first) == 20
     assert sum(m.file.startswith("algebra/") for m in first) == 10
+    assert {m.key for m in first} < {m.key for m in drawn_mutants(30, 0)}, "more mutants are the same ones and others"
+    assert {m.key for m in first} != {m.key for m in drawn_mutants(20, 1)}
 
 
 def test_a_survivor_is_listed_unless_it_is_equivalent():
