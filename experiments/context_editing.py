@@ -5,7 +5,7 @@
 
 Both begin with their own cold start from the environment's imperfect demonstrator and learn with the same method, batch and
 number of steps. ``editing`` may keep notes and drop pages; ``window`` sees the task and as many of the latest messages as fit
-(``--history 5``: four of six pages, and the question). A row holds the held-out success before and after, and its curve over
+(``--history 3``: two of six pages, and the question). A row holds the held-out success before and after, and its curve over
 sampled tokens; the table compares both at the largest number of tokens that both have sampled. Rows go to
 ``experiments/results/context_editing.jsonl``.
 """
@@ -24,10 +24,10 @@ from processes import Row, read
 
 ARMS: dict[str, dict[str, Any]] = {
     "editing": {"env": "archive"},
-    "window": {"env": "archive,editing=false", "history": 5},
+    "window": {"env": "archive,editing=false", "history": 3},
 }
 SETTINGS: dict[str, Any] = {
-    "method": "dr_grpo", "difficulty": (2,), "context": 120, "groups": 16, "group_size": 8, "steps": 60, "eval_every": 10,
+    "method": "dr_grpo", "difficulty": (2,), "context": 92, "groups": 16, "group_size": 8, "steps": 60, "eval_every": 10,
     "eval_tasks": 100, "cold_steps": 600, "cold_batch": 32, "cold_demos": 19200, "schedule": "constant",
 }  # fmt: skip
 
@@ -78,16 +78,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--steps", type=int, default=SETTINGS["steps"])
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other settings, values as JSON")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=7200.0, help="runs are stopped after this time")
     parser.add_argument("--out", default="runs")
     parser.add_argument("--results", type=Path, default=RESULTS / "context_editing.jsonl")
     parser.add_argument("--table", action="store_true", help="print the rows and run nothing")
     chosen = parser.parse_args()
-    made = {(row["arm"], row["settings"]["seed"]) for row in of_these_settings(read([chosen.results])) if row["after"]}
+    more = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in chosen.set)}
+    rows = [] if more else of_these_settings(read([chosen.results]))
+    made = {(row["arm"], row["settings"]["seed"]) for row in rows if row["after"]}
     todo = [] if chosen.table else [pair for pair in product(chosen.arms, chosen.seeds) if pair not in made]
     runs: list[tuple[Row, dict[str, Any], str]] = [
-        ({"arm": arm}, {**SETTINGS, **ARMS[arm], "seed": seed, "steps": chosen.steps}, f"context-{arm}-{seed}")
+        (
+            {"arm": arm},
+            {**SETTINGS, **ARMS[arm], "seed": seed, "steps": chosen.steps, **more},
+            "-".join(["context", arm, *(f"{key}{value}" for key, value in more.items()), str(seed)]),
+        )
         for arm, seed in todo
     ]
     side_by_side(runs, chosen.results, chosen.out, chosen.jobs, chosen.seconds)

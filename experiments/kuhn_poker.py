@@ -6,8 +6,8 @@
 Plain self-play by policy gradient circles the equilibrium. Here a KL penalty holds the policy near its first one, which moves at
 random, and its weight and the learning rate fall during the run: the regularised game has one equilibrium, which attracts, and
 which moves to one of the game. Gains are summed over the tokens of an episode: an average would change the stakes of long games.
-The cold start is short, because a model that has imitated random moves for long no longer reads its card. A row for each run goes
-to ``experiments/results/kuhn_poker.jsonl``.
+The demonstrations of the cold start bet more often with a higher card: a model that has imitated random moves no longer reads its
+card. A row for each run goes to ``experiments/results/kuhn_poker.jsonl``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from turnwise.credit.turns import AgentReturnToGo
 from turnwise.recipes.recipe import Recipe
 
 SETTINGS: dict[str, Any] = {
-    "env": "open_spiel:kuhn_poker", "groups": 12, "group_size": 16, "schedule": "linear", "eval_tasks": 1, "eval_every": 40,
-    "hidden": 128, "layers": 2, "lr": 1.5e-3, "warmup": 20, "clip_norm": 10.0, "cold_steps": 30, "cold_batch": 96,
-    "checkpoint_every": 400,
+    "env": "open_spiel:kuhn_poker,demonstrator=cards", "groups": 12, "group_size": 16, "schedule": "linear", "eval_tasks": 1,
+    "eval_every": 40, "hidden": 128, "layers": 2, "lr": 1.5e-3, "warmup": 20, "clip_norm": 10.0, "cold_steps": 100,
+    "cold_batch": 96, "checkpoint_every": 200,
 }  # fmt: skip
 VARIANTS = {  # weight of the penalty at first and at last
     "held": (0.3, 0.08),
     "annealed": (0.3, 0.05),
+    "lower": (0.3, 0.02),
     "constant": (0.2, 0.2),
     "free": (0.0, 0.0),
 }
@@ -68,7 +69,17 @@ def self_play(hold: float = HOLD, start: float = 0.3, end: float = 0.05, steps: 
 
 def table(rows: list[Row]) -> str:
     """Final exploitability by variant and settings."""
-    heads = ("width, cold start", "penalty", "lr", "games a step", "steps", "before", "after, by seed", "unlisted", "seconds")
+    heads = (
+        "width, cold start",
+        "penalty",
+        "lr",
+        "games a step",
+        "steps",
+        "before",
+        "after, by seed",
+        "unlisted",
+        "seconds",
+    )
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     kinds: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -76,7 +87,8 @@ def table(rows: list[Row]) -> str:
             own, options = row["settings"], row["settings"]["method_options"]
             levels = [options["hold"] + options["start"]] if options["hold"] else []
             penalty = " to ".join(f"{level:g}" for level in (*levels, options["start"], options["end"]))
-            model = f"{own['hidden']}, {own['cold_steps']} of {own.get('cold_batch', 24)}"
+            demos = "by card" if "demonstrator=cards" in own["env"] else "random"
+            model = f"{own['hidden']}, {own['cold_steps']} of {own.get('cold_batch', 24)} {demos}"
             games = own["groups"] * own["group_size"]
             kinds.setdefault((model, penalty, f"{own['lr']:g}, {own['schedule']}", games, own["steps"]), []).append(row)
     last = lambda row: row["after"]["exact"]["exploitability"]  # noqa: E731
@@ -112,7 +124,17 @@ def main() -> None:
         options = {"hold": chosen.hold, "start": start, "end": end, "steps": steps}
         method = f"{Path(__file__).resolve()}:self_play"
         own = {**SETTINGS, **more, "seed": seed, "steps": steps, "lr": lr, "method": method, "method_options": options}
-        name = "-".join(["kuhn", variant, f"{lr:g}", str(steps), *map(str, more.values()), str(seed)])
+        name = "-".join(
+            [
+                "kuhn",
+                variant,
+                str(chosen.hold),
+                f"{lr:g}",
+                str(steps),
+                *(f"{key}{value}" for key, value in more.items() if key != "env"),
+                str(seed),
+            ]
+        )
         runs.append(({"variant": variant}, own, name))
     if not chosen.table:
         side_by_side(runs, chosen.results, chosen.out, chosen.jobs, chosen.seconds, "eval/exploitability")

@@ -1,9 +1,10 @@
-"""Worlds that a small model learns: `service`, a BabyAI level, TextWorld, BFCL; several seeds side by side, and their curves.
+"""Worlds that a small model learns: `service`, a BabyAI level, TextWorld, BFCL, `lookup`; several seeds side by side, and curves.
 
     python experiments/learned_worlds.py service babyai --seeds 0 1 2 --jobs 2
     python experiments/learned_worlds.py --table
 
-Each run begins with its own cold start from the environment's demonstrator. `bfcl_...` are SmolLM2 on a GPU. Rows go to
+Each run begins with its own cold start from the environment's demonstrator. `bfcl_...` and `lookup_...` are SmolLM2 on a GPU;
+`lookup_full` trains all weights, `lookup_lora` adapters of rank 16. Rows go to
 ``experiments/results/learned_worlds.jsonl``.
 """
 
@@ -21,9 +22,17 @@ from processes import Row, read
 SETTINGS: dict[str, Any] = {
     "method": "dr_grpo", "groups": 16, "group_size": 8, "eval_every": 10, "eval_tasks": 200, "schedule": "constant",
 }  # fmt: skip
+LOOKUP: dict[str, Any] = {
+    "env": "lookup", "method": "grpo", "model": "smollm2", "steps": 60, "cold_steps": 30, "cold_batch": 32, "cold_lr": 1e-4,
+    "context": 512, "max_tokens": 64, "slots": 192, "eval_tasks": 100,
+}  # fmt: skip
 WORLDS: dict[str, dict[str, Any]] = {
+    "lookup_full": {**LOOKUP, "lr": 1e-5},
+    "lookup_lora": {**LOOKUP, "lr": 1e-4, "lora_rank": 16},
     "service": {"env": "service", "difficulty": (1,), "steps": 120},
-    "babyai": {"env": "minigrid:BabyAI-GoToLocal-v0", "steps": 80, "cold_steps": 80},
+    "babyai": {
+        "env": "minigrid:BabyAI-GoToLocal-v0", "steps": 120, "cold_steps": 40, "groups": 8, "max_turns": 24, "eval_tasks": 100,
+    },
     "textworld": {
         "env": "textworld:custom,rooms=2,objects=4,quest=2,games=40", "steps": 40, "hidden": 128, "copying": True,
         "cold_steps": 200, "cold_batch": 24, "context": 768, "history": 2, "eval_tasks": 64,

@@ -85,8 +85,9 @@ def test_half_of_the_numbers_is_half_of_the_reward():
     env.reset(0)
     for _ in range(PAGES[1]):
         env.step(text_action("next"))
-    first, second = env.register.answer.split()
-    step = env.step(text_action(f"answer: {first} {(int(second) + 1) % 10}"))
+    first, second = env.register.answer.split(", ")
+    name, number = second.split()
+    step = env.step(text_action(f"answer: {name} {(int(number) + 1) % 10}, {first}"))
     assert step.reward == 0.5 and not step.info["success"] and step.terminated
 
 

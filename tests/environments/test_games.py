@@ -14,6 +14,7 @@ from turnwise import environments
 from turnwise.core.records import Task
 from turnwise.environments.families.game_tree import decision_states, exploitability
 from turnwise.environments.families.game_words import legal_words, prompt
+from turnwise.errors import SettingError
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import play_scripted
@@ -72,9 +73,7 @@ def test_perfect_play_cannot_be_exploited():
         if str(state) not in known:
             children = [value(state.child(action)) for action in state.legal_actions()]
             known[str(state)] = (max if state.current_player() == 0 else min)(children)
-            best[prompt(state)] = {
-                word: float(v == known[str(state)]) for word, v in zip(legal_words(state), children)
-            }
+            best[prompt(state)] = {word: float(v == known[str(state)]) for word, v in zip(legal_words(state), children)}
         return known[str(state)]
 
     assert value(game.new_initial_state()) == 0
@@ -106,8 +105,29 @@ def test_the_average_of_policies_is_weighted_by_their_own_moves():
         return {"pass": 1.0, "bet": 0.0} if "said" not in text else {"pass": 0.0, "bet": 1.0}
 
     mean = average_policy(game, [bets, passes])
-    assert mean("player 1: card Q\nsay pass | bet", ("pass", "bet")) == {"pass": 1.0, "bet": 1.0}  # scaled where it is used
+    assert mean("player 1: card Q\nsay pass | bet", ("pass", "bet")) == {
+        "pass": 1.0,
+        "bet": 1.0,
+    }  # scaled where it is used
     assert mean("player 1: card Q, said pass bet\nsay pass | bet", ("pass", "bet")) == {"pass": 0.0, "bet": 1.0}
     assert mean("player 2: card Q, said bet\nsay pass | bet", ("pass", "bet")) == {"pass": 1.0, "bet": 1.0}
     alone = average_policy(game, [bets])
     assert exploitability(game, alone) == pytest.approx(exploitability(game, bets))
+
+
+def test_demonstrations_by_card_bet_more_often_with_a_higher_card():
+    cls = environments.load("open_spiel:kuhn_poker,demonstrator=cards")
+    bets: dict[str, list[bool]] = {card: [] for card in "JQK"}
+    rng = random.Random(0)
+    for seed in range(600):
+        env = cls()
+        text = env.reset(seed)[0]["content"]
+        bets[text.split("card ")[1][0]].append(env.demonstrate(rng).text == "bet")
+    rates = [sum(bets[card]) / len(bets[card]) for card in "JQK"]
+    assert rates == pytest.approx([0.25, 0.5, 0.75], abs=0.1)
+
+
+@pytest.mark.parametrize("spec", ["kuhn_poker,demonstrator=card", "leduc_poker,demonstrator=cards"])
+def test_a_demonstrator_that_is_not_there_is_refused(spec):
+    with pytest.raises(SettingError, match="demonstrator"):
+        environments.load(f"open_spiel:{spec}")

@@ -28,9 +28,11 @@ NAMES = tuple(f"{a}{b}{c}" for a in CONSONANTS for b in VOWELS for c in CONSONAN
 SYMBOLS = rf"\b[{CONSONANTS}][{VOWELS}][{CONSONANTS}]\b|[0-9]"
 MAX_NOTES = 24  # characters: room for the numbers asked for, not for a page
 SPARE_TURNS = 3
-PAGES_KEPT = 3  # that the oracle lets stand before it tidies up
-ANSWER = re.compile(r"answer: *([0-9]) +([0-9])[ .]*$")
-HELP = "say next, call keep, or say answer: NUMBER NUMBER"
+PAGES_KEPT = 2  # that the oracle lets stand before it tidies up
+SPOILT = 0.25  # of the demonstrator's edits
+ENTRY = rf"([{CONSONANTS}][{VOWELS}][{CONSONANTS}]) ([0-9])"
+ANSWER = re.compile(rf"answer: *{ENTRY}, *{ENTRY}[ .]*$")
+HELP = "say next, call keep, or say answer: NAME NUMBER, NAME NUMBER"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Register:
 
     @property
     def answer(self) -> str:
-        return " ".join(str(self.numbers[name]) for name in self.asked)
+        return ", ".join(f"{name} {self.numbers[name]}" for name in self.asked)
 
 
 class Archive(Environment):
@@ -100,7 +102,7 @@ class Archive(Environment):
         if action.calls or action.faults:
             return self._edit(action)
         if match := ANSWER.search(action.text[-40:].strip().lower()):
-            return self._answer(f"{match[1]} {match[2]}")
+            return self._answer({match[1]: int(match[2]), match[3]: int(match[4])})
         if action.text.strip().lower().rstrip(".") != "next":
             return self._reply(action, f"{HELP}.", tool_errors=1)
         self.page += 1
@@ -130,9 +132,9 @@ class Archive(Environment):
         self.done = self.turns >= PAGES[self.difficulty] + SPARE_TURNS
         return Step(step.messages, 0.0, False, True, {**step.info, "success": False}) if self.done else step
 
-    def _answer(self, numbers: str) -> Step:
+    def _answer(self, numbers: Mapping[str, int]) -> Step:
         self.done = True
-        right = sum(a == b for a, b in zip(numbers.split(), self.register.answer.split()))
+        right = sum(numbers.get(name) == self.register.numbers[name] for name in self.register.asked)
         text = f"{right} of {ASKED} are right: {self.register.answer}."
         return Step([user_message(text)], right / ASKED, True, False, {"success": right == ASKED})
 
@@ -151,7 +153,7 @@ class Archive(Environment):
         """Keep what the page has of the numbers asked for, and tidy up before pages pile up; without tools, go on."""
         if self.page > len(self.register.pages):
             known = dict(entry.split() for entry in self._found)
-            return text_action("answer: " + " ".join(known.get(name, "0") for name in self.register.asked))
+            return text_action("answer: " + ", ".join(f"{name} {known.get(name, '0')}" for name in self.register.asked))
         found = self._found
         is_new = any(entry not in self.editor.notes for entry in found)
         if not self.editing or not (is_new or len(self.editor.exchanges) >= PAGES_KEPT):
@@ -161,13 +163,13 @@ class Archive(Environment):
     def random_action(self, rng: random.Random) -> Action:
         """Goes on, keeps any entry of the page, forgets a page, or answers anything."""
         if self.page > len(self.register.pages):
-            return text_action(f"answer: {rng.randrange(10)} {rng.randrange(10)}")
+            return text_action("answer: " + ", ".join(f"{name} {rng.randrange(10)}" for name in self.register.asked))
         name, number = rng.choice(self.register.pages[self.page - 1])
         kept = tool_action("keep", notes=f"{name} {number}")
         edits = [kept, tool_action("drop", turns=1)] if self.editing else []
         return rng.choice([text_action("next"), *edits])
 
     def demonstrate(self, rng: random.Random) -> Action:
-        """The oracle, but half of its edits are not made or keep the wrong thing."""
+        """The oracle, but some of its edits are not made or keep the wrong thing."""
         action = self.oracle()
-        return self.random_action(rng) if action.calls and rng.random() < 0.5 else action
+        return self.random_action(rng) if action.calls and rng.random() < SPOILT else action

@@ -25,6 +25,12 @@ def prompt(state: Any) -> str:
     return f"{seat_name(player)}: {knowledge(state, player)}\nsay {listed(legal_words(state))}"
 
 
+def bet_by_card(state: Any) -> float:
+    """How often a player of Kuhn poker bets who knows the order of the cards and nothing else: 1/4, 1/2, 3/4."""
+    card = int(state.information_state_string(state.current_player())[0])
+    return (card + 1) / (len(CARDS) + 1)
+
+
 def knowledge(state: Any, player: int) -> str:
     """The information state of a player in words."""
     kind = state.get_game().get_type()

@@ -3,6 +3,7 @@
     load("open_spiel:kuhn_poker")                       both seats are the policy
     load("open_spiel:tic_tac_toe,opponent=random")      the policy moves first or second; the other seat moves at random
     load("open_spiel:leduc_poker,opponent=optimal")     the other seat plays an equilibrium found by CFR
+    load("open_spiel:kuhn_poker,demonstrator=cards")    demonstrations bet more often with a higher card; else they are random
 
 A prompt holds what its player knows (the game's information state) and the legal actions. Returns are paid on each seat's last
 turn. ``exploitability`` turns a policy into the exact amount that a best response wins against it. Sequential games of two or
@@ -21,10 +22,11 @@ from turnwise.core.records import Message
 from turnwise.environments.base import AnswerChances, PolicyQuestion, text_action, user_message
 from turnwise.environments.families.adapter import WordWorld, import_package, split_options, world_seed
 from turnwise.environments.families.game_tree import decision_states, exploitability
-from turnwise.environments.families.game_words import legal_words, prompt, seat_name
+from turnwise.environments.families.game_words import bet_by_card, legal_words, prompt, seat_name
 from turnwise.errors import SettingError, nearest
 
 OPPONENTS = ("self", "random", "optimal")
+DEMONSTRATORS = ("random", "cards")
 CFR_ITERATIONS = 300
 
 
@@ -36,6 +38,7 @@ class GameEnvironment(WordWorld):
     }  # fmt: skip
     game: ClassVar[Any]
     opponent: ClassVar[str] = "self"
+    demonstrator: ClassVar[str] = "random"
     state: Any
     rng: random.Random
     seat: int  # the policy's own, where the others are scripted
@@ -115,6 +118,8 @@ class GameEnvironment(WordWorld):
         return text_action(self.legal()[self.state.legal_actions().index(int(chosen))])
 
     def demonstrate(self, rng: random.Random) -> Action:
+        if self.demonstrator == "cards":
+            return text_action("bet" if rng.random() < bet_by_card(self.state) else "pass")
         return self.random_action(rng)
 
     # ---- what is known of a policy without playing
@@ -154,11 +159,17 @@ def environment(spec: str) -> type[GameEnvironment]:
     """The class of a game's short name; ``opponent`` says who holds the other seats, further options are the game's own."""
     name, options = split_options("open_spiel", spec)
     pyspiel = import_package("pyspiel", "open_spiel", "open_spiel")
-    opponent = str(options.pop("opponent", "self"))
+    opponent, demonstrator = str(options.pop("opponent", "self")), str(options.pop("demonstrator", "random"))
     if opponent not in OPPONENTS:
         raise SettingError(f"open_spiel:{name} has no opponent {opponent!r}; {nearest(opponent, OPPONENTS)}")
     if opponent == "optimal" and name not in SOLVED:
         raise SettingError(f"opponent=optimal is there for {', '.join(SOLVED)}; write opponent=random or leave it out")
+    if demonstrator not in DEMONSTRATORS:
+        raise SettingError(
+            f"open_spiel:{name} has no demonstrator {demonstrator!r}; {nearest(demonstrator, DEMONSTRATORS)}"
+        )
+    if demonstrator == "cards" and name != "kuhn_poker":
+        raise SettingError(f"demonstrator=cards is there for kuhn_poker, not {name}; leave it out")
     offered = pyspiel.registered_names()
     if name not in offered:
         raise SettingError(f"OpenSpiel has no game {name!r}; {nearest(name, offered)}")
@@ -172,6 +183,7 @@ def environment(spec: str) -> type[GameEnvironment]:
     body = {
         "game": game,
         "opponent": opponent,
+        "demonstrator": demonstrator,
         "agents": tuple(map(seat_name, range(game.num_players()))) if opponent == "self" else (),
         "max_turns": game.max_game_length(),
         "__doc__": f"{name} of OpenSpiel.",
