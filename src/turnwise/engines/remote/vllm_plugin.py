@@ -20,6 +20,19 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
 
 
+def repack_tied(model: Any) -> None:
+    """Let layers that share the weight of another one take it over. vLLM reloads the embedding of a tied model and not its head,
+    which on a CPU multiplies by a packed copy of the weight that it made when the model was loaded."""
+    owners: set[int] = set()
+    for layer in model.modules():
+        weight, method = getattr(layer, "weight", None), getattr(layer, "quant_method", None)
+        if weight is None or method is None:
+            continue
+        if id(weight) in owners:
+            method.process_weights_after_loading(layer)
+        owners.add(id(weight))
+
+
 def _engine_class() -> Any:
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
@@ -57,6 +70,7 @@ def _engine_class() -> Any:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             finalize_layerwise_reload(self.model, self.model_config)
+            repack_tied(self.model)
 
         def update_weights(self, update_info: Any) -> None:
             self.receive_weights(
