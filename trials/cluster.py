@@ -1,9 +1,10 @@
 """``python -m trials.cluster [--kills 200] [--minutes 25]``: SIGKILL of random processes of runs on a local Ray cluster.
 
-A kill hits a generator, the learner, a process that plays environments, or the driver (the ``turnwise`` command). A killed driver
-is started again with ``turnwise resume``; Ray starts the others again. When a run has reached its last step, its ledger must
-prove that nothing was lost and nothing was trained twice, and that no token was older than the staleness allows; its final
-success must agree with that of the same run without a cluster and without kills.
+A kill hits a generator, the learner, an actor that plays environments, or the driver (the ``turnwise`` command), also during the
+final evaluation. A killed driver is started again with ``turnwise resume``; Ray starts the others again. When a run has ended,
+its ledger must prove that nothing was lost and nothing was trained twice, and that no token was older than the staleness allows;
+no episode of the final evaluation may have failed, and its success must agree with that of the same run without a cluster and
+without kills. Rows of earlier calls count: a stopped trial continues.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ STALENESS, STEPS, GROUPS = 2, 30, 4
 TASKS = {"env": "guess", "difficulty": "1", "threads": "1", "trackers": ""}
 SETTINGS = {
     **TASKS, "steps": STEPS, "groups": GROUPS, "group-size": "4", "max-tokens": "16", "context": "96", "eval-tasks": "100",
-    "checkpoint-every": "1", "staleness": STALENESS, "keep-tokens": "0", "isolate-env": "true",
+    "checkpoint-every": "1", "staleness": STALENESS, "keep-tokens": "0",
 }  # fmt: skip
 WEIGHTS = {"generator": 8, "environment": 8, "learner": 3, "driver": 2}  # how often each kind is chosen
-GAP = (0.5, 5.0)  # seconds between two kills
+KIND = "kills on a Ray cluster with environment actors"
+ACTORS = "generators=2,environments=2,restarts=100000"
 SPARED = 40.0  # seconds without a new step in which only environments are killed
+UNDISTURBED = 600.0  # seconds for the run without kills
 STUCK = 240.0  # seconds without a new step, with all kills paused, after which a run counts as hung
 COMMAND = [sys.executable, "-m", "turnwise.cli.main"]
 
@@ -56,6 +59,7 @@ class KilledRun:
     address: str
     seed: int
     rng: random.Random
+    gap: float = 5.0  # the most seconds between two kills
     kills: Counter[str] = field(default_factory=Counter)
     driver: subprocess.Popen[bytes] | None = None
     last: tuple[int, float] = (-1, 0.0)  # step and time of the last kill that stops the training
@@ -66,7 +70,7 @@ class KilledRun:
 
     def start(self) -> None:
         """Start the driver, or start it again."""
-        cluster = f"{self.address},generators=2,restarts=100000"
+        cluster = f"{self.address},{ACTORS}"
         words = ["resume", str(self.path)]
         if not (self.path / "run.json").is_file():
             words = ["train", "grpo", *flags(self.model, self.seed, self.out), "--cluster", cluster]
@@ -78,7 +82,7 @@ class KilledRun:
         self.start()
         step, moved = -1, time.monotonic()
         while True:
-            time.sleep(self.rng.uniform(*GAP))
+            time.sleep(self.rng.uniform(self.gap / 10, self.gap))
             assert self.driver is not None
             status = self.driver.poll()
             if status == 0:
@@ -97,8 +101,6 @@ class KilledRun:
         now = steps_done(self.path)
         if kind != "environment" and now == self.last[0] and time.monotonic() - self.last[1] < SPARED:
             kind = "environment"  # a run in which nothing ever starts proves nothing
-        if kind == "environment" and now >= STEPS:
-            return  # it would end episodes of the final evaluation, which count as failed
         pids = self.processes(kind)
         if not pids:
             return
@@ -113,14 +115,10 @@ class KilledRun:
 
     def processes(self, kind: str) -> list[int]:
         """The living processes of a kind."""
-        from turnwise.training.cluster.names import GENERATOR, LEARNER
-
         if kind == "driver":
             living = self.driver is not None and self.driver.poll() is None and (self.path / "run.json").is_file()
             return [self.driver.pid] if living and self.driver else []
-        if kind == "environment":
-            return [child for parent in self._actors(LEARNER) for child in children(parent, b"turnwise.environments.worker")]
-        return self._actors(GENERATOR if kind == "generator" else LEARNER)
+        return self._actors(kind)
 
     def _actors(self, kind: str) -> list[int]:
         import ray
@@ -139,13 +137,13 @@ def remove_actors(run: Path) -> None:
     """End what a run left that did not end by itself."""
     import ray
 
-    from turnwise.training.cluster.actors import remove_generators
+    from turnwise.training.cluster.actors import remove_helpers
     from turnwise.training.cluster.directory import find_actors
     from turnwise.training.cluster.names import LEARNER, run_key
 
     for learner in find_actors(LEARNER, run_key(run)).values():
         ray.kill(learner, no_restart=True)
-    remove_generators(run_key(run))
+    remove_helpers(run_key(run))
 
 
 def flags(model: Path, seed: int, out: Path) -> list[str]:
@@ -162,16 +160,6 @@ def make_model(out: Path) -> Path:
 
 def run_to_end(words: list[str], folder: Path) -> None:
     subprocess.run([*COMMAND, *words], cwd=folder, check=True, capture_output=True)
-
-
-def children(parent: int, word: bytes) -> list[int]:
-    """Child processes whose command contains ``word``."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            if folder.name.isdigit() and int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                found += [int(folder.name)] * (word in (folder / "cmdline").read_bytes())
-    return found
 
 
 def steps_done(run: Path) -> int:
@@ -224,6 +212,9 @@ def audit(run: Path) -> tuple[str, dict[str, int]]:
         return f"groups trained on by step: {dict(trained)}", facts
     if not ages or min(ages) < 0 or max(ages) > STALENESS:
         return f"tokens are {min(ages, default=0)} to {max(ages, default=0)} versions old, allowed: {STALENESS}", facts
+    failed = json.loads((run / "summary.json").read_text())["success_after"]["failed"]
+    if failed:
+        return f"{failed} episodes of the final evaluation failed", facts
     logged = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     return ("" if logged == list(range(1, STEPS + 1)) else f"steps logged: {logged}"), facts
 
@@ -246,20 +237,24 @@ def agree(ours: tuple[float, list[float]], theirs: tuple[float, list[float]]) ->
 # ------------------------------------------------------------------------ trial
 
 
-def trial(kills: int, minutes: float, results: Results, progress: Any) -> None:
+def trial(kills: int, minutes: float, results: Results, progress: Any, gap: float = 5.0, first: int = 0) -> None:
+    """Runs until ``kills`` processes were killed in all rows. Seeds begin at ``first``, or after those of the rows."""
     import ray
 
     ray.init(
         "local", num_cpus=8, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False,
         namespace="turnwise", configure_logging=False,
     )  # fmt: skip
-    address, until, done, seed = ray.get_runtime_context().gcs_address, time.monotonic() + 60 * minutes, 0, 0
+    address, until = ray.get_runtime_context().gcs_address, time.monotonic() + 60 * minutes
+    mine = [outcome for outcome in results.outcomes.values() if outcome.kind == KIND]
+    done, seed = sum(outcome.count for outcome in mine), first or len(mine)
     try:
         with tempfile.TemporaryDirectory(prefix="tw") as kept:
             model = make_model(Path(kept))
             while done < kills and time.monotonic() < until:
                 with tempfile.TemporaryDirectory(prefix="tw") as folder:
-                    outcome = one_run(Path(folder), model, address, seed, kills - done, until, progress)
+                    killed = KilledRun(Path(folder), model, address, seed, random.Random(seed), gap)
+                    outcome = one_run(killed, kills - done, until, progress)
                 results.add(outcome)
                 done, seed = done + outcome.count, seed + 1
                 progress(f"{done} kills; {outcome.name}: {outcome.result} {outcome.fault}")
@@ -267,35 +262,43 @@ def trial(kills: int, minutes: float, results: Results, progress: Any) -> None:
         ray.shutdown()
 
 
-def one_run(folder: Path, model: Path, address: str, seed: int, most: int, until: float, progress: Any) -> Outcome:
+def one_run(run: KilledRun, most: int, until: float, progress: Any) -> Outcome:
+    """One run with kills, and beside it the same one without."""
     began = time.monotonic()
-    whole, chaos = folder / "whole", folder / "chaos"
-    for path in (whole, chaos):
-        path.mkdir()
-    run = KilledRun(chaos, model, address, seed, random.Random(seed))
-    fault = run.to_the_end(most, until)
-    if run.driver is not None and run.driver.poll() is None:
-        run.driver.kill()
-    remove_actors(run.path)
-    facts: dict[str, int] = {}
+    whole = run.out / "whole"
+    whole.mkdir()
+    command = [*COMMAND, "train", "grpo", *flags(run.model, run.seed, whole)]
+    undisturbed = subprocess.Popen(command, cwd=whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        fault = run.to_the_end(most, until)
+        facts: dict[str, int] = {}
+        if not fault:
+            fault, facts = audit(run.path)
+        progress(f"{dict(run.kills)}; {facts} {fault}")
+        status = undisturbed.wait(UNDISTURBED)
+        fault = fault or (f"the undisturbed run ended with status {status}" if status else "")
+    finally:
+        undisturbed.kill()
+        if run.driver is not None and run.driver.poll() is None:
+            run.driver.kill()
+        remove_actors(run.path)
+    ends = ""
     if not fault:
-        fault, facts = audit(run.path)
-        progress(f"{dict(run.kills)}; {facts} {fault}; now undisturbed")
-        run_to_end(["train", "grpo", *flags(model, seed, whole)], whole)
-    if not fault and not agree(success(run.path), success(whole / "run")):
-        fault = f"final success {success(run.path)}, undisturbed {success(whole / 'run')}"
+        ours, theirs = success(run.path), success(whole / "run")
+        ends = f"success {ours} against {theirs}"
+        fault = "" if agree(ours, theirs) else f"final success {ours}, undisturbed {theirs}"
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(run.kills.items()))
-    ends = f"success {success(run.path)} against {success(whole / 'run')}" if not fault else ""
-    progress(f"{kinds}; {facts}; {ends}")
-    name = f"seed {seed}: {kinds}; {json.dumps(facts)}; {ends}"
+    name = f"seed {run.seed}: {kinds}; {json.dumps(facts)}; {ends}"
     seconds, count = time.monotonic() - began, sum(run.kills.values())
-    return Outcome("cluster", name, "failed" if fault else "accounted", fault, seconds, count, "kills on a Ray cluster")
+    return Outcome("cluster", name, "failed" if fault else "accounted", fault, seconds, count, KIND)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trials.cluster", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=25.0, help="no kill and no new run after so many minutes")
+    parser.add_argument("--gap", type=float, default=5.0, help="the most seconds between two kills")
+    parser.add_argument("--first", type=int, default=0, help="the first seed; 0: after those of the rows")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of the result rows; /dev/null keeps none")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -305,9 +308,12 @@ def main() -> int:
         arguments.minutes,
         results,
         lambda text: print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr, flush=True),
+        arguments.gap,
+        arguments.first,
     )
-    print(table(list(results.outcomes.values())))
-    return 1 if any(outcome.fault for outcome in results.outcomes.values()) else 0
+    outcomes = [outcome for outcome in results.outcomes.values() if outcome.kind == KIND]
+    print(table(outcomes))
+    return 1 if any(outcome.fault for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 
@@ -13,6 +14,7 @@ from turnwise.core.protocols import Action, ToolCall
 from turnwise.core.records import Sampling, Status, Task
 from turnwise.environments import isolated
 from turnwise.environments.isolated import IsolatedEnvironment
+from turnwise.environments.process_pool import PROCESSES
 from turnwise.environments.worker import decode_action, encode_action
 from turnwise.rollout.episode import Episode, EpisodeLimits
 
@@ -22,7 +24,9 @@ LIMITS = EpisodeLimits(turns=3, context=400, environment_seconds=1.5)
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(__file__)))  # where the process finds tests/support
+    monkeypatch.setenv(
+        "PYTHONPATH", os.path.dirname(os.path.dirname(__file__))
+    )  # where the process finds tests/support
     yield
     isolated.stop_workers()
 
@@ -66,9 +70,57 @@ def test_what_it_does_costs_one_episode(cls, words):
     assert play(f"{HERE}:Patient").status == Status.TRUNCATED
 
 
-def test_episodes_of_one_process_fail_together_and_say_why():
-    one, other = play(f"{HERE}:Exits", f"{HERE}:Spins")
-    assert "ended its process (exit code 3)" in one.reason and "ended its process (exit code 3)" in other.reason
+def test_the_others_of_a_process_that_was_ended_go_on_elsewhere():
+    one, other, third = play(f"{HERE}:Exits", f"{HERE}:Patient", f"{HERE}:Spins")
+    assert "ended its process (exit code 3) during step" in one.reason and "tried 3 times" in one.reason
+    assert (other.status, other.reason, other.reward) == (Status.TRUNCATED, "turn limit", 1.5)
+    assert "no answer within" in third.reason
+
+
+def kill_once(environment, at):
+    """Kill the process of an episode with SIGKILL, before its call number ``at``."""
+    call, counted = environment._call, itertools.count()
+
+    async def kill_then_call(host, method, args):
+        if next(counted) == at:
+            host.process.kill()
+            host.process.wait()
+        return await call(host, method, args)
+
+    environment._call = kill_then_call
+
+
+def play_killed(name, at, arguments=None):
+    """An episode whose process is killed before a call: without ``at``, none is."""
+
+    async def one():
+        env = IsolatedEnvironment(name, arguments or {}, LIMITS.environment_seconds)
+        if at is not None:
+            kill_once(env, at)
+        return await Episode("k", Task("test", seed=7), env, FixedSession(), RENDERER, Sampling(), LIMITS).run()
+
+    return asyncio.run(one())
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 6])
+def test_an_episode_whose_process_is_killed_goes_on_in_another_one(at):
+    isolated.moved.clear()
+    undisturbed, killed = play_killed("keydoor", None), play_killed("keydoor", at)
+    assert killed.messages == undisturbed.messages and killed.status == undisturbed.status
+    assert [turn.reward for turn in killed.turns] == [turn.reward for turn in undisturbed.turns]
+    assert [turn.state for turn in killed.turns] == [turn.state for turn in undisturbed.turns]
+    assert len(isolated.moved) == 1 and "SIGKILL" in isolated.moved[0]
+
+
+def test_a_death_is_a_fact_of_the_turn():
+    calls_before_the_second_step = 5
+    turns = play_killed("keydoor", calls_before_the_second_step).turns
+    assert sum(turn.facts.get("process_deaths", 0) for turn in turns) in (0, 1)
+
+
+def test_an_environment_that_does_not_repeat_itself_is_not_continued():
+    t = play_killed(f"{HERE}:Random", 4)
+    assert t.status == Status.FAILED and "the environment is not deterministic" in t.reason
 
 
 def test_what_it_prints_does_not_disturb_the_replies():
@@ -87,11 +139,11 @@ def test_a_built_in_environment_with_a_state_key_plays():
 
 def test_processes_are_shared_and_replaced():
     play(*[f"{HERE}:Patient"] * 10)
-    assert len(isolated._workers) == 2  # eight episodes in one, two in another
-    assert {worker.episodes for worker in isolated._workers} == {0}
+    assert len(PROCESSES.workers) == 2  # eight episodes in one, two in another
+    assert {worker.episodes for worker in PROCESSES.workers} == {0}
     play(f"{HERE}:Exits")
     play(f"{HERE}:Patient")
-    assert not any(worker.ended for worker in isolated._workers)
+    assert not any(worker.ended or worker.alone for worker in PROCESSES.workers)
 
 
 def test_actions_arrive_as_they_were():

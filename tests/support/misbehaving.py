@@ -17,6 +17,11 @@ class Patient:
         return Step([{"role": "user", "content": "again"}], reward=0.5)
 
 
+class Random(Patient):
+    def reset(self, seed):
+        return [{"role": "user", "content": os.urandom(8).hex()}]
+
+
 class Exits(Patient):
     def step(self, action):
         os._exit(3)
@@ -29,7 +34,9 @@ class Crashes(Patient):
 
 class HoldsTheInterpreter(Patient):
     def step(self, action):
-        return Step(info={"facts": {"n": float(len(str(7 ** (10**9))))}})  # one multiplication that no signal interrupts
+        return Step(
+            info={"facts": {"n": float(len(str(7 ** (10**9))))}}
+        )  # one multiplication that no signal interrupts
 
 
 class Spins(Patient):

@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 
 from turnwise.config.settings import Settings
+from turnwise.core.protocols import Action
 from turnwise.errors import SettingError
 from turnwise.store.ledger import SqliteLedger
 from turnwise.training import api
@@ -33,9 +34,18 @@ needs_ray = [
 
 
 def test_the_setting_is_read():
-    options = ClusterOptions.parse("10.0.0.5:6379,generators=8,cpus=2,gpus=1,placement=spread,restarts=3")
-    assert options == ClusterOptions("10.0.0.5:6379", 8, 2, 1, "spread", 3) and not options.local
+    options = ClusterOptions.parse(
+        "10.0.0.5:6379,generators=8,environments=4,cpus=2,gpus=1,placement=spread,restarts=3"
+    )
+    assert options == ClusterOptions("10.0.0.5:6379", 8, 4, 2, 1, "spread", 3) and not options.local
     assert ClusterOptions.parse("local") == ClusterOptions("local")
+
+
+def test_environment_actors_are_counted_or_get_the_cpus_that_are_left():
+    assert ClusterOptions.parse("local,environments=3").environment_actors(2) == 3
+    assert ClusterOptions.parse("local").environment_actors(64) == 0
+    left = ClusterOptions.parse("10.0.0.5:6379,generators=4,cpus=2,environments=auto")
+    assert left.environment_actors(32) == 32 - 4 * 2 - 1 and left.environment_actors(4) == 1
 
 
 @pytest.mark.parametrize(
@@ -47,6 +57,8 @@ def test_the_setting_is_read():
         ("local,generators=two", "generators is 'two'"),
         ("local,cpus=0", "cpus is 0; write at least 1"),
         ("local,gpus=-1", "gpus is -1; write 0 or more"),
+        ("local,environments=many", "environments is 'many'"),
+        ("local,environments=-2", "environments is -2; write 0 or more"),
         ("local,machines=2", "no option 'machines'"),
         ("local,placement=strict", "placement is 'strict'"),
     ],
@@ -148,9 +160,7 @@ class TestRuns:
 
     def test_a_run_on_a_cluster_with_one_generator_is_bit_identical_to_one_without(self, ray, local, tmp_path):
         heard = []
-        summary = api.train(
-            lambda *event: heard.append(event), out=str(tmp_path), name="run", cluster="local", **SMALL
-        )
+        summary = api.train(lambda *event: heard.append(event), out=str(tmp_path), name="run", cluster="local", **SMALL)
         assert digest(tmp_path / "run") == local
         assert "generator actors: 1" in summary["engines"]["generator"]
         steps = [facts["step"] for event, facts in heard if event == "step" and facts["stage"] == "learn"]
@@ -159,9 +169,7 @@ class TestRuns:
 
     def test_a_learner_that_is_killed_continues_to_the_same_weights(self, ray, local, tmp_path):
         heard, name = [], actor_name("learner", run_key(tmp_path / "run"))
-        api.train(
-            listener(2, lambda: kill(ray, name), heard), out=str(tmp_path), name="run", cluster="local", **SMALL
-        )
+        api.train(listener(2, lambda: kill(ray, name), heard), out=str(tmp_path), name="run", cluster="local", **SMALL)
         texts = [facts["text"] for event, facts in heard if event == "message"]
         assert any("the process of the learner died" in text for text in texts)
         assert any("the run did not end by itself" in text for text in texts)
@@ -170,9 +178,7 @@ class TestRuns:
 
     def test_a_generator_that_is_killed_is_started_again_and_samples_from_then_on(self, ray, tmp_path):
         heard, name = [], actor_name("generator", run_key(tmp_path / "run"))
-        api.train(
-            listener(2, lambda: kill(ray, name), heard), out=str(tmp_path), name="run", cluster="local", **SMALL
-        )
+        api.train(listener(2, lambda: kill(ray, name), heard), out=str(tmp_path), name="run", cluster="local", **SMALL)
         texts = [facts["text"] for event, facts in heard if event == "message"]
         assert any("lost the generator" in text and "none is left" in text for text in texts)
         assert any("samples from now on" in text for text in texts)
@@ -209,3 +215,104 @@ class TestRuns:
         assert not ray.util.list_named_actors(all_namespaces=True)
         api.resume(tmp_path / "run", quiet=True)
         assert digest(tmp_path / "run") == local
+
+
+class TestEnvironmentActors:
+    pytestmark = needs_ray
+    ON_ACTORS = "local,environments=2"
+
+    def test_a_run_whose_environments_are_actors_ends_with_the_same_weights(self, ray, local, tmp_path):
+        api.train(quiet=True, out=str(tmp_path), name="run", cluster=self.ON_ACTORS, **SMALL)
+        assert digest(tmp_path / "run") == local
+        assert not ray.util.list_named_actors(all_namespaces=True)
+
+    def test_episodes_of_an_actor_that_is_killed_go_on_in_another_one(self, ray, local, tmp_path):
+        heard, key = [], run_key(tmp_path / "run")
+        seen = set()
+
+        def kill_one(event, facts):
+            heard.append((event, facts))
+            step = facts.get("step") if event == "step" and facts["stage"] == "learn" else None
+            if step in (2, 5, 8) and step not in seen:
+                seen.add(step)
+                kill(ray, actor_name("environment", key, step % 2))
+
+        api.train(kill_one, out=str(tmp_path), name="run", cluster=self.ON_ACTORS, **SMALL)
+        assert digest(tmp_path / "run") == local
+        counts = accounts(tmp_path / "run")
+        assert counts.dropped == 0
+
+    def test_an_actor_that_hangs_is_killed_and_its_other_episodes_go_on(self, ray, tmp_path):
+        """One call of two environments never lets Python run; the other episode of the same actor is not lost."""
+        import asyncio
+
+        from turnwise.environments.isolated import IsolatedEnvironment
+        from turnwise.errors import EnvironmentFault
+        from turnwise.training.cluster.actors import EnvironmentActor
+        from turnwise.training.cluster.environment_pool import ActorPool
+
+        tests = os.path.dirname(os.path.dirname(__file__))
+        make = ray.remote(EnvironmentActor).options(
+            name=actor_name("environment", "hang", 0), namespace="turnwise", lifetime="detached", max_restarts=5, num_cpus=1,
+            runtime_env={"env_vars": {"PYTHONPATH": tests}},
+        )  # fmt: skip
+        actor = make.remote(tests, "support.misbehaving:Patient")
+
+        async def play():
+            pool = ActorPool("hang")
+            good, bad = (
+                IsolatedEnvironment(f"support.misbehaving:{name}", {}, 2.0, pool=pool)
+                for name in ("Patient", "HoldsTheInterpreter")
+            )
+            await asyncio.gather(good.reset(1), bad.reset(2))
+            first = await good.step(Action("a"))
+            with pytest.raises(EnvironmentFault, match="no answer within 2 s"):
+                await bad.step(Action("b"))
+            second = await good.step(Action("c"))
+            return first, second, good.moves
+
+        try:
+            first, second, moves = asyncio.run(play())
+        finally:
+            ray.kill(actor, no_restart=True)
+        assert moves == 1 and first.reward == second.reward == 0.5
+        assert second.info["facts"]["process_deaths"] == 1.0
+
+    def test_no_more_calls_are_sent_than_an_actor_takes(self, ray):
+        import asyncio
+
+        from turnwise.training.cluster import environment_pool
+
+        calls = {"now": 0, "most": 0}
+
+        class Reply:
+            def future(self):
+                async def answer():
+                    calls["now"] += 1
+                    calls["most"] = max(calls["most"], calls["now"])
+                    await asyncio.sleep(0.01)
+                    calls["now"] -= 1
+                    return '{"value": 1}'
+
+                return asyncio.run_coroutine_threadsafe(answer(), self.loop)
+
+        class Method:
+            def remote(self, *_):
+                return Reply()
+
+        class Actor:
+            answer, process = Method(), Method()
+
+        async def ask():
+            Reply.loop = asyncio.get_running_loop()
+            host = environment_pool.ActorHost(0, Actor())
+            host.ended = ""
+
+            async def one():
+                async with host.turn():
+                    return await host.request({"method": "step"})
+
+            return await asyncio.gather(*(one() for _ in range(40)))
+
+        assert len(asyncio.run(ask())) == 40
+        assert calls["most"] == environment_pool.CALLS

@@ -19,7 +19,7 @@ from turnwise.store.ledger import SqliteLedger
 ALL = [(step, number) for step in range(cluster.STEPS) for number in range(cluster.GROUPS)]
 
 
-def write_run(folder, trained=ALL, age=0, logged=cluster.STEPS):
+def write_run(folder, trained=ALL, age=0, logged=cluster.STEPS, failed=0):
     """A finished run whose tokens are ``age`` versions old when they are trained on."""
     with SqliteLedger(folder / "ledger.sqlite") as ledger:
         for step, number in trained:
@@ -30,6 +30,7 @@ def write_run(folder, trained=ALL, age=0, logged=cluster.STEPS):
             ledger.train([key], step)
     rows = [json.dumps({"step": step + 1}) for step in range(logged)]
     (folder / "metrics.jsonl").write_text("\n".join(rows))
+    (folder / "summary.json").write_text(json.dumps({"success_after": {"failed": failed}}))
     return folder
 
 
@@ -47,6 +48,7 @@ def test_accounts_that_add_up_are_accepted(tmp_path):
         ({"age": -1}, "versions old"),
         ({"trained": ALL[:-1]}, "groups trained on by step"),
         ({"logged": cluster.STEPS - 1}, "steps logged"),
+        ({"failed": 3}, "3 episodes of the final evaluation failed"),
     ],
 )
 def test_accounts_with_a_fault_are_not(values, told, tmp_path):

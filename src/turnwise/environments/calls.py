@@ -35,7 +35,9 @@ class CallTimeout(EnvironmentFault):
 
 
 async def call_environment(function: Callable[..., Any], *args: Any, seconds: float, inline: bool) -> Any:
-    """Call into an environment. An awaitable result is awaited; both parts have the limit."""
+    """Call into an environment. An awaitable result is awaited; both parts have the limit. An environment with ``patience`` keeps
+    the limit of a call itself, and may take so much longer for what is not the call."""
+    seconds += getattr(getattr(function, "__self__", None), "patience", 0.0)
     if inspect.iscoroutinefunction(function):
         return await with_timeout(function(*args), seconds, _code(function), call_name(function))
     if inline:

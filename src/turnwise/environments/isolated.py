@@ -1,176 +1,105 @@
-"""Environments in processes of their own. An environment that ends its process (``os._exit``, a segmentation fault) or never lets
-Python run costs its episode, not the run: the process is killed at the limit and the next episode gets a new one.
+"""Environments in other processes. An environment that ends its process (``os._exit``, a segmentation fault) or never lets
+Python run costs its own episode, not the run: a process that does not answer within the limit is killed.
 
-``IsolatedEnvironment`` has the methods of an environment as coroutines. A process plays up to ``EPISODES_PER_PROCESS``
-episodes at once; if it dies, all of them fail with the reason.
+``IsolatedEnvironment`` has the methods of an environment as coroutines. If the process of an episode dies, the episode goes on in
+another one: the calls so far are repeated there, and must give the same replies. An episode that has moved as often as its
+pool allows fails with the last reason. Knows pools and the calls of one episode; not where processes are.
 """
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import contextlib
 import itertools
 import json
-import signal
-import subprocess
-import sys
-import threading
+import uuid
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.worker import READY, decode_action, encode_action, plain
+from turnwise.environments.calls import with_timeout
+from turnwise.environments.process_pool import PROCESSES
+from turnwise.environments.worker import HostLost, decode_action, encode_action, plain
 from turnwise.errors import EnvironmentFault
 
-EPISODES_PER_PROCESS = 8
-START_SECONDS = 120
 INNER_LIMIT = 0.8  # of the limit: the process itself interrupts a call first, and is killed only if it cannot
+MOVE_SECONDS = 300.0  # beside the limit of a call: to wait for a place, and to repeat the calls so far
+REPEATED = ("reset", "step", "restore", "scripted_action")  # what changes the state of an episode
+COMPARED = ("messages", "reward", "terminated", "truncated")
 
 
-@dataclass(eq=False)
-class WorkerProcess:
-    """One process, the requests it has not answered, and how many episodes it plays."""
+class EnvironmentHost(Protocol):
+    """Plays episodes elsewhere: a process of this machine, or an actor of a cluster."""
 
-    process: subprocess.Popen[bytes]
-    episodes: int = 0
-    ended: str = ""  # why it is dead
-    pending: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any], str]] = field(default_factory=dict)
-    outbox: SimpleQueue[bytes] = field(default_factory=SimpleQueue)
-    numbers: itertools.count[int] = field(default_factory=itertools.count)
+    def turn(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Entered when the host takes another call."""
+        ...
 
-    ready: threading.Event = field(default_factory=threading.Event)
+    async def request(self, request: dict[str, Any]) -> dict[str, Any]: ...
 
-    @classmethod
-    def start(cls, name: str) -> WorkerProcess:
-        """Start a process and wait until it has imported the environment: no call's limit should count that."""
-        command = [sys.executable, "-m", "turnwise.environments.worker", name]
-        worker = cls(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        for target in (worker._read, worker._write):
-            threading.Thread(target=target, daemon=True).start()
-        if not worker.ready.wait(START_SECONDS):
-            worker.kill(f"the import of {name} took longer than {START_SECONDS} s")
-        return worker
-
-    async def request(self, episode: str, method: str, args: list[Any], seconds: float) -> dict[str, Any]:
-        if self.ended:
-            raise EnvironmentFault(self.ended)
-        number, loop = next(self.numbers), asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        self.pending[number] = (loop, future, method)
-        request = {"id": number, "episode": episode, "method": method, "args": args, "seconds": INNER_LIMIT * seconds}
-        self.outbox.put(json.dumps(request, default=plain).encode() + b"\n")
-        if self.ended:  # it died meanwhile, and nobody will answer
-            self._fail(number)
-        try:
-            reply: dict[str, Any] = await future
-        except asyncio.CancelledError:  # the limit has passed, or the run stops
-            self.kill(f"its process was killed, because {method} neither answered nor could be interrupted")
-            raise
-        finally:
-            self.pending.pop(number, None)
-        if "fault" in reply:
-            raise EnvironmentFault(reply["fault"].removeprefix("EnvironmentFault: ").removeprefix("CallTimeout: "))
-        return reply
-
-    def kill(self, reason: str) -> None:
-        self.ended = self.ended or reason
-        self.process.kill()
-
-    def _write(self) -> None:
-        """In a thread: a pipe whose reader is stuck would block the event loop."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            while True:
-                self.process.stdin.write(self.outbox.get())
-                self.process.stdin.flush()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            reply = json.loads(line)
-            if reply["id"] == READY:
-                self.ready.set()
-            loop, future, _ = self.pending.get(reply["id"], (None, None, ""))
-            if loop is not None and future is not None:
-                _resolve(loop, future, reply)
-        code = self.process.wait()
-        methods = ", ".join(sorted({method for _, _, method in tuple(self.pending.values())})) or "no call"
-        self.ended = self.ended or f"the environment ended its process ({_exit_text(code)}) during {methods}"
-        self.ready.set()
-        self.outbox.put(b"")  # wakes the writer, which then meets the closed pipe
-        for number in tuple(self.pending):
-            self._fail(number)
-
-    def _fail(self, number: int) -> None:
-        loop, future, _ = self.pending.get(number, (None, None, ""))
-        if loop is not None and future is not None:
-            _resolve(loop, future, {"fault": self.ended})
+    @property
+    def ended(self) -> str: ...
 
 
-def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], reply: dict[str, Any]) -> None:
-    def set_result() -> None:
-        if not future.done():
-            future.set_result(reply)
+class HostPool(Protocol):
+    """Gives episodes a place. ``alone``: one that no other episode has, where that can be had. ``moves``: how often an episode
+    that lost its place gets another one."""
 
-    with contextlib.suppress(RuntimeError):  # the loop was closed: nothing waits for the reply
-        loop.call_soon_threadsafe(set_result)
+    moves: int
 
+    async def place(self, name: str, alone: bool) -> Any: ...
 
-def _exit_text(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-code).name
-    return f"signal {-code}"
+    def leave(self, host: Any) -> None: ...
 
 
-_workers: list[WorkerProcess] = []
 _keys = itertools.count()
+_life = uuid.uuid4().hex[:12]  # hosts that outlive this process tell its episodes from those of an earlier one
+moved: deque[str] = deque(maxlen=1000)
+"""Why episodes of this process moved, for whoever tells it."""
 
 
-def _free_worker(name: str) -> WorkerProcess:
-    """A living process with room for an episode; a new one if there is none."""
-    _workers[:] = [worker for worker in _workers if not worker.ended]
-    for worker in _workers:
-        if worker.episodes < EPISODES_PER_PROCESS:
-            return worker
-    _workers.append(WorkerProcess.start(name))
-    return _workers[-1]
-
-
-@atexit.register
 def stop_workers() -> None:
-    """Kill all processes."""
-    for worker in _workers:
-        worker.kill("the program ends")
-    _workers.clear()
+    """Kill all processes of this one that play episodes."""
+    PROCESSES.stop()
 
 
 class IsolatedEnvironment:
     """One episode in another process, as an environment: ``IsolatedEnvironment("shop:Shop", {"difficulty": 1}, seconds=30)``."""
 
+    patience = MOVE_SECONDS  # beside the limit of a call, which this class keeps itself
+
     def __init__(
-        self, name: str, arguments: dict[str, Any], seconds: float, tools: Sequence[dict[str, Any]] = ()
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        seconds: float,
+        tools: Sequence[dict[str, Any]] = (),
+        pool: HostPool = PROCESSES,
     ) -> None:
         """``name`` is one that ``environments.load`` finds in a new process; ``seconds`` limits each call; ``tools`` are those
         of the class, until ``reset`` has told those of the episode."""
-        self.name, self.arguments, self.seconds = name, arguments, seconds
-        self.agent, self.tools = "agent", list(tools)
-        self._key, self._worker = f"episode {next(_keys)}", _free_worker(name)
-        self._worker.episodes += 1
+        self.name, self.arguments, self.seconds, self.pool = name, arguments, seconds, pool
+        self.agent, self.tools, self.moves = "agent", list(tools), 0
+        self._key = f"{_life} {next(_keys)}"
+        self._host: Any = None
+        self._calls: list[tuple[str, list[Any], str]] = []  # method, arguments and reply of what is repeated elsewhere
+        self._suspect = False  # whether its call may have ended the process
 
     async def reset(self, seed: int) -> list[Message]:
-        await self._ask("make", self.name, self.arguments)
         value = await self._ask("reset", seed)
         self.tools = value["tools"]
         return list(value["messages"])
 
     async def step(self, action: Action) -> Step:
-        return Step(**await self._ask("step", encode_action(action)))
+        before = self.moves
+        step = Step(**await self._ask("step", encode_action(action)))
+        if self.moves == before:
+            return step
+        facts = {**dict(step.info.get("facts", {})), "process_deaths": float(self.moves - before)}
+        return Step(
+            step.messages, step.reward, step.terminated, step.truncated, {**step.info, "facts": facts}, step.context
+        )
 
     async def state_key(self) -> Any:
         return await self._ask("state_key")
@@ -192,11 +121,60 @@ class IsolatedEnvironment:
         return decode_action(await self._ask("scripted_action", policy, seed))
 
     async def close(self) -> None:
-        self._worker.episodes -= 1
-        if not self._worker.ended:
-            await self._ask("close")
+        host, self._host = self._host, None
+        if host is None:
+            return
+        self.pool.leave(host)
+        if not host.ended:
+            await self._call(host, "close", [])
+
+    # -------------------------------------------------------------------- calls
 
     async def _ask(self, method: str, *args: Any) -> Any:
-        reply = await self._worker.request(self._key, method, list(args), self.seconds)
+        """The reply of the environment; from another process where its own dies."""
+        while True:
+            try:
+                if self._host is None:
+                    await self._open()
+                value = await self._call(self._host, method, list(args))
+                break
+            except HostLost as lost:
+                self._leave(lost)
+        if method in REPEATED:
+            self._calls.append((method, list(args), _digest(value)))
+        return value
+
+    def _leave(self, lost: HostLost) -> None:
+        """Give up the process that died. Raises where the episode has moved often enough."""
+        if self._host is not None:
+            self.pool.leave(self._host)
+        self._host, self._suspect = None, self._suspect or lost.suspect
+        if self.moves >= self.pool.moves:
+            raise EnvironmentFault(f"{lost}; it was tried {self.moves + 1} times") from None
+        self.moves += 1
+        moved.append(str(lost))
+
+    async def _open(self) -> None:
+        """Make the environment in a process, and repeat there what was done so far."""
+        self._host = await self.pool.place(self.name, self._suspect)
+        await self._call(self._host, "make", [self.name, self.arguments])
+        for method, args, reply in self._calls:
+            if _digest(await self._call(self._host, method, args)) != reply:
+                raise EnvironmentFault(
+                    f"its process died, and the environment is not deterministic: {method} replied otherwise when it was repeated"
+                )
+
+    async def _call(self, host: EnvironmentHost, method: str, args: list[Any]) -> Any:
+        request = {"episode": self._key, "method": method, "args": args, "seconds": INNER_LIMIT * self.seconds}
+        async with host.turn():
+            reply = await with_timeout(host.request(request), self.seconds)
+        if "fault" in reply:
+            raise EnvironmentFault(reply["fault"].removeprefix("EnvironmentFault: ").removeprefix("CallTimeout: "))
         self.agent = reply.get("agent", self.agent)
         return reply["value"]
+
+
+def _digest(value: Any) -> str:
+    """What must be the same when a call is repeated. Facts of a step may hold times, and are not compared."""
+    kept = {name: value[name] for name in COMPARED if name in value} if isinstance(value, dict) else value
+    return json.dumps(kept, sort_keys=True, default=plain)

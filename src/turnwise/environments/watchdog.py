@@ -28,7 +28,10 @@ INTERRUPT_EVERY = 1.0  # seconds between interrupts of a call that ignores them
 INTERRUPTS = 10  # before a call that holds the main thread ends the process
 SIGNAL = getattr(signal, "SIGURG", None)  # ignored by default and used by nobody; absent on Windows
 EXIT_CODE = 70
-CARRIERS = (os.path.dirname(asyncio.__file__), os.path.join(os.path.dirname(__file__), "isolated.py"))
+CARRIERS = (
+    os.path.dirname(asyncio.__file__),
+    *(os.path.join(os.path.dirname(__file__), name) for name in ("isolated.py", "process_pool.py", "calls.py")),
+)
 """Code that waits on behalf of an environment: its lines say nothing about it."""
 
 

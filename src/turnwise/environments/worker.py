@@ -22,6 +22,16 @@ from turnwise.config.named_object import import_from_current_folder
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_messages, read_step
+from turnwise.errors import EnvironmentFault
+
+
+class HostLost(EnvironmentFault):
+    """The process that plays an episode is gone. ``suspect``: during a call of this episode, which may have ended it."""
+
+    def __init__(self, reason: str, suspect: bool = False) -> None:
+        super().__init__(reason)
+        self.suspect = suspect
+
 
 READY = -1  # id of the first line, written when the environment is imported
 PARENT_DEATH_SIGNAL = 1  # prctl(PR_SET_PDEATHSIG)
@@ -55,24 +65,25 @@ def plain(value: Any) -> Any:
 
 
 class EpisodeWorker:
-    """The episodes of this process and the replies it writes."""
+    """The episodes of this process."""
 
-    def __init__(self, replies: TextIO) -> None:
-        self.replies, self.episodes = replies, dict[str, Any]()
+    def __init__(self) -> None:
+        self.episodes: dict[str, Any] = {}
         self.rngs: dict[str, random.Random] = {}
 
-    async def handle(self, request: dict[str, Any]) -> None:
-        reply: dict[str, Any] = {"id": request["id"]}
+    async def answer(self, request: dict[str, Any]) -> str:
+        """The reply to a request, as one line of JSON."""
+        reply: dict[str, Any] = {"id": request.pop("id", 0)}
+        if request["method"] != "make" and request["episode"] not in self.episodes:
+            return json.dumps({**reply, "lost": "the process that played the episode was started again"})
         try:
             reply["value"] = await self._perform(**request)
             reply["agent"] = str(getattr(self.episodes.get(request["episode"]), "agent", "agent"))
-            text = json.dumps(reply, default=plain)
+            return json.dumps(reply, default=plain)
         except Exception as fault:
-            text = json.dumps({"id": request["id"], "fault": f"{type(fault).__name__}: {fault}"})
-        self.replies.write(text + "\n")
-        self.replies.flush()
+            return json.dumps({"id": reply["id"], "fault": f"{type(fault).__name__}: {fault}"})
 
-    async def _perform(self, id: int, episode: str, method: str, args: list[Any], seconds: float) -> Any:
+    async def _perform(self, episode: str, method: str, args: list[Any], seconds: float) -> Any:
         if method == "make":
             name, arguments = args
             cls = environments.load(name)
@@ -102,6 +113,11 @@ class EpisodeWorker:
         return encode_action(action)
 
 
+def _write(replies: TextIO, line: str) -> None:
+    replies.write(line + "\n")
+    replies.flush()
+
+
 def main() -> None:
     with contextlib.suppress(Exception):  # Linux: do not outlive the parent, even in a call that never lets Python run
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -113,13 +129,15 @@ def main() -> None:
         Exception
     ):  # imports may take long and count for no call; the first episode reports a fault
         environments.load(sys.argv[1])
-    loop, worker = asyncio.new_event_loop(), EpisodeWorker(replies)
-    replies.write(json.dumps({"id": READY}) + "\n")
-    replies.flush()
+    loop, worker = asyncio.new_event_loop(), EpisodeWorker()
+    _write(replies, json.dumps({"id": READY}))
+
+    async def handle(request: dict[str, Any]) -> None:
+        _write(replies, await worker.answer(request))
 
     def read() -> None:
         for line in sys.stdin.buffer:
-            asyncio.run_coroutine_threadsafe(worker.handle(json.loads(line)), loop)
+            asyncio.run_coroutine_threadsafe(handle(json.loads(line)), loop)
         os._exit(0)  # the parent is gone: wait for no thread
 
     threading.Thread(target=read, daemon=True).start()

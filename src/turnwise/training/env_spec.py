@@ -5,6 +5,7 @@ Knows settings and environment classes; no model, no method.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,13 +16,15 @@ from turnwise.core.records import Task
 from turnwise.environments import prompts
 from turnwise.environments.base import overrides
 from turnwise.environments.contract import turn_limit
-from turnwise.environments.isolated import IsolatedEnvironment
+from turnwise.environments.isolated import HostPool, IsolatedEnvironment
+from turnwise.environments.process_pool import PROCESSES
 from turnwise.errors import SettingError, nearest
 from turnwise.models.facts import read_model_facts
 from turnwise.rollout.episode import EpisodeLimits, FailedEnvironment
 from turnwise.rollout.scripted import SCRIPTED_POLICIES
 from turnwise.tasks.task_source import TaskList, TaskStream
 from turnwise.training.agents import Agent, load_agent
+from turnwise.training.cluster.options import ClusterOptions
 from turnwise.training.prompt_data import environment_class, prompt_data, uses_prompts
 from turnwise.training.suggestions import Suggestion, is_small, suggest
 
@@ -81,6 +84,16 @@ def chosen_for_model(values: Mapping[str, Any], env_class: type | None = None) -
     return [f"{s.name} is {s.value} ({s.origin})" for s in suggestions(values, env_class)]
 
 
+def episode_pool(settings: Settings) -> HostPool | None:
+    """Where episodes play: in actors of the run's cluster, in processes of this machine, or None: in this process."""
+    if settings.cluster and ClusterOptions.parse(settings.cluster).environments and "ray" in sys.modules:
+        from turnwise.training.cluster.environment_pool import pool_of_learner  # late: imports ray
+
+        if (pool := pool_of_learner()) is not None:
+            return pool
+    return PROCESSES if settings.isolate_env else None
+
+
 @dataclass(frozen=True)
 class EnvSpec:
     """An environment class with the settings its episodes are created by."""
@@ -114,8 +127,8 @@ class EnvSpec:
         """A fresh episode. A class without splits gets other seeds for held-out tasks instead."""
         settings, arguments = self.settings, {"difficulty": task.difficulty, "split": task.split}
         accepted = {key: arguments[key] for key in environments.settings(self.env_class)}
-        if settings.isolate_env:
-            return IsolatedEnvironment(settings.env, accepted, settings.env_seconds, self.tools)
+        if (pool := episode_pool(settings)) is not None:
+            return IsolatedEnvironment(settings.env, accepted, settings.env_seconds, self.tools, pool)
         return self.env_class(**accepted)
 
     def try_make(self, task: Task) -> Any:

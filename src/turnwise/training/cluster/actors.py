@@ -1,4 +1,4 @@
-"""The actors of a run: one that learns, and some that sample. Ray restarts them when their processes die.
+"""The actors of a run: one that learns, some that sample, some that play environments. Ray restarts them when they die.
 
 A generator actor is the server of ``turnwise serve`` on a free port. The learner is the ordinary run: a restarted one continues
 the run directory from its last checkpoint, with or without a driver that watches.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import pickle
 import secrets
@@ -24,13 +25,15 @@ from typing import Any
 
 import ray
 
+from turnwise import environments
 from turnwise.config.named_object import import_from_current_folder
 from turnwise.config.settings import Settings
+from turnwise.environments.worker import EpisodeWorker
 from turnwise.errors import TurnwiseError
 from turnwise.serve.policy_host import PolicyHost
 from turnwise.serve.server import LOOPBACK, listen_on, serve_app, url_of
 from turnwise.training.cluster.directory import find_actors
-from turnwise.training.cluster.names import GENERATOR
+from turnwise.training.cluster.names import ENVIRONMENT, GENERATOR
 from turnwise.training.interrupt import RunStopped, StopSignals
 
 NEWS_SECONDS = 0.5  # for which a question for news waits for some
@@ -77,6 +80,28 @@ class GeneratorActor:
         return os.getpid()
 
 
+class EnvironmentActor:
+    """Plays episodes of the environment that ``name`` means: requests and replies are those of a worker process."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        enter(folder)
+        with contextlib.suppress(
+            Exception
+        ):  # an import may take long and counts for no call; the first episode reports a fault
+            environments.load(name)
+        self.worker = EpisodeWorker()
+
+    async def answer(self, request: str) -> str:
+        return await self.worker.answer(json.loads(request))
+
+    async def forget(self) -> None:
+        """Drop all episodes: the learner that played them is gone."""
+        self.worker = EpisodeWorker()
+
+    async def process(self) -> int:
+        return os.getpid()
+
+
 @dataclass(frozen=True)
 class LearnerNews:
     """What happened since the driver last asked. ``life`` changes when the learner is restarted."""
@@ -119,7 +144,7 @@ class LearnerActor:
         while time.monotonic() - self._asked < UNWATCHED_SECONDS:
             time.sleep(1.0)
         name = ray.get_runtime_context().get_actor_name() or ""
-        remove_generators(name.partition("@")[2])  # no driver is left to do it
+        remove_helpers(name.partition("@")[2])  # no driver is left to do it
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def news(self, life: str, known: int) -> LearnerNews:
@@ -154,9 +179,10 @@ def _pickled(fault: BaseException) -> bytes:
         return pickle.dumps(RuntimeError(f"{type(fault).__name__}: {fault}\n{where}"))
 
 
-def remove_generators(key: str) -> None:
-    """End the generators of a run, and give back their places."""
-    for actor in find_actors(GENERATOR, key).values():
-        ray.kill(actor, no_restart=True)
+def remove_helpers(key: str) -> None:
+    """End the generators and environments of a run, and give back their places."""
+    for kind in (GENERATOR, ENVIRONMENT):
+        for actor in find_actors(kind, key).values():
+            ray.kill(actor, no_restart=True)
     with contextlib.suppress(ValueError):  # there is none
         ray.util.remove_placement_group(ray.util.get_placement_group(key))

@@ -28,9 +28,9 @@ from turnwise.errors import ServerFault, SettingError
 from turnwise.store.atomic import write_json
 from turnwise.store.rundir import RunDir
 from turnwise.store.sealed import read_object
-from turnwise.training.cluster.actors import GeneratorActor, LearnerActor, LearnerNews, remove_generators
+from turnwise.training.cluster.actors import EnvironmentActor, GeneratorActor, LearnerActor, LearnerNews, remove_helpers
 from turnwise.training.cluster.directory import find_actors
-from turnwise.training.cluster.names import GENERATOR, LEARNER, NAMESPACE, actor_name, run_key
+from turnwise.training.cluster.names import ENVIRONMENT, GENERATOR, LEARNER, NAMESPACE, actor_name, run_key
 from turnwise.training.cluster.options import ClusterOptions, answers
 from turnwise.training.events import RunEvents
 from turnwise.training.interrupt import StopSignals
@@ -75,7 +75,9 @@ def connected(options: ClusterOptions, folder: Path) -> Iterator[None]:
     if address:
         _connect(address, common)
     else:
-        own: dict[str, Any] = {"num_cpus": options.generators * options.cpus + 1, "object_store_memory": OBJECT_STORE}
+        playing = options.environment_actors(os.cpu_count() or 1)
+        reserved = options.generators * options.cpus + playing + 1
+        own: dict[str, Any] = {"num_cpus": reserved, "object_store_memory": OBJECT_STORE}
         own |= {} if options.gpus else {"num_gpus": 0}
         ray.init("local", include_dashboard=False, **own, **common)
         write_json(folder / ADDRESS_FILE, {"address": ray.get_runtime_context().gcs_address})
@@ -123,14 +125,13 @@ class ClusterRun:
     # ------------------------------------------------------------------- actors
 
     def start(self, learn: Callable[..., dict[str, Any]], notes: Sequence[str]) -> None:
-        """Start the actors that do not live; end generators that are too many."""
+        """Start the actors that do not live; end generators and environments that are too many."""
         self.owner = not find_actors(LEARNER, self.key)
-        living = find_actors(GENERATOR, self.key)
-        for number in [number for number in living if number >= self.options.generators]:
-            ray.kill(living[number], no_restart=True)
+        living = self._living(GENERATOR, self.options.generators)
         place = self._place() if len(living) < self.options.generators else None
         generators = [self._generator(number, place) for number in range(self.options.generators)]
         self._starting = [generator.address.remote() for generator in generators]
+        self._start_environments()
         self.learner = self._make(
             LearnerActor,
             actor_name(LEARNER, self.key),
@@ -140,6 +141,22 @@ class ClusterRun:
             num_gpus=min(1, self.options.gpus),
             scheduling_strategy=NodeAffinitySchedulingStrategy(self.node, soft=False),
         )
+
+    def _living(self, kind: str, most: int) -> dict[int, Any]:
+        """The actors of a kind; ends those that are too many."""
+        living = find_actors(kind, self.key)
+        for number in [number for number in living if number >= most]:
+            ray.kill(living.pop(number), no_restart=True)
+        return living
+
+    def _start_environments(self) -> None:
+        """Start the actors that play. They need no placement group: each may be anywhere."""
+        wanted = self.options.environment_actors(int(ray.cluster_resources().get("CPU", 1)))
+        self._living(ENVIRONMENT, wanted)
+        where = "SPREAD" if self.options.placement == "spread" else "DEFAULT"
+        for number in range(wanted):
+            name, arguments = actor_name(ENVIRONMENT, self.key, number), (self.settings.env,)
+            self._make(EnvironmentActor, name, arguments, num_cpus=1, scheduling_strategy=where)
 
     def _place(self) -> Any:
         """The placement group of the generators: that of an earlier driver, or a new one."""
@@ -182,7 +199,7 @@ class ClusterRun:
         """End all actors of the run."""
         for learner in find_actors(LEARNER, self.key).values():
             ray.kill(learner, no_restart=True)
-        remove_generators(self.key)
+        remove_helpers(self.key)
 
     # -------------------------------------------------------------------- watch
 

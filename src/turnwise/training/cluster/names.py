@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 NAMESPACE = "turnwise"
-LEARNER, GENERATOR = "learner", "generator"
+LEARNER, GENERATOR, ENVIRONMENT = "learner", "generator", "environment"
 
 
 def run_key(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Whether a run is spread over actors of a Ray cluster: the setting ``cluster``.
 
-    local,generators=2                        a cluster of this machine, which ends with the command
+    local,generators=2,environments=2         a cluster of this machine, which ends with the command
     10.0.0.5:6379,generators=8,gpus=1         a cluster that `ray start` made; the run goes on when the command dies
 
 Read and checked without torch and ray: `training.cluster.driver` starts the actors.
@@ -12,10 +12,10 @@ import importlib.util
 import re
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from turnwise.config.convert import convert
-from turnwise.environments import GIVEN_OBJECT
+from turnwise.environments import GIVEN_OBJECT, prompts
 from turnwise.errors import SettingError, nearest
 from turnwise.serve.server import require_packages
 from turnwise.training.inputs import OWN
@@ -25,15 +25,17 @@ if TYPE_CHECKING:
 
 LOCAL = "local"
 PLACEMENTS = ("pack", "spread")
-OPTIONS = {"generators": int, "cpus": int, "gpus": int, "placement": str, "restarts": int}
+AUTO = -1
+OPTIONS = {"generators": int, "environments": int, "cpus": int, "gpus": int, "placement": str, "restarts": int}
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """The setting, read. ``cpus`` and ``gpus`` are reserved for each generator."""
+    """The setting, read. ``cpus`` and ``gpus`` are reserved for each generator, one CPU for each environment actor."""
 
     address: str
     generators: int = 1
+    environments: int = 0  # actors that play; AUTO: one for each CPU that is left; 0: the learner's process plays
     cpus: int = 1
     gpus: int = 0
     placement: str = "pack"
@@ -43,6 +45,10 @@ class ClusterOptions:
     def local(self) -> bool:
         return self.address == LOCAL
 
+    def environment_actors(self, cpus: int) -> int:
+        """How many, on a cluster with so many CPUs."""
+        return max(1, cpus - self.generators * self.cpus - 1) if self.environments == AUTO else self.environments
+
     @classmethod
     def parse(cls, text: str) -> ClusterOptions:
         address, *pairs = text.split(",")
@@ -51,20 +57,21 @@ class ClusterOptions:
                 f"cluster is {text!r}; write local, or the HOST:PORT of a cluster that `ray start` made; then ,key=value: "
                 f"{', '.join(OPTIONS)}"
             )
-        options = {}
+        options: dict[str, Any] = {}
         for pair in pairs:
             key, _, value = pair.partition("=")
             if key not in OPTIONS:
                 raise SettingError(f"cluster has no option {key!r}; {nearest(key, OPTIONS)}")
-            options[key] = convert(f"cluster: {key}", value, OPTIONS[key])
+            auto = (key, value) == ("environments", "auto")
+            options[key] = AUTO if auto else convert(f"cluster: {key}", value, OPTIONS[key])
         return cls(address, **options)._checked()
 
     def _checked(self) -> ClusterOptions:
         for name in ("generators", "cpus"):
             if getattr(self, name) < 1:
                 raise SettingError(f"cluster: {name} is {getattr(self, name)}; write at least 1")
-        for name in ("gpus", "restarts"):
-            if getattr(self, name) < 0:
+        for name in ("gpus", "restarts", "environments"):
+            if getattr(self, name) < 0 and (name, getattr(self, name)) != ("environments", AUTO):
                 raise SettingError(f"cluster: {name} is {getattr(self, name)}; write 0 or more")
         if self.placement not in PLACEMENTS:
             raise SettingError(f"cluster: placement is {self.placement!r}; {nearest(self.placement, PLACEMENTS)}")
@@ -104,6 +111,10 @@ def check_cluster(settings: Settings) -> None:
         )
     if s.ranks > 1:
         raise SettingError("--ranks divides the learner among processes that Ray does not start; leave --cluster out")
+    if options.environments and s.env == prompts.NAME:
+        raise SettingError(
+            "cluster: environments cannot play the prompts of --data, which the learner holds; leave environments= out"
+        )
     objects = [str(value) for value in (s.env, s.model, s.agent, s.data, *s.reward)]
     if s.method == OWN or any(value.startswith(GIVEN_OBJECT) for value in objects):
         raise SettingError(
