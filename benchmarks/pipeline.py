@@ -2,7 +2,8 @@
 
     python benchmarks/pipeline.py [--write docs/scaling.md]        # the table of the page, from formulas and a stated load
     python benchmarks/pipeline.py --measure [--steps 20]           # train here at staleness 0, 1 and 4 with slow tools
-    python benchmarks/pipeline.py --measure --device cuda --groups 32 --hidden 512 --layers 8 [--no-delay]
+    python benchmarks/pipeline.py --measure --device cuda --groups 32 --hidden 512 --layers 8 [--no-delay] [--generator local]
+    python benchmarks/pipeline.py --equal-time --seeds 0 1 2 3 4   # held-out success at equal steps and at equal time
     python benchmarks/pipeline.py --run runs/X                     # what staleness would gain in a recorded run
 
 The simulation is ``turnwise.bench.pipeline``; seconds of a decode step, of learning and of a weight update on many GPUs come
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import random
 import re
@@ -57,9 +59,7 @@ def log_normal(seed: int) -> Callable[[], EpisodeLoad]:
     """Episodes of the stated load."""
     rng = random.Random(seed)
     draw = lambda median, spread: rng.lognormvariate(math.log(median), spread)  # noqa: E731
-    return lambda: [
-        TurnLoad(min(LONGEST, draw(TOKENS, SPREAD)), draw(TOOL_SECONDS, TOOL_SPREAD)) for _ in range(TURNS)
-    ]
+    return lambda: [TurnLoad(min(LONGEST, draw(TOKENS, SPREAD)), draw(TOOL_SECONDS, TOOL_SPREAD)) for _ in range(TURNS)]
 
 
 def recorded(run: RunReader, seed: int) -> Callable[[], EpisodeLoad]:
@@ -108,7 +108,9 @@ def _projected(gpus: int, staleness: int) -> Pipeline:
     decode = lambda n: scaling_model.decode_step(weights, card, 1, max(1.0, n / generators), length / 2)  # noqa: E731
     ids = groups * SIZE * length
     learn = ids / (scaling_model.learning(weights, card, length, 8.0) * learners)
-    return Pipeline(groups, SIZE, decode, learn, scaling_model.sync(weights), staleness, slots=scaling_model.LANES * generators)
+    return Pipeline(
+        groups, SIZE, decode, learn, scaling_model.sync(weights), staleness, slots=scaling_model.LANES * generators
+    )
 
 
 def from_run(run: RunReader) -> list[str]:
@@ -120,32 +122,111 @@ def from_run(run: RunReader) -> list[str]:
     return lines
 
 
-def measure(options: argparse.Namespace) -> list[str]:
-    """Real runs here, and the simulation from the synchronous one. A step is at best the longer of generation and learning."""
+def trained(options: argparse.Namespace, folder: Path, name: str, **changes: Any) -> RunReader:
+    """A run with the settings of the command line, and what it left."""
     from turnwise.training.api import train
 
-    lines = ["| staleness | s a step | of synchronous | learning | success at the end | simulated |", "|---|---|---|---|---|---|"]
-    pipeline, load, first, steps = None, None, 0.0, options.steps
-    env = Calculator if options.no_delay else SlowCalculator
+    train(
+        **{
+            "method": "grpo", "env": Calculator if options.no_delay else SlowCalculator, "difficulty": (1,),
+            "steps": options.steps, "groups": options.groups, "group_size": 8, "eval_tasks": 0, "out": str(folder),
+            "name": name, "trackers": (), "quiet": True, "device": options.device, "hidden": options.hidden,
+            "layers": options.layers, "generator": options.generator, "threads": options.threads, **changes,
+        }
+    )  # fmt: skip
+    return RunReader(folder / name)
+
+
+def late_mean(run: RunReader, name: str) -> float:
+    """The mean of a metric over the last three quarters of a run."""
+    values = [value for _, value in run.series(name)]
+    return statistics.mean(values[len(values) // 4 :])
+
+
+def measure(options: argparse.Namespace) -> list[str]:
+    """Real runs here, and the simulation from the synchronous one. A step is at best the longer of generation and learning, as
+    the synchronous run has them; ``of the longer`` is the share of that which a step reaches."""
+    heads = (
+        "staleness",
+        "s a step",
+        "of synchronous",
+        "rollout",
+        "learning",
+        "publishing",
+        "of the longer",
+        "simulated",
+    )
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    pipeline, load, first, longer = None, None, 0.0, 0.0
     with tempfile.TemporaryDirectory() as folder:
         for k in options.staleness:
-            train(
-                method="grpo", env=env, difficulty=(1,), steps=steps, staleness=k, groups=options.groups, group_size=8,
-                eval_tasks=0, out=folder, name=f"staleness{k}", trackers=(), quiet=True, device=options.device,
-                hidden=options.hidden, layers=options.layers,
-            )  # fmt: skip
-            run = RunReader(Path(folder) / f"staleness{k}")
-            times = [value for _, value in run.series("seconds")][steps // 4 :]
+            run = trained(options, Path(folder), f"staleness{k}", staleness=k)
             if pipeline is None:
-                pipeline, load = pipeline_of(run), run
+                pipeline, load, first = pipeline_of(run), run, late_mean(run, "seconds")
+                longer = max(late_mean(run, "seconds/rollout"), late_mean(run, "seconds/learn"))
             simulated = simulate(replace(pipeline, staleness=k), recorded(load, 0)).seconds
-            measured = statistics.mean(times)
-            first = first or measured
-            learn = statistics.mean([value for _, value in run.series("seconds/learn")][steps // 4 :])
-            success = statistics.mean([value for _, value in run.series("success")][-5:])
-            cells = f"{measured:.2f} | {first / measured:.2f} × | {learn:.2f} s | {success:.0%} | {simulated:.2f} s"
-            lines.append(f"| {k} | {cells} |")
+            seconds = late_mean(run, "seconds")
+            parts = [late_mean(run, f"seconds/{part}") for part in ("rollout", "learn", "publish")]
+            cells = [f"{seconds:.3f}", f"{first / seconds:.2f} ×", *(f"{part:.3f}" for part in parts)]
+            lines.append(f"| {k} | " + " | ".join([*cells, f"{longer / seconds:.0%}", f"{simulated:.2f}"]) + " |")
             print(lines[-1], flush=True)
+    return lines
+
+
+def equal_time(options: argparse.Namespace) -> list[str]:
+    """Every staleness with as many steps as the synchronous run, and with as many as fit into its time; each seed."""
+    rows = Path(options.rows) if options.rows else None
+    known = [json.loads(line) for line in rows.read_text().splitlines()] if rows and rows.is_file() else []
+    done = {(row["seed"], row["staleness"], row["equal"]): row for row in known}
+
+    def row(seed: int, k: int, equal: str, steps: int) -> dict[str, Any]:
+        if (seed, k, equal) not in done:
+            with tempfile.TemporaryDirectory() as folder:
+                changes = {"seed": seed, "staleness": k, "steps": steps, "eval_tasks": 200}
+                run = trained(options, Path(folder), "run", **changes)
+                after = json.loads((run.path / "evaluation_after.json").read_text())["summary"]["success"]
+            seconds = sum(value for _, value in run.series("seconds"))
+            made = {
+                "seed": seed,
+                "staleness": k,
+                "equal": equal,
+                "steps": steps,
+                "seconds": round(seconds, 2),
+                "success": after,
+            }
+            done[seed, k, equal] = made
+            print(json.dumps(made), flush=True)
+            if rows:
+                with rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(made) + "\n")
+        return done[seed, k, equal]
+
+    for seed in options.seeds:
+        base = row(seed, 0, "steps", options.steps)
+        for k in [k for k in options.staleness if k]:
+            same = row(seed, k, "steps", options.steps)
+            faster = base["seconds"] / same["seconds"]
+            row(seed, k, "time", round(options.steps * faster))
+    return equal_time_table(list(done.values()))
+
+
+def equal_time_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Means over seeds, with 95 % intervals (Student)."""
+    lines = [
+        "| staleness | equal | steps | seconds | steps/s, of synchronous | held-out success |",
+        "|---|---|---|---|---|---|",
+    ]
+    rate = lambda row: row["steps"] / row["seconds"]  # noqa: E731
+    base = {row["seed"]: rate(row) for row in rows if row["staleness"] == 0}
+    for k, equal in sorted({(row["staleness"], row["equal"]) for row in rows}):
+        found = [row for row in rows if (row["staleness"], row["equal"]) == (k, equal)]
+        mean = lambda values: statistics.mean(values)  # noqa: E731
+        success = [row["success"] for row in found]
+        t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}.get(len(found), 2.0)
+        half = t * statistics.stdev(success) / len(found) ** 0.5 if len(found) > 1 else 0.0
+        ratio = mean([rate(row) / base[row["seed"]] for row in found if row["seed"] in base])
+        cells = f"{mean([r['steps'] for r in found]):.0f} | {mean([r['seconds'] for r in found]):.0f} | {ratio:.2f} ×"
+        lines.append(f"| {k} | {equal} | {cells} | {mean(success):.1%} ± {100 * half:.1f} ({len(found)} seeds) |")
     return lines
 
 
@@ -161,8 +242,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
     parser.add_argument("--no-delay", action="store_true", help="the calculator as it is, without slow tools")
+    parser.add_argument("--generator", nargs="*", default=[], help="where to sample, as in a run")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--equal-time", action="store_true")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--rows", default="", help="a file of rows of --equal-time, to which new ones are added")
     options = parser.parse_args(argv)
-    lines = measure(options) if options.measure else from_run(RunReader(options.run)) if options.run else projection()
+    options.generator = tuple(options.generator)
+    work: Callable[[argparse.Namespace], list[str]] = lambda _: projection()  # noqa: E731
+    if options.run:
+        work = lambda chosen: from_run(RunReader(chosen.run))  # noqa: E731
+    lines = (equal_time if options.equal_time else measure if options.measure else work)(options)
     print("\n".join(lines))
     if options.write:
         page = Path(options.write)

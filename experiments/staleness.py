@@ -34,7 +34,7 @@ METHODS = ("grpo", "vcpo", "topr", "st_ppo", "bapo")
 LAGS = (0, 1, 4, 16, 64)
 ENVS = {"calculator": "worlds:SignedCalculator", "lookup": "worlds:SignedLookup"}
 SETTINGS: dict[str, Any] = {
-    "difficulty": (1,), "groups": 4, "group_size": 8, "steps": 192, "lr": 1e-3, "schedule": "constant", "eval_every": 24,
+    "difficulty": (1,), "groups": 4, "group_size": 8, "steps": 192, "lr": 1.5e-3, "schedule": "constant", "eval_every": 24,
     "eval_tasks": 100, "checkpoint_every": 1000, "device": "cpu",
 }  # fmt: skip
 FALLEN = 0.2  # a run that loses more than this from its best evaluation counts as fallen

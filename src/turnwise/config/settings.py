@@ -158,7 +158,9 @@ class Settings:
         "auto", "precision of rollouts: float32, bfloat16, float16, fp8, or auto: that of the learner"
     )
     generator: tuple[str, ...] = setting(
-        (), "addresses of servers that sample (`turnwise serve`, `vllm serve`): http://HOST:PORT; empty: this process"
+        (),
+        "where to sample: addresses of servers (`turnwise serve`, `vllm serve`), http://HOST:PORT, or local: a process of its "
+        "own on the same device; empty: this process",
     )
     generator_key_env: str = setting("", "environment variable that holds the token of these servers; empty: none")
     generator_seconds: float = setting(30.0, "seconds of silence after which a generator server is given up")

@@ -27,6 +27,8 @@ from turnwise.engines.kernels.dispatch import default_micro_batch
 from turnwise.engines.kernels.threads import measured_threads
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.policy_check import TOLERANCE, TOLERANCES, PolicyCheck, SeparatePolicyCheck
+from turnwise.engines.own_process.process_generator import ProcessGenerator
+from turnwise.engines.own_process.worker import GeneratorSpec
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.local_chat import LocalChat
@@ -35,7 +37,7 @@ from turnwise.serve.policy_host import HostLimits
 from turnwise.training.cluster.options import ClusterOptions
 from turnwise.training.judges import POLICY
 from turnwise.training.opponents import Opponents
-from turnwise.training.remote_generators import make_remote_generator
+from turnwise.training.remote_generators import OWN_PROCESS, make_remote_generator
 from turnwise.training.requirements import check_ranks
 
 FP8 = torch.float8_e4m3fn
@@ -189,13 +191,14 @@ def make_sharded_learner(
 
 
 @contextlib.contextmanager
-def closing(learner: Learner) -> Iterator[None]:
-    """End the processes of a learner that has some."""
+def closing(*engines: Learner | Generator) -> Iterator[None]:
+    """End the processes of engines that have some."""
     try:
         yield
     finally:
-        if (close := getattr(learner, "close", None)) is not None:
-            close()
+        for engine in engines:
+            if (close := getattr(engine, "close", None)) is not None:
+                close()
 
 
 def make_cold_start_learner(settings: Settings, model: PreTrainedModel, steps: int) -> Learner:
@@ -258,6 +261,16 @@ def make_local_generator(
         dtype=rollout_dtype(settings),
         share_weights=deterministic and not settings.lora_rank and select_device(settings).type == "cpu",
     )
+
+
+def make_process_generator(
+    settings: Settings, model: PreTrainedModel, renderer: Renderer, deterministic: bool, dialogues: int
+) -> Generator:
+    """The local generator in a process of its own, on the same device."""
+    device, rows = select_device(settings), cache_rows(settings, dialogues)
+    limits = (rows, settings.context, tuple(renderer.stop_ids), deterministic)
+    spec = GeneratorSpec(*limits, str(device), rollout_dtype(settings), torch.get_num_threads())
+    return ProcessGenerator(spec, model, renderer.tokenizer, settings.generator_seconds)
 
 
 def with_opponents(
@@ -324,6 +337,8 @@ def make_generator(
             raise SettingError(
                 "this method samples drafts in lower precision, which servers cannot; leave --generator and --cluster out"
             )
+        if settings.generator == OWN_PROCESS:
+            return make_process_generator(settings, model, renderer, deterministic, dialogues)
         rows, tolerance = cache_rows(settings, dialogues), policy_check_tolerance(settings)
         threads = torch.get_num_threads() if select_device(settings).type == "cpu" else 0
         found: tuple[Any, int] = actors_of(settings) if settings.cluster else (None, 0)

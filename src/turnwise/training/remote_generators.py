@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from turnwise.rollout.renderer import Renderer
 
 TINY = "tiny"
+OWN_PROCESS = ("local",)  # --generator local: no server, a process of the run's own
 COMPARED = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 OF_TINY = ("env", "vocabulary", "hidden", "layers", "seed")
 PATIENCE = 300.0  # seconds in which a cluster must start a generator again
@@ -62,6 +63,13 @@ def check_generators(settings: Settings) -> None:
     if getattr(settings, "opponents", "").startswith("past"):
         raise SettingError(
             "--generator cannot sample for older policies; write --opponents self, or leave --generator out"
+        )
+
+    if settings.generator == OWN_PROCESS:
+        return
+    if set(OWN_PROCESS) & set(settings.generator):
+        raise SettingError(
+            "--generator local is a process of this run and cannot be mixed with servers; name one or the other"
         )
 
     async def ask() -> None:

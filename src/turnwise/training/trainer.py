@@ -144,7 +144,7 @@ class Trainer:
             self.events.message(f"{name}: {path}")
         rewards = open_scorer(s, self.env_spec.env_class, self.plan.given.rewards, self.renderer.decode)
         judging = open_judge(s, policy, self.run_dir.path, self.events.listen)
-        with engines.closing(learner), rewards as functions, judging as self.judge:
+        with engines.closing(learner, generator), rewards as functions, judging as self.judge:
             self.scorer = chained(functions, self.judge)
             judge = [self.judge.describe()] if self.judge else []
             for text in (*self.plan.data.messages(), *describe_rewards(functions), *judge):

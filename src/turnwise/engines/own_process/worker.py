@@ -1,0 +1,182 @@
+"""The main program of the generator process: build a generator, then do what the run says until it closes the pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import sys
+import threading
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turnwise.core.records import Sampling
+from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.generator.session import LocalSession
+from turnwise.engines.own_process.weights import DEVICE, SharedBlockReader, from_handles
+
+PING = ("ping",)
+
+
+@dataclass(frozen=True)
+class GeneratorSpec:
+    """What a generator is made of, besides the model and its tokenizer."""
+
+    slots: int
+    context: int
+    stop_ids: tuple[int, ...]
+    deterministic: bool
+    device: str
+    dtype: torch.dtype | None
+    threads: int
+
+    def make(self, file: Path) -> LocalGenerator:
+        """``file`` holds the model and its tokenizer."""
+        model, tokenizer = torch.load(file, weights_only=False)
+        torch.set_num_threads(self.threads)
+        return LocalGenerator(
+            model,
+            partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            slots=self.slots,
+            context=self.context,
+            stop_ids=self.stop_ids,
+            deterministic=self.deterministic,
+            device=self.device,
+            dtype=self.dtype,
+            threads=self.threads,
+            share_weights=self.device == "cpu",
+        )
+
+
+class GeneratorWorker:
+    """Serves one run: its dialogues by number, its requests as tasks."""
+
+    def __init__(self, connection: Connection, generator: LocalGenerator) -> None:
+        self.connection, self.generator = connection, generator
+        self.sessions: dict[int, LocalSession] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.block = SharedBlockReader()
+        self._answers: list[tuple[Any, ...]] = []
+        self._lock = threading.Lock()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(loop,), daemon=True).start()
+        await asyncio.Event().wait()  # the reader ends the process
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Always read, so that the run never waits at the pipe; a pipe that is closed ends this process."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = pickle.loads(self.connection.recv_bytes())
+                if message == PING:
+                    self._send([PING])
+                else:
+                    loop.call_soon_threadsafe(self._apply, message)
+        os._exit(0)
+
+    def _send(self, answers: list[tuple[Any, ...]]) -> None:
+        data = pickle.dumps(answers, protocol=5)
+        with self._lock:
+            self.connection.send_bytes(data)
+
+    def _answer(self, *answer: Any) -> None:
+        """Send the answer with all others of this moment."""
+        if not self._answers:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._answers.append(answer)
+
+    def _flush(self) -> None:
+        answers, self._answers = self._answers, []
+        with contextlib.suppress(OSError):  # the run has ended, and the reader ends this process
+            self._send(answers)
+
+    def _apply(self, changes: list[tuple[Any, ...]]) -> None:
+        """Everything that happened in the run at one moment, before the generator composes its next batch."""
+        try:
+            for verb, *arguments in changes:
+                getattr(self, f"_do_{verb}")(*arguments)
+        except Exception as fault:  # a mistake of ours: end, rather than let the run wait
+            print(f"{type(fault).__name__}: {fault}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _do_open(self, number: int, seed: int) -> None:
+        self.sessions[number] = self.generator.open(seed)
+
+    def _do_generate(self, number: int, request: int, ids: list[int], sampling: Sampling) -> None:
+        self.sessions[number].unpark()
+        work = self.sessions[number].generate(ids, sampling)
+        self.tasks[request] = asyncio.ensure_future(self._answered(request, work))
+
+    def _do_publish(self, request: int, kind: str, told: Any, version: int) -> None:
+        self.tasks[request] = asyncio.ensure_future(self._answered(request, self._publish(kind, told, version)))
+
+    def _do_stats(self, request: int) -> None:
+        self._answer(request, None, self.generator.stats())
+
+    def _do_drop(self, request: int) -> None:
+        """Nobody waits for the answer any longer."""
+        if (task := self.tasks.get(request)) is not None:
+            task.cancel()
+
+    def _do_park(self, number: int) -> None:
+        self.sessions[number].park()
+
+    def _do_cancel(self, number: int) -> None:
+        self.sessions[number].cancel()
+
+    def _do_close(self, number: int) -> None:
+        self.sessions.pop(number).close()
+
+    async def _publish(self, kind: str, told: Any, version: int) -> None:
+        weights = from_handles(told) if kind == DEVICE else self.block.get(told)
+        await self.generator.publish(weights, version)
+        if self.generator.model_runner.device.type == "cuda":
+            torch.cuda.synchronize()
+            del weights
+            torch.cuda.ipc_collect()
+
+    async def _answered(self, request: int, work: Any) -> None:
+        try:
+            self._answer(request, None, await work)
+        except asyncio.CancelledError:
+            pass
+        except Exception as fault:
+            self._answer(
+                request, fault if _can_travel(fault) else RuntimeError(f"{type(fault).__name__}: {fault}"), None
+            )
+        finally:
+            self.tasks.pop(request, None)
+
+
+def _can_travel(fault: Exception) -> bool:
+    try:
+        pickle.loads(pickle.dumps(fault))
+    except Exception:
+        return False
+    return True
+
+
+def main(descriptor: int) -> None:
+    connection = Connection(descriptor)
+    try:
+        spec, file = pickle.loads(connection.recv_bytes())
+        generator = spec.make(file)
+    except EOFError:
+        return
+    except Exception as fault:
+        told = fault if _can_travel(fault) else RuntimeError(f"{type(fault).__name__}: {fault}")
+        connection.send_bytes(pickle.dumps((told, "")))
+        return
+    connection.send_bytes(pickle.dumps((None, generator.describe())))
+    asyncio.run(GeneratorWorker(connection, generator).run())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,194 @@
+"""A generator in a process of its own: the tokens and floats of this process, exact versions, and no process left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from support.generators import generator, make
+from support.prompting import prompts
+
+from turnwise.core.records import Sampling, Stop
+from turnwise.engines.own_process.process_generator import ProcessGenerator
+from turnwise.engines.own_process.worker import GeneratorSpec
+from turnwise.errors import GeneratorLost, SettingError
+
+SAMPLING = Sampling(max_tokens=12)
+LONG = Sampling(max_tokens=100)
+
+
+class Tokenizer:
+    """Decodes ids to letters."""
+
+    def decode(self, ids, **_):
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+def in_process(model, seconds=30.0, **options):
+    limits = {"slots": 4, "context": 128, "stop_ids": (), "deterministic": True, "device": "cpu", "dtype": None}
+    return ProcessGenerator(GeneratorSpec(**{**limits, "threads": 1, **options}), model, Tokenizer(), seconds)
+
+
+def weights_of(model):
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 120))
+
+
+async def two_turns(g, asked, sampling=SAMPLING):
+    """Every prompt continued twice, all at once, in dialogues that stay open in between."""
+
+    async def one(session, ids):
+        first = await session.generate(ids, sampling)
+        second = await session.generate([*ids, *first.tokens, 1, 2], sampling)
+        session.close()
+        return first, second
+
+    sessions = [g.open(n) for n in range(len(asked))]
+    done = await asyncio.gather(*map(one, sessions, asked))
+    return [replace(part, seconds=0.0) for pair in done for part in pair]
+
+
+def exists(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def own():
+    """A generator over one small model, closed at the end."""
+    g = in_process(make(seed=3), deterministic=False)
+    yield g
+    g.close()
+    assert not exists(g.process)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SAMPLING, Sampling(temperature=0.7, top_k=9, top_p=0.9, max_tokens=10), Sampling(max_tokens=9, stop=("ab", "c"))],
+    ids=["whole", "cut", "stop strings"],
+)
+def test_tokens_and_floats_equal_those_of_this_process_bit_for_bit(sampling):
+    model, asked = make(seed=3), prompts(7)
+
+    async def sampled(g):
+        await g.publish(weights_of(make(seed=4)), 5)
+        return await two_turns(g, asked, sampling)
+
+    g = in_process(model)
+    try:
+        there = run(sampled(g))
+    finally:
+        g.close()
+    here = run(sampled(generator(model, Tokenizer().decode, threads=1)))
+    assert there == here and {v for part in there for v in part.version} == {5}
+
+
+def test_a_request_survives_a_publication_and_every_token_has_its_version(own):
+    async def work():
+        await own.publish(weights_of(make(seed=1)), 1)
+        task = asyncio.ensure_future(own.open(7).generate([1, 2, 3], LONG))
+        while not own.stats()["open"] or not task.done():
+            await asyncio.sleep(0.01)
+            await own.publish(weights_of(make(seed=2)), own.version + 1)
+        return task.result()
+
+    done = run(work())
+    assert len(done.tokens) == len(done.version) == 100 and sorted(done.version) == list(done.version)
+    assert own.version > 1
+
+
+def test_cancel_returns_the_tokens_so_far_and_a_cancelled_caller_frees_the_dialogue(own):
+    async def work():
+        session = own.open(1)
+        task = asyncio.ensure_future(session.generate([1, 2], LONG))
+        await asyncio.sleep(0.05)
+        session.cancel()
+        cut = await task
+        again = asyncio.ensure_future(session.generate([1, 2], LONG))
+        await asyncio.sleep(0.05)
+        again.cancel()
+        await asyncio.gather(again, return_exceptions=True)
+        return cut, await session.generate([1, 2], SAMPLING)
+
+    cut, after = run(work())
+    assert cut.stop in (Stop.CANCELLED, Stop.LENGTH) and len(after.tokens) == 12
+
+
+def test_misuse_is_refused_in_words(own):
+    async def work():
+        session = own.open(1)
+        task = asyncio.ensure_future(session.generate([1, 2], LONG))
+        await asyncio.sleep(0)
+        with pytest.raises(SettingError, match="already generating"):
+            await session.generate([1], LONG)
+        await task
+        with pytest.raises(SettingError, match="no ids"):
+            await session.generate([], LONG)
+        session.close()
+        with pytest.raises(SettingError, match="was closed"):
+            await session.generate([1], LONG)
+
+    run(work())
+    assert own.stats() == {"tokens": 100.0, "open": 0.0}
+
+
+def test_a_killed_process_is_named_and_nothing_waits_for_it(own):
+    async def work():
+        tasks = [asyncio.ensure_future(own.open(n).generate([1, 2], LONG)) for n in range(8)]
+        await asyncio.sleep(0.02)
+        os.kill(own.process, signal.SIGKILL)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await own.publish(weights_of(make()), 9)  # the step that was trained is complete
+        return results
+
+    lost = [r for r in run(work()) if isinstance(r, GeneratorLost)]
+    assert lost and str(own.fatal) == "the generator process was ended by SIGKILL"
+    assert own.version == 0
+
+
+def test_a_stopped_process_is_given_up_after_its_time(monkeypatch):
+    monkeypatch.setattr("turnwise.engines.own_process.process_generator.PING_SECONDS", 0.1)
+    g = in_process(make(), seconds=0.5)
+
+    async def work():
+        os.kill(g.process, signal.SIGSTOP)
+        with pytest.raises(GeneratorLost, match="has said nothing for"):
+            await g.open(1).generate([1, 2], SAMPLING)
+
+    run(work())
+    assert not exists(g.process)
+
+
+def test_a_model_that_cannot_be_served_is_refused_and_leaves_no_process():
+    with pytest.raises(SettingError, match="context=3"):
+        in_process(make(), context=3)
+
+
+def test_the_process_ends_when_its_run_is_killed(tmp_path):
+    """The pipe closes with the run, however it ends."""
+    code = (
+        "import sys, time; sys.path[:0] = {path!r}\n"
+        "from test_process_generator import in_process, make\n"
+        "g = in_process(make()); print(g.process, flush=True); time.sleep(60)\n"
+    )
+    here = [os.path.dirname(__file__), *filter(None, sys.path)]
+    child = subprocess.Popen([sys.executable, "-c", code.format(path=here)], stdout=subprocess.PIPE, text=True)
+    pid = int(child.stdout.readline())
+    child.kill()
+    child.wait()
+    until = time.monotonic() + 10
+    while exists(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not exists(pid)

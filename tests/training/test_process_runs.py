@@ -1,0 +1,115 @@
+"""Runs whose generator has a process of its own (``--generator local``): the same weights, a killed process, no process left."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from turnwise.config.settings import Settings
+from turnwise.errors import ServerFault, SettingError
+from turnwise.store.ledger import SqliteLedger
+from turnwise.training import api
+from turnwise.training.remote_generators import check_generators
+
+SMALL = {
+    "env": "guess", "difficulty": (1,), "steps": 3, "groups": 2, "group_size": 3, "max_tokens": 12, "context": 160,
+    "eval_tasks": 4, "checkpoint_every": 1, "trackers": (), "threads": 1, "hidden": 32, "layers": 1, "vocabulary": 320,
+    "cold_steps": 4, "cold_batch": 8,
+}  # fmt: skip
+
+
+def digest(run):
+    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def generator_processes():
+    """Generator processes that exist now, by their command lines."""
+    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return {int(line.split()[0]) for line in listed if "turnwise.engines.own_process.worker" in line}
+
+
+def trained_groups(run):
+    with SqliteLedger(run / "ledger.sqlite", readonly=True) as ledger:
+        return ledger.group_counts().trained
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """The weights that a run with the generator in its own process ends with."""
+    out = tmp_path_factory.mktemp("local")
+    api.train(quiet=True, out=str(out), name="run", **SMALL)
+    return digest(out / "run")
+
+
+def test_a_run_is_bit_identical_to_one_with_the_generator_in_its_process(local, tmp_path):
+    before = generator_processes()
+    summary = api.train(quiet=True, out=str(tmp_path), name="run", generator=("local",), **SMALL)
+    assert digest(tmp_path / "run") == local
+    assert "in a process of its own" in summary["engines"]["generator"]
+    assert generator_processes() <= before
+
+
+def test_stale_rollouts_survive_publications(tmp_path):
+    values = {**SMALL, "staleness": 2, "steps": 5, "eval_tasks": 0}
+    api.train(quiet=True, out=str(tmp_path), name="run", generator=("local",), **values)
+    assert trained_groups(tmp_path / "run") == values["steps"] * values["groups"]
+
+
+def test_a_killed_generator_stops_the_run_with_a_checkpoint_and_resume_ends_with_the_same_weights(local, tmp_path):
+    before = generator_processes()
+
+    def kill_after_first_step():
+        until = time.monotonic() + 120
+        while time.monotonic() < until and not (tmp_path / "run" / "checkpoints" / "step_1").exists():
+            if any((tmp_path / "run" / "checkpoints").glob("*1*")):
+                break
+            time.sleep(0.005)
+        for pid in generator_processes() - before:
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_after_first_step)
+    killer.start()
+    with pytest.raises(ServerFault, match=r"generator process was ended by SIGKILL; stopped .*`turnwise resume"):
+        api.train(quiet=True, out=str(tmp_path), name="run", generator=("local",), **{**SMALL, "steps": 3})
+    killer.join()
+    api.resume(tmp_path / "run", quiet=True)
+    assert digest(tmp_path / "run") == local
+    assert trained_groups(tmp_path / "run") == SMALL["steps"] * SMALL["groups"]
+    assert generator_processes() <= before
+
+
+def test_ctrl_c_ends_the_generator_process(tmp_path):
+    before = generator_processes()
+    values = json.dumps(
+        {**SMALL, "steps": 10_000, "eval_tasks": 0, "out": str(tmp_path), "name": "run", "generator": ["local"]}
+    )
+    code = f"import json; from turnwise.training import api; api.train(quiet=True, **json.loads({values!r}))"
+    run = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while time.monotonic() < until and (not metrics.is_file() or metrics.read_text().count("\n") < 2):
+        time.sleep(0.02)
+    assert generator_processes() - before
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+    _, told = run.communicate(timeout=120)
+    assert "with a checkpoint" in told
+    assert generator_processes() <= before
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"generator": ("local", "http://127.0.0.1:9")}, "cannot be mixed with servers"),
+        ({"generator": ("local",), "opponents": "past"}, "write --opponents self, or leave --generator out"),
+    ],
+)
+def test_what_a_process_cannot_do_is_refused(changes, told):
+    with pytest.raises(SettingError, match=told):
+        check_generators(Settings(**changes))
