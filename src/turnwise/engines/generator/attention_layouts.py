@@ -6,7 +6,6 @@ Both write their keys and values into the cache first and attend to them there. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from turnwise.core.transfer import to_device_packed
-from turnwise.engines.generator.kv_cache import KVCache
+from turnwise.engines.generator.kv_cache import KVCache, PrefillChunk
 from turnwise.maths.numbers import tensor_of
+
+__all__ = ["BUCKET", "DecodeLayout", "PackedTokens", "PrefillChunk", "PrefillLayout"]
 
 BUCKET = 16  # attention widths are multiples of this: few distinct shapes, little padding
 
@@ -25,21 +26,13 @@ def _width(longest: int, kv_cache: KVCache) -> int:
     return min(kv_cache.width, -(-longest // BUCKET) * BUCKET)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Tokens ``ids`` to prefill into cache row ``row``, starting at column ``start``."""
-
-    row: int
-    start: int
-    ids: list[int]
-
-
 class PackedTokens(NamedTuple):
     """N tokens of J chunks, packed one chunk after another."""
 
     tokens: Tensor  # [N] ids
     position: Tensor  # [N] column of its row that each token takes
     row: Tensor  # [N] cache row of each token
+    block: Tensor  # [N] its row, or in a cache of pages its page: the first index into the cache's tensors
     chunk: Tensor  # [N] chunk of each token
     offset: Tensor  # [N] from the start of its chunk
     chunk_rows: Tensor  # [J] cache row of each chunk
@@ -61,7 +54,8 @@ class PrefillLayout:
         chunk = torch.repeat_interleave(torch.arange(len(chunks)), boundaries.diff())
         offset = torch.arange(len(tokens)) - boundaries[chunk]
         self.host = PackedTokens(
-            tokens, start[chunk] + offset, rows[chunk], chunk, offset, rows, start, boundaries
+            tokens, start[chunk] + offset, rows[chunk], kv_cache.places(rows[chunk], start[chunk] + offset)[0], chunk, offset,
+            rows, start, boundaries,
         )  # fmt: skip
         self.masks: dict[int | None, Tensor] = {}
 
@@ -81,19 +75,20 @@ class PrefillLayout:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k and v [1, Hkv, N, D] in their rows."""
-        row, position = self.on_device.row, self.on_device.position
-        self.kv_cache.keys[layer][row, :, position] = k[0].transpose(0, 1)
-        self.kv_cache.values[layer][row, :, position] = v[0].transpose(0, 1)
+        block, offset = self.on_device.block, self.on_device.position % self.kv_cache.keys[layer].shape[2]
+        self.kv_cache.keys[layer][block, :, offset] = k[0].transpose(0, 1)
+        self.kv_cache.values[layer][block, :, offset] = v[0].transpose(0, 1)
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         self.write(layer, k, v)
-        keys, values, packed = self.kv_cache.keys[layer], self.kv_cache.values[layer], self.on_device
+        packed = self.on_device
+        keys, values = self.kv_cache.columns(layer, packed.chunk_rows, self.width)
         padded = q.new_zeros(len(packed.chunk_rows), self.longest_chunk, q.shape[1], q.shape[3])
         padded[packed.chunk, packed.offset] = q[0].transpose(0, 1)
         out = F.scaled_dot_product_attention(
             padded.transpose(1, 2),
-            keys[packed.chunk_rows, :, : self.width],
-            values[packed.chunk_rows, :, : self.width],
+            keys,
+            values,
             attn_mask=self.mask(window),
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -127,11 +122,12 @@ class DecodeLayout:
         self._prepare()
 
     def index(self, heads: int) -> Tensor:
-        """Flat indices into [rows * heads * width] where this step's keys go."""
+        """Flat indices into [blocks * heads * columns] where this step's keys go."""
         if heads not in self.indices:
             head = torch.arange(heads, device=self.position.device)
-            base = (self.row[:, None] * heads + head) * self.kv_cache.width
-            self.indices[heads] = (base + self.position[:, None]).flatten()
+            block, offset = self.kv_cache.places(self.row, self.position)
+            base = (block[:, None] * heads + head) * self.kv_cache.block_width
+            self.indices[heads] = (base + offset[:, None]).flatten()
         return self.indices[heads]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -158,8 +154,7 @@ class DecodeLayout:
         """Attention of q [n, H, 1, D] over the cached columns. The query heads that share a key head become queries of that
         key head, so no key is repeated and K stays a view."""
         n, H, _, D = q.shape
-        keys = self.kv_cache.keys[layer][:n, :, : self.width]
-        values = self.kv_cache.values[layer][:n, :, : self.width]
+        keys, values = self.kv_cache.columns(layer, n, self.width)
         grouped = q.reshape(n, keys.shape[1], -1, D)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask(window, q.dtype), scale=scale)
         return out.reshape(n, 1, H, values.shape[-1])

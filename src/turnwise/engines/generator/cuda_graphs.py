@@ -63,7 +63,7 @@ class GraphDecoder(GraphWeights):
     def __init__(self, model: PreTrainedModel, kv_cache: KVCache, fp8: bool, kernels: Any) -> None:
         """``kernels``: the module with the decode kernels, ``kernels.triton.decode`` or ``kernels.decode_reference``."""
         self.kernels, self.on_gpu = kernels, kv_cache.device.type == "cuda"
-        kv_cache.reserve(kv_cache.context)  # a graph needs the cache at a fixed address
+        kv_cache.allocate_all()  # a graph needs the cache at a fixed address
         self.dtype = kv_cache.dtype
         super().__init__(model, kv_cache, fp8)
         self.cos, self.sin = self.cos[:, 0].float().contiguous(), self.sin[:, 0].float().contiguous()
@@ -124,10 +124,12 @@ class GraphDecoder(GraphWeights):
                 self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias, self.adapters.of(i).get("qkv")
             )
             attention = torch.empty(len(x), self.H * self.D, dtype=self.dtype, device=x.device)
-            k, v = self.kv_cache.keys[i], self.kv_cache.values[i]
-            self.kernels.decode_attention(
-                qkv, k, v, self.cos, self.sin, layer.qk_norm, position, attention, self.scale, self.eps, shared
-            )  # fmt: skip
+            k, v, table = self.kv_cache.keys[i], self.kv_cache.values[i], self.kv_cache.table
+            rotary, rest = (self.cos, self.sin, layer.qk_norm, position), (attention, self.scale, self.eps)
+            if table is None:
+                self.kernels.decode_attention(qkv, k, v, *rotary, *rest, shared)
+            else:
+                self.kernels.paged_decode_attention(qkv, k, v, table, self.kv_cache.context, *rotary, *rest)
             delta = self._mlp(x, attention, i, layer)
         return _float32_matmul(self._norm(x, delta, self.norm), self.head)
 
@@ -157,13 +159,16 @@ class GraphDecoder(GraphWeights):
             qkv = self._linear(
                 self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias, self.adapters.of(i).get("qkv")
             )
-            k, v = self.kv_cache.keys[i], self.kv_cache.values[i]
+            k, v, table = self.kv_cache.keys[i], self.kv_cache.values[i], self.kv_cache.table
             self.kernels.rope_and_cache(
-                qkv, k, v, self.cos, self.sin, layer.qk_norm, inputs.position, inputs.row, q, self.eps
+                qkv, k, v, self.cos, self.sin, layer.qk_norm, inputs.position, inputs.block, q, self.eps
             )  # fmt: skip
             if i < len(self.layers) - 1:
                 chunks = (inputs.boundaries, inputs.start, inputs.chunk_rows, inputs.shape.longest)
-                self.kernels.prefill_attention(q, k, v, *chunks, attention, self.scale)
+                if table is None:
+                    self.kernels.prefill_attention(q, k, v, *chunks, attention, self.scale)
+                else:
+                    self.kernels.paged_prefill_attention(q, k, v, table, *chunks, attention, self.scale)
                 delta = self._mlp(x, attention, i, layer)
 
     def decode_step(self, tokens: Tensor, layout: DecodeLayout) -> Tensor:
@@ -275,7 +280,7 @@ class GraphDecoder(GraphWeights):
         self, lanes: int, steps: int, cached: Sequence[int], common_prefixes: Sequence[int]
     ) -> list[list[int]] | None:
         """For each program's lanes: the columns they share, and the row to read these from. None where sharing does not pay."""
-        if not common_prefixes or lanes * self.Hkv < MIN_PROGRAMS:
+        if not common_prefixes or lanes * self.Hkv < MIN_PROGRAMS or self.kv_cache.table is not None:
             return None
         leaders = range(0, lanes, LANES_PER_PROGRAM)
         common = [min(common_prefixes[at + 1 : at + LANES_PER_PROGRAM], default=0) for at in leaders]

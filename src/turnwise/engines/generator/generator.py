@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnwise.core.records import Sampling, Stop
+from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.executor import GeneratorExecutor, run_callbacks
 from turnwise.engines.generator.model_runner import MIN_CONTEXT
 from turnwise.engines.generator.scheduler import Request, Scheduler
@@ -43,7 +44,7 @@ class LocalGenerator:
     which stop by themselves once a quarter of the lanes have finished. ``threads``: CPU threads of decoding; 1 is nearly as fast
     as 2 for a small model, and beside a running learner two thread teams on the same cores slow each other down tenfold.
     ``share_weights``: use the memory of ``model`` where device and dtype are the same, for a caller that publishes after every
-    change of it and samples nothing in between."""
+    change of it and samples nothing in between. ``cache``: rows or pages of the KV cache, and its memory."""
 
     def __init__(
         self,
@@ -61,13 +62,14 @@ class LocalGenerator:
         dtype: torch.dtype | None = None,
         threads: int | None = None,
         share_weights: bool = False,
+        cache: CacheChoice | None = None,
     ) -> None:
         if min(slots, 1 + context - MIN_CONTEXT, 1 if tick is None else tick) < 1:
             raise SettingError(f"slots={slots}, context={context}, tick={tick}; write at least 1, {MIN_CONTEXT} and 1")
         decode: Callable[[list[int]], str] | None = getattr(tokenizer, "decode", tokenizer)
         self.context, self.deterministic, self.patience = context, deterministic, patience
         where = torch.device(device or model.device)
-        self.model_runner = make_runner(model, slots, context, where, fast, dtype, share_weights)
+        self.model_runner = make_runner(model, slots, context, where, fast, dtype, share_weights, cache)
         self.tick = tick or (TICK if self.model_runner.graphs is None else TICK_WITH_GRAPHS)
         self.scheduler = Scheduler(self.model_runner, stop_ids, decode)
         self.sessions: dict[int, LocalSession] = {}  # open ones, by order
@@ -243,6 +245,7 @@ class LocalGenerator:
             if not future.done():
                 future.set_exception(fault) if isinstance(fault, Exception) else future.cancel()
         self._updates, self.scheduler.running = [], []
+        self.model_runner.kv_cache.assign_rows([])
         for slot in self.model_runner.kv_cache.owner:
             if slot is not None:
                 self.model_runner.kv_cache.release(slot)

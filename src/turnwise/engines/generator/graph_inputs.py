@@ -45,7 +45,7 @@ class GraphInputs:
     def __init__(self, shape: GraphShape, device: torch.device) -> None:
         self.shape = shape
         self.buffer = self._padding().to(device)
-        self.tokens, self.position, self.row, self.chunk_rows, self.start, self.boundaries = self._views(self.buffer)
+        self.tokens, self.position, self.block, self.chunk_rows, self.start, self.boundaries = self._views(self.buffer)
 
     def _padding(self) -> Tensor:
         padding = torch.zeros(3 * self.shape.tokens + 3 * self.shape.chunks + 1, dtype=torch.int64)
@@ -61,7 +61,7 @@ class GraphInputs:
         staged, host = self._padding(), layout.host
         views = self._views(staged)
         for view, value in zip(
-            views, (host.tokens, host.position, host.row, host.chunk_rows, host.start, host.boundaries)
+            views, (host.tokens, host.position, host.block, host.chunk_rows, host.start, host.boundaries)
         ):
             view[: len(value)] = value
         views[-1][len(host.boundaries) :] = len(host.tokens)

@@ -1,7 +1,8 @@
-"""The KV cache: one row of keys and values per dialogue, kept across turns; and which dialogue owns which row.
+"""The KV cache in rows: one row of keys and values per dialogue, kept across turns; and which dialogue owns which row.
 
 Rows [0, n) belong to the running requests, so a decode step reads ``K[:n, :, :T]`` as a view and never gathers. The rows after
-them keep the KV of dialogues that wait for their environment, until a running request needs the row. Knows ids and rows;
+them keep the KV of dialogues that wait for their environment, until a running request needs the row. Every row has the width of
+the longest dialogue: ``paged_cache.PagedKVCache`` has the same interface and takes memory by real lengths. Knows ids and rows;
 neither models nor sampling.
 """
 
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+MIN_SHARED_PREFIX = 8  # shorter prefixes of other rows are not copied
 
 HeadShape = tuple[int, int]
 """(kv heads, head size) of a key or value."""
@@ -33,6 +36,38 @@ class RowCopy:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Tokens ``ids`` to prefill into cache row ``row``, starting at column ``start``."""
+
+    row: int
+    start: int
+    ids: list[int]
+
+
+@dataclass(slots=True)
+class AdmissionPlan:
+    """How admitted dialogues get their KV: prefill one round after another, then copy rows."""
+
+    admitted: int  # of the dialogues that asked, the first so many
+    rounds: list[list[PrefillChunk]] = field(default_factory=list)
+    copies: list[RowCopy] = field(default_factory=list)
+    cached: int = 0  # ids whose KV was there
+    shared: int = 0  # ids whose KV another dialogue of this admission computes
+
+
+Admission = tuple[CacheSlot, list[int]]
+"""A dialogue, and the ids whose KV it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowGrowth:
+    """A running row holds ``length`` columns and writes ``more`` next."""
+
+    length: int
+    more: int
+
+
 @dataclass(eq=False)
 class KVCache:
     shapes: Sequence[tuple[HeadShape, HeadShape]]  # per layer: key, value
@@ -43,6 +78,9 @@ class KVCache:
     width: int = 0  # columns allocated so far
     keys: list[Tensor] = field(default_factory=list)  # per layer [rows, Hkv, width, D]
     values: list[Tensor] = field(default_factory=list)
+    table: Tensor | None = field(
+        default=None, init=False
+    )  # [rows, pages] the pages of every row, where there are pages
 
     def __post_init__(self) -> None:
         self.owner: list[CacheSlot | None] = [None] * self.rows
@@ -51,7 +89,25 @@ class KVCache:
         self._blocks: list[Tensor] = []
         self.reserve(min(128, self.context))
 
+    def describe(self) -> str:
+        return "KV cache in rows"
+
     # ------------------------------------------------------------------ memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def allocate_all(self) -> None:
+        """Allocate what the cache may ever need, at addresses that stay."""
+        self.reserve(self.context)
+
+    def hold(self, growths: Sequence[RowGrowth], evict: bool = True) -> bool:
+        """Make room for the next columns of rows [0, n), if need be and ``evict`` at the expense of idle dialogues. False: there
+        is none."""
+        self.reserve(min(self.context, max(g.length + g.more for g in growths)))
+        return True
 
     def reserve(self, width: int) -> None:
         """Allocate at least this many columns. Doubles, so that a long context costs memory only once it is used."""
@@ -71,6 +127,20 @@ class KVCache:
         tensors = [tensor for block in self._blocks for tensor in block.unbind(0)]
         self.keys, self.values = tensors[0::2], tensors[1::2]
 
+    @property
+    def block_width(self) -> int:
+        """Columns of a row, or of a page."""
+        return self.width
+
+    def places(self, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Where columns ``position`` of rows ``row`` are: the first and the third index into ``keys[layer]``."""
+        return row, position
+
+    def columns(self, layer: int, rows: int | Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, Hkv, width, D] of these rows, or of the first so many (a view)."""
+        which = slice(rows) if isinstance(rows, int) else rows
+        return self.keys[layer][which, :, :width], self.values[layer][which, :, :width]
+
     def copy_rows(self, copies: Sequence[RowCopy]) -> None:
         """Copy rows; read every source before any target is written."""
         copies = [c for c in copies if c.length and c.source != c.target]
@@ -84,6 +154,43 @@ class KVCache:
             part.index_copy_(1, target, part.index_select(1, source))
 
     # ------------------------------------------------------------------ rows
+
+    def admit(self, running: Sequence[CacheSlot], admissions: Sequence[Admission]) -> AdmissionPlan:
+        """Give waiting dialogues rows beside the running ones; say what must be computed for them."""
+        new = [(slot, ids) for slot, ids in admissions if slot.row is None]
+        self.assign_rows([*running, *(slot for slot, _ in admissions)], self._prefix_sources(new))
+        plan, leaders = AdmissionPlan(len(admissions)), dict[tuple[int, ...], int]()
+        chunks: list[PrefillChunk] = []
+        for slot, ids in admissions:
+            assert slot.row is not None
+            cached = common_prefix_length(self.cached_ids[slot.row], ids)
+            self.cached_ids[slot.row] = ids
+            plan.cached += cached
+            if cached == len(ids):
+                continue
+            leader = leaders.setdefault(tuple(ids), slot.row)
+            if leader == slot.row:
+                chunks.append(PrefillChunk(slot.row, cached, ids[cached:]))
+            else:
+                plan.copies.append(RowCopy(leader, slot.row, len(ids)))
+                plan.shared += len(ids) - cached
+        plan.rounds = [chunks] if chunks else []
+        return plan
+
+    def _prefix_sources(self, admissions: Sequence[Admission]) -> dict[CacheSlot, tuple[int, int]]:
+        """For each new dialogue the row with the longest prefix of its ids; rows of others and free rows count too."""
+        rows_by_head: dict[tuple[int, ...], list[int]] = {}
+        for row, cached in enumerate(self.cached_ids):
+            if len(cached) >= MIN_SHARED_PREFIX:
+                rows_by_head.setdefault(tuple(cached[:MIN_SHARED_PREFIX]), []).append(row)
+        sources: dict[CacheSlot, tuple[int, int]] = {}
+        for slot, ids in admissions:
+            rows = rows_by_head.get(tuple(ids[:MIN_SHARED_PREFIX]), ())
+            lengths = ((common_prefix_length(self.cached_ids[row], ids), -row) for row in rows)
+            best = max(lengths, default=(0, 0))
+            if best[0]:
+                sources[slot] = (-best[1], best[0])
+        return sources
 
     def assign_rows(
         self, active: Sequence[CacheSlot], prefix_sources: Mapping[CacheSlot, tuple[int, int]] | None = None
@@ -131,3 +238,14 @@ class KVCache:
     def invalidate(self) -> None:
         """Forget all cached ids: after a weight update the rows hold the KV of an older policy."""
         self.cached_ids = [[] for _ in range(self.rows)]
+
+
+def common_prefix_length(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while low < high:  # bisect: slices compare faster than a loop
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low

@@ -180,11 +180,12 @@ class LlamaDecoder:
         if (fused := self._fused_for(len(x))) is not None:
             rotary = (self.half_cos, self.half_sin)
             return fused(x, self.kv_cache, *rotary, row, position, self.H, longest, self.scale, self.eps, last)
+        table = self.kv_cache.table
         for i, layer in enumerate(self.layers):
             qkv, keys, values = self._qkv_flat(layer, x), self.kv_cache.keys[i], self.kv_cache.values[i]
-            c_attention.rope_and_cache(qkv, self.half_cos, self.half_sin, row, position, keys, values)
+            c_attention.rope_and_cache(qkv, self.half_cos, self.half_sin, row, position, keys, values, table)
             if i < len(self.layers) - 1 or last:
-                attention = c_attention.cached_attention(qkv, row, position, keys, values, longest, self.scale)
+                attention = c_attention.cached_attention(qkv, row, position, keys, values, longest, self.scale, table)
                 x = self._after_attention(layer, x, attention)
         return x
 

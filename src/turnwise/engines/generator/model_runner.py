@@ -21,8 +21,9 @@ from turnwise.engines import compat
 from turnwise.engines.adapters import AdaptedWeights
 from turnwise.engines.attention_interface import LayerProbe, install_attention
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk, PrefillLayout
+from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.cuda_graphs import GraphDecoder
-from turnwise.engines.generator.kv_cache import KVCache
+from turnwise.engines.generator.kv_cache import RowGrowth
 from turnwise.engines.generator.llama_decoder import LlamaDecoder
 from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.errors import SettingError
@@ -62,6 +63,7 @@ class ModelRunner:
         fast: bool = True,
         dtype: torch.dtype | None = None,
         share_weights: bool = False,
+        cache: CacheChoice | None = None,
     ) -> None:
         """``share_weights``: see ``model_copy``. ``dtype``: of weights and KV cache; float8_e4m3fn: layer weights in fp8, the
         others in bfloat16 (on a CPU in the model's own dtype)."""
@@ -89,7 +91,9 @@ class ModelRunner:
             self._forward(ids[None].to(device), torch.arange(count, device=device)[None], probe)
             probe.check_all_layers(self.model)
             shapes = [probe.shapes[layer] for layer in sorted(probe.shapes)]
-            self.kv_cache = KVCache(shapes, rows, context, next(self.model.parameters()).dtype, device)
+            self.kv_cache = (cache or CacheChoice()).make(
+                shapes, rows, context, next(self.model.parameters()).dtype, device
+            )
             self.decoder: LlamaDecoder | None = None
             self.path = f"stock forward, {dtype_name(self.kv_cache.dtype)}, because fast is off"
             self._verify(ids, reference, "its stock forward")
@@ -105,12 +109,14 @@ class ModelRunner:
 
     def _deviation(self, ids: Tensor, reference: Tensor) -> float:
         """Largest logit error of prefilling all ids but the last two and decoding those, relative to the largest logit."""
+        self.kv_cache.hold([RowGrowth(0, len(ids))])
         self.prefill([PrefillChunk(0, 0, ids[:-2].tolist())])
         layout = DecodeLayout(self.kv_cache, [len(ids) - 2], 2)
         logits = []
         for token in ids[-2:].to(self.device):
             logits.append(self.decode_step(token[None], layout)[0])
             layout.advance()
+        self.kv_cache.assign_rows([])
         return float((torch.stack(logits) - reference[-2:]).abs().max() / (1e-6 + reference.abs().max()))
 
     def _tolerance(self) -> float:
@@ -177,7 +183,8 @@ class ModelRunner:
 
     def describe(self) -> str:
         """The decode path in use, and why no faster one is."""
-        return self.path if self.decoder is None else self.decoder.describe() + self.path
+        path = self.path if self.decoder is None else self.decoder.describe() + self.path
+        return path if self.kv_cache.table is None else f"{path}; {self.kv_cache.describe()}"
 
     @property
     def graphs(self) -> GraphDecoder | None:

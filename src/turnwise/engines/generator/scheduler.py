@@ -17,22 +17,21 @@ import torch
 from torch import Tensor
 
 from turnwise.core.records import Sampling, Stop
-from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk
+from turnwise.engines.generator.attention_layouts import DecodeLayout
 from turnwise.engines.generator.cuda_graphs import MAX_STEPS
-from turnwise.engines.generator.kv_cache import CacheSlot, RowCopy
+from turnwise.engines.generator.kv_cache import CacheSlot, PrefillChunk, RowGrowth, common_prefix_length
 from turnwise.engines.generator.stock_runner import Runner
 from turnwise.engines.kernels.sampling import TokenSampler, uniforms
 
 COUNTS = (
     "tokens", "steps", "lane_steps", "prefill_tokens", "prefix_hits", "shared_tokens", "recomputed_tokens", "admissions",
-    "publishes", "patience_timeouts",
+    "publishes", "patience_timeouts", "preemptions",
 )  # fmt: skip
 COMPACT_BELOW = 7 / 8  # share of running lanes at which the batch is compacted, where it can be after any step ...
 COMPACT_BELOW_GRAPHS = 3 / 4  # ... and where further decode steps are already in flight
 DELIVER_EVERY = 32  # decode steps after which tokens from a GPU are delivered and the event loop runs
 EAGER_SYNC_EVERY = 8  # decode steps between two copies to the host on a GPU without CUDA graphs
 STOP_MARGIN = 8  # tokens decoded before the length of the stop string, so that no word boundary hides it
-MIN_SHARED_PREFIX = 8  # shorter prefixes of other rows are not copied
 
 Certainty = tuple[Tensor, Tensor]  # entropy and confidence of each lane
 StepOutput = tuple[list[int], Tensor, Tensor | None] | tuple[list[int], Tensor, Tensor | None, Certainty | None]
@@ -87,51 +86,29 @@ class Scheduler:
     # ------------------------------------------------------------------ batch composition
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Give waiting requests rows beside the running ones and prefill what their rows do not hold yet."""
+        """Give waiting requests rows beside the running ones and prefill what their rows do not hold yet. Those without room for
+        their KV wait on."""
         self.count["admissions"] += 1
-        prefix_sources = self._prefix_sources([r for r in requests if r.cache_slot.row is None])
-        for request in requests:
+        running = [r.cache_slot for r in self.running]
+        plan = self.kv_cache.admit(running, [(r.cache_slot, r.sequence[:-1]) for r in requests])
+        admitted = requests[: plan.admitted]
+        for request in admitted:
             request.cache_slot.last_used = self.count["admissions"]
-        self.kv_cache.assign_rows([r.cache_slot for r in [*self.running, *requests]], prefix_sources)
-        leaders: dict[tuple[int, ...], Request] = {}
-        chunks, copies = [], []
-        for request in requests:
-            row, ids = _row(request), request.sequence[:-1]
-            cached = common_prefix_length(self.kv_cache.cached_ids[row], ids)
-            self.kv_cache.cached_ids[row] = ids
-            self.count["prefix_hits"] += cached
-            if cached == len(ids):
-                continue
-            leader = leaders.setdefault(tuple(ids), request)
-            if leader is request:
-                chunks.append(PrefillChunk(row, cached, ids[cached:]))
-            else:
-                copies.append(RowCopy(_row(leader), row, len(ids)))
-                self.count["shared_tokens"] += len(ids) - cached
-        if chunks:
+        self.count["prefix_hits"] += plan.cached
+        self.count["shared_tokens"] += plan.shared
+        for chunks in plan.rounds:
             self.count["prefill_tokens"] += self.model_runner.prefill(chunks)
-        self.kv_cache.copy_rows(copies)
-        self.running = sorted([*self.running, *requests], key=_row)
-
-    def _prefix_sources(self, requests: Sequence[Request]) -> dict[CacheSlot, tuple[int, int]]:
-        """For each new dialogue the row with the longest prefix of its ids; rows of others and free rows count too."""
-        rows_by_head: dict[tuple[int, ...], list[int]] = {}
-        for row, cached in enumerate(self.kv_cache.cached_ids):
-            if len(cached) >= MIN_SHARED_PREFIX:
-                rows_by_head.setdefault(tuple(cached[:MIN_SHARED_PREFIX]), []).append(row)
-        sources: dict[CacheSlot, tuple[int, int]] = {}
-        for request in requests:
-            rows, ids = rows_by_head.get(tuple(request.sequence[:MIN_SHARED_PREFIX]), ()), request.sequence[:-1]
-            lengths = ((common_prefix_length(self.kv_cache.cached_ids[row], ids), -row) for row in rows)
-            best = max(lengths, default=(0, 0))
-            if best[0]:
-                sources[request.cache_slot] = (-best[1], best[0])
-        return sources
+        self.kv_cache.copy_rows(plan.copies)
+        self.running = sorted([*self.running, *admitted], key=_row)
 
     def recompute(self, version: int) -> None:
         """After a weight update, recompute the KV of every running row under the new policy."""
         self.version = version
         self.count["publishes"] += 1
+        if self.kv_cache.table is not None:  # admitted again, rows share the pages of their prefixes again
+            self.count["recomputed_tokens"] += sum(len(r.sequence) - 1 for r in self.running)
+            self.remove(lambda r: True)
+            return
         chunks = [PrefillChunk(_row(r), 0, r.sequence[:-1]) for r in self.running if len(r.sequence) > 1]
         if chunks:
             self.count["recomputed_tokens"] += self.model_runner.prefill(chunks)
@@ -157,10 +134,11 @@ class Scheduler:
         """Decode a fixed set of rows until enough lanes have finished to make compaction worthwhile. With CUDA graphs the decoder
         then stops launching, and tokens already in flight are kept. It decodes beyond the tick as long as every lane runs:
         no row could be reassigned anyway."""
-        began, lanes = time.perf_counter(), self.running
-        wants_entropy = any(r.sampling.entropy for r in lanes)  # graphs keep their logits on the GPU
+        began = time.perf_counter()
+        wants_entropy = any(r.sampling.entropy for r in self.running)  # graphs keep their logits on the GPU
         graphs, compact, any_finished = self.model_runner.graphs is not None and not wants_entropy, False, False
-        steps = min(MAX_STEPS if graphs else tick, max(r.budget - r.sampled for r in lanes))
+        steps = self._hold_columns(MAX_STEPS if graphs else tick, tick)
+        lanes = self.running
         with_stop_strings = [i for i, r in enumerate(lanes) if r.sampling.stop]
         due: dict[int, list[int]] = {}  # lanes that reach their budget, by step
         for i, request in enumerate(lanes):
@@ -193,6 +171,21 @@ class Scheduler:
         self.seconds += time.perf_counter() - began
         yield
         return step
+
+    def _hold_columns(self, steps: int, tick: int) -> int:
+        """Make room in the cache for so many decode steps, or for fewer; return how many. Up to a tick idle dialogues give up
+        their KV for it. Where there is no room for one step, the youngest request leaves the batch and is admitted again."""
+        steps = min(steps, max(r.budget - r.sampled for r in self.running))
+        while True:
+            growths = [RowGrowth(len(r.sequence) - 1, min(steps, r.budget - r.sampled)) for r in self.running]
+            if self.kv_cache.hold(growths, evict=steps <= tick):
+                return steps
+            if steps > 1:
+                steps //= 2
+                continue
+            youngest = max(self.running, key=lambda r: (r.cache_slot.last_used, r.cache_slot.order))
+            self.count["preemptions"] += 1
+            self.remove(lambda r: r is youngest)  # noqa: B023
 
     def _decode_eagerly(self, steps: int) -> Iterator[StepOutput]:
         """Decode step by step. On a GPU tokens are copied to the host every ``EAGER_SYNC_EVERY`` steps: each copy waits for the
@@ -322,14 +315,3 @@ def _truncates(sampling: Sampling) -> bool:
 def _row(request: Request) -> int:
     assert request.cache_slot.row is not None
     return request.cache_slot.row
-
-
-def common_prefix_length(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while low < high:  # bisect: slices compare faster than a loop
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
-    return low

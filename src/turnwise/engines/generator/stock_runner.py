@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk
+from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.kv_cache import KVCache
 from turnwise.engines.generator.model_runner import MIN_CONTEXT, ModelRunner, copy_weights, dtype_name, model_copy
 from turnwise.engines.kernels.dispatch import limit_host_threads
@@ -175,13 +176,13 @@ Runner = ModelRunner | StockRunner
 
 def make_runner(
     model: PreTrainedModel, rows: int, context: int, device: torch.device, fast: bool, dtype: torch.dtype | None,
-    share_weights: bool = False,
+    share_weights: bool = False, cache: CacheChoice | None = None,
 ) -> Runner:  # fmt: skip
     """The fastest runner that reproduces the model's own logits."""
     if context < MIN_CONTEXT:
         raise SettingError(f"context={context} is too short to verify a model in; write at least {MIN_CONTEXT}")
     try:
-        return ModelRunner(model, rows, context, device, fast, dtype, share_weights)
+        return ModelRunner(model, rows, context, device, fast, dtype, share_weights, cache)
     except torch.OutOfMemoryError:
         raise
     except UNSERVED as fault:

@@ -68,7 +68,8 @@ def rope_and_cache(
     norm = None if qk_norm is None else qk_norm[None]
     qk = _rotated(heads[:, : H + K].float(), cos[position, None], sin[position, None], norm, eps).to(keys.dtype)
     q[real] = qk[:, :H].flatten(1)
-    keys[row, :, position], values[row, :, position] = qk[:, H:], heads[:, H + K :]
+    column = position % keys.shape[2]
+    keys[row, :, column], values[row, :, column] = qk[:, H:], heads[:, H + K :]
 
 
 def prefill_attention(
@@ -84,6 +85,43 @@ def prefill_attention(
         score = torch.einsum("nkgd,kmd->kgnm", queries, k) * scale
         p = torch.softmax(score + torch.full(score.shape[2:], -torch.inf, device=q.device).triu(cached + 1), 3)
         out[a:b] = torch.einsum("kgnm,kmd->nkgd", p, v).flatten(1).to(out.dtype)
+    return out
+
+
+# ---------------------------------------------------------------------- pages
+
+
+def _row_of_pages(cache: Tensor, pages: Tensor, columns: int) -> Tensor:
+    """cache [pages, K, P, D] -> the first columns of a row [1, K, columns, D]."""
+    return cache[pages.long()].transpose(0, 1).flatten(1, 2)[None, :, :columns]
+
+
+def paged_decode_attention(
+    qkv: Tensor, keys: Tensor, values: Tensor, table: Tensor, context: int, cos: Tensor, sin: Tensor, qk_norm: Tensor | None,
+    position: Tensor, out: Tensor, scale: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """One new token per lane: see ``triton.paged.paged_decode_attention``."""
+    size = keys.shape[2]
+    for lane, column in enumerate(position.tolist()):
+        if not 0 <= column < context:
+            continue
+        k, v = (_row_of_pages(cache, table[lane], column + 1) for cache in (keys, values))
+        one = slice(lane, lane + 1)
+        decode_attention(qkv[one], k, v, cos, sin, qk_norm, position[one], out[one], scale, eps)
+        page = int(table[lane, column // size])
+        keys[page, :, column % size], values[page, :, column % size] = k[0, :, column], v[0, :, column]
+    return out
+
+
+def paged_prefill_attention(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, boundaries: Tensor, start: Tensor, rows: Tensor, longest: int,
+    out: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """Attention of prefilled chunks: see ``triton.paged.paged_prefill_attention``."""
+    zero = torch.zeros(1, dtype=torch.int64, device=q.device)
+    for (a, b), cached, row in zip(pairwise(boundaries.tolist()), start, rows.tolist()):
+        k, v = (_row_of_pages(cache, table[row], int(cached) + b - a) for cache in (keys, values))
+        prefill_attention(q[a:b], k, v, torch.tensor([0, b - a]), cached[None], zero, longest, out[a:b], scale)
     return out
 
 

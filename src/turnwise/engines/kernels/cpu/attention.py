@@ -77,28 +77,38 @@ class _VarlenAttention(torch.autograd.Function):
 
 
 def rope_and_cache(
-    qkv: Tensor, cos: Tensor, sin: Tensor, row: Tensor, position: Tensor, keys: Tensor, values: Tensor
-) -> None:
+    qkv: Tensor, cos: Tensor, sin: Tensor, row: Tensor, position: Tensor, keys: Tensor, values: Tensor,
+    table: Tensor | None = None,
+) -> None:  # fmt: skip
     """Rotate the queries and keys of qkv [n, (H + 2K) D] in place; copy keys and values to their columns of the cache
-    [rows, K, T, D]. cos and sin [context, D/2]."""
+    [rows, K, T, D]. cos and sin [context, D/2]. ``table``: int32 [rows, pages] the pages of T columns that a row has, where
+    the cache is [pages, K, T, D]."""
     _, heads, width, size = keys.shape
     query_heads = qkv.shape[1] // size - 2 * heads
-    inputs = (pointer(row), pointer(position), pointer(keys), pointer(values))
-    _lib().rope_and_cache(
-        pointer(qkv), pointer(cos), pointer(sin), *inputs, qkv.shape[0], query_heads, heads, size, width
-    )
+    pages, per_row = table_pointer(table)
+    inputs = (pointer(row), pointer(position), pages, pointer(keys), pointer(values))
+    sizes = (qkv.shape[0], query_heads, heads, size, width, per_row)
+    _lib().rope_and_cache(pointer(qkv), pointer(cos), pointer(sin), *inputs, *sizes)
+
+
+def table_pointer(table: Tensor | None) -> tuple[int | None, int]:
+    """A block table's address and pages per row."""
+    return (None, 0) if table is None else (pointer(table), table.shape[1])
 
 
 def cached_attention(
-    qkv: Tensor, row: Tensor, position: Tensor, keys: Tensor, values: Tensor, longest: int, scale: float
-) -> Tensor:
+    qkv: Tensor, row: Tensor, position: Tensor, keys: Tensor, values: Tensor, longest: int, scale: float,
+    table: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of every token over the columns of its row up to its own, [n, H D]. ``longest``: at least the largest
-    position + 1."""
+    position + 1. ``table``: as in ``rope_and_cache``."""
     _, heads, width, size = keys.shape
     query_heads = qkv.shape[1] // size - 2 * heads
     out = qkv.new_empty(qkv.shape[0], query_heads * size)
-    inputs = (pointer(qkv), pointer(row), pointer(position), pointer(keys), pointer(values))
-    _lib().cached_attention(*inputs, pointer(out), qkv.shape[0], longest, query_heads, heads, size, width, scale)
+    pages, per_row = table_pointer(table)
+    inputs = (pointer(qkv), pointer(row), pointer(position), pages, pointer(keys), pointer(values))
+    sizes = (qkv.shape[0], longest, query_heads, heads, size, width, per_row)
+    _lib().cached_attention(*inputs, pointer(out), *sizes, scale)
     return out
 
 

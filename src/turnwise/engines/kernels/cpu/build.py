@@ -36,10 +36,10 @@ SIGNATURES = {
     "log_probs_backward": (P, P, P, P, P, P, P, N, N),
     "varlen_attention": (P, P, P, P, P, P, P, P, N, N, N, N, N, N, R),
     "varlen_attention_backward": (P, P, P, P, P, P, P, P, P, P, P, P, N, N, N, N, N, N, N, R),
-    "rope_and_cache": (P, P, P, P, P, P, P, N, N, N, N, N),
-    "cached_attention": (P, P, P, P, P, P, N, N, N, N, N, N, R),
+    "rope_and_cache": (P, P, P, P, P, P, P, P, N, N, N, N, N, N),
+    "cached_attention": (P, P, P, P, P, P, P, N, N, N, N, N, N, N, R),
     "panel_matmul": (P, P, P, N, P, N, N, N),
-    "forward_layers": (*[P] * 9, *[N] * 10, R, R),
+    "forward_layers": (*[P] * 10, *[N] * 11, R, R),
 }
 
 

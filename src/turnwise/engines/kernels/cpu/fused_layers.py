@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnwise.engines.kernels.cpu.attention import table_pointer
 from turnwise.engines.kernels.cpu.build import library
 from turnwise.engines.kernels.cpu.layers import pointer
 
@@ -74,13 +75,15 @@ class FusedLayers:
     ) -> Tensor:  # fmt: skip
         """x [L, d] through all layers, in place; ``LlamaDecoder._forward_kernels`` says what is computed."""
         key_heads, width, size = kv_cache.keys[0].shape[1:]
+        pages, per_row = table_pointer(kv_cache.table)
         workspace = x.new_empty(len(x) * (self.d + (2 * heads + 2 * key_heads) * size + 3 * self.F))
         caches = [
             (ctypes.c_void_p * self.count)(*(t.data_ptr() for t in tensors))
             for tensors in (kv_cache.keys, kv_cache.values)
         ]
         library()[0].forward_layers(  # type: ignore[union-attr]
-            pointer(x), self.table, *caches, pointer(cos), pointer(sin), pointer(row), pointer(position), pointer(workspace),
-            len(x), self.count, last, self.d, self.F, heads, key_heads, size, width, longest, scale, eps,
+            pointer(x), self.table, *caches, pointer(cos), pointer(sin), pointer(row), pointer(position), pages,
+            pointer(workspace), len(x), self.count, last, self.d, self.F, heads, key_heads, size, width, per_row, longest,
+            scale, eps,
         )  # fmt: skip
         return x

@@ -370,8 +370,8 @@ void varlen_attention_backward(const float *q, const float *k, const float *v, c
 
 /* Rotate the queries and keys of qkv [n, (H + 2K) D] in place, and copy keys and values to their columns of the cache
  * [rows, K, width, D]. cos and sin [context, D/2]. */
-void rope_and_cache(float *qkv, const float *cos, const float *sin, const i64 *row, const i64 *position, float *keys,
-                    float *values, i64 n, i64 H, i64 K, i64 D, i64 width) {
+void rope_and_cache(float *qkv, const float *cos, const float *sin, const i64 *row, const i64 *position,
+                    const int32_t *table, float *keys, float *values, i64 n, i64 H, i64 K, i64 D, i64 width, i64 pages) {
     i64 stride = (H + 2 * K) * D, half = D / 2;
 #pragma omp parallel for schedule(static) if (n * stride > MIN_PARALLEL)
     for (i64 t = 0; t < n; t++) {
@@ -386,39 +386,47 @@ void rope_and_cache(float *qkv, const float *cos, const float *sin, const i64 *r
                 b[j] = y * c[j] + x * s[j];
             }
         }
+        i64 block = table ? table[row[t] * pages + position[t] / width] : row[t];
         for (i64 h = 0; h < K; h++) {
-            i64 to = ((row[t] * K + h) * width + position[t]) * D;
+            i64 to = ((block * K + h) * width + position[t] % width) * D;
             memcpy(keys + to, token + (H + h) * D, D * sizeof(float));
             memcpy(values + to, token + (H + K + h) * D, D * sizeof(float));
         }
     }
 }
 
-INLINE void cached_attention_token(const float *q, const float *keys, const float *values, i64 row, i64 size, float *out,
-                                   float *p, i64 H, i64 K, i64 D, i64 width, float scale) {
+/* ``columns``: where each column of the row is, relative to its key head, or NULL where they follow each other in ``block``. */
+INLINE void cached_attention_token(const float *q, const float *keys, const float *values, i64 block, const i64 *columns,
+                                   i64 size, float *out, float *p, i64 H, i64 K, i64 D, i64 width, float scale) {
     for (i64 h = 0; h < H; h++) {
-        i64 at = (row * K + h / (H / K)) * width * D;
+        i64 at = (block * K + h / (H / K)) * width * D;
         float sum;
-        softmax_weights(q + h * D, keys + at, NULL, D, size, D, scale, p, &sum);
-        weighted_sum(out + h * D, p, values + at, NULL, D, size, D, 1.0f / sum);
+        softmax_weights(q + h * D, keys + at, columns, D, size, D, scale, p, &sum);
+        weighted_sum(out + h * D, p, values + at, columns, D, size, D, 1.0f / sum);
     }
 }
 
-/* Attention of each token over the columns of its row up to its own: out [n, H, D]. */
-void cached_attention(const float *qkv, const i64 *row, const i64 *position, const float *keys, const float *values,
-                      float *out, i64 n, i64 longest, i64 H, i64 K, i64 D, i64 width, float scale) {
+/* Attention of each token over the columns of its row up to its own: out [n, H, D]. ``table`` [rows, pages]: the pages of a row,
+ * of ``width`` columns each; NULL where a row is one block of ``width`` columns. */
+void cached_attention(const float *qkv, const i64 *row, const i64 *position, const int32_t *table, const float *keys,
+                      const float *values, float *out, i64 n, i64 longest, i64 H, i64 K, i64 D, i64 width, i64 pages,
+                      float scale) {
     i64 stride = (H + 2 * K) * D;
 #pragma omp parallel if (n * H * D * longest > MIN_PARALLEL)
     {
         float *p = malloc(longest * sizeof(float));
+        i64 *columns = table ? malloc(longest * sizeof(i64)) : NULL;
 #pragma omp for schedule(dynamic, 4)
         for (i64 t = 0; t < n; t++) {
+            for (i64 j = 0; table && j <= position[t]; j++)
+                columns[j] = table[row[t] * pages + j / width] * K * width + j % width;
 #define ONE(size) \
-    cached_attention_token(qkv + t * stride, keys, values, row[t], position[t] + 1, out + t * H * size, p, H, K, size, width, \
-                           scale)
+    cached_attention_token(qkv + t * stride, keys, values, table ? 0 : row[t], columns, position[t] + 1, out + t * H * size, \
+                           p, H, K, size, width, scale)
             BY_HEAD_SIZE(ONE)
 #undef ONE
         }
+        free(columns);
         free(p);
     }
 }
@@ -474,8 +482,9 @@ typedef struct {
 /* Tokens x [L, d] of any cache rows through all layers, in place; each attends to the columns of its row up to its own. Without
  * ``last`` only the keys and values of the last layer are computed. ``workspace``: L * (d + (H + 2K) D + H D + 3 F) numbers. */
 void forward_layers(float *x, const layer *layers, float *const *keys, float *const *values, const float *cos,
-                    const float *sin, const i64 *row, const i64 *position, float *workspace, i64 L, i64 count, i64 last,
-                    i64 d, i64 F, i64 H, i64 K, i64 D, i64 width, i64 longest, float scale, float eps) {
+                    const float *sin, const i64 *row, const i64 *position, const int32_t *table, float *workspace, i64 L,
+                    i64 count, i64 last, i64 d, i64 F, i64 H, i64 K, i64 D, i64 width, i64 pages, i64 longest, float scale,
+                    float eps) {
     i64 wide = (H + 2 * K) * D;
     float *h = workspace, *qkv = h + L * d, *attention = qkv + L * wide;
     float *gate_up = attention + L * H * D, *act = gate_up + L * 2 * F;
@@ -483,9 +492,9 @@ void forward_layers(float *x, const layer *layers, float *const *keys, float *co
         const layer *w = layers + i;
         add_norm(x, NULL, w->norm, eps, NULL, h, L, d);
         panel_matmul(h, w->qkv, w->qkv_bias, 0, qkv, L, d, wide);
-        rope_and_cache(qkv, cos, sin, row, position, keys[i], values[i], L, H, K, D, width);
+        rope_and_cache(qkv, cos, sin, row, position, table, keys[i], values[i], L, H, K, D, width, pages);
         if (i == count - 1 && !last) return;
-        cached_attention(qkv, row, position, keys[i], values[i], attention, L, longest, H, K, D, width, scale);
+        cached_attention(qkv, row, position, table, keys[i], values[i], attention, L, longest, H, K, D, width, pages, scale);
         panel_matmul(attention, w->out, x, d, x, L, H * D, d);
         for (i64 t = 0; w->out_bias && t < L; t++) axpy(x + t * d, 1.0f, w->out_bias, d);
         add_norm(x, NULL, w->mlp_norm, eps, NULL, h, L, d);

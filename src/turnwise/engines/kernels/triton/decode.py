@@ -9,9 +9,6 @@ learner then differ only in the order of sums. ``kernels.decode_reference`` comp
 
 from __future__ import annotations
 
-import sys
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -21,9 +18,12 @@ from turnwise.engines import compat
 from turnwise.engines.kernels import sampling
 from turnwise.engines.kernels.decode_reference import LANES_PER_PROGRAM
 from turnwise.engines.kernels.triton.attention import prefill_attention
+from turnwise.engines.kernels.triton.decode_heads import DECODE_TILES, DecodeTile, norm_and_rotate, rotated_head
+from turnwise.engines.kernels.triton.paged import paged_decode_attention, paged_prefill_attention
 
 __all__ = [
-    "add_norm", "decode_attention", "fp8_matmul", "prefill_attention", "quantise", "rope_and_cache", "sample", "swiglu",
+    "add_norm", "decode_attention", "fp8_matmul", "paged_decode_attention", "paged_prefill_attention", "prefill_attention",
+    "quantise", "rope_and_cache", "sample", "swiglu",
 ]  # fmt: skip
 
 
@@ -75,15 +75,6 @@ def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
 
 
 @triton.jit
-def _norm_and_rotate(x, other, cos, sin, norm, eps, D: tl.constexpr, NORM: tl.constexpr, norm_other):
-    """RMSNorm over the head (optional), then rotate: x·cos + roll(x)·sin."""
-    if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-        x, other = x * scale * norm, other * scale * norm_other
-    return x * cos + other * sin
-
-
-@triton.jit
 def _decode_attention(
     qkv, keys, values, cos, sin, qk_norm, position, shared, out, scale, eps, width, lanes,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, L: tl.constexpr, PAD: tl.constexpr,
@@ -101,14 +92,14 @@ def _decode_attention(
     base = qkv + (lane.to(tl.int64) * (H + 2 * K) * D)[:, None]
     c = tl.load(cos + column[:, None] * D + d, mask=active, other=0.0)
     s = tl.load(sin + column[:, None] * D + d, mask=active, other=0.0)
-    k = _head(base, (H + head) * D, active, c, s, qk_norm, eps, D, NORM).to(dtype)
+    k = rotated_head(base, (H + head) * D, active, c, s, qk_norm, eps, D, NORM).to(dtype)
     v = tl.load(base + (H + K + head) * D + d, mask=active, other=0.0)
     target = ((lane.to(tl.int64) * K + head) * width + column)[:, None] * D + d
     first_of_group = active & (g % G == 0)[:, None]
     tl.store(keys + target, k, mask=first_of_group)
     tl.store(values + target, v, mask=first_of_group)
     query = (head * G + g % G)[:, None] * D
-    q = _head(base, query, active, c, s, qk_norm, eps, D, NORM).to(dtype)
+    q = rotated_head(base, query, active, c, s, qk_norm, eps, D, NORM).to(dtype)
     best = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale  # running maximum [PAD]
     total = tl.full((PAD,), 1.0, tl.float32)
     weighted = tl.zeros((PAD, D), tl.float32) + v.to(tl.float32)
@@ -151,18 +142,6 @@ def _decode_attention(
 
 
 @triton.jit
-def _head(base, at, active, cos, sin, norm, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """One head of each row, normalised and rotated, [rows, D]."""
-    d = tl.arange(0, D)[None, :]
-    roll = (d + D // 2) % D
-    x = tl.load(base + at + d, mask=active, other=0.0).to(tl.float32)
-    other = tl.load(base + at + roll, mask=active, other=0.0).to(tl.float32)
-    w = tl.load(norm + at + d) if NORM else x
-    w2 = tl.load(norm + at + roll) if NORM else x
-    return _norm_and_rotate(x, other, cos, sin, w, eps, D, NORM, w2)
-
-
-@triton.jit
 def _select(i, a, b, c, d):
     return tl.where(i == 0, a, tl.where(i == 1, b, tl.where(i == 2, c, d)))
 
@@ -174,16 +153,6 @@ def _columns(position, lane, lanes, width, common):
     return tl.where((column >= 0) & (column < width), column, common).to(tl.int32)
 
 
-class DecodeTile(NamedTuple):
-    """Columns of a row per block, warps per program, and pipeline stages."""
-
-    columns: int
-    warps: int
-    stages: int
-
-
-DECODE_TILES = {256: DecodeTile(64, 4, 3), 1024: DecodeTile(64, 2, 2), sys.maxsize: DecodeTile(32, 1, 2)}
-"""By number of programs: few must each be fast, many must fit on the GPU at once. Measured on an H200."""
 SHARED_TILE = DecodeTile(64, 4, 3)
 
 
@@ -229,9 +198,9 @@ def _rope_and_cache(
     w = tl.load(qk_norm + h * D + d, mask=rotated, other=0.0) if NORM else x
     w2 = tl.load(qk_norm + h * D + roll, mask=rotated, other=0.0) if NORM else x
     c, s = tl.load(cos + column * D + d), tl.load(sin + column * D + d)
-    x = _norm_and_rotate(x, other, c, s, w, eps, D, NORM, w2).to(dtype)
+    x = norm_and_rotate(x, other, c, s, w, eps, D, NORM, w2).to(dtype)
     tl.store(q_out + token * H * D + h * D + d, x, mask=h < H)
-    offset = (cache_row.to(tl.int64) * K * width + column) * D
+    offset = (cache_row.to(tl.int64) * K * width + column % width) * D
     tl.store(keys + offset + (h - H) * width * D + d, x, mask=rotated & (h >= H))
     is_value = (h >= H + K) & (h < H + 2 * K)
     v = tl.load(base + h * D + d, mask=is_value, other=0.0)
@@ -242,8 +211,8 @@ def rope_and_cache(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, position: Tensor,
     row: Tensor, q: Tensor, eps: float,
 ) -> None:  # fmt: skip
-    """Prefill: rotate q and k, write q to q [N, H D], k and v into column ``position`` of cache row ``row``. Tokens with position
-    −1 are padding."""
+    """Prefill: rotate q and k, write q to q [N, H D], k and v into column ``position`` of cache row ``row``, or where the cache
+    has pages into that column of page ``row``, modulo their size. Tokens with position −1 are padding."""
     heads, size, width = keys.shape[1], keys.shape[3], keys.shape[2]
     queries = q.shape[1] // size
     pad = triton.next_power_of_2(queries + 2 * heads)

@@ -1,0 +1,162 @@
+"""The KV cache in pages against the cache in rows, on one GPU: kernels, throughput, and a load of long dialogues.
+
+    python benchmarks/paged_cache.py [--parts check gen1b gen8b long] [--repeats 3]
+
+check   kernels over pages against their PyTorch reference, largest error relative to the largest value
+gen1b   a model of 1.5 B parameters (random weights): 256 requests of 128 + 128 ids, both layouts
+gen8b   a model of 8 B parameters: 64 requests of 128 + 128 ids, both layouts
+long    1.5 B, 512 dialogues: prompts of heavy-tailed length up to 16,000 ids in groups of 4, 64 new ids each
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+from large_models import make
+
+from turnwise.bench.generation import local
+from turnwise.bench.workloads import Workload, equal
+from turnwise.engines.generator.cache_choice import CacheChoice
+from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.generator.paged_cache import PAGE
+from turnwise.engines.kernels import decode_reference
+
+GIB = 1 << 30
+ROWS = CacheChoice(page=0)
+
+
+def check() -> None:
+    """Print the largest error of every kernel over pages, for the head shapes of both models and a long, split row."""
+    from turnwise.engines.kernels.triton import decode
+
+    random_numbers = torch.Generator("cuda").manual_seed(0)
+    normal = lambda *shape, dtype=torch.bfloat16: torch.randn(  # noqa: E731
+        *shape, generator=random_numbers, device="cuda"
+    ).to(dtype)
+    for (H, K, D), dtype, context in (
+        ((12, 2, 128), torch.bfloat16, 300), ((12, 2, 128), torch.bfloat16, 5000), ((32, 8, 128), torch.bfloat16, 300),
+        ((9, 3, 64), torch.float32, 300), ((9, 3, 64), torch.float32, 2500),
+    ):  # fmt: skip
+        lanes, per_row = 6, -(-context // PAGE)
+        table = (1 + torch.randperm(lanes * per_row, device="cuda")).view(lanes, per_row).int()
+        keys, values = normal(2, lanes * per_row + 1, K, PAGE, D, dtype=dtype)
+        angle = torch.arange(context, device="cuda")[:, None] * 1e4 ** (-torch.arange(D // 2, device="cuda") / (D // 2))
+        cos, sin = torch.cat((angle.cos(),) * 2, 1), torch.cat((-angle.sin(), angle.sin()), 1)
+        qkv = normal(lanes, (H + 2 * K) * D, dtype=dtype)
+        position = torch.tensor([context - 1, 0, -1, context, 63, 64], device="cuda")
+        q, ends = normal(150, H * D, dtype=dtype), torch.tensor([0, 70, 71, 150], device="cuda")
+        start, rows = torch.tensor([10, 64, context - 79], device="cuda"), torch.tensor([2, 0, 5], device="cuda")
+        both = []
+        for module in (decode, decode_reference):
+            k, v, out = keys.clone(), values.clone(), torch.zeros(lanes, H * D, dtype=dtype, device="cuda")
+            module.paged_decode_attention(qkv, k, v, table, context, cos, sin, None, position, out, D**-0.5, 1e-6)
+            chunks = torch.zeros_like(q)
+            module.paged_prefill_attention(q, keys, values, table, ends, start, rows, 128, chunks, D**-0.5)
+            both.append((k, v, out, chunks))
+        errors = [float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(*both)]
+        print(f"check {H} heads, {K} key heads, {D}, {dtype}, context {context}: keys, values, decode, prefill off by "
+              + ", ".join(f"{e:.1e}" for e in errors), flush=True)  # fmt: skip
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def timed(generator: LocalGenerator, loads: list[Workload]) -> list[float]:
+    run, times = local(generator), []
+    for load in loads:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run(load)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def short(size: str, batch: int, repeats: int) -> None:
+    """Both layouts in turn, 128 + 128 ids."""
+    model, rates = make(size), {}
+    for name, cache in (("rows", ROWS), ("pages", CacheChoice(page=PAGE))):
+        generator = LocalGenerator(
+            model,
+            slots=batch,
+            context=264,
+            stop_ids=(),
+            device="cuda",
+            dtype=torch.bfloat16,
+            cache=cache,
+            share_weights=True,
+        )
+        times = timed(generator, [equal(batch, 128, 128, 10000, n) for n in range(repeats + 2)])
+        rates[name] = batch * 128 / statistics.median(times[2:])
+        print(f"{size} batch {batch}, 128+128, {name}: {rates[name]:,.0f} tok/s; {generator.describe()}", flush=True)
+        del generator
+        free()
+    print(f"{size} batch {batch}, 128+128: pages/rows {rates['pages'] / rates['rows']:.3f}", flush=True)
+
+
+def heavy_tailed(dialogues: int, longest: int, new: int, seed: int) -> Workload:
+    """Prompts in groups of four, of lengths with a Pareto tail."""
+    dice = random.Random(seed)
+    prompts = []
+    for _ in range(dialogues // 4):
+        length = min(longest, int(200 * dice.paretovariate(1.0)))
+        prompts += [[dice.randrange(10000) for _ in range(length)]] * 4
+    return Workload("long", prompts, [[new]] * dialogues, [[[]]] * dialogues)
+
+
+def long_context(repeats: int) -> None:
+    """Rows take the longest context for every dialogue: 512 x 16,384 columns of 28 KiB are 224 GiB and do not fit."""
+    model, new = make("1b"), 64
+    load = heavy_tailed(512, 16000, new, 0)
+    columns, longest = sum(map(len, load.prompts)), max(map(len, load.prompts))
+    room = int(0.6 * torch.cuda.mem_get_info()[0])
+    for context, slots, cache in ((16384, 512, CacheChoice(room=room)), (16384, room // (16384 * 28 * 1024), ROWS)):
+        generator = LocalGenerator(
+            model, slots=slots, context=context, stop_ids=(), device="cuda", dtype=torch.bfloat16, cache=cache,
+            share_weights=True,
+        )  # fmt: skip
+        times = timed(generator, [load] * repeats)
+        stats = generator.stats()
+        print(
+            f"long: 512 dialogues, {columns:,} prompt ids, longest {longest:,}, + {new} each, "
+            f"{slots} slots, {generator.model_runner.kv_cache.describe()}: {min(times):.1f} s (first {times[0]:.1f}), cache "
+            f"{generator.model_runner.kv_cache.nbytes / GIB:.1f} GiB, prefilled {stats['prefill_tokens'] / repeats:,.0f}, "
+            f"preemptions {stats['preemptions']:.0f}, steps {stats['steps'] / repeats:.0f}",
+            flush=True,
+        )
+        del generator
+        free()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["check", "gen1b", "gen8b", "long"])
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    work: dict[str, Any] = {
+        "check": check,
+        "gen1b": lambda: short("1b", 256, options.repeats),
+        "gen8b": lambda: short("8b", 64, options.repeats),
+        "long": lambda: long_context(options.repeats),
+    }
+    for part in options.parts:
+        began = time.perf_counter()
+        free()
+        try:
+            work[part]()
+        except Exception as fault:  # report the others all the same
+            print(f"{part} failed: {type(fault).__name__}: {str(fault)[:600]}", flush=True)
+        print(f"    ({time.perf_counter() - began:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Rows or pages: which layout a KV cache has, and how many pages.
+
+Rows are faster for small models and need no block table, but every row has room for a whole context. Pages are chosen where rows
+would not fit into the memory left for the cache. Knows shapes and bytes; no model and no setting of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from turnwise.engines.generator.kv_cache import HeadShape, KVCache
+from turnwise.engines.generator.paged_cache import PAGE, PagedKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChoice:
+    """``room``: bytes for the cache, None for any. ``page``: columns of a page; 0 for rows, None to choose by the room."""
+
+    room: int | None = None
+    page: int | None = None
+
+    def make(
+        self, shapes: Sequence[tuple[HeadShape, HeadShape]], rows: int, context: int, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:  # fmt: skip
+        column = sum(heads * size for pair in shapes for heads, size in pair) * dtype.itemsize
+        page = self.page
+        if page is None:
+            page = 0 if self.room is None or rows * context * column <= self.room else PAGE
+        if not page:
+            return KVCache(shapes, rows, context, dtype, device)
+        pages = 0 if self.room is None else self.room // (page * column) - 1
+        return PagedKVCache(shapes, rows, context, dtype, device, pages=pages, page=page)
