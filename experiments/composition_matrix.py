@@ -49,6 +49,7 @@ from turnwise.training.loop import update_policy
 from turnwise.training.task_feed import TaskFeed
 
 STEPS, GROUPS, SIZE = 2, 2, 3
+NEXT = "<!-- Written by `python experiments/experience_pairs.py"  # the part of the page that another script writes
 WITH_A_CRITIC = ("ppo", "rloo")  # baseline credits that are also tested: one with a critic, one without
 
 
@@ -272,7 +273,9 @@ def main() -> int:
     results = run_cells(SharedRollouts.collect(), credits, objectives, options.keep)
     print(", ".join(f"{n} {verdict}" for verdict, n in Counter(v for v, _ in results.values()).items()))
     if options.write:
-        options.write.write_text(page(results, credits, objectives), encoding="utf-8")
+        before = options.write.read_text(encoding="utf-8") if options.write.is_file() else ""
+        rest = "\n" + before[before.index(NEXT) :] if NEXT in before else ""
+        options.write.write_text(page(results, credits, objectives) + rest, encoding="utf-8")
     return int(any(verdict == "FAILED" for verdict, _ in results.values()))
 
 

@@ -34,11 +34,11 @@ from trials.mutants import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("algebra", "credit")
-TESTS = ("tests/algebra", "tests/credit", "tests/recipes/test_contract.py")
+TESTS = ("tests/algebra", "tests/credit", "tests/recipes/test_contract.py", "tests/data/test_past_batches.py")
 ROWS = ROOT / "trials/results/mutations.jsonl"
 EQUIVALENT = ROOT / "trials/results/equivalent_mutants.json"
 METHODS = 4  # whose tests are run for a mutant
-LIMIT, BUDGET = 90, 40.0  # seconds of processor time: when a mutant is stopped, and after which no further test begins
+LIMIT, BUDGET = 90, 25.0  # seconds of processor time: when a mutant is stopped, and after which no further test begins
 KILLED = ("killed",)
 
 
@@ -86,7 +86,7 @@ def methods_of(mutant: Mutant) -> list[str]:
     """Methods with a piece that is, or refers to, the class or function of the change; those with the fewest pieces first."""
     from turnwise import recipes
 
-    wanted = {mutant.function.split(".")[0]}
+    wanted = set(changed_names(mutant))
     references = _references()
     while True:
         more = {name for name, used in references.items() if used & wanted} - wanted
@@ -94,9 +94,21 @@ def methods_of(mutant: Mutant) -> list[str]:
             break
         wanted |= more
     pieces = {name: set(re.findall(r"[A-Z]\w+", repr(recipes.build(name)))) for name in recipes.METHODS}
-    direct = mutant.function.split(".")[0]
+    direct = changed_names(mutant)
     users = [name for name, used in pieces.items() if used & wanted]
-    return sorted(users, key=lambda name: (direct not in pieces[name], len(pieces[name])))
+    return sorted(users, key=lambda name: (not direct & pieces[name], len(pieces[name])))
+
+
+def changed_names(mutant: Mutant) -> frozenset[str]:
+    """The class or function of the change; for a constant of a module everything in it that mentions the constant."""
+    name = mutant.function.split(".")[0]
+    if name != "module":
+        return frozenset({name})
+    body = ast.parse((ROOT / "src/turnwise" / mutant.file).read_text(encoding="utf-8")).body
+    statement = next(n for n in body if n.lineno <= mutant.line <= (n.end_lineno or n.lineno))
+    constants = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
+    users = [n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+    return frozenset(n.name for n in users if constants & {x.id for x in ast.walk(n) if isinstance(x, ast.Name)})
 
 
 @functools.cache
@@ -118,7 +130,7 @@ def chosen_items(mutant: Mutant, items: list[Any]) -> list[Any]:
     methods = methods_of(mutant)[:METHODS]
     words = {item: set(re.findall(r"\w+", item.nodeid.split("::", 1)[1])) for item in items}
     mentioned = {item: _mentioned(item.function) for item in items}
-    mine = [item for item in items if mutant.function.split(".")[0] in words[item] | mentioned[item]]
+    mine = [item for item in items if changed_names(mutant) & (words[item] | mentioned[item])]
     mine += [item for name in methods for item in items if name in words[item] | mentioned[item]]
     free = [item for item in items if not words[item] & set(recipes.METHODS)]
     ordered = sorted(dict.fromkeys(mine), key=lambda item: "contract_packing" in item.name)

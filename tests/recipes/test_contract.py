@@ -29,6 +29,7 @@ ORACLES = {
     "rloo": objectives.rloo,
     "grpo": objectives.grpo,
     "dr_grpo": objectives.dr_grpo,
+    "fg_expo": objectives.fg_expo,
     "dapo": objectives.dapo,
     "gspo": objectives.gspo,
     "gspo_token": objectives.gspo_token,
@@ -212,7 +213,8 @@ def test_safe_with_a_state(seed, kl, threshold, hyper):
 
 @settings(deadline=None, max_examples=15)
 @given(
-    seed=st.integers(0, 10**6), hyper=drawn("epo"), step=st.integers(0, 90), half=st.integers(1, 60), past=st.floats(0.05, 1.5)
+    seed=st.integers(0, 10**6), hyper=drawn("epo"), step=st.integers(0, 90), half=st.integers(1, 60),
+    past=st.just(0.0) | st.floats(0.05, 1.5),
 )
 def test_epo_with_a_history(seed, hyper, step, half, past):
     reference = records.random_batch(seed)

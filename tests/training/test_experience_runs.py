@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from support import resumed
 
 from turnwise.errors import SettingError
 from turnwise.training import api
 
-SMALL = {
-    "method": "dr_grpo", "env": "keydoor", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 3,
-    "cold_batch": 4, "steps": 4, "groups": 2,
-    "group_size": 4, "max_turns": 4, "context": 200, "eval_tasks": 0, "checkpoint_every": 1,
-    "schedule": "constant", "trackers": (), "warmup": 0,
-}  # fmt: skip
+SMALL = {**resumed.SMALL, "method": "dr_grpo"}
 KINDS = [
     {"sampler": "vade,pool=16", "budget": "rollout_gdro", "guidance": "ghpo"},
     {"sampler": "mmr1,pool=16", "budget": "xrpo,first=2", "replay": "spear"},
@@ -34,15 +28,14 @@ KINDS = [
 @pytest.mark.parametrize("named", KINDS, ids=lambda named: "+".join(v.split(",")[0] for v in named.values()))
 def test_a_stopped_run_resumes_bit_for_bit(tmp_path, named):
     """A run of four steps, and one of two that is extended to four: every belief comes out of the checkpoint."""
-    api.train(**SMALL, **named, out=str(tmp_path), name="whole")
-    api.train(**{**SMALL, "steps": 2}, **named, out=str(tmp_path), name="half")
-    api.resume(tmp_path / "half", steps=4)
-    one, two = (load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", "half"))
-    assert all(torch.equal(one[k], two[k]) for k in one)
-    told = [(tmp_path / n / "metrics.jsonl").read_text().splitlines()[-1] for n in ("whole", "half")]
-    own = ("tasks_", "difficulty/", "budget/", "guidance/", "rollouts/", "replay/", "tree/")
-    kept = [{k: v for k, v in json.loads(t).items() if k.startswith(own) or k in ("tokens", "turns", "reward")} for t in told]
-    assert kept[0] == kept[1] and "tokens" in kept[0]
+    rows, _ = resumed.run_whole_and_halves(tmp_path, {"method": "dr_grpo", **named})
+    own = ("tasks_", "difficulty/", "budget/", "guidance/", "rollouts/", "replay/", "mixed/", "tree/", "groups/")
+    resumed.assert_same(tmp_path, own)
+    resumed.assert_pays(rows)
+    if "replay" in named:
+        assert rows[resumed.STOP - 1]["replay/stored"] > 0 and rows[resumed.STOP]["mixed/replay"] > 0
+    if "guidance" in named:
+        assert any(name.startswith("guidance/") for row in rows for name in row)
 
 
 @pytest.mark.parametrize("setting", ["sampler", "budget", "strategy", "guidance", "replay"])

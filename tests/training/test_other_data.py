@@ -42,6 +42,7 @@ SMALL = {
     "trackers": (),
 }
 LOTTERY = {**SMALL, "env": "support.lottery:Lottery", "steps": 12, "max_tokens": 4, "max_turns": 2, "context": 128}
+PAYING = {**LOTTERY, "steps": 4, "group_size": 6, "warmup": 0}  # a quarter of the answers win
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,12 @@ def weights(run):
 def same(left, right):
     a, b = weights(left), weights(right)
     return a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a)
+
+
+def assert_paid(run):
+    """Rewards vary and the policy moves before the crash and after it: else equal weights would show nothing."""
+    paid, norms = ([row[name] for row in rows(run)] for name in ("reward", "grad_norm"))
+    assert any(paid[:3]) and len(set(paid)) > 1 and min(norms) > 0, (paid, norms)
 
 
 class Crash(Exception):
@@ -134,11 +141,13 @@ def test_loose_rows_are_a_share_of_the_batch(first, tmp_path, files):
 
 
 @pytest.mark.slow
-def test_demonstrations_survive_a_crash(first, tmp_path, files, monkeypatch):
-    given = {"method": "luffy", "demos": str(files / "loose.jsonl")}
-    whole, _ = train(first, tmp_path, **given)
-    broken = crash_and_resume(monkeypatch, first, tmp_path, 3, **given)
+def test_demonstrations_survive_a_crash(lottery, tmp_path, monkeypatch):
+    exports.export("support.lottery:Lottery", "demos", tmp_path / "demos.jsonl", tasks=12)
+    given = {**PAYING, "method": "luffy", "demos": str(tmp_path / "demos.jsonl")}
+    whole, _ = train(lottery, tmp_path, **given)
+    broken = crash_and_resume(monkeypatch, lottery, tmp_path, 3, **given)
     assert same(whole, broken) and mixed(broken)[0] == mixed(whole)[0]
+    assert_paid(whole)
 
 
 # ------------------------------------------------------------------------ replay
@@ -209,13 +218,15 @@ def test_a_group_that_fails_is_drawn_again_with_a_hint(lottery, tmp_path):
     [(RecentBuffer(above=-1e9, share=0.5), {}), (ExpertCache(), {"demos": "oracle"})],
     ids=["recent", "expert cache"],
 )
-def test_a_buffer_survives_a_crash(first, tmp_path, monkeypatch, replay, more):
-    recipe = replaying(replay)
-    whole, _ = train(first, tmp_path, recipe=recipe, **more)
-    broken = crash_and_resume(monkeypatch, first, tmp_path, 3, recipe, **more)
+def test_a_buffer_survives_a_crash(lottery, tmp_path, monkeypatch, replay, more):
+    recipe, more = replaying(replay), {**PAYING, **more}
+    whole, _ = train(lottery, tmp_path, recipe=recipe, **more)
+    broken = crash_and_resume(monkeypatch, lottery, tmp_path, 3, recipe, **more)
     assert same(whole, broken), "the resumed run trained on something else"
     assert mixed(broken)[0] == mixed(whole)[0], "replayed use is accounted for once"
     assert mixed(broken)[1].trained == mixed(whole)[1].trained
+    assert_paid(whole)
+    assert all(row["replay/stored"] > 0 for row in rows(whole)[2:]), "an empty buffer shows nothing"
 
 
 # ------------------------------------------------------------------------- files

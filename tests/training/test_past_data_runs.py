@@ -1,39 +1,48 @@
-"""Whole small runs with buffers of past batches, a reset reference, replayed turns for critics and a memory of cases: stopped and
-resumed, they end with the same weights as without a stop."""
+"""Whole small runs with buffers of past batches, a reset reference, replayed turns for critics, a memory of cases and groups of
+other runs, on a game that pays: stopped and resumed, they end with the same weights as without a stop."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import torch
-from safetensors.torch import load_file
+from support.resumed import SMALL, STOP, assert_pays, assert_same, run_whole_and_halves
 
 from turnwise.training import api
 
-SMALL = {
-    "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 3, "cold_batch": 4,
-    "steps": 4, "groups": 2, "group_size": 3, "max_turns": 3, "context": 320, "eval_tasks": 0, "checkpoint_every": 1,
-    "schedule": "constant", "trackers": (), "warmup": 0,
-}  # fmt: skip
 RUNS = {
     "remix": {"method": "remix", "method_options": {"reset": 3, "weight": 0.1}},
     "memory": {"method": "dr_grpo", "replay": "remix,share=0.5,window=3", "guidance": "memento,cases=1"},
-    "critics": {"method": "archer", "method_options": {"warm": 1, "passes": 2}},
+    "archer": {"method": "archer", "method_options": {"warm": 1, "passes": 2}},
+    "digirl": {"method": "digirl", "method_options": {"share": 0.5}},
+    "digi_q": {"method": "digi_q", "method_options": {"warm": 1, "passes": 2, "least": 0.0}},
+    "oapl": {"method": "oapl", "method_options": {"beta": 0.1}},
+    "dart": {"method": "dart", "method_options": {"pool": 4}},
+    "successes": {"method": "arpo_gui", "method_options": {"pool": 4}},
 }
+OWN = ("replay/", "mixed/", "guidance/", "dropped/", "budget/", "source/", "tree/")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_stopped_run_resumes_bit_for_bit(tmp_path, name):
-    api.train(**SMALL, **RUNS[name], out=str(tmp_path), name="whole")
-    api.train(**{**SMALL, "steps": 2}, **RUNS[name], out=str(tmp_path), name="half")
-    api.resume(tmp_path / "half", steps=4)
-    one, two = (load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", "half"))
-    assert all(torch.equal(one[k], two[k]) for k in one)
-    last = [json.loads((tmp_path / n / "metrics.jsonl").read_text().splitlines()[-1]) for n in ("whole", "half")]
-    kept = [{k: v for k, v in row.items() if k.startswith(("replay/", "guidance/", "dropped/")) or k == "reward"} for row in last]
-    assert kept[0] == kept[1]
-    rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-    mixed = [row.get("mixed/replay", 0.0) for row in rows]
-    assert mixed[0] == 0 and mixed[1] > 0 and (mixed[3] == 0) == (name == "remix")  # its replay ends with the reset
+    rows, halves = run_whole_and_halves(tmp_path, RUNS[name])
+    assert_same(tmp_path, OWN)
+    assert_pays(rows)
+    assert halves[STOP - 1]["replay/stored"] > 0 and halves[STOP]["replay/stored"] > 0, "an empty buffer shows nothing"
+    if name not in ("dart", "successes"):  # these replay only where all of a group fails
+        assert halves[STOP]["mixed/replay"] > 0, "the first step after the restart draws from the stored buffer"
+    if name == "remix":
+        assert "mixed/replay" not in rows[3], "its replay ends with the reset"
+    if name == "memory":
+        assert halves[STOP - 1]["guidance/cases"] > 0 and halves[STOP]["guidance/trained_episodes"] > 0
+
+
+@pytest.mark.slow
+def test_a_resumed_run_sees_the_same_groups_of_other_runs(tmp_path):
+    pool = tmp_path / "pool"
+    swarm = {"method": "swarm", "method_options": {"folder": str(pool), "foreign": 2}}
+    api.train(**{**SMALL, **swarm, "seed": 7}, out=str(tmp_path), name="other")
+    same_tokens = {"model": str(tmp_path / "other" / "initial")}
+    rows, halves = run_whole_and_halves(tmp_path, {**swarm, **same_tokens}, pool)
+    assert_same(tmp_path, OWN)
+    assert_pays(rows)
+    assert halves[STOP - 1]["mixed/replay"] > 0 and halves[STOP]["mixed/replay"] > 0
