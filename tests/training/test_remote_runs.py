@@ -74,7 +74,9 @@ class DiesAfter:
         return front
 
 
-def test_a_server_that_dies_stops_the_run_with_a_checkpoint_and_resume_ends_with_the_same_weights(model, local, tmp_path):
+def test_a_server_that_dies_stops_the_run_with_a_checkpoint_and_resume_ends_with_the_same_weights(
+    model, local, tmp_path
+):
     death = DiesAfter(25)
     with server_of(model, death) as server:
         death.server = server
@@ -117,6 +119,10 @@ def test_stale_rollouts_survive_publications_through_a_server(model, tmp_path):
     [
         ({"tiny": {"hidden": 48}}, "serves a tiny model with hidden 48, and the run has 32"),
         ({"tiny": {"env": "calculator"}}, "serves a tiny model with env 'calculator', and the run has 'guess'"),
+        (
+            {"tiny": {"difficulty": [1, 2]}},
+            r"with difficulty \[1, 2\], and the run has \[1\]; .*serve tiny --env guess --difficulty 1$",
+        ),
         ({}, "which is another model: its weight"),
         ({"tokenizer": "other"}, "whose tokenizer differs from that of tiny: .*turnwise serve tiny --env guess"),
     ],

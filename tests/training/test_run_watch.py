@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from turnwise.environments.calls import call_environment, call_here
+from turnwise.environments.isolated import moved
 from turnwise.observe.activity import Activity, RunningCall
 from turnwise.observe.run_status import read_status, write_status
 from turnwise.training import api, launch, run_watch
@@ -264,6 +265,13 @@ def test_nothing_moves_and_then_it_moves_again(tmp_path, quick):
     assert status_of(tmp_path)["state"] == "finished"
 
 
+def test_episodes_that_lost_their_process_are_told_with_the_cause(tmp_path, quick):
+    moved.clear()
+    with watching(tmp_path) as (_, told):
+        moved.extend(["the process died (SIGKILL)"] * 3)
+        until(lambda: "3 episodes go on in other processes: the process died (SIGKILL)" in told())
+
+
 def test_what_progresses_is_not_stuck(tmp_path, quick):
     with watching(tmp_path) as (events, told):
         for step in range(20):  # twice and a half the limit
@@ -385,3 +393,51 @@ def test_an_environment_that_hangs_is_named_in_log_and_status(tmp_path):
     assert any(expected in alarm for alarm in alarms)
     assert expected in shown and "the run moves again" in shown
     assert named[0]["text"] in [row["text"] for row in json.loads((run / "summary.json").read_text())["messages"]]
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_a_generator_server_that_is_stopped_is_named_in_log_and_status(tmp_path):
+    """``turnwise serve tiny`` and a run that samples there: the server gets SIGSTOP for 8 s, with a threshold of 3 s."""
+    pytest.importorskip("uvicorn")
+    shared = [f"--{name}={SMALL[name]}" for name in ("env", "hidden", "layers", "vocabulary", "context")]
+    shared += ["--difficulty=1", "--threads=1"]
+    values = {**SMALL, "steps": 8, "eval_tasks": 0, "name": "run", "generator_seconds": 60}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if not isinstance(value, tuple)]
+    options = {"cwd": tmp_path, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
+    serve = [sys.executable, "-m", "turnwise.cli.main", "serve", "tiny", "--address=127.0.0.1:0", *shared]
+    run, alarms, stopped_at, states = tmp_path / "runs" / "run", set(), 0.0, set()
+    with subprocess.Popen(serve, stderr=subprocess.PIPE, **options) as server:
+        url = server.stderr.readline().split(" at ")[1].split()[0]
+        train = [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            "train",
+            "grpo",
+            *flags,
+            "--difficulty=1",
+            "--trackers=",
+            f"--generator={url}",
+        ]
+        with subprocess.Popen(train, stdout=subprocess.PIPE, **options) as process:
+            end = time.monotonic() + 240
+            while process.poll() is None and time.monotonic() < end:
+                status = read_status(run / "status.json") or {}
+                alarms.add(status.get("alarm", ""))
+                states |= {(c["name"], c["state"]) for c in status.get("components", ())}
+                if not stopped_at and (run / "metrics.jsonl").is_file():
+                    stopped_at = time.monotonic()
+                    server.send_signal(signal.SIGSTOP)
+                if stopped_at and time.monotonic() - stopped_at > 8:
+                    server.send_signal(signal.SIGCONT)
+                time.sleep(0.2)
+            shown = process.stdout.read()
+        server.send_signal(signal.SIGCONT)
+        server.terminate()
+    assert process.returncode == 0, shown
+    named = [json.loads(line)["text"] for line in (run / "messages.jsonl").read_text().splitlines()]
+    named = [text for text in named if text.startswith("nothing has moved for")]
+    assert named and all(f"generator server {url} has not answered for" in text for text in named)
+    assert any(f"generator server {url} has not answered for" in alarm for alarm in alarms)
+    assert (f"server {url}", "working") in states and "the run moves again" in shown

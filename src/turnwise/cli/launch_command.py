@@ -89,7 +89,8 @@ def _serve_words(settings: Settings, run: RunFlags) -> list[str]:
     words = [settings.model]
     for f in fields(Settings):
         if f.name in OF_SERVERS and (f.name in run.origins or (f.name == "env" and settings.model == "tiny")):
-            words += [flag(f.name), str(getattr(settings, f.name))]
+            value = getattr(settings, f.name)
+            words += [flag(f.name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     return words
 
 

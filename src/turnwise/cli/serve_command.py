@@ -17,7 +17,7 @@ ABOUT = (
     "sends the weights. Trainers on other machines need a token, read from the variable TURNWISE_ENDPOINT_TOKEN."
 )
 SETTINGS = (
-    "env", "context", "slots", "threads", "device", "rollout_dtype", "template", "tool_syntax",
+    "env", "difficulty", "max_turns", "context", "slots", "threads", "device", "rollout_dtype", "template", "tool_syntax",
     "seed", "hidden", "layers", "vocabulary", "copying",
 )  # fmt: skip
 
@@ -26,7 +26,8 @@ def serve(argv: Sequence[str]) -> int:
     """``turnwise serve``"""
     parser = Parser(prog="turnwise serve", description=ABOUT, allow_abbrev=False)
     parser.add_argument(
-        "model", help="a folder in Hugging Face format, a Hub id, a run directory, or tiny (with the run's --env)"
+        "model",
+        help="a folder in Hugging Face format, a Hub id, a run directory, or tiny (with the run's --env and --difficulty)",
     )
     parser.add_argument(
         "--address", default="127.0.0.1:8800", metavar="HOST:PORT", help="where to listen [127.0.0.1:8800]"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TINY = "tiny"
 OWN_PROCESS = ("local",)  # --generator local: no server, a process of the run's own
 COMPARED = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-OF_TINY = ("env", "vocabulary", "hidden", "layers", "seed")
+OF_TINY = ("env", "difficulty", "max_turns", "vocabulary", "hidden", "layers", "seed")
 PATIENCE = 300.0  # seconds in which a cluster must start a generator again
 SENTENCE = "Three apples cost 2.50 dollars; how much do 12 cost?\n"
 
@@ -87,12 +87,18 @@ def _compare_files(settings: Settings, replica: Replica) -> None:
         return
     if settings.model == TINY:
         made = theirs.get("tiny") or {}
-        differing = [name for name in OF_TINY[:-1] if name in made and made[name] != getattr(settings, name)]
+        ours = json.loads(json.dumps({name: getattr(settings, name) for name in OF_TINY[:-1]}))
+        differing = [name for name in ours if name in made and made[name] != ours[name]]
         if differing:
             name = differing[0]
+            values = {key: ours[key] for key in ("env", name)}
+            words = [
+                f"--{k.replace('_', '-')} {','.join(map(str, v)) if isinstance(v, list) else v}"
+                for k, v in values.items()
+            ]
             raise SettingError(
-                f"--generator {replica.url} serves a tiny model with {name} {made[name]!r}, and the run has "
-                f"{getattr(settings, name)!r}; start it with the run's settings: turnwise serve tiny --env {settings.env}"
+                f"--generator {replica.url} serves a tiny model with {name} {made[name]!r}, and the run has {ours[name]!r}; "
+                f"start it with the run's settings: turnwise serve tiny {' '.join(words)}"
             )
         return
     folder = Path(resolve(settings.model))

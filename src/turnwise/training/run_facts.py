@@ -9,11 +9,13 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from turnwise.environments.isolated import moved
 from turnwise.environments.watchdog import WATCHDOG, WatchedCall, describe_line, line_awaited, line_of
 from turnwise.observe.activity import Activity
 
@@ -127,6 +129,14 @@ class RunParts:
     @property
     def ledger_queue(self) -> int:
         return self.ledger.queued if self.ledger is not None else 0
+
+
+def moved_episodes() -> Counter[str]:
+    """Why episodes went on in another process since the last look, and how many."""
+    causes: Counter[str] = Counter()
+    while moved:
+        causes[moved.popleft()] += 1
+    return causes
 
 
 def _engines(generator: Any) -> Iterator[Any]:

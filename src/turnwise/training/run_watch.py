@@ -23,7 +23,15 @@ from turnwise.core.protocols import Listener
 from turnwise.observe.run_status import STATUS, STATUS_FORMAT, write_status
 from turnwise.training.events import RunEvents
 from turnwise.training.interrupt import RunStopped
-from turnwise.training.run_facts import LEARNING, RECORDING, RunParts, calls_ended, main_line, outside_calls
+from turnwise.training.run_facts import (
+    LEARNING,
+    RECORDING,
+    RunParts,
+    calls_ended,
+    main_line,
+    moved_episodes,
+    outside_calls,
+)
 from turnwise.training.waiting import BUSY, RunMoment, Suspect, component_states, culprit, suspects
 
 STALL_SECONDS = 30.0  # without any progress, before the culprit is named; named again after twice that, four times ...
@@ -133,6 +141,7 @@ class RunWatch:
                 self._judge(facts)
                 self._write(facts)
                 self._tell_pending()
+                self._tell_moves()
         except Exception as fault:  # a watch that fails must not end a run
             with contextlib.suppress(Exception):
                 self.events.message(f"nobody watches this run any longer: {type(fault).__name__}: {fault}", "warning")
@@ -241,6 +250,15 @@ class RunWatch:
     def _tell_pending(self) -> None:
         for text, level in self.pending:
             self.events.message(text, level)
+
+    def _tell_moves(self) -> None:
+        """Tell of episodes whose process died."""
+        if causes := moved_episodes():
+            count, cause = causes.total(), causes.most_common(1)[0][0]
+            which = (
+                "1 episode goes on in another process" if count == 1 else f"{count} episodes go on in other processes"
+            )
+            self.events.message(f"{which}: {cause}", "warning")
 
     # ------------------------------------------------------------------------ status
 
