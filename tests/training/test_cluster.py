@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import signal
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,7 @@ SMALL = {
     "steps": 12, "groups": 2, "group_size": 3, "max_tokens": 12, "context": 160, "eval_tasks": 4, "checkpoint_every": 1,
     "trackers": (), "threads": 1,
 }  # fmt: skip
+TWO_RANKS = {**SMALL, "ranks": 2}
 needs_ray = [
     pytest.mark.slow,
     pytest.mark.integration,
@@ -75,7 +78,7 @@ def test_a_setting_that_is_none_is_refused(text, told):
         ({"cluster": "127.0.0.1:9"}, "no Ray cluster answers at 127.0.0.1:9; start one there: ray start --head"),
         ({"cluster": "local", "generator": ("http://127.0.0.1:9",)}, "leave --generator out"),
         ({"cluster": "local", "opponents": "past"}, "older policies"),
-        ({"cluster": "local", "ranks": 2}, "--ranks"),
+        ({"cluster": "local,environments=2", "env": "prompts"}, "leave environments= out"),
         ({"cluster": "local", "env": "object:Shop"}, "give it by its name"),
         ({"cluster": "local", "method": "own"}, "give it by its name"),
         ({"cluster": "local", "data": "pairs.jsonl"}, "samples nothing"),
@@ -316,3 +319,44 @@ class TestEnvironmentActors:
 
         assert len(asyncio.run(ask())) == 40
         assert calls["most"] == environment_pool.CALLS
+
+
+class TestRanks:
+    pytestmark = needs_ray
+
+    @pytest.fixture(scope="class")
+    def sharded(self, tmp_path_factory):
+        """The weights that a run with two ranks ends with, without a cluster."""
+        out = tmp_path_factory.mktemp("ranks")
+        api.train(quiet=True, out=str(out), name="run", **TWO_RANKS)
+        return digest(out / "run")
+
+    def test_a_learner_of_two_ranks_on_a_cluster_ends_with_the_weights_of_one_without(self, ray, sharded, tmp_path):
+        summary = api.train(quiet=True, out=str(tmp_path), name="run", cluster="local", **TWO_RANKS)
+        assert digest(tmp_path / "run") == sharded
+        assert "2 ranks" in summary["engines"]["learner"]
+
+    def test_a_rank_that_is_killed_is_started_again_and_the_weights_are_the_same(self, ray, sharded, tmp_path):
+        heard, learner = [], actor_name("learner", run_key(tmp_path / "run"))
+
+        def kill_rank():
+            parent = ray.get(ray.get_actor(learner, namespace="turnwise").process.remote())
+            os.kill(child_with(parent, b"turnwise.engines.sharded.worker"), signal.SIGKILL)
+
+        api.train(listener(3, kill_rank, heard), out=str(tmp_path), name="run", cluster="local", **TWO_RANKS)
+        texts = [facts["text"] for event, facts in heard if event == "message"]
+        assert any(
+            "rank 1 of 2 was ended by SIGKILL; the learner starts again from the checkpoint" in text for text in texts
+        )
+        assert digest(tmp_path / "run") == sharded
+        accounts(tmp_path / "run")
+
+
+def child_with(parent, word):
+    """The child process whose command contains ``word``."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                if word in (folder / "cmdline").read_bytes():
+                    return int(folder.name)
+    raise LookupError(word)

@@ -29,15 +29,20 @@ from turnwise import environments
 from turnwise.config.named_object import import_from_current_folder
 from turnwise.config.settings import Settings
 from turnwise.environments.worker import EpisodeWorker
-from turnwise.errors import TurnwiseError
+from turnwise.errors import RankFault, TurnwiseError
 from turnwise.serve.policy_host import PolicyHost
 from turnwise.serve.server import LOOPBACK, listen_on, serve_app, url_of
+from turnwise.store.atomic import write_json
+from turnwise.store.checkpoint import latest_step
+from turnwise.store.rundir import RunDir
 from turnwise.training.cluster.directory import find_actors
 from turnwise.training.cluster.names import ENVIRONMENT, GENERATOR
 from turnwise.training.interrupt import RunStopped, StopSignals
 
 NEWS_SECONDS = 0.5  # for which a question for news waits for some
 KEPT_EVENTS = 1000  # for a driver that attaches later
+TOLD_SECONDS = 5.0  # in which a driver may fetch why the learner starts again
+RANK_DEATH = "rank_death.json"
 UNWATCHED_SECONDS = 30.0  # after its end, in which a driver may fetch the outcome
 
 
@@ -124,7 +129,8 @@ class LearnerActor:
         self._fault, self._ended, self._asked = b"", False, time.monotonic()
         self._changed, self._stop = threading.Condition(), StopSignals()
         again = ray.get_runtime_context().was_current_actor_reconstructed
-        self._work = lambda: learn(Path(path), () if again else tuple(notes), self._listen, self._stop)
+        self._path, self._fetched = Path(path), 0
+        self._work = lambda: learn(self._path, () if again else tuple(notes), self._listen, self._stop)
         threading.Thread(target=self._run, daemon=True, name="turnwise-learner").start()
 
     def _listen(self, event: str, facts: Mapping[str, Any]) -> None:
@@ -133,9 +139,26 @@ class LearnerActor:
             self._happened += 1
             self._changed.notify_all()
 
+    def _learn(self) -> Mapping[str, Any]:
+        """The summary of the run. A rank that dies ends this process, because torch cannot form its ranks anew in it: Ray starts
+        it again, and the run continues from its checkpoint. A second death before the next checkpoint ends the run."""
+        try:
+            return self._stop.run_in_thread(self._work)
+        except RankFault as fault:
+            saved = latest_step(RunDir(self._path).checkpoints) or 0
+            if saved <= _step_of_death(self._path):
+                raise
+            write_json(self._path / RANK_DEATH, {"step": saved})
+            text = f"{str(fault).partition(';')[0]}; the learner starts again from the checkpoint of step {saved}"
+            self._listen("message", {"text": text, "level": "warning"})
+            with self._changed:
+                self._changed.wait_for(lambda: self._fetched >= self._happened, TOLD_SECONDS)
+            time.sleep(NEWS_SECONDS)  # for the reply to leave
+            os._exit(1)
+
     def _run(self) -> None:
         try:
-            self._summary = self._stop.run_in_thread(self._work)
+            self._summary = self._learn()
         except BaseException as fault:
             self._fault = _pickled(fault)
         with self._changed:
@@ -153,7 +176,8 @@ class LearnerActor:
             known = known if life == self.life else 0
             if self._happened <= known and not self._ended:
                 self._changed.wait(NEWS_SECONDS)
-            self._asked = time.monotonic()
+            self._asked, self._fetched = time.monotonic(), self._happened
+            self._changed.notify_all()
             new = list(self._events)[max(0, len(self._events) - (self._happened - known)) :]
             return LearnerNews(self.life, new, self._happened, self._ended, self._summary, self._fault)
 
@@ -163,6 +187,14 @@ class LearnerActor:
 
     def process(self) -> int:
         return os.getpid()
+
+
+def _step_of_death(path: Path) -> int:
+    """The checkpoint from which the run was continued when a rank had died; -1: none has."""
+    try:
+        return int(json.loads((path / RANK_DEATH).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
 
 
 def _pickled(fault: BaseException) -> bytes:

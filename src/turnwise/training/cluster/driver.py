@@ -52,7 +52,7 @@ def run_on_cluster(
 ) -> dict[str, Any]:
     """Run to the end on the cluster of the settings. Returns the summary."""
     options = ClusterOptions.parse(settings.cluster)
-    with connected(options, run_dir.path), stop.handled():
+    with connected(options, run_dir.path, settings.ranks), stop.handled():
         run = ClusterRun(run_dir, settings, options, RunEvents(listen))
         try:
             with stop.deferred():
@@ -64,8 +64,9 @@ def run_on_cluster(
 
 
 @contextlib.contextmanager
-def connected(options: ClusterOptions, folder: Path) -> Iterator[None]:
-    """Connect to the cluster, or start one on this machine. A program that is connected already stays so."""
+def connected(options: ClusterOptions, folder: Path, ranks: int = 1) -> Iterator[None]:
+    """Connect to the cluster, or start one on this machine, with a CPU for each rank of the learner. A program that is connected
+    already stays so."""
     if ray.is_initialized():
         yield
         return
@@ -75,8 +76,8 @@ def connected(options: ClusterOptions, folder: Path) -> Iterator[None]:
     if address:
         _connect(address, common)
     else:
-        playing = options.environment_actors(os.cpu_count() or 1)
-        reserved = options.generators * options.cpus + playing + 1
+        playing = options.environment_actors(os.cpu_count() or 1, ranks)
+        reserved = options.generators * options.cpus + playing + ranks
         own: dict[str, Any] = {"num_cpus": reserved, "object_store_memory": OBJECT_STORE}
         own |= {} if options.gpus else {"num_gpus": 0}
         ray.init("local", include_dashboard=False, **own, **common)
@@ -137,8 +138,8 @@ class ClusterRun:
             actor_name(LEARNER, self.key),
             (str(self.run_dir.path.resolve()), tuple(notes), learn),
             max_concurrency=CONTROL_THREADS,
-            num_cpus=1,
-            num_gpus=min(1, self.options.gpus),
+            num_cpus=self.settings.ranks,
+            num_gpus=self.settings.ranks if self.options.gpus else 0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(self.node, soft=False),
         )
 
@@ -151,7 +152,8 @@ class ClusterRun:
 
     def _start_environments(self) -> None:
         """Start the actors that play. They need no placement group: each may be anywhere."""
-        wanted = self.options.environment_actors(int(ray.cluster_resources().get("CPU", 1)))
+        cpus = int(ray.cluster_resources().get("CPU", 1))
+        wanted = self.options.environment_actors(cpus, self.settings.ranks)
         self._living(ENVIRONMENT, wanted)
         where = "SPREAD" if self.options.placement == "spread" else "DEFAULT"
         for number in range(wanted):

@@ -45,9 +45,9 @@ class ClusterOptions:
     def local(self) -> bool:
         return self.address == LOCAL
 
-    def environment_actors(self, cpus: int) -> int:
+    def environment_actors(self, cpus: int, ranks: int = 1) -> int:
         """How many, on a cluster with so many CPUs."""
-        return max(1, cpus - self.generators * self.cpus - 1) if self.environments == AUTO else self.environments
+        return max(1, cpus - self.generators * self.cpus - ranks) if self.environments == AUTO else self.environments
 
     @classmethod
     def parse(cls, text: str) -> ClusterOptions:
@@ -109,8 +109,6 @@ def check_cluster(settings: Settings) -> None:
         raise SettingError(
             "older policies are sampled by the learner's process, which a cluster does not do; leave --cluster out"
         )
-    if s.ranks > 1:
-        raise SettingError("--ranks divides the learner among processes that Ray does not start; leave --cluster out")
     if options.environments and s.env == prompts.NAME:
         raise SettingError(
             "cluster: environments cannot play the prompts of --data, which the learner holds; leave environments= out"
