@@ -148,8 +148,7 @@ class ProcessPool:
         """A living process with room for an episode; a new one if there is none."""
         self.workers[:] = [worker for worker in self.workers if not worker.ended]
         most = 1 if alone else EPISODES_PER_PROCESS
-        fitting = (w for w in self.workers if w.name == name and w.episodes < most and not w.alone)
-        worker = next(fitting, None)
+        worker = next((w for w in self.workers if w.episodes < most and not w.alone), None)
         if worker is None:
             worker = WorkerProcess.start(name)
             self.workers.append(worker)
