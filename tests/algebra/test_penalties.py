@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracles import records, trust
 from support.batches import from_oracle
 
 from turnwise.algebra.penalty import KL
-from turnwise.algebra.piece import MicroBatchView
+from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.core.signals import Signal
+from turnwise.credit.accuracy_weight import AccuracyWeight
 
 NAMES = {"k1": KL("k1"), "k2": KL("k2"), "k3": KL("k3"), "k3+": KL("k3+"), "weighted k3": KL("k3", corrected=True)}
 
@@ -53,3 +56,16 @@ def test_expected_gradients_of_two_actions(name, mu, gradient):
     cost = NAMES[name](MicroBatchView(batch, {**policy, Signal.LOGP: policy[Signal.LOGP].map(lambda _: logp)}))
     total = sum(w * c for w, c in zip(weights, cost.x))
     assert float(torch.autograd.grad(total, logit)[0]) == pytest.approx(gradient, abs=2e-5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), scale=st.floats(0, 2))
+def test_the_weight_by_accuracy_stays_within_its_bounds(seed, scale):
+    reference = records.random_batch(seed)
+    batch, policy = from_oracle(reference)
+    found = float(AccuracyWeight(scale)(StepView(batch, policy)).item)
+    rewards = [records.total(trajectory) for group in reference for trajectory in group]
+    mean = sum(rewards) / len(rewards)
+    assert found == pytest.approx(scale * (math.tanh(mean) + 1) / 2, abs=1e-12)
+    if 0 <= mean <= 1:
+        assert 0.5 * scale - 1e-12 <= found <= 0.881 * scale + 1e-12

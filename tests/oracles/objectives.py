@@ -151,6 +151,14 @@ def grpo(
     return spread(batch, per_trajectory), loss
 
 
+def fg_expo(batch: Batch, clip: float = 0.2, beta: float = 0.02) -> tuple[list[float], Tensor]:
+    """GRPO whose KL weight follows the accuracy of the whole batch."""
+    rewards = [total(trajectory) for group in batch for trajectory in group]
+    # Card: "acc = mean reward over all rollouts; beta_eff = beta phi(acc), phi(z) = (tanh z + 1)/2"
+    effective = beta * (math.tanh(sum(rewards) / len(rewards)) + 1) / 2
+    return grpo(batch, clip=clip, beta=effective)
+
+
 def dr_grpo(batch: Batch, clip: float = 0.2, length: float = 64) -> tuple[list[float], Tensor]:
     """Group mean as the only baseline, no scale, constant length; no KL. A group of one has advantage R - R = 0.
 

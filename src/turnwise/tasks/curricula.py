@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -140,8 +141,9 @@ class SlidingWindow:
     """A Gaussian window over a ranking of the tasks; it moves on as the policy succeeds:
     μ ← μ + clip(step·tanh(slope·(accuracy/best − target)) + step·tanh(slope·concentration), 0, furthest).
 
-    Tasks are ranked by difficulty, or by scores that ``set_scores`` is given. ``concentration`` of responses is not measured: its
-    term is 0. ``inter`` is the weight of a score's second part."""
+    Tasks are ranked by the angles between hidden states of their prompts, which a run measures before its first step
+    (``set_scores``; by difficulty until then). ``concentration`` of responses is not measured: its term is 0. ``inter`` is the
+    weight of a score's second part."""
 
     pool: int = 1024
     width: float = 1000.0
@@ -195,7 +197,7 @@ class _Window(LivePool):
             self._order, self._ordered = np.argsort(self.rank, kind="stable"), self.rank
         return self._order
 
-    def set_scores(self, scores: Array) -> None:
+    def set_scores(self, scores: Sequence[float]) -> None:
         """Rank the tasks by measured scores, largest first."""
         self.rank = np.argsort(np.argsort(-np.asarray(scores), kind="stable"), kind="stable").astype(np.float64)
 

@@ -62,6 +62,7 @@ from turnwise.training.scoring import open_scorer
 from turnwise.training.seats import seat_plan
 from turnwise.training.summary import RunSummary, evaluation_metrics
 from turnwise.training.task_feed import TaskFeed
+from turnwise.training.task_scores import score_tasks
 from turnwise.training.unexpected_end import resume_messages
 
 COLD_STEPS = 100
@@ -275,11 +276,12 @@ class Trainer:
         """The step of the last checkpoint, a collector that re-issues what was in flight there, and the mixture."""
         s, collector = self.settings, self._collector(generator, ledger)
         mixture = self.plan.data.mixture(self.renderer, ledger.trajectory)
-        path = latest(self.run_dir.checkpoints)
+        start, path = 0, latest(self.run_dir.checkpoints)
         if self.objective.signals & {Signal.REFERENCE, Signal.HELLINGER}:
             learner.reference()  # the initial policy, before anything moves it
-        start = 0
-        if path is not None:
+        if path is None:
+            score_tasks(collector, learner, self.env_spec, self.renderer)
+        else:
             saved = load_checkpoint(path)
             learner.load_state_dict({"tensors": saved.tensors, "scalars": saved.state["learner"]})
             collector.sampler.load_state_dict(saved.state["sampler"])

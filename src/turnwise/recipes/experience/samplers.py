@@ -87,7 +87,7 @@ def fg_expo(pool: int = 1024, keep: float = 0.9, width: float = 0.35) -> Sampler
 
     Paper: FG-ExPO, arXiv 2605.11403.
     Settings: keep 0.9, width 0.35.
-    Deviation: the sampler alone; the KL weight by accuracy belongs to the objective.
+    Deviation: the sampler alone; the method `fg_expo` has the KL weight by accuracy, too.
     Sure of: the formula (paper).
     """
     return GaussianFrontier(pool, keep, width)
@@ -121,15 +121,15 @@ def gain_rl(
     target: float = 0.5,
     inter: float = 8.0,
 ) -> Sampler:
-    """GAIN-RL (window): a Gaussian window over a ranking of the tasks, here from easy to hard; it moves with accuracy.
+    """GAIN-RL: a Gaussian window over a ranking of the tasks by angles of hidden states; it moves with accuracy.
 
-    The paper ranks by mean cosine among question tokens + inter·mean cosine of question and context tokens.
+    score = mean cosine of question tokens + inter·mean cosine of question and context tokens, of the last MLP's inputs
 
     Paper: Angles Don't Lie, arXiv 2506.02281.
     Settings: step 500, slope 2, target ½, width 1000, inter 8.
-    Deviation: tasks are ranked by difficulty; angles of hidden states are not measured, and their term is 0; width 0
-    is an eighth of the pool, and steps scale with it.
-    Sure of: the update (official code).
+    Deviation: the context is what all prompts of the pool begin with; angles of responses are not measured, and their term
+    of the update is 0; width 0 is an eighth of the pool, and steps scale with it.
+    Sure of: score and update (official code).
     """
     return SlidingWindow.scaled(pool, width, step, slope, target, inter)
 

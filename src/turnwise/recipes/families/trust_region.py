@@ -16,11 +16,13 @@ from turnwise.algebra.value import Constant, MedianCentred, Outcome
 from turnwise.algebra.weight import DualVariable, StepSchedule
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.core.signals import Signal
+from turnwise.credit.accuracy_weight import AccuracyWeight
 from turnwise.credit.reference_reset import ResetReference
 from turnwise.credit.trajectories import MinimumVarianceBaseline
 from turnwise.data.replay import PastBatches
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
+from turnwise.tasks.frontier import GaussianFrontier
 
 KIND = Kind.OBJECTIVE
 
@@ -263,6 +265,21 @@ def remix(
         control=Passes(epochs=2),
         replay=PastBatches(share, window, reset),
     )
+
+
+def fg_expo(beta: float = 0.02, clip: float = 0.2, pool: int = 1024, keep: float = 0.9, width: float = 0.35) -> Recipe:
+    """FG-ExPO: a KL weight that grows with the accuracy of the step, and tasks drawn around a success rate of one half.
+
+    J = J_clip − β ½(1 + tanh R̄) k3(π‖π_ref), R̄ the mean reward;  Pr[task] ∝ exp(−(p − ½)²/(2·width²))
+
+    Paper: Frontier-Guided Exploration-Prioritized Policy Optimization, arXiv 2605.11403.
+    Settings: beta 0.02, keep 0.9 (of the success rate p at each visit), width 0.35, group of 8.
+    Deviation: a step of several mini-batches takes the mean reward of each of them.
+    Sure of: formulas and constants (paper text).
+    """
+    penalty = WeightedPenalty(AccuracyWeight(beta), KL("k3"))
+    sampler = GaussianFrontier(pool, keep, width)
+    return Recipe(advantage=Standardise(), gate=Clip(clip, clip), penalties=(penalty,), sampler=sampler)
 
 
 def capo(objective: float = 5.0, policy: float = 5.0, clip: float = 0.2) -> Recipe:

@@ -1,0 +1,25 @@
+"""A weight of a penalty that follows how often the policy succeeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from turnwise.algebra.piece import StepView, check
+from turnwise.algebra.weight import Weight
+from turnwise.core.levels import BATCH, TRAJECTORY, Field
+
+
+@dataclass(frozen=True)
+class AccuracyWeight(Weight):
+    """scale · (1 + tanh(mean reward of the step)) / 2: the more often the policy succeeds, the closer it is held."""
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        check(self.scale >= 0, f"the weight of the KL is {self.scale}; write 0 or more")
+
+    def __call__(self, view: StepView) -> Field:
+        accuracy = view.batch.reward.sum(TRAJECTORY).mean(BATCH).to(torch.float64)
+        return self.scale * (1 + accuracy.map(torch.tanh)) / 2
