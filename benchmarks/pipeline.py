@@ -174,39 +174,36 @@ def measure(options: argparse.Namespace) -> list[str]:
 
 
 def equal_time(options: argparse.Namespace) -> list[str]:
-    """Every staleness with as many steps as the synchronous run, and with as many as fit into its time; each seed."""
+    """Every staleness with as many steps as the synchronous run, and with as many as fit into its time; each seed. All runs of a
+    seed start from one cold start."""
     rows = Path(options.rows) if options.rows else None
     known = [json.loads(line) for line in rows.read_text().splitlines()] if rows and rows.is_file() else []
     done = {(row["seed"], row["staleness"], row["equal"]): row for row in known}
+    with tempfile.TemporaryDirectory() as folder:
 
-    def row(seed: int, k: int, equal: str, steps: int) -> dict[str, Any]:
-        if (seed, k, equal) not in done:
-            with tempfile.TemporaryDirectory() as folder:
-                changes = {"seed": seed, "staleness": k, "steps": steps, "eval_tasks": 200}
-                run = trained(options, Path(folder), "run", **changes)
+        def row(seed: int, k: int, equal: str, steps: int) -> dict[str, Any]:
+            if (seed, k, equal) not in done:
+                initial = Path(folder) / f"{seed}-0-steps" / "initial"
+                start = {"model": str(initial), "cold_steps": 0} if initial.is_dir() else {}
+                changes = {"seed": seed, "staleness": k, "steps": steps, "eval_tasks": 200, **start}
+                run = trained(options, Path(folder), f"{seed}-{k}-{equal}", **changes)
                 after = json.loads((run.path / "evaluation_after.json").read_text())["summary"]["success"]
-            seconds = sum(value for _, value in run.series("seconds"))
-            made = {
-                "seed": seed,
-                "staleness": k,
-                "equal": equal,
-                "steps": steps,
-                "seconds": round(seconds, 2),
-                "success": after,
-            }
-            done[seed, k, equal] = made
-            print(json.dumps(made), flush=True)
-            if rows:
-                with rows.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(made) + "\n")
-        return done[seed, k, equal]
+                seconds = round(sum(value for _, value in run.series("seconds")), 2)
+                about = {"seed": seed, "staleness": k, "equal": equal, "steps": steps}
+                about["age"] = round(late_mean(run, "staleness"), 2)
+                done[seed, k, equal] = {**about, "seconds": seconds, "success": after}
+                line = json.dumps(done[seed, k, equal])
+                print(line, flush=True)
+                if rows:
+                    with rows.open("a", encoding="utf-8") as file:
+                        file.write(line + "\n")
+            return done[seed, k, equal]
 
-    for seed in options.seeds:
-        base = row(seed, 0, "steps", options.steps)
-        for k in [k for k in options.staleness if k]:
-            same = row(seed, k, "steps", options.steps)
-            faster = base["seconds"] / same["seconds"]
-            row(seed, k, "time", round(options.steps * faster))
+        for seed in options.seeds:
+            base = row(seed, 0, "steps", options.steps)
+            for k in [k for k in options.staleness if k]:
+                same = row(seed, k, "steps", options.steps)
+                row(seed, k, "time", round(options.steps * base["seconds"] / same["seconds"]))
     return equal_time_table(list(done.values()))
 
 
@@ -226,6 +223,7 @@ def equal_time_table(rows: Sequence[dict[str, Any]]) -> list[str]:
         half = t * statistics.stdev(success) / len(found) ** 0.5 if len(found) > 1 else 0.0
         ratio = mean([rate(row) / base[row["seed"]] for row in found if row["seed"] in base])
         cells = f"{mean([r['steps'] for r in found]):.0f} | {mean([r['seconds'] for r in found]):.0f} | {ratio:.2f} ×"
+        cells += f" | {mean([r['age'] for r in found]):.1f}"
         lines.append(f"| {k} | {equal} | {cells} | {mean(success):.1%} ± {100 * half:.1f} ({len(found)} seeds) |")
     return lines
 

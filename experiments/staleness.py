@@ -7,7 +7,8 @@
 cache (``--ages`` measures that). Here the age is exact and does not depend on the machine: the generator of a synchronous run
 gets each publication k steps late, so every token of step t was sampled by the policy of step max(0, t − k). Evaluations use the
 newest policy. All methods have the same tasks, batches, learning rate and number of episodes, and all runs of a seed start from
-one cold start. Rewards are 1 and −1, because ``topr`` tapers negative ones; the other methods standardise them.
+one cold start. Rewards are 1 and −1, because ``topr`` tapers negative ones; the other methods standardise them. The tool of
+``calculator`` does arithmetic in this process.
 
 A row holds the held-out success before and after, and its curve. A run fell if an evaluation is more than 20 points below an
 earlier one. Rows go to ``experiments/results/staleness.jsonl``; a run whose row is there is not repeated. Whole seeds come first.
@@ -34,7 +35,7 @@ METHODS = ("grpo", "vcpo", "topr", "st_ppo", "bapo")
 LAGS = (0, 1, 4, 16, 64)
 ENVS = {"calculator": "worlds:SignedCalculator", "lookup": "worlds:SignedLookup"}
 SETTINGS: dict[str, Any] = {
-    "difficulty": (1,), "groups": 4, "group_size": 8, "steps": 192, "lr": 1.5e-3, "schedule": "constant", "eval_every": 24,
+    "difficulty": (1,), "groups": 4, "group_size": 8, "steps": 128, "lr": 1.5e-3, "schedule": "constant", "eval_every": 16,
     "eval_tasks": 100, "checkpoint_every": 1000, "device": "cpu",
 }  # fmt: skip
 FALLEN = 0.2  # a run that loses more than this from its best evaluation counts as fallen
@@ -123,7 +124,7 @@ def jobs(options: argparse.Namespace, until: float) -> list[Job]:
     found: list[Job] = []
     for order, seed in enumerate(options.seeds):
         start = f"{options.env}-start-{seed}"
-        arms = [("ages", "grpo", lag) for lag in LAGS] if options.ages else [
+        arms = [("ages", "grpo", lag) for lag in options.lags] if options.ages else [
             ("late", method, lag) for method in options.methods for lag in options.lags
         ]  # fmt: skip
         todo = [arm for arm in arms if (options.env, *arm, seed) not in known]
