@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.outcomes import episode, group_of
+from support.untrained import Untrained
 
-from turnwise.core.records import Task
+from turnwise.core.records import Group, Origin, Task
+from turnwise.data.replay import ExpertCache
+from turnwise.environments.base import tool_action
 from turnwise.errors import SettingError
 from turnwise.recipes.experience import SLOTS, piece
+from turnwise.rollout.guidance.plans import as_expert
 from turnwise.rollout.guidance.scheduled import HintByDifficulty, RecordedPrefixes
-from turnwise.rollout.guidance.support import Support, first_share
+from turnwise.rollout.guidance.support import Support, first_share, plan_of
 from turnwise.rollout.strategies import GroupRequest, Independent
 
 TASK = Task("test", 7)
@@ -90,7 +94,9 @@ def test_ids_are_distinct_and_help_is_recorded(name):
 def test_state_survives_a_restart(name):
     live = piece("guidance", name).open(0)
     for n in range(6):
-        group, _, _ = grow(name, lambda s: s is not None and s.share > 0.3, live=live, task=Task("t", n % 2), group=str(n))
+        group, _, _ = grow(
+            name, lambda s: s is not None and s.share > 0.3, live=live, task=Task("t", n % 2), group=str(n)
+        )
         live.observe(replace(group, id=str(n)))
     other = piece("guidance", name).open(0)
     other.load_state_dict(json.loads(json.dumps(live.state_dict())))
@@ -209,7 +215,15 @@ def test_labels_and_shares_of_text():
 
 
 def test_nonsense_is_refused():
-    wrong = ("ghpo,shares=0.5/0.2", "ghpo,shares=x", "scaf,tiers=0", "pope,tries=0", "prefix,low=0.9", "adhint,most=2", "gpho")
+    wrong = (
+        "ghpo,shares=0.5/0.2",
+        "ghpo,shares=x",
+        "scaf,tiers=0",
+        "pope,tries=0",
+        "prefix,low=0.9",
+        "adhint,most=2",
+        "gpho",
+    )
     for spec in wrong:
         with pytest.raises(SettingError):
             piece("guidance", spec)
@@ -229,3 +243,79 @@ def test_help_that_leaves_nothing_to_sample_leaves_the_plain_group():
         return await live.begin(world.request(), Independent())
 
     assert not any(t.guidance for t in asyncio.run(run()).trajectories)
+
+
+# ------------------------------------------------------- plans of an expert's trace
+
+
+def test_a_plan_in_words():
+    assert plan_of(["north", "north", "take", "east"]) == "plan: north 2 times, then take, then east"
+    call = tool_action("python", code="t=a*b;t").text
+    assert plan_of([call, "answer: t"]) == "plan: python t=a*b;t, then answer: t"
+    assert plan_of(["<tool_call>no json</tool_call>"]) == "plan: no json"
+
+
+def test_the_policy_plays_with_the_plan_until_it_succeeds():
+    tries = iter([False, False, True, True])
+    group, world, live = grow("bepa,tries=4", lambda support: bool(support) and next(tries))
+    assert world.given[4:] == [Support(plan=True, recorded=False)] * 3  # the fourth is not needed
+    rolled = group.trajectories[-1]
+    assert len(group.trajectories) == 5 and rolled.origin == Origin.EXPERT and rolled.guidance == "plan"
+    assert all(turn.logp == () and turn.version == () for turn in rolled.turns) and rolled.sampled
+    assert live.metrics()["guidance/plans_given"] == 3 and live.metrics()["guidance/plans_worked"] == 1
+    live.observe(group)
+    again, world, _ = grow("bepa", lambda support: False, live=live, group="4")
+    assert world.given == [None] * 4 and len(again.trajectories) == 4, "a task is played with its plan once"
+
+
+def test_a_plan_that_never_works_leaves_the_group_as_it_is():
+    group, world, live = grow("bepa,tries=2", lambda support: False)
+    plain, _, _ = grow("none", lambda support: False)
+    assert group == plain and len(world.given) == 6
+    live.observe(group)
+    assert live.metrics()["guidance/traced_tasks"] == 0
+
+
+def test_the_planned_success_enters_the_cache_and_the_policys_own_replaces_it():
+    failed = Group("3", TASK, tuple(episode(f"3.{i}", TASK, False) for i in range(2)))
+    rolled = as_expert(episode("3.200000", TASK, True, guidance="plan"))
+    planned = Group("3", TASK, (*failed.trajectories, rolled))
+    rows = {t.id: t for t in planned.trajectories}
+    live = ExpertCache().open(rows.get, lambda task: rolled, 0)
+    assert live.missing_demonstrations([planned]) == [] and live.mix([planned], 0) == [planned], (
+        "it needs no other trace"
+    )
+    live.observe([planned], {}, 0)
+    state = live.state_dict()
+    live = ExpertCache().open(rows.get, lambda task: None, 0)
+    live.load_state_dict(state)
+    (mixed,) = live.mix([Group("4", TASK, tuple(episode(f"4.{i}", TASK, False) for i in range(2)))], 2)
+    borrowed = next(t for t in mixed.trajectories if t.origin == Origin.REPLAY)
+    assert borrowed.id == rolled.id and borrowed.facts["age"] == 2
+    own = Group("5", TASK, (episode("5.0", TASK, True),))
+    rows["5.0"] = own.trajectories[0]
+    live.observe([own], {}, 3)
+    live.observe([planned], {}, 4)  # an older planned trace does not replace the policy's own success
+    assert live.state_dict()["stored"][TASK.key][0] == "5.0"
+    demonstration = as_expert(episode("oracle:x", TASK, True))
+    other = ExpertCache().open(rows.get, lambda task: None, 0)
+    other.observe([Group("6", TASK, (*failed.trajectories, demonstration))], {}, 0)
+    assert other.state_dict()["stored"] == {}, "a demonstration is not in the ledger"
+
+
+def test_the_record_does_not_contain_the_plan():
+    untrained = Untrained("keydoor", max_turns=40)  # the scripted solution must fit
+
+    async def play(**support):
+        request = untrained.request(size=1)
+        return (await request.play_all(request.sessions(), support=Support(plan=True, **support)))[0]
+
+    hidden, shown = asyncio.run(play(recorded=False)), asyncio.run(play())
+    assert "plan" in hidden.guidance and hidden.turns and shown.turns
+    says = lambda t: any("plan:" in str(m.get("content")) for m in t.messages)  # noqa: E731
+    assert not says(hidden) and says(shown) and len(hidden.turns[0].context) < len(shown.turns[0].context)
+
+
+def test_impossible_tries_are_refused():
+    with pytest.raises(SettingError, match="tries >= 1"):
+        piece("guidance", "bepa,tries=0")

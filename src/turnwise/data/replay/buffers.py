@@ -112,8 +112,9 @@ class WeightedPool:
 
 @dataclass(frozen=True)
 class ExpertCache:
-    """One trajectory per task: the policy's latest success, or an expert's until there is one. A group without a reward above
-    ``least`` gets it, ``instead`` of its first rollout or in addition."""
+    """One trajectory per task: the policy's latest success, or an expert's until there is one: one that came with a group (a
+    planned episode), which is stored, or a demonstration. A group without a reward above ``least`` gets it, ``instead`` of its
+    first rollout or in addition."""
 
     least: float = 0.0
     instead: bool = True
@@ -128,8 +129,13 @@ class ExpertCache:
         return _Cache(read, find_demonstration, self)
 
     def fails(self, group: Group) -> bool:
+        """Whether no sampled trajectory has a reward above ``least``, and no expert's came with the group."""
         rewards = [t.reward for t in group.trajectories if t.origin == Origin.POLICY]
-        return bool(rewards) and max(rewards) <= self.least
+        return bool(rewards) and max(rewards) <= self.least and not self.planned(group)
+
+    def planned(self, group: Group) -> list[Trajectory]:
+        """Expert data that came with the group and succeeded."""
+        return [t for t in group.trajectories if t.origin == Origin.EXPERT and t.reward > self.least]
 
 
 # ---------------------------------------------------------------- live buffers
@@ -246,6 +252,10 @@ class _Cache(EmptyReplay):
     def observe(self, groups: Sequence[Group], credited: Mapping[str, float], step: int) -> None:
         for group in groups:
             successes = [t for t in policy_trajectories(group) if t.reward > self.rule.least]
+            if not successes and group.task.key not in self.stored:
+                successes = [
+                    t for t in self.rule.planned(group) if t.id.startswith(f"{group.id}.")
+                ]  # those in the ledger
             if successes:
                 self.stored.pop(group.task.key, None)
                 self.stored[group.task.key] = [successes[0].id, step, credited.get(successes[0].id, 0.0)]

@@ -12,6 +12,7 @@ from turnwise.rollout.guidance import (
     LateStarts,
     NoGuidance,
     RecordedPrefixes,
+    SelfRolledPlans,
     ShortestPrefix,
     SolvedExamples,
     WeakestHint,
@@ -150,3 +151,16 @@ def wovr(starts: int = 3, apart: int = 2) -> Guidance:
     Sure of: the reset set (official code).
     """
     return LateStarts(starts, apart)
+
+
+def bepa(tries: int = 4) -> Guidance:
+    """BEPA (level 1): the policy plays tasks on which it fails with a plan of the expert's trace; the cache keeps successes.
+
+    Paper: From Off-Policy to On-Policy (BEPA), arXiv 2601.05787.
+    Settings: one trace for each of 128 tasks; the number of tries is ours.
+    Deviation: the plan is made by rule from the scripted solution, not by a model; the present policy plays it, when its group
+    fails, and not the base policy before the run. Use it with the method bepa or --replay bepa: where no planned episode
+    succeeds, the demonstration enters.
+    Sure of: the idea (paper-level text).
+    """
+    return SelfRolledPlans(tries)

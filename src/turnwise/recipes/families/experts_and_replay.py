@@ -223,8 +223,8 @@ def bepa(
     Paper: From Off-Policy to On-Policy: Enhancing GUI Agents via Bi-level Expert-to-Policy Assimilation, arXiv 2601.05787.
     Settings: repeated passes over a pool of 128 tasks, one trace each. The weight of a borrowed trace is not confirmed:
     kind same treats it as sampled by the present policy (ρ = 1).
-    Deviation: the replaced rollout is chosen at random. Rewriting an expert's trace into one the policy can produce (its
-    first level) is left to the data.
+    Deviation: the replaced rollout is chosen at random. Its first level, in which the policy itself plays a plan of the expert's
+    trace, is --guidance bepa.
     Sure of: the rule (paper-level text), the ratio of borrowed traces (unconfirmed).
     """
     own, used = FromOrigin("policy"), PatchFailedGroups(UnrewardedGroups(), LatestOfGroup(FromOrigin("expert+replay")))

@@ -6,8 +6,11 @@ and the renderer; no engine and no loss.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from turnwise.core.records import Task
@@ -21,6 +24,8 @@ from turnwise.rollout.scripted import next_action, scripted_policy
 
 CACHED = 1024  # tasks whose hints and solutions are kept
 BEGINNING = "the following is the beginning of a solution, use it:"
+PLAN = "plan:"
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -39,13 +44,14 @@ class Support:
     recorded: bool = True
     turns_left: int = 0
     opening: str = ""  # how the first turn begins: given, and recorded as context
+    plan: bool = False  # a plan in words, made from the scripted solution
 
     @property
     def label(self) -> str:
         """How the trajectory's guidance is recorded."""
         parts = [f"hints 1-{self.tier}"] * bool(self.tier) + [f"prefix {self.share:.2f}"] * bool(self.share)
         parts += [f"last {self.turns_left} turns"] * bool(self.turns_left)
-        parts += [f"opening {self.opening!r}"] * bool(self.opening)
+        parts += [f"opening {self.opening!r}"] * bool(self.opening) + ["plan"] * self.plan
         return ", ".join(parts + ["example"] * bool(self.text)) or "support"
 
 
@@ -69,11 +75,15 @@ class SupportResolver:
 
     async def resolve(self, support: Support, task: Task) -> EpisodeSupport:
         """Help as text and ids. Raises where the task offers nothing of the kind."""
-        reads_task = support.tier or support.share or support.turns_left
+        reads_task = support.tier or support.share or support.turns_left or support.plan
         help_ = await self.task_help(task) if reads_task else TaskHelp()
         hints = help_.hints[: support.tier]
         if support.tier and not hints:
             raise EnvironmentFault(f"{task.environment} gives no hint for this task")
+        if support.plan:
+            if not help_.solution:
+                raise EnvironmentFault(f"{task.environment} has no scripted solution of this task to make a plan from")
+            return EpisodeSupport(support.label, plan_of(help_.solution), support.recorded)
         if support.opening:
             return EpisodeSupport(support.label, start=tuple(self.renderer.encode(support.opening)))
         if support.turns_left:
@@ -150,6 +160,26 @@ class SupportResolver:
             if step.truncated:
                 break
         return []
+
+
+def plan_of(turns: Sequence[str]) -> str:
+    """A plan in words from the turns of a trace: ``plan: north 2 times, then take``. Equal turns in a row are counted, and a tool
+    call is its name with the values of its arguments."""
+    steps = [(text, len(list(same))) for text, same in groupby(_step(turn) for turn in turns)]
+    return f"{PLAN} " + ", then ".join(text if n == 1 else f"{text} {n} times" for text, n in steps)
+
+
+def _step(turn: str) -> str:
+    return " ".join(_CALL.sub(lambda found: _spoken(found[1]), turn).split())
+
+
+def _spoken(call: str) -> str:
+    """A tool call as words; as it is where it is no JSON."""
+    try:
+        read = json.loads(call)
+        return " ".join([str(read["name"]), *map(str, read["arguments"].values())])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return call
 
 
 def first_share(solution: Sequence[str], share: float) -> str:
