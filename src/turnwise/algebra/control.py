@@ -30,9 +30,7 @@ class Control(Piece):
 
     def with_passes(self, epochs: int, minibatches: int) -> Control:
         """The same with the epochs and mini-batches of the run's settings (0: unchanged)."""
-        check(
-            not epochs and not minibatches, f"{text(self)} defines its own steps; leave --epochs and --minibatches out"
-        )
+        check(not epochs and not minibatches, f"{text(self)} has its own steps; leave --epochs, --minibatches out")
         return self
 
     def optimizer_steps(self, batch: Batch, seed: int, measure: Measure) -> Iterator[Batch]:

@@ -25,7 +25,7 @@ from turnwise.core.signals import Signal
 from turnwise.core.transfer import to_device_packed
 from turnwise.errors import RecordError, SignalError
 from turnwise.maths.chunks import even_runs, shared_prefix_lengths
-from turnwise.maths.numbers import tensor_of
+from turnwise.maths.numbers import tensor_of, uniform_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,7 @@ class Sequences:
     trajectory: Tensor  # [S] the trajectory it belongs to
     sampled_at: Tensor  # [N] packed position of each sampled token (its log-probability is read one position earlier)
     masked_ids: Tensor | None = None  # [L] ids with the environment's messages masked; None where no method needs them
+    routes: Tensor | None = None  # [L, layers · k] experts that the sampler's routers chose, −1: not recorded
     host: Sequences | None = None  # the same on the host, where reading values does not synchronise a GPU
 
     @property
@@ -58,9 +59,9 @@ class Sequences:
         ends = torch.searchsorted(self.trajectory, torch.tensor([trajectories.start, trajectories.stop]))
         a, b = ends.tolist()
         lo, hi = self.start[ends].tolist()
-        masked = None if self.masked_ids is None else self.masked_ids[lo:hi]
+        masked, routes = (None if x is None else x[lo:hi] for x in (self.masked_ids, self.routes))
         start, owner = self.start[a : b + 1] - lo, self.trajectory[a:b] - trajectories.start
-        return Sequences(self.ids[lo:hi], start, owner, self.sampled_at[tokens] - lo, masked)
+        return Sequences(self.ids[lo:hi], start, owner, self.sampled_at[tokens] - lo, masked, routes)
 
     def select(self, position_of: Tensor, tokens: slice | Tensor) -> Sequences:
         """The sequences of kept trajectories. ``position_of`` [K] is the new index or −1; ``tokens`` the kept tokens."""
@@ -74,8 +75,8 @@ class Sequences:
         source = torch.repeat_interleave(self.start[:-1][kept], lengths) + inside
         at = self.sampled_at[tokens]
         owner = torch.searchsorted(self.start, at, right=True) - 1
-        masked = None if self.masked_ids is None else self.masked_ids[source]
-        return Sequences(self.ids[source], start, new[kept], at - self.start[owner] + new_start[owner], masked)
+        masked, routes = (None if x is None else x[source] for x in (self.masked_ids, self.routes))
+        return Sequences(self.ids[source], start, new[kept], at - self.start[owner] + new_start[owner], masked, routes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +133,7 @@ class Batch:
         """A uniform number in [0, 1) for each token (or turn), from a hash of its trajectory and index: it does not depend on how
         the batch is split or ordered."""
         index = self.tree.index(of, TRAJECTORY)
-        return Field(self.tree, of, _uniform(self.seed.at(of).x + 0x9E3779B9 * (index.x + 1)))
+        return Field(self.tree, of, uniform_hash(self.seed.at(of).x + 0x9E3779B9 * (index.x + 1)))
 
     def same(self, *names: str) -> Partition:
         """Turns of one group with equal ``state``, ``agent`` or ``index`` (of the turn), as named."""
@@ -202,26 +203,19 @@ class Batch:
         s = self.sequences
         single = {name: f for name, f in vars(self).items() if isinstance(f, Field)}
         mappings = {name: getattr(self, name) for name in ("reward_components", "facts", "columns")}
-        masked_ids = [] if s.masked_ids is None else [s.masked_ids]
-        tensors = [*self.tree.parents, s.ids, s.start, s.trajectory, s.sampled_at, *masked_ids]
+        some = (s.masked_ids, s.routes)
+        given = (x for x in some if x is not None)
+        tensors = [*self.tree.parents, s.ids, s.start, s.trajectory, s.sampled_at, *given]
         fields = [f for mapping in (single, *mappings.values()) for f in mapping.values()]
         copies = iter(to_device_packed([*tensors, *(f.x for f in fields)], device))
         tree = self.tree.with_parents([next(copies) for _ in self.tree.parents])
         ids, start, trajectory, at = (next(copies) for _ in range(4))
-        masked = None if s.masked_ids is None else next(copies)
+        masked, routes = (None if x is None else next(copies) for x in some)
         move = lambda fields: {name: Field(tree, f.level, next(copies)) for name, f in fields.items()}  # noqa: E731
         changes: dict[str, Any] = {**move(single), **{name: move(fields) for name, fields in mappings.items()}}
         host = s if s.ids.device.type == "cpu" else None
-        changes["sequences"] = Sequences(ids, start, trajectory, at, masked, host)
+        changes["sequences"] = Sequences(ids, start, trajectory, at, masked, routes, host)
         return replace(self, tree=tree, **changes)
-
-
-def _uniform(x: Tensor) -> Tensor:
-    """Hash integers to floats in [0, 1): two rounds of multiply and shift."""
-    x = x & 0x7FFFFFFF
-    for _ in range(2):
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0x7FFFFFFF
-    return (x ^ (x >> 16)).double() / 2**31
 
 
 # -------------------------------------------------------------------- packing
@@ -264,6 +258,7 @@ class _Packer:
         self.owner: list[int] = []
         self.begins: list[int] = []  # packed position of each turn's first sampled token
         self.masked: list[tuple[int, Sequence[int]]] = []  # packed position of a context, and its masked ids
+        self.routes: list[tuple[int, Sequence[bytes]]] = []  # the packed position where a turn's routes end
         self.turn_records: list[Turn] = []
         self.turns: list[int] = []
         self.trajectories: list[int] = []
@@ -284,13 +279,13 @@ class _Packer:
                 self.masked.append((len(self.ids), turn.masked_context))
             self.ids += turn.context
             if turn.tokens and len(self.ids) == self.start[-1]:
-                raise RecordError(
-                    f"trajectory {trajectory.id} samples its first token without a prompt; its first turn needs a context"
-                )
+                raise RecordError(f"trajectory {trajectory.id} samples without a prompt; give it a context")
             if turn.tokens and not turn.logp and trajectory.origin == Origin.POLICY:
                 raise RecordError(f"trajectory {trajectory.id} has sampled tokens without log-probabilities")
             self.begins.append(len(self.ids))
             self.ids += turn.tokens
+            if turn.routes:
+                self.routes.append((len(self.ids) - 1, turn.routes))
         if len(self.ids) > self.start[-1]:
             self._close(owner)
         self.turn_records += trajectory.turns
@@ -319,9 +314,7 @@ class _Packer:
     def batch(self) -> Batch:
         i64, f32 = torch.int64, torch.float32
         turns, sizes = self.turn_records, tensor_of([len(turn.tokens) for turn in self.turn_records], i64)
-        ids, start, owner, begins = (
-            tensor_of(values, i64) for values in (self.ids, self.start, self.owner, self.begins)
-        )
+        ids, start, owner, begins = (tensor_of(x, i64) for x in (self.ids, self.start, self.owner, self.begins))
         of_token, of_turn, of_trajectory = (
             torch.repeat_interleave(n) for n in (sizes, tensor_of(self.turns, i64), tensor_of(self.trajectories, i64))
         )
@@ -331,7 +324,7 @@ class _Packer:
         verdicts = [float("nan") if t.success is None else float(t.success) for t in self.members]
         return Batch(
             tree=tree,
-            sequences=Sequences(ids, start, owner, at, self._masked_ids(ids)),
+            sequences=Sequences(ids, start, owner, at, self._masked_ids(ids), self._routes()),
             token=tree.field(TOKEN, ids[at]),
             behaviour=tree.field(TOKEN, self._per_token("logp", f32)),
             mass=tree.field(TOKEN, self._per_token("mass", f32)),
@@ -371,6 +364,13 @@ class _Packer:
         for at, context in self.masked:
             masked[at : at + len(context)] = tensor_of(context, torch.int64)
         return masked if self.masked else None
+
+    def _routes(self) -> Tensor | None:
+        width = len(self.routes[0][1][0]) // 2 if self.routes else 0
+        out = torch.full((len(self.ids), width), -1, dtype=torch.int16)
+        for end, rows in reversed(self.routes):  # a position that two turns read keeps the routes of the first
+            out[end - len(rows) : end] = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int16).view(-1, width)
+        return out if self.routes else None
 
 
 def number(key: str) -> int:

@@ -108,6 +108,7 @@ class Completion:
     seconds: float = 0.0
     entropy: Sequence[float] = ()  # where ``Sampling.entropy`` asks for it and the generator knows it
     confidence: Sequence[float] = ()  # the same: −mean log p of the five most likely tokens, above its minimum ln 5
+    routes: Sequence[bytes] = ()  # as in ``Turn``, of all positions from the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class Turn:
     tool_errors: int = 0
     facts: Facts = field(default_factory=dict)  # from the environment (``info["facts"]``)
     masked_context: Sequence[int] = ()  # equally long, the environment's message masked; empty = not requested
+    routes: Sequence[bytes] = ()  # experts (int16: layers × k) at each position up to the one before the last token
     seconds_generating: float = 0.0
     seconds_acting: float = 0.0
 
@@ -141,9 +143,7 @@ class Turn:
             if size not in (0, len(self.tokens)):
                 raise RecordError(f"a turn has {len(self.tokens)} tokens but {size} values of {name}")
         if len(self.masked_context) not in (0, len(self.context)):
-            raise RecordError(
-                f"a turn's masked context has {len(self.masked_context)} ids, its context {len(self.context)}"
-            )
+            raise RecordError(f"a masked context has {len(self.masked_context)} ids, its context {len(self.context)}")
 
 
 @dataclass(frozen=True, slots=True)

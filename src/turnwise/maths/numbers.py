@@ -1,4 +1,4 @@
-"""Fast conversion of number lists to tensors, and lookup of the first size that is large enough."""
+"""Fast conversion of number lists to tensors, hashes as random numbers, lookup of the first size that is large enough."""
 
 from __future__ import annotations
 
@@ -24,3 +24,11 @@ def tensor_of(values: Sequence[float], dtype: torch.dtype) -> Tensor:
 def first_at_least(sizes: Sequence[int], n: int) -> int:
     """The smallest of the ascending sizes that is at least n."""
     return sizes[bisect_left(sizes, n)]
+
+
+def uniform_hash(x: Tensor) -> Tensor:
+    """Hash integers to floats in [0, 1): two rounds of multiply and shift."""
+    x = x & 0x7FFFFFFF
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0x7FFFFFFF
+    return (x ^ (x >> 16)).double() / 2**31

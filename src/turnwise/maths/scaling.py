@@ -35,9 +35,7 @@ def fit(
     each, weighted by the distance of each point from R₀ and A, where the logarithm amplifies noise."""
     c, r = np.asarray(compute, float)[skip:], np.asarray(score, float)[skip:]
     if c.shape != r.shape or len(c) < 3:
-        raise ValueError(
-            f"a fit needs at least 3 points of compute and score, got {c.size} and {r.size} after skipping"
-        )
+        raise ValueError(f"a fit needs at least 3 points of compute and score, got {c.size} and {r.size}")
     if not (c > 0).all() or not r.max() > start:
         raise ValueError("compute must be positive, and some score above the start")
     best, error = ScalingCurve(float(r.max()), 1.0, float(np.median(c)), start), np.inf

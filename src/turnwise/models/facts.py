@@ -15,6 +15,7 @@ from typing import Any
 
 from turnwise.errors import SettingError
 from turnwise.models.fetch import resolve
+from turnwise.models.options import name_of
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([mb])(?![a-z])", re.IGNORECASE)
@@ -38,6 +39,7 @@ class ModelFacts:
 
 def read_model_facts(model: str) -> ModelFacts:
     """The facts of ``--model``: a folder, the name of a fetched model, or a hub id."""
+    model = name_of(model)
     try:
         folder = Path(resolve(model))
     except SettingError:  # a known model that is not fetched yet

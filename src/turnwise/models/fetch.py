@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import SettingError, StoreError, nearest
+from turnwise.models.options import name_of
 from turnwise.store.atomic import atomic_write, remove
 
 HOME = "TURNWISE_MODELS"  # environment variable with the folder of models
@@ -74,7 +75,8 @@ def home(to: str = "") -> Path:
 
 
 def resolve(name: str) -> str:
-    """Resolve ``--model``: the folder of a fetched model, or the name itself (a folder, a hub id)."""
+    """Resolve ``--model``: the folder of a fetched model, or the name itself (a folder, a hub id), without its options."""
+    name = name_of(name)
     if name not in KNOWN:
         return name
     folder = home() / name

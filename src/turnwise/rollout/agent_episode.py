@@ -187,6 +187,7 @@ class AgentEpisode:
                 logp=tuple(completion.logp),
                 mass=() if not any(completion.mass) else tuple(completion.mass),
                 version=tuple(completion.version),
+                routes=tuple(completion.routes[-(len(context) + len(completion.tokens)) :]),
                 restart=restart,
                 stop=completion.stop,
                 temperature=self.policy_temperature,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from turnwise.core.protocols import Action, Session, Step
-from turnwise.core.records import Fork, Message, Sampling, Status, Stop, Task, Trajectory, Turn
+from turnwise.core.records import Completion, Fork, Message, Sampling, Status, Stop, Task, Trajectory, Turn
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_answer, read_facts, read_hint, read_messages, read_state_key, read_step
 from turnwise.errors import ContextOverflow, EnvironmentFault, RenderError, ServerFault
@@ -318,6 +318,7 @@ class Episode:
                     logp=tuple(completion.logp),
                     mass=() if not any(completion.mass) else tuple(completion.mass),
                     version=tuple(completion.version),
+                    routes=self._routes(completion, context),
                     reward=float(step.reward),
                     agent=agent,
                     state=state,
@@ -339,6 +340,15 @@ class Episode:
         else:
             dialogue.messages += step.messages
         return step
+
+    def _routes(self, completion: Completion, context: Sequence[int]) -> tuple[bytes, ...]:
+        """The routes of this turn's positions; a fork's first turn holds those of its prefix, too. With a hint in its prompt the
+        policy read other ids than the learner will."""
+        if self.hinted_dialogue is not None:
+            return ()
+        if self.fork_from is not None and not self.turns:
+            return tuple(completion.routes)
+        return tuple(completion.routes[-(len(context) + len(completion.tokens)) :])
 
     async def _state(self) -> str | None:
         """The key of the current state. If the first state has none, the environment is not asked again."""

@@ -6,6 +6,7 @@ clients the other. Numbers travel as the shortest text that reads back as the sa
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,8 @@ def reply_body(request_id: str, done: Completion, labels: Mapping[int, str]) -> 
         ours["mass"] = list(done.mass)
     if done.entropy:
         ours["entropy"] = list(done.entropy)
+    if done.routes:
+        ours["routes"] = {"rows": len(done.routes), "data": base64.b64encode(b"".join(done.routes)).decode()}
     choice = {
         "index": 0,
         "finish_reason": FINISH[done.stop],

@@ -24,6 +24,7 @@ from turnwise.core.records import Fork, Origin, Status, Stop, Task, Trajectory, 
 
 INTEGER_COLUMNS = ("context", "tokens", "version", "masked_context")
 FLOAT_COLUMNS = ("mass", "logp")
+ROUTES = "routes"  # stored only where the policy has routers; every row is as wide as the others
 STORED_AS = {"masked_context": "blind"}  # keys of the format that differ from the field of ``Turn``
 FIELD_OF = {key: name for name, key in STORED_AS.items()}
 INTEGER_TYPES = (
@@ -33,7 +34,8 @@ INTEGER_TYPES = (
     ("<i8", "q"),
 )  # (NumPy dtype, struct format), narrowest first
 WINDOW_BITS = (10, 15)  # smallest and largest zlib window
-SCALAR_DEFAULTS = {f.name: f.default for f in fields(Turn) if f.name not in (*INTEGER_COLUMNS, *FLOAT_COLUMNS, "facts")}
+NOT_SCALAR = (*INTEGER_COLUMNS, *FLOAT_COLUMNS, ROUTES, "facts")
+SCALAR_DEFAULTS = {f.name: f.default for f in fields(Turn) if f.name not in NOT_SCALAR}
 
 
 def encode_task(task: Task) -> str:
@@ -52,6 +54,9 @@ def encode(trajectory: Trajectory) -> tuple[str, bytes]:
     """``(record, blob)``: JSON of everything but the token arrays, and the token arrays."""
     columns: dict[str, Any] = {}
     parts: list[bytes] = []
+    if any(turn.routes for turn in trajectory.turns):
+        columns[ROUTES], packed = _pack_routes(trajectory.turns)
+        parts.append(packed)
     for name in (*INTEGER_COLUMNS, *FLOAT_COLUMNS):
         values: list[Sequence[Any]] = [getattr(turn, name) for turn in trajectory.turns]
         flat = values[0] if len(values) == 1 else list(chain.from_iterable(values))
@@ -117,10 +122,10 @@ def _arrays(columns: dict[str, Any], blob: bytes | None) -> list[dict[str, Any]]
         0,
     )  # blobs of earlier versions have no uncompressed part
     out: list[dict[str, Any]] = [{} for _ in sizes]
-    for name, (dtype, lengths) in columns.items():
-        array = np.frombuffer(data, np.dtype(dtype), sum(lengths), start)
+    for name, (dtype, lengths, *width) in columns.items():
+        array = np.frombuffer(data, np.dtype(dtype), sum(lengths) * (width[0] if width else 1), start)
         start += array.nbytes
-        values, at = array.tolist(), 0
+        values, at = _unpack_routes(array, width[0]) if width else array.tolist(), 0
         for turn, length in zip(out, lengths):
             turn[FIELD_OF.get(name, name)] = tuple(values[at : at + length])
             at += length
@@ -140,6 +145,18 @@ def _pack_integers(values: Sequence[int]) -> tuple[str, bytes]:
             return kind, struct.pack(f"<{len(values)}{letter}", *values)
     kind, letter = INTEGER_TYPES[-1]
     return kind, struct.pack(f"<{len(values)}{letter}", *values)
+
+
+def _pack_routes(turns: Sequence[Turn]) -> tuple[list[Any], bytes]:
+    """``[type, rows of each turn, experts of a row]``, and the packed experts; a byte each where there are at most 256."""
+    rows = [row for turn in turns for row in turn.routes]
+    experts = np.frombuffer(b"".join(rows), "<i2")
+    kind = "|u1" if experts.size and int(experts.min()) >= 0 and int(experts.max()) < 256 else "<i2"
+    return [kind, [len(turn.routes) for turn in turns], len(rows[0]) // 2], experts.astype(kind).tobytes()
+
+
+def _unpack_routes(experts: np.ndarray[Any, Any], width: int) -> list[bytes]:
+    return [row.tobytes() for row in experts.astype("<i2").reshape(-1, width)]
 
 
 def _pack_floats(values: Sequence[float]) -> tuple[str, bytes]:

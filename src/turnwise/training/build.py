@@ -14,10 +14,12 @@ from transformers.utils import logging as transformers_logging
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Generator, GroupScorer, Learner, Session
 from turnwise.core.records import Sampling, Task, Trajectory
+from turnwise.engines.expert_routing import free_routing
 from turnwise.errors import SettingError
 from turnwise.evaluation.evaluator import Evaluator
 from turnwise.models import loading
 from turnwise.models.fetch import resolve
+from turnwise.models.options import split_options
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.guidance.support import SupportResolver
@@ -96,8 +98,10 @@ def load_model(settings: Settings, vocabulary: int, path: Path | None = None) ->
     if path is None and settings.model == TINY:
         s = settings
         return tiny_model(vocabulary, s.seed, hidden=s.hidden, layers=s.layers, context=s.context, copying=s.copying)
-    source = str(path or resolve(settings.model))
-    return loading.load_causal_lm(source)
+    model: PreTrainedModel = loading.load_causal_lm(str(path or resolve(settings.model)))
+    if split_options(settings.model)[1].get("routes") == "free":
+        free_routing(model)
+    return model
 
 
 def load_teacher(settings: Settings) -> PreTrainedModel | None:

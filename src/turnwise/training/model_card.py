@@ -13,6 +13,7 @@ from turnwise.config.settings import Settings, default_of
 from turnwise.core.text import printable_line
 from turnwise.errors import TurnwiseError
 from turnwise.models.fetch import KNOWN
+from turnwise.models.options import name_of
 from turnwise.recipes import catalogue
 from turnwise.store.atomic import atomic_write
 from turnwise.store.rundir import RunDir
@@ -57,6 +58,7 @@ def card(settings: Settings, summary: Mapping[str, Any], folder: Path) -> str:
 
 def base_licence(model: str) -> str:
     """The licence of the model that training began with, if its folder or our list of models names one; else empty."""
+    model = name_of(model)
     if model in KNOWN:
         return KNOWN[model].about.split(",")[-1].strip().lower()
     readme = Path(model) / CARD
@@ -72,8 +74,9 @@ def _front_matter(settings: Settings, is_adapter: bool) -> str:
     lines = ["---", "library_name: " + ("peft" if is_adapter else "transformers"), "pipeline_tag: text-generation"]
     if licence := base_licence(settings.model):
         lines.append(f"license: {licence}")
-    if "/" in settings.model and not Path(settings.model).exists():
-        lines.append(f"base_model: {settings.model}")
+    base = name_of(settings.model)
+    if "/" in base and not Path(base).exists():
+        lines.append(f"base_model: {base}")
     return "\n".join([*lines, "tags:", "- turnwise", "- reinforcement-learning", "---\n"])
 
 

@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,13 @@ from transformers import PreTrainedModel
 from turnwise.engines import compat
 from turnwise.engines.adapters import AdaptedWeights
 from turnwise.engines.attention_interface import LayerProbe, install_attention
+from turnwise.engines.expert_routing import attach_routing
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk, PrefillLayout
 from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.cuda_graphs import GraphDecoder
 from turnwise.engines.generator.kv_cache import RowGrowth
 from turnwise.engines.generator.llama_decoder import LlamaDecoder
+from turnwise.engines.generator.route_cache import RouteCache, Span
 from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.errors import SettingError
 
@@ -86,11 +89,14 @@ class ModelRunner:
         ids = torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
             reference = self.model(input_ids=ids[None].to(device), use_cache=False).logits[0]
+            routing = attach_routing(self.model)
             install_attention(self.model)
             probe = LayerProbe()
             self._forward(ids[None].to(device), torch.arange(count, device=device)[None], probe)
             probe.check_all_layers(self.model)
             shapes = [probe.shapes[layer] for layer in sorted(probe.shapes)]
+            self.route_cache = RouteCache(routing, len(shapes)) if routing is not None else None
+            shapes += [self.route_cache.shape] if self.route_cache is not None else []
             self.kv_cache = (cache or CacheChoice()).make(
                 shapes, rows, context, next(self.model.parameters()).dtype, device
             )
@@ -203,14 +209,23 @@ class ModelRunner:
             else:
                 base, (ids, position, *_) = self.model.base_model, layout.on_device
                 # no logits needed: the last id of a request is fed by its first decode step
-                base(input_ids=ids[None], position_ids=position[None], layout=layout, use_cache=False)
+                with self._recording_routes(layout):
+                    base(input_ids=ids[None], position_ids=position[None], layout=layout, use_cache=False)
         return sum(len(chunk.ids) for chunk in chunks)
 
     def decode_step(self, tokens: Tensor, layout: DecodeLayout) -> Tensor:
         """Feed one token per row [n]; return the logits [n, V] of the next."""
         if self.decoder is not None:
             return self.decoder.decode_step(tokens, layout)
-        return self._forward(tokens[:, None], layout.position[:, None], layout)[:, 0]
+        with self._recording_routes(layout):
+            return self._forward(tokens[:, None], layout.position[:, None], layout)[:, 0]
+
+    def _recording_routes(self, layout: PrefillLayout | DecodeLayout) -> AbstractContextManager[None]:
+        return nullcontext() if self.route_cache is None else self.route_cache.recording(layout)
+
+    def read_routes(self, spans: Sequence[Span]) -> list[list[bytes]]:
+        """The experts chosen at these columns of the cache; empty lists for a model without routers."""
+        return [[] for _ in spans] if self.route_cache is None else self.route_cache.read(self.kv_cache, spans)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights by name. Names may be missing (a tied head), but never unknown. Adapters are loaded alone where the

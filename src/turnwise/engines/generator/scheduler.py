@@ -55,6 +55,7 @@ class Request:
     entropy: list[float] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
+    routes: list[bytes] = field(default_factory=list)  # experts at every position fed so far; empty without routers
     stop: Stop | None = None
     cancelled: bool = False
     started: float = field(default_factory=time.perf_counter)
@@ -279,6 +280,10 @@ class Scheduler:
                 request.entropy.extend(certainty[0][index])
                 request.confidence.extend(certainty[1][index])
             self.kv_cache.cached_ids[_row(request)] = request.sequence[:-1]
+        requests = [self.running[lane] for lane in lanes]
+        spans = [(_row(r), len(r.routes), len(r.sequence) - 1) for r in requests]
+        for request, routes in zip(requests, self.model_runner.read_routes(spans)):
+            request.routes += routes
         self.count["tokens"] += size * len(lanes)
 
     def _finish(self, finished: dict[int, Stop], report: Callable[[Request], None]) -> None:

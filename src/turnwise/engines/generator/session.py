@@ -99,5 +99,7 @@ def completion(request: Request) -> Completion:
     tokens = request.sequence[request.prompt_length :]
     seconds = time.perf_counter() - request.started
     known = len(request.entropy) == len(tokens)
-    certainty = (request.entropy, request.confidence) if known else ((), ())
-    return Completion(tokens, request.logp, request.mass, request.version, request.stop, seconds, *certainty)
+    entropy, confidence = (request.entropy, request.confidence) if known else ((), ())
+    routes = request.routes if len(request.routes) == len(request.sequence) - 1 else ()
+    sampled = (tokens, request.logp, request.mass, request.version)
+    return Completion(*sampled, request.stop, seconds, entropy, confidence, routes)

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from turnwise.engines.expert_routing import as_rows, attach_routing
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk
 from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.kv_cache import KVCache
 from turnwise.engines.generator.model_runner import MIN_CONTEXT, ModelRunner, copy_weights, dtype_name, model_copy
+from turnwise.engines.generator.route_cache import Span
 from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.errors import SettingError
 
@@ -37,6 +39,7 @@ class StockCache:
     argument: str
     cache: Any
     rows: list[Ids]
+    routes: Tensor | None = None  # [rows, positions, experts] chosen by routers
 
     def select(self, wanted: Sequence[Ids]) -> bool:
         """Keep exactly the wanted rows, in their order, repeated where wanted twice. False: they must be read again."""
@@ -46,11 +49,13 @@ class StockCache:
         if any(ids not in place for ids in wanted):
             return False
         self.rows = []  # unusable if not every layer can select
+        index = torch.tensor([place[ids] for ids in wanted])
         try:
-            self.cache.batch_select_indices(torch.tensor([place[ids] for ids in wanted]))
+            self.cache.batch_select_indices(index)
         except (AttributeError, NotImplementedError, TypeError, RuntimeError):
             return False
         self.rows = list(wanted)
+        self.routes = None if self.routes is None else self.routes[index]
         return True
 
 
@@ -75,6 +80,8 @@ class StockRunner:
         self._caches: list[StockCache] = []
         self._layout: DecodeLayout | None = None
         self._prefixes: list[Ids] = []
+        self.routing = attach_routing(self.model)
+        self._routes: dict[int, Tensor] = {}  # of the running rows, [positions, experts]
         self.cached = self._cache_is_exact()
         log.info("generator decodes %s with: %s", type(self.model).__name__, self.describe())
 
@@ -98,6 +105,12 @@ class StockRunner:
         self._prefixes = [(*ids, token) for ids, token in zip(prefixes, tokens.tolist())]
         return logits
 
+    def read_routes(self, spans: Sequence[Span]) -> list[list[bytes]]:
+        """The experts chosen at these positions of the running rows; empty lists for a model without routers."""
+        if self.routing is None:
+            return [[] for _ in spans]
+        return [as_rows(self._routes[row][begin:end]) for row, begin, end in spans]
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights by name. Names may be missing (a tied head), but never unknown."""
         copy_weights(self.model, weights)
@@ -118,33 +131,46 @@ class StockRunner:
             if self.cached:
                 logits, cache = self._decode(group, [tokens[row] for row in members])
                 caches.append(cache)
+                routes = cache.routes
             else:
-                logits = self._read([(*ids, tokens[row]) for ids, row in zip(group, members)])
+                logits, routes = self._read([(*ids, tokens[row]) for ids, row in zip(group, members)])
             out |= dict(zip(members, logits))
+            self._routes |= {} if routes is None else dict(zip(members, routes))
         self._caches = caches
         return torch.stack([out[row] for row in range(len(prefixes))])
 
-    def _read(self, rows: Sequence[Ids]) -> Tensor:
-        """Logits [n, V] after rows of equal length, without a cache."""
-        return self.model(input_ids=torch.tensor(rows, device=self.device), use_cache=False).logits[:, -1]
+    def _run(self, ids: Sequence[Ids], **options: Any) -> tuple[Any, Tensor | None]:
+        """The model's output for rows of equal length, and the experts chosen at their positions."""
+        tokens = torch.tensor(ids, device=self.device)
+        if self.routing is None:
+            return self.model(input_ids=tokens, **options), None
+        with self.routing.recording() as chosen:
+            out = self.model(input_ids=tokens, **options)
+        return out, chosen().unflatten(0, tokens.shape)
+
+    def _read(self, rows: Sequence[Ids]) -> tuple[Tensor, Tensor | None]:
+        """Logits [n, V] after rows of equal length, and the experts chosen, without a cache."""
+        out, routes = self._run(rows, use_cache=False)
+        return out.logits[:, -1], routes
 
     def _decode(self, prefixes: list[Ids], tokens: list[int]) -> tuple[Tensor, StockCache]:
         """Feed one token after prefixes of equal length, from the cache that holds them; else read them first."""
         found = next((c for c in self._caches if c.select(prefixes)), None)
         if found is None and prefixes[0]:
-            _, found = self._forward(prefixes, {}, [()] * len(prefixes))
-        known = {found.argument: found.cache} if found is not None else {}
-        return self._forward([(token,) for token in tokens], known, prefixes)
+            _, found = self._forward(prefixes, None, [()] * len(prefixes))
+        return self._forward([(token,) for token in tokens], found, prefixes)
 
     def _forward(
-        self, ids: Sequence[Ids], known: Mapping[str, Any], before: Sequence[Ids]
+        self, ids: Sequence[Ids], known: StockCache | None, before: Sequence[Ids]
     ) -> tuple[Tensor, StockCache]:
-        out = self.model(input_ids=torch.tensor(ids, device=self.device), use_cache=True, **known)
+        out, routes = self._run(ids, use_cache=True, **({} if known is None else {known.argument: known.cache}))
+        if known is not None and known.routes is not None and routes is not None:
+            routes = torch.cat([known.routes, routes], 1)
         argument = next((name for name in CACHE_ARGUMENTS if getattr(out, name, None) is not None), None)
         if argument is None:
             raise SettingError("it returns no cache")
         rows = [(*prefix, *more) for prefix, more in zip(before, ids)]
-        return out.logits[:, -1], StockCache(argument, getattr(out, argument), rows)
+        return out.logits[:, -1], StockCache(argument, getattr(out, argument), rows, routes)
 
     # ------------------------------------------------------------------ verification
 
@@ -160,7 +186,7 @@ class StockRunner:
             errors = []
             for rows in ([a[:-2], b[:-2]], [a[:-1], b[:-1]], [b, (*a[:-1], 0), b]):
                 logits = self._next_logits([row[:-1] for row in rows], [row[-1] for row in rows])
-                expected = self._read(rows)
+                expected, _ = self._read(rows)
                 errors.append(float((logits - expected).abs().max() / (1e-6 + expected.abs().max())))
         except UNSERVED as fault:
             log.info("%s decodes without its cache: %s", type(self.model).__name__, fault)

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from turnwise.core.batch import Sequences
 from turnwise.core.transfer import to_device
 from turnwise.engines import attention_interface
+from turnwise.engines.expert_routing import attach_routing, distinct_positions, forced_routes, routing_of
 from turnwise.engines.kernels.cpu import attention as kernels
 from turnwise.engines.kernels.dispatch import attention_for, compute_dtype
 from turnwise.engines.learner import llama_layers, lora, stock_forward
@@ -175,13 +176,16 @@ def packed_states(
     sequences = sequences.host or sequences  # the host copy: reading it does not wait for the GPU
     to = partial(to_device, device=next(model.parameters()).device)
     kept, position, start = _positions_to_compute(sequences, after_sampled)
-    ids = sequences.ids[kept]
+    ids, routing = sequences.ids[kept], routing_of(model.get_decoder())
+    routes = None if routing is None or sequences.routes is None else sequences.routes[kept]
     if stock_forward.runs_separately(model.get_decoder()):
         row_of = torch.zeros_like(sequences.ids).index_copy(0, kept, torch.arange(len(kept), device=kept.device))
-        return PackedStates(stock_forward.separate_states(model.get_decoder(), to(ids), start), to(row_of))
+        routes = None if routes is None else to(routes)
+        return PackedStates(stock_forward.separate_states(model.get_decoder(), to(ids), start, routes), to(row_of))
     # Stock norms round gradients to float32 even in a float64 model, and rounding a sum differs from summing the rounded
     # terms. float64 is chosen for exactness, so it shares no prefixes.
-    prefixes = SharedPrefixes.unshared(ids) if model.dtype == torch.float64 else SharedPrefixes.of(ids, start)
+    unshared = model.dtype == torch.float64
+    prefixes = SharedPrefixes.unshared(ids) if unshared else SharedPrefixes.of(distinct_positions(ids, routes), start)
     row_of = torch.zeros_like(sequences.ids).index_copy(0, kept, prefixes.row_of)
     decoder, layout = model.get_decoder(), _attention_layout(start, prefixes, model, to)
     ids, position = ids[prefixes.computed], position[prefixes.computed]
@@ -198,7 +202,8 @@ def packed_states(
         return PackedStates(layers(ids, position, layout, rows), index_of[row_of])
     if layers is not None:
         return PackedStates(layers(ids, position, layout), row_of)
-    out = decoder(input_ids=ids[None], position_ids=position[None], use_cache=False, layout=layout)
+    with forced_routes(decoder, None if routes is None else to(routes[prefixes.computed])):
+        out = decoder(input_ids=ids[None], position_ids=position[None], use_cache=False, layout=layout)
     return PackedStates(out.last_hidden_state[0], row_of)
 
 
@@ -238,8 +243,11 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
 def enable_checkpointing(model: PreTrainedModel) -> None:
     """Enable activation checkpointing: keep only each layer's input and recompute the layer in the backward pass."""
     llama_layers.enable_recompute(model.get_decoder())
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if (routing := routing_of(model.get_decoder())) is not None:
+        options["context_fn"] = routing.recompute_contexts
     for layer in decoder_layers(model):  # also in the stock forward, which may be the fallback
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(checkpoint, layer.forward, **options)
 
 
 def lm_head(model: PreTrainedModel) -> nn.Linear:
@@ -266,6 +274,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Choose how this model runs packed sequences, and verify on random ids that its logits do not change: our attention
     layouts where they reproduce them, else its own forward on one sequence at a time."""
     attention_interface.use_eager_attention(model)  # the model's own choice may not support float32
+    attach_routing(model)
     lengths = (5, 12, 9)
     head = lm_head(model)
     device, generator = head.weight.device, torch.Generator().manual_seed(0)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from turnwise.engines.expert_routing import forced_routes
+
 SEPARATE, OWN_HEAD = "_turnwise_separate", "_turnwise_own_head"
 PROBE_SCALES = (1.0, 1000.0)  # a soft cap of 30 does nothing to the small logits of random weights
 
@@ -27,15 +29,18 @@ def runs_separately(decoder: nn.Module) -> bool:
     return getattr(decoder, SEPARATE, False)
 
 
-def separate_states(decoder: nn.Module, ids: Tensor, start: Tensor) -> Tensor:
-    """Inputs of the LM head at every position, [L, D]. Sequences of equal length share a pass: they need no padding."""
-    parts = ids.split(start.diff().tolist())
+def separate_states(decoder: nn.Module, ids: Tensor, start: Tensor, routes: Tensor | None = None) -> Tensor:
+    """Inputs of the LM head at every position, [L, D]. Sequences of equal length share a pass: they need no padding.
+    ``routes`` [L, experts]: what the routers must choose."""
+    lengths = start.diff().tolist()
+    parts, forced = ids.split(lengths), None if routes is None else routes.split(lengths)
     by_length: dict[int, list[int]] = {}
     for n, part in enumerate(parts):
         by_length.setdefault(len(part), []).append(n)
     states: dict[int, Tensor] = {}
     for members in by_length.values():
-        out = decoder(input_ids=torch.stack([parts[n] for n in members]), use_cache=False)
+        with forced_routes(decoder, None if forced is None else torch.cat([forced[n] for n in members])):
+            out = decoder(input_ids=torch.stack([parts[n] for n in members]), use_cache=False)
         states |= dict(zip(members, out.last_hidden_state))
     return torch.cat([states[n] for n in range(len(parts))])
 

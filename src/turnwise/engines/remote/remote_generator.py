@@ -288,6 +288,7 @@ class RemoteSession:
             [*done.version, *part.version],
             part.stop,
             entropy=entropy if len(entropy) == len(tokens) else (),
+            routes=part.routes,  # of all positions, those before this part too
         )
         if not (sampling.stop and done.tokens):
             return joined
@@ -325,7 +326,8 @@ class RemoteSession:
 def _cut(done: Completion, size: int) -> Completion:
     """The first ``size`` tokens, which end with a stop string."""
     lists: Any = {name: list(getattr(done, name))[:size] for name in ("tokens", "logp", "mass", "version", "entropy")}
-    return replace(done, stop=Stop.STRING, **lists)
+    routes = done.routes[: max(0, len(done.routes) - len(done.tokens) + size)]
+    return replace(done, stop=Stop.STRING, routes=routes, **lists)
 
 
 def has_vllm(replicas: Sequence[Replica]) -> bool:

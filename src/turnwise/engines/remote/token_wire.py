@@ -5,6 +5,7 @@ The names are vLLM's. What only our server understands (``client``, ``session``)
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ def read_part(value: Any, stop_ids: frozenset[int]) -> SampledPart:
     logp, size = _logprobs(choice.get("logprobs"), tokens), len(tokens)
     mass, entropy = _floats(ours.get("mass"), size, "mass"), _floats(ours.get("entropy"), size, "entropy")
     stop = _stop(choice, tokens, stop_ids)
-    done = Completion(tokens, logp, mass or [0.0] * size, [0] * size, stop, entropy=entropy)
+    routes = _routes(ours.get("routes"))
+    done = Completion(tokens, logp, mass or [0.0] * size, [0] * size, stop, entropy=entropy, routes=routes)
     return SampledPart(done, _versions(choice.get("weight_versions"), size))
 
 
@@ -82,6 +84,20 @@ def _floats(value: Any, size: int, name: str) -> list[float]:
     if not isinstance(value, list) or len(value) != size:
         raise ServerFault(f"the reply holds {name} of another length than its tokens")
     return [float(x) for x in value]
+
+
+def _routes(value: Any) -> list[bytes]:
+    """The experts at every position that was read, where the server's model has routers."""
+    if value is None:
+        return []
+    try:
+        rows, data = int(value["rows"]), base64.b64decode(value["data"], validate=True)
+    except (TypeError, KeyError, ValueError) as fault:
+        raise ServerFault("the reply holds routes of experts that cannot be read") from fault
+    if rows < 1 or not data or len(data) % (2 * rows):
+        raise ServerFault(f"the reply holds {len(data)} bytes of routes for {rows} positions")
+    width = len(data) // rows
+    return [data[n : n + width] for n in range(0, len(data), width)]
 
 
 def _versions(spans: Any, size: int) -> tuple[str, ...]:

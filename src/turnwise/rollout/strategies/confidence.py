@@ -183,7 +183,8 @@ LISTS = ("tokens", "logp", "mass", "version", "entropy", "confidence")
 
 def _first(part: Completion, count: int) -> Completion:
     lists: Any = {name: list(getattr(part, name))[:count] for name in LISTS}
-    return replace(part, stop=Stop.LENGTH, **lists)
+    routes = part.routes[: max(0, len(part.routes) - len(part.tokens) + count)]
+    return replace(part, stop=Stop.LENGTH, routes=routes, **lists)
 
 
 def _joined(parts: Sequence[Completion]) -> Completion:

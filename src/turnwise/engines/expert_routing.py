@@ -1,0 +1,231 @@
+"""The routers of a mixture of experts: record the experts they choose, or make them choose recorded ones.
+
+A router scores all experts, keeps the k best with ``torch.topk`` and turns their scores into gate weights. Only the result of
+``topk`` is replaced; the model's own code does the rest. So gate weights follow the present router, its gradient flows, and
+every family keeps its own formula (softmax before or after the choice, sigmoid, a bias for balance).
+
+The routers are found by a forward pass that watches who calls ``topk``. The state is an attribute of the decoder, so that
+copies (a reference, a critic's trunk, the generator's model) have their own. Knows neither batches nor caches.
+
+Legend: N rows of a forward pass, R routers in the order of the layers, k experts for each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from turnwise.errors import SettingError
+
+log = logging.getLogger(__name__)
+
+ATTRIBUTE, OFF = "_turnwise_expert_routing", "_turnwise_free_routing"
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configurations
+TOP_K = (torch.topk, Tensor.topk)
+PROBE_IDS = 5
+FREE = -1  # in place of an expert: the router chooses itself
+BYTE = 256
+
+
+class ExpertRouting:
+    """What the routers of one model do in its forward passes: choose, choose and record, or choose what was recorded."""
+
+    def __init__(self, routers: int, experts: int, k: int) -> None:
+        self.routers, self.experts, self.k = routers, experts, k
+        self.told_missing = False  # that records of a policy lack its routes
+        self._chosen: dict[int, Tensor] | None = None
+        self._forced: Tensor | None = None  # [N, R, k]
+
+    @property
+    def width(self) -> int:
+        """Experts of one position: R · k."""
+        return self.routers * self.k
+
+    @property
+    def active(self) -> bool:
+        return self._chosen is not None or self._forced is not None
+
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[], Tensor]]:
+        """Record the choices of one forward pass; the function returns them, [N, R · k] int16."""
+        chosen: dict[int, Tensor] = {}
+        self._chosen = chosen
+        try:
+            yield lambda: torch.stack([chosen[n] for n in range(self.routers)], 1).flatten(1)
+        finally:
+            self._chosen = None
+
+    @contextmanager
+    def forcing(self, routes: Tensor | None) -> Iterator[None]:
+        """Make the routers choose ``routes`` [N, R · k] or [N, R, k]; ``FREE`` leaves the choice to them, None all choices."""
+        if routes is not None and routes[0].numel() != self.width:
+            raise SettingError(
+                f"records name {routes[0].numel()} experts for each position, and this model has {self.routers} routers that "
+                f"choose {self.k}: another model sampled them"
+            )
+        before, self._forced = (
+            self._forced,
+            None if routes is None else routes.unflatten(-1, (-1, self.k)).flatten(1, -2),
+        )
+        try:
+            yield
+        finally:
+            self._forced = before
+
+    def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For activation checkpointing: a recomputation, which runs after ``forcing`` has ended, is forced as now."""
+        return nullcontext(), self.forcing(self._forced)
+
+    def choose(self, router: int, scores: Tensor, best: Any) -> Any:
+        """The result of ``topk`` over ``scores`` [N, experts], replaced where experts are forced."""
+        if self._forced is not None:
+            forced = self._forced[:, router].to(best.indices.dtype)
+            if len(forced) != len(scores):
+                raise SettingError(f"a router reads {len(scores)} positions, and {len(forced)} are recorded")
+            index = torch.where(forced == FREE, best.indices, forced)
+            best = type(best)((scores.gather(-1, index), index))
+        if self._chosen is not None:
+            self._chosen[router] = best.indices.to(torch.int16)
+        return best
+
+
+class _WatchTopK(TorchFunctionMode):
+    """Calls ``seen(scores, best)`` with every ``topk`` over all experts, which returns what the caller gets."""
+
+    def __init__(self, experts: int, seen: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.experts, self.seen = experts, seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in TOP_K:
+            return out
+        scores: Tensor = args[0] if args else kwargs["input"]
+        return self.seen(scores, out) if scores.dim() == 2 and scores.shape[1] == self.experts else out
+
+
+def _routed_forward(forward: Callable[..., Any], routing: ExpertRouting, router: int, *args: Any, **kwargs: Any) -> Any:
+    if not routing.active:
+        return forward(*args, **kwargs)
+    with _WatchTopK(routing.experts, partial(routing.choose, router)):
+        return forward(*args, **kwargs)
+
+
+# ------------------------------------------------------------------ finding routers
+
+
+def routing_of(decoder: nn.Module) -> ExpertRouting | None:
+    """The routing that ``attach_routing`` gave this decoder; None without routers."""
+    routing: ExpertRouting | None = getattr(decoder, ATTRIBUTE, None)
+    return routing
+
+
+def free_routing(model: PreTrainedModel) -> None:
+    """Let the routers of this model choose for themselves, here and in its copies: nothing is recorded or forced."""
+    setattr(model.get_decoder(), OFF, True)
+
+
+def forced_routes(decoder: nn.Module, routes: Tensor | None) -> AbstractContextManager[None]:
+    """Make the routers of this decoder choose ``routes`` [N, R · k]; None: what they choose themselves."""
+    routing = routing_of(decoder)
+    return nullcontext() if routing is None or routes is None else routing.forcing(routes)
+
+
+def attach_routing(model: PreTrainedModel) -> ExpertRouting | None:
+    """Find the routers of a model and let its forward passes record or force them; None where it has none. The model must run
+    its own attention."""
+    decoder: Any = model.get_decoder()
+    if (routing := routing_of(decoder)) is not None:
+        return routing
+    experts = _expert_count(model)
+    if experts < 2 or getattr(decoder, OFF, False):
+        return None
+    try:
+        routers = _find_routers(decoder, experts)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as fault:
+        log.warning("the routers of %s are not recorded: %s", type(model).__name__, fault)
+        return None
+    if len({k for _, k in routers}) != 1:
+        log.warning("the routers of %s are not recorded: they choose no fixed number", type(model).__name__)
+        return None
+    routing = ExpertRouting(len(routers), experts, routers[0][1])
+    for number, (router, _) in enumerate(routers):
+        router.forward = partial(_routed_forward, router.forward, routing, number)
+    setattr(decoder, ATTRIBUTE, routing)
+    return routing
+
+
+def _expert_count(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    places = (config, getattr(config, "ffn_config", None))
+    counts = [getattr(place, name, None) for place in places for name in EXPERT_COUNTS]
+    return max([count for count in counts if isinstance(count, int)], default=0)
+
+
+@torch.no_grad()
+def _find_routers(decoder: nn.Module, experts: int) -> list[tuple[nn.Module, int]]:
+    """The modules that choose among the experts, and how many each chooses, in the order in which they run."""
+    running: list[nn.Module] = []
+    routers: dict[nn.Module, int] = {}
+
+    def seen(scores: Tensor, best: Any) -> Any:
+        if len(scores) == PROBE_IDS and running:
+            routers[running[-1]] = best.indices.shape[1]
+        return best
+
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    hooks = [h for m in decoder.modules() for h in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
+    try:
+        ids = torch.arange(PROBE_IDS, device=next(decoder.parameters()).device)[None]
+        with _WatchTopK(experts, seen):
+            decoder(input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(routers.items())
+
+
+# ------------------------------------------------------------------ formats
+
+
+def as_rows(routes: Tensor) -> list[bytes]:
+    """Recorded choices [N, R · k] as the records hold them: a row of little-endian int16 for each position."""
+    data = routes.to("cpu", torch.int16).contiguous().numpy().astype("<i2", copy=False)
+    return [row.tobytes() for row in data]
+
+
+def as_cache_entries(routes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Choices as numbers that bfloat16 holds exactly: high and low bytes."""
+    return (routes // BYTE).to(dtype), (routes % BYTE).to(dtype)
+
+
+def from_cache_entries(high: Tensor, low: Tensor) -> Tensor:
+    return (high.to(torch.int16) * BYTE + low.to(torch.int16)).to(torch.int16)
+
+
+def distinct_positions(ids: Tensor, routes: Tensor | None) -> Tensor:
+    """Ids [L] that are equal only where the recorded choices are equal too: a shared prefix is computed once, in one way."""
+    if routes is None:
+        return ids
+    numbers: dict[tuple[int, bytes], int] = {}
+    pairs = zip(ids.tolist(), as_rows(routes))
+    return torch.tensor([numbers.setdefault(pair, len(numbers)) for pair in pairs], dtype=ids.dtype, device=ids.device)
+
+
+__all__ = [
+    "ExpertRouting", "as_cache_entries", "as_rows", "attach_routing", "distinct_positions", "forced_routes", "free_routing",
+    "from_cache_entries", "routing_of",
+]  # fmt: skip
