@@ -133,8 +133,17 @@ def chosen_items(mutant: Mutant, items: list[Any]) -> list[Any]:
     mine = [item for item in items if changed_names(mutant) & (words[item] | mentioned[item])]
     mine += [item for name in methods for item in items if name in words[item] | mentioned[item]]
     free = [item for item in items if not words[item] & set(recipes.METHODS)]
+    room, _, file = mutant.file[:-3].rpartition("/")
+    near = {item.module for item in items if _imports(item.module, f"turnwise.{room}.{file}")}
+    mine += [item for item in items if item.module in near and item.module.__name__ != "test_contract"]
     ordered = sorted(dict.fromkeys(mine), key=lambda item: "contract_packing" in item.name)
     return list(dict.fromkeys([*ordered, *free]))
+
+
+@functools.cache
+def _imports(module: Any, name: str) -> bool:
+    """Whether a file of tests imports the changed module or something of it."""
+    return any(getattr(v, "__module__", None) == name or getattr(v, "__name__", None) == name for v in vars(module).values())
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from support.batches import from_oracle, records_of
 
 from turnwise import recipes
 from turnwise.algebra import diagnostics
+from turnwise.algebra.adaptive_clip import BalancedClip
 from turnwise.algebra.factor import DampEntropyChange
 from turnwise.algebra.mask import OneSided
 from turnwise.algebra.piece import MicroBatchView, StepView
@@ -25,10 +26,11 @@ from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import Signal
 from turnwise.credit.forks import ForkTree
 from turnwise.credit.metrics import measure_credit
-from turnwise.credit.preference import LabelledPairs, LogRatioScore, ranking_metrics
+from turnwise.credit.preference import LabelledPairs, LogRatioScore, chosen_and_rejected, ranking_metrics
 from turnwise.credit.same_state import SameRecentStates
 from turnwise.credit.segments import AmplifiedPositive
 from turnwise.credit.tail_risk import LEVELS, TailRisk
+from turnwise.credit.tracker import Solved
 from turnwise.credit.trajectories import FallbackAboveLimit
 
 
@@ -92,6 +94,28 @@ def test_a_tie_is_ranked_right_and_not_preferred():
     found = ranking_metrics(view, LabelledPairs(), LogRatioScore(reference=False))
     told = {name: value.at(GROUP).x.tolist() for name, value in found.items()}
     assert told == {"pairs": [1.0], "margin": [0.0], "accuracy": [0.0], "ranking": [1.0], "ranking/mean": [1.0]}
+
+
+def test_who_is_in_no_pair_counts_on_neither_side():
+    batch, _ = rows_of(0.0, 0.0, 0.0, 0.0)
+    score = batch.tree.field(TRAJECTORY, (1.0, 2.0, 4.0, 8.0), torch.float64)
+    sign = batch.tree.field(TRAJECTORY, (1.0, 0.0, -1.0, 0.0), torch.float64)
+    assert [side.x.tolist() for side in chosen_and_rejected(score, sign)] == [[1.0], [4.0]]
+
+
+def test_without_a_verdict_a_positive_return_is_a_success():
+    batch, _ = rows_of(0.0, 0.5, -1.0, 0.0)
+    batch = replace(batch, success=batch.tree.field(TRAJECTORY, (math.nan, math.nan, math.nan, 1.0), torch.float64))
+    assert Solved()(batch).x.tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_share_that_is_reached_exactly_widens_no_bound():
+    batch, _ = rows_of(0.0, 0.0)
+    tokens = lambda value: batch.tree.full(TOKEN, value, torch.float64)  # noqa: E731
+    for share, high in ((0.0, 1.2), (0.5, 3.0)):
+        piece = BalancedClip(share=share)
+        planned = piece.plan(StepView(batch, {}, tokens(1.0), tokens(-1.0)))
+        assert float(planned[piece, "high"].item) == pytest.approx(high)
 
 
 def test_an_unknown_state_has_no_peers():
