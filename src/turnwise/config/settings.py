@@ -26,7 +26,7 @@ AT_LEAST_ZERO = (
 CHOICES = {
     "schedule": ("constant", "linear", "cosine"),
     "critic": ("shared", "separate"),
-    "dtype": ("auto", "float32", "bfloat16", "float64", "fp8"),
+    "dtype": ("auto", "float32", "bfloat16", "float64", "fp8", "nf4"),
     "rollout_dtype": ("auto", "float32", "bfloat16", "float16", "fp8"),
     "judge_mode": ("each", "group"),
 }
@@ -198,7 +198,7 @@ class Settings:
     dtype: str = setting(
         "auto",
         "precision of the learner's matrix products: float32, bfloat16, fp8 (as in fp8 rollouts), "
-        "or auto: bfloat16 on a GPU, else float32",
+        "nf4 (auto, with frozen weights in 4 bits beside --lora-rank), or auto: bfloat16 on a GPU, else float32",
     )
     recompute: bool = setting(
         False, "gradient checkpointing: recompute layers in the backward pass (less memory, more time)"

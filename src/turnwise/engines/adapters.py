@@ -22,6 +22,26 @@ class Adapter:
     scale: float
 
 
+class WeightsMadeWhenRead(Mapping[str, Tensor]):
+    """Weights by name, of which some are made when they are read."""
+
+    def __init__(self, plain: Mapping[str, Tensor], made: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._plain, self._made = plain, made
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._plain[name] if name in self._plain else self._made[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._plain or name in self._made
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._plain
+        yield from self._made
+
+    def __len__(self) -> int:
+        return len(self._plain) + len(self._made)
+
+
 class AdaptedWeights(Mapping[str, Tensor]):
     """Merged weights by the base model's parameter names, each made when it is read: all at once they would take the memory of
     a second model in float32. ``adapters`` holds those that a generator can apply without merging, by the name of the weight."""
@@ -44,6 +64,9 @@ class AdaptedWeights(Mapping[str, Tensor]):
         with torch.no_grad():
             weight = self.base[name]
             return weight + self._deltas[name]() if name in self._deltas else weight
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.base
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.base)

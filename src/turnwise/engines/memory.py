@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from turnwise.engines.kernels.four_bit import BYTES_EACH
+
 STORED_HIDDEN, STORED_MLP = 5.5, 3.0
 RECOMPUTED_HIDDEN, RECOMPUTED_MLP = 2.0, 1.5  # the same where layers are recomputed
 MASTER = 4  # bytes of a trained weight, of its gradient, and of each of Adam's two moments
@@ -27,6 +29,7 @@ class ModelShape:
     hidden: int
     mlp: int  # width of the MLP, of all experts that one id passes
     kv: int  # numbers that one id keeps in the cache of a layer: keys and values
+    embeddings: int = 0  # parameters of the embedding and of a head of its own
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> ModelShape:
@@ -37,12 +40,19 @@ class ModelShape:
         experts = number("num_experts_per_tok", "num_experts_per_token") or 1
         mlp = experts * number("moe_intermediate_size") or number("intermediate_size", "n_inner") or 4 * hidden
         kv = 2 * head * (number("num_key_value_heads") or heads)
-        return cls(parameters, number("num_hidden_layers", "n_layer"), hidden, mlp, kv)
+        tables = 1 if getattr(config, "tie_word_embeddings", False) else 2
+        embeddings = min(parameters, tables * hidden * number("vocab_size"))
+        return cls(parameters, number("num_hidden_layers", "n_layer"), hidden, mlp, kv, embeddings)
 
     def adapter_parameters(self, rank: int) -> int:
         """Roughly: two matrices of ``rank`` beside each product of a layer."""
         widths = 4 * 2 * self.hidden + 3 * (self.hidden + self.mlp)
         return rank * self.layers * widths
+
+    def packed(self, compute: int) -> int:
+        """Bytes of the frozen weights in 4 bits, and of the largest product's weight while it is dequantised."""
+        layers = int((self.parameters - self.embeddings) * BYTES_EACH)
+        return layers + self.embeddings * compute + 2 * self.hidden * self.mlp * compute
 
     def activations(self, ids: int, bytes_each: int, recompute: bool) -> int:
         """Of one micro-batch."""
@@ -67,16 +77,18 @@ class MemoryPlan:
     recompute: bool = False
     offload: bool = False
     shared_weights: bool = False  # the generator reads the learner's weights
+    four_bit: bool = False  # frozen weights of linear layers in 4 bits, beside adapters
     models: int = 0  # frozen models of the same size beside the policy: reference, teacher
 
     def parts(self) -> dict[str, int]:
         """Bytes by name, in the order of a table."""
         s = self.shape
         trained = s.adapter_parameters(self.lora_rank) if self.lora_rank else s.parameters
-        frozen = self.compute if self.lora_rank else 0
+        frozen = s.parameters * self.compute if self.lora_rank else 0
+        frozen = s.packed(self.compute) if self.four_bit else frozen
         rounded = self.compute if self.compute < MASTER and not self.lora_rank else 0
         return {
-            "weights": trained * MASTER + s.parameters * frozen,
+            "weights": trained * MASTER + frozen,
             "weights in compute precision": s.parameters * rounded,
             "gradients": trained * MASTER,
             "optimizer moments": 0 if self.offload else 2 * trained * MASTER,

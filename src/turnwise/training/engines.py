@@ -210,7 +210,7 @@ def make_cold_start_learner(settings: Settings, model: PreTrainedModel, steps: i
         schedule="cosine",
         total_steps=steps,
         positions=ids_per_micro_batch(settings),
-        dtype=settings.dtype,
+        dtype="auto" if settings.dtype == "nf4" else settings.dtype,  # every weight is trained
     )
     return LocalLearner(model, cold_settings, device=select_device(settings))
 

@@ -38,6 +38,7 @@ def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
         recompute=settings.recompute,
         offload=settings.offload and device.type == "cuda",
         shared_weights=device.type == "cpu" and settings.staleness == 0 and not settings.lora_rank,
+        four_bit=LearnerSettings(dtype=settings.dtype).four_bit,
         models=len(wanted) + bool(settings.teacher),
     )
 
@@ -83,6 +84,7 @@ def _advice(plan: MemoryPlan) -> str:
     trained = sum(parts[name] for name in ("weights", "gradients", "optimizer moments"))
     savings = {
         "--lora-rank 16": 0 if plan.lora_rank else trained,
+        "--dtype nf4": parts["weights"] * 2 // 3 if plan.lora_rank and not plan.four_bit else 0,
         "--offload": 0 if plan.offload or plan.lora_rank else parts["optimizer moments"],
         "a smaller --context or fewer --slots": parts["KV cache"],
         "--recompute": 0 if plan.recompute else parts["activations"],

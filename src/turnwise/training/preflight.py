@@ -32,7 +32,7 @@ from turnwise.training.scoring import check_reward_functions
 if TYPE_CHECKING:
     from turnwise.recipes.recipe import Recipe
 
-TINY = "tiny"
+TINY, FOUR_BIT = "tiny", "nf4"
 TRACKERS = ("tensorboard", *SERVICES)
 TEMPLATES = ("chatml",)
 DEVICES = r"auto|(cpu|cuda|mps|xpu)(:\d+)?"
@@ -116,6 +116,22 @@ def _check_packages(settings: Settings) -> None:
             raise SettingError(f"tracking with {tracker} needs it installed: pip install 'turnwise[{tracker}]'")
     if settings.lora_rank and importlib.util.find_spec("peft") is None:
         raise SettingError("lora_rank needs the package peft: pip install 'turnwise[peft]'; or write --lora-rank 0")
+    if settings.dtype == FOUR_BIT:
+        _check_four_bit(settings)
+
+
+def _check_four_bit(settings: Settings) -> None:
+    if not settings.lora_rank:
+        raise SettingError(
+            "dtype nf4 keeps frozen weights in 4 bits, and without adapters every weight is trained; write --lora-rank 16, or "
+            "--dtype auto"
+        )
+    if settings.ranks > 1:
+        raise SettingError(
+            f"dtype nf4 works in one process, and ranks is {settings.ranks}; write --ranks 1 or --dtype auto"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise SettingError("dtype nf4 needs bitsandbytes: pip install 'turnwise[quantized]'; or write --dtype auto")
 
 
 def check_model_name(name: str) -> None:

@@ -1,4 +1,4 @@
-"""A learner's linear layers, forward and backward, in the weights' own dtype or rounded to fp8.
+"""A learner's linear layers, forward and backward, in the weights' own dtype, rounded to fp8 or dequantised from 4 bits.
 
 Legend: L rows, d inputs, n outputs. Weights are [n, d], as ``nn.Linear`` stores them. Knows weights; no layers or models.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from turnwise.engines.kernels.decode_reference import dequantise, quantise
+from turnwise.engines.kernels.four_bit import FourBitWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,19 +38,20 @@ class EmulatedFp8Weight:
         return dequantise(self.data, self.scale).to(self.data.dtype)
 
 
-Weight = Tensor | EmulatedFp8Weight
+Weight = Tensor | EmulatedFp8Weight | FourBitWeight
 
 
 def linear(h: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """h Wᵀ + b in the dtype of h."""
     if isinstance(weight, EmulatedFp8Weight):
         return weight.matmul(h) if bias is None else weight.matmul(h) + bias
+    weight = weight.dequantised() if isinstance(weight, FourBitWeight) else weight
     return torch.mm(h, weight.t()) if bias is None else torch.addmm(bias, h, weight.t())
 
 
 def input_gradient(d: Tensor, weight: Weight) -> Tensor:
     """d W: the gradient of the input. Rounding is treated as the identity (straight-through)."""
-    return torch.mm(d, weight.dequantised() if isinstance(weight, EmulatedFp8Weight) else weight)
+    return torch.mm(d, weight if isinstance(weight, Tensor) else weight.dequantised())
 
 
 def quantised_input(h: Tensor, weight: Weight) -> Tensor:

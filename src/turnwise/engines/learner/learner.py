@@ -28,6 +28,7 @@ from turnwise.core.protocols import ObjectiveProtocol, ScalesProtocol
 from turnwise.core.signals import WITH_GRADIENT, Signal
 from turnwise.engines.capture import using_gpu
 from turnwise.engines.kernels.dispatch import limit_host_threads
+from turnwise.engines.kernels.four_bit import packed_layers
 from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward, route_replay
 from turnwise.engines.learner.layer_noise import LayerNoiseHooks
 from turnwise.engines.learner.optimizer import LearnerSettings
@@ -64,6 +65,8 @@ class LocalLearner:
         limit_host_threads(self.device)
         self.dtype = self.settings.compute_dtype(self.device)
         self.master = torch.float64 if self.dtype == torch.float64 else torch.float32
+        if self.settings.four_bit:
+            lora.quantise_frozen(model, self.settings.lora_rank, self.dtype, self.device)
         model.to(device=self.device, dtype=self.master)  # type: ignore[call-arg]
         self.model = packed_forward.prepare(model.eval())
         if self.settings.lora_rank:
@@ -134,12 +137,14 @@ class LocalLearner:
 
     @property
     def parameter_count(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        packed = sum(m.in_features * m.out_features for m in packed_layers(self.model).values())
+        return packed + sum(p.numel() for p in self.model.parameters())
 
     def describe(self) -> str:
         """The execution path, for a log."""
         compute, master = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.master))
         layers = llama_layers.describe(self.model.get_decoder()) + route_replay.describe(self.model)
+        layers += ", frozen weights in 4 bits" if self.settings.four_bit else ""
         return f"{layers}, {compute} on {self.device.type}" + (f", weights {master}" if master != compute else "")
 
     @property

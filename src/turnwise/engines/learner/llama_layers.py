@@ -27,6 +27,7 @@ from turnwise.engines.kernels import reference as plain
 from turnwise.engines.kernels.cpu import layers as native
 from turnwise.engines.kernels.decode_reference import dequantise, quantise
 from turnwise.engines.kernels.dispatch import attention_for, compute_dtype, ops_for
+from turnwise.engines.kernels.four_bit import FourBitLinear, FourBitWeight, packed_layers
 from turnwise.engines.kernels.fp8 import EmulatedFp8Weight, Weight
 from turnwise.engines.learner import lora
 from turnwise.engines.learner.cuda_graphs import CapturedLayers
@@ -65,6 +66,7 @@ class LlamaLayers:
         # keep the residual stream and attention's output (on other paths a layer's input); compute the rest again
         self.recompute = getattr(decoder, RECOMPUTE_FLAG, False)
         self.fp8 = getattr(decoder, FP8_FLAG, False)  # round the layers' matrix products to fp8
+        self.four_bit = bool(packed_layers(decoder))  # frozen weights are dequantised for each product
         self.weights = list(decoder.parameters())
         self.captured = CapturedLayers(self.weights)
         self.frozen = {layer: fused for layer in decoder.layers if (fused := _fused_in_place(layer)) is not None}
@@ -87,7 +89,7 @@ class LlamaLayers:
             return "forward hooks on its layers"
         linears = [m for name, m in decoder.named_modules() if name.endswith("_proj")]
         by_hand = getattr(decoder, ADAPTERS_FLAG, False)
-        plain_layers = all(type(m) is nn.Linear or (by_hand and lora.is_plain(m)) for m in linears)
+        plain_layers = all(type(m) in (nn.Linear, FourBitLinear) or (by_hand and lora.is_plain(m)) for m in linears)
         return "" if plain_layers else "projections that are not plain linear layers"
 
     def describe(self) -> str:
@@ -96,7 +98,8 @@ class LlamaLayers:
         fp8 = ", weights rounded to fp8" if self.fp8 else ""
         if ops in (plain, native):
             return ("plain kernels" if ops is plain else "C kernels") + fp8
-        graphs = "CUDA graphs" if self.captured.enabled and not self.recompute else "no CUDA graphs"
+        captured = self.captured.enabled and not self.recompute and not self.four_bit
+        graphs = "CUDA graphs" if captured else "no CUDA graphs"
         flash = "" if attention_for(self.weights[0], self.size) else ", flash attention of PyTorch"
         return f"Triton kernels{flash}, {graphs}" + fp8
 
@@ -110,7 +113,7 @@ class LlamaLayers:
     def __call__(self, ids: Tensor, position: Tensor, layout: LayerLayout, rows: Tensor | None = None) -> Tensor:
         """ids and position [L] -> inputs of the LM head [L, d], in the compute dtype; with ``rows``, only theirs. With a
         variable-length layout, ids, positions and layout are on the host."""
-        if rows is None and isinstance(layout, VarlenAttention) and not self.recompute:
+        if rows is None and isinstance(layout, VarlenAttention) and not self.recompute and not self.four_bit:
             kind = (compute_dtype(self.weights[0]), self.adapted)
             states = self.captured(self._forward, kind, ids, position, layout)
             if states is not None:
@@ -197,10 +200,13 @@ class LlamaLayers:
     ) -> Projection:
         """``frozen``: the modules' weights, fused already."""
         layers = [lora.base_layer(m) for m in modules]
-        weights = tuple(weight_of(m.weight) for m in layers)
         biases = tuple(weight_of(m.bias) for m in layers if m.bias is not None)
-        if frozen is not None and frozen.dtype == dtype and not self.fp8:
-            fused: Weight = frozen
+        packed = [m for m in layers if isinstance(m, FourBitLinear)]
+        weights = tuple(m.sizes() if isinstance(m, FourBitLinear) else weight_of(m.weight) for m in layers)
+        if packed:
+            fused: Weight = FourBitWeight(tuple(m.matrix for m in packed), dtype)
+        elif frozen is not None and frozen.dtype == dtype and not self.fp8:
+            fused = frozen
         else:
             fused = (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
             fused = self._rounded(fused) if self.fp8 else fused
@@ -210,6 +216,8 @@ class LlamaLayers:
 def _fused_in_place(layer: Any) -> tuple[Tensor, Tensor] | None:
     """Frozen weights of q, k, v and of gate, up as one tensor each, of which the layers' own become views; None: the layer trains
     weights, or keeps them in the dtype of the sums."""
+    if packed_layers(layer):
+        return None
     groups = [
         [lora.base_layer(m).weight for m in modules]
         for modules in (

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from turnwise.engines.adapters import AdaptedWeights, Adapter
+from turnwise.engines.adapters import AdaptedWeights, Adapter, WeightsMadeWhenRead
+from turnwise.engines.kernels.four_bit import FourBitLinear, packed_layers, quantise_linear_layers
 from turnwise.errors import SettingError
 
 ADAPTER, BASE = "default", ".base_layer"
@@ -63,6 +66,17 @@ def _inject(model: PreTrainedModel, rank: int, alpha: float, excluded: list[str]
     peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
 
 
+def quantise_frozen(model: PreTrainedModel, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Keep the decoder's linear layers in 4 bits, from before ``inject``: adapters are trained beside what is dequantised."""
+    if not rank:
+        raise SettingError(
+            "dtype nf4 keeps frozen weights in 4 bits, and without adapters every weight is trained; write --lora-rank 16, or "
+            "--dtype auto"
+        )
+    if not quantise_linear_layers(model.get_decoder(), dtype, device):
+        raise SettingError(f"{type(model).__name__} has no linear layers to keep in 4 bits; write --dtype auto")
+
+
 @contextmanager
 def disabled(model: PreTrainedModel) -> Iterator[None]:
     """Run the base model: adapters are bypassed inside this context."""
@@ -83,10 +97,30 @@ def disabled(model: PreTrainedModel) -> Iterator[None]:
 
 def merged(model: PreTrainedModel) -> AdaptedWeights:
     """Merged weights under the names the model had before ``inject``. Leaves the model unchanged."""
-    base = {name.replace(BASE, ""): p.detach() for name, p in model.named_parameters() if ".lora_" not in name}
+    base = _frozen_base(model)
     modules = {name: m for name, m in _adapted_modules(model).items() if name in base}
     adapters = {name: adapter for name, m in modules.items() if is_plain(m) and (adapter := adapter_of(m)) is not None}
     return AdaptedWeights(base, {name: _delta_of(m) for name, m in modules.items()}, adapters)
+
+
+_bases: weakref.WeakKeyDictionary[nn.Module, AdaptedWeights] = weakref.WeakKeyDictionary()
+
+
+def _frozen_base(model: PreTrainedModel) -> Mapping[str, Tensor]:
+    """The weights without their adapters. Packed ones are dequantised when they are read, and the mapping is always the same
+    object: a generator that knows it need not load it again."""
+    plain = {name.replace(BASE, ""): p.detach() for name, p in model.named_parameters() if ".lora_" not in name}
+    packed = {f"{name.replace(BASE, '')}.weight": m for name, m in packed_layers(model).items()}
+    if not packed:
+        return plain
+    if model not in _bases:
+        made = {name: partial(_weight_of, layer) for name, layer in packed.items()}
+        _bases[model] = AdaptedWeights(WeightsMadeWhenRead(plain, made), {})
+    return _bases[model]
+
+
+def _weight_of(layer: FourBitLinear) -> Tensor:
+    return layer.weight
 
 
 def _adapted_modules(model: PreTrainedModel) -> dict[str, Any]:
@@ -111,7 +145,11 @@ def _delta_of(module: Any) -> Callable[[], Tensor]:
 def is_plain(module: Any) -> bool:
     """Whether a module is a linear layer with one plain adapter: no bias of its own, no magnitudes, no dropout."""
     layer, factors = getattr(module, "base_layer", None), getattr(module, "lora_A", {})
-    if type(layer) is not nn.Linear or set(factors) != {ADAPTER} or getattr(module, "fan_in_fan_out", False):
+    if (
+        type(layer) not in (nn.Linear, FourBitLinear)
+        or set(factors) != {ADAPTER}
+        or getattr(module, "fan_in_fan_out", False)
+    ):
         return False
     linear = type(module.lora_A[ADAPTER]) is nn.Linear and type(module.lora_B[ADAPTER]) is nn.Linear
     variants = getattr(module, "lora_variant", None) or getattr(module, "use_dora", {}).get(ADAPTER)

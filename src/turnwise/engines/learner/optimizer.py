@@ -18,7 +18,7 @@ from turnwise.engines import compat
 from turnwise.errors import SettingError, nearest
 
 SCHEDULES = ("constant", "linear", "cosine")
-DTYPES = ("auto", "float32", "bfloat16", "float64", "fp8")
+DTYPES = ("auto", "float32", "bfloat16", "float64", "fp8", "nf4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,8 @@ class LearnerSettings:
     schedule: str = "constant"  # after the warm-up: constant, or decay to zero at total_steps: linear, cosine
     total_steps: int | None = None
     positions: int = 16384  # packed ids per micro-batch: affects memory, never the result
-    dtype: str = "auto"  # auto: float32 on CPU, bfloat16 with float32 weights on CUDA; fp8: auto with fp8 layers
+    # auto: float32 on CPU, bfloat16 with float32 weights on CUDA; fp8: auto with fp8 layers; nf4: auto with frozen 4-bit weights
+    dtype: str = "auto"
     lora_rank: int = 0  # 0 trains every weight
     lora_alpha: float | None = None  # None: twice the rank
     value_lr: float | None = None  # of the critic; None: lr
@@ -74,9 +75,14 @@ class LearnerSettings:
         """Whether the layers' matrix products are rounded to fp8, as an fp8 generator's are."""
         return self.dtype == "fp8"
 
+    @property
+    def four_bit(self) -> bool:
+        """Whether frozen weights are kept in 4 bits."""
+        return self.dtype == "nf4"
+
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """The compute dtype on this device."""
-        if self.dtype in ("auto", "fp8"):
+        if self.dtype in ("auto", "fp8", "nf4"):
             return torch.bfloat16 if device.type == "cuda" else torch.float32
         return getattr(torch, self.dtype)
 
