@@ -30,7 +30,7 @@ test: $(READY) lint
 	$(PYTEST) $(ARGS)
 
 extras: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning,docs,agents,gymnasium,minigrid,open-spiel,textarena,inspector]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning,docs,agents,gymnasium,minigrid,open-spiel,textarena,inspector,quantized]'
 
 quick: $(READY)
 	$(PYTEST) -m "$(QUICK)" -x $(ARGS)
