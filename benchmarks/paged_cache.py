@@ -1,8 +1,9 @@
 """The KV cache in pages against the cache in rows, on one GPU: kernels, throughput, and a load of long dialogues.
 
-    python benchmarks/paged_cache.py [--parts check gen1b gen8b long] [--repeats 3]
+    python benchmarks/paged_cache.py [--parts check same gen1b gen8b long] [--repeats 3]
 
 check   kernels over pages against their PyTorch reference, largest error relative to the largest value
+same    a small model in float32 and bfloat16: greedy tokens and log-probabilities of both layouts, with CUDA graphs
 gen1b   a model of 1.5 B parameters (random weights): 256 requests of 128 + 128 ids, both layouts
 gen8b   a model of 8 B parameters: 64 requests of 128 + 128 ids, both layouts
 long    1.5 B, 512 dialogues: prompts of heavy-tailed length up to 16,000 ids in groups of 4, 64 new ids each
@@ -11,17 +12,21 @@ long    1.5 B, 512 dialogues: prompts of heavy-tailed length up to 16,000 ids in
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import random
 import statistics
 import time
+from itertools import takewhile
 from typing import Any
 
 import torch
 from large_models import make
 
 from turnwise.bench.generation import local
+from turnwise.bench.models import small
 from turnwise.bench.workloads import Workload, equal
+from turnwise.core.records import Completion, Sampling
 from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.paged_cache import PAGE
@@ -62,6 +67,55 @@ def check() -> None:
         errors = [float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(*both)]
         print(f"check {H} heads, {K} key heads, {D}, {dtype}, context {context}: keys, values, decode, prefill off by "
               + ", ".join(f"{e:.1e}" for e in errors), flush=True)  # fmt: skip
+
+
+def same() -> None:
+    """Three turns of 48 dialogues in groups of four, greedy, with both layouts; the pages are few, so that some are evicted."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, found = small("llama").to("cuda"), []
+        for cache in (
+            ROWS,
+            CacheChoice(page=PAGE),
+            CacheChoice(page=PAGE, room=(80 * PAGE) * cache_column(model, dtype)),
+        ):
+            generator = LocalGenerator(
+                model, slots=48, context=512, stop_ids=(), device="cuda", dtype=dtype, cache=cache
+            )
+            found.append(asyncio.run(greedy_dialogues(generator)))
+            print(f"same: {generator.describe()}; preemptions {generator.stats()['preemptions']:.0f}", flush=True)
+        for name, other in zip(("pages", "few pages"), found[1:]):
+            pairs = [(a, b) for turns, again in zip(found[0], other) for a, b in zip(turns, again)]
+            equal_turns = sum(a.tokens == b.tokens for a, b in pairs)
+            common = [pair for a, b in pairs for pair in before_first_difference(a, b)]
+            worst = max(abs(p - q) for p, q in common)
+            print(f"same {dtype}, rows and {name}: {equal_turns} of {len(pairs)} turns equal, log-probabilities before "
+                  f"the first other token differ by at most {worst:.1e}", flush=True)  # fmt: skip
+
+
+def before_first_difference(a: Completion, b: Completion) -> list[tuple[float, float]]:
+    """Log-probabilities of both while they read the same ids."""
+    same_tokens = takewhile(lambda t: t[0] == t[1], zip(a.tokens, b.tokens, a.logp, b.logp))
+    return [(p, q) for _, _, p, q in same_tokens]
+
+
+def cache_column(model: Any, dtype: torch.dtype) -> int:
+    """Bytes of a column of the cache."""
+    c = model.config
+    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return 2 * c.num_hidden_layers * c.num_key_value_heads * head * dtype.itemsize
+
+
+async def greedy_dialogues(generator: LocalGenerator) -> list[list[Completion]]:
+    async def one(session: Any, number: int) -> list[Completion]:
+        dice, turns = random.Random(number // 4), []
+        ids = [dice.randrange(3, 500) for _ in range(40 + 5 * (number // 4))]
+        for _ in range(3):
+            turns.append(await session.generate(ids, Sampling(temperature=0, max_tokens=24 + number)))
+            ids = [*ids, *turns[-1].tokens, 3 + number, 7, 11]
+        session.close()
+        return turns
+
+    return list(await asyncio.gather(*(one(generator.open(n), n) for n in range(48))))
 
 
 def free() -> None:
@@ -139,11 +193,12 @@ def long_context(repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["check", "gen1b", "gen8b", "long"])
+    parser.add_argument("--parts", nargs="+", default=["check", "same", "gen1b", "gen8b", "long"])
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     work: dict[str, Any] = {
         "check": check,
+        "same": same,
         "gen1b": lambda: short("1b", 256, options.repeats),
         "gen8b": lambda: short("8b", 64, options.repeats),
         "long": lambda: long_context(options.repeats),

@@ -41,7 +41,7 @@ def _decode_attention(
     row = table + lane * pages
     c = tl.load(cos + column * D + d)
     s = tl.load(sin + column * D + d)
-    query = (head * G + g)[:, None] * D
+    query = (head * G + g % G)[:, None] * D
     q = rotated_head(base, query, active, c, s, qk_norm, eps, D, NORM).to(dtype)
     k = rotated_head(base, (H + head) * D, active, c, s, qk_norm, eps, D, NORM).to(dtype)
     v = tl.load(base + (H + K + head) * D + d, mask=active, other=0.0)
@@ -84,7 +84,8 @@ def _combine(partial, stats, position, out, context, parts, part_columns, H: tl.
     if (column < 0) | (column >= context):
         return
     d = tl.arange(0, D)
-    best, total = LOWEST, 0.0
+    best = LOWEST
+    total = 0.0
     weighted = tl.zeros((D,), tl.float32)
     for part in range(tl.maximum(1, tl.cdiv(column, part_columns))):
         slot = (lane * parts + part) * H + head
