@@ -218,7 +218,7 @@ def test_archer_with_the_outcome_as_critic_is_reinforce(seed):
         r = records.total(one)
         one.turns[0].facts.update(q=(r, r + 1), v=(0.0, 0.5), slow_q=(0.0, 0.0), slow_v=(9.0, 9.0))
     batch, policy = criticised(reference)
-    _, found = slopes(recipes.build("archer", gamma=0.0).objective, batch, policy)
+    _, found = slopes(recipes.build("archer", gamma=0.0, fresh=0).objective, batch, policy)
     plain = {s: f for s, f in policy.items() if s not in TURN_CRITIC}
     _, expected = slopes(recipes.build("reinforce").objective, batch, plain)
     torch.testing.assert_close(found[Signal.LOGP], expected[Signal.LOGP])

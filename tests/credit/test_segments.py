@@ -216,14 +216,14 @@ def test_archer(baseline, gamma, seed):
     reference = made(seed)
     batch, policy = criticised(reference)
     expected = oracle.archer(reference, gamma, baseline)
-    actor = recipes.build("archer", gamma=gamma, baseline=baseline, value_weight=0.0)
+    actor = recipes.build("archer", gamma=gamma, baseline=baseline, value_weight=0.0, fresh=0)
     _, found = slopes(actor.objective, batch, policy)
     for signal in (Signal.LOGP, Signal.VALUE):
         close(found[signal], records.gradients(reference, expected.loss, oracle_name(signal)))
     tokens = batch.tree.size(TOKEN, TURN).x
     spoken = int((tokens > 0).sum())
     close(-found[Signal.LOGP] * spoken, expected.advantage)
-    objective = replace(recipes.build("archer", gamma=gamma), advantage=actor.advantage).objective
+    objective = replace(recipes.build("archer", gamma=gamma, fresh=0), advantage=actor.advantage).objective
     _, found = slopes(objective, batch, policy)
     targets = [*zip(*expected.extra["q_target"]), *zip(*expected.extra["v_target"])]
     for signal, goal in zip(TURN_CRITIC, targets):

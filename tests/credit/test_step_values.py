@@ -56,7 +56,7 @@ def test_archer_learns_from_replayed_turns_by_q_alone(seed):
     for one in reference[0]:
         one.facts["origin"] = "replay"
     batch, policy = criticised(reference)
-    _, found = slopes(recipes.build("archer").objective, batch, policy)
+    _, found = slopes(recipes.build("archer", fresh=0).objective, batch, policy)
     replayed = batch.replayed.at(TURN).x & (batch.tree.size(TOKEN, TURN).x > 0)
     assert found[Signal.LOGP][batch.replayed.at(TOKEN).x].abs().max() == 0
     assert found[Signal.V][replayed].abs().max() == 0 and found[Signal.SECOND_V][replayed].abs().max() == 0

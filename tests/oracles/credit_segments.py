@@ -340,6 +340,45 @@ def archer(batch: Batch, gamma: float = 0.9, baseline: bool = False) -> Result:
     return Result(advantage, loss, extra)
 
 
+def archer_fresh(batch: Batch, gamma: float = 0.9, value_weight: float = 1.0, baseline: bool = False) -> Result:
+    """ArCHer with fresh actions. A trajectory with the fact "fresh" > 0 is one action a' ~ pi(.|s), no environment answered it;
+    the others are the buffer: (s, a, r, s', done). Critic facts as in `archer`; extra["slopes"]: for every turn in order the
+    derivatives of the whole loss by Q_1, Q_2, V_1, V_2.
+    House: each of the three losses is a mean over its own turns with tokens.
+    """
+    turns = [(one, k) for one in trajectories(batch) for k in range(len(one.turns))]
+    drawn = {id(one) for one in trajectories(batch) if one.facts.get("fresh", 0) > 0}
+    acted = sum(1 for one, k in turns if id(one) in drawn and one.turns[k].tokens)
+    stored = sum(1 for one, k in turns if id(one) not in drawn and one.turns[k].tokens)
+    words = sum(len(one.turns[k].tokens) for one, k in turns if id(one) in drawn)
+    slopes: list[list[float]] = []
+    loss = constant(0.0)
+    for one, k in turns:
+        turn = one.turns[k]
+        slope = [0.0, 0.0, 0.0, 0.0]
+        for j in (0, 1):
+            if turn.tokens and id(one) in drawn:
+                # Card: "V-loss: (V_i(o) − sg[Q̄_i(o, a')])²,  a' ∼ π(·|o) freshly sampled"
+                error = turn.facts["v"][j] - turn.facts["slow_q"][j]
+                slope[2 + j] = value_weight * 2 * error / acted
+                loss = loss + value_weight * error**2 / acted
+            elif turn.tokens:
+                # Card: "Q-loss: (Q_i(o,a) − sg[r + γ(1−d)·V̄_i(o')])²"
+                after = one.turns[k + 1].facts["slow_v"][j] if k + 1 < len(one.turns) else 0.0
+                error = turn.facts["q"][j] - turn.reward - gamma * after
+                slope[j] = value_weight * 2 * error / stored
+                loss = loss + value_weight * error**2 / stored
+        slopes.append(slope)
+        if id(one) in drawn:
+            # Card: "A(o,a) = min_i Q_i(o,a) − min_i V_i(o)"; "actor: − Σ_tokens logπ(a)·A  on freshly sampled a"
+            A = min(turn.facts["q"]) - min(turn.facts["v"])
+            for token in turn.tokens:
+                loss = loss - (A - token.value.item() if baseline else A) * token.logp / acted
+                if baseline:  # Card: "b fitted by MSE to A"
+                    loss = loss + (A - token.value) ** 2 / words
+    return Result([], loss, {"slopes": slopes})
+
+
 def direct_advantage(batch: Batch, beta: float = 0.1, least: float = 0.0) -> Result:
     """DAPO (direct advantage). turn.facts["value"] = V(s) before the step; turn.facts["state"] names s in its group.
 

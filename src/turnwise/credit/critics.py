@@ -17,7 +17,9 @@ from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
+from turnwise.credit.fact import Fact
 from turnwise.credit.peers import shift_turns
+from turnwise.credit.selectors import Selector
 
 # ------------------------------------------------------------------- utterances
 
@@ -67,6 +69,68 @@ class UtteranceCriticError(Penalty):
         of_q = (q - target(slow_v)) ** 2 + (q_twin - target(slow_v_twin)) ** 2
         of_v = (v - slow_q) ** 2 + (v_twin - slow_q_twin) ** 2
         return of_q + where(view.batch.replayed, 0.0, of_v)
+
+
+@dataclass(frozen=True)
+class UtteranceQError(Penalty):
+    """Σ over both critics of (Q − r − γ V̄(s′))²; the value after the last turn is 0. One cost per turn that an environment
+    answered: give it ``rows=RecordedActions()``."""
+
+    gamma: float = 0.9
+
+    def __post_init__(self) -> None:
+        check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({Signal.Q, Signal.SECOND_Q, Signal.TARGET_V, Signal.TARGET_SECOND_V})
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        reward = view.batch.reward.sum(TURN)
+        target = lambda slow: reward + self.gamma * shift_turns(view.batch[slow], 1, 0.0)  # noqa: E731
+        one = (view[Signal.Q] - target(Signal.TARGET_V)) ** 2
+        return one + (view[Signal.SECOND_Q] - target(Signal.TARGET_SECOND_V)) ** 2
+
+
+@dataclass(frozen=True)
+class UtteranceVError(Penalty):
+    """Σ over both critics of (V − Q̄(s, a))², a the turn of the present policy: give it ``rows=PresentActions(...)``."""
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({Signal.V, Signal.SECOND_V, Signal.TARGET_Q, Signal.TARGET_SECOND_Q})
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        one = (view[Signal.V] - view.batch[Signal.TARGET_Q]) ** 2
+        return one + (view[Signal.SECOND_V] - view.batch[Signal.TARGET_SECOND_Q]) ** 2
+
+
+@dataclass(frozen=True)
+class PresentActions(Selector):
+    """Turns of the present policy: with ``fresh`` those sampled again at the states of a step (fact ``fresh``), replayed ones
+    included; with 0 those of the step's own rollouts."""
+
+    fresh: int = 1
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset({"fact fresh"}) if self.fresh else frozenset()
+
+    def select(self, batch: Batch) -> Field:
+        return sampled_again(batch) if self.fresh else ~(batch.replayed | batch.expert)
+
+
+@dataclass(frozen=True)
+class RecordedActions(Selector):
+    """Turns that an environment answered: all but those that were sampled again."""
+
+    def select(self, batch: Batch) -> Field:
+        return ~sampled_again(batch)
+
+
+def sampled_again(batch: Batch) -> Field:
+    """Trajectories with the fact ``fresh``: one turn that no environment answered."""
+    return Fact("fresh", missing=0.0)(batch) > 0
 
 
 @dataclass(frozen=True)
@@ -160,6 +224,7 @@ class StatesWithSpread(Mask):
 
 
 __all__ = [
-    "AdvantageRegressionError", "StatesWithSpread", "TokenBaselineError", "TurnValueDifference", "UtteranceAdvantage",
-    "UtteranceCriticError", "ZeroGate", "utterance_advantage",
+    "AdvantageRegressionError", "PresentActions", "RecordedActions", "StatesWithSpread", "TokenBaselineError",
+    "TurnValueDifference", "UtteranceAdvantage", "UtteranceCriticError", "UtteranceQError", "UtteranceVError", "ZeroGate",
+    "sampled_again", "utterance_advantage",
 ]  # fmt: skip

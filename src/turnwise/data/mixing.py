@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from turnwise.core.records import Group, Task, Trajectory
 from turnwise.data.replay import LiveReplay
+from turnwise.data.resampling import TurnResampler
 
 
 class StatefulSampler(Protocol):
@@ -57,15 +58,20 @@ class DemonstrationSource(Protocol):
 
 @dataclass
 class Mixture:
-    """What a step trains on besides its own rollouts: a replay buffer, demonstrations.
+    """What a step trains on besides its own rollouts: a replay buffer, demonstrations, turns that are sampled again.
 
     A buffer that asks for demonstrations places them itself; otherwise each group gets the demonstration of its task."""
 
     replay: LiveReplay
     demonstrations: DemonstrationSource | None = None
     replay_places_them: bool = False  # the buffer, not the group, decides where demonstrations go
+    resampler: TurnResampler | None = None
 
     async def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
+        mixed = await self._recorded(groups, step)
+        return mixed if self.resampler is None else await self.resampler.add(mixed, step)
+
+    async def _recorded(self, groups: Sequence[Group], step: int) -> list[Group]:
         if self.demonstrations is not None:
             all_tasks = [group.task for group in groups]
             tasks = self.replay.missing_demonstrations(groups) if self.replay_places_them else all_tasks

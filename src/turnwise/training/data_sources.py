@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.config.settings import Settings
-from turnwise.core.protocols import LedgerProtocol
-from turnwise.core.records import Group, Trajectory
+from turnwise.core.protocols import Generator, LedgerProtocol
+from turnwise.core.records import Group, Sampling, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.data.augment import with_directions, with_revisions
 from turnwise.data.dataset import Dataset, DatasetRow, read_dataset
@@ -23,6 +23,8 @@ from turnwise.data.ledger_reader import trajectory_reader
 from turnwise.data.mixing import Mixture
 from turnwise.data.offline_source import OfflineSource, ShuffledSampler
 from turnwise.data.replay import SharedExperience
+from turnwise.data.replay.fresh_actions import FreshActions
+from turnwise.data.resampling import TurnResampler
 from turnwise.data.tokenize import DialogueTokenizer, build_groups, rows_by_task
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
@@ -102,8 +104,15 @@ class DataSources:
         order = ShuffledSampler(len(groups), stable_seed(self.settings.seed, "shelf"))
         return OfflineSource(groups, self.recipe.budget.groups, order, ledger)
 
-    def mixture(self, renderer: Renderer, stored: Callable[[str], Trajectory]) -> Mixture:
-        """Replay buffer and demonstrations of a run; ``stored`` reads a trajectory of the ledger."""
+    def mixture(
+        self,
+        renderer: Renderer,
+        stored: Callable[[str], Trajectory],
+        generator: Generator | None = None,
+        sampling: Sampling | None = None,
+    ) -> Mixture:
+        """Replay buffer and demonstrations of a run; ``stored`` reads a trajectory of the ledger. ``generator`` samples turns
+        again, where the recipe has fresh actions."""
         demonstrations = self._demonstrations(renderer)
         seed = stable_seed(self.settings.seed, "replay")
         find = demonstrations.for_task if demonstrations else lambda task: None
@@ -113,7 +122,11 @@ class DataSources:
             replay = piece.open_with(lambda folder, size: SharedPool(Path(folder), size, digest), seed)
         else:
             replay = piece.open(trajectory_reader(stored), find, seed)
-        return Mixture(replay, demonstrations, replay_places_them="demonstrations" in self.recipe.replay.requires)
+        placed = "demonstrations" in self.recipe.replay.requires
+        resampler = None
+        if isinstance(piece, FreshActions) and piece.count and generator is not None:
+            resampler = TurnResampler(generator, sampling or Sampling(), piece.count, seed)
+        return Mixture(replay, demonstrations, placed, resampler)
 
     def _demonstrations(self, renderer: Renderer) -> Demonstrations | None:
         s = self.settings

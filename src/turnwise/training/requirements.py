@@ -14,6 +14,7 @@ from turnwise.config.settings import Settings
 from turnwise.core.signals import Signal
 from turnwise.data.prompts import holds_prompts_only
 from turnwise.data.replay import NoReplay
+from turnwise.data.replay.fresh_actions import FRESH, FreshActions
 from turnwise.engines.sharded.served import LearnerNeeds, unserved_reason
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
@@ -168,6 +169,11 @@ def _check_one(word: str, recipe: Recipe, settings: Settings, env_spec: EnvSpec)
     if settings.offline:
         return  # the file provides it or not; no environment is involved
     _check_strategy_fact(word, recipe.strategy, settings)
+    if word == f"fact {FRESH}" and not (isinstance(recipe.replay, FreshActions) and recipe.replay.count):
+        raise SettingError(
+            f"{settings.title} learns from turns sampled again at recorded states, and --replay {settings.replay} samples none; "
+            "leave --replay out, or write --fresh 0"
+        )
     provides, description = _provider(word, recipe)
     if provides is not None and not provides(env_spec.env_class):
         raise SettingError(

@@ -275,7 +275,7 @@ class Trainer:
     ) -> tuple[int, GroupSource, Mixture]:
         """The step of the last checkpoint, a collector that re-issues what was in flight there, and the mixture."""
         s, collector = self.settings, self._collector(generator, ledger)
-        mixture = self.plan.data.mixture(self.renderer, ledger.trajectory)
+        mixture = self.plan.data.mixture(self.renderer, ledger.trajectory, generator, build.sampling_settings(s))
         start, path = 0, latest(self.run_dir.checkpoints)
         if self.objective.signals & {Signal.REFERENCE, Signal.HELLINGER}:
             learner.reference()  # the initial policy, before anything moves it

@@ -50,7 +50,8 @@ class LiveReplay(Protocol):
 class Replay(Protocol):
     """A replay piece of a recipe: frozen data that opens a live buffer."""
 
-    requires: ClassVar[frozenset[str]]
+    @property
+    def requires(self) -> frozenset[str]: ...
 
     def open(self, read: ReadTrajectory, find_demonstration: FindDemonstration, seed: int) -> LiveReplay: ...
 

@@ -15,11 +15,14 @@ from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.credit.baselines import OptimalTokenBaseline
 from turnwise.credit.critics import (
     AdvantageRegressionError,
+    PresentActions,
+    RecordedActions,
     StatesWithSpread,
     TokenBaselineError,
     TurnValueDifference,
     UtteranceAdvantage,
-    UtteranceCriticError,
+    UtteranceQError,
+    UtteranceVError,
     ZeroGate,
 )
 from turnwise.credit.forks import (
@@ -40,10 +43,10 @@ from turnwise.credit.segments import (
     ProbabilityBelow,
     SampledSegments,
 )
-from turnwise.credit.selectors import FromOrigin
 from turnwise.credit.step_values import StepCrossEntropy
 from turnwise.credit.vines import BehaviourKL, VineSetAdvantage
 from turnwise.data.replay import RecentBuffer
+from turnwise.data.replay.fresh_actions import FreshActions
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch
@@ -202,33 +205,36 @@ def archer(
     gamma: float = 0.9,
     baseline: bool = False,
     value_weight: float = 1.0,
+    fresh: int = 1,
     passes: int = 10,
     warm: int = 10,
     share: float = 1.0,
     oldest: int = 10,
 ) -> Recipe:
-    """ArCHer: twin turn-level critics with replay; the utterance advantage drives a token-level policy gradient.
+    """ArCHer: twin turn-level critics with replay; fresh actions at recorded states get their advantage and its policy gradient.
 
-    Q → r + γ V̄(s'), V → Q̄(s, a), bars: slow copies;  ∇J = mean over turns of (min Q − min V) Σₜ ∇ log π(yₜ)
+    Q → r + γ V̄(s'), V → Q̄(s, a'), bars: slow copies;  a' ∼ π(s);  ∇J = mean over a' of (min Q − min V) Σₜ ∇ log π(a'ₜ)
 
     Paper: ArCHer: Training Language Model Agents via Hierarchical Multi-Turn RL, arXiv 2402.19446.
     Settings: gamma 0.9, target rate 0.1, critic lr 2e-5, 50 critic and 3 actor epochs (10 and 1 here), 20 iterations of
-    warm-up (10 here): without it the policy learns to end early, which is all an untrained critic predicts. Q also learns from
-    turns of the last 10 steps, as many as fresh ones (share 1).
-    Deviation: fresh action samples are the turns just sampled, so V and policy do not learn on replayed states; the slow copies
-    are read once for each batch. With baseline the token's own value head is subtracted and learns the verdict.
+    warm-up (10 here): without it the policy learns to end early, which is all an untrained critic predicts. Turns of the last 10
+    steps, as many as fresh ones (share 1), are replayed. One fresh action of each state; fresh 0: the turns of the step itself.
+    Deviation: fresh actions are drawn once for a batch, by the policy before it, and slow copies are read once for each batch.
+    With baseline the token's own value head is subtracted and learns the verdict.
     Sure of: the formula (official code).
     """
+    actor = PresentActions(fresh)
     return Recipe(
         advantage=Constant(1.0),
         ratio=OnPolicy(),
         gate=NoGate() * UtteranceAdvantage(baseline),
         aggregate=Sum(TURN),
         penalties=(
-            WeightedPenalty(value_weight, UtteranceCriticError(gamma), Mean(TURN), rows=AllTokens()),
+            WeightedPenalty(value_weight, UtteranceQError(gamma), Mean(TURN), rows=RecordedActions()),
+            WeightedPenalty(value_weight, UtteranceVError(), Mean(TURN), rows=actor),
             WeightedPenalty(baseline, TokenBaselineError(), Mean(TOKEN)),
         ),
-        keep=FromOrigin("policy"), control=CriticsFirst(passes, warm), replay=RecentBuffer(oldest, share=share),
+        keep=actor, control=CriticsFirst(passes, warm), replay=FreshActions(RecentBuffer(oldest, share=share), fresh),
     )  # fmt: skip
 
 
