@@ -27,8 +27,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "window": {"env": "archive,editing=false", "history": 3},
 }
 SETTINGS: dict[str, Any] = {
-    "method": "dr_grpo", "difficulty": (2,), "context": 92, "groups": 16, "group_size": 8, "steps": 60, "eval_every": 10,
-    "eval_tasks": 100, "cold_steps": 600, "cold_batch": 32, "cold_demos": 19200, "schedule": "constant",
+    "method": "dr_grpo", "difficulty": (2,), "context": 50, "groups": 16, "group_size": 8, "steps": 60, "eval_every": 10,
+    "eval_tasks": 100, "cold_steps": 250, "cold_batch": 32, "cold_demos": 8000, "schedule": "constant",
 }  # fmt: skip
 
 

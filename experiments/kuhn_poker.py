@@ -3,11 +3,13 @@
     python experiments/kuhn_poker.py --seeds 0 1 2 3 4 --jobs 2
     python experiments/kuhn_poker.py --table
 
-Plain self-play by policy gradient circles the equilibrium. Here a KL penalty holds the policy near its first one, which moves at
-random, and its weight and the learning rate fall during the run: the regularised game has one equilibrium, which attracts, and
-which moves to one of the game. Gains are summed over the tokens of an episode: an average would change the stakes of long games.
-The demonstrations of the cold start bet more often with a higher card: a model that has imitated random moves no longer reads its
-card. A row for each run goes to ``experiments/results/kuhn_poker.jsonl``.
+Plain self-play by policy gradient circles the equilibrium. Here a KL penalty holds the policy near its first one, and its weight
+and the learning rate fall during the run: the regularised game has one equilibrium, which attracts, and which moves to one of the
+game. Near a first policy that bets by its card, a weight of 0.1 leaves an exploitability of 0.015 (exact gradients of a table),
+0.05 one of 0.005 and 0.3 one of 0.044; a lower weight damps the noise of sampling less. Gains are summed over the tokens of an
+episode: an average would change the stakes of long games. The demonstrations of the cold start bet more often with a higher card:
+a model that has imitated random moves no longer reads its card. A row for each run goes to
+``experiments/results/kuhn_poker.jsonl``.
 """
 
 from __future__ import annotations
@@ -33,18 +35,19 @@ from turnwise.credit.turns import AgentReturnToGo
 from turnwise.recipes.recipe import Recipe
 
 SETTINGS: dict[str, Any] = {
-    "env": "open_spiel:kuhn_poker,demonstrator=cards", "groups": 12, "group_size": 16, "schedule": "linear", "eval_tasks": 1,
-    "eval_every": 40, "hidden": 128, "layers": 2, "lr": 1.5e-3, "warmup": 20, "clip_norm": 10.0, "cold_steps": 100,
+    "env": "open_spiel:kuhn_poker,demonstrator=cards", "groups": 24, "group_size": 16, "schedule": "cosine", "eval_tasks": 1,
+    "eval_every": 40, "hidden": 128, "layers": 2, "lr": 1e-3, "warmup": 20, "clip_norm": 10.0, "cold_steps": 100,
     "cold_batch": 96, "checkpoint_every": 200,
 }  # fmt: skip
 VARIANTS = {  # weight of the penalty at first and at last
     "held": (0.3, 0.08),
     "annealed": (0.3, 0.05),
     "lower": (0.3, 0.02),
+    "damped": (0.3, 0.1),
     "constant": (0.2, 0.2),
     "free": (0.0, 0.0),
 }
-HOLD = 0.7  # further weight of the penalty at first
+HOLD = 0.0  # further weight of the penalty at first
 DROPS = 20  # in which the penalty falls
 
 
@@ -105,9 +108,9 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", nargs="+", default=["annealed"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["damped"], choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, nargs="+", default=[700])
+    parser.add_argument("--steps", type=int, nargs="+", default=[750])
     parser.add_argument("--lr", type=float, nargs="+", default=[SETTINGS["lr"]])
     parser.add_argument("--hold", type=float, default=HOLD, help="further weight of the penalty at first")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other settings")

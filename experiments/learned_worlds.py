@@ -31,7 +31,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "lookup_lora": {**LOOKUP, "lr": 1e-4, "lora_rank": 16},
     "service": {"env": "service", "difficulty": (1,), "steps": 120},
     "babyai": {
-        "env": "minigrid:BabyAI-GoToLocal-v0", "steps": 120, "cold_steps": 40, "groups": 8, "max_turns": 24, "eval_tasks": 100,
+        "env": "minigrid:BabyAI-GoToLocal-v0", "steps": 100, "cold_steps": 40, "max_turns": 24, "eval_every": 20,
     },
     "textworld": {
         "env": "textworld:custom,rooms=2,objects=4,quest=2,games=40", "steps": 40, "hidden": 128, "copying": True,

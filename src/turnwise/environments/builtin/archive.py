@@ -1,8 +1,8 @@
-"""Archive: a list that is read page by page and is longer than the context; two of its numbers are asked for at the end.
+"""Archive: a list that is read page by page and is longer than the context; its two marked names are asked for at the end.
 
 The policy edits its own context: ``keep`` replaces all pages read so far by notes in its own words, ``drop`` forgets the oldest
 pages. Without edits the context overflows, and the episode has failed. ``editing=false`` offers no tools: then only the setting
-``history``, a fixed window, makes room. The reward is the share of the numbers that the answer gets right.
+``history``, a fixed window, makes room. The reward is the share of the marked names that the answer gives, in any order.
 
 Does not know how long the context is.
 """
@@ -21,34 +21,31 @@ from turnwise.environments.base import Environment, sample_problem, text_action,
 from turnwise.environments.context_editing import EDITING_TOOLS, ContextEditor, EditRefused
 
 PAGES = {1: 4, 2: 6, 3: 8}  # by difficulty
-ENTRIES = 4  # on a page
-ASKED = 2  # names whose numbers are asked for
+ENTRIES = 2  # on a page
+MARKED = 2  # names
 CONSONANTS, VOWELS = "bdfgklmprstvz", "aeiou"
-NAMES = tuple(f"{a}{b}{c}" for a in CONSONANTS for b in VOWELS for c in CONSONANTS)[7::17]
-SYMBOLS = rf"\b[{CONSONANTS}][{VOWELS}][{CONSONANTS}]\b|[0-9]"
-MAX_NOTES = 24  # characters: room for the numbers asked for, not for a page
+NAMES = tuple(f"{a}{b}{c}" for a in CONSONANTS for b in VOWELS for c in CONSONANTS)[7::40]
+MARK = "*"
+NAME = rf"[{CONSONANTS}][{VOWELS}][{CONSONANTS}]"
+SYMBOLS = rf"\b{NAME}\b|[*]"
+MAX_NOTES = 12  # characters: room for the marked names, not for more
 SPARE_TURNS = 3
-PAGES_KEPT = 2  # that the oracle lets stand before it tidies up
-SPOILT = 0.25  # of the demonstrator's edits
-ENTRY = rf"([{CONSONANTS}][{VOWELS}][{CONSONANTS}]) ([0-9])"
-ANSWER = re.compile(rf"answer: *{ENTRY}, *{ENTRY}[ .]*$")
-HELP = "say next, call keep, or say answer: NAME NUMBER, NAME NUMBER"
+PAGES_KEPT = 1  # that the oracle lets stand before it tidies up
+SPOILT = 0.15  # of the demonstrator's edits
+ANSWER = re.compile(rf"answer: *({NAME}), *({NAME})[ .]*$")
+HELP = "say next, call keep, or say answer: NAME, NAME"
 
 
 @dataclass(frozen=True)
 class Register:
-    """The pages of one task, and the names asked for: ``Register(((("bab", 3), ...), ...), ("bab", "dig"))``."""
+    """The pages of one task, and its marked names in their order: ``Register((("bab", "dig"), ...), ("dig", "kop"))``."""
 
-    pages: tuple[tuple[tuple[str, int], ...], ...]
-    asked: tuple[str, ...]
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        return {name: number for page in self.pages for name, number in page}
+    pages: tuple[tuple[str, ...], ...]
+    marked: tuple[str, ...]
 
     @property
     def answer(self) -> str:
-        return ", ".join(f"{name} {self.numbers[name]}" for name in self.asked)
+        return ", ".join(self.marked)
 
 
 class Archive(Environment):
@@ -76,7 +73,7 @@ class Archive(Environment):
     def reset(self, seed: int) -> Sequence[Message]:
         self.register = sample_problem(self._sample, seed, self.split, str)
         self.page, self.turns, self.done = 1, 0, False
-        task = user_message(f"find {' and '.join(self.register.asked)}.")
+        task = user_message(f"find the names with {MARK}.")
         page = user_message(self._page())
         self.editor = ContextEditor([task], MAX_NOTES, exchanges=[[page]])
         return [task, page]
@@ -84,15 +81,15 @@ class Archive(Environment):
     def _sample(self, rng: random.Random) -> Register:
         count = PAGES[self.difficulty]
         names = rng.sample(NAMES, count * ENTRIES)
-        entries = [(name, rng.randrange(10)) for name in names]
-        pages = tuple(tuple(entries[i : i + ENTRIES]) for i in range(0, len(entries), ENTRIES))
-        return Register(pages, tuple(rng.sample(names, ASKED)))
+        pages = tuple(tuple(names[i : i + ENTRIES]) for i in range(0, len(names), ENTRIES))
+        marked = sorted(rng.sample(range(len(names)), MARKED))
+        return Register(pages, tuple(names[n] for n in marked))
 
     def _page(self) -> str:
         """The current page, or the question behind the last."""
         if self.page > len(self.register.pages):
-            return f"the end. {' '.join(self.register.asked)}?"
-        entries = ", ".join(f"{name} {number}" for name, number in self.register.pages[self.page - 1])
+            return "the end. which?"
+        entries = ", ".join(MARK * (name in self.register.marked) + name for name in self.register.pages[self.page - 1])
         return f"page {self.page}: {entries}"
 
     def step(self, action: Action) -> Step:
@@ -102,7 +99,7 @@ class Archive(Environment):
         if action.calls or action.faults:
             return self._edit(action)
         if match := ANSWER.search(action.text[-40:].strip().lower()):
-            return self._answer({match[1]: int(match[2]), match[3]: int(match[4])})
+            return self._answer({match[1], match[2]})
         if action.text.strip().lower().rstrip(".") != "next":
             return self._reply(action, f"{HELP}.", tool_errors=1)
         self.page += 1
@@ -132,11 +129,11 @@ class Archive(Environment):
         self.done = self.turns >= PAGES[self.difficulty] + SPARE_TURNS
         return Step(step.messages, 0.0, False, True, {**step.info, "success": False}) if self.done else step
 
-    def _answer(self, numbers: Mapping[str, int]) -> Step:
+    def _answer(self, names: set[str]) -> Step:
         self.done = True
-        right = sum(numbers.get(name) == self.register.numbers[name] for name in self.register.asked)
-        text = f"{right} of {ASKED} are right: {self.register.answer}."
-        return Step([user_message(text)], right / ASKED, True, False, {"success": right == ASKED})
+        right = sum(name in names for name in self.register.marked)
+        text = f"{right} of {MARKED} are right: {self.register.answer}."
+        return Step([user_message(text)], right / MARKED, True, False, {"success": right == MARKED})
 
     def answer(self) -> str:
         return f"answer: {self.register.answer}"
@@ -144,28 +141,25 @@ class Archive(Environment):
     # ---- scripted policies
     @property
     def _found(self) -> list[str]:
-        """What can still be read of the numbers asked for: in the notes, or on pages that were not forgotten."""
-        text = " ".join(message["content"] for message in self.editor.context)
-        entries = [f"{name} {self.register.numbers[name]}" for name in self.register.asked]
-        return [entry for entry in entries if entry in text]
+        """The marked names that can still be read: in the notes, or on pages that were not forgotten."""
+        pages = " ".join(message["content"] for exchange in self.editor.exchanges for message in exchange)
+        return [name for name in self.register.marked if name in self.editor.notes or f"{MARK}{name}" in pages]
 
     def oracle(self) -> Action:
-        """Keep what the page has of the numbers asked for, and tidy up before pages pile up; without tools, go on."""
-        if self.page > len(self.register.pages):
-            known = dict(entry.split() for entry in self._found)
-            return text_action("answer: " + ", ".join(f"{name} {known.get(name, '0')}" for name in self.register.asked))
+        """Keep the marked names; tidy up before pages pile up. Without tools, go on."""
         found = self._found
-        is_new = any(entry not in self.editor.notes for entry in found)
+        if self.page > len(self.register.pages):
+            return text_action("answer: " + ", ".join([*found, NAMES[0], NAMES[1]][:MARKED]))
+        is_new = any(name not in self.editor.notes for name in found)
         if not self.editing or not (is_new or len(self.editor.exchanges) >= PAGES_KEPT):
             return text_action("next")
         return tool_action("keep", notes=", ".join(found) or "none")
 
     def random_action(self, rng: random.Random) -> Action:
-        """Goes on, keeps any entry of the page, forgets a page, or answers anything."""
+        """Goes on, keeps any name of the page, forgets a page, or answers anything."""
         if self.page > len(self.register.pages):
-            return text_action("answer: " + ", ".join(f"{name} {rng.randrange(10)}" for name in self.register.asked))
-        name, number = rng.choice(self.register.pages[self.page - 1])
-        kept = tool_action("keep", notes=f"{name} {number}")
+            return text_action(f"answer: {', '.join(rng.sample(NAMES, MARKED))}")
+        kept = tool_action("keep", notes=rng.choice(self.register.pages[self.page - 1]))
         edits = [kept, tool_action("drop", turns=1)] if self.editing else []
         return rng.choice([text_action("next"), *edits])
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ CUSTOM = "custom"
 OPTIONS = {"rooms": 1, "objects": 3, "quest": 1, "games": 10}
 HELD_OUT_SHARE = 5  # one generated game in five
 TURNS = 30
+ONE_CALL = threading.Lock()  # all games of a process share the package's parser, which holds its state in one object
 STATUS_LINE = re.compile(r"\n>\s.*?$", re.DOTALL)  # the prompt of the interpreter and its status line
 
 
@@ -45,8 +47,9 @@ class TextWorldEnvironment(Environment):
         textworld = import_package("textworld", "textworld", "textworld")
         files = self.files["train" if self.split == "train" else "held_out"]
         infos = textworld.EnvInfos(admissible_commands=True, policy_commands=True, won=True, lost=True, max_score=True)
-        self.game = textworld.start(str(files[seed % len(files)]()), infos)
-        self.state = self.game.reset()
+        with ONE_CALL:
+            self.game = textworld.start(str(files[seed % len(files)]()), infos)
+            self.state = self.game.reset()
         self.score, self.turns, self.done = 0.0, 0, False
         return [user_message(_readable(self.state.feedback))]
 
@@ -54,7 +57,8 @@ class TextWorldEnvironment(Environment):
         if self.done:
             return Step([user_message("it is over.")], 0.0, terminated=True)
         command = " ".join(action.text.split())[:200] or "look"
-        self.state, score, over = self.game.step(command)
+        with ONE_CALL:
+            self.state, score, over = self.game.step(command)
         self.turns += 1
         score = score / (self.state.max_score or 1)
         reward, self.score = score - self.score, score
