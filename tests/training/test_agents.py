@@ -7,6 +7,7 @@ import json
 import pytest
 from support.agent_runs import SMALL, same, solve, weights
 
+from turnwise.environments.process_pool import PROCESSES
 from turnwise.errors import SettingError
 from turnwise.training import api
 
@@ -16,6 +17,16 @@ def test_an_agent_trains_to_the_same_weights_as_the_turn_loop(env, tmp_path):
     by_loop = api.train(env=env, out=str(tmp_path), name="loop", **SMALL)
     by_agent = api.train(env=env, agent=solve, out=str(tmp_path), name="agent", **SMALL)
     assert same(weights(by_loop), weights(by_agent))
+
+
+def test_an_agent_in_an_isolated_environment_leaves_no_episode_behind(tmp_path):
+    by_loop = api.train(env="guess", out=str(tmp_path), name="loop", **SMALL)
+    by_agent = api.train(env="guess", agent=solve, isolate_env=True, out=str(tmp_path), name="agent", **SMALL)
+    try:
+        assert same(weights(by_loop), weights(by_agent))
+        assert PROCESSES.workers and {worker.episodes for worker in PROCESSES.workers} == {0}
+    finally:
+        PROCESSES.stop()
 
 
 def test_an_agent_with_rows_returns_its_own_reward(tmp_path):

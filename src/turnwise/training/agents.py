@@ -6,6 +6,7 @@ that an agent drives cannot meet.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -21,6 +22,7 @@ from turnwise.core.protocols import Action, Session
 from turnwise.core.records import Origin, Sampling, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.environments import GIVEN_OBJECT
+from turnwise.environments.calls import call_environment
 from turnwise.errors import SettingError
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome
 from turnwise.rollout.agent_task import AgentTask, FunctionAgent, open_task
@@ -170,8 +172,9 @@ def agent_play(
         try:
             return await episode.run(run, None)
         finally:
-            close = getattr(environment, "close", None)
+            close, inline = getattr(environment, "close", None), bool(getattr(type(environment), "inline", False))
             if callable(close):
-                close()
+                with contextlib.suppress(Exception):  # a close that fails or hangs must not fail the episode
+                    await call_environment(close, seconds=limits.environment_seconds, inline=inline)
 
     return play
