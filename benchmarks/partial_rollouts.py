@@ -45,10 +45,18 @@ class InOrder(StalenessPolicy):
         return oldest if len(oldest) == count and set(oldest) <= set(ready) else None
 
 
+class Twice(StalenessPolicy):
+    """Twice as many groups in flight as a step needs, whatever the limit of their age."""
+
+    def admit(self, running: int, outstanding: int, per_step: int) -> int:
+        return max(0, 2 * per_step - outstanding)
+
+
 ARMS = {
     "wave": StalenessPolicy(0),
     "in order": InOrder(1),
-    "partial": StalenessPolicy(1),
+    "partial 1": StalenessPolicy(1),
+    "twice": Twice(4),
     "partial 4": StalenessPolicy(4),
 }
 

@@ -210,8 +210,8 @@ def equal_time(options: argparse.Namespace) -> list[str]:
 def equal_time_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Means over seeds, with 95 % intervals (Student)."""
     lines = [
-        "| staleness | equal | steps | seconds | steps/s, of synchronous | held-out success |",
-        "|---|---|---|---|---|---|",
+        "| staleness | equal | steps | seconds | steps/s, of synchronous | age of a token | held-out success |",
+        "|---|---|---|---|---|---|---|",
     ]
     rate = lambda row: row["steps"] / row["seconds"]  # noqa: E731
     base = {row["seed"]: rate(row) for row in rows if row["staleness"] == 0}

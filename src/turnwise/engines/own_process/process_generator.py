@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnwise.core.records import Completion, Sampling
+from turnwise.engines.capture import using_gpu
 from turnwise.engines.own_process.link import WorkerLink
 from turnwise.engines.own_process.weights import BLOCK, DEVICE, SharedBlock, device_handles
 from turnwise.engines.own_process.worker import PING, GeneratorSpec
@@ -86,7 +87,7 @@ class ProcessGenerator:
     async def _publish_on_device(self, weights: Mapping[str, Tensor], version: int) -> bool:
         """Publish without a way through the host; False where the other process cannot read this one's tensors."""
         try:
-            await self.ask("publish", DEVICE, await asyncio.to_thread(device_handles, weights), version)
+            await self.ask("publish", DEVICE, await asyncio.to_thread(using_gpu()(device_handles), weights), version)
         except GeneratorLost:
             raise
         except RuntimeError:  # weights in host memory, or a container that keeps processes apart

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from turnwise.core.records import Sampling
+from turnwise.engines.capture import using_gpu
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.session import LocalSession
-from turnwise.engines.own_process.weights import DEVICE, SharedBlockReader, from_handles
+from turnwise.engines.own_process.weights import BLOCK, SharedBlockReader, from_handles
 
 PING = ("ping",)
 
@@ -135,12 +136,13 @@ class GeneratorWorker:
         self.sessions.pop(number).close()
 
     async def _publish(self, kind: str, told: Any, version: int) -> None:
-        weights = from_handles(told) if kind == DEVICE else self.block.get(told)
+        if kind == BLOCK:
+            await self.generator.publish(self.block.get(told), version)
+            return
+        weights = await asyncio.to_thread(using_gpu()(from_handles), told)  # not while the generator captures a graph
         await self.generator.publish(weights, version)
-        if self.generator.model_runner.device.type == "cuda":
-            torch.cuda.synchronize()
-            del weights
-            torch.cuda.ipc_collect()
+        weights.clear()
+        await asyncio.to_thread(using_gpu()(_finish_reading))
 
     async def _answered(self, request: int, work: Any) -> None:
         try:
@@ -153,6 +155,12 @@ class GeneratorWorker:
             )
         finally:
             self.tasks.pop(request, None)
+
+
+def _finish_reading() -> None:
+    """Wait until the tensors of the run are copied, and let go of them."""
+    torch.cuda.synchronize()
+    torch.cuda.ipc_collect()
 
 
 def _can_travel(fault: Exception) -> bool:
