@@ -174,7 +174,8 @@ class Settings:
     )
     # a model as judge
     judge: str = setting(
-        "", "judge of finished episodes: http://HOST/v1 (OpenAI-compatible), or policy: the policy itself"
+        "",
+        "judge of finished episodes: http://HOST/v1, policy (itself), or first_error:FOLDER, a model that names a wrong step",
     )
     judge_model: str = setting("", "name of the judge's model on its server; empty: the only one it serves")
     judge_rubric: str = setting(

@@ -30,12 +30,13 @@ from turnwise.engines.learner.policy_check import TOLERANCE, TOLERANCES, PolicyC
 from turnwise.engines.own_process.process_generator import ProcessGenerator
 from turnwise.engines.own_process.worker import GeneratorSpec
 from turnwise.errors import SettingError
+from turnwise.models.loading import load_causal_lm, load_tokenizer
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.local_chat import LocalChat
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits
 from turnwise.training.cluster.options import ClusterOptions
-from turnwise.training.judges import POLICY
+from turnwise.training.judges import FIRST_ERROR, POLICY, reward_model_folder
 from turnwise.training.opponents import Opponents
 from turnwise.training.remote_generators import OWN_PROCESS, make_remote_generator
 from turnwise.training.requirements import check_ranks
@@ -300,7 +301,10 @@ def make_policy_judge(
     settings: Settings, generator: Generator, model: PreTrainedModel, renderer: Renderer
 ) -> tuple[Generator, Callable[[], ChatModel]]:
     """The generator of a run, and its policy as a chat model where it judges itself. The judge has a generator of its own, whose
-    weights follow: it reads longer texts, and what it samples cannot change the batches of rollouts."""
+    weights follow: it reads longer texts, and what it samples cannot change the batches of rollouts. A reward model of wrong
+    steps is loaded from its folder."""
+    if settings.judge.startswith(FIRST_ERROR):
+        return generator, lambda: _reward_model(settings)
     if settings.judge != POLICY:
         return generator, _no_policy
     positions = getattr(model.config, "max_position_embeddings", None) or JUDGE_CONTEXT
@@ -308,6 +312,16 @@ def make_policy_judge(
     own = replace(settings, context=context, slots=1, eval_tasks=1, eval_samples=1)
     mirror = make_local_generator(own, model, renderer, settings.staleness == 0, dialogues=1)
     return MirroredGenerator(generator, mirror), lambda: LocalChat(mirror, renderer, context)
+
+
+def _reward_model(settings: Settings) -> ChatModel:
+    """A model of its own, with its own tokenizer, that answers one question at a time."""
+    folder = reward_model_folder(settings)
+    renderer = Renderer(load_tokenizer(str(folder)))
+    judge = load_causal_lm(str(folder))
+    context = int(getattr(judge.config, "max_position_embeddings", None) or JUDGE_CONTEXT)
+    own = replace(settings, context=context, slots=1, eval_tasks=1, eval_samples=1)
+    return LocalChat(make_local_generator(own, judge, renderer, True, dialogues=1), renderer, context)
 
 
 def _no_policy() -> ChatModel:

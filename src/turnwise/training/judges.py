@@ -16,11 +16,13 @@ from turnwise.engines.remote.transport import ServerAddress
 from turnwise.errors import ServerFault, SettingError
 from turnwise.rewards.judge import DEFAULT_RUBRIC
 from turnwise.rewards.verdict_cache import VerdictCache
+from turnwise.rollout.first_error_scorer import FirstErrorScorer
 from turnwise.rollout.judge_scorer import JudgeScorer
 from turnwise.rollout.scoring import ScorerChain
 from turnwise.training.events import silent
 
 POLICY = "policy"  # the judge is the policy that is trained
+FIRST_ERROR = "first_error:"  # begins the value that names the folder of a reward model of first wrong steps
 CACHE = "judge.sqlite"
 FILE_ENDINGS = (".txt", ".md")
 PARALLEL = 16
@@ -53,6 +55,9 @@ def check_judge(settings: Settings) -> None:
     """Refuse a judge that cannot be reached, or that gives no verdict on a small example."""
     if not settings.judge or settings.judge == POLICY:
         return
+    if settings.judge.startswith(FIRST_ERROR):
+        reward_model_folder(settings)
+        return
     rubric = read_rubric(settings.judge_rubric)
 
     async def probe() -> None:
@@ -67,9 +72,17 @@ def check_judge(settings: Settings) -> None:
     asyncio.run(probe())
 
 
+def reward_model_folder(settings: Settings) -> Path:
+    """The folder of ``first_error:FOLDER``; refuses one that holds no model."""
+    folder = Path(settings.judge.removeprefix(FIRST_ERROR))
+    if not (folder / "config.json").is_file():
+        raise SettingError(f"--judge {settings.judge}: {folder} holds no model; write first_error:runs/NAME/model")
+    return folder
+
+
 def check_reachable(settings: Settings) -> None:
     """Refuse a served judge that does not answer; asks for no verdict."""
-    if settings.judge and settings.judge != POLICY:
+    if settings.judge and settings.judge != POLICY and not settings.judge.startswith(FIRST_ERROR):
         asyncio.run(connect(settings, silent))
 
 
@@ -87,11 +100,15 @@ async def connect(settings: Settings, listen: Listener) -> ChatServer:
 @contextlib.contextmanager
 def open_judge(
     settings: Settings, policy: Callable[[], ChatModel], folder: Path | None = None, listen: Listener = silent
-) -> Iterator[JudgeScorer | None]:
+) -> Iterator[JudgeScorer | FirstErrorScorer | None]:
     """The judge of a run or an evaluation; None without one. ``policy`` makes the policy a chat model, where it judges itself.
     ``folder``: where verdicts are kept; None: in memory."""
     if not settings.judge:
         yield None
+        return
+    if settings.judge.startswith(FIRST_ERROR):
+        with contextlib.closing(FirstErrorScorer(policy())) as first_errors:
+            yield first_errors
         return
     judge = policy() if settings.judge == POLICY else asyncio.run(connect(settings, listen))
     cache = VerdictCache(folder / CACHE if folder else None)

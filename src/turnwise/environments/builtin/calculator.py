@@ -77,6 +77,7 @@ class Calculator(Environment):
     max_turns = 5
     tools: Sequence[dict[str, Any]] = (TOOL,)
     wordings = 1 + len(REWRITES)
+    facts: ClassVar[tuple[str, ...]] = ("error",)  # the first wrong turn so far, −1 for none
 
     def __init__(self, *, difficulty: int = 1, split: str = "train", rewrites: int = 0) -> None:
         super().__init__(difficulty=difficulty, split=split)
@@ -87,7 +88,7 @@ class Calculator(Environment):
         self.replies: list[tuple[str, bool]] = []  # (output of the interpreter, whether it ran without an error)
         self.session: SandboxSession | None = None
         self.style = ""
-        self.turn = 0
+        self.turn, self.first_error = 0, -1
 
     def reset(self, seed: int) -> list[Message]:
         make = lambda rng: make_problem(rng, self.difficulty)  # noqa: E731
@@ -97,6 +98,13 @@ class Calculator(Environment):
         return [user_message(self.problem.question)]
 
     async def step(self, action: Action) -> Step:
+        """A turn is wrong if a call fails or cannot be read, or if it answers and nothing was computed."""
+        step = await self._step(action)
+        if self.first_error < 0 and (step.info.get("tool_errors") or (step.terminated and not self.replies)):
+            self.first_error = self.turn - 1
+        return replace(step, info={**step.info, "facts": {"error": float(self.first_error)}})
+
+    async def _step(self, action: Action) -> Step:
         self.turn += 1
         answers = _ANSWER.findall(action.text)
         if action.calls or action.faults:

@@ -213,13 +213,14 @@ def promed(
 
 
 def fapo(penalty: float = 1.0, low: float = 0.2, high: float = 0.28, dual: float | None = 10.0) -> Recipe:
-    """FAPO (its reward, with a judge that you bring): penalises right answers with flawed reasoning.
+    """FAPO: penalises right answers with flawed reasoning, by the verdict of a reward model or of the environment.
 
-    R = ±1 by the verdict, less ``penalty`` for a right answer in which a judge found an error;  A = (R − mean)/(std + ε)
+    R = ±1 by the verdict, less ``penalty`` for a right answer in which an error was found;  A = (R − mean)/(std + ε)
 
     Paper: Flawed-Aware Policy Optimization, arXiv 2510.22543.
-    Settings: penalty 1, clip 0.2/0.28, dual 10, G 16; the judge is a reward model of 4 B parameters.
-    Deviation: the judge records the fact ``error``; training the judge is not included.
+    Settings: penalty 1, clip 0.2/0.28, dual 10, G 16; the reward model has 4 B parameters and learns to name the first wrong step
+    (turnwise.environments.first_error, then --judge first_error:FOLDER; examples/flaw_finder.py does both).
+    Deviation: without a judge the fact ``error`` is the environment's own.
     Sure of: the formula (official code).
     """
     return Recipe(
