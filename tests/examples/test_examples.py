@@ -15,8 +15,15 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
-TESTED = {"compare_methods", "method_in_trl", "offline_preferences", "own_environment", "own_method", "own_prompts_and_reward"}
-TESTED |= {"planner_and_verifier", "shapley_of_facts"}
+TESTED = {
+    "compare_methods",
+    "method_in_trl",
+    "offline_preferences",
+    "own_environment",
+    "own_method",
+    "own_prompts_and_reward",
+}
+TESTED |= {"dreamed_keydoor", "expert_plans", "flaw_finder", "planner_and_verifier", "shapley_of_facts"}
 ELSEWHERE = {"one_file_grpo"}  # tests/training/test_one_file_grpo.py
 
 
@@ -98,7 +105,9 @@ def test_roles_take_turns_and_share_a_memory(program):
         while step is None or not step.terminated:
             roles.append(env.agent)
             step = env.step(env.oracle())
-            assert step.info["facts"]["planner"] == float(roles[-1] == "planner") and (step.terminated or step.context == [])
+            assert step.info["facts"]["planner"] == float(roles[-1] == "planner") and (
+                step.terminated or step.context == []
+            )
         assert roles == ["planner", "verifier"] * 2 and step.info["success"] and len(env.memory) == 2
         assert first["content"].startswith("planner.") and "memory: empty" in first["content"]
 
@@ -164,6 +173,53 @@ def test_orders_end_early_where_nothing_moves(program):
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["shapley_of_facts"], indirect=True)
 def test_worths_are_estimated_and_trained_on(program):
-    summary = program.main(first_steps=1, steps=2, eval_tasks=8, cold_steps=3, cold_demos=64, hidden=32, groups=2, group_size=4)
+    summary = program.main(
+        first_steps=1, steps=2, eval_tasks=8, cold_steps=3, cold_demos=64, hidden=32, groups=2, group_size=4
+    )
     assert 0 <= summary["success_after"]["success"] <= 1
     assert program.WorthyLookup.estimated and all(len(w) in (1, 2) for w in program.WorthyLookup.estimated.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["expert_plans"], indirect=True)
+def test_plans_are_read_and_played(program):
+    env = program.Advised(difficulty=2)
+    texts = [env.reset(seed)[0]["content"] for seed in range(40)]
+    assert 10 <= sum("plan: python t=" in text for text in texts) <= 30
+    held_out = program.Advised(difficulty=2, split="held_out")
+    assert not any("plan:" in held_out.reset(seed)[0]["content"] for seed in range(10))
+    found = program.main(steps=2, cold_steps=3, eval_tasks=8, hidden=32, layers=1, groups=2)
+    assert {name: 0 <= summary["success_after"]["reward"] <= 1 for name, summary in found.items()} == {
+        "plans": True,
+        "without": True,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["flaw_finder"], indirect=True)
+def test_a_reward_model_finds_flaws_and_a_policy_is_trained_with_it(program):
+    small = {"hidden": 32, "layers": 1, "groups": 2, "eval_tasks": 4}
+    found = program.main(episodes=96, judge_steps=1, judge_cold=3, steps=1, cold_steps=3, **small)
+    assert -1 <= found["judge"]["success_after"]["reward"] <= 1
+    assert all(0 <= found[f"{method} flawed"] <= 1 for method in ("fapo", "grpo"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["dreamed_keydoor"], indirect=True)
+def test_a_policy_learns_in_a_dream(program):
+    found = program.main(
+        episodes=20, world_steps=3, steps=1, world={"hidden": 32, "layers": 1, "eval_tasks": 4}, groups=1, group_size=3,
+        hidden=32, layers=1, eval_tasks=4, cold_steps=3,
+    )  # fmt: skip
+    assert 0 <= found["policy"]["success_after"]["success"] <= 1 and found["world"]["success_before"] is not None
+
+
+@pytest.mark.parametrize("program", ["dreamed_keydoor"], indirect=True)
+def test_transitions_are_those_of_the_environment(program, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    program.record(rows, 8)
+    env = program.Transitions(rows=str(rows))
+    for seed in range(20):
+        (prompt,) = env.reset(seed)
+        assert " do " in prompt["content"] and env.step(env.oracle()).reward == 1.0
+    assert program.plain("you cannot. key here") == "key here" == program.plain("key here")

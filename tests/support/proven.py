@@ -23,4 +23,5 @@ PREFERENCES = [
 ]  # fmt: skip
 VALUES = ["digi_q", "optimal_token", "evocua"]  # test_step_values.py
 VINES = ["polychromic_ppo"]  # test_vines.py
-PROVEN_ELSEWHERE = [*VINES, *VALUES, *TURNS, *GROUPS, *SEGMENTS, *OTHERS, *PREFERENCES]
+DREAMS = ["dynaweb"]  # test_dreams.py
+PROVEN_ELSEWHERE = [*VINES, *DREAMS, *VALUES, *TURNS, *GROUPS, *SEGMENTS, *OTHERS, *PREFERENCES]

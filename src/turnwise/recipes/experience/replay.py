@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from turnwise.data.replay import (
     ExpertCache,
+    ExpertItems,
     NoReplay,
     PastBatches,
     RecentBuffer,
@@ -79,3 +80,14 @@ def swarm(folder: str = "swarm", foreign: int = 4, sender: str = "", capacity: i
     Sure of: the rule (official code).
     """
     return SharedExperience(folder, foreign, sender, capacity)
+
+
+def dynaweb(share: float = 0.5) -> Replay:
+    """DynaWeb (expert items): each rollout is replaced by an expert's trajectory of its task with a fixed probability.
+
+    Paper: DynaWeb, arXiv 2601.22149.
+    Settings: share 0.5 (other summaries give 0.4).
+    Deviation: an expert's trajectory replaces rollouts of its own task.
+    Sure of: the mixture (abstract and a third-party implementation).
+    """
+    return ExpertItems(share)

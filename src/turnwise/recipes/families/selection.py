@@ -11,7 +11,7 @@ from turnwise.algebra.mask import AllTokens, Both
 from turnwise.algebra.penalty import KL, NegativeLogLikelihood, WeightedPenalty
 from turnwise.algebra.ratio import Importance, OnPolicy
 from turnwise.algebra.value import Constant
-from turnwise.core.levels import GROUP, TOKEN, TURN
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN
 from turnwise.credit.by_origin import RatioByOrigin
 from turnwise.credit.critics import UtteranceCriticError, ZeroGate
 from turnwise.credit.downsampling import HighestEntropyTurns, LargestAdvantageEntropy, LargestVariance, ShareSchedule
@@ -20,7 +20,7 @@ from turnwise.credit.preference import LogisticLoss, PreferenceLoss
 from turnwise.credit.regression import SamplerRegressionError
 from turnwise.credit.selectors import AllOf, FromOrigin, Succeeded
 from turnwise.credit.step_values import BestActionOfState, GoodSteps, OutcomeAboveValue, StepCrossEntropy, TopOfBatch
-from turnwise.data.replay import PastBatches, RecentBuffer, SharedExperience, SuccessBuffer
+from turnwise.data.replay import ExpertItems, PastBatches, RecentBuffer, SharedExperience, SuccessBuffer
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch
@@ -198,3 +198,22 @@ def evocua(beta: float = 0.1, imitation: float = 1.0) -> Recipe:
     good = AllOf((FromOrigin("policy"), Succeeded()))
     copied = WeightedPenalty(imitation, NegativeLogLikelihood(), Mean(TOKEN), rows=good)
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(ranked, copied))
+
+
+def dynaweb(share: float = 0.5, low: float = 3e-4, high: float = 4e-4) -> Recipe:
+    """DynaWeb: dreamed rollouts mixed with real expert trajectories, trained on together by a sequence-level clipped ratio.
+
+    sᵢ = exp( 1/|yᵢ| Σₜ log ρₜ ), ρ = 1 for an expert;  A = z-score over the mixed group;  J = 1/G Σᵢ min(sᵢAᵢ, clip(sᵢ)Aᵢ)
+
+    Paper: DynaWeb: Model-Based Reinforcement Learning of Web Agents, arXiv 2601.22149.
+    Settings: 8 rollouts of at most 5 dreamed steps, share 0.5 (some summaries: 0.4), temperature 0.7, top-p 0.9. Write --demos
+    oracle and an environment that dreams (turnwise.environments.dreamed; examples/dreamed_keydoor.py trains its world model).
+    Deviation: the bounds are GSPO's; an expert's trajectory counts as sampled by the present policy.
+    Sure of: the mixture (abstract, third-party implementation), the expert's ratio (ours).
+    """
+    return Recipe(
+        advantage=Standardise(),
+        ratio=RatioByOrigin(FromOrigin("expert"), OnPolicy(), Importance(TRAJECTORY, cap=10.0)),
+        gate=Clip(low, high),
+        replay=ExpertItems(share),
+    )
