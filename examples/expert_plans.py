@@ -43,12 +43,12 @@ def main(
     found, tiny = {}, {key: more.pop(key) for key in ("hidden", "layers", "cold_batch") if key in more}
     with tempfile.TemporaryDirectory() as folder:
         shared = {"difficulty": (difficulty,), "eval_tasks": 100, "trackers": (), "out": folder, "context": 256, **more}
-        base = {"method": "grpo", "steps": 0, "cold_steps": cold_steps, **tiny}
+        base = {"method": "grpo", "steps": 1, "cold_steps": cold_steps, **tiny}  # its cold start is what counts
         train(env=f"{Advised.__module__}:Advised", name="base", **base, **shared)
         for name in runs:
             found[name] = train(
                 env="calculator", method="bepa", demos="oracle", guidance="bepa" if name == "plans" else "none", name=name,
-                model=str(Path(folder) / "base" / "model"), method_options={"pool": 64}, steps=steps, **shared,
+                model=str(Path(folder) / "base" / "initial"), method_options={"pool": 64}, steps=steps, **shared,
             )  # fmt: skip
     for name, summary in found.items():
         before, after = (summary[f"success_{when}"]["success"] for when in ("before", "after"))
