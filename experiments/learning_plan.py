@@ -57,12 +57,14 @@ class EnvironmentPlan:
 CALCULATOR = {"steps": "50"}
 KEYDOOR = {"steps": "30"}
 GUESS = {"steps": "60", "difficulty": "1"}
+TURNS = "turnwise.environments.expert_turns:KeyDoorTurns"
 ENVIRONMENTS = {
     "calculator": EnvironmentPlan(CALCULATOR, 60, "tools, several turns"),
     "keydoor": EnvironmentPlan(KEYDOOR, 80, "states that return, sparse reward"),
     "lookup": EnvironmentPlan({"steps": "50"}, 100, "a gold answer, searched for"),
     "guess": EnvironmentPlan(GUESS, 60, "answers that inform"),
     "worlds:Duel": EnvironmentPlan({"steps": "60", "groups": "16", "lr": "1e-3"}, 90, "two agents, opposed"),
+    TURNS: EnvironmentPlan({"steps": "40"}, 40, "single turns of an expert", "keydoor"),
     "worlds:Followed": EnvironmentPlan(KEYDOOR, 80, "an expert's move to match", "keydoor"),
     "worlds:Interview": EnvironmentPlan(GUESS, 60, "pieces of information, each with a worth", "guess"),
     "worlds:Judged": EnvironmentPlan(CALCULATOR, 60, "a judge of the way", "calculator"),
@@ -77,6 +79,7 @@ ENV_BY_REQUIREMENT = {
     "feedback": "guess",
     "forks": "guess",
     "hints": "lookup",
+    "expert turns": TURNS,
 }  # requirement: the environment that serves it best
 ENV_OVERRIDES = {  # methods whose subject is not among their requirements
     "mars": "worlds:Duel",

@@ -39,6 +39,7 @@ TITLES = {  # file of a family: title of its page
     "reward_shaping": "Reward shaping",
     "experts_and_replay": "Experts, teachers and replay",
     "selection": "Selected and past data",
+    "values": "Values of tokens and corrected sampling",
     "preferences": "Preferences",
 }
 

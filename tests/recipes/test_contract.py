@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracles import agents, objectives, offpolicy, records, reweight, selection, shelf, trust
+from oracles import agents, objectives, offpolicy, records, reweight, selection, shelf, trust, values
 from support.batches import COUNTS, from_oracle, oracle_name, records_of
 from support.drawn import DRAWN, ELSEWHERE, drawn, for_oracle
 from support.proven import PROVEN_ELSEWHERE
@@ -48,7 +48,7 @@ ORACLES = {
     "ppo_max": None,  # its own tests: they have a memory
     "safe": None,
 }
-for module in (trust, offpolicy, reweight, agents, shelf, selection):
+for module in (trust, offpolicy, reweight, agents, shelf, selection, values):
     for name in recipes.METHODS:
         if name not in ORACLES and name not in PROVEN_ELSEWHERE and hasattr(module, name):
             ORACLES[name] = getattr(module, name)

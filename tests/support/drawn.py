@@ -134,6 +134,8 @@ DRAWN: dict[str, Strategies] = {
     "digirl": {
         "gamma": between(0.1, 1.0), "cost": between(0.0, 0.3), "share": SHARE, "value_weight": between(0.1, 2.0),
     },
+    "pivotrl": {"clip": CLIP},
+    "props": CRITIC,
     "dart": {"share": SHARE, "cap": CAP, **BOUNDS, "beta": WEIGHT},
     "see_upo": {"clip": CLIP, "beta": WEIGHT},
     "ppo_max": {**CRITIC, "eta": WEIGHT, "limit": between(0.2, 2.0), "centre": st.booleans()},
@@ -161,6 +163,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {  # settings that change neither advanta
     "swarm": dict.fromkeys(("folder", "foreign", "sender"), "tests/store/test_shared_pool.py"),
     "oapl": {"share": "tests/data/test_past_batches.py", "window": "tests/data/test_past_batches.py"},
     "digirl": {"oldest": "tests/data/test_replay.py"},
+    "pivotrl": dict.fromkeys(("pool", "below", "renew"), "tests/training/test_pivot_runs.py"),
+    "props": dict.fromkeys(("wave", "limit", "divergence", "fits", "rate"), "tests/rollout/test_corrected_sampling.py"),
     "dart": {"easy": "tests/tasks", "pool": "tests/tasks"},
     "aepo": dict.fromkeys(("target", "hot", "cold", "share"), "tests/rollout"),
     "scale_rl": {"solved": "tests/tasks"},

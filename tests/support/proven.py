@@ -21,7 +21,7 @@ PREFERENCES = [
     "dpo", "rdpo", "simpo", "inpo", "spo_minimax", "srpo", "mapl", "dpa", "exo", "nca", "apo", "discopop", "aot",
     "kto", "orpo", "cpo",
 ]  # fmt: skip
-VALUES = ["digi_q", "optimal_token", "evocua"]  # test_step_values.py
+VALUES = ["digi_q", "optimal_token", "evocua", "b_coder", "vas"]  # test_step_values.py, test_action_values.py
 VINES = ["polychromic_ppo"]  # test_vines.py
 DREAMS = ["dynaweb"]  # test_dreams.py
 PROVEN_ELSEWHERE = [*VINES, *DREAMS, *VALUES, *TURNS, *GROUPS, *SEGMENTS, *OTHERS, *PREFERENCES]

@@ -18,6 +18,8 @@ class Signal(StrEnum):
     ENTROPY = "entropy"  # of the whole next-token distribution
     VALUE = "value"  # the critic's estimate before this token
     SECOND_VALUE = "second_value"  # the estimate of a second value head
+    ACTION_VALUE = "action_value"  # the estimate of the state and this token, by a head with an output for each token
+    MODE_LOGP = "mode_logp"  # log-probability of the most likely token
     CANDIDATE_LOGP = "candidate_logp"  # Σ log π of the candidates drawn at this token that differ from the token
     Q = "q"  # TURN: the turn-level critic's estimate of the state and the action
     SECOND_Q = "second_q"  # TURN: the same by its second head
@@ -27,6 +29,7 @@ class Signal(StrEnum):
     PROXIMAL = "proximal"  # LOGP
     OLD_VALUE = "old_value"  # VALUE
     OLD_SECOND_VALUE = "old_second_value"  # SECOND_VALUE
+    OLD_ACTION_VALUE = "old_action_value"  # ACTION_VALUE
     OLD_ENTROPY = "old_entropy"  # ENTROPY
     REFERENCE = "reference"  # log-probability under the frozen initial policy
     PREVIOUS = "previous"  # log-probability under the weights before the last training step
@@ -34,6 +37,7 @@ class Signal(StrEnum):
     ANSWER_LOGP = "answer_logp"  # TURN: mean log-probability of the gold answer if it were given at this turn
     LOGP_WITHOUT_FEEDBACK = "logp_without_feedback"  # log-probability with the environment's last message masked
     TEACHER = "teacher"  # log-probability under a teacher
+    REFERENCE_MODE_GAP = "reference_mode_gap"  # log-probability of the reference's most likely token − MODE_LOGP
     CANDIDATE_MATCHES = "candidate_matches"  # how many of the candidates drawn at this token equal the token
     EFFECTIVE_RANK = "effective_rank"  # TRAJECTORY: effective rank of its hidden states
     EFFECTIVE_RANK_VELOCITY = "effective_rank_velocity"  # TRAJECTORY: mean change of that rank along the tokens
@@ -57,9 +61,8 @@ class Signal(StrEnum):
 TURN_CRITIC = (Signal.Q, Signal.SECOND_Q, Signal.V, Signal.SECOND_V)
 TURN_CRITIC_TARGET = (Signal.TARGET_Q, Signal.TARGET_SECOND_Q, Signal.TARGET_V, Signal.TARGET_SECOND_V)
 TOKEN_CRITIC = frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE})
-WITH_GRADIENT = frozenset(
-    {Signal.LOGP, Signal.ENTROPY, Signal.VALUE, Signal.SECOND_VALUE, Signal.CANDIDATE_LOGP, *TURN_CRITIC}
-)
+_OF_POLICY = {Signal.LOGP, Signal.ENTROPY, Signal.CANDIDATE_LOGP, Signal.MODE_LOGP}
+WITH_GRADIENT = frozenset({*_OF_POLICY, Signal.VALUE, Signal.SECOND_VALUE, Signal.ACTION_VALUE, *TURN_CRITIC})
 """Signals of every forward pass of an update; they carry the gradient."""
 
 BEFORE_STEP = frozenset(
@@ -70,16 +73,10 @@ BEFORE_STEP = frozenset(
 BEFORE_BATCH = frozenset(Signal) - WITH_GRADIENT - BEFORE_STEP
 """Signals measured once per batch."""
 
-_OF_TRAJECTORY = (
-    Signal.GRADIENT_NORM,
-    Signal.EFFECTIVE_RANK,
-    Signal.EFFECTIVE_RANK_VELOCITY,
-    Signal.EFFECTIVE_RANK_ACCELERATION,
-    Signal.REWARD_PROBE,
-)
+_RANKS = (Signal.EFFECTIVE_RANK, Signal.EFFECTIVE_RANK_VELOCITY, Signal.EFFECTIVE_RANK_ACCELERATION)
 LEVELS: dict[Signal, Level] = {
     **dict.fromkeys((Signal.ANSWER_LOGP, *TURN_CRITIC, *TURN_CRITIC_TARGET), TURN),
-    **dict.fromkeys(_OF_TRAJECTORY, TRAJECTORY),
+    **dict.fromkeys((Signal.GRADIENT_NORM, Signal.REWARD_PROBE, *_RANKS), TRAJECTORY),
 }
 """Signals that are not one number per token."""
 

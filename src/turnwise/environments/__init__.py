@@ -43,6 +43,7 @@ BUILT_IN = {
     "service": "turnwise.environments.builtin.service:CustomerService",
 }
 FAMILIES = {
+    "demonstrated": "turnwise.environments.demonstrated",  # single turns of the dialogues of a file
     "prompts": "turnwise.environments.prompts",  # rows of --data, where --reward scores the answers
     "reasoning_gym": "turnwise.environments.families.reasoning_gym",
     "gymnasium": "turnwise.environments.families.gymnasium",

@@ -24,6 +24,7 @@ OPTIONAL = {  # an optional method, and what it makes possible
     "hint": "hint",
 }
 PACKAGES = {  # the module that must be importable, and the words after `pip install`
+    "demonstrated": ("", ""),
     "prompts": ("", ""),
     "reasoning_gym": ("reasoning_gym", "'turnwise[reasoning]'"),
     "open_spiel": ("pyspiel", "'turnwise[open-spiel]'"),

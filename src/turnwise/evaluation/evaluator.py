@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise.config.settings import Settings
-from turnwise.core.protocols import Generator, GroupScorer
+from turnwise.core.protocols import Generator, GroupScorer, Session
 from turnwise.core.records import Group, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.evaluation.metrics import Evaluation, evaluate
@@ -24,16 +24,20 @@ class Evaluator:
     tasks: Callable[[str, int], Sequence[Task]]
     scorer: GroupScorer | None = None  # rewards beside the environment's
     exact: Callable[[], Mapping[str, float]] = dict  # metrics of the policy that need no episode
+    ranked: Callable[[Evaluation], Mapping[str, float]] = (
+        lambda played: {}
+    )  # metrics of the answers a method ranks first
+    steer: Callable[[Session], Session] = lambda session: session  # how a method changes what is sampled
 
     async def run(self, split: str = "held_out") -> Evaluation:
         s = self.settings
 
         def one(key: str, task: Task, sample: int) -> Coroutine[Any, Any, Trajectory]:
-            return self.play(key, task, self.generator.open(stable_seed(s.seed, "evaluate", key)))
+            return self.play(key, task, self.steer(self.generator.open(stable_seed(s.seed, "evaluate", key))))
 
         played = await evaluate(self.tasks(split, s.eval_tasks), s.eval_samples, one, wave=s.slots)
-        played = replace(played, exact=self.exact())
-        return played if self.scorer is None else await scored(played, self.scorer)
+        played = played if self.scorer is None else await scored(played, self.scorer)
+        return replace(played, exact={**self.exact(), **self.ranked(played)})
 
 
 async def scored(evaluation: Evaluation, scorer: GroupScorer) -> Evaluation:

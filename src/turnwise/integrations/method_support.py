@@ -35,10 +35,14 @@ SIGNAL_MEANING = {  # signals that only our own learner measures
     Signal.REWARD_PROBE: "a probe of the hidden states",
     Signal.COLLISION: "the sum of the squared probabilities of the whole vocabulary",
     Signal.Q: "a critic of whole turns",
+    Signal.ACTION_VALUE: "a value of each token of the vocabulary",
+    Signal.MODE_LOGP: "the most likely tokens of policy and reference",
 }
 MEASURED_WITH = {
     Signal.OLD_VALUE: Signal.VALUE,
     Signal.OLD_SECOND_VALUE: Signal.SECOND_VALUE,
+    Signal.OLD_ACTION_VALUE: Signal.ACTION_VALUE,
+    Signal.REFERENCE_MODE_GAP: Signal.MODE_LOGP,
     Signal.PREDICTED_LOGIT_SQUARE: Signal.PREDICTED_LOGP_CHANGE,
     Signal.PREDICTED_LOGIT_MEAN: Signal.PREDICTED_LOGP_CHANGE,
     Signal.CANDIDATE_LOGP: Signal.CANDIDATE_MATCHES,

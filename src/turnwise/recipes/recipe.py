@@ -86,8 +86,10 @@ class Recipe:
 
     @property
     def critics(self) -> int:
-        """The number of token-level value heads the pieces read."""
+        """The number of token-level value heads the pieces read; −1: one for each token of the vocabulary."""
         signals = self.objective.signals
+        if signals & {Signal.ACTION_VALUE, Signal.OLD_ACTION_VALUE}:
+            return -1
         return 2 if signals & {Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE} else int(bool(signals & TOKEN_CRITIC))
 
     def slots(self) -> dict[str, str]:

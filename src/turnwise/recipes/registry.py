@@ -24,6 +24,7 @@ from turnwise.recipes.families import (
     tool_agents,
     trust_region,
     turn_credit,
+    values,
 )
 from turnwise.recipes.recipe import Recipe
 from turnwise.recipes.signatures import check_method
@@ -42,6 +43,7 @@ FAMILIES = (
     reward_shaping,
     experts_and_replay,
     selection,
+    values,
     preferences,
 )
 

@@ -129,8 +129,10 @@ class Renderer:
 
     # ----------------------------------------------------------- dialogue
     def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), history: int = 0) -> Dialogue:
-        text, ids = self._opening(list(messages), tools)
-        return Dialogue(list(messages), tools, text, list(ids), list(ids), history=history)
+        dialogue = Dialogue(list(messages), tools, "", history=history)
+        text, ids = self._opening(dialogue.visible, tools)  # a prompt may hold turns that others took
+        dialogue.text, dialogue.ids, dialogue.new_ids = text, list(ids), list(ids)
+        return dialogue
 
     def _opening(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
         """Text and ids of a first prompt, rendered once for all trajectories of a group; the latest entry is searched first."""

@@ -47,6 +47,16 @@ class NotPerfect:
 
 
 @dataclass(frozen=True)
+class AfterDraws:
+    """Rejects the first ``draws`` groups that a sampler drew, those of a profiling pass: until then the policy stays as it is."""
+
+    draws: int
+
+    def __call__(self, group: Group) -> Group | str:
+        return group if int(group.id.split("~")[0]) >= self.draws else "profiling"
+
+
+@dataclass(frozen=True)
 class Balance:
     """Admits at most as many trajectories below the group's mean reward as above it; which of the surplus are dropped is
     decided by a hash of their ids."""

@@ -297,10 +297,11 @@ class _Gaussian(LivePool):
 @dataclass(frozen=True)
 class PivotFilter:
     """First one pass over the pool, to profile each task with its group. Then only pivots are issued: tasks whose profiled
-    results differ and whose mean is below ``below``; uniformly, and profiled again at each visit. Without a pivot: all tasks."""
+    results differ and whose mean is below ``below``; uniformly. ``renew``: profiled again at each visit. Without a pivot: all."""
 
     pool: int = 256
     below: float = 0.9
+    renew: bool = True
 
     def __post_init__(self) -> None:
         check_pool(self.pool, below=self.below)
@@ -317,6 +318,10 @@ class _Pivots(LivePool):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.issued = np.zeros(self.pool, dtype=np.int64)
+
+    def learn(self, i: int, results: Array, group: Group) -> None:
+        if self.rule.renew or self.visits[i] == 1:
+            self.rate[i] = results.mean()
 
     def is_pivot(self) -> Array:
         return (self.visits > 0) & (self.rate > 0) & (self.rate < min(1.0, self.rule.below))

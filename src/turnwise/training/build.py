@@ -17,10 +17,12 @@ from turnwise.core.records import Sampling, Task, Trajectory
 from turnwise.engines.expert_routing import free_routing
 from turnwise.errors import SettingError
 from turnwise.evaluation.evaluator import Evaluator
+from turnwise.evaluation.metrics import Evaluation
 from turnwise.models import loading
 from turnwise.models.fetch import resolve
 from turnwise.models.options import split_options
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
+from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.guidance.support import SupportResolver
 from turnwise.rollout.renderer import CHATML, Renderer
@@ -29,6 +31,7 @@ from turnwise.training.agents import agent_play
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.exact_metrics import exact_metrics
 from turnwise.training.requirements import check_cold_start
+from turnwise.training.reranking import reranked
 from turnwise.training.seats import SeatPlan
 
 TINY = "tiny"
@@ -162,12 +165,23 @@ def make_evaluator(
     generator: Generator,
     scorer: GroupScorer | None = None,
     learner: Learner | None = None,
+    recipe: Recipe | None = None,
 ) -> Evaluator:
     """Plays held-out tasks with what ``generator`` samples at the temperature of evaluations. ``learner`` holds the same policy,
-    for the metrics that need its probabilities."""
+    for the metrics that need its probabilities. ``recipe`` may steer the sampling, or rank several answers."""
     s = env_spec.settings
     play = make_play(env_spec, renderer, sampling_settings(s, s.eval_temperature))
     exact = (
         partial(exact_metrics, env_spec.env_class, renderer, learner, s.eval_temperature or 1.0) if learner else dict
     )
-    return Evaluator(s, generator, play, env_spec.first_tasks, scorer, exact)
+    ranked = partial(reranked, recipe, learner) if recipe is not None and learner is not None else _unranked
+    steer = getattr(recipe.strategy, "steer", None) if recipe is not None else None
+    return Evaluator(s, generator, play, env_spec.first_tasks, scorer, exact, ranked, steer or _unsteered)
+
+
+def _unranked(evaluation: Evaluation) -> dict[str, float]:
+    return {}
+
+
+def _unsteered(session: Session) -> Session:
+    return session

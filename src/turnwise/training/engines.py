@@ -21,6 +21,7 @@ from turnwise.core.protocols import Generator, Learner
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.engines.generator.drafts import DraftingGenerator
 from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.generator.logit_shift import with_value_rows
 from turnwise.engines.generator.mirrored import MirroredGenerator
 from turnwise.engines.generator.opponents import OpponentGenerator, OpponentPool, SelfPlayGenerator
 from turnwise.engines.kernels.dispatch import default_micro_batch
@@ -351,12 +352,18 @@ def make_generator(
             raise SettingError(
                 "this method samples drafts in lower precision, which servers cannot; leave --generator and --cluster out"
             )
+        if getattr(recipe.strategy, "shifts_logits", False):
+            raise SettingError(
+                f"{type(recipe.strategy).__name__} samples by other log-probabilities than the model's, which servers cannot; "
+                "leave --generator and --cluster out"
+            )
         if settings.generator == OWN_PROCESS:
             return make_process_generator(settings, model, renderer, deterministic, dialogues)
         rows, tolerance = cache_rows(settings, dialogues), policy_check_tolerance(settings)
         threads = torch.get_num_threads() if select_device(settings).type == "cpu" else 0
         found: tuple[Any, int] = actors_of(settings) if settings.cluster else (None, 0)
         return make_remote_generator(settings, model, renderer, deterministic, rows, tolerance, threads, tell, *found)
+    model = with_value_rows(model) if recipe.critics < 0 else model
     make = GENERATORS[engine]
     exact = make(settings, model, renderer, deterministic, dialogues)
     if not recipe.precision.drafts:

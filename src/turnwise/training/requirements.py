@@ -48,6 +48,7 @@ def check_requirements(recipe: Recipe, settings: Settings, env_spec: EnvSpec) ->
     """Refuse a recipe whose requirements are not met, and a flag that nothing requires."""
     requires = required_by(recipe)
     check_adapters(recipe, settings)
+    check_action_values(recipe, settings)
     check_agent(requires, settings)
     check_comparing_rewards(recipe, settings)
     check_opponents(settings, requires, env_spec.env_class, bool(recipe.precision.drafts))
@@ -120,6 +121,13 @@ def check_adapters(recipe: Recipe, settings: Settings) -> None:
             f"{settings.title} replaces its reference policy, and the reference of adapters is the base model; "
             "write --lora-rank 0"
         )
+
+
+def check_action_values(recipe: Recipe, settings: Settings) -> None:
+    """Refuse a trunk or adapters of their own for values that the generator reads from the policy's states."""
+    if recipe.critics < 0 and (settings.critic == "separate" or settings.lora_rank):
+        flag = "--critic separate" if settings.critic == "separate" else f"--lora-rank {settings.lora_rank}"
+        raise SettingError(f"{settings.title} reads its values from the frozen policy's own states; leave {flag} out")
 
 
 def check_cold_start(settings: Settings, env_spec: EnvSpec) -> None:
@@ -218,6 +226,10 @@ PROVIDERS: dict[str, tuple[Provides, str]] = {
     "wordings": (lambda cls: getattr(cls, "wordings", 1) > 1, "several wordings of each task (wordings)"),
     "process": (lambda cls: overrides(cls, "turns_to_solve"), "a process verifier (a turns_to_solve())"),
     "agents": (lambda cls: len(getattr(cls, "agents", ())) > 1, "which of several agents acts (agents)"),
+    "expert turns": (
+        lambda cls: bool(getattr(cls, "expert_turns", False)),
+        "an expert's states and its action there (turnwise.environments.expert_turns, demonstrated:FILE)",
+    ),
     "forks": (
         lambda cls: (overrides(cls, "snapshot") and overrides(cls, "restore")) or getattr(cls, "deterministic", False),
         "a snapshot() to fork from, and a restore(), or deterministic = True, so that actions can be played again",

@@ -178,7 +178,7 @@ class Trainer:
 
     async def _learn(self, learner: Learner, generator: Generator, tokenizer: Any) -> dict[str, Any]:
         s, spec = self.settings, self.env_spec
-        evaluator = build.make_evaluator(spec, self.renderer, generator, self.scorer, learner)
+        evaluator = build.make_evaluator(spec, self.renderer, generator, self.scorer, learner, self.recipe)
         with SqliteLedger(self.run_dir.ledger) as written, WriteBehindLedger(written) as ledger:
             start, collector, mixture = self._resume(learner, generator, ledger)
             self.health = self._health(collector)

@@ -20,6 +20,7 @@ from turnwise.core.records import Sampling, Stop
 from turnwise.engines.generator.attention_layouts import DecodeLayout
 from turnwise.engines.generator.cuda_graphs import MAX_STEPS
 from turnwise.engines.generator.kv_cache import CacheSlot, PrefillChunk, RowGrowth, common_prefix_length
+from turnwise.engines.generator.logit_shift import LaneShifts, LogitShift, Steering
 from turnwise.engines.generator.stock_runner import Runner
 from turnwise.engines.kernels.sampling import TokenSampler, uniforms
 
@@ -58,6 +59,7 @@ class Request:
     routes: list[bytes] = field(default_factory=list)  # experts at every position fed so far; empty without routers
     stop: Stop | None = None
     cancelled: bool = False
+    shift: LogitShift | Steering | None = None  # sampled by shifted log-probabilities
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -77,6 +79,9 @@ class Scheduler:
         self.count: Counter[str] = Counter()
         self.seconds = 0.0
         self._undelivered: list[StepOutput] = []
+        config = model_runner.model.config
+        self.vocabulary = int(config.get_text_config().vocab_size)
+        self.has_values = model_runner.model.get_output_embeddings().weight.shape[0] > self.vocabulary
 
     def stats(self) -> dict[str, float]:
         rate = self.count["tokens"] / self.seconds if self.seconds else 0.0
@@ -136,8 +141,9 @@ class Scheduler:
         then stops launching, and tokens already in flight are kept. It decodes beyond the tick as long as every lane runs:
         no row could be reassigned anyway."""
         began = time.perf_counter()
-        wants_entropy = any(r.sampling.entropy for r in self.running)  # graphs keep their logits on the GPU
-        graphs, compact, any_finished = self.model_runner.graphs is not None and not wants_entropy, False, False
+        # graphs keep their logits on the GPU
+        needs_logits = self.has_values or any(r.sampling.entropy or r.shift is not None for r in self.running)
+        graphs, compact, any_finished = self.model_runner.graphs is not None and not needs_logits, False, False
         steps = self._hold_columns(MAX_STEPS if graphs else tick, tick)
         lanes = self.running
         with_stop_strings = [i for i, r in enumerate(lanes) if r.sampling.stop]
@@ -199,13 +205,15 @@ class Scheduler:
         )
         u = uniforms(seed, position + torch.arange(steps, device=device)[:, None])  # [steps, n]
         tokens = torch.tensor([r.sequence[-1] for r in lanes], device=device)
-        block = 1 if device.type == "cpu" else EAGER_SYNC_EVERY
+        shifts = LaneShifts(lanes, self.vocabulary)
+        block = 1 if device.type == "cpu" or shifts else EAGER_SYNC_EVERY
         wants_entropy = any(r.sampling.entropy for r in lanes)
         for begin in range(0, steps, block):
             outputs = []
             for step in range(begin, min(steps, begin + block)):
-                logits = self.model_runner.decode_step(tokens, layout)
+                logits = shifts.apply(self.model_runner.decode_step(tokens, layout))
                 tokens, logp, mass = sampler(logits, u[step])
+                shifts.append(tokens)
                 outputs.append((tokens, logp, mass, sampler.certainty(logits) if wants_entropy else None))
                 layout.advance()
             for ids, (_, logp, mass, certainty) in zip(torch.stack([x[0] for x in outputs]).tolist(), outputs):

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.engines.generator.kv_cache import CacheSlot
+from turnwise.engines.generator.logit_shift import LogitShift, Steering
 from turnwise.engines.generator.scheduler import Request
 from turnwise.engines.kernels.sampling import signed
 from turnwise.errors import SettingError
@@ -39,6 +40,7 @@ class LocalSession:
         self.parked = False
         self.closed = False
         self.request: Request | None = None
+        self.shift: LogitShift | Steering | None = None  # what is added to the log-probabilities of its tokens
         self._owner = owner
         self._sampled_until = 0  # positions for which a random number was drawn
 
@@ -59,7 +61,7 @@ class LocalSession:
         if request.budget < 1:  # the context is full before the first token
             request.stop = Stop.LENGTH
             return completion(request)
-        self.request, self.parked = request, False
+        self.request, self.parked, request.shift = request, False, self.shift
         self._owner.wake()
         try:
             await request.future

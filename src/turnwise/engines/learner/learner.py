@@ -306,7 +306,8 @@ class LocalLearner:
         next update."""
         if self.settings.lora_rank:
             return lora.merged(self.model)
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        return self.value_heads.published(weights, self.head.weight)
 
     def export(self, path: str | Path) -> None:
         """Write a directory that ``AutoModelForCausalLM.from_pretrained`` loads, and the token value head beside the model."""

@@ -1,10 +1,11 @@
 """The critic: value heads for tokens, value heads for whole turns with their target network, and the trunk they read.
 
     VALUE, SECOND_VALUE  read the state a token is sampled from     V, SECOND_V  the state before a turn's first token
+    ACTION_VALUE         the same, with a head for each token of the vocabulary: that of the sampled one
     Q, SECOND_Q          the state after a turn's last token        TARGET_…     the same by targets φ̄ ← (1 − τ) φ̄ + τ φ
 
-A shared critic reads the policy's hidden states: the gradient of token heads flows into the policy, that of turn heads does
-not. A separate critic has its own trunk, a copy of the initial policy, and its gradient stays there.
+A shared critic reads the policy's hidden states: the gradient of VALUE and SECOND_VALUE flows into the policy, that of the others
+does not. A separate critic has its own trunk, a copy of the initial policy, and its gradient stays there.
 
 Knows hidden states and turns; knows neither rewards nor losses.
 """
@@ -33,13 +34,16 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class ValueHeads:
-    """``heads`` token heads and, with ``turns``, turn heads and their target network. May be empty."""
+    """``heads`` token heads (−1: one for each token of the vocabulary) and, with ``turns``, turn heads and their target network.
+    May be empty."""
 
     def __init__(self, model: PreTrainedModel, like: Tensor, heads: int, turns: bool, separate: bool) -> None:
         """``like`` [V, D]: the LM head's weight, for width, device and dtype."""
         needs_trunk = separate and (bool(heads) or turns)
         self.trunk: PreTrainedModel | None = copy.deepcopy(model.get_decoder()) if needs_trunk else None
-        self.token_heads = _zero_init(nn.Linear(like.shape[1], heads)).to(like) if heads else None
+        self.of_actions = heads < 0
+        heads = like.shape[0] if self.of_actions else heads
+        self.token_heads = _zero_init(nn.Linear(like.shape[1], heads, not self.of_actions)).to(like) if heads else None
         self.turn_heads = make_turn_heads(like.shape[1]).to(like) if turns else None
         self.target_trunk = frozen_copy(self.trunk) if turns and self.trunk is not None else None
         self.target_turn_heads = None if self.turn_heads is None else frozen_copy(self.turn_heads)
@@ -58,6 +62,11 @@ class ValueHeads:
         if self.token_heads is not None and signals & set(TOKEN_VALUES):
             values = self.token_heads(forward.before.to(self.token_heads.weight.dtype)).unbind(1)
             out |= {s: Field(forward.batch.tree, TOKEN, x) for s, x in zip(TOKEN_VALUES, values)}
+        if Signal.ACTION_VALUE in signals and self.token_heads is not None:
+            rows = self.token_heads.weight[forward.batch.token.x]
+            out[Signal.ACTION_VALUE] = Field(
+                forward.batch.tree, TOKEN, (rows * forward.before.detach().to(rows)).sum(1)
+            )
         if self.turn_heads is not None and signals & set(TURN_CRITIC):
             out |= turn_estimates(self.turn_heads, forward, signals, detach=self.trunk is None)
         return out
@@ -71,7 +80,11 @@ class ValueHeads:
         return {target: estimates[live] for target, live in live_of.items()}
 
     def _require_heads(self, signals: frozenset[Signal]) -> None:
-        heads = 0 if self.token_heads is None else self.token_heads.out_features
+        heads = 0 if self.token_heads is None or self.of_actions else self.token_heads.out_features
+        if Signal.ACTION_VALUE in signals and not self.of_actions:
+            raise SettingError(
+                "values of tokens were requested from a learner without a head for each; write critic=-1"
+            )
         if signals & set(TOKEN_VALUES) and heads < (2 if Signal.SECOND_VALUE in signals else 1):
             raise SettingError(
                 f"token values were requested from a learner with {heads} value heads; write critic=1, or critic=2 for a "
@@ -81,6 +94,13 @@ class ValueHeads:
             raise SettingError(
                 "values of turns were requested from a learner without turn heads; write turn_critic=True"
             )
+
+    def published(self, weights: dict[str, Tensor], head: Tensor) -> dict[str, Tensor]:
+        """The policy's weights; where each token has a value, its rows follow those of the LM head."""
+        if not self.of_actions or self.token_heads is None:
+            return weights
+        rows = torch.cat([head.detach(), self.token_heads.weight.detach()])
+        return {**weights, "lm_head.weight": rows}
 
     # -------------------------------------------------------- target network
     @torch.no_grad()
@@ -139,7 +159,8 @@ def turn_boundaries(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 def _zero_init(linear: nn.Linear) -> nn.Linear:
     nn.init.zeros_(linear.weight)
-    nn.init.zeros_(linear.bias)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
     return linear
 
 

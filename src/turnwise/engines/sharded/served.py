@@ -36,6 +36,10 @@ UNSERVED = (
         "it needs the gradient norm of every single trajectory, and a gradient is spread over all ranks",
     ),
     Unserved(
+        lambda needs: Signal.ACTION_VALUE in needs.signals,
+        "its values of tokens are published beside the sampler's head, and ranks publish the policy alone",
+    ),
+    Unserved(
         lambda needs: needs.resets_reference,
         "it replaces its reference policy during the run, and ranks hold the shards of the first one",
     ),

@@ -103,14 +103,15 @@ def craft(groups: int = 400, window: int = 64, solved: float = 0.9, review: floa
     return Stages(groups, window, solved, review)
 
 
-def pivot(pool: int = 256, below: float = 0.9) -> Sampler:
+def pivot(pool: int = 256, below: float = 0.9, renew: bool = True) -> Sampler:
     """PivotRL (filter): after one profiling pass, only tasks whose outcomes differ and whose mean is below a threshold.
 
     Paper: PivotRL, arXiv 2603.21383.
-    Deviation: tasks instead of turns of demonstrations, profiled with the policy of their latest visit; the threshold is ours.
+    Deviation: a task is a turn of a demonstration only where the environment offers those (the method pivotrl takes no other);
+    with renew the policy of the latest visit profiles, not that of the first; the threshold is ours.
     Sure of: the filter (study of the paper).
     """
-    return PivotFilter(pool, below)
+    return PivotFilter(pool, below, renew)
 
 
 def gain_rl(

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from turnwise.rollout.strategies import Branch, EntropyControl, Independent, Reworded, Strategy
+from turnwise.rollout.strategies import (
+    Branch,
+    CorrectedSampling,
+    EntropyControl,
+    Independent,
+    Reworded,
+    SamplingCorrection,
+    Strategy,
+)
 from turnwise.rollout.strategies.bottleneck import BottleneckTree
 from turnwise.rollout.strategies.confidence import BranchRule, ConfidenceTree, PruneRule
 from turnwise.rollout.strategies.modes import ForcedModes
@@ -148,3 +156,14 @@ def vines(trunks: int = 1, states: int = 2, vines: int = 8) -> Strategy:
     Sure of: the sampling (third-party notes).
     """
     return Vines(trunks, states, vines)
+
+
+def props(wave: int = 2, limit: float = 0.3, divergence: float = 0.01, fits: int = 16, rate: float = 3.0) -> Strategy:
+    """PROPS (sampling): waves of rollouts, each by a behaviour policy that leans away from what the group has drawn too often.
+
+    Paper: On-Policy Policy Gradient Reinforcement Learning Without On-Policy Sampling, arXiv 2311.08290.
+    Deviation: the recorded log-probabilities are the behaviour policy's, so a ratio to them corrects for it; the method props
+    takes the rollouts as on-policy, as the paper does.
+    Sure of: the rule (official code).
+    """
+    return CorrectedSampling(wave, SamplingCorrection(limit, divergence, fits, rate))

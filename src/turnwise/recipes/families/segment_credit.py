@@ -225,10 +225,7 @@ def archer(
     """
     actor = PresentActions(fresh)
     return Recipe(
-        advantage=Constant(1.0),
-        ratio=OnPolicy(),
-        gate=NoGate() * UtteranceAdvantage(baseline),
-        aggregate=Sum(TURN),
+        advantage=Constant(1.0), ratio=OnPolicy(), gate=NoGate() * UtteranceAdvantage(baseline), aggregate=Sum(TURN),
         penalties=(
             WeightedPenalty(value_weight, UtteranceQError(gamma), Mean(TURN), rows=RecordedActions()),
             WeightedPenalty(value_weight, UtteranceVError(), Mean(TURN), rows=actor),

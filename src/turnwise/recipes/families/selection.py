@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnwise.algebra.advantage import SoftBaseline, Standardise
+from turnwise.algebra.advantage import LeaveOneOut, SoftBaseline, Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import CriticsFirst
 from turnwise.algebra.factor import TruncatedImportance
@@ -23,9 +23,10 @@ from turnwise.credit.step_values import BestActionOfState, GoodSteps, OutcomeAbo
 from turnwise.data.replay import ExpertItems, PastBatches, RecentBuffer, SharedExperience, SuccessBuffer
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.strategies import Branch
-from turnwise.tasks.admission import Spread
+from turnwise.rollout.strategies import Branch, OneTurn
+from turnwise.tasks.admission import AfterDraws, Spread
 from turnwise.tasks.budgets import Fixed
+from turnwise.tasks.frontier import PivotFilter
 from turnwise.tasks.samplers import CyclePool
 from turnwise.tasks.turn_limits import FallingWithSuccess
 
@@ -176,6 +177,25 @@ def digi_q(
         penalties=(WeightedPenalty(value_weight, UtteranceCriticError(gamma), Mean(TURN), rows=AllTokens()),),
         control=CriticsFirst(passes, warm), strategy=Branch(trunks, "every"), budget=Fixed(8, 16),
         replay=RecentBuffer(oldest, share=1.0),
+    )  # fmt: skip
+
+
+def pivotrl(clip: float = 0.2, pool: int = 256, below: float = 0.9, renew: bool = False) -> Recipe:
+    """PivotRL: one-turn rollouts at those turns of an expert where the first policy sometimes does as well, and sometimes not.
+
+    pivots: 0 < μ < below, μ of the first policy's turns there;  R = 1 if a turn does what the expert's does;
+    A = R − mean of the others;  clipped token mean, no KL
+
+    Paper: PivotRL: High Accuracy Agentic Post-Training at Low Compute Cost, arXiv 2603.21383.
+    Settings: clip 0.2, 64 pivots of 16 turns, 8 turns to profile (here a group of 16); the threshold is ours. With renew the
+    policy of a turn's latest visit profiles it again.
+    Deviation: the profiling pass takes the first ``pool`` groups, which are not trained on. What counts as doing the same is the
+    environment's (turnwise.environments.expert_turns, or demonstrated:FILE for dialogues of a file).
+    Sure of: filter, reward and baseline (study of the paper and a vendor's recipe), not the threshold and not the average.
+    """
+    return Recipe(
+        advantage=LeaveOneOut(), gate=Clip(clip, clip), aggregate=Mean(TOKEN), strategy=OneTurn(),
+        sampler=PivotFilter(pool, below, renew), admission=AfterDraws(pool), budget=Fixed(8, 16),
     )  # fmt: skip
 
 

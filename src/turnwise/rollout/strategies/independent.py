@@ -22,6 +22,19 @@ class Independent:
 
 
 @dataclass(frozen=True)
+class OneTurn:
+    """Independent, with episodes of one turn from the states of an expert: nothing is played after it."""
+
+    requirements = frozenset({"expert turns"})
+
+    def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]:
+        return self._grow(request, request.sessions())
+
+    async def _grow(self, request: GroupRequest, sessions: Sequence[Session]) -> Group:
+        return request.grown(await request.play_all(sessions, max_turns=1))
+
+
+@dataclass(frozen=True)
 class EntropyControl:
     """Independent, with ``share`` of each group sampled at a temperature scaled by ``hot`` while the policy's entropy is at most
     ``target``, by ``cold`` above it.

@@ -36,6 +36,7 @@ LIVE_COUNTERPART = {
     Signal.OLD_VALUE: Signal.VALUE,
     Signal.OLD_SECOND_VALUE: Signal.SECOND_VALUE,
     Signal.OLD_ENTROPY: Signal.ENTROPY,
+    Signal.OLD_ACTION_VALUE: Signal.ACTION_VALUE,
 }
 """Signals of a batch that equal a live signal, measured before the first update."""
 
@@ -46,7 +47,7 @@ AFTER_SAMPLED = RANK_SIGNALS | AUXILIARY | {Signal.Q, Signal.SECOND_Q, Signal.TA
 AFTER_SAMPLED_MODELS = ("policy", "critic", "target")
 """... and the models that compute it for them."""
 
-POLICY_SIGNALS = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.CANDIDATE_LOGP})
+POLICY_SIGNALS = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.CANDIDATE_LOGP, Signal.MODE_LOGP})
 
 Fields = dict[Any, Field]
 ForwardOf = Callable[[str], ForwardPass]
@@ -91,6 +92,7 @@ class SignalMeasurer:
             (frozenset({Signal.CANDIDATE_MATCHES}), self._candidate_matches),
             (frozenset({Signal.HELLINGER}), self._hellinger),
             (frozenset({Signal.COLLISION}), self._collision),
+            (frozenset({Signal.REFERENCE_MODE_GAP}), self._reference_mode_gap),
             (frozenset(update_statistics.PREDICTED_CHANGES), self._predicted_changes),
             (RANK_SIGNALS, lambda b, forward, _: dict(effective_rank_signals(b.tree, forward("policy").after))),
             (frozenset(TURN_CRITIC_TARGET), self._target_estimates),
@@ -162,7 +164,9 @@ class SignalMeasurer:
                 ids = candidates.stored(batch)
                 ids = candidates.sample(forward("policy"), self.learner.steps) if ids is None else ids
                 out[Signal.CANDIDATE_LOGP] = candidates.candidate_logp(forward("policy"), ids, logp)
-        if signals & {*TOKEN_VALUES, *TURN_CRITIC}:
+            if Signal.MODE_LOGP in signals:
+                out[Signal.MODE_LOGP] = update_statistics.mode_logp(forward("policy"))
+        if signals & {*TOKEN_VALUES, Signal.ACTION_VALUE, *TURN_CRITIC}:
             out |= self.learner.value_heads.estimates(forward("critic"), signals)
         return {s: f for s, f in out.items() if s in signals}
 
@@ -236,6 +240,10 @@ class SignalMeasurer:
 
     def _collision(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
         return {Signal.COLLISION: update_statistics.collision(forward("policy"))}
+
+    def _reference_mode_gap(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
+        gap = update_statistics.reference_mode_gap(forward("policy"), forward("reference"))
+        return {Signal.REFERENCE_MODE_GAP: gap}
 
     def _predicted_changes(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
         return dict(update_statistics.predicted_changes(forward("policy"), self.learner.preconditioner()))

@@ -34,6 +34,20 @@ def collision(policy: ForwardPass) -> Field:
     return Field(policy.batch.tree, TOKEN, out)
 
 
+def mode_logp(policy: ForwardPass) -> Field:
+    """The log-probability of the most likely token at each sampled one, with gradient."""
+    largest = [logp.max(1).values for _, logp in policy.distributions()]
+    return Field(policy.batch.tree, TOKEN, torch.cat(largest) if largest else policy.inverse_temperature)
+
+
+def reference_mode_gap(policy: ForwardPass, reference: ForwardPass) -> Field:
+    """log π(a*) − max log π, a* the reference's most likely token, for each sampled token."""
+    out = torch.empty_like(policy.inverse_temperature)
+    for (rows, a), (_, b) in zip(policy.distributions(), reference.distributions()):
+        out[rows] = a.gather(1, b.argmax(1, keepdim=True))[:, 0] - a.max(1).values
+    return Field(policy.batch.tree, TOKEN, out)
+
+
 def predicted_changes(forward: ForwardPass, preconditioner: Tensor) -> dict[Signal, Field]:
     """Σ v²q, Σ πv²q² and Σ πvq with v = onehot − π and q = P h²: how one step on this token would change its logits."""
     target, sums = forward.batch.token.x, [torch.empty_like(forward.inverse_temperature) for _ in PREDICTED_CHANGES]

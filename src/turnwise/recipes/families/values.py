@@ -1,0 +1,100 @@
+"""Values of tokens that learn, rank or steer, and a behaviour policy that corrects what was sampled."""
+
+from __future__ import annotations
+
+from turnwise.algebra.advantage import Whiten
+from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.control import CriticsFirst
+from turnwise.algebra.gae import GAE, LambdaReturn
+from turnwise.algebra.gate import Clip
+from turnwise.algebra.penalty import KL, ClippedValueLoss, WeightedPenalty
+from turnwise.algebra.ratio import Importance, OnPolicy
+from turnwise.algebra.value import Constant
+from turnwise.core.levels import TOKEN
+from turnwise.credit.action_values import ActionValueError, ConservativeQError
+from turnwise.recipes.kind import Kind
+from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.strategies import CorrectedSampling, SamplingCorrection, ValueSteered
+
+KIND = Kind.OBJECTIVE
+
+NEVER = 1_000_000_000  # batches
+
+
+def b_coder(alpha: float = 1.0, gamma: float = 1.0, imitation: float = 0.1) -> Recipe:
+    """B-Coder: Q from the policy's logits and a value head; learns by the Bellman operator of a fixed policy; Q ranks answers.
+
+    Q(s, a) = α (log π(a) − max log π) + V(s) → r + γ Q̄(s', a*), a* = argmax π_ref(s');  + imitation · KL(π‖π_ref), k3;
+    rank of an answer: Σ Q(s, a) − γ V(s')
+
+    Paper: B-Coder: Value-Based Deep Reinforcement Learning for Program Synthesis, arXiv 2310.03173.
+    Settings: alpha 1, gamma 1 and imitation 0.1 are ours. The policy of Q at temperature alpha is the model itself. With
+    --eval-samples 2 or more, evaluations report the success of the answer that Q ranks first (reranked_success).
+    Deviation: the paper's cross-entropy to the model is k3, which has its gradient on the policy's samples; the values of the
+    target are those before the batch, not a slow copy's; data are the run's own rollouts, one pass each.
+    Sure of: dueling form, operator and ranking (summaries), not the constants.
+    """
+    return Recipe(
+        advantage=Constant(0.0), ratio=OnPolicy(), aggregate=Mean(TOKEN),
+        penalties=(
+            WeightedPenalty(1.0, ConservativeQError(alpha, gamma)),
+            WeightedPenalty(imitation, KL()),
+        ),
+    )  # fmt: skip
+
+
+def vas(
+    beta: float = 3.0,
+    candidates: int = 20,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    passes: int = 2,
+    steered_rollouts: bool = False,
+) -> Recipe:
+    """VAS: the policy stays as it is; a value of each token learns from its samples, and steers its decoding.
+
+    Q → Gₜ = rₜ + γ ((1 − λ) Q̄ₜ₊₁ + λ Gₜ₊₁);  logit'(a) = logit(a) + β (Q(s, a) − mean over the top k) for the k likeliest tokens
+
+    Paper: Value Augmented Sampling for Language Model Alignment and Personalization, arXiv 2405.06639.
+    Settings: beta 3, candidates 20, gamma 1, lambda 0.95, 2 passes. Evaluations are steered; with steered_rollouts rollouts
+    are, too.
+    Deviation: Q(s, a) is a linear head of the frozen policy's states with an output for each token, where the paper's V(s∘a) is
+    a model of its own that reads the token.
+    Sure of: formula and constants (official code).
+    """
+    return Recipe(
+        advantage=Constant(0.0), ratio=OnPolicy(), aggregate=Mean(TOKEN),
+        penalties=(WeightedPenalty(1.0, ActionValueError(gamma, lam)),),
+        control=CriticsFirst(passes, NEVER), strategy=ValueSteered(beta, candidates, steered_rollouts),
+    )  # fmt: skip
+
+
+def props(
+    clip: float = 0.2,
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    value_clip: float = 0.5,
+    value_weight: float = 1.0,
+    wave: int = 2,
+    limit: float = 0.3,
+    divergence: float = 0.01,
+    fits: int = 16,
+    rate: float = 3.0,
+) -> Recipe:
+    """PROPS: PPO on rollouts of a behaviour policy that leans away from what the group has drawn too often.
+
+    φ ← θ, then min over φ of mean max(g, clip(g, 1 ± limit)), g = π_φ/π_θ, until mean(g − 1 − log g) > divergence;
+    PPO as if on-policy: ρ = π/π_old, π_old the policy before the update and not φ
+
+    Paper: On-Policy Policy Gradient Reinforcement Learning Without On-Policy Sampling, arXiv 2311.08290.
+    Settings: limit 0.3, divergence 0.01, 16 fits, PPO with clip 0.2. A fit every 16 environment steps (here every 2 rollouts of a
+    task) with Adam at 1e-3 (here plain steps of rate 3 on a table).
+    Deviation: φ is a table of logit shifts for the tokens drawn after each prefix of a task's rollouts; the buffer is the group,
+    no older batches.
+    Sure of: the formula (official code), not the rate.
+    """
+    return Recipe(
+        advantage=Whiten(GAE(gamma, lam)), ratio=Importance(TOKEN, proximal=True), gate=Clip(clip, clip), aggregate=Mean(TOKEN),
+        penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
+        strategy=CorrectedSampling(wave, SamplingCorrection(limit, divergence, fits, rate)),
+    )  # fmt: skip
