@@ -16,6 +16,7 @@ from support.batches import from_oracle, records_of
 from turnwise import recipes
 from turnwise.algebra import diagnostics
 from turnwise.algebra.adaptive_clip import BalancedClip
+from turnwise.algebra.control import LastTurnFirst
 from turnwise.algebra.factor import DampEntropyChange
 from turnwise.algebra.mask import OneSided
 from turnwise.algebra.piece import MicroBatchView, StepView
@@ -163,6 +164,14 @@ def test_exponential_damping_of_entropy_change_by_a_slow_loop(seed):
     assert planned == pytest.approx([min(1.0, max(0.3, math.exp(-k * x))) for x in sizes], rel=1e-9)
 
 
+def test_turn_by_turn_updates_average_the_credit_of_tokens():
+    """With the credit of another method, which may differ from token to token."""
+    batch, _ = rows_of(0.0, 0.0)
+    credit = batch.tree.field(TOKEN, (1.0, 3.0, -2.0, 0.0), torch.float64)
+    (step,) = LastTurnFirst().optimizer_steps(batch.put(advantage=credit), 0, lambda batch, signals: {})
+    assert step["advantage"].level == TRAJECTORY and step["advantage"].x.tolist() == [2.0, -1.0]
+
+
 def test_the_threshold_of_the_kl_follows_the_velocity_of_the_reward():
     """Four batches by hand: error, integral, phase and threshold of the controller."""
     piece = KLController(gains=(0.3, 0.1, 0.05), goal=0.01, warmup=2)
@@ -200,6 +209,10 @@ def test_logged_divergence_from_the_sampler_is_a_mean_over_tokens():
     assert found["kl/behaviour/k1"] == pytest.approx(mean(lambda d: -d), rel=1e-5)
     assert found["kl/behaviour/k2"] == pytest.approx(mean(lambda d: d * d / 2), rel=1e-5)
     assert found["kl/behaviour"] == pytest.approx(mean(lambda d: math.exp(d) - 1 - d), rel=1e-5)
+    weights = [math.exp(d) for d in moved]
+    assert found["ratio/ess/token"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) / len(weights), rel=1e-5)
+    assert found["ratio/over_2/token"] == pytest.approx(sum(w > 2 for w in weights) / len(weights))
+    assert found["ratio/under_half/token"] == pytest.approx(sum(w < 0.5 for w in weights) / len(weights))
 
 
 def test_logged_credit_of_a_turn_is_a_mean_over_its_tokens():

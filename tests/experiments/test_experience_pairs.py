@@ -24,7 +24,7 @@ def test_every_name_of_every_slot_is_in_a_pair_and_can_be_built():
 def test_a_pair_runs_and_one_that_cannot_is_refused_with_the_reason(monkeypatch):
     assert experience_pairs.run_pair(("sampler/vade", "replay/spear")) == ("ok", "")
     monkeypatch.setitem(experience_pairs.SMALL, "env", "nim")
-    result, why = experience_pairs.run_pair(("sampler/vade", "guidance/ghpo"))
+    result, why = experience_pairs.run_pair(("sampler/vade", "guidance/guide"))
     assert result == "refused" and "hint" in why
 
 
