@@ -4,6 +4,7 @@ from __future__ import annotations
 
 INF = float("inf")
 DEFAULTS: dict[str, dict[str, object]] = {
+    "ActionValueError": {"gamma": 1.0, "lam": 0.95},
     "ActiveBatches": {"scale": 1.0, "begin": 0, "end": 0},
     "AdvantageRegressionError": {"beta": 0.1},
     "AmplifiedPositive": {"alpha": 3.0, "best": 1.0, "perfect": 1.0},
@@ -28,6 +29,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "ClippedValueLoss": {"clip": 0.5, "finished": False},
     "ConditionalAdvantage": {"mu": 1.0, "alpha": 1.0, "metric": "entropy"},
     "ConsistencyAdvantage": {"eps": 1e-06},
+    "ConservativeQError": {"alpha": 1.0, "gamma": 1.0},
     "CosineWarmup": {"scale": 1.0, "steps": 100.0},
     "CovarianceClip": {"fraction": 0.0002, "low": 1.0, "high": 5.0, "clip_low": 1.0, "clip_high": 1.0},
     "CriticsFirst": {"passes": 10, "warm": 0, "epochs": 1},
@@ -179,6 +181,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "UnlikelinessReward": {"beta": 0.25},
     "UtteranceAdvantage": {"baseline": False},
     "UtteranceCriticError": {"gamma": 0.9},
+    "UtteranceQError": {"gamma": 0.9},
     "WarmupCosine": {"warmup": 0, "decay": 200, "peak": 0.9, "valley": 0.05},
     "WeightedNegativeLogLikelihood": {"weight": "none", "cutoff": 1.0},
     "Whiten": {"eps": 1e-08},
