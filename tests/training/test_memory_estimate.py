@@ -8,6 +8,7 @@ import pytest
 
 from turnwise import recipes
 from turnwise.config.settings import Settings
+from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.memory import GIB, MemoryPlan, ModelShape
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model
@@ -50,6 +51,27 @@ def test_what_the_user_gave_is_kept_and_the_advice_names_the_largest_part():
     assert kept is given and "--recompute" in text
     with pytest.raises(SettingError, match="write --lora-rank 16"):
         memory.fit_memory(Settings(), FULL, 16 * GIB)
+
+
+def test_a_cache_that_does_not_fit_in_rows_gets_the_room_left_in_pages():
+    plan = replace(LORA, ids=4096, dialogues=512, context=16384)
+    rows = plan.parts()["KV cache"]
+    kept, text = memory.fit_memory(Settings(micro_batch_tokens=4096), plan, 141 * GIB)
+    left = int(0.9 * 141 * GIB) - (plan.total - rows)
+    assert kept.micro_batch_tokens == 4096 and rows > 141 * GIB
+    assert text.startswith(f"the KV cache has pages in {left / GIB:.1f} GiB: 512 rows of 16384 ids would take")
+    assert memory.pages_text(plan, plan.total - rows + 1) == ""  # not two dialogues fit: the advice is given as before
+
+
+def test_small_models_keep_rows_and_large_ones_choose_by_the_room(monkeypatch):
+    model, recipe = tiny_model(512, 0, hidden=64, layers=2, context=128), recipes.build("grpo")
+    settings = Settings(device="cpu", context=128)
+    assert memory.cache_choice(settings, recipe, model) == CacheChoice()
+    monkeypatch.setattr(memory, "TOLD_FROM", 0)
+    monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 30)
+    plan = memory.memory_plan(settings, recipe, model)
+    choice = memory.cache_choice(settings, recipe, model)
+    assert choice.page is None and choice.room == int(0.9 * (1 << 30)) - plan.total + plan.parts()["KV cache"]
 
 
 def test_the_shape_and_the_plan_come_from_model_and_settings():

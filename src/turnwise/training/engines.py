@@ -19,6 +19,7 @@ from turnwise.config.settings import Settings
 from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import Generator, Learner
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
+from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.drafts import DraftingGenerator
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.logit_shift import with_value_rows
@@ -246,8 +247,9 @@ def make_served_generator(
 
 
 def make_local_generator(
-    settings: Settings, model: PreTrainedModel, renderer: Renderer, deterministic: bool = True, dialogues: int = 0
-) -> LocalGenerator:
+    settings: Settings, model: PreTrainedModel, renderer: Renderer, deterministic: bool = True, dialogues: int = 0,
+    cache: CacheChoice | None = None,
+) -> LocalGenerator:  # fmt: skip
     """A generator with its own copy of the model; on a CPU a synchronous one shares the learner's weights, because it samples
     nothing between an update and its publication (adapters are merged, so they need a copy). ``dialogues`` is the most that are
     ever open at once besides an evaluation's: cache rows beyond that only cost memory (6 GB for 256 rows of 512 ids of a
@@ -262,6 +264,7 @@ def make_local_generator(
         device=select_device(settings),
         dtype=rollout_dtype(settings),
         share_weights=deterministic and not settings.lora_rank and select_device(settings).type == "cpu",
+        cache=cache,
     )
 
 
@@ -344,9 +347,10 @@ def make_generator(
     dialogues: int,
     engine: str = "local",
     tell: Callable[[str], None] = lambda text: None,
+    cache: CacheChoice | None = None,
 ) -> Generator:
     """The generator of a run, behind a cheaper one for drafts where the recipe samples drafts in lower precision. ``tell`` hears
-    of servers that are lost."""
+    of servers that are lost. ``cache``: the layout of a local KV cache."""
     if settings.generator or settings.cluster:
         if recipe.precision.drafts:
             raise SettingError(
@@ -365,7 +369,7 @@ def make_generator(
         return make_remote_generator(settings, model, renderer, deterministic, rows, tolerance, threads, tell, *found)
     model = with_value_rows(model) if recipe.critics < 0 else model
     make = GENERATORS[engine]
-    exact = make(settings, model, renderer, deterministic, dialogues)
+    exact = make(settings, model, renderer, deterministic, dialogues, cache)
     if not recipe.precision.drafts:
         return exact
     draft_settings = replace(settings, rollout_dtype=recipe.precision.drafts)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from turnwise.config.settings import Settings
+from turnwise.core.protocols import Generator
 from turnwise.core.signals import Signal
+from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.learner.learner import LearnerSettings
 from turnwise.engines.memory import GIB, RECOMPUTE_FROM, MemoryPlan, ModelShape
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.renderer import Renderer
 from turnwise.training import engines
 
 USABLE = 0.9  # of the memory: the rest is fragments, libraries, CUDA graphs
+MIN_DIALOGUES = 2  # whole contexts that a cache in pages must hold
 TOLD_FROM = 50_000_000  # parameters from which a run tells its estimate
 
 
@@ -60,15 +65,53 @@ def fit_memory(settings: Settings, plan: MemoryPlan, available: int) -> tuple[Se
             f"this model does not fit: {bare.describe()}; the device has {available / GIB:.1f}; {_advice(bare)}"
         )
     if plan.total <= room or settings.micro_batch_tokens:
-        return settings, "" if plan.total <= room else f"memory may not suffice: {_advice(plan)}"
+        return settings, "" if plan.total <= room else pages_text(
+            plan, room
+        ) or f"memory may not suffice: {_advice(plan)}"
     smaller = _smaller(plan, room)
     if smaller.total > room:
         smaller = _smaller(replace(plan, recompute=True), room)
     text = f"micro_batch_tokens is {smaller.ids}" + ", recompute is true" * (smaller.recompute and not plan.recompute)
     text += f": {plan.ids} would take {plan.total / GIB:.1f} GiB of {available / GIB:.1f}"
     if smaller.total > room:
-        text += f"; even so memory may not suffice: {_advice(smaller)}"
+        text += "; " + (pages_text(smaller, room) or f"even so memory may not suffice: {_advice(smaller)}")
     return replace(settings, micro_batch_tokens=smaller.ids, recompute=smaller.recompute), text
+
+
+def cache_room(plan: MemoryPlan, room: int) -> int:
+    """Bytes that the rest of a run leaves for its KV cache."""
+    return max(0, room - plan.total + plan.parts()["KV cache"])
+
+
+def pages_text(plan: MemoryPlan, room: int) -> str:
+    """What a run says whose KV cache fits in pages only; empty where not even a few dialogues fit."""
+    left, rows = cache_room(plan, room), plan.parts()["KV cache"]
+    if left < MIN_DIALOGUES * plan.shape.cache(1, plan.context, plan.rollout):
+        return ""
+    wanted = f"{plan.dialogues} rows of {plan.context} ids would take {rows / GIB:.1f}"
+    return f"the KV cache has pages in {left / GIB:.1f} GiB: {wanted}"
+
+
+def cache_choice(settings: Settings, recipe: Recipe, model: Any) -> CacheChoice:
+    """Rows where they fit beside the rest of a run, else pages of the memory that is left."""
+    plan = memory_plan(settings, recipe, model)
+    if plan.shape.parameters < TOLD_FROM or not plan.shape.layers:
+        return CacheChoice()
+    return CacheChoice(room=cache_room(plan, int(USABLE * device_memory(engines.select_device(settings)))))
+
+
+def make_generator(
+    settings: Settings,
+    recipe: Recipe,
+    model: Any,
+    renderer: Renderer,
+    deterministic: bool,
+    dialogues: int,
+    tell: Callable[[str], None],
+) -> Generator:
+    """``engines.make_generator`` with a KV cache that fits."""
+    cache = cache_choice(settings, recipe, model)
+    return engines.make_generator(settings, recipe, model, renderer, deterministic, dialogues, tell=tell, cache=cache)
 
 
 def _smaller(plan: MemoryPlan, room: int) -> MemoryPlan:

@@ -135,7 +135,7 @@ class Trainer:
         s, budget = self.settings, self.recipe.budget
         dialogues = budget.groups * budget.size * (s.staleness + 1)
         warn = partial(self.events.message, level="warning")
-        generator = engines.make_generator(s, self.recipe, model, self.renderer, s.staleness == 0, dialogues, tell=warn)
+        generator = memory.make_generator(s, self.recipe, model, self.renderer, s.staleness == 0, dialogues, tell=warn)
         generator, self.opponents = engines.with_opponents(s, generator, model, self.renderer)
         generator, policy = engines.make_policy_judge(s, generator, model, self.renderer)
         learner = engines.make_learner(s, model, self.recipe, build.load_teacher(s))

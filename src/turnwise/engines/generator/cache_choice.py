@@ -26,10 +26,13 @@ class CacheChoice:
         self, shapes: Sequence[tuple[HeadShape, HeadShape]], rows: int, context: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:  # fmt: skip
         column = sum(heads * size for pair in shapes for heads, size in pair) * dtype.itemsize
-        page = self.page
-        if page is None:
-            page = 0 if self.room is None or rows * context * column <= self.room else PAGE
+        page = PAGE if self.page is None else self.page
+        pages = 0 if self.room is None or not page else self.room // (page * column) - 1
+        if self.page is None:
+            fits = self.room is None or rows * context * column <= self.room
+            page = (
+                0 if fits or pages <= -(-context // page) else page
+            )  # too few for one dialogue: an estimate may be too high
         if not page:
             return KVCache(shapes, rows, context, dtype, device)
-        pages = 0 if self.room is None else self.room // (page * column) - 1
         return PagedKVCache(shapes, rows, context, dtype, device, pages=pages, page=page)
