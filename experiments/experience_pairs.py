@@ -39,11 +39,12 @@ ARGUMENTS = {  # small enough for groups of four and words of four tokens
     "budget": {"xrpo": "first=2", "turn_control": "calibrate=4"},
     "strategy": {
         "branch": "trunks=2", "arpo": "trunks=2", "spo_tree": "factors=2/2,segment=2", "latr": "look=2",
-        "echo": "trunks=2,high=1",
+        "echo": "trunks=2,high=1", "vines": "states=1,vines=2",
     },
     "guidance": {"pope": "tries=2", "scaf": "warmup=0", "memento": "cases=1"},
     "replay": {"remix": "share=0.5,window=3", "swarm": "folder={folder}/pool"},
 }  # fmt: skip
+DEMONSTRATED = {"replay/bepa", "replay/dynaweb"}  # they mix in an expert's episodes
 Pair = tuple[str, str]
 Rows = dict[Pair, tuple[str, str]]
 
@@ -67,7 +68,7 @@ def run_pair(pair: Pair) -> tuple[str, str]:
 
     with tempfile.TemporaryDirectory() as folder:
         named = {name.split("/")[0]: spec(name, folder) for name in pair}
-        demos = {"demos": "oracle"} if "replay/bepa" in pair else {}
+        demos = {"demos": "oracle"} if DEMONSTRATED & set(pair) else {}
         try:
             summary = api.train(**SMALL, **named, **demos, out=folder, name="run", quiet=True)
         except TurnwiseError as reason:

@@ -18,7 +18,7 @@ from turnwise.algebra import diagnostics
 from turnwise.algebra.adaptive_clip import BalancedClip
 from turnwise.algebra.control import LastTurnFirst
 from turnwise.algebra.factor import DampEntropyChange
-from turnwise.algebra.mask import OneSided
+from turnwise.algebra.mask import InsideOrFarOutside, OneSided
 from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.term import Term
 from turnwise.algebra.weight import KLController
@@ -62,6 +62,17 @@ def test_a_ratio_at_the_bound_is_kept():
     view = MicroBatchView(batch, {})
     assert mask(rho, tokens(-1, -1, 1), view).x.tolist() == [True, True, False, False, True, True]
     assert mask(rho, tokens(0, 0, 0), view).x.all()
+
+
+def test_the_ring_around_the_trust_region_leaves_its_edges_in():
+    batch, _ = rows_of(0.0)
+    view, mask = MicroBatchView(batch, {}), InsideOrFarOutside(0.5, 0.5, 0.75, 2.0)
+    kept = {1.5: "+-", 1.5 + 1e-9: "", 0.5: "+-", 0.5 - 1e-9: "", 0.25: "+", 0.25 + 1e-9: "", 3.0: "-", 3.0 - 1e-9: ""}
+    for ratio, signs in kept.items():
+        rho = batch.tree.full(TOKEN, ratio, torch.float64)
+        for sign in "+-":
+            adv = batch.tree.full(TOKEN, float(f"{sign}1"), torch.float64)
+            assert bool(mask(rho, adv, view).at(TOKEN).x.all()) == (sign in signs), (ratio, sign)
 
 
 def test_what_reaches_the_limit_falls_back():
