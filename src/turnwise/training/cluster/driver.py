@@ -128,20 +128,36 @@ class ClusterRun:
     def start(self, learn: Callable[..., dict[str, Any]], notes: Sequence[str]) -> None:
         """Start the actors that do not live; end generators and environments that are too many."""
         self.owner = not find_actors(LEARNER, self.key)
+        self.learner = self._start_learner(learn, notes)
         living = self._living(GENERATOR, self.options.generators)
         place = self._place() if len(living) < self.options.generators else None
         generators = [self._generator(number, place) for number in range(self.options.generators)]
         self._starting = [generator.address.remote() for generator in generators]
         self._start_environments()
-        self.learner = self._make(
+
+    def _start_learner(self, learn: Callable[..., dict[str, Any]], notes: Sequence[str]) -> Any:
+        """The learner on this machine. It gets its place first: the others may be anywhere, and could fill its machine."""
+        cpus, gpus = self.settings.ranks, self.settings.ranks if self.options.gpus else 0
+        learner = self._make(
             LearnerActor,
             actor_name(LEARNER, self.key),
             (str(self.run_dir.path.resolve()), tuple(notes), learn),
             max_concurrency=CONTROL_THREADS,
-            num_cpus=self.settings.ranks,
-            num_gpus=self.settings.ranks if self.options.gpus else 0,
+            num_cpus=cpus,
+            num_gpus=gpus,
             scheduling_strategy=NodeAffinitySchedulingStrategy(self.node, soft=False),
         )
+        try:
+            ray.get(learner.process.remote(), timeout=PLACE_SECONDS)
+        except GetTimeoutError:
+            if self.owner:
+                raise SettingError(
+                    f"the machine of this command has no room for the learner, which needs {cpus} CPUs and {gpus} GPUs "
+                    f"of the cluster there (waited {PLACE_SECONDS:g} s); give Ray more there, or run the command on another one"
+                ) from None
+        except RayError:  # it died, and is started again or not: the watch tells
+            pass
+        return learner
 
     def _living(self, kind: str, most: int) -> dict[int, Any]:
         """The actors of a kind; ends those that are too many."""
