@@ -75,9 +75,9 @@ def run(name: str, seed: int, out: str, more: dict[str, Any]) -> dict[str, Any]:
 
 
 def work(jobs: multiprocessing.Queue, results: str, out: str, until: float, more: dict[str, Any]) -> None:
-    while time.time() < until and not jobs.empty():
+    while time.time() < until:
         try:
-            name, seed = jobs.get(timeout=1)
+            name, seed = jobs.get(timeout=5)
         except Exception:  # another process took the last one
             return
         row = run(name, seed, out, more)

@@ -131,7 +131,10 @@ def test_turns_are_sampled_again_at_their_states():
 
     def again(count: int, step: int) -> Group:
         async def run() -> list[Group]:
-            return await TurnResampler(generator(model, slots=3), SOME, count, 7).add([group], step)
+            sampler = generator(model, slots=3)  # fewer rows than turns: some wait until others have closed
+            grown = await TurnResampler(sampler, SOME, count, 7).add([group], step)
+            assert not sampler.sessions and not sampler.stats()["patience_timeouts"]
+            return grown
 
         return asyncio.run(run())[0]
 

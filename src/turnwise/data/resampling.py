@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from turnwise.core.batch import prefix
-from turnwise.core.protocols import Generator
+from turnwise.core.protocols import Generator, Session
 from turnwise.core.records import Completion, Fork, Group, Sampling, Stop, Trajectory, Turn
 from turnwise.core.seeds import stable_seed
 from turnwise.data.replay.fresh_actions import FRESH
@@ -30,22 +30,21 @@ class TurnResampler:
         """The groups with the resampled turns. Opens all sessions before the first token is decoded."""
         drawn = [self._states(group, step) for group in groups]
         sessions = [[self.generator.open(stable_seed(self.seed, "fresh", one.id)) for one, _ in rows] for rows in drawn]
-        jobs = [
-            session.generate(ids, self.sampling)
-            for rows, opened in zip(drawn, sessions)
-            for (_, ids), session in zip(rows, opened)
-        ]
-        try:
-            completions = iter(await asyncio.gather(*jobs))
-        finally:
-            for session in (s for opened in sessions for s in opened):
-                session.close()
+        pairs = [(s, ids) for rows, opened in zip(drawn, sessions) for (_, ids), s in zip(rows, opened)]
+        completions = iter(await asyncio.gather(*(self._sample(session, ids) for session, ids in pairs)))
         out = []
         for group, rows in zip(groups, drawn):
             taken = [(one, next(completions)) for one, _ in rows]
             more = [_with_turn(one, c) for one, c in taken if c.tokens and c.stop != Stop.CANCELLED]
             out.append(replace(group, trajectories=(*group.trajectories, *more)))
         return out
+
+    async def _sample(self, session: Session, ids: list[int]) -> Completion:
+        """One turn. Its session closes at once: a deterministic generator waits for open ones."""
+        try:
+            return await session.generate(ids, self.sampling)
+        finally:
+            session.close()
 
     def _states(self, group: Group, step: int) -> list[tuple[Trajectory, list[int]]]:
         """For each turn to sample, a fork with the recorded turn in its place, and the ids it reads."""
