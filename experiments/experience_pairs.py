@@ -1,10 +1,11 @@
-"""Do sampler, budget, strategy, guidance and replay go together? A run of two steps for every two names of different slots.
+"""Do sampler, budget, strategy, guidance and replay go together? Runs of two steps that cover every two names of different slots.
 
     python experiments/experience_pairs.py --jobs 2 --keep experiments/results/experience_pairs.jsonl     resumes
     python experiments/experience_pairs.py --keep experiments/results/experience_pairs.jsonl --write docs/matrix.md
 
 Every run is `dr_grpo` on a game of chance (`coin:Coin`) that can be forked, hinted, demonstrated and worded in several ways, with
-a tiny model: rewards vary from the first step. A pair is *ok* if both steps were taken, every number is finite and no episode
+a tiny model: rewards vary from the first step. A run has a name in each slot, so it tries ten pairs at once; if it does not end
+well, the pair it was made for is tried alone. A pair is *ok* if both steps were taken, every number is finite and no episode
 failed; *refused* if the command says why before the run begins; else *FAILED*.
 """
 
@@ -62,8 +63,8 @@ def spec(name: str, folder: str) -> str:
     return f"{bare},{arguments}" if arguments else bare
 
 
-def run_pair(pair: Pair) -> tuple[str, str]:
-    """(``ok``, ``refused`` or ``FAILED``, the reason)."""
+def run_names(pair: tuple[str, ...]) -> tuple[str, str]:
+    """(``ok``, ``refused`` or ``FAILED``, the reason) of a run with one name in each of some slots."""
     from turnwise.training import api
 
     with tempfile.TemporaryDirectory() as folder:
@@ -95,8 +96,39 @@ def read(path: Path | None) -> Rows:
     return {(a, b): (result, why) for a, b, result, why in map(json.loads, lines)}
 
 
+def cover(left: list[Pair], known: Rows, keep: Path, until: float) -> None:
+    """Try these pairs, together with others that are left, and write a row for each."""
+    waiting, names = dict.fromkeys(left), [name for pair in all_pairs() for name in pair]
+    unfit = {pair for pair, (result, _) in known.items() if result != "ok"}
+    while waiting and time.monotonic() < until:
+        first = next(iter(waiting))
+        chosen = fill(first, waiting, dict.fromkeys(names), unfit)
+        fine = run_names(chosen)[0] == "ok"
+        done = dict.fromkeys(pairs_of(chosen), ("ok", "")) if fine else {first: run_names(first)}
+        with keep.open("a") as file:
+            for pair in [pair for pair in done if waiting.pop(pair, 0) is None]:
+                file.write(json.dumps([*pair, *done[pair]]) + "\n")
+                unfit |= {pair} if done[pair][0] != "ok" else set()
+
+
+def fill(pair: Pair, waiting: dict[Pair, None], names: dict[str, None], unfit: set[Pair]) -> tuple[str, ...]:
+    """The pair, and in each other slot the name with the most waiting pairs among those that go together."""
+    chosen = list(pair)
+    for slot in (slot for slot in SLOTS if slot not in {name.split("/")[0] for name in pair}):
+        fits = [n for n in names if n.startswith(f"{slot}/") and not unfit & set(pairs_of((*chosen, n)))]
+        if fits:
+            chosen.append(max(fits, key=lambda n: sum(pair in waiting for pair in pairs_of((*chosen, n)))))
+    return tuple(chosen)
+
+
+def pairs_of(names: tuple[str, ...]) -> list[Pair]:
+    """Every two of them, in the order of the slots."""
+    order = list(SLOTS)
+    return list(itertools.combinations(sorted(names, key=lambda name: order.index(name.split("/")[0])), 2))
+
+
 def run_all(pairs: list[Pair], keep: Path, jobs: int, until: float) -> None:
-    """Each process takes every ``jobs``-th pair that is left or failed before."""
+    """Each process covers every ``jobs``-th pair that is left or failed before."""
     known = read(keep)
     left = [pair for pair in pairs if known.get(pair, ("FAILED",))[0] == "FAILED"]
     workers = []
@@ -104,12 +136,7 @@ def run_all(pairs: list[Pair], keep: Path, jobs: int, until: float) -> None:
         if worker := os.fork():
             workers.append(worker)
             continue
-        for pair in left[number::jobs]:
-            if time.monotonic() > until:
-                break
-            row = json.dumps([*pair, *run_pair(pair)])
-            with keep.open("a") as file:
-                file.write(row + "\n")
+        cover(left[number::jobs], known, keep, until)
         os._exit(0)
     for worker in workers:
         os.waitpid(worker, 0)
@@ -125,9 +152,9 @@ def section(rows: Rows) -> str:
         "",
         "# Pairs of experience",
         "",
-        f"Every two names of different slots ({sizes}), in a run of two",
-        "steps on a game of chance with a tiny model. A pair passes if both steps were taken, every number stayed finite and",
-        "no episode failed.",
+        f"Every two names of different slots ({sizes}), in runs of two",
+        "steps on a game of chance with a tiny model; most runs have a name in all five slots. A pair passes if both steps of",
+        "its run were taken, every number stayed finite and no episode failed.",
         "",
         "| | pairs |",
         "|---|---|",

@@ -22,10 +22,26 @@ def test_every_name_of_every_slot_is_in_a_pair_and_can_be_built():
 
 @pytest.mark.slow
 def test_a_pair_runs_and_one_that_cannot_is_refused_with_the_reason(monkeypatch):
-    assert experience_pairs.run_pair(("sampler/vade", "replay/spear")) == ("ok", "")
+    assert experience_pairs.run_names(("sampler/vade", "replay/spear")) == ("ok", "")
     monkeypatch.setitem(experience_pairs.SMALL, "env", "nim")
-    result, why = experience_pairs.run_pair(("sampler/vade", "guidance/guide"))
+    result, why = experience_pairs.run_names(("sampler/vade", "guidance/guide"))
     assert result == "refused" and "hint" in why
+
+
+def test_a_run_covers_as_many_pairs_as_it_can_and_a_failed_one_is_tried_alone(tmp_path, monkeypatch):
+    tried = []
+    bad = {"guidance/ghpo", "replay/spear"}
+
+    def run(names):
+        tried.append(names)
+        return ("refused", "no") if bad <= set(names) else ("ok", "")
+
+    monkeypatch.setattr(experience_pairs, "run_names", run)
+    pairs = experience_pairs.all_pairs()
+    experience_pairs.cover(pairs, {}, tmp_path / "rows.jsonl", float("inf"))
+    rows = experience_pairs.read(tmp_path / "rows.jsonl")
+    assert set(rows) == set(pairs) and {pair for pair, row in rows.items() if row[0] == "refused"} == {tuple(sorted(bad))}
+    assert len(tried) < len(pairs) / 3
 
 
 def test_what_is_not_finite_or_failed_is_a_failure():
