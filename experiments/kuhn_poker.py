@@ -71,7 +71,7 @@ def self_play(hold: float = HOLD, start: float = 0.3, end: float = 0.05, steps: 
 
 
 def table(rows: list[Row]) -> str:
-    """Final exploitability by variant and settings."""
+    """Exploitability at the end by variant and settings; of a run that was stopped, at its last evaluation, with the step."""
     heads = (
         "width, cold start",
         "penalty",
@@ -86,7 +86,7 @@ def table(rows: list[Row]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     kinds: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        if row["after"]:
+        if row["after"] or row["curve"]:
             own, options = row["settings"], row["settings"]["method_options"]
             levels = [options["hold"] + options["start"]] if options["hold"] else []
             penalty = " to ".join(f"{level:g}" for level in (*levels, options["start"], options["end"]))
@@ -94,12 +94,13 @@ def table(rows: list[Row]) -> str:
             model = f"{own['hidden']}, {own['cold_steps']} of {own.get('cold_batch', 24)} {demos}"
             games = own["groups"] * own["group_size"]
             kinds.setdefault((model, penalty, f"{own['lr']:g}, {own['schedule']}", games, own["steps"]), []).append(row)
-    last = lambda row: row["after"]["exact"]["exploitability"]  # noqa: E731
+    last = lambda row: row["after"]["exact"]["exploitability"] if row["after"] else row["curve"][-1][2]  # noqa: E731
+    step = lambda row: "" if row["after"] else f", step {row['curve'][-1][0]}"  # noqa: E731
     for key, found in sorted(kinds.items(), key=lambda item: statistics.mean(map(last, item[1]))):
         found.sort(key=lambda row: row["settings"]["seed"])
         first = statistics.mean(row["before"]["exact"]["exploitability"] for row in found)
-        illegal = max(row["after"]["exact"]["unlisted"] for row in found)
-        each = ", ".join(f"{last(row):.3f} ({row['settings']['seed']})" for row in found)
+        illegal = max((row["after"] or row["before"])["exact"]["unlisted"] for row in found)
+        each = ", ".join(f"{last(row):.3f} ({row['settings']['seed']}{step(row)})" for row in found)
         seconds = max(row["seconds"] for row in found)
         cells = (*key, f"{first:.3f}", each, f"{illegal:.1e}", seconds)
         lines.append(f"| {' | '.join(map(str, cells))} |")
