@@ -150,7 +150,7 @@ def section(rows: Rows) -> str:
     lines = [
         BEGIN,
         "",
-        "# Pairs of experience",
+        "## Pairs of experience",
         "",
         f"Every two names of different slots ({sizes}), in runs of two",
         "steps on a game of chance with a tiny model; most runs have a name in all five slots. A pair passes if both steps of",
