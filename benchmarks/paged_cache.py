@@ -1,12 +1,14 @@
 """The KV cache in pages against the cache in rows, on one GPU: kernels, throughput, and a load of long dialogues.
 
     python benchmarks/paged_cache.py [--parts check same gen1b gen8b long] [--repeats 3]
+    python benchmarks/paged_cache.py --parts long_rows  # alone: its cache takes most of the memory
 
 check   kernels over pages against their PyTorch reference, largest error relative to the largest value
 same    a small model in float32 and bfloat16: greedy tokens and log-probabilities of both layouts, with CUDA graphs
 gen1b   a model of 1.5 B parameters (random weights): 256 requests of 128 + 128 ids, both layouts
 gen8b   a model of 8 B parameters: 64 requests of 128 + 128 ids, both layouts
 long    1.5 B, 512 dialogues: prompts of heavy-tailed length up to 16,000 ids in groups of 4, 64 new ids each
+long_rows  the same with as many rows as 60 % of the memory hold
 """
 
 from __future__ import annotations
@@ -167,28 +169,26 @@ def heavy_tailed(dialogues: int, longest: int, new: int, seed: int) -> Workload:
     return Workload("long", prompts, [[new]] * dialogues, [[[]]] * dialogues)
 
 
-def long_context(repeats: int) -> None:
+def long_context(repeats: int, pages: bool) -> None:
     """Rows take the longest context for every dialogue: 512 x 16,384 columns of 28 KiB are 224 GiB and do not fit."""
     model, new = make("1b"), 64
     load = heavy_tailed(512, 16000, new, 0)
     columns, longest = sum(map(len, load.prompts)), max(map(len, load.prompts))
     room = int(0.6 * torch.cuda.mem_get_info()[0])
-    for context, slots, cache in ((16384, 512, CacheChoice(room=room)), (16384, room // (16384 * 28 * 1024), ROWS)):
-        generator = LocalGenerator(
-            model, slots=slots, context=context, stop_ids=(), device="cuda", dtype=torch.bfloat16, cache=cache,
-            share_weights=True,
-        )  # fmt: skip
-        times = timed(generator, [load] * repeats)
-        stats = generator.stats()
-        print(
-            f"long: 512 dialogues, {columns:,} prompt ids, longest {longest:,}, + {new} each, "
-            f"{slots} slots, {generator.model_runner.kv_cache.describe()}: {min(times):.1f} s (first {times[0]:.1f}), cache "
-            f"{generator.model_runner.kv_cache.nbytes / GIB:.1f} GiB, prefilled {stats['prefill_tokens'] / repeats:,.0f}, "
-            f"preemptions {stats['preemptions']:.0f}, steps {stats['steps'] / repeats:.0f}",
-            flush=True,
-        )
-        del generator
-        free()
+    context, column = 16384, 28 * 1024
+    slots, cache = (512, CacheChoice(room=room)) if pages else (room // (context * column), ROWS)
+    generator = LocalGenerator(
+        model, slots=slots, context=context, stop_ids=(), device="cuda", dtype=torch.bfloat16, cache=cache,
+        share_weights=True,
+    )  # fmt: skip
+    times = timed(generator, [load] * repeats)
+    kv_cache, stats = generator.model_runner.kv_cache, generator.stats()
+    print(
+        f"long: 512 dialogues, {columns:,} prompt ids, longest {longest:,}, + {new} each, {slots} slots, {kv_cache.describe()}: "
+        f"{min(times):.1f} s (first {times[0]:.1f}), cache {kv_cache.nbytes / GIB:.1f} GiB, prefilled "
+        f"{stats['prefill_tokens'] / repeats:,.0f}, preemptions {stats['preemptions']:.0f}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -201,7 +201,8 @@ def main() -> None:
         "same": same,
         "gen1b": lambda: short("1b", 256, options.repeats),
         "gen8b": lambda: short("8b", 64, options.repeats),
-        "long": lambda: long_context(options.repeats),
+        "long": lambda: long_context(options.repeats, True),
+        "long_rows": lambda: long_context(options.repeats, False),
     }
     for part in options.parts:
         began = time.perf_counter()

@@ -1,7 +1,7 @@
 """Rows or pages: which layout a KV cache has, and how many pages.
 
-Rows are faster for small models and need no block table, but every row has room for a whole context. Pages are chosen where rows
-would not fit into the memory left for the cache. Knows shapes and bytes; no model and no setting of a run.
+Rows need no block table, and a decode step reads them as a view, but every row has room for a whole context. Pages are chosen
+where rows would not fit into the memory left for the cache. Knows shapes and bytes; no model and no setting of a run.
 """
 
 from __future__ import annotations

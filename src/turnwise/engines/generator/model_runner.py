@@ -261,7 +261,7 @@ def model_copy(
 
 def _same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Whether both name the same memory: frozen weights stay where they are. Packed ones are made when they are read."""
-    return a is b or a.keys() == b.keys() and all(a[name].data_ptr() == b[name].data_ptr() for name in a)
+    return a is b or (a.keys() == b.keys() and all(a[name].data_ptr() == b[name].data_ptr() for name in a))
 
 
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
