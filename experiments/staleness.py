@@ -120,7 +120,7 @@ def age(run: Path) -> list[float]:
 
 def jobs(options: argparse.Namespace, until: float) -> list[Job]:
     """Runs without a row yet: for each seed its cold start, then every method at every lag, the costly lags of one seed first."""
-    known = {key_of(row) for row in read([options.results]) if "error" not in row}
+    known = {key_of(row) for row in of_these_settings(read([options.results]), options) if "error" not in row}
     found: list[Job] = []
     for order, seed in enumerate(options.seeds):
         start = f"{options.env}-start-{seed}"
@@ -137,6 +137,12 @@ def jobs(options: argparse.Namespace, until: float) -> list[Job]:
                 Job((*arm, seed), lambda _, a=arm, s=seed, i=start: one(options, *a, s, i, until), (start,), -order)
             )
     return found
+
+
+def of_these_settings(rows: list[Row], options: argparse.Namespace) -> list[Row]:
+    """The rows of this learning rate and number of steps; real asynchronous runs are not compared with them."""
+    same = lambda row: (row["lr"], row["steps"]) == (options.lr, options.steps)  # noqa: E731
+    return [row for row in rows if row["kind"] == "ages" or same(row)]
 
 
 def key_of(row: Row) -> tuple[Any, ...]:
@@ -175,8 +181,11 @@ def one(options: argparse.Namespace, kind: str, method: str, lag: int, seed: int
 
 
 def points(row: Row) -> list[float]:
-    """Held-out success at each evaluation."""
-    return [row["before"]["success"], *(value for *_, value in row["curve"]), row["after"]["success"]]
+    """Held-out success at each evaluation. One that reports none counts as 0: no episode came to an answer."""
+    between = {step: value for step, _, value in row["curve"]}
+    every = SETTINGS["eval_every"]
+    found = [between.get(step, 0.0) for step in range(every, row["steps"], every)]
+    return [row["before"]["success"], *found, row["after"]["success"] or 0.0]
 
 
 def fall(values: list[float]) -> float:
@@ -192,9 +201,11 @@ def cell(rows: list[Row]) -> str:
     """Final success over seeds with its 95 % interval (Student), and how many runs had fallen at any time."""
     if not rows:
         return "–"
-    finals = [row["after"]["success"] for row in rows]
-    half = STUDENT.get(len(finals), 2.0) * statistics.stdev(finals) / len(finals) ** 0.5 if len(finals) > 1 else 0.0
+    finals = [points(row)[-1] for row in rows]
     fallen = sum(fall(points(row)) > FALLEN for row in rows)
+    if len(finals) == 1:
+        return f"{finals[0]:.0%}" + (", fell" if fallen else "")
+    half = STUDENT.get(len(finals), 2.0) * statistics.stdev(finals) / len(finals) ** 0.5
     return f"{statistics.mean(finals):.0%} ± {100 * half:.0f}" + (f", {fallen} of {len(rows)} fell" if fallen else "")
 
 
@@ -256,7 +267,7 @@ def main() -> None:
     if not options.table:
         until = time.monotonic() + options.seconds
         schedule(jobs(options, until), options.jobs, until)
-    rows = read([options.results])
+    rows = of_these_settings(read([options.results]), options)
     envs = [env for env in ENVS if any(row["env"] == env and row["kind"] == "late" for row in rows)]
     lines = [line for env in envs for line in (*table(rows, env), "")] + ages_table(rows)
     print("\n".join(lines))

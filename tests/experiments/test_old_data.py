@@ -22,6 +22,7 @@ from turnwise.environments.base import text_action
 
 def row(method="grpo", lag=0, seed=0, after=0.9, curve=(), **more):
     about = {"env": "calculator", "kind": "late", "method": method, "lag": lag, "seed": seed}
+    about |= {"lr": 1e-3, "steps": 16 * (len(curve) + 1)}
     between = [[16 * n, 100.0 * n, value] for n, value in enumerate(curve, 1)]
     return {**about, "before": {"success": 0.3}, "after": {"success": after}, "curve": between, "age": [0, 0], **more}
 
@@ -41,17 +42,24 @@ def test_a_cell_has_mean_interval_and_the_runs_that_fell():
     assert staleness.cell([]) == "–"
 
 
+def test_an_evaluation_without_an_answer_counts_as_zero():
+    lost = row(after=None, curve=[0.9, 0.8])
+    lost["curve"].pop()
+    assert staleness.points(lost) == [0.3, 0.9, 0.0, 0.0] and staleness.cell([lost]) == "0%, fell"
+
+
 def test_rows_that_failed_count_nowhere():
     lines = staleness.table([row(), row(method="bapo", error="out of time", after=0.1)], "calculator")
-    assert "| grpo | 90% ± 0 | – | – | – | – |" in lines and "| bapo | – | – | – | – | – |" in lines
+    assert "| grpo | 90% | – | – | – | – |" in lines and "| bapo | – | – | – | – | – |" in lines
 
 
 def test_whole_seeds_come_first_and_rows_are_not_made_again(tmp_path):
     results = tmp_path / "rows.jsonl"
     results.write_text(json.dumps(row()) + "\n" + json.dumps(row(lag=1, error="out of time")) + "\n")
     options = argparse.Namespace(
-        results=results, env="calculator", methods=["grpo"], lags=[0, 1], seeds=[0, 1], ages=False, out=str(tmp_path)
-    )
+        results=results, env="calculator", methods=["grpo"], lags=[0, 1], seeds=[0, 1], ages=False, out=str(tmp_path),
+        lr=1e-3, steps=16,
+    )  # fmt: skip
     keys = [job.key for job in staleness.jobs(options, 0.0)]
     assert keys == [
         "calculator-start-0",
