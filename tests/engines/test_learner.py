@@ -24,6 +24,7 @@ from turnwise.errors import SettingError
 from turnwise.recipes.families.critic_free import dr_grpo, grpo
 
 ALL = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE})
+EVERY = frozenset(Signal) - {Signal.ACTION_VALUE, Signal.OLD_ACTION_VALUE}  # these need a head of their own kind
 
 
 def gradients(learner, batch, objective):
@@ -66,7 +67,7 @@ def test_measure_keeps_the_batch_order(kit, positions):
     learner = LocalLearner(
         model, LearnerSettings(positions=positions), critic=2, turn_critic=True, teacher=copy.deepcopy(model)
     )
-    found = learner.measure(batch, frozenset(Signal))
+    found = learner.measure(batch, EVERY)
     s = batch.sequences
     with torch.no_grad():
         logits = torch.cat([stock(input_ids=part[None]).logits[0] for part in s.ids.split(s.lengths.tolist())])
@@ -84,8 +85,8 @@ def test_measure_keeps_the_batch_order(kit, positions):
         torch.testing.assert_close(found[signal].x, expected, rtol=1e-4, atol=1e-5)
     for signal in (Signal.ENTROPY, Signal.OLD_ENTROPY):
         torch.testing.assert_close(found[signal].x, -(logp.exp() * logp).sum(1), rtol=1e-4, atol=1e-5)
-    assert not found[Signal.VALUE].x.any() and set(found) >= set(Signal)
-    assert all(found[s].level == level_of(s) for s in Signal)
+    assert not found[Signal.VALUE].x.any() and set(found) >= EVERY
+    assert all(found[s].level == level_of(s) for s in EVERY)
     assert all(f.tree is batch.tree for f in found.values())
 
 
@@ -197,7 +198,7 @@ def test_signals_of_the_same_states_share_one_pass(kit, monkeypatch):
     monkeypatch.setattr(
         packed_forward, "packed_states", lambda model, *rest: passes.append(id(model)) or plain(model, *rest)
     )
-    learner.measure(kit.make_batch(1), frozenset(Signal) - {Signal.GRADIENT_NORM, Signal.ANSWER_LOGP, Signal.PREVIOUS})
+    learner.measure(kit.make_batch(1), EVERY - {Signal.GRADIENT_NORM, Signal.ANSWER_LOGP, Signal.PREVIOUS})
     assert len(passes) == len(set(passes)) == 3  # policy, reference, teacher
     passes.clear()
     apart.measure(kit.make_batch(1), frozenset({Signal.LOGP, Signal.VALUE, *TURN_CRITIC, *TURN_CRITIC_TARGET}))
@@ -228,7 +229,7 @@ def test_batches_without_sampled_tokens_are_valid(kit):
     before = learner.state_dict()["tensors"]
     for members in ((silent, blank), ()):
         batch = kit.weighted(pack([Group("g", task, members)] if members else []))
-        found = learner.measure(batch, frozenset(Signal) - {Signal.ANSWER_LOGP})
+        found = learner.measure(batch, EVERY - {Signal.ANSWER_LOGP})
         assert all(f.x.shape == (batch.tree.count(f.level),) and not f.x.any() for f in found.values())
         assert learner.update(batch, kit.Linear(ALL))["loss"] == 0
     after = learner.state_dict()["tensors"]

@@ -11,7 +11,7 @@ from turnwise.training import api
 RUNS = {
     "remix": {"method": "remix", "method_options": {"reset": 3, "weight": 0.1}},
     "memory": {"method": "dr_grpo", "replay": "remix,share=0.5,window=3", "guidance": "memento,cases=1"},
-    "archer": {"method": "archer", "method_options": {"warm": 1, "passes": 2}},
+    "archer": {"method": "archer", "method_options": {"warm": 1, "passes": 2}, "seed": 1},
     "digirl": {"method": "digirl", "method_options": {"share": 0.5}},
     "digi_q": {"method": "digi_q", "method_options": {"warm": 1, "passes": 2, "least": 0.0}},
     "oapl": {"method": "oapl", "method_options": {"beta": 0.1}},
