@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
+from support.dialogues import run, two_turns
 from support.generators import generator, make
 from support.prompting import prompts
 
@@ -37,24 +37,6 @@ def in_process(model, seconds=30.0, **options):
 
 def weights_of(model):
     return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, 120))
-
-
-async def two_turns(g, asked, sampling=SAMPLING):
-    """Every prompt continued twice, all at once, in dialogues that stay open in between."""
-
-    async def one(session, ids):
-        first = await session.generate(ids, sampling)
-        second = await session.generate([*ids, *first.tokens, 1, 2], sampling)
-        session.close()
-        return first, second
-
-    sessions = [g.open(n) for n in range(len(asked))]
-    done = await asyncio.gather(*map(one, sessions, asked))
-    return [replace(part, seconds=0.0) for pair in done for part in pair]
 
 
 def exists(pid):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.dialogues import run, two_turns
 from support.generator_servers import LIMITS, connected, served, weights_of
 from support.generators import generator, make
 from support.prompting import prompts
@@ -20,24 +21,6 @@ from turnwise.errors import GeneratorLost, SettingError, StoreError
 
 SAMPLING = Sampling(max_tokens=12)
 LONG = Sampling(max_tokens=100)
-
-
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, 120))
-
-
-async def two_turns(g, asked, sampling=SAMPLING):
-    """Every prompt continued twice, all at once, in dialogues that stay open in between."""
-
-    async def one(session, ids):
-        first = await session.generate(ids, sampling)
-        second = await session.generate([*ids, *first.tokens, 1, 2], sampling)
-        session.close()
-        return first, second
-
-    sessions = [g.open(n) for n in range(len(asked))]
-    done = await asyncio.gather(*map(one, sessions, asked))
-    return [replace(part, seconds=0.0) for pair in done for part in pair]
 
 
 def plain(parts):

@@ -39,7 +39,9 @@ def make_replicas(settings: Settings) -> list[Replica]:
     """The servers that the settings name. Refuses addresses that are none, or that occur twice."""
     client = _client_name(settings)
     addresses = [
-        ServerAddress.read(url.removesuffix("/").removesuffix("/v1"), settings.generator_key_env, "generator")
+        ServerAddress.read(
+            url.removesuffix("/").removesuffix("/v1"), settings.generator_key_env, "generator", ", or local"
+        )
         for url in settings.generator
     ]
     urls = [address.url for address in addresses]

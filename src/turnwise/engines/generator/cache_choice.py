@@ -30,9 +30,8 @@ class CacheChoice:
         pages = 0 if self.room is None or not page else self.room // (page * column) - 1
         if self.page is None:
             fits = self.room is None or rows * context * column <= self.room
-            page = (
-                0 if fits or pages <= -(-context // page) else page
-            )  # too few for one dialogue: an estimate may be too high
+            too_few = pages <= -(-context // page)  # for one dialogue: an estimate of the room may be too low
+            page = 0 if fits or too_few else page
         if not page:
             return KVCache(shapes, rows, context, dtype, device)
         return PagedKVCache(shapes, rows, context, dtype, device, pages=pages, page=page)
