@@ -39,9 +39,11 @@ def curve(run: Path, metric: str) -> list[list[float]]:
     return [[row["step"], tokens.get(row["step"], 0.0), row[metric]] for row in rows if metric in row]
 
 
-def finished(settings: dict[str, Any], name: str, out: str, seconds: float, metric: str = "eval/success") -> Row:
-    """Run in a subprocess for at most ``seconds``; what it has measured."""
-    line = [sys.executable, __file__, json.dumps({**COMMON, **settings, "out": out, "name": name})]
+def finished(
+    settings: dict[str, Any], name: str, out: str, seconds: float, metric: str = "eval/success", program: str = __file__
+) -> Row:
+    """Run in a subprocess for at most ``seconds``; what it has measured. ``program`` trains with the settings of its argument."""
+    line = [sys.executable, program, json.dumps({**COMMON, **settings, "out": out, "name": name})]
     began, error = time.monotonic(), ""
     try:
         done = subprocess.run(

@@ -6,9 +6,10 @@
 ``--staleness k`` of a run is a limit: how old tokens are depends on the speed of generator and learner and on the rows of the KV
 cache (``--ages`` measures that). Here the age is exact and does not depend on the machine: the generator of a synchronous run
 gets each publication k steps late, so every token of step t was sampled by the policy of step max(0, t − k). Evaluations use the
-newest policy. All methods have the same tasks, batches, learning rate and number of episodes, and all runs of a seed start from
-one cold start. Rewards are 1 and −1, because ``topr`` tapers negative ones; the other methods standardise them. The tool of
-``calculator`` does arithmetic in this process.
+newest policy. All methods have the same tasks, batches and number of episodes, and all runs of a seed start from one cold start.
+Each method has the learning rate with the best mean success at ages 0 and 16, in runs of a seed that the table does not count.
+Rewards are 1 and −1, because ``topr`` tapers negative ones; the other methods standardise them. The tool of ``calculator`` does
+arithmetic in this process.
 
 A row holds the held-out success before and after, and its curve. A run fell if an evaluation is more than 20 points below an
 earlier one. Rows go to ``experiments/results/staleness.jsonl``; a run whose row is there is not repeated. Whole seeds come first.
@@ -20,7 +21,6 @@ import argparse
 import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections import deque
@@ -28,16 +28,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from parallel_runs import COMMON, RESULTS, curve, evaluation
-from processes import Job, Row, read, schedule, subprocess_environment
+from parallel_runs import RESULTS, finished
+from processes import Job, Row, read, schedule
 
 METHODS = ("grpo", "vcpo", "topr", "st_ppo", "bapo")
 LAGS = (0, 1, 4, 16, 64)
 ENVS = {"calculator": "worlds:SignedCalculator", "lookup": "worlds:SignedLookup"}
 SETTINGS: dict[str, Any] = {
-    "difficulty": (1,), "groups": 4, "group_size": 8, "steps": 128, "lr": 1.5e-3, "schedule": "constant", "eval_every": 16,
+    "difficulty": (1,), "groups": 4, "group_size": 8, "steps": 128, "schedule": "constant", "eval_every": 16,
     "eval_tasks": 100, "checkpoint_every": 1000, "device": "cpu",
 }  # fmt: skip
+RATES, TUNING_LAGS, TUNING_SEED = (2e-4, 5e-4, 1e-3), (0, 16), 100
+AGES_RATE = 1.5e-3  # of the runs that only measure ages
 FALLEN = 0.2  # a run that loses more than this from its best evaluation counts as fallen
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
@@ -91,20 +93,9 @@ def train(settings: dict[str, Any]) -> None:
 
 def measured(settings: dict[str, Any], name: str, out: str, seconds: float) -> Row:
     """Run in a subprocess for at most ``seconds``; what it has measured."""
-    given = {**COMMON, **settings, "out": out, "name": name}
-    line = [sys.executable, __file__, "--one", json.dumps(given)]
-    began, error = time.monotonic(), ""
-    try:
-        done = subprocess.run(
-            line, capture_output=True, text=True, env=subprocess_environment(), timeout=max(1.0, seconds)
-        )
-        error = done.stderr.strip()[-300:] if done.returncode else ""
-    except subprocess.TimeoutExpired:
-        error = "out of time"
-    run = Path(out) / name
-    found: Row = {when: evaluation(run, when) for when in ("before", "after")}
-    found |= {"curve": curve(run, "eval/success"), "age": age(run), "seconds": round(time.monotonic() - began)}
-    return {**found, "error": error} if error else found
+    row = finished(settings, name, out, seconds, program=__file__)
+    del row["settings"]
+    return {**row, "age": age(Path(out) / name)}
 
 
 def age(run: Path) -> list[float]:
@@ -118,60 +109,69 @@ def age(run: Path) -> list[float]:
 # ------------------------------------------------------------------ all runs
 
 
+Arm = tuple[str, str, int, int, float]  # kind of run, method, lag, seed, learning rate; 0: the one that tuning chooses
+
+
 def jobs(options: argparse.Namespace, until: float) -> list[Job]:
-    """Runs without a row yet: for each seed its cold start, then every method at every lag, the costly lags of one seed first."""
-    known = {key_of(row) for row in of_these_settings(read([options.results]), options) if "error" not in row}
-    found: list[Job] = []
+    """Runs without a row yet: the tuning of every method, then whole seeds; the cold start of a seed before its runs."""
+    known = {key_of(row) for row in read([options.results]) if "error" not in row}
+    tuning = [("tuning", m, lag, TUNING_SEED, rate) for m in options.methods for rate in RATES for lag in TUNING_LAGS]
+    arms: list[tuple[float, Arm]] = [(1.0, arm) for arm in tuning]
     for order, seed in enumerate(options.seeds):
-        start = f"{options.env}-start-{seed}"
-        arms = [("ages", "grpo", lag) for lag in options.lags] if options.ages else [
-            ("late", method, lag) for method in options.methods for lag in options.lags
-        ]  # fmt: skip
-        todo = [arm for arm in arms if (options.env, *arm, seed) not in known]
-        if todo:
-            found.append(
-                Job(start, lambda _, seed=seed, start=start: cold_start(options, seed, start, until), cost=-order)
-            )
-        for arm in todo:
-            found.append(
-                Job((*arm, seed), lambda _, a=arm, s=seed, i=start: one(options, *a, s, i, until), (start,), -order)
-            )
+        arms += [(-order, ("late", method, lag, seed, 0.0)) for method in options.methods for lag in options.lags]
+    if options.ages:
+        arms = [(0.0, ("ages", "grpo", lag, seed, AGES_RATE)) for seed in options.seeds for lag in options.lags]
+    missing = [(cost, arm) for cost, arm in arms if (options.env, *arm[:4], *arm[4:] * (arm[0] == "tuning")) not in known]
+    found = [
+        Job(("start", seed), lambda _, seed=seed: cold_start(options, seed, until), cost=2.0 - n)
+        for n, seed in enumerate(dict.fromkeys(arm[3] for _, arm in missing))
+    ]
+    for cost, arm in missing:
+        kind, method, _, seed, _ = arm
+        tuned = [a for _, a in missing if a[0] == "tuning" and a[1] == method] if kind == "late" else []
+        found.append(Job(arm, lambda _, arm=arm: one(options, arm, until), (("start", seed), *tuned), cost))
     return found
 
 
-def of_these_settings(rows: list[Row], options: argparse.Namespace) -> list[Row]:
-    """The rows of this learning rate and number of steps; real asynchronous runs are not compared with them."""
-    same = lambda row: (row["lr"], row["steps"]) == (options.lr, options.steps)  # noqa: E731
-    return [row for row in rows if row["kind"] == "ages" or same(row)]
-
-
 def key_of(row: Row) -> tuple[Any, ...]:
-    return row["env"], row["kind"], row["method"], row["lag"], row["seed"]
+    key = row["env"], row["kind"], row["method"], row["lag"], row["seed"]
+    return (*key, row["lr"]) if row["kind"] == "tuning" else key
 
 
-def cold_start(options: argparse.Namespace, seed: int, name: str, until: float) -> None:
+def best_rate(rows: list[Row], env: str, method: str) -> float:
+    """The learning rate of the best mean success in the runs for tuning; of equal ones, the one with the best curves."""
+    found = [row for row in rows if (row["env"], row["kind"], row["method"]) == (env, "tuning", method)]
+
+    def success(rate: float) -> tuple[float, float]:
+        values = [points(row) for row in found if row["lr"] == rate and row.get("before")] or [[0.0]]
+        return statistics.mean(v[-1] for v in values), statistics.mean(statistics.mean(v) for v in values)
+
+    return max(RATES, key=success)
+
+
+def cold_start(options: argparse.Namespace, seed: int, until: float) -> None:
     """The model that all runs of a seed start from."""
-    if not (Path(options.out) / name / "initial").is_dir():
+    if not (start_of(options, seed) / "initial").is_dir():
         settings = {"env": ENVS[options.env], "difficulty": (1,), "method": "grpo", "seed": seed, "device": "cpu"}
+        name = start_of(options, seed).name
         measured({**settings, "steps": 1, "eval_tasks": 0, "lag": 0}, name, options.out, until - time.monotonic())
 
 
-def one(options: argparse.Namespace, kind: str, method: str, lag: int, seed: int, start: str, until: float) -> None:
+def start_of(options: argparse.Namespace, seed: int) -> Path:
+    return Path(options.out) / f"{options.env}-start-{seed}"
+
+
+def one(options: argparse.Namespace, arm: Arm, until: float) -> None:
     """One run and its row."""
-    model = {"model": str(Path(options.out) / start / "initial"), "cold_steps": 0}
-    settings = {
-        **SETTINGS,
-        "steps": options.steps,
-        "lr": options.lr,
-        "env": ENVS[options.env],
-        "method": method,
-        "seed": seed,
-    }
-    ages = {"lag": lag} if kind == "late" else {"lag": 0, "staleness": lag}
-    name = f"{options.env}-{kind}-{method}-{lag}-{seed}-{int(time.time())}"
+    kind, method, lag, seed, given = arm
+    rate = given or best_rate(read([options.results]), options.env, method)
     about = {"env": options.env, "kind": kind, "method": method, "lag": lag, "seed": seed}
-    about |= {"steps": options.steps, "lr": options.lr}
-    row = {**about, **measured({**settings, **model, **ages}, name, options.out, until - time.monotonic())}
+    about |= {"steps": options.steps, "lr": rate}
+    settings = {**SETTINGS, **{key: about[key] for key in ("method", "seed", "steps", "lr")}, "env": ENVS[options.env]}
+    settings |= {"model": str(start_of(options, seed) / "initial"), "cold_steps": 0}
+    settings |= {"lag": 0, "staleness": lag} if kind == "ages" else {"lag": lag}
+    name = f"{options.env}-{kind}-{method}-{lag}-{seed}-{rate:g}-{int(time.time())}"
+    row = {**about, **measured(settings, name, options.out, until - time.monotonic())}
     with options.results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     print(name, row["after"].get("success"), row["age"], f"{row['seconds']} s", row.get("error", ""), flush=True)
@@ -215,12 +215,12 @@ def table(rows: list[Row], env: str) -> list[str]:
         row for row in rows if row["env"] == env and row["kind"] == "late" and row.get("after") and "error" not in row
     ]
     lines = [
-        "| method | " + " | ".join(f"{lag} steps old" if lag else "synchronous" for lag in LAGS) + " |",
-        "|---" * 6 + "|",
+        "| method | learning rate | " + " | ".join(f"{lag} steps old" if lag else "synchronous" for lag in LAGS) + " |",
+        "|---" * 7 + "|",
     ]
     for method in METHODS:
         cells = [cell([r for r in done if r["method"] == method and r["lag"] == lag]) for lag in LAGS]
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+        lines.append(f"| {method} | {best_rate(rows, env, method):g} | " + " | ".join(cells) + " |")
     seeds = sorted({row["seed"] for row in done})
     started = [row["before"]["success"] for row in done]
     lines += [
@@ -244,13 +244,11 @@ def ages_table(rows: list[Row]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     parser.add_argument("--env", default="calculator", choices=list(ENVS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--lags", type=int, nargs="+", default=list(LAGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=SETTINGS["steps"])
-    parser.add_argument("--lr", type=float, default=SETTINGS["lr"])
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=7200.0, help="no run begins or goes on after this time")
     parser.add_argument(
@@ -261,13 +259,10 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
     parser.add_argument("--write", default="", metavar="PAGE", help="write the tables into this page")
     options = parser.parse_args()
-    if options.one:
-        train(json.loads(options.one))
-        return
     if not options.table:
         until = time.monotonic() + options.seconds
         schedule(jobs(options, until), options.jobs, until)
-    rows = of_these_settings(read([options.results]), options)
+    rows = read([options.results])
     envs = [env for env in ENVS if any(row["env"] == env and row["kind"] == "late" for row in rows)]
     lines = [line for env in envs for line in (*table(rows, env), "")] + ages_table(rows)
     print("\n".join(lines))
@@ -281,4 +276,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] and sys.argv[1].startswith("{"):
+        train(json.loads(sys.argv[1]))
+    else:
+        main()
