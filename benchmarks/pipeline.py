@@ -144,33 +144,56 @@ def late_mean(run: RunReader, name: str) -> float:
 
 
 def measure(options: argparse.Namespace) -> list[str]:
-    """Real runs here, and the simulation from the synchronous one. A step is at best the longer of generation and learning, as
-    the synchronous run has them; ``of the longer`` is the share of that which a step reaches."""
+    """Real runs here, and the simulation from the synchronous one; all start from one trained policy, so that their load is the
+    same. A step is at best as long as generation without a learner, at the same staleness, or as learning without a generator
+    (in the synchronous run); ``of the longer`` is the share of that limit which a step reaches."""
     heads = (
-        "staleness",
-        "s a step",
-        "of synchronous",
-        "rollout",
-        "learning",
-        "publishing",
-        "of the longer",
+        "staleness", "s a step", "of synchronous", "rollout", "learning", "publishing", "generation alone", "of the longer",
         "simulated",
-    )
+    )  # fmt: skip
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    pipeline, load, first, longer = None, None, 0.0, 0.0
+    pipeline, load, first, learning = None, None, 0.0, 0.0
     with tempfile.TemporaryDirectory() as folder:
+        start = trained(options, Path(folder), "start", staleness=0)
+        begin = {"model": str(start.path / "model"), "cold_steps": 0}
         for k in options.staleness:
-            run = trained(options, Path(folder), f"staleness{k}", staleness=k)
+            run = trained(options, Path(folder), f"staleness{k}", staleness=k, **begin)
             if pipeline is None:
-                pipeline, load, first = pipeline_of(run), run, late_mean(run, "seconds")
-                longer = max(late_mean(run, "seconds/rollout"), late_mean(run, "seconds/learn"))
+                pipeline, load = pipeline_of(run), run
+                first, learning = late_mean(run, "seconds"), late_mean(run, "seconds/learn")
             simulated = simulate(replace(pipeline, staleness=k), recorded(load, 0)).seconds
-            seconds = late_mean(run, "seconds")
+            seconds, alone = late_mean(run, "seconds"), generation_alone(options, Path(folder), k, begin)
             parts = [late_mean(run, f"seconds/{part}") for part in ("rollout", "learn", "publish")]
-            cells = [f"{seconds:.3f}", f"{first / seconds:.2f} ×", *(f"{part:.3f}" for part in parts)]
-            lines.append(f"| {k} | " + " | ".join([*cells, f"{longer / seconds:.0%}", f"{simulated:.2f}"]) + " |")
+            cells = [f"{seconds:.3f}", f"{first / seconds:.2f} ×", *(f"{part:.3f}" for part in parts), f"{alone:.3f}"]
+            cells += [f"{max(alone, learning) / seconds:.0%}", f"{simulated:.2f}"]
+            lines.append(f"| {k} | " + " | ".join(cells) + " |")
             print(lines[-1], flush=True)
     return lines
+
+
+def generation_alone(options: argparse.Namespace, folder: Path, staleness: int, begin: dict[str, Any]) -> float:
+    """Seconds of a step whose learner computes nothing after its first update."""
+    from turnwise.training import engines
+
+    def make(*given: Any) -> Any:
+        learner: Any = engines.make_local_learner(*given)
+        compute, known = learner.update, dict[str, float]()
+
+        def update(batch: Any, objective: Any, while_waiting: Callable[[], object] | None = None) -> dict[str, float]:
+            if not known:
+                known.update(compute(batch, objective, while_waiting))
+            elif while_waiting is not None:
+                while_waiting()
+            return dict(known)
+
+        learner.update = update
+        return learner
+
+    before, engines.LEARNERS["local"] = engines.LEARNERS["local"], make
+    try:
+        return late_mean(trained(options, folder, f"alone{staleness}", staleness=staleness, **begin), "seconds")
+    finally:
+        engines.LEARNERS["local"] = before
 
 
 def equal_time(options: argparse.Namespace) -> list[str]:
