@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -190,7 +191,8 @@ def audit(run: Path) -> tuple[str, dict[str, int]]:
             for version in turn.version
         ]
     with contextlib.closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as database:
-        rows = database.execute("SELECT id, state, reason, void FROM groups").fetchall()
+        rows = database.execute("SELECT id, state, reason, void, dropped_at FROM groups").fetchall()
+        (end,) = database.execute("SELECT max(trained_at) FROM groups WHERE void = 0").fetchone()
     undone = [row for row in rows if row[3]]
     dropped = [row for row in rows if row[1] == "dropped" and not row[3]]
     left = [row for row in rows if row[1] in ("in_flight", "finished")]
@@ -205,7 +207,8 @@ def audit(run: Path) -> tuple[str, dict[str, int]]:
     kept = Counter(_number(row[0]) for row in rows if not row[3])
     if twice := [number for number, count in kept.items() if count > 1]:
         return f"the draws {twice[:5]} have more than one account", facts
-    lost = [n for n in {_number(row[0]) for row in undone} if n not in kept and n < max(kept)]
+    owed = {_number(row[0]) for row in undone if row[4] < end}  # a resume after the last step issues nothing again
+    lost = [n for n in owed if n not in kept and n < max(kept)]
     if lost:
         return f"the draws {lost[:5]} were undone and never issued again", facts
     if (trained := Counter(group.step for group in groups)) != dict.fromkeys(range(STEPS), GROUPS):
@@ -252,9 +255,14 @@ def trial(kills: int, minutes: float, results: Results, progress: Any, gap: floa
         with tempfile.TemporaryDirectory(prefix="tw") as kept:
             model = make_model(Path(kept))
             while done < kills and time.monotonic() < until:
-                with tempfile.TemporaryDirectory(prefix="tw") as folder:
-                    killed = KilledRun(Path(folder), model, address, seed, random.Random(seed), gap)
-                    outcome = one_run(killed, kills - done, until, progress)
+                folder = Path(tempfile.mkdtemp(prefix="tw"))
+                outcome = one_run(
+                    KilledRun(folder, model, address, seed, random.Random(seed), gap), kills - done, until, progress
+                )
+                if outcome.fault:
+                    progress(f"the run is kept in {folder}")
+                else:
+                    shutil.rmtree(folder)
                 results.add(outcome)
                 done, seed = done + outcome.count, seed + 1
                 progress(f"{done} kills; {outcome.name}: {outcome.result} {outcome.fault}")

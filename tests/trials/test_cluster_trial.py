@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -57,11 +58,26 @@ def test_accounts_with_a_fault_are_not(values, told, tmp_path):
 
 def test_a_draw_that_was_undone_and_never_issued_again_is_seen(tmp_path):
     run = write_run(tmp_path)
-    import sqlite3
-
     with sqlite3.connect(run / "ledger.sqlite") as database:
         database.execute("UPDATE groups SET id = '7~3' WHERE id = '5'")  # 7 has two accounts, 5 has none
     assert "[7]" in cluster.audit(run)[0]
+
+
+@pytest.mark.parametrize("after_the_last_step", [False, True])
+def test_an_undone_draw_is_owed_while_steps_follow(after_the_last_step, tmp_path):
+    run = write_run(tmp_path)
+    with sqlite3.connect(run / "ledger.sqlite") as database:  # draw 5 is undone, and a later one was trained in its place
+        (end,) = database.execute("SELECT max(trained_at) FROM groups").fetchone()
+        database.execute("UPDATE groups SET id = '1000' WHERE id = '5'")
+        database.execute(
+            "INSERT INTO groups (id, task, version, state, step, reason, void, issued_at, dropped_at)"
+            " SELECT '5', task, 0, 'dropped', 0, 'interrupted', 1, 0, ? FROM groups LIMIT 1",
+            (end + 1 if after_the_last_step else 10,),
+        )
+        database.execute("UPDATE facts SET value = value + 1 WHERE name = 'issued'")
+    fault, facts = cluster.audit(run)
+    assert facts["reissued"] == 1
+    assert fault == ("" if after_the_last_step else "the draws [5] were undone and never issued again")
 
 
 def test_success_agrees_within_intervals():
