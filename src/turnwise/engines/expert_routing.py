@@ -35,13 +35,32 @@ FREE = -1  # in place of an expert: the router chooses itself
 BYTE = 256
 
 
+class _Record:
+    """The choices of one forward pass in one buffer [N, R, k], which is made when the first router writes, if none is given."""
+
+    def __init__(self, routers: int, buffer: Tensor | None) -> None:
+        self.routers, self.buffer, self.written = routers, buffer, set[int]()
+
+    def write(self, router: int, chosen: Tensor) -> None:
+        if self.buffer is None:
+            self.buffer = chosen.new_empty(len(chosen), self.routers, chosen.shape[1], dtype=torch.int16)
+        if len(self.buffer) != len(chosen):
+            raise SettingError(f"a router reads {len(chosen)} positions, and {len(self.buffer)} are being recorded")
+        self.buffer[:, router].copy_(chosen)
+        self.written.add(router)
+
+    def rows(self) -> Tensor:
+        assert self.buffer is not None and len(self.written) == self.routers, f"only routers {self.written} were asked"
+        return self.buffer.flatten(1)
+
+
 class ExpertRouting:
     """What the routers of one model do in its forward passes: choose, choose and record, or choose what was recorded."""
 
     def __init__(self, routers: int, experts: int, k: int) -> None:
         self.routers, self.experts, self.k = routers, experts, k
         self.told_missing = False  # that records of a policy lack its routes
-        self._chosen: dict[int, Tensor] | None = None
+        self._record: _Record | None = None
         self._forced: Tensor | None = None  # [N, R, k]
 
     @property
@@ -51,17 +70,17 @@ class ExpertRouting:
 
     @property
     def active(self) -> bool:
-        return self._chosen is not None or self._forced is not None
+        return self._record is not None or self._forced is not None
 
     @contextmanager
-    def recording(self) -> Iterator[Callable[[], Tensor]]:
-        """Record the choices of one forward pass; the function returns them, [N, R · k] int16."""
-        chosen: dict[int, Tensor] = {}
-        self._chosen = chosen
+    def recording(self, into: Tensor | None = None) -> Iterator[Callable[[], Tensor]]:
+        """Record the choices of one forward pass; the function returns them, [N, R · k] int16. ``into`` [N, R, k] int16 receives
+        them: inside a captured graph a buffer that every replay writes again. Without it a new one is made."""
+        record = self._record = _Record(self.routers, into)
         try:
-            yield lambda: torch.stack([chosen[n] for n in range(self.routers)], 1).flatten(1)
+            yield record.rows
         finally:
-            self._chosen = None
+            self._record = None
 
     @contextmanager
     def forcing(self, routes: Tensor | None) -> Iterator[None]:
@@ -92,8 +111,8 @@ class ExpertRouting:
                 raise SettingError(f"a router reads {len(scores)} positions, and {len(forced)} are recorded")
             index = torch.where(forced == FREE, best.indices, forced)
             best = type(best)((scores.gather(-1, index), index))
-        if self._chosen is not None:
-            self._chosen[router] = best.indices.to(torch.int16)
+        if self._record is not None:
+            self._record.write(router, best.indices)
         return best
 
 

@@ -27,7 +27,7 @@ from turnwise.engines.generator.decoder_adapters import DecoderAdapters, LowRank
 from turnwise.engines.generator.graph_inputs import MAX_CAPTURED_TOKENS, GraphInputs, GraphShape
 from turnwise.engines.generator.graph_weights import DecodeGraphKey, Fp8Matrix, GraphWeights
 from turnwise.engines.generator.kv_cache import KVCache
-from turnwise.engines.generator.llama_decoder import LlamaDecoder, _Layer
+from turnwise.engines.generator.llama_decoder import _Layer
 from turnwise.engines.kernels.decode_reference import LANES_PER_PROGRAM
 from turnwise.engines.kernels.sampling import KEEP_ALL, pick, truncate, uniforms
 
@@ -53,12 +53,15 @@ def batch_buckets(most: int) -> list[int]:
 class GraphDecoder(GraphWeights):
     """The Llama family in the cache's dtype with a float32 residual stream, like a learner under autocast."""
 
-    @staticmethod
-    def unsupported_reason(model: PreTrainedModel, windows: set[int | None]) -> str:
+    takes_adapters = True  # beside its weights; else they arrive merged
+    prefills_last_layer = False  # beyond its keys and values: the rest feeds only logits, which prefill does not need
+
+    @classmethod
+    def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None]) -> str:
         config = model.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         reason = "" if size >= 16 and not size & (size - 1) else f"head size {size}, not a power of two from 16 on"
-        return LlamaDecoder.unsupported_reason(model, windows) or reason
+        return super().unsupported_reason(model, windows) or reason
 
     def __init__(self, model: PreTrainedModel, kv_cache: KVCache, fp8: bool, kernels: Any) -> None:
         """``kernels``: the module with the decode kernels, ``kernels.triton.decode`` or ``kernels.decode_reference``."""
@@ -107,6 +110,14 @@ class GraphDecoder(GraphWeights):
             return out if bias is None else out.add_(bias)
         return torch.mm(h, weight) if bias is None else torch.addmm(bias, h, weight)
 
+    def _qkv_rows(self, i: int, layer: _Layer, x: Tensor, delta: Tensor | None) -> Tensor:
+        """q, k and v side by side, before rotation; delta is added to x in place."""
+        return self._linear(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias, self.adapters.of(i).get("qkv"))
+
+    def _attention_rows(self, x: Tensor) -> Tensor:
+        """Where attention writes the rows of active lanes."""
+        return torch.empty(len(x), self.H * self.D, dtype=self.dtype, device=x.device)
+
     def _mlp(self, x: Tensor, attention: Tensor, i: int, layer: _Layer) -> Tensor:
         """The attention's output projection, added to x in place, and the MLP's output."""
         adapter = self.adapters.of(i)
@@ -120,10 +131,7 @@ class GraphDecoder(GraphWeights):
         x = self.embedding[tokens]  # not F.embedding: 12.5 µs for 16 lanes, against 2 µs here
         delta: Tensor | None = None
         for i, layer in enumerate(self.layers):
-            qkv = self._linear(
-                self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias, self.adapters.of(i).get("qkv")
-            )
-            attention = torch.empty(len(x), self.H * self.D, dtype=self.dtype, device=x.device)
+            qkv, attention = self._qkv_rows(i, layer, x, delta), self._attention_rows(x)
             k, v, table = self.kv_cache.keys[i], self.kv_cache.values[i], self.kv_cache.table
             rotary, rest = (self.cos, self.sin, layer.qk_norm, position), (attention, self.scale, self.eps)
             if table is None:
@@ -150,20 +158,17 @@ class GraphDecoder(GraphWeights):
         return self.prefill_graphs[shape]
 
     def _prefill(self, inputs: GraphInputs) -> None:
-        """The last layer's attention and MLP feed only logits, which prefill does not need."""
         x = self.embedding[inputs.tokens]
         delta: Tensor | None = None
         # zeros, not empty: padding tokens must stay finite
         q, attention = torch.zeros(2, len(x), self.H * self.D, dtype=self.dtype, device=x.device)
         for i, layer in enumerate(self.layers):
-            qkv = self._linear(
-                self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias, self.adapters.of(i).get("qkv")
-            )
+            qkv = self._qkv_rows(i, layer, x, delta)
             k, v, table = self.kv_cache.keys[i], self.kv_cache.values[i], self.kv_cache.table
             self.kernels.rope_and_cache(
                 qkv, k, v, self.cos, self.sin, layer.qk_norm, inputs.position, inputs.block, q, self.eps
             )  # fmt: skip
-            if i < len(self.layers) - 1:
+            if i < len(self.layers) - 1 or self.prefills_last_layer:
                 chunks = (inputs.boundaries, inputs.start, inputs.chunk_rows, inputs.shape.longest)
                 if table is None:
                     self.kernels.prefill_attention(q, k, v, *chunks, attention, self.scale)

@@ -10,7 +10,7 @@ Knows weights and layouts; neither requests nor sampling.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,13 @@ def _bias(*layers: nn.Linear) -> Tensor | None:
 
 
 class LlamaDecoder:
-    @staticmethod
-    def unsupported_reason(model: PreTrainedModel, windows: set[int | None]) -> str:
+    model_types = MODEL_TYPES
+
+    @classmethod
+    def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None]) -> str:
         """Why this decoder does not support a model; empty if it does."""
         config = model.config
-        if config.model_type not in MODEL_TYPES:
+        if config.model_type not in cls.model_types:
             return f"model type {config.model_type}"
         if config.hidden_act not in ("silu", "swish") or getattr(config, "mlp_bias", False):
             return "its MLP is not a plain SwiGLU"
@@ -93,6 +95,10 @@ class LlamaDecoder:
         kernels = "" if not self.c_kernels else "C kernels, " if self.fused is None else "C kernels and products, "
         return f"hand-written decoder, {kernels}{dtype}" + (", weights rounded to fp8" if self.fp8 else "")
 
+    def prove(self, deviation: Callable[[], float], tolerance: float) -> float:
+        """The largest logit error. A decoder that can compute in several ways keeps those within the tolerance."""
+        return deviation()
+
     def warm_up(self) -> None:
         """Do once what the first request would otherwise wait for, or fail now."""
 
@@ -122,9 +128,9 @@ class LlamaDecoder:
         return self.fused if rows <= fused_layers.MAX_ROWS else None
 
     def _fuse(self, layer: Any) -> _Layer:
-        a, m = layer.self_attn, layer.mlp
+        a = layer.self_attn
         qk_norm = None
-        if hasattr(a, "q_norm"):
+        if self._norms_heads(a):
             q, k = a.q_norm.weight.detach(), a.k_norm.weight.detach()
             qk_norm = torch.cat((q.expand(self.H, -1), k.expand(self.Hkv, -1)))
         return _Layer(
@@ -135,9 +141,14 @@ class LlamaDecoder:
             self._transposed(a.o_proj),
             _bias(a.o_proj),
             layer.post_attention_layernorm.weight.detach(),
-            self._transposed(m.gate_proj, m.up_proj),
-            self._transposed(m.down_proj),
+            *self._mlp_weights(layer.mlp),
         )
+
+    def _norms_heads(self, attention: Any) -> bool:
+        return hasattr(attention, "q_norm")
+
+    def _mlp_weights(self, mlp: Any) -> tuple[Any, Any]:
+        return self._transposed(mlp.gate_proj, mlp.up_proj), self._transposed(mlp.down_proj)
 
     def _transposed(self, *layers: nn.Linear) -> Any:
         """Several linear layers as one weight [in, out], in this decoder's precision."""

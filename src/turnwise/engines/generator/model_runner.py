@@ -21,12 +21,14 @@ from transformers import PreTrainedModel
 from turnwise.engines import compat
 from turnwise.engines.adapters import AdaptedWeights
 from turnwise.engines.attention_interface import LayerProbe, install_attention
+from turnwise.engines.expert_computation import EAGER, expert_configs, using
 from turnwise.engines.expert_routing import attach_routing
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk, PrefillLayout
 from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.cuda_graphs import GraphDecoder
 from turnwise.engines.generator.kv_cache import RowGrowth
 from turnwise.engines.generator.llama_decoder import LlamaDecoder
+from turnwise.engines.generator.mixture_decoder import make_graph_decoder
 from turnwise.engines.generator.route_cache import RouteCache, Span
 from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.errors import SettingError
@@ -88,7 +90,8 @@ class ModelRunner:
         count, vocabulary = min(PROBE_TOKENS, context), model.config.get_text_config().vocab_size
         ids = torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
-            reference = self.model(input_ids=ids[None].to(device), use_cache=False).logits[0]
+            with using(expert_configs(self.model), EAGER):
+                reference = self.model(input_ids=ids[None].to(device), use_cache=False).logits[0]
             routing = attach_routing(self.model)
             install_attention(self.model)
             probe = LayerProbe()
@@ -152,7 +155,7 @@ class ModelRunner:
                     reasons.append(f"not {what}, because of {decoder}")
                     continue
                 self.decoder = decoder
-                error = self._deviation(ids, reference)
+                error = decoder.prove(partial(self._deviation, ids, reference), self._tolerance())
                 if error <= self._tolerance():
                     self.decoder.warm_up()
                     self.path = "; ".join(["", *reasons])
@@ -170,11 +173,11 @@ class ModelRunner:
 
         def graph_decoder(fp8: bool) -> LlamaDecoder | str:
             kernels, reason = kernels_for(self.device)
-            reason = reason or GraphDecoder.unsupported_reason(self.model, windows)
-            if reason:
-                return reason
-            decoder = GraphDecoder(self.model, self.kv_cache, fp8, kernels)
-            decoder.refresh_weights(self.exact)
+            decoder = reason or make_graph_decoder(
+                self.model, self.kv_cache, self.route_cache, windows, fp8, kernels
+            )
+            if not isinstance(decoder, str):
+                decoder.refresh_weights(self.exact)
             return decoder
 
         def eager_decoder() -> LlamaDecoder | str:
@@ -230,7 +233,8 @@ class ModelRunner:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights by name. Names may be missing (a tied head), but never unknown. Adapters are loaded alone where the
         decoder applies them beside the weights; elsewhere they arrive merged."""
-        if isinstance(weights, AdaptedWeights) and weights.mergeless and self.graphs is not None and not self.fp8:
+        beside = self.graphs is not None and self.graphs.takes_adapters and not self.fp8
+        if self.graphs is not None and beside and isinstance(weights, AdaptedWeights) and weights.mergeless:
             if self._base is None or not _same_tensors(self._base, weights.base):
                 self._load(weights.base)
                 self._base = weights.base

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from turnwise.engines.expert_routing import ExpertRouting, as_cache_entries, as_rows, from_cache_entries
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillLayout
@@ -41,6 +42,18 @@ class RouteCache:
         else:
             high, low = (x[:, None] for x in entries)  # [n, 1, W]
         layout.write(self.layer, high, low)
+
+    def store(self, kv_cache: KVCache, chosen: Tensor, block: Tensor, position: Tensor) -> None:
+        """Store choices [N, R, k] in columns ``position`` of blocks ``block`` [N], without asking the device anything: part of a
+        captured graph. Rows outside [0, context) are padding and inactive lanes, whose blocks may belong to others. They repeat
+        the write of the first row that counts; if none does, all write back what is there."""
+        counts = (position >= 0) & (position < kv_cache.context)
+        row = torch.arange(len(position), device=position.device)
+        source = torch.where(counts, row, counts.int().argmax())
+        block, offset = block[source], position[source].clamp(min=0) % kv_cache.block_width
+        entries = as_cache_entries(chosen.flatten(1)[source], kv_cache.dtype)
+        for cached, new in zip((kv_cache.keys[self.layer], kv_cache.values[self.layer]), entries):
+            cached[block, 0, offset] = torch.where(counts.any(), new, cached[block, 0, offset])
 
     def read(self, kv_cache: KVCache, spans: Sequence[Span]) -> list[list[bytes]]:
         """The routes of these columns. One copy from the device for all of them."""
