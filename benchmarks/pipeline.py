@@ -154,8 +154,8 @@ def measure(options: argparse.Namespace) -> list[str]:
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     pipeline, load, first, learning = None, None, 0.0, 0.0
     with tempfile.TemporaryDirectory() as folder:
-        start = trained(options, Path(folder), "start", staleness=0)
-        begin = {"model": str(start.path / "model"), "cold_steps": 0}
+        start = options.model or str(trained(options, Path(folder), "start", staleness=0).path / "model")
+        begin = {"model": start, "cold_steps": 0}
         for k in options.staleness:
             run = trained(options, Path(folder), f"staleness{k}", staleness=k, **begin)
             if pipeline is None:
@@ -265,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-delay", action="store_true", help="the calculator as it is, without slow tools")
     parser.add_argument("--generator", nargs="*", default=[], help="where to sample, as in a run")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--model", default="", help="a trained policy from which --measure starts; else it trains one")
     parser.add_argument("--equal-time", action="store_true")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rows", default="", help="a file of rows of --equal-time, to which new ones are added")

@@ -79,10 +79,12 @@ def train(settings: dict[str, Any]) -> None:
             finally:
                 await self.generator.load(0)
 
-    def make_late(settings: Any, model: Any, renderer: Any, deterministic: bool = True, dialogues: int = 0) -> Any:
+    def make_late(
+        settings: Any, model: Any, renderer: Any, deterministic: bool = True, dialogues: int = 0, cache: Any = None
+    ) -> Any:
         rows = engines.cache_rows(settings, dialogues)
         common = {"slots": rows, "context": settings.context, "stop_ids": renderer.stop_ids}
-        return LateGenerator(model, renderer.decode, deterministic=deterministic, device="cpu", **common)
+        return LateGenerator(model, renderer.decode, deterministic=deterministic, device="cpu", cache=cache, **common)
 
     make_evaluator = build.make_evaluator
     if lag:
@@ -121,7 +123,9 @@ def jobs(options: argparse.Namespace, until: float) -> list[Job]:
         arms += [(-order, ("late", method, lag, seed, 0.0)) for method in options.methods for lag in options.lags]
     if options.ages:
         arms = [(0.0, ("ages", "grpo", lag, seed, AGES_RATE)) for seed in options.seeds for lag in options.lags]
-    missing = [(cost, arm) for cost, arm in arms if (options.env, *arm[:4], *arm[4:] * (arm[0] == "tuning")) not in known]
+    missing = [
+        (cost, arm) for cost, arm in arms if (options.env, *arm[:4], *arm[4:] * (arm[0] == "tuning")) not in known
+    ]
     found = [
         Job(("start", seed), lambda _, seed=seed: cold_start(options, seed, until), cost=2.0 - n)
         for n, seed in enumerate(dict.fromkeys(arm[3] for _, arm in missing))
@@ -141,9 +145,10 @@ def key_of(row: Row) -> tuple[Any, ...]:
 def best_rate(rows: list[Row], env: str, method: str) -> float:
     """The learning rate of the best mean success in the runs for tuning; of equal ones, the one with the best curves."""
     found = [row for row in rows if (row["env"], row["kind"], row["method"]) == (env, "tuning", method)]
+    found = [row for row in found if "error" not in row]
 
     def success(rate: float) -> tuple[float, float]:
-        values = [points(row) for row in found if row["lr"] == rate and row.get("before")] or [[0.0]]
+        values = [points(row) for row in found if row["lr"] == rate] or [[0.0]]
         return statistics.mean(v[-1] for v in values), statistics.mean(statistics.mean(v) for v in values)
 
     return max(RATES, key=success)

@@ -92,7 +92,7 @@ def work(jobs: multiprocessing.Queue, results: str, out: str, until: float, more
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", default=list(PLANS))
     parser.add_argument("--out", default="runs/values")
