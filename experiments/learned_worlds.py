@@ -28,7 +28,7 @@ LOOKUP: dict[str, Any] = {
 }  # fmt: skip
 WORLDS: dict[str, dict[str, Any]] = {
     "lookup_full": {**LOOKUP, "lr": 1e-5},
-    "lookup_lora": {**LOOKUP, "lr": 1e-4, "lora_rank": 16},
+    "lookup_lora": {**LOOKUP, "lr": 1e-4, "lora_rank": 16, "steps": 100},
     "service": {"env": "service", "difficulty": (1,), "steps": 120},
     "babyai": {
         "env": "minigrid:BabyAI-GoToLocal-v0", "steps": 100, "cold_steps": 40, "max_turns": 24, "eval_every": 20,

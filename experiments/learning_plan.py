@@ -101,6 +101,7 @@ FILES = {
 }  # methods whose rows are not plain pairs or demonstrations
 OPTIONS: dict[str, dict[str, str]] = {  # arguments of methods; a value may be an input
     "swarm": {"folder": "pool"},
+    "pivotrl": {"pool": "64"},  # with its own 256 the run would profile turns for 32 of 40 steps
     "echo": {"high": "0.5", "confident": "6"},  # the entropies of the tiny model hardly exceed 1, so it would never branch
 }
 WHY = {
