@@ -42,7 +42,6 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path):
     ("changes", "message"),
     [
         ({"lora_rank": 0}, "without adapters every weight is trained; write --lora-rank 16"),
-        ({"ranks": 2}, "works in one process, and ranks is 2"),
         ({"dtype": "nf5"}, "nf4"),
     ],
 )

@@ -55,3 +55,10 @@ def foreach_mul_(tensors: Tensors, factor: float) -> None:
 def foreach_lerp_(targets: Tensors, others: Tensors, weight: float) -> None:
     """target += weight · (other − target) for each pair, in one call. Wraps ``torch._foreach_lerp_``."""
     torch._foreach_lerp_(targets, others, weight)
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Whether a hook decides what autograd keeps here, as activation checkpointing does; only the innermost one is asked.
+
+    Wraps ``torch._C._autograd._top_saved_tensors_default_hooks``."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

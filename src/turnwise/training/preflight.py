@@ -126,10 +126,6 @@ def _check_four_bit(settings: Settings) -> None:
             "dtype nf4 keeps frozen weights in 4 bits, and without adapters every weight is trained; write --lora-rank 16, or "
             "--dtype auto"
         )
-    if settings.ranks > 1:
-        raise SettingError(
-            f"dtype nf4 works in one process, and ranks is {settings.ranks}; write --ranks 1 or --dtype auto"
-        )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise SettingError("dtype nf4 needs bitsandbytes: pip install 'turnwise[quantized]'; or write --dtype auto")
 

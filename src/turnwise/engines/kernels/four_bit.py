@@ -59,15 +59,28 @@ class FourBitMatrix(nn.Module):
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The numbers [n, d], rounded to the dtype they were given in."""
-        f = functional()
-        scales = f.QuantState(
-            self.scale_of_scale, code=self.scale_code, blocksize=self._scale_block, dtype=torch.float32
-        )
+        f, scales = functional(), self._scale_state()
         state = f.QuantState(
             self.scale, shape=self.shape, code=self.code, blocksize=BLOCK, quant_type=KIND, dtype=self.dtype,
             offset=self.offset, state2=scales,
         )  # fmt: skip
         return f.dequantize_4bit(self.packed, state).to(dtype)
+
+    def dequantised_rows(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Rows ``first`` to before ``last`` of a matrix whose rows are whole blocks."""
+        f, (_, d) = functional(), self.shape
+        assert d % BLOCK == 0, self.shape
+        scales = f.dequantize_blockwise(self.scale, self._scale_state()) + self.offset
+        state = f.QuantState(
+            scales[first * d // BLOCK : last * d // BLOCK].contiguous(), shape=torch.Size((last - first, d)), code=self.code,
+            blocksize=BLOCK, quant_type=KIND, dtype=self.dtype,
+        )  # fmt: skip
+        return f.dequantize_4bit(self.packed[first * d // 2 : last * d // 2], state).to(dtype)
+
+    def _scale_state(self) -> Any:
+        return functional().QuantState(
+            self.scale_of_scale, code=self.scale_code, blocksize=self._scale_block, dtype=torch.float32
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +132,8 @@ class FourBitLinear(nn.Linear):
 
 
 def quantise_linear_layers(module: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Replace the linear layers inside ``module`` by packed ones on ``device``, one at a time; returns how many. Routers and the
-    experts of a mixture, embeddings and whatever else is no linear layer stay as they are."""
+    """Replace the linear layers inside ``module`` by packed ones on ``device``, one at a time; returns how many. Routers,
+    embeddings and whatever else is no linear layer stay as they are; ``four_bit_experts`` packs the experts of a mixture."""
     found = [(name, m) for name, m in module.named_modules() if type(m) is nn.Linear and not name.endswith("gate")]
     for name, layer in found:
         parent, _, leaf = name.rpartition(".")

@@ -28,7 +28,6 @@ from turnwise.core.protocols import ObjectiveProtocol, ScalesProtocol
 from turnwise.core.signals import WITH_GRADIENT, Signal
 from turnwise.engines.capture import using_gpu
 from turnwise.engines.kernels.dispatch import limit_host_threads
-from turnwise.engines.kernels.four_bit import packed_layers
 from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward, route_replay
 from turnwise.engines.learner.layer_noise import LayerNoiseHooks
 from turnwise.engines.learner.optimizer import LearnerSettings
@@ -137,8 +136,7 @@ class LocalLearner:
 
     @property
     def parameter_count(self) -> int:
-        packed = sum(m.in_features * m.out_features for m in packed_layers(self.model).values())
-        return packed + sum(p.numel() for p in self.model.parameters())
+        return lora.packed_parameters(self.model) + sum(p.numel() for p in self.model.parameters())
 
     def describe(self) -> str:
         """The execution path, for a log."""

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from turnwise.engines.adapters import AdaptedWeights, Adapter, WeightsMadeWhenRead
+from turnwise.engines.expert_computation import is_experts
 from turnwise.engines.kernels.four_bit import FourBitLinear, packed_layers, quantise_linear_layers
+from turnwise.engines.kernels.four_bit_experts import FourBitStack, pack_experts, packed_experts
 from turnwise.errors import SettingError
 
 ADAPTER, BASE = "default", ".base_layer"
@@ -39,12 +41,14 @@ def _peft() -> Any:
 
 
 def inject(model: PreTrainedModel, rank: int, alpha: float | None) -> None:
-    """Add adapters to every linear layer except the LM head (and to the experts of a mixture), and freeze everything else. The
-    model's outputs do not change."""
+    """Add adapters to every linear layer except the LM head (and to the experts of a mixture, unless they are packed), and freeze
+    everything else. The model's outputs do not change."""
     alpha = 2 * rank if alpha is None else alpha
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(0)  # the same adapters on every machine and in every process
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # PEFT warns about GPT-2's Conv1D, then handles it
+        if packed_experts(model):
+            warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")  # they get none
         try:
             _inject(model, rank, alpha, None)
         except ValueError as fault:
@@ -67,14 +71,23 @@ def _inject(model: PreTrainedModel, rank: int, alpha: float, excluded: list[str]
 
 
 def quantise_frozen(model: PreTrainedModel, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Keep the decoder's linear layers in 4 bits, from before ``inject``: adapters are trained beside what is dequantised."""
+    """Keep the decoder's linear layers and stacked experts in 4 bits, from before ``inject``: adapters are trained beside what is
+    dequantised, and experts have none. A model that is packed already stays as it is."""
     if not rank:
         raise SettingError(
             "dtype nf4 keeps frozen weights in 4 bits, and without adapters every weight is trained; write --lora-rank 16, or "
             "--dtype auto"
         )
-    if not quantise_linear_layers(model.get_decoder(), dtype, device):
+    decoder = model.get_decoder()
+    if not packed_layers(decoder) and not quantise_linear_layers(decoder, dtype, device):
         raise SettingError(f"{type(model).__name__} has no linear layers to keep in 4 bits; write --dtype auto")
+    pack_experts(decoder, dtype, device)
+
+
+def packed_parameters(model: nn.Module) -> int:
+    """How many weights are packed."""
+    layers = sum(m.in_features * m.out_features for m in packed_layers(model).values())
+    return layers + sum(stack.shape.numel() for stack in packed_experts(model).values())
 
 
 @contextmanager
@@ -110,11 +123,16 @@ def _frozen_base(model: PreTrainedModel) -> Mapping[str, Tensor]:
     """The weights without their adapters. Packed ones are dequantised when they are read, and the mapping is always the same
     object: a generator that knows it need not load it again."""
     plain = {name.replace(BASE, ""): p.detach() for name, p in model.named_parameters() if ".lora_" not in name}
-    packed = {f"{name.replace(BASE, '')}.weight": m for name, m in packed_layers(model).items()}
-    if not packed:
+    layers, experts = packed_layers(model), packed_experts(model)
+    if not layers and not experts:
         return plain
     if model not in _bases:
-        made = {name: partial(_weight_of, layer) for name, layer in packed.items()}
+        made: dict[str, Callable[[], Tensor]] = {
+            f"{name.replace(BASE, '')}.weight": partial(_weight_of, m) for name, m in layers.items()
+        }
+        made |= {
+            name.replace(BASE, ""): partial(FourBitStack.dequantised, m, torch.float32) for name, m in experts.items()
+        }
         _bases[model] = AdaptedWeights(WeightsMadeWhenRead(plain, made), {})
     return _bases[model]
 
@@ -192,7 +210,8 @@ def narrow_frozen(model: nn.Module, dtype: torch.dtype, embeddings: bool) -> Non
     tables = [p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)]
     kept = {id(p) for p in tables if not (embeddings and torch.equal(p.data.to(dtype).to(p.dtype), p.data))}
     for module in model.modules():
-        for p in module.parameters(recurse=False) if isinstance(module, nn.Linear | nn.Embedding) else ():
+        rounded = isinstance(module, nn.Linear | nn.Embedding) or is_experts(module)
+        for p in module.parameters(recurse=False) if rounded else ():
             if p.dim() > 1 and not p.requires_grad and id(p) not in kept:
                 p.data = p.data.to(dtype)
 

@@ -2,7 +2,8 @@
 
 Every decoder layer is a group of parameters that FSDP gathers before the layer runs; everything else that is trained
 (embeddings, head, final norm, value heads) is the root's group. Gradients of all ranks are summed and not averaged: the loss
-is already normalised over the whole step.
+is already normalised over the whole step. Frozen parameters are divided and gathered like the others, without a gradient. Frozen
+matrices in 4 bits are buffers, which FSDP leaves alone: every rank has all of them.
 
     gather="block"   a layer's weights are whole only while it runs: the least memory. The model's own forward, because the
                      hand-written layers bypass the hooks by which FSDP gathers.

@@ -23,6 +23,7 @@ from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field
 from turnwise.core.protocols import LossProtocol, ObjectiveProtocol
 from turnwise.core.signals import WITH_GRADIENT, Signal, level_of
+from turnwise.engines.learner import lora
 from turnwise.engines.learner.learner import LocalLearner
 from turnwise.engines.learner.optimizer import LearnerSettings
 from turnwise.engines.learner.signals.measure import AUXILIARY
@@ -71,6 +72,8 @@ class ShardedLearner:
         self.skipped = 0
         self.pool = pool or start_ranks(ranks, device, threads)
         weakref.finalize(self, self.pool.close if pool is None else int)
+        if settings.four_bit:  # packed once: the same numbers on all ranks, and in the copy that is published
+            lora.quantise_frozen(model, settings.lora_rank, settings.compute_dtype(device), self.pool.device)
         with shared_file((model.cpu(), teacher)) as file:
             self.whole = LocalLearner(model, settings, teacher=teacher, device="cpu", **critic)
             self.pool.call("build", RankSpec(file, settings, signals, gather, critic))
