@@ -30,7 +30,7 @@ from turnwise.engines import attention_interface
 from turnwise.engines.expert_routing import attach_routing, distinct_positions, forced_routes, routing_of
 from turnwise.engines.kernels.cpu import attention as kernels
 from turnwise.engines.kernels.dispatch import attention_for, compute_dtype
-from turnwise.engines.learner import llama_layers, lora, stock_forward
+from turnwise.engines.learner import expert_products, llama_layers, lora, stock_forward
 from turnwise.engines.learner.shared_prefix import PaddingMap, SharedPrefixes
 from turnwise.engines.learner.varlen_attention import VarlenAttention
 from turnwise.errors import SettingError
@@ -285,6 +285,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     sequences = Sequences(ids, start, torch.arange(len(lengths), device=device), start[:0])
     with torch.no_grad():
         parts = ids.split(lengths)
+        expert_products.prepare(model, parts[1])
         expected = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in parts])
         _check_causal(model, parts[1], expected[lengths[0] : sum(lengths[:2])])
         _choose_head(model, head, parts[1])
