@@ -193,7 +193,7 @@ def test_a_step_in_half_precision_changes_experts_as_in_float32(rank):
         learner = LocalLearner(copy.deepcopy(model), settings)
         kept = {}
         for name, p in learner.trained.items():
-            p.register_post_accumulate_grad_hook(lambda p, n=name: kept.update({n: p.grad.clone()}))
+            p.register_post_accumulate_grad_hook(lambda p, n=name, kept=kept: kept.update({n: p.grad.clone()}))
         assert not learner.update(batch, Linear())["skipped"]
         moved[dtype] = kept
     assert moved["float32"].keys() == moved["bfloat16"].keys()
