@@ -59,8 +59,28 @@ def test_a_cache_that_does_not_fit_in_rows_gets_the_room_left_in_pages():
     kept, text = memory.fit_memory(Settings(micro_batch_tokens=4096), plan, 141 * GIB)
     left = int(0.9 * 141 * GIB) - (plan.total - rows)
     assert kept.micro_batch_tokens == 4096 and rows > 141 * GIB
-    assert text.startswith(f"the KV cache has pages in {left / GIB:.1f} GiB: 512 rows of 16384 ids would take")
-    assert memory.pages_text(plan, plan.total - rows + 1) == ""  # not two dialogues fit: the advice is given as before
+    assert text == ""  # what the generator tells names the layout
+    assert memory.cache_room(plan, int(0.9 * 141 * GIB)) == left
+    assert not memory.in_pages(plan, plan.total - rows + 1, "")  # not two dialogues fit: the advice is given
+    _, text = memory.fit_memory(Settings(micro_batch_tokens=4096), plan, int((plan.total - rows + GIB) / 0.9))
+    assert "a smaller --context or fewer --slots" in text
+
+
+def test_an_asked_layout_decides_what_must_fit():
+    plan = replace(LORA, ids=4096, dialogues=512, context=16384)
+    rows = Settings(micro_batch_tokens=4096, model="tiny,cache=rows")
+    assert "write no cache=rows, a smaller --context" in memory.fit_memory(rows, plan, 141 * GIB)[1]
+    chosen, pages = Settings(), Settings(model="tiny,cache=pages")
+    assert memory.fit_memory(chosen, replace(plan, ids=8192), 80 * GIB)[0].micro_batch_tokens < 8192
+    assert memory.fit_memory(pages, replace(plan, ids=8192), 80 * GIB) == (pages, "")  # pages take what is left
+
+
+def test_a_second_generator_halves_the_room():
+    alone = replace(LORA, dialogues=64, context=1024, shared_weights=False)
+    both, room = replace(alone, samplers=2), 141 * GIB
+    assert both.parts()["KV cache"] == 2 * alone.parts()["KV cache"]
+    assert both.total - alone.total == alone.parts()["KV cache"] + alone.parts()["generator's weights"]
+    assert memory.cache_room(both, room) == (memory.cache_room(alone, room) - alone.parts()["generator's weights"]) // 2
 
 
 def test_small_models_keep_rows_and_large_ones_choose_by_the_room(monkeypatch):

@@ -78,6 +78,7 @@ class MemoryPlan:
     offload: bool = False
     shared_weights: bool = False  # the generator reads the learner's weights
     four_bit: bool = False  # frozen weights of linear layers in 4 bits, beside adapters
+    samplers: int = 1  # generators, each with its own KV cache: the policy's, and one for opponents or drafts
     models: int = 0  # frozen models of the same size beside the policy: reference, teacher
 
     def parts(self) -> dict[str, int]:
@@ -92,9 +93,9 @@ class MemoryPlan:
             "weights in compute precision": s.parameters * rounded,
             "gradients": trained * MASTER,
             "optimizer moments": 0 if self.offload else 2 * trained * MASTER,
-            "generator's weights": 0 if self.shared_weights else s.parameters * self.rollout,
+            "generator's weights": (self.samplers - self.shared_weights) * s.parameters * self.rollout,
             "frozen models": self.models * s.parameters * (self.compute if self.lora_rank else MASTER),
-            "KV cache": s.cache(self.dialogues, self.context, self.rollout),
+            "KV cache": self.samplers * s.cache(self.dialogues, self.context, self.rollout),
             "activations": s.activations(self.ids, self.compute, self.recompute),
         }
 

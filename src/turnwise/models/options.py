@@ -1,7 +1,9 @@
-"""Options of a model, after a comma: ``Qwen/Qwen3-30B-A3B,routes=free``.
+"""Options of a model, after a comma: ``Qwen/Qwen3-30B-A3B,routes=free``, or several: ``tiny,routes=free,cache=pages``.
 
     routes=recorded  the learner forces the experts that the sampler's routers chose (the default)
     routes=free      its routers choose for themselves
+    cache=rows       whoever samples keeps its KV cache in rows, whether or not they fit
+    cache=pages      in pages, whether or not rows would fit (without the option: rows where they fit)
 
 Knows names and options; does not load anything.
 """
@@ -9,12 +11,14 @@ Knows names and options; does not load anything.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from turnwise.errors import SettingError, nearest
 
-VALUES = {"routes": ("recorded", "free")}
-OPTION = re.compile(r"^(?P<model>.+),(?P<name>\w+)=(?P<value>\w*)$", re.DOTALL)
+VALUES = {"routes": ("recorded", "free"), "cache": ("rows", "pages")}
+OPTION = re.compile(r"^(?P<model>.+),(?P<name>\w+)=(?P<value>[^,/]*)$", re.DOTALL)
+TINY = "tiny"  # the model that a run makes itself
 
 
 def split_options(model: str) -> tuple[str, dict[str, str]]:
@@ -37,3 +41,18 @@ def split_options(model: str) -> tuple[str, dict[str, str]]:
 def name_of(model: str) -> str:
     """The model's name without its options."""
     return split_options(model)[0]
+
+
+def is_tiny(model: str) -> bool:
+    """Whether a run makes its model itself."""
+    return name_of(model) == TINY
+
+
+def with_options(model: str, options: Mapping[str, str]) -> str:
+    """The model with these options on top of its own.
+
+    >>> with_options("tiny,cache=rows", {"cache": "pages"})
+    'tiny,cache=pages'
+    """
+    name, own = split_options(model)
+    return ",".join([name, *(f"{key}={value}" for key, value in {**own, **options}.items())])

@@ -22,6 +22,7 @@ from turnwise.serve.generate_wire import GenerateCall
 
 MAX_SESSIONS = 65_536
 MAX_IN_FLIGHT = 4_096
+IDLE_SECONDS = 0.05  # until a generator has noticed that its last dialogue was closed
 STUCK_SECONDS = 60.0  # without a decode step while requests could be decoded
 MODES = ("abort", "wait")
 
@@ -52,6 +53,24 @@ class WeightUpdate:
     digests: list[str] = field(default_factory=list)
 
 
+class _NoGenerator:
+    """Stands in while the generator is made again."""
+
+    version = 0
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def describe(self) -> str:
+        return "starting again for another run"
+
+    def open(self, seed: int, draft: bool = False) -> Session:
+        raise CallRefused("busy", "the server starts again for another run; try again later")
+
+    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+        raise CallRefused("busy", "the server starts again for another run; try again later")
+
+
 class PolicyHost:
     """``make`` builds the generator for what a trainer asks; ``read_weights`` reads the tensors that an update names; ``facts``
     describe the model. ``most``: what this server offers at most."""
@@ -64,7 +83,8 @@ class PolicyHost:
         most: HostLimits,
     ) -> None:
         self._make, self._read_weights, self.facts, self.most = make, read_weights, facts, most
-        self.limits, self.generator = most, make(most)
+        self.limits = most
+        self.generator: Generator = make(most)
         self.client = ""
         self.sessions: dict[str, HostedSession] = {}
         self.parked: set[str] = set()
@@ -90,11 +110,25 @@ class PolicyHost:
         for session in self.sessions.values():
             session.close()
         self.client, self.sessions, self.parked, self._applied, self.update = client, {}, set(), 0, None
-        if granted != self.limits:
-            self.generator = await asyncio.to_thread(self._make, granted)
-            self.limits, self.labels, self.digest = granted, {self.generator.version: "initial"}, ""
+        if granted != self.limits or isinstance(self.generator, _NoGenerator):
+            self._running.clear()
+            await self._make_again(granted)
         self._running.set()
         return granted
+
+    async def _make_again(self, limits: HostLimits) -> None:
+        """Give the generator up and make another one: the memory need not hold two. Where that fails the old one comes back."""
+        self.generator = _NoGenerator()
+        await asyncio.sleep(IDLE_SECONDS)
+        try:
+            self.generator = await asyncio.to_thread(self._make, limits)
+            self.limits = limits
+        except Exception:
+            self.generator = await asyncio.to_thread(self._make, self.limits)
+            raise
+        finally:
+            self._running.set()
+            self.labels, self.digest = {self.generator.version: "initial"}, ""
 
     def check_owner(self, client: Any) -> None:
         if client != self.client:

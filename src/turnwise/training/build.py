@@ -20,7 +20,7 @@ from turnwise.evaluation.evaluator import Evaluator
 from turnwise.evaluation.metrics import Evaluation
 from turnwise.models import loading
 from turnwise.models.fetch import resolve
-from turnwise.models.options import split_options
+from turnwise.models.options import is_tiny, split_options
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.episode import Episode
@@ -34,7 +34,6 @@ from turnwise.training.requirements import check_cold_start
 from turnwise.training.reranking import reranked
 from turnwise.training.seats import SeatPlan
 
-TINY = "tiny"
 transformers_logging.disable_progress_bar()  # our own progress display is enough
 CORPUS = 300  # scripted dialogues the tiny tokenizer is trained on
 CORPUS_WAVE = 100  # of them that are played at the same time
@@ -45,11 +44,11 @@ CORPUS_WAVE = 100  # of them that are played at the same time
 
 def load_tokenizer(settings: Settings, env_spec: EnvSpec, path: Path | None = None) -> Any:
     """The tokenizer of a saved or given model. The tiny model takes its teacher's, or one trained on scripted dialogues."""
-    if path is None and settings.model == TINY and not settings.teacher:
+    if path is None and is_tiny(settings.model) and not settings.teacher:
         return tiny_tokenizer(
             tokenizer_corpus(env_spec), settings.vocabulary, getattr(env_spec.env_class, "symbols", "")
         )
-    source = str(path or resolve(settings.teacher if settings.model == TINY else settings.model))
+    source = str(path or resolve(settings.teacher if is_tiny(settings.model) else settings.model))
     tokenizer = loading.load_tokenizer(source)
     if settings.template:
         tokenizer.chat_template = _template(settings.template)
@@ -98,7 +97,7 @@ def tokenizer_corpus(env_spec: EnvSpec) -> list[str]:
 
 
 def load_model(settings: Settings, vocabulary: int, path: Path | None = None) -> PreTrainedModel:
-    if path is None and settings.model == TINY:
+    if path is None and is_tiny(settings.model):
         s = settings
         return tiny_model(vocabulary, s.seed, hidden=s.hidden, layers=s.layers, context=s.context, copying=s.copying)
     model: PreTrainedModel = loading.load_causal_lm(str(path or resolve(settings.model)))

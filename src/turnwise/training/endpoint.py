@@ -119,7 +119,7 @@ def serve_run(
     host, port = read_address(address)
     listen_on(host, 0, token).close()  # refuses an address that cannot be used, before the model is loaded
     settings, folder = select_policy(run, {})
-    from turnwise.training import build, engines  # late: import torch
+    from turnwise.training import build, engines, memory  # late: import torch
 
     assert folder is not None
     tokenizer = build.load_tokenizer(
@@ -127,7 +127,8 @@ def serve_run(
     )  # its agent and environment are not needed
     renderer = build.make_renderer(settings, tokenizer)
     model = build.load_model(settings, len(tokenizer), folder)
-    generator = engines.make_local_generator(settings, model, renderer, deterministic=False)
+    cache = memory.sampling_cache(settings, model)
+    generator = engines.make_local_generator(settings, model, renderer, deterministic=False, cache=cache)
     sampling = build.sampling_settings(settings, settings.eval_temperature)
     limits = EpisodeLimits(TURNS, settings.context)
     server = PolicyServer(generator, renderer, sampling, limits, settings.seed, seconds, Path(run) / FILE)

@@ -228,7 +228,7 @@ def cache_rows(settings: Settings, dialogues: int) -> int:
 
 
 def make_served_generator(
-    settings: Settings, model: PreTrainedModel, renderer: Renderer, limits: HostLimits
+    settings: Settings, model: PreTrainedModel, renderer: Renderer, limits: HostLimits, cache: CacheChoice
 ) -> LocalGenerator:
     """The generator of a server, with what a trainer asks for. It computes in a thread, so that the server answers meanwhile."""
     on_cpu = select_device(settings).type == "cpu"
@@ -243,6 +243,7 @@ def make_served_generator(
         dtype=rollout_dtype(settings),
         threads=(limits.threads or torch.get_num_threads()) if on_cpu else 1,
         share_weights=on_cpu,
+        cache=cache,
     )
 
 
@@ -269,12 +270,13 @@ def make_local_generator(
 
 
 def make_process_generator(
-    settings: Settings, model: PreTrainedModel, renderer: Renderer, deterministic: bool, dialogues: int
-) -> Generator:
+    settings: Settings, model: PreTrainedModel, renderer: Renderer, deterministic: bool, dialogues: int,
+    cache: CacheChoice | None,
+) -> Generator:  # fmt: skip
     """The local generator in a process of its own, on the same device."""
     device, rows = select_device(settings), cache_rows(settings, dialogues)
     limits = (rows, settings.context, tuple(renderer.stop_ids), deterministic)
-    spec = GeneratorSpec(*limits, str(device), rollout_dtype(settings), torch.get_num_threads())
+    spec = GeneratorSpec(*limits, str(device), rollout_dtype(settings), torch.get_num_threads(), cache)
     return ProcessGenerator(spec, model, renderer.tokenizer, settings.generator_seconds)
 
 
@@ -295,6 +297,7 @@ def with_opponents(
         deterministic=generator.deterministic,
         device=select_device(settings),
         dtype=rollout_dtype(settings),
+        cache=generator.cache,
     )
     pool = OpponentPool(setting.keep, setting.every, setting.pool == "latest", settings.seed)
     both = SelfPlayGenerator(generator, opponents, pool)
@@ -362,7 +365,7 @@ def make_generator(
                 "leave --generator and --cluster out"
             )
         if settings.generator == OWN_PROCESS:
-            return make_process_generator(settings, model, renderer, deterministic, dialogues)
+            return make_process_generator(settings, model, renderer, deterministic, dialogues, cache)
         rows, tolerance = cache_rows(settings, dialogues), policy_check_tolerance(settings)
         threads = torch.get_num_threads() if select_device(settings).type == "cpu" else 0
         found: tuple[Any, int] = actors_of(settings) if settings.cluster else (None, 0)
@@ -373,7 +376,7 @@ def make_generator(
     if not recipe.precision.drafts:
         return exact
     draft_settings = replace(settings, rollout_dtype=recipe.precision.drafts)
-    return DraftingGenerator(exact, make(draft_settings, model, renderer, deterministic))
+    return DraftingGenerator(exact, make(draft_settings, model, renderer, deterministic, 0, cache))
 
 
 def actors_of(settings: Settings) -> tuple[Callable[[], Any], int]:

@@ -20,6 +20,7 @@ from turnwise.environments.isolated import HostPool, IsolatedEnvironment
 from turnwise.environments.process_pool import PROCESSES
 from turnwise.errors import SettingError, nearest
 from turnwise.models.facts import read_model_facts
+from turnwise.models.options import TINY, is_tiny
 from turnwise.rollout.episode import EpisodeLimits, FailedEnvironment
 from turnwise.rollout.scripted import SCRIPTED_POLICIES
 from turnwise.tasks.task_source import TaskList, TaskStream
@@ -34,7 +35,6 @@ SUGGESTED = (
 )  # fmt: skip
 TINY_MODEL_ONLY = ("vocabulary", "hidden", "layers", "copying", "cold_steps", "cold_batch", "cold_demos", "cold_lr")
 SMALL_MODELS_ONLY = ("max_tokens", "context")
-TINY = next(default_of(f) for f in fields(Settings) if f.name == "model")
 SECOND_STREAM = 1_000_003  # added to the seed: tokenizer corpus and cold start play other tasks than the run
 
 
@@ -68,7 +68,7 @@ def suggestions(values: Mapping[str, Any], env_class: type | None = None) -> lis
     turn_limit(env_class)  # refused at once
     origin, model = f"environment {env_class.__name__}", values.get("model", defaults["model"])
     fitting: list[Suggestion] = []
-    if model != defaults["model"]:
+    if not is_tiny(model):
         facts = read_model_facts(model)
         unfit = TINY_MODEL_ONLY if is_small(facts) else (*TINY_MODEL_ONLY, *SMALL_MODELS_ONLY)
         suggested = {name: value for name, value in suggested.items() if name not in unfit}
@@ -79,7 +79,7 @@ def suggestions(values: Mapping[str, Any], env_class: type | None = None) -> lis
 
 def chosen_for_model(values: Mapping[str, Any], env_class: type | None = None) -> list[str]:
     """What is suggested for a model that is not the tiny one, in sentences: it differs from the defaults of the help text."""
-    if values.get("model", TINY) == TINY:
+    if is_tiny(values.get("model", TINY)):
         return []
     return [f"{s.name} is {s.value} ({s.origin})" for s in suggestions(values, env_class)]
 

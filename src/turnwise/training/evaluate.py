@@ -16,6 +16,7 @@ from turnwise.core.records import Task, Trajectory
 from turnwise.errors import SettingError
 from turnwise.evaluation.evaluator import scored
 from turnwise.evaluation.metrics import Evaluation, evaluate
+from turnwise.models.options import is_tiny
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import play_scripted
 from turnwise.store.atomic import write_json
@@ -23,7 +24,7 @@ from turnwise.store.rundir import RunDir
 from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.events import silent
 from turnwise.training.judges import chained, check_reachable, open_judge
-from turnwise.training.preflight import TINY, check_device, check_model_name
+from turnwise.training.preflight import check_device, check_model_name
 from turnwise.training.scoring import Decode, open_scorer
 from turnwise.training.served_policy import ServedPolicy, evaluate_served, failures
 
@@ -86,7 +87,7 @@ def _local(
     else:
         check_device(settings.device)
         if folder is None:
-            if settings.model == TINY:
+            if is_tiny(settings.model):
                 raise SettingError(
                     "say what to evaluate: a run directory, --model PATH, --policy URL, or --player oracle"
                 )
@@ -157,12 +158,13 @@ def _scripted(env_spec: EnvSpec, player: str, split: str, listen: Listener) -> E
 def _model(env_spec: EnvSpec, folder: Path | None, split: str, run: Path | None, listen: Listener) -> Evaluation:
     from turnwise.training import build, engines
     from turnwise.training.exact_metrics import has_exact_metrics
+    from turnwise.training.memory import sampling_cache
 
     s = env_spec.settings
     tokenizer = build.load_tokenizer(s, env_spec, folder)
     renderer = build.make_renderer(s, tokenizer)
     model = build.load_model(s, len(tokenizer), folder)
-    local = engines.make_local_generator(s, model, renderer, dialogues=1)
+    local = engines.make_local_generator(s, model, renderer, dialogues=1, cache=sampling_cache(s, model))
     generator, policy = engines.make_policy_judge(s, local, model, renderer)
     with _scorers(env_spec, renderer.decode, policy, run, listen) as scorer:
         learner = engines.make_cold_start_learner(s, model, 1) if has_exact_metrics(env_spec.env_class) else None

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError
+from turnwise.models.options import is_tiny, split_options, with_options
 from turnwise.serve.policy_host import HostLimits, PolicyHost
 from turnwise.serve.server import is_loopback, listen_on, read_address, require_packages, serve_app, url_of
 from turnwise.store.rundir import RunDir
 from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.preflight import TINY, check_device, check_model_name
+from turnwise.training.preflight import check_device, check_model_name
 from turnwise.training.remote_generators import COMPARED, OF_TINY, vocabulary_digest
 
 CONTEXT = 4096  # ids of a dialogue that a server offers where the user names no limit; fewer if the model reads fewer
@@ -42,24 +45,28 @@ def serve_model(
 
 def _select(model: str, values: Mapping[str, Any]) -> tuple[Settings, Path | None]:
     """The settings, and the folder of the model where it belongs to a run."""
-    if not (Path(model) / "run.json").is_file():
+    name, options = split_options(model)
+    if not (Path(name) / "run.json").is_file():
         return resolve_settings({**values, "model": model}), None
-    run = RunDir.open(model)
+    run = RunDir.open(name)
     folder = next((path for path in (run.model, run.path / "initial") if path.is_dir()), None)
     if folder is None:
         raise SettingError(
-            f"the run {model} has no model yet; serve the model it begins with, or tiny --env ENVIRONMENT"
+            f"the run {name} has no model yet; serve the model it begins with, or tiny --env ENVIRONMENT"
         )
-    return Settings.of({**run.metadata()["settings"], **values}), folder
+    settings = Settings.of({**run.metadata()["settings"], **values})
+    return replace(settings, model=with_options(settings.model, options)), folder
 
 
 def make_policy_host(settings: Settings, folder: Path | None, name: str, own_context: bool) -> PolicyHost:
     """The host of the model's generator. ``own_context``: the user named the longest dialogue."""
+    import torch
+
     from turnwise.engines.remote.weight_files import read_weights
-    from turnwise.training import build, engines
+    from turnwise.training import build, engines, memory
 
     s = settings
-    env_spec = EnvSpec.from_settings(s) if s.model == TINY and folder is None else EnvSpec(s, object)
+    env_spec = EnvSpec.from_settings(s) if is_tiny(s.model) and folder is None else EnvSpec(s, object)
     tokenizer = build.load_tokenizer(s, env_spec, folder)
     model = build.load_model(s, len(tokenizer), folder)
     renderer = build.make_renderer(s, tokenizer)
@@ -68,8 +75,12 @@ def make_policy_host(settings: Settings, folder: Path | None, name: str, own_con
     threads = engines.select_threads(s)
     most = HostLimits(s.slots, context, tuple(renderer.stop_ids), True, threads)
 
+    cache = memory.sampling_cache(s, model)
+
     def make(limits: HostLimits) -> Any:
-        return engines.make_served_generator(s, model, renderer, limits)
+        gc.collect()  # what a generator before held
+        torch.cuda.empty_cache()
+        return engines.make_served_generator(s, model, renderer, limits, cache)
 
     return PolicyHost(make, read_weights, _facts(s, name, tokenizer, model, folder), most)
 
@@ -77,7 +88,7 @@ def make_policy_host(settings: Settings, folder: Path | None, name: str, own_con
 def _facts(settings: Settings, name: str, tokenizer: Any, model: Any, folder: Path | None) -> dict[str, Any]:
     """What a trainer compares with its own model."""
     config = model.config.get_text_config()
-    made = {key: getattr(settings, key) for key in OF_TINY} if settings.model == TINY and folder is None else None
+    made = {key: getattr(settings, key) for key in OF_TINY} if is_tiny(settings.model) and folder is None else None
     return {
         "model": name,
         "vocabulary": int(config.vocab_size),
@@ -85,6 +96,7 @@ def _facts(settings: Settings, name: str, tokenizer: Any, model: Any, folder: Pa
         "config": {key: getattr(config, key) for key in COMPARED if hasattr(config, key)},
         "weights": {key: list(p.shape) for key, p in model.named_parameters()},
         "tiny": made,
+        "cache": split_options(settings.model)[1].get("cache", ""),
     }
 
 

@@ -1,4 +1,6 @@
-"""Memory of a run before it starts: an estimate, settings that make it fit, and words where it cannot."""
+"""Memory before it is taken: what a run will need, settings that make it fit, words where it cannot; and which KV cache fits, of
+a run and of processes that only sample.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,16 @@ import torch
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Generator
 from turnwise.core.signals import Signal
-from turnwise.engines.generator.cache_choice import CacheChoice
+from turnwise.engines.generator.cache_choice import LAYOUTS, CacheChoice
+from turnwise.engines.generator.model_runner import PREFILL_BUDGET, PREFILL_BUDGET_CUDA
 from turnwise.engines.learner.learner import LearnerSettings
-from turnwise.engines.memory import GIB, RECOMPUTE_FROM, MemoryPlan, ModelShape
+from turnwise.engines.memory import GIB, RECOMPUTE_FROM, MemoryPlan, ModelShape, describe_parts
 from turnwise.errors import SettingError
+from turnwise.models.options import split_options
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.renderer import Renderer
 from turnwise.training import engines
+from turnwise.training.opponents import Opponents
 
 USABLE = 0.9  # of the memory: the rest is fragments, libraries, CUDA graphs
 MIN_DIALOGUES = 2  # whole contexts that a cache in pages must hold
@@ -42,8 +47,11 @@ def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
         lora_rank=settings.lora_rank,
         recompute=settings.recompute,
         offload=settings.offload and device.type == "cuda",
-        shared_weights=device.type == "cpu" and settings.staleness == 0 and not settings.lora_rank,
+        shared_weights=device.type == "cpu"
+        and settings.staleness == 0
+        and not (settings.lora_rank or settings.generator),
         four_bit=LearnerSettings(dtype=settings.dtype).four_bit,
+        samplers=1 + (Opponents.parse(settings.opponents).kind == "past" or bool(recipe.precision.drafts)),
         models=len(wanted) + bool(settings.teacher),
     )
 
@@ -55,49 +63,72 @@ def device_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that no process uses; of a CPU all."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else device_memory(device)
+
+
 def fit_memory(settings: Settings, plan: MemoryPlan, available: int) -> tuple[Settings, str]:
     """Settings with which the estimate fits, and why they changed. What the user gave is never changed: the micro-batch becomes
-    smaller, then layers are recomputed. Neither changes what is learned beyond rounding."""
-    room = int(USABLE * available)
+    smaller, then layers are recomputed. Neither changes what is learned beyond rounding. A KV cache in pages takes what is left:
+    only a few dialogues must fit."""
+    room, layout = int(USABLE * available), asked_layout(settings)
     if plan.fixed > room:
         bare = replace(plan, ids=0, dialogues=0)
         raise SettingError(
             f"this model does not fit: {bare.describe()}; the device has {available / GIB:.1f}; {_advice(bare)}"
         )
+    if layout == "pages":
+        plan = replace(plan, dialogues=min(plan.dialogues, MIN_DIALOGUES))
     if plan.total <= room or settings.micro_batch_tokens:
-        return settings, "" if plan.total <= room else pages_text(
-            plan, room
-        ) or f"memory may not suffice: {_advice(plan)}"
+        return settings, "" if in_pages(plan, room, layout) else f"memory may not suffice: {_advice(plan, layout)}"
     smaller = _smaller(plan, room)
     if smaller.total > room:
         smaller = _smaller(replace(plan, recompute=True), room)
     text = f"micro_batch_tokens is {smaller.ids}" + ", recompute is true" * (smaller.recompute and not plan.recompute)
     text += f": {plan.ids} would take {plan.total / GIB:.1f} GiB of {available / GIB:.1f}"
-    if smaller.total > room:
-        text += "; " + (pages_text(smaller, room) or f"even so memory may not suffice: {_advice(smaller)}")
+    if smaller.total > room and not in_pages(smaller, room, layout):
+        text += f"; even so memory may not suffice: {_advice(smaller, layout)}"
     return replace(settings, micro_batch_tokens=smaller.ids, recompute=smaller.recompute), text
 
 
 def cache_room(plan: MemoryPlan, room: int) -> int:
-    """Bytes that the rest of a run leaves for its KV cache."""
-    return max(0, room - plan.total + plan.parts()["KV cache"])
+    """Bytes that the rest of a run leaves for the KV cache of each generator."""
+    return max(0, room - plan.total + plan.parts()["KV cache"]) // plan.samplers
 
 
-def pages_text(plan: MemoryPlan, room: int) -> str:
-    """What a run says whose KV cache fits in pages only; empty where not even a few dialogues fit."""
-    left, rows = cache_room(plan, room), plan.parts()["KV cache"]
-    if left < MIN_DIALOGUES * plan.shape.cache(1, plan.context, plan.rollout):
-        return ""
-    wanted = f"{plan.dialogues} rows of {plan.context} ids would take {rows / GIB:.1f}"
-    return f"the KV cache has pages in {left / GIB:.1f} GiB: {wanted}"
+def in_pages(plan: MemoryPlan, room: int, layout: str) -> bool:
+    """Whether a run fits, if need be with a KV cache in pages: some whole dialogues fit beside the rest."""
+    least = MIN_DIALOGUES * plan.shape.cache(1, plan.context, plan.rollout)
+    return plan.total <= room or (layout != "rows" and cache_room(plan, room) >= least)
+
+
+def asked_layout(settings: Settings) -> str:
+    """``rows`` or ``pages`` where the model's option names one, else empty."""
+    return split_options(settings.model)[1].get("cache", "")
 
 
 def cache_choice(settings: Settings, recipe: Recipe, model: Any) -> CacheChoice:
-    """Rows where they fit beside the rest of a run, else pages of the memory that is left."""
-    plan = memory_plan(settings, recipe, model)
+    """The KV cache of a run: what the user asks for, else rows where they fit beside the rest, else pages of what is left."""
+    plan, page = memory_plan(settings, recipe, model), LAYOUTS.get(asked_layout(settings))
     if plan.shape.parameters < TOLD_FROM or not plan.shape.layers:
-        return CacheChoice()
-    return CacheChoice(room=cache_room(plan, int(USABLE * device_memory(engines.select_device(settings)))))
+        return CacheChoice(page=page)
+    return CacheChoice(cache_room(plan, int(USABLE * device_memory(engines.select_device(settings)))), page)
+
+
+def sampling_cache(settings: Settings, model: Any) -> CacheChoice:
+    """The KV cache of a process that trains nothing. Beside it are the weights, on a CPU once more as the decoder arranges them,
+    and one layer's activations of a prefill."""
+    device, rollout = engines.select_device(settings), engines.rollout_dtype(settings) or model.dtype
+    shape = ModelShape.of(model.config, sum(p.numel() for p in model.parameters()))
+    on_gpu = device.type == "cuda"
+    fp8 = rollout == engines.FP8
+    dtype = rollout if not fp8 else torch.bfloat16 if on_gpu else model.dtype
+    weights = shape.parameters * (dtype.itemsize * (1 if on_gpu else 2) + (fp8 and on_gpu))  # those in fp8 come on top
+    prefill = shape.activations(PREFILL_BUDGET_CUDA if on_gpu else PREFILL_BUDGET, dtype.itemsize, False)
+    prefill //= max(1, shape.layers)
+    available = min(int(USABLE * device_memory(device)), free_memory(device))
+    return CacheChoice(max(0, available - weights - prefill), LAYOUTS.get(asked_layout(settings)))
 
 
 def make_generator(
@@ -109,7 +140,7 @@ def make_generator(
     dialogues: int,
     tell: Callable[[str], None],
 ) -> Generator:
-    """``engines.make_generator`` with a KV cache that fits."""
+    """``engines.make_generator`` with a KV cache that is asked for, or that fits."""
     cache = cache_choice(settings, recipe, model)
     return engines.make_generator(settings, recipe, model, renderer, deterministic, dialogues, tell=tell, cache=cache)
 
@@ -121,7 +152,7 @@ def _smaller(plan: MemoryPlan, room: int) -> MemoryPlan:
     return plan
 
 
-def _advice(plan: MemoryPlan) -> str:
+def _advice(plan: MemoryPlan, layout: str = "") -> str:
     """What to write, the largest saving first."""
     parts = plan.parts()
     trained = sum(parts[name] for name in ("weights", "gradients", "optimizer moments"))
@@ -129,7 +160,7 @@ def _advice(plan: MemoryPlan) -> str:
         "--lora-rank 16": 0 if plan.lora_rank else trained,
         "--dtype nf4": parts["weights"] * 2 // 3 if plan.lora_rank and not plan.four_bit else 0,
         "--offload": 0 if plan.offload or plan.lora_rank else parts["optimizer moments"],
-        "a smaller --context or fewer --slots": parts["KV cache"],
+        f"{'no cache=rows, ' * (layout == 'rows')}a smaller --context or fewer --slots": parts["KV cache"],
         "--recompute": 0 if plan.recompute else parts["activations"],
         "fewer --micro-batch-tokens": parts["activations"] // 2,
     }
@@ -144,5 +175,9 @@ def report(settings: Settings, recipe: Recipe, model: Any) -> tuple[Settings, li
         return settings, []
     available = device_memory(engines.select_device(settings))
     settings, change = fit_memory(settings, plan, available)
-    told = f"memory: about {memory_plan(settings, recipe, model).describe()}; the device has {available / GIB:.1f}"
+    parts, room = (plan := memory_plan(settings, recipe, model)).parts(), int(USABLE * available)
+    if asked_layout(settings) != "rows" and in_pages(plan, room, "pages"):
+        parts["KV cache"] = min(parts["KV cache"], plan.samplers * cache_room(plan, room))
+    about = f"{sum(parts.values()) / GIB:.1f} GiB: {describe_parts(parts)}"
+    told = f"memory: about {about}; the device has {available / GIB:.1f}"
     return settings, [told, *([change] if change else [])]

@@ -13,13 +13,13 @@ from turnwise.config.settings import Settings, default_of
 from turnwise.core.text import printable_line
 from turnwise.errors import TurnwiseError
 from turnwise.models.fetch import KNOWN
-from turnwise.models.options import name_of
+from turnwise.models.options import is_tiny, name_of
 from turnwise.recipes import catalogue
 from turnwise.store.atomic import atomic_write
 from turnwise.store.rundir import RunDir
 from turnwise.training.certificate import certificate_lines
 
-CARD, PICTURE, TINY = "README.md", "curves.png", "tiny"
+CARD, PICTURE = "README.md", "curves.png"
 LOCAL = ("out", "name", "trackers", "device", "threads", "profile")  # settings that say nothing about the model
 
 
@@ -146,9 +146,9 @@ def _limits(settings: Settings, summary: Mapping[str, Any]) -> str:
         f"- One run, one seed ({summary['seed']}); the intervals do not cover the spread between runs.",
         "- Rewards can be gamed: read transcripts before you rely on the numbers.",
     ]
-    if settings.model != TINY and not base_licence(settings.model):
+    if not is_tiny(settings.model) and not base_licence(settings.model):
         lines.append("- The licence of the base model is not known here; look it up before you pass this model on.")
-    if settings.model == TINY:
+    if is_tiny(settings.model):
         lines.append(
             "- A model of about a million parameters with a vocabulary made for this environment. It speaks no language."
         )

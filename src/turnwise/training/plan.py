@@ -14,6 +14,7 @@ from turnwise.data.offline_source import split_held_out
 from turnwise.errors import SettingError
 from turnwise.models import loading
 from turnwise.models.fetch import resolve
+from turnwise.models.options import is_tiny
 from turnwise.recipes.recipe import Recipe
 from turnwise.training import build, engines, requirements
 from turnwise.training.data_sources import DataSources
@@ -66,13 +67,13 @@ def validate(plan: RunPlan) -> None:
     requirements.check_requirements(recipe, settings, env_spec)
     has_rows = plan.data.rows is not None
     requirements.check_cold_start(settings, env_spec)
-    if settings.model != build.TINY or has_rows:
+    if not is_tiny(settings.model) or has_rows:
         renderer = build.make_renderer(settings, plan.tokenizer)
         renderer.check_tools(env_spec.tools)
         groups = plan.data.groups(renderer)
         if settings.offline:
             split_held_out(groups)  # refuses a file without rows
-    if settings.model != build.TINY and plan.given.model is None:
+    if not is_tiny(settings.model) and plan.given.model is None:
         loading.load_config(resolve(settings.model))
     if settings.teacher:
         _check_teacher(plan)
@@ -83,7 +84,7 @@ def _check_teacher(plan: RunPlan) -> None:
     settings = plan.settings
     teacher_settings = replace(settings, model=settings.teacher, teacher="")
     theirs = build.load_tokenizer(teacher_settings, plan.env_spec).get_vocab()
-    if settings.model == build.TINY:
+    if is_tiny(settings.model):
         build.make_renderer(settings, plan.tokenizer)
         return
     ours = plan.tokenizer.get_vocab()

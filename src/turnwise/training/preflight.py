@@ -18,6 +18,7 @@ from turnwise.environments import GIVEN_OBJECT
 from turnwise.errors import SettingError, nearest
 from turnwise.models.fetch import resolve
 from turnwise.models.hub import check_model
+from turnwise.models.options import TINY, is_tiny, split_options
 from turnwise.observe.tracker_services import SERVICES
 from turnwise.recipes import signatures
 from turnwise.rollout.parsers.table import check_name
@@ -32,7 +33,7 @@ from turnwise.training.scoring import check_reward_functions
 if TYPE_CHECKING:
     from turnwise.recipes.recipe import Recipe
 
-TINY, FOUR_BIT = "tiny", "nf4"
+FOUR_BIT = "nf4"
 TRACKERS = ("tensorboard", *SERVICES)
 TEMPLATES = ("chatml",)
 DEVICES = r"auto|(cpu|cuda|mps|xpu)(:\d+)?"
@@ -66,6 +67,8 @@ def check_at_once(settings: Settings, given: GivenObjects) -> None:
     if given.model is None:
         check_model_name(s.model)
     check_model_name(s.teacher or TINY)
+    if "cache" in split_options(s.teacher)[1]:
+        raise SettingError("the teacher samples nothing, so it has no KV cache; write cache= after --model")
     check_name(s.tool_syntax)
     if s.template and s.template not in TEMPLATES and not Path(s.template).is_file():
         raise SettingError(f"no chat template {s.template!r}; write chatml or the path of a .jinja file")
@@ -132,7 +135,7 @@ def _check_four_bit(settings: Settings) -> None:
 
 def check_model_name(name: str) -> None:
     """Refuse a model that cannot be loaded, as far as its name and its files show."""
-    if name == TINY:
+    if is_tiny(name):
         return
     if name.startswith(GIVEN_OBJECT):
         raise SettingError(

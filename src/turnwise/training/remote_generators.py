@@ -19,6 +19,7 @@ from turnwise.engines.remote.replica import OURS, VLLM, RemoteLimits, Replica
 from turnwise.engines.remote.transport import ServerAddress
 from turnwise.errors import ServerFault, SettingError
 from turnwise.models.fetch import resolve
+from turnwise.models.options import is_tiny, name_of, split_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from turnwise.engines.remote.remote_generator import RemoteGenerator
     from turnwise.rollout.renderer import Renderer
 
-TINY = "tiny"
 OWN_PROCESS = ("local",)  # --generator local: no server, a process of the run's own
 COMPARED = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 OF_TINY = ("env", "difficulty", "max_turns", "vocabulary", "hidden", "layers", "seed")
@@ -77,9 +77,26 @@ def check_generators(settings: Settings) -> None:
     async def ask() -> None:
         for replica in make_replicas(settings):
             await replica.identify()
+            _compare_cache(settings, replica)
             _compare_files(settings, replica)
 
     asyncio.run(ask())
+
+
+def _compare_cache(settings: Settings, replica: Replica) -> None:
+    """Refuse a layout of the KV cache that the server does not have: it was chosen when the server was started."""
+    wanted = split_options(settings.model)[1].get("cache")
+    if not wanted or (replica.kind == OURS and replica.facts.get("cache") == wanted):
+        return
+    name = name_of(settings.model)
+    if replica.kind == VLLM:
+        raise SettingError(
+            f"--generator {replica.url} is vLLM, whose KV cache a run cannot lay out; leave cache={wanted} out: --model {name}"
+        )
+    raise SettingError(
+        f"--generator {replica.url} was not started with cache={wanted}; start it with turnwise serve {name},cache={wanted}, or "
+        f"let it choose: --model {name}"
+    )
 
 
 def _compare_files(settings: Settings, replica: Replica) -> None:
@@ -87,7 +104,7 @@ def _compare_files(settings: Settings, replica: Replica) -> None:
     theirs = replica.facts
     if replica.kind == VLLM:
         return
-    if settings.model == TINY:
+    if is_tiny(settings.model):
         made = theirs.get("tiny") or {}
         ours = json.loads(json.dumps({name: getattr(settings, name) for name in OF_TINY[:-1]}))
         differing = [name for name in ours if name in made and made[name] != ours[name]]
@@ -122,7 +139,7 @@ def _compare_vocabulary(settings: Settings, replica: Replica, vocabulary: Mappin
         raise SettingError(
             f"--generator {replica.url} serves {replica.model}, whose tokenizer differs from that of {settings.model}: the same "
             f"ids would be other texts; start it with the run's model: turnwise serve {settings.model}"
-            + (f" --env {settings.env}" if settings.model == TINY else "")
+            + (f" --env {settings.env}" if is_tiny(settings.model) else "")
         )
 
 

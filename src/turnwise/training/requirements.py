@@ -18,11 +18,12 @@ from turnwise.data.replay.fresh_actions import FRESH, FreshActions
 from turnwise.engines.sharded.served import LearnerNeeds, unserved_reason
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
+from turnwise.models.options import is_tiny
 from turnwise.recipes.recipe import Recipe
 from turnwise.rewards.spec import COMPARING, parse_rewards
 from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline, Independent, Strategy
 from turnwise.training.agents import check_agent
-from turnwise.training.env_spec import TINY, EnvSpec
+from turnwise.training.env_spec import EnvSpec
 from turnwise.training.opponents import check_opponents
 
 Provides = Callable[[type], bool]
@@ -134,7 +135,7 @@ def check_cold_start(settings: Settings, env_spec: EnvSpec) -> None:
     """Refuse a model that must first imitate, where nothing can be imitated."""
     if env_spec.can_demonstrate:
         return
-    if settings.model == TINY:
+    if is_tiny(settings.model):
         raise SettingError(
             f"the tiny model knows no language, and {settings.env} has no `demonstrate` and `oracle` to start it "
             "from; write both, or give a trained model with --model"

@@ -25,6 +25,7 @@ from turnwise.errors import RankFault, ServerFault
 from turnwise.evaluation.evaluator import Evaluator
 from turnwise.evaluation.preference import NOT_EVALUATED, as_evaluation, rank_pairs
 from turnwise.models.fetch import resolve
+from turnwise.models.options import is_tiny
 from turnwise.models.saving import save_lossless
 from turnwise.observe.message_log import MESSAGES, MessageLog
 from turnwise.observe.profile import PAGE, Profile
@@ -45,7 +46,7 @@ from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
 from turnwise.store.sealed import check_digest, read_object, read_sealed, write_sealed
 from turnwise.store.write_behind import WriteBehindLedger
-from turnwise.training import build, engines, memory
+from turnwise.training import build, engines, memory, scoring
 from turnwise.training.certificate import run_certificate
 from turnwise.training.cold_start import cold_start
 from turnwise.training.collector import Collector, raise_if_lost, usable
@@ -57,8 +58,6 @@ from turnwise.training.model_card import adapter_folder, write_cards
 from turnwise.training.plan import RunPlan
 from turnwise.training.resume_changes import changes_since_start, describe_machine
 from turnwise.training.run_files import check_files, require_first_result
-from turnwise.training.scoring import describe as describe_rewards
-from turnwise.training.scoring import open_scorer
 from turnwise.training.seats import seat_plan
 from turnwise.training.summary import RunSummary, evaluation_metrics
 from turnwise.training.task_feed import TaskFeed
@@ -143,12 +142,12 @@ class Trainer:
         self.paths = {"generator": generator.describe(), "learner": learner.describe()}
         for name, path in self.paths.items():
             self.events.message(f"{name}: {path}")
-        rewards = open_scorer(s, self.env_spec.env_class, self.plan.given.rewards, self.renderer.decode)
+        rewards = scoring.open_scorer(s, self.env_spec.env_class, self.plan.given.rewards, self.renderer.decode)
         judging = open_judge(s, policy, self.run_dir.path, self.events.listen)
         with engines.closing(learner, generator), rewards as functions, judging as self.judge:
             self.scorer = chained(functions, self.judge)
             judge = [self.judge.describe()] if self.judge else []
-            for text in (*self.plan.data.messages(), *describe_rewards(functions), *judge):
+            for text in (*self.plan.data.messages(), *scoring.describe(functions), *judge):
                 self.events.message(text)
             return self.stop.run_loop(self._learn(learner, generator, tokenizer))
 
@@ -159,7 +158,7 @@ class Trainer:
             self.events.message(note)
         for warning in self.renderer.warnings(tools):
             self.events.message(warning, "warning")
-        if tools and self.settings.model != build.TINY:
+        if tools and not is_tiny(self.settings.model):
             self.events.message(f"tool calls: the syntax {self.renderer.syntax.name}")
 
     def _initial(self) -> tuple[Any, Any]:
@@ -168,7 +167,7 @@ class Trainer:
         if not folder.is_dir():
             tokenizer = self.plan.tokenizer
             model = self.plan.given.model or build.load_model(s, len(tokenizer))
-            steps = (COLD_STEPS if s.model == build.TINY else 0) if s.cold_steps < 0 else s.cold_steps
+            steps = (COLD_STEPS if is_tiny(s.model) else 0) if s.cold_steps < 0 else s.cold_steps
             if steps:
                 model = copy.deepcopy(model) if self.plan.given.model else model  # the caller's object stays as it is
                 cold_start(s, self.env_spec, tokenizer, model, steps, self.events)
@@ -230,7 +229,7 @@ class Trainer:
         """Write the trained model and, where adapters were trained, these alone."""
         save_model(self.run_dir.model, lambda path: _write(path, learner.export, tokenizer.save_pretrained))
         if self.settings.lora_rank:
-            given = self.settings.model != build.TINY and self.settings.cold_steps < 1
+            given = not is_tiny(self.settings.model) and self.settings.cold_steps < 1
             base = resolve(self.settings.model) if given else str(self.run_dir.path / "initial")
             export = partial(learner.export_adapter, base=base)
             save_model(adapter_folder(self.run_dir), lambda path: _write(path, export, tokenizer.save_pretrained))

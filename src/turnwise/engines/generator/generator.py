@@ -67,7 +67,7 @@ class LocalGenerator:
         if min(slots, 1 + context - MIN_CONTEXT, 1 if tick is None else tick) < 1:
             raise SettingError(f"slots={slots}, context={context}, tick={tick}; write at least 1, {MIN_CONTEXT} and 1")
         decode: Callable[[list[int]], str] | None = getattr(tokenizer, "decode", tokenizer)
-        self.context, self.deterministic, self.patience = context, deterministic, patience
+        self.context, self.deterministic, self.patience, self.cache = context, deterministic, patience, cache
         where = torch.device(device or model.device)
         self.model_runner = make_runner(model, slots, context, where, fast, dtype, share_weights, cache)
         self.tick = tick or (TICK if self.model_runner.graphs is None else TICK_WITH_GRAPHS)
@@ -111,7 +111,7 @@ class LocalGenerator:
         return {**self.scheduler.stats(), "open": float(len(self.sessions))}
 
     def describe(self) -> str:
-        """The decode path in use, its precision, and why no faster one is."""
+        """The decode path in use, its precision, why no faster one is, and the layout of the KV cache."""
         return self.model_runner.describe()
 
     # ------------------------------------------------------------------ called by sessions

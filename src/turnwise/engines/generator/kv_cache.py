@@ -78,6 +78,7 @@ class KVCache:
     width: int = 0  # columns allocated so far
     keys: list[Tensor] = field(default_factory=list)  # per layer [rows, Hkv, width, D]
     values: list[Tensor] = field(default_factory=list)
+    why: str = ""  # this layout and no other
     table: Tensor | None = field(
         default=None, init=False
     )  # [rows, pages] the pages of every row, where there are pages
@@ -90,7 +91,7 @@ class KVCache:
         self.reserve(min(128, self.context))
 
     def describe(self) -> str:
-        return "KV cache in rows"
+        return f"KV cache in {self.rows:,} rows of {self.context:,} ids{self.why}"
 
     # ------------------------------------------------------------------ memory
 

@@ -191,9 +191,9 @@ class ModelRunner:
         return [*graphs[0 if self.fp8 else 1 :], ("the hand-written decoder", eager_decoder)]
 
     def describe(self) -> str:
-        """The decode path in use, and why no faster one is."""
+        """The decode path in use, why no faster one is, and the layout of the cache."""
         path = self.path if self.decoder is None else self.decoder.describe() + self.path
-        return path if self.kv_cache.table is None else f"{path}; {self.kv_cache.describe()}"
+        return f"{path}; {self.kv_cache.describe()}"
 
     @property
     def graphs(self) -> GraphDecoder | None:

@@ -124,7 +124,8 @@ class SelfPlayGenerator:
         return self.main.stats() | {f"opponents/{name}": value for name, value in self.opponents.stats().items()}
 
     def describe(self) -> str:
-        return f"{self.main.describe()}; other seats: older policies of this run"
+        theirs = self.opponents.model_runner.kv_cache.describe()
+        return f"{self.main.describe()}; other seats: older policies of this run, {theirs}"
 
     def state_dict(self) -> dict[str, Any]:
         return self.pool.state_dict()

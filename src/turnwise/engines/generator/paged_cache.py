@@ -9,7 +9,7 @@ nor sampling.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,10 @@ FIRST_PAGES = 32  # allocated at first where the pool may grow
 NONE: Pages = np.zeros(0, np.int32)
 
 
+class CacheTooSmall(SettingError):
+    """Not one dialogue fits: no other way to decode would help."""
+
+
 @dataclass(eq=False)
 class PagedKVCache(KVCache):
     """``pages``: most pages of the pool, at least those of one full context. ``page``: columns of a page."""
@@ -47,7 +51,7 @@ class PagedKVCache(KVCache):
         least = self.pages_per_row + 1  # a dialogue that continues another holds one page twice while it copies it
         self.pages = min(self.pages or sys.maxsize, self.rows * least)
         if self.pages < least:
-            raise SettingError(
+            raise CacheTooSmall(
                 f"the KV cache has {self.pages} pages of {self.page} ids, and one dialogue of {self.context} ids needs "
                 f"{least}; write a smaller context"
             )
@@ -67,7 +71,7 @@ class PagedKVCache(KVCache):
             self.table = self.table.to(self.device)
 
     def describe(self) -> str:
-        return f"KV cache in {self.pages:,} pages of {self.page} ids"
+        return f"KV cache in {self.pages:,} pages of {self.page} ids{self.why}"
 
     def _pages_for(self, columns: int) -> int:
         return -(-columns // self.page)
@@ -267,7 +271,7 @@ class PagedKVCache(KVCache):
         for slot, ids in admissions:
             leader = leaders.get(tuple(ids))
             pages, cached = (
-                self._source(slot, ids, tails) if leader is None else (self._row_pages(leader).copy(), len(ids))
+                self._source(slot, ids, tails, ready) if leader is None else (self._row_pages(leader).copy(), len(ids))
             )
             fresh = self._pages_for(len(ids)) - len(pages) + bool(cached % self.page and cached < len(ids))
             more = self._pages_for(min(self.context, len(ids) + 1 + self.page)) - self._pages_for(len(ids)) + 1
@@ -302,13 +306,20 @@ class PagedKVCache(KVCache):
         ends = [self._pages_for(min(self.context, len(ids) + 1 + self.page)) for ids in self.cached_ids[: self.active]]
         return sum(max(0, end - int(held)) for end, held in zip(ends, self.held))
 
-    def _source(self, slot: CacheSlot, ids: list[int], tails: dict[int, list[int]]) -> tuple[Pages, int]:
-        """The pages that hold the longest prefix of these ids, and its length: the dialogue's own, or those of any row."""
+    def _source(
+        self, slot: CacheSlot, ids: list[int], tails: dict[int, list[int]], unread: Container[int]
+    ) -> tuple[Pages, int]:
+        """The pages that hold the longest prefix of these ids, and its length: the dialogue's own, or those of any row. The last
+        page may be copied before anything is computed, so it is none of ``unread``."""
         own = 0 if slot.row is None else common_prefix_length(self.cached_ids[slot.row], ids)
         pages = self.allocator.prefix(ids, self.page)
         length = len(pages) * self.page
         rest, best, row = ids[length : length + self.page], 0, -1
-        for candidate in self.row_of[tails.get(int(pages[-1]) if len(pages) else 0, [])].tolist():
+        before = int(pages[-1]) if len(pages) else 0
+        for candidate in self.row_of[tails.get(before, [])].tolist():
+            replaced = before and self.block_table[candidate, len(pages) - 1] != before  # since the tails were listed
+            if replaced or int(self.block_table[candidate, len(pages)]) in unread:
+                continue
             common = common_prefix_length(self.cached_ids[candidate][length:], rest)  # 0 for a row that lost the page
             if common > best:
                 best, row = common, candidate

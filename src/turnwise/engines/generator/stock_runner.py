@@ -21,6 +21,7 @@ from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillCh
 from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.kv_cache import KVCache
 from turnwise.engines.generator.model_runner import MIN_CONTEXT, ModelRunner, copy_weights, dtype_name, model_copy
+from turnwise.engines.generator.paged_cache import CacheTooSmall
 from turnwise.engines.generator.route_cache import Span
 from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.errors import SettingError
@@ -60,19 +61,20 @@ class StockCache:
 
 
 class StockRunner:
-    """A ``ModelRunner`` by the model's own forward. ``reason``: why the faster runner does not serve this model."""
+    """A ``ModelRunner`` by the model's own forward. ``reason``: why the faster runner does not serve this model. ``layout``: of
+    the KV cache, as the user asked for it; the model keeps its own."""
 
     decoder = None
     graphs = None
 
     def __init__(
         self, model: PreTrainedModel, rows: int, context: int, device: torch.device, reason: str,
-        dtype: torch.dtype | None = None, share_weights: bool = False,
+        dtype: torch.dtype | None = None, share_weights: bool = False, layout: str = "",
     ) -> None:  # fmt: skip
         if dtype == torch.float8_e4m3fn:
             dtype = torch.bfloat16 if device.type == "cuda" else None
         self.model = model_copy(model, device, dtype, share_weights)
-        self.device, self.reason = device, reason
+        self.device, self.reason, self.layout = device, reason, layout
         limit_host_threads(device)
         self.kv_cache = KVCache(
             (), rows, context, next(self.model.parameters()).dtype, device
@@ -87,7 +89,8 @@ class StockRunner:
 
     def describe(self) -> str:
         how = "its own cache" if self.cached else "every dialogue read again for every token"
-        return f"stock forward with {how}, {dtype_name(self.kv_cache.dtype)}, because {self.reason}"
+        unheeded = f"; cache={self.layout} has no effect on such a model" if self.layout else ""
+        return f"stock forward with {how}, {dtype_name(self.kv_cache.dtype)}, because {self.reason}{unheeded}"
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> int:
         """Nothing: the first decode step of a row reads its ids, which the KV cache lists."""
@@ -209,8 +212,9 @@ def make_runner(
         raise SettingError(f"context={context} is too short to verify a model in; write at least {MIN_CONTEXT}")
     try:
         return ModelRunner(model, rows, context, device, fast, dtype, share_weights, cache)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, CacheTooSmall):
         raise
     except UNSERVED as fault:
         lines = str(fault).strip().splitlines() or [type(fault).__name__]
-        return StockRunner(model, rows, context, device, lines[0], dtype, share_weights)
+        layout = cache.layout if cache is not None else ""
+        return StockRunner(model, rows, context, device, lines[0], dtype, share_weights, layout)

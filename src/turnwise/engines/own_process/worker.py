@@ -18,6 +18,7 @@ import torch
 
 from turnwise.core.records import Sampling
 from turnwise.engines.capture import using_gpu
+from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.session import LocalSession
 from turnwise.engines.own_process.weights import BLOCK, SharedBlockReader, from_handles
@@ -36,6 +37,7 @@ class GeneratorSpec:
     device: str
     dtype: torch.dtype | None
     threads: int
+    cache: CacheChoice | None = None
 
     def make(self, file: Path) -> LocalGenerator:
         """``file`` holds the model and its tokenizer."""
@@ -52,6 +54,7 @@ class GeneratorSpec:
             dtype=self.dtype,
             threads=self.threads,
             share_weights=self.device == "cpu",
+            cache=self.cache,
         )
 
 
