@@ -53,6 +53,8 @@ def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
         four_bit=LearnerSettings(dtype=settings.dtype).four_bit,
         samplers=1 + (Opponents.parse(settings.opponents).kind == "past" or bool(recipe.precision.drafts)),
         models=len(wanted) + bool(settings.teacher),
+        ranks=settings.ranks,
+        one_memory=device.type == "cpu",
     )
 
 
