@@ -4,7 +4,8 @@ Activations are counted, as the hand-written layers keep them (c: bytes of the c
 MLP's). For each id, of every layer: the residual stream before and after attention in float32 (8 d), attention's output (c a);
 without ``recompute`` also q, k, v and gate, up (c (a + kv + 2 m)). Of one layer at a time, in the backward pass: the activation,
 its gradient and that of gate and up (4 c m), with ``recompute`` gate and up again (6 c m). The head keeps probabilities and some
-logits before that begins; CUDA graphs, which run without ``recompute``, hold the memory of both.
+logits before that begins; CUDA graphs, which run without ``recompute``, hold the memory of both. Mixtures run the stock forward,
+whose layers keep more (``tests/training/test_mixture_memory.py`` counts it); recomputed, their input alone.
 
 Only the two shares of ``FRAGMENTS`` are fitted: what a GPU reserves beyond this sum, as a share of weights, gradients and moments
 (docs/scaling.md has the comparison). Knows no device and no setting of a run.
@@ -44,6 +45,7 @@ class ModelShape:
     vocabulary: int = 0
     experts: int = 0  # of a layer, whose matrices are one parameter
     expert: int = 0  # width of one of them
+    chosen: int = 0  # experts that one id passes
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> ModelShape:
@@ -52,20 +54,24 @@ class ModelShape:
         hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head") or 1
         head = number("head_dim") or hidden // heads
         chosen = number("num_experts_per_tok", "num_experts_per_token") or 1
-        mlp = chosen * number("moe_intermediate_size") or number("intermediate_size", "n_inner") or 4 * hidden
+        experts = number(*EXPERT_COUNTS)
+        expert = number("moe_intermediate_size", "intermediate_size") if experts else 0
+        mlp = chosen * expert or number("intermediate_size", "n_inner") or 4 * hidden
         kv = 2 * head * (number("num_key_value_heads") or heads)
         tables = 1 if getattr(config, "tie_word_embeddings", False) else 2
         embeddings = min(parameters, tables * hidden * number("vocab_size"))
-        expert = number("moe_intermediate_size")
         return cls(
             parameters, number("num_hidden_layers", "n_layer"), hidden, mlp, kv, embeddings, attention=heads * head,
-            vocabulary=number("vocab_size"), experts=number(*EXPERT_COUNTS) if expert else 0, expert=expert,
+            vocabulary=number("vocab_size"), experts=experts, expert=expert, chosen=chosen if experts else 0,
         )  # fmt: skip
 
-    def adapter_parameters(self, rank: int) -> int:
-        """Roughly: two matrices of ``rank`` beside each product of a layer."""
-        widths = 4 * 2 * self.hidden + 3 * (self.hidden + self.mlp)
-        return rank * self.layers * widths
+    def adapter_parameters(self, rank: int, experts: bool = True) -> int:
+        """Roughly: two matrices of ``rank`` beside each product of a layer; for every expert, if ``experts`` have them, of twice
+        that rank beside gate and up together."""
+        mlp = 3 * (self.hidden + self.mlp)
+        if self.experts:
+            mlp = self.experts * (3 * self.hidden + 5 * self.expert) * experts
+        return rank * self.layers * (4 * 2 * self.hidden + mlp)
 
     def packed(self) -> int:
         """Bytes of the frozen weights in 4 bits."""
@@ -82,12 +88,24 @@ class ModelShape:
     def kept(self, ids: int, bytes_each: int, recompute: bool) -> int:
         """What all layers keep for the backward pass."""
         attention = self.attention or self.hidden
+        if self.experts:
+            return ids * self.layers * (MASTER * self.hidden if recompute else bytes_each * self._of_a_mixture)
         numbers = attention if recompute else 2 * attention + self.kv + 2 * self.mlp
         return ids * self.layers * (2 * MASTER * self.hidden + bytes_each * numbers)
 
     def of_one_layer(self, ids: int, bytes_each: int, recompute: bool) -> int:
         """What one layer at a time needs in the backward pass."""
+        if self.experts:
+            gradients = 4 * self.mlp + 4 * self.chosen * self.hidden
+            return ids * bytes_each * (gradients + self._of_a_mixture * recompute)
         return ids * bytes_each * self.mlp * (6 if recompute else 4)
+
+    @property
+    def _of_a_mixture(self) -> int:
+        """Numbers of the compute dtype that a layer of the stock forward keeps for each id: of its width, of attention's, and of
+        each chosen expert the row before and after it, gate, up, activation and their product."""
+        attention = self.attention or self.hidden
+        return 12 * self.hidden + 9 * attention + 4 * self.mlp + 2 * self.chosen * self.hidden
 
     def head(self, ids: int, compute: int, trained: bool) -> int:
         """Probabilities that are kept if they are few, chunks of logits, and gradients of a trained head. Half of the ids are
@@ -124,7 +142,7 @@ class MemoryPlan:
     def parts(self) -> dict[str, int]:
         """Bytes by name, in the order of a table."""
         s, each = self.shape, 1 / self.ranks if not self.one_memory else 1.0  # a rank's share
-        trained = s.adapter_parameters(self.lora_rank) if self.lora_rank else s.parameters
+        trained = s.adapter_parameters(self.lora_rank, not self.four_bit) if self.lora_rank else s.parameters
         frozen = (s.embeddings if self.four_bit else s.parameters) if self.lora_rank else 0
         rounded = self.compute if self.compute < MASTER and not self.lora_rank else 0
         copies = self.ranks if self.one_memory else 1  # of what every rank does by itself
