@@ -1,14 +1,13 @@
 """The KV cache in pages against the cache in rows, on one GPU: kernels, throughput, and a load of long dialogues.
 
-    python benchmarks/paged_cache.py [--parts check same gen1b gen8b long] [--repeats 3]
-    python benchmarks/paged_cache.py --parts long_rows  # alone: its cache takes most of the memory
+    python benchmarks/paged_cache.py [--parts check same gen1b gen8b long long_both] [--repeats 3]
 
 check   kernels over pages against their PyTorch reference, largest error relative to the largest value
 same    a small model in float32 and bfloat16: greedy tokens and log-probabilities of both layouts, with CUDA graphs
 gen1b   a model of 1.5 B parameters (random weights): 256 requests of 128 + 128 ids, both layouts
 gen8b   a model of 8 B parameters: 64 requests of 128 + 128 ids, both layouts
-long    1.5 B, 512 dialogues: prompts of heavy-tailed length up to 16,000 ids in groups of 4, 64 new ids each
-long_rows  the same with as many rows as 60 % of the memory hold
+long    1.5 B, 512 dialogues: prompts of heavy-tailed length up to 16,192 ids in groups of 4, 64 new ids each
+long_both  a load that rows can hold, both layouts: 384 dialogues, prompts up to 8,000 ids, context 8,192 (84 GiB of rows)
 """
 
 from __future__ import annotations
@@ -169,31 +168,44 @@ def heavy_tailed(dialogues: int, longest: int, new: int, seed: int) -> Workload:
     return Workload("long", prompts, [[new]] * dialogues, [[[]]] * dialogues)
 
 
-def long_context(repeats: int, pages: bool) -> None:
+def long_context(model: Any, dialogues: int, context: int, repeats: int, layouts: dict[str, CacheChoice]) -> None:
     """Rows take the longest context for every dialogue: 512 x 16,384 columns of 28 KiB are 224 GiB and do not fit."""
-    model, new = make("1b"), 64
-    load = heavy_tailed(512, 16000, new, 0)
+    new = 64
+    load = heavy_tailed(dialogues, context - 3 * new, new, 0)
     columns, longest = sum(map(len, load.prompts)), max(map(len, load.prompts))
+    for name, cache in layouts.items():
+        generator = LocalGenerator(
+            model, slots=dialogues, context=context, stop_ids=(), device=model.device, dtype=torch.bfloat16, cache=cache,
+            share_weights=True,
+        )  # fmt: skip
+        times = timed(generator, [load] * repeats)
+        kv_cache, stats = generator.model_runner.kv_cache, generator.stats()
+        print(
+            f"long: {dialogues} dialogues, {columns:,} prompt ids, longest {longest:,}, + {new} each, {name}: "
+            f"{min(times):.2f} s (first {times[0]:.2f}), cache {kv_cache.nbytes / GIB:.1f} GiB, prefilled "
+            f"{stats['prefill_tokens'] / repeats:,.0f}, preemptions {stats['preemptions']:.0f}; {kv_cache.describe()}",
+            flush=True,
+        )
+        del generator, kv_cache
+        free()
+
+
+def long(repeats: int) -> None:
+    model = make("1b")
     room = int(0.6 * torch.cuda.mem_get_info()[0])
-    context, column = 16384, 28 * 1024
-    slots, cache = (512, CacheChoice(room=room)) if pages else (room // (context * column), ROWS)
-    generator = LocalGenerator(
-        model, slots=slots, context=context, stop_ids=(), device="cuda", dtype=torch.bfloat16, cache=cache,
-        share_weights=True,
-    )  # fmt: skip
-    times = timed(generator, [load] * repeats)
-    kv_cache, stats = generator.model_runner.kv_cache, generator.stats()
-    print(
-        f"long: 512 dialogues, {columns:,} prompt ids, longest {longest:,}, + {new} each, {slots} slots, {kv_cache.describe()}: "
-        f"{min(times):.1f} s (first {times[0]:.1f}), cache {kv_cache.nbytes / GIB:.1f} GiB, prefilled "
-        f"{stats['prefill_tokens'] / repeats:,.0f}, preemptions {stats['preemptions']:.0f}",
-        flush=True,
-    )
+    long_context(model, 512, 16384, repeats, {"pages": CacheChoice(room=room)})
+
+
+def long_both(repeats: int) -> None:
+    """Pages get a quarter of the memory of the rows."""
+    model = make("1b")
+    room = 384 * 8192 * cache_column(model, torch.bfloat16) // 4
+    long_context(model, 384, 8192, repeats, {"rows": ROWS, "pages": CacheChoice(page=PAGE, room=room)})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["check", "same", "gen1b", "gen8b", "long"])
+    parser.add_argument("--parts", nargs="+", default=["check", "same", "gen1b", "gen8b", "long", "long_both"])
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     work: dict[str, Any] = {
@@ -201,8 +213,8 @@ def main() -> None:
         "same": same,
         "gen1b": lambda: short("1b", 256, options.repeats),
         "gen8b": lambda: short("8b", 64, options.repeats),
-        "long": lambda: long_context(options.repeats, True),
-        "long_rows": lambda: long_context(options.repeats, False),
+        "long": lambda: long(options.repeats),
+        "long_both": lambda: long_both(options.repeats),
     }
     for part in options.parts:
         began = time.perf_counter()

@@ -107,28 +107,35 @@ class PolicyHost:
         slots, context = min(asked.slots, self.most.slots), min(asked.context, self.most.context)
         granted = replace(asked, slots=slots, context=context, threads=asked.threads or self.most.threads)
         await self.abort(())
-        for session in self.sessions.values():
-            session.close()
-        self.client, self.sessions, self.parked, self._applied, self.update = client, {}, set(), 0, None
+        self._close_sessions()
+        self.client, self.parked, self._applied, self.update = client, set(), 0, None
         if granted != self.limits or isinstance(self.generator, _NoGenerator):
             self._running.clear()
             await self._make_again(granted)
         self._running.set()
         return granted
 
+    def _close_sessions(self) -> None:
+        for session in self.sessions.values():
+            session.close()
+        self.sessions = {}
+
     async def _make_again(self, limits: HostLimits) -> None:
         """Give the generator up and make another one: the memory need not hold two. Where that fails the old one comes back."""
         self.generator = _NoGenerator()
         await asyncio.sleep(IDLE_SECONDS)
+        failure: Exception | None = None
         try:
             self.generator = await asyncio.to_thread(self._make, limits)
             self.limits = limits
-        except Exception:
+        except Exception as fault:
+            failure = fault.with_traceback(None)  # whose frames hold what was made so far
+        if failure is not None:
             self.generator = await asyncio.to_thread(self._make, self.limits)
-            raise
-        finally:
-            self._running.set()
-            self.labels, self.digest = {self.generator.version: "initial"}, ""
+        self._running.set()
+        self.labels, self.digest = {self.generator.version: "initial"}, ""
+        if failure is not None:
+            raise failure
 
     def check_owner(self, client: Any) -> None:
         if client != self.client:
