@@ -1,6 +1,6 @@
 """Models of 1 to 8 billion parameters on one GPU: adapters, long sequences, generation; and how far from the limits.
 
-    python benchmarks/large_models.py [--parts lora8b long1b recompute gen1b gen8b adapters8b] [--profile] [--quick]
+    python benchmarks/large_models.py [--parts lora8b nf4 long1b recompute gen1b gen8b adapters8b] [--profile] [--quick]
 
 Weights are random, of the shapes of Qwen2.5-1.5B and Llama-3-8B; speed does not depend on them. A learning step is counted as the
 products it needs: 2 N forward, 2 N for the gradient of inputs, 2 N for that of weights (none for frozen ones), and attention.
@@ -77,7 +77,7 @@ def learn(size: str, sequences: int, length: int, limits: HardwareLimits, repeat
     free()
     model = make(size)
     flop = flop_per_id(model, length, 0.5, not settings.get("lora_rank"))
-    learner = LocalLearner(model, LearnerSettings(dtype="bfloat16", **settings), device="cuda")
+    learner = LocalLearner(model, LearnerSettings(**{"dtype": "bfloat16", **settings}), device="cuda")
     objective = recipes.build("grpo", beta=0.0).objective
     batch = batch_of(sequences, length, 10000, False, siblings=min(8, sequences))
     credited = objective.credit(batch)
@@ -143,7 +143,7 @@ def profiled(call: Callable[[], Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ["lora8b", "long1b", "recompute", "gen1b", "gen8b", "adapters8b"]
-    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--parts", nargs="+", default=parts, choices=[*parts, "nf4"], help="nf4 needs bitsandbytes")
     parser.add_argument("--profile", action="store_true", help="print the slowest kernels of generation")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
@@ -152,6 +152,9 @@ def main() -> None:
     print(f"peak {limits.peak / 1e12:.0f} TFLOP/s, copies {limits.bandwidth / 1e12:.2f} TB/s", flush=True)
     work: dict[str, list[Callable[[], str]]] = {
         "lora8b": [lambda: learn("8b", 64, 1024, limits, repeats, lora_rank=16, positions=8192)],
+        "nf4": [
+            lambda: learn("8b", 16, 1024, limits, repeats, lora_rank=16, positions=16384, recompute=True, dtype="nf4")
+        ],
         "long1b": [lambda: learn("1b", 4, 16384, limits, repeats, positions=16384)],
         "recompute": [
             lambda: learn("1b", 4, 16384, limits, repeats, positions=16384, recompute=True),
