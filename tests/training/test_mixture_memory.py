@@ -8,6 +8,7 @@ from support.mixtures import SHAPE, make_mixture
 from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
 from turnwise.core.batch import Sequences
+from turnwise.engines.expert_computation import COMPUTE_DTYPE, GROUPED, use
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.memory import MemoryPlan, ModelShape
@@ -45,6 +46,19 @@ def test_the_estimate_counts_what_autograd_keeps(changes):
     one_layer = (kept[3] - kept[1]) / 2
     estimate = shape_of(model).kept(ids, 2, False) / 3
     assert 0.85 * one_layer < estimate < 1.15 * one_layer
+
+
+def test_stock_experts_under_autocast_keep_twice_as_much_of_each_choice():
+    kept = {}
+    for name in (COMPUTE_DTYPE, GROUPED):
+        for layers in (1, 3):
+            model = packed_forward.prepare(make_mixture(num_hidden_layers=layers))
+            use(model, name)
+            kept[name, layers], ids = kept_bytes(model)
+    of_a_layer = {name: (kept[name, 3] - kept[name, 1]) / 2 / ids / 2 for name in (COMPUTE_DTYPE, GROUPED)}
+    shape = shape_of(model)
+    more = 4 * shape.mlp + 2 * shape.chosen * shape.hidden
+    assert of_a_layer[GROUPED] - of_a_layer[COMPUTE_DTYPE] == pytest.approx(more, rel=0.02)
 
 
 def test_recomputed_layers_keep_their_input_alone():
