@@ -7,8 +7,8 @@ its gradient and that of gate and up (4 c m), with ``recompute`` gate and up aga
 logits before that begins; CUDA graphs, which run without ``recompute``, hold the memory of both. Mixtures run the stock forward,
 whose layers keep more (``tests/training/test_mixture_memory.py`` counts it); recomputed, their input alone.
 
-Only the two shares of ``FRAGMENTS`` are fitted: what a GPU reserves beyond this sum, as a share of weights, gradients and moments
-(docs/scaling.md has the comparison). Knows no device and no setting of a run.
+The two shares of ``FRAGMENTS`` are fitted, and so is what they are shares of: what a GPU reserves beyond this sum, presumably in
+free blocks that fit nothing (docs/scaling.md has the comparison). Knows no device and no setting of a run.
 """
 
 from __future__ import annotations
