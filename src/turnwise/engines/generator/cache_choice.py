@@ -49,6 +49,8 @@ class CacheChoice:
 
     def _excess(self, rows: int, context: int, column: int) -> str:
         assert self.room is not None
-        return (
-            f"{rows} rows of {context} ids would take {rows * context * column / GIB:.1f} GiB of {self.room / GIB:.1f}"
-        )
+        return f"{rows} rows of {context} ids would take {_size(rows * context * column)} of {_size(self.room)}"
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
