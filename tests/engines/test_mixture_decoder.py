@@ -167,6 +167,37 @@ def test_fp8_is_not_claimed_for_experts(reference_kernels):
     assert "with fp8 weights" not in generator.describe()
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_proof_forces_the_experts_of_the_reference(fast, reference_kernels):
+    """So it is about rounding, and not about routers near a tie, which choose others in another order of sums."""
+    model = make_mixture()
+    runner = make_generator(model, fast=fast).model_runner
+    ids = torch.arange(3, 15)
+    assert runner._probe_routes.shape == (12, runner.route_cache.routing.width)
+    with torch.inference_mode():
+        routing = attach_routing(model)
+        with routing.recording() as chosen:
+            reference = model(input_ids=ids[None], use_cache=False).logits[0]
+        runner._probe_routes = chosen()
+        assert runner._deviation(ids, reference) < 1e-3
+        runner._probe_routes = (chosen() + 1) % routing.experts
+        assert runner._deviation(ids, reference) > 0.05
+
+
+def test_positions_after_the_forced_ones_choose_for_themselves():
+    model = make_mixture()
+    routing = attach_routing(model)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        with routing.recording() as plain:
+            model(input_ids=ids, use_cache=False)
+        other = (plain()[:2] + 1) % routing.experts
+        with routing.forcing(other, padded=True), routing.recording() as chosen:
+            model(input_ids=ids, use_cache=False)
+    assert torch.equal(chosen()[:2], other) and not torch.equal(chosen()[2:], other[:1].expand(4, -1))
+    assert torch.equal(chosen()[2:, : routing.k], plain()[2:, : routing.k]), "the first layer's reads no other position"
+
+
 # ------------------------------------------------------------------ recording at fixed addresses
 
 

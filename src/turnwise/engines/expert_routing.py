@@ -62,6 +62,7 @@ class ExpertRouting:
         self.told_missing = False  # that records of a policy lack its routes
         self._record: _Record | None = None
         self._forced: Tensor | None = None  # [N, R, k]
+        self._padded = False
 
     @property
     def width(self) -> int:
@@ -83,21 +84,21 @@ class ExpertRouting:
             self._record = None
 
     @contextmanager
-    def forcing(self, routes: Tensor | None) -> Iterator[None]:
-        """Make the routers choose ``routes`` [N, R · k] or [N, R, k]; ``FREE`` leaves the choice to them, None all choices."""
+    def forcing(self, routes: Tensor | None, padded: bool = False) -> Iterator[None]:
+        """Make the routers choose ``routes`` [N, R · k] or [N, R, k]; ``FREE`` leaves the choice to them, None all choices.
+        ``padded``: positions may follow that choose for themselves."""
         if routes is not None and routes[0].numel() != self.width:
             raise SettingError(
                 f"records name {routes[0].numel()} experts for each position, and this model has {self.routers} routers that "
                 f"choose {self.k}: another model sampled them"
             )
-        before, self._forced = (
-            self._forced,
-            None if routes is None else routes.unflatten(-1, (-1, self.k)).flatten(1, -2),
-        )
+        before = self._forced, self._padded
+        self._forced = None if routes is None else routes.unflatten(-1, (-1, self.k)).flatten(1, -2)
+        self._padded = padded
         try:
             yield
         finally:
-            self._forced = before
+            self._forced, self._padded = before
 
     def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For activation checkpointing: a recomputation, which runs after ``forcing`` has ended, is forced as now."""
@@ -107,6 +108,8 @@ class ExpertRouting:
         """The result of ``topk`` over ``scores`` [N, experts], replaced where experts are forced."""
         if self._forced is not None:
             forced = self._forced[:, router].to(best.indices.dtype)
+            if self._padded:
+                forced = torch.nn.functional.pad(forced, (0, 0, 0, len(scores) - len(forced)), value=FREE)
             if len(forced) != len(scores):
                 raise SettingError(f"a router reads {len(scores)} positions, and {len(forced)} are recorded")
             index = torch.where(forced == FREE, best.indices, forced)

@@ -90,9 +90,12 @@ class ModelRunner:
         count, vocabulary = min(PROBE_TOKENS, context), model.config.get_text_config().vocab_size
         ids = torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
-            with using(expert_configs(self.model), EAGER):
-                reference = self.model(input_ids=ids[None].to(device), use_cache=False).logits[0]
             routing = attach_routing(self.model)
+            recording = nullcontext(None) if routing is None else routing.recording()
+            with using(expert_configs(self.model), EAGER), recording as chosen:
+                reference = self.model(input_ids=ids[None].to(device), use_cache=False).logits[0]
+            # a router near a tie chooses by rounding: comparisons force what it chose here
+            self._probe_routes = None if chosen is None else chosen()
             install_attention(self.model)
             probe = LayerProbe()
             self._forward(ids[None].to(device), torch.arange(count, device=device)[None], probe)
@@ -119,14 +122,21 @@ class ModelRunner:
     def _deviation(self, ids: Tensor, reference: Tensor) -> float:
         """Largest logit error of prefilling all ids but the last two and decoding those, relative to the largest logit."""
         self.kv_cache.hold([RowGrowth(0, len(ids))])
-        self.prefill([PrefillChunk(0, 0, ids[:-2].tolist())])
+        with self._forcing_probe(0, len(ids) - 2):
+            self.prefill([PrefillChunk(0, 0, ids[:-2].tolist())])
         layout = DecodeLayout(self.kv_cache, [len(ids) - 2], 2)
         logits = []
-        for token in ids[-2:].to(self.device):
-            logits.append(self.decode_step(token[None], layout)[0])
+        for at, token in enumerate(ids[-2:].to(self.device), len(ids) - 2):
+            with self._forcing_probe(at, at + 1):
+                logits.append(self.decode_step(token[None], layout)[0])
             layout.advance()
         self.kv_cache.assign_rows([])
         return float((torch.stack(logits) - reference[-2:]).abs().max() / (1e-6 + reference.abs().max()))
+
+    def _forcing_probe(self, begin: int, end: int) -> AbstractContextManager[None]:
+        if self.route_cache is None or self._probe_routes is None:
+            return nullcontext()
+        return self.route_cache.routing.forcing(self._probe_routes[begin:end], padded=True)
 
     def _tolerance(self) -> float:
         if self.fp8 and self.decoder is not None:
@@ -173,9 +183,7 @@ class ModelRunner:
 
         def graph_decoder(fp8: bool) -> LlamaDecoder | str:
             kernels, reason = kernels_for(self.device)
-            decoder = reason or make_graph_decoder(
-                self.model, self.kv_cache, self.route_cache, windows, fp8, kernels
-            )
+            decoder = reason or make_graph_decoder(self.model, self.kv_cache, self.route_cache, windows, fp8, kernels)
             if not isinstance(decoder, str):
                 decoder.refresh_weights(self.exact)
             return decoder
