@@ -1,7 +1,7 @@
 """Which methods stay stable on old data: every batch is sampled by the policy of k optimiser steps ago, k = 0, 1, 4, 16, 64.
 
     python experiments/staleness.py --seeds 0 1 2 3 4 --jobs 6 [--env lookup]
-    python experiments/staleness.py --table [--write docs/scaling.md]
+    python experiments/staleness.py --table [--write docs/asynchrony.md]
 
 ``--staleness k`` of a run is a limit: how old tokens are depends on the speed of generator and learner and on the rows of the KV
 cache (``--ages`` measures that). Here the age is exact and does not depend on the machine: the generator of a synchronous run

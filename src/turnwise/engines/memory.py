@@ -8,7 +8,7 @@ logits before that begins; CUDA graphs, which run without ``recompute``, hold th
 whose layers keep more (``tests/training/test_mixture_memory.py`` counts it); recomputed, their input alone.
 
 The two shares of ``FRAGMENTS`` are fitted, and so is what they are shares of: what a GPU reserves beyond this sum, presumably in
-free blocks that fit nothing (docs/scaling.md has the comparison). Knows no device and no setting of a run.
+free blocks that fit nothing (docs/large-models.md has the comparison). Knows no device and no setting of a run.
 """
 
 from __future__ import annotations
