@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,7 +129,8 @@ def test_a_killed_run_tells_so_once(tmp_path):
     api.resume(tmp_path / "run", lambda event, facts: texts.append(facts["text"]) if event == "message" else None)
     told = [text for text in texts if "did not end by itself" in text]
     assert len(told) == 1 and f"its process {process.pid}" in told[0] and f"its last step was {done}, at" in told[0]
-    assert any(text.startswith("it continues from the checkpoint of step 3;") for text in texts)
+    where = [int(found[1]) for text in texts if (found := re.match(r"it continues from the checkpoint of step (\d+);", text))]
+    assert len(where) == 1 and 3 <= where[0] <= done, "of step 3, or of a later one on a slow machine"
     recorded = (tmp_path / "run" / "messages.jsonl").read_text()
     assert "did not end by itself" in recorded
     assert (tmp_path / "run" / "run.lock").read_text() == "", "the resumed process ended by itself"

@@ -75,6 +75,8 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     out.print(
         f"{summary['steps']} steps, {summary['tokens']:,} sampled tokens; {times}; peak {summary['peak_memory_mb']:.0f} MB"
     )
+    if saved := summary.get("checkpoints"):
+        out.print(f"{saved['written']} checkpoints of {saved['seconds_each']:.2f} s each", markup=False)
     if "exactness" in summary:
         from turnwise.training.certificate import certificate_lines  # late: only runs of agents need the ledger
 

@@ -47,8 +47,10 @@ def save_checkpoint(
     state: Mapping[str, Any],
     model_export: Callable[[Path], object] | None = None,
     keep: int = 3,
+    replaces: int | None = None,
 ) -> Path:
-    """Write the checkpoint of ``step``, remove those of later steps (an abandoned branch), keep the last ``keep`` steps.
+    """Write the checkpoint of ``step``, remove that of the step it ``replaces`` and those of later steps (an abandoned branch),
+    keep the last ``keep`` steps.
 
     ``tensors`` and ``state`` may be nested; tensors may appear anywhere in either. ``model_export`` is called with an
     empty directory. On any failure the earlier checkpoints are unchanged and no partial checkpoint remains.
@@ -69,6 +71,8 @@ def save_checkpoint(
         manifest = {"format": FORMAT, "step": step, "files": _digests(path)}
         (path / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     discard_after(directory, step)
+    for replaced in [path for path in checkpoints(directory) if _step_and_attempt(path)[0] == replaces != step]:
+        remove(replaced)
     keep_newest(directory, keep)
     return target
 

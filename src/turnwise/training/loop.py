@@ -29,6 +29,7 @@ from turnwise.data.mixing import GroupSource, Mixture, mixed_in
 from turnwise.errors import GeneratorLost
 from turnwise.recipes.recipe import Recipe
 from turnwise.training.batch_metrics import describe
+from turnwise.training.checkpoint_schedule import CheckpointSchedule
 from turnwise.training.kept_tokens import TokenRecorder
 
 
@@ -48,7 +49,7 @@ class Loop:
     report: Callable[[int, Mapping[str, float]], None]
     steps: int
     seed: int = 0
-    checkpoint_every: int = 20
+    schedule: CheckpointSchedule = field(default_factory=lambda: CheckpointSchedule(20))
     start: int = 0
     max_tokens: int = 0  # of a turn; metrics tell by it which limit cut a turn
     keep_tokens: int = 0  # for how many steps the ledger keeps what was computed for each token; 0: none
@@ -58,27 +59,34 @@ class Loop:
     async def run(self) -> int:
         """Take all steps, or stop early on request; the number of the last step, which has a checkpoint."""
         done = saved = self.start
+        self.schedule.begin()
         try:
             for step in range(self.start, self.steps):
                 await self._step(step)
                 done = step + 1
                 stopping = self.stop_requested()
-                if done % self.checkpoint_every == 0 or done == self.steps or stopping:
-                    self.ledger.seal(done)
-                    self.save(done)
+                if self.schedule.due(done) or done == self.steps or stopping:
+                    self._checkpoint(done)
                     saved = done
                 if stopping:
                     break
                 if done in self.after_step:
                     await self.after_step[done]()
+                    self.schedule.pause()
         except GeneratorLost:
             if done != saved and self.learner.version == done:  # between two updates: nothing trained is lost
-                self.ledger.seal(done)
-                self.save(done)
+                self._checkpoint(done)
             raise
         finally:
             await self.collector.stop()
         return done
+
+    def _checkpoint(self, done: int) -> None:
+        def write() -> None:
+            self.ledger.seal(done)
+            self.save(done)
+
+        self.schedule.write(done, write)
 
     async def _step(self, step: int) -> None:
         start = time.perf_counter()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -48,9 +47,11 @@ from turnwise.store.sealed import check_digest, read_object, read_sealed, write_
 from turnwise.store.write_behind import WriteBehindLedger
 from turnwise.training import build, engines, memory, scoring
 from turnwise.training.certificate import run_certificate
+from turnwise.training.checkpoint_schedule import CheckpointSchedule
 from turnwise.training.cold_start import cold_start
 from turnwise.training.collector import Collector, raise_if_lost, usable
 from turnwise.training.events import RunEvents
+from turnwise.training.garbage_collection import frozen_gc
 from turnwise.training.interrupt import RunStopped, StopSignals
 from turnwise.training.judges import chained, open_judge
 from turnwise.training.loop import Loop
@@ -65,7 +66,6 @@ from turnwise.training.task_scores import score_tasks
 from turnwise.training.unexpected_end import resume_messages
 
 COLD_STEPS = 100
-GC_THRESHOLD = 50_000  # new containers between cycle collections; a step makes tens of thousands, the default is 700
 
 
 @dataclass
@@ -84,6 +84,7 @@ class Trainer:
         self.settings, self.recipe, self.env_spec = self.plan.settings, self.plan.recipe, self.plan.env_spec
         self.objective = self.recipe.objective
         self.held_out: list[Group] = []  # pairs of a file that are ranked and not trained on
+        self.schedule = CheckpointSchedule(self.settings.checkpoint_every)
         self.paths: dict[str, str] = {}  # which implementation generator and learner use
 
     def run(self) -> dict[str, Any]:
@@ -197,14 +198,14 @@ class Trainer:
                     report=self._report,
                     steps=s.steps,
                     seed=s.seed,
-                    checkpoint_every=s.checkpoint_every,
+                    schedule=self.schedule,
                     start=start,
                     max_tokens=s.max_tokens,
                     keep_tokens=s.keep_tokens,
                     stop_requested=lambda: bool(self.stop.received),
                     after_step=self._evaluations(evaluator, learner),
                 )
-                with self.events.loop_stage(loop), self._profiled(loop), _frozen_gc(), self.stop.deferred():
+                with self.events.loop_stage(loop), self._profiled(loop), frozen_gc(), self.stop.deferred():
                     await loop.run()
                 self.stop.raise_if_received()
                 after = await self._evaluate(evaluator, "after", learner)
@@ -216,6 +217,7 @@ class Trainer:
             "groups": asdict(counts),
             "device": str(engines.select_device(s)),
             "engines": self.paths,
+            "checkpoints": self.schedule.facts(),
             "messages": self.messages.warnings,
             **self._ranked(),
             **run_certificate(s, self.run_dir.ledger),
@@ -309,7 +311,8 @@ class Trainer:
         own = {"sampler": collector.sampler.state_dict(), "memory": memory, "pulse": collector.last_metrics}
         own |= {"opponents": self.opponents.state_dict()} if self.opponents is not None else {}
         facts = {"learner": state["scalars"], "mixture": mixture.state_dict(), "ledger": ledger.digest(step), **own}
-        save_checkpoint(self.run_dir.checkpoints, step, state["tensors"], facts, keep=self.settings.keep_checkpoints)
+        keep, replaces = self.settings.keep_checkpoints, self.schedule.between
+        save_checkpoint(self.run_dir.checkpoints, step, state["tensors"], facts, keep=keep, replaces=replaces)
 
     def _health(self, collector: GroupSource) -> RunHealth:
         s = self.settings
@@ -382,18 +385,3 @@ class Trainer:
 def _write(path: Path, *writers: Callable[[Path], Any]) -> None:
     for writer in writers:
         writer(path)
-
-
-@contextlib.contextmanager
-def _frozen_gc() -> Iterator[None]:
-    """Freeze live objects so that the cyclic collector skips them, and collect seldom: libraries hold a million objects, a
-    step makes tens of thousands of containers, and few of them form cycles."""
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
