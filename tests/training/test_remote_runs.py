@@ -58,6 +58,16 @@ def test_a_run_through_one_server_is_bit_identical_to_one_in_this_process(model,
     assert server.url in summary["engines"]["generator"]
 
 
+def test_a_server_with_pages_is_bit_identical_too_and_must_have_been_started_with_them(model, local, tmp_path):
+    values = {**SMALL, "model": f"{model},cache=pages", "out": str(tmp_path), "quiet": True}
+    with server_of(model) as server, pytest.raises(SettingError, match=r"start it with turnwise serve .*,cache=pages"):
+        api.train(generator=(server.url,), **values)
+    with server_of(f"{model},cache=pages") as server:
+        summary = api.train(generator=(server.url,), name="run", **values)
+    assert digest(tmp_path / "run") == local
+    assert "pages of 64 ids" in summary["engines"]["generator"]
+
+
 class DiesAfter:
     """Ends the server at the n-th request for tokens."""
 
