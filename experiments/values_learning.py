@@ -39,6 +39,7 @@ PLANS: dict[str, dict[str, Any]] = {  # name of a row: the arguments of train()
     "props keydoor": {"method": "props", **KEYDOOR},
     "ppo keydoor": {"method": "ppo", **KEYDOOR},
 }  # fmt: skip
+KEPT = ("success", "interval", "tasks")
 SHOWN = (
     "tasks_pivots",
     "tasks_frontier",
@@ -61,14 +62,16 @@ def run(name: str, seed: int, out: str, more: dict[str, Any]) -> dict[str, Any]:
         rows = [json.loads(line) for line in (Path(out) / label / "metrics.jsonl").read_text().splitlines()]
         steps = [r for r in rows if "loss" in r or "success" in r]
         row |= {
-            "before": found["success_before"],
-            "after": found["success_after"],
+            "before": {key: found["success_before"][key] for key in KEPT},
+            "after": {key: found["success_after"][key] for key in KEPT},
             "settings": {k: str(v) for k, v in PLANS[name].items()},
         }
         row["metrics"] = {
-            k: [round(r[k], 4) for r in steps if k in r][-1:] for k in SHOWN if any(k in r for r in steps)
+            k: [round(r[k], 4) for r in steps if r.get(k) is not None][-1:] for k in SHOWN if any(k in r for r in steps)
         }
-        row["train_success"] = [round(r["success"], 3) for r in steps if "success" in r][:: max(1, len(steps) // 10)]
+        row["train_success"] = [round(r["success"], 3) for r in steps if r.get("success") is not None][
+            :: max(1, len(steps) // 10)
+        ]
     except Exception as fault:  # the row tells of it, the others go on
         row["error"] = f"{type(fault).__name__}: {fault}"[:400]
     return {**row, "minutes": round((time.time() - began) / 60, 2)}
