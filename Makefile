@@ -5,6 +5,7 @@
 #   make docs    write the pages of methods and build the site in site/
 #   make quick   the tests of the inner loop (under a minute)
 #   make trial   try to break it: kills, attacks, bad inputs, fuzzed episodes (about an hour)
+#   make vllm    publish to a real vLLM server on this CPU and train through it (installs it first: 4 GB)
 #   make kernels compile every Triton kernel for GPUs, without one (fetches Triton: 600 MB)
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ WORKERS ?= auto
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 QUICK   := not slow and not integration and not gpu and not thorough
 
-.PHONY: train test extras quick trial kernels lint format docs bench learning seeds clean help
+.PHONY: train test extras quick trial vllm kernels lint format docs bench learning seeds clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -37,6 +38,10 @@ quick: $(READY)
 
 trial: $(READY)
 	$(BIN)/python -m trials --write docs/trial.md $(ARGS)
+
+vllm: $(READY)
+	bash trials/vllm_environment.sh $(PYTHON) .venv-vllm
+	$(BIN)/python -m trials.vllm --python .venv-vllm/bin/python $(ARGS)
 
 kernels: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/triton triton==3.6.0

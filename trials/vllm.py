@@ -1,0 +1,230 @@
+"""``make vllm``: Turnwise and a real vLLM server on this machine's CPU. ``python -m trials.vllm --python ENV/bin/python``.
+
+Weights A and B are published in turn as A, B, A, B, A, for a model with a tied and one with a separate head: after each
+publication greedy tokens must be those of Transformers with the same weights, and sampled log-probabilities must agree with
+them. Then ``calculator`` is trained through the server and in the run's own process; success must agree. Rows go to
+``trials/results/vllm.jsonl``; what succeeded there is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from trials.cluster import COMMAND, agree, success
+from trials.outcome import Outcome, Results, faults
+from trials.report import table
+from turnwise.core.records import Sampling
+from turnwise.engines.remote.policy_probe import PolicyProbe, mean_difference
+from turnwise.engines.remote.remote_generator import ProbeRule, RemoteGenerator
+from turnwise.engines.remote.replica import RemoteLimits, Replica
+from turnwise.engines.remote.transport import ServerAddress
+from turnwise.engines.remote.weight_files import WeightFolder
+
+ROWS = Path(__file__).parent / "results" / "vllm.jsonl"
+PART, PUBLICATIONS, TOLERANCE = "vllm", "ABABA", 1e-5  # of the mean difference of log-probabilities, in float32
+PROMPTS, TOKENS, CONTEXT, STARTED = 4, 24, 512, 180.0  # ... and seconds in which a server must start
+TASK = ["--env=calculator", "--threads=2", "--trackers=", "--context=320"]
+SERVER = ["--enable-scale-out", "--weight-transfer-config", '{"backend": "turnwise_file"}', "--enforce-eager"]
+SERVER += ["--dtype", "float32", "--max-model-len", str(CONTEXT)]
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+# ------------------------------------------------------------------------ models
+
+
+def train(folder: Path, name: str, *words: str) -> Path:
+    """A run with these settings; returns its directory."""
+    command = [*COMMAND, "train", "grpo", *TASK, *words, f"--out={folder}", f"--name={name}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the run {name} failed: {(done.stderr or done.stdout).strip()[-600:]}")
+    return folder / name
+
+
+def untie(folder: Path, to: Path) -> Path:
+    """The same model with a head of its own, a tenth larger than the embedding: one that is mistaken for the other shows."""
+    shutil.copytree(folder, to)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(1.1 * model.get_input_embeddings().weight.detach())
+    model.save_pretrained(to)
+    return to
+
+
+# ------------------------------------------------------------------------ server
+
+
+@contextlib.contextmanager
+def served(python: str, model: Path, log: Path) -> Iterator[str]:
+    """The address of a vLLM server of this model, until the context ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port), *SERVER]
+    with log.open("wb") as file:
+        server = subprocess.Popen(
+            command, stdout=file, stderr=file, env={**os.environ, **ENVIRONMENT}, start_new_session=True
+        )
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + STARTED
+    try:
+        while True:
+            with (
+                contextlib.suppress(urllib.error.URLError, OSError),
+                urllib.request.urlopen(f"{url}/health", timeout=2),
+            ):
+                break
+            if server.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"vLLM did not start: {' '.join(log.read_text(errors='replace').split())[-600:]}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, 15)
+        server.wait(30)
+
+
+def greedy(url: str, prompt: list[int]) -> list[int]:
+    body = {"token_ids": prompt, "sampling_params": {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}}
+    request = urllib.request.Request(
+        f"{url}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return list(json.loads(reply.read())["choices"][0]["token_ids"])
+
+
+# ------------------------------------------------------------------------ trials
+
+
+def publications(url: str, models: dict[str, Path]) -> tuple[str, str]:
+    """Publish the models in turn; what went wrong (empty: nothing), and the largest distances in words."""
+    loaded = {
+        name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for name, path in models.items()
+    }
+    first = loaded["A"]
+    probe = PolicyProbe(first, first.config.vocab_size)
+    prompts = [probe.prompt(n) for n in range(PROMPTS)]
+    expected = {name: [_greedy(model, prompt) for prompt in prompts] for name, model in loaded.items()}
+    if expected["A"] == expected["B"]:
+        return "both weights give the same greedy tokens, so the trial shows nothing", ""
+    most = dict.fromkeys(models, 0.0)
+
+    async def publish_all() -> str:
+        limits = RemoteLimits(8, CONTEXT, (), False, 0)
+        replica = Replica(ServerAddress.read(url, "", "generator"), "trial", 60.0)
+        await replica.identify()
+        generator = RemoteGenerator(
+            [replica], limits, WeightFolder(), ProbeRule(probe, TOLERANCE), lambda ids: "", print
+        )
+        await generator.attach()
+        for version, name in enumerate(PUBLICATIONS, 1):
+            weights = {key: value.detach() for key, value in loaded[name].named_parameters()}
+            await generator.publish(weights, version)
+            if generator.fatal is not None:
+                return f"publication {version} ({name}): {generator.fatal}"
+            for n, prompt in enumerate(prompts):
+                done = await generator.open(n).generate(prompt, Sampling(max_tokens=TOKENS))
+                distance = mean_difference(probe.logp(weights, prompt, done.tokens), done.logp)
+                most[name] = max(most[name], distance)
+                if set(done.version) != {version}:
+                    return f"publication {version} ({name}): tokens of the versions {sorted(set(done.version))}"
+                found = await asyncio.to_thread(greedy, url, prompt)
+                if found != expected[name][n]:
+                    return f"publication {version} ({name}), prompt {n}: {found} instead of {expected[name][n]}"
+        return ""
+
+    fault = asyncio.run(publish_all())
+    far = "" if max(most.values()) <= TOLERANCE else f"log-probabilities differ by {max(most.values()):.1e}"
+    return fault or far, ", ".join(f"{name} {distance:.1e}" for name, distance in most.items())
+
+
+@torch.no_grad()
+def _greedy(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    for _ in range(TOKENS):
+        ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def through_server(python: str, start: Path, folder: Path, seed: int, steps: int) -> tuple[str, str]:
+    """The same run through the server and in its own process."""
+    words = [f"--model={start}", "--cold-steps=0", f"--steps={steps}", f"--seed={seed}", "--eval-tasks=200"]
+    with served(python, start, folder / "server.log") as url:
+        theirs = train(folder, f"vllm-{seed}", *words, f"--generator={url}")
+    ours = train(folder, f"own-{seed}", *words)
+    ends = success(theirs), success(ours)
+    said = f"{ends[0][0]:.1%} {ends[0][1]} against {ends[1][0]:.1%} {ends[1][1]} in its own process"
+    return ("" if agree(*ends) else "success differs"), said
+
+
+def trial(python: str, steps: int, results: Results, tell: Callable[[str], None]) -> None:
+    with tempfile.TemporaryDirectory(prefix="tw") as name:
+        folder = Path(name)
+        run = train(folder, "start", "--steps=4", "--eval-tasks=0")
+        heads = {"tied": {"A": run / "initial", "B": run / "model"}}
+        heads["separate"] = {key: untie(path, folder / f"separate{key}") for key, path in heads["tied"].items()}
+        attempts: list[tuple[str, str, Callable[[], tuple[str, str]]]] = []
+        for head, models in heads.items():
+
+            def published(models: dict[str, Path] = models) -> tuple[str, str]:
+                with served(python, models["A"], folder / "server.log") as url:
+                    return publications(url, models)
+
+            attempts.append((f"{' '.join(PUBLICATIONS)}, {head} head", "publications to vLLM", published))
+        for seed in (3, 4):
+            start = heads["tied"]["A"]
+            work = lambda seed=seed, start=start: through_server(python, start, folder, seed, steps)  # noqa: E731
+            attempts.append((f"calculator, {steps} steps, seed {seed}", "runs through vLLM", work))
+        for title, kind, work in attempts:
+            if any(o.name.startswith(title) and not o.fault for o in results.outcomes.values()):
+                continue
+            tell(f"{kind}: {title} ...")
+            began = time.monotonic()
+            fault, said = work()
+            seconds = time.monotonic() - began
+            results.add(Outcome(PART, f"{title}: {said}", "failed" if fault else "agreed", fault, seconds, 1, kind))
+            tell(f"{title}: {said} {fault}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m trials.vllm", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--python", default=".venv-vllm/bin/python", help="of an environment with vLLM and Turnwise")
+    parser.add_argument("--steps", type=int, default=40, help="of a run through the server")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="file of the result rows; /dev/null keeps none")
+    options = parser.parse_args()
+    if not Path(options.python).is_file():
+        parser.error(
+            f"there is no {options.python}; write `make vllm`, or --python with that of an environment that has vLLM"
+        )
+    began = time.monotonic()
+    results = Results(options.rows)
+    tell = lambda text: print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr, flush=True)  # noqa: E731
+    trial(str(Path(options.python).absolute()), options.steps, results, tell)
+    print(table(list(results.outcomes.values())))
+    return 1 if faults(results.outcomes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
