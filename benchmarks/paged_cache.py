@@ -6,7 +6,7 @@ check   kernels over pages against their PyTorch reference, largest error relati
 same    a small model in float32 and bfloat16: greedy tokens and log-probabilities of both layouts, with CUDA graphs
 gen1b   a model of 1.5 B parameters (random weights): 256 requests of 128 + 128 ids, both layouts
 gen8b   a model of 8 B parameters: 64 requests of 128 + 128 ids, both layouts
-long    1.5 B, 512 dialogues: prompts of heavy-tailed length up to 16,192 ids in groups of 4, 64 new ids each
+long    1.5 B, 512 dialogues: prompts of heavy-tailed length up to 16,000 ids in groups of 4, 64 new ids each
 long_both  a load that rows can hold, both layouts: 384 dialogues, prompts up to 8,000 ids, context 8,192 (84 GiB of rows)
 """
 
@@ -168,10 +168,12 @@ def heavy_tailed(dialogues: int, longest: int, new: int, seed: int) -> Workload:
     return Workload("long", prompts, [[new]] * dialogues, [[[]]] * dialogues)
 
 
-def long_context(model: Any, dialogues: int, context: int, repeats: int, layouts: dict[str, CacheChoice]) -> None:
+def long_context(
+    model: Any, dialogues: int, most: int, context: int, repeats: int, layouts: dict[str, CacheChoice]
+) -> None:
     """Rows take the longest context for every dialogue: 512 x 16,384 columns of 28 KiB are 224 GiB and do not fit."""
     new = 64
-    load = heavy_tailed(dialogues, context - 3 * new, new, 0)
+    load = heavy_tailed(dialogues, most, new, 0)
     columns, longest = sum(map(len, load.prompts)), max(map(len, load.prompts))
     for name, cache in layouts.items():
         generator = LocalGenerator(
@@ -193,14 +195,14 @@ def long_context(model: Any, dialogues: int, context: int, repeats: int, layouts
 def long(repeats: int) -> None:
     model = make("1b")
     room = int(0.6 * torch.cuda.mem_get_info()[0])
-    long_context(model, 512, 16384, repeats, {"pages": CacheChoice(room=room)})
+    long_context(model, 512, 16000, 16384, repeats, {"pages": CacheChoice(room=room)})
 
 
 def long_both(repeats: int) -> None:
     """Pages get a quarter of the memory of the rows."""
     model = make("1b")
     room = 384 * 8192 * cache_column(model, torch.bfloat16) // 4
-    long_context(model, 384, 8192, repeats, {"rows": ROWS, "pages": CacheChoice(page=PAGE, room=room)})
+    long_context(model, 384, 8000, 8192, repeats, {"rows": ROWS, "pages": CacheChoice(page=PAGE, room=room)})
 
 
 def main() -> None:
