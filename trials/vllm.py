@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from trials.cluster import COMMAND, agree, success
 from trials.outcome import Outcome, Results, faults
@@ -40,8 +41,8 @@ from turnwise.engines.remote.weight_files import WeightFolder
 
 ROWS = Path(__file__).parent / "results" / "vllm.jsonl"
 PART, PUBLICATIONS, TOLERANCE = "vllm", "ABABA", 1e-5  # of the mean difference of log-probabilities, in float32
-PROMPTS, TOKENS, CONTEXT, STARTED = 4, 24, 512, 180.0  # ... and seconds in which a server must start
-TASK = ["--env=calculator", "--threads=2", "--trackers=", "--context=320"]
+PROMPTS, TOKENS, CONTEXT, STARTED = 4, 24, 320, 180.0  # ... and seconds in which a server must start
+TASK = ["--env=calculator", "--threads=2", "--trackers=", f"--context={CONTEXT}"]
 SERVER = ["--enable-scale-out", "--weight-transfer-config", '{"backend": "turnwise_file"}', "--enforce-eager"]
 SERVER += ["--dtype", "float32", "--max-model-len", str(CONTEXT)]
 ENVIRONMENT = {
@@ -218,6 +219,7 @@ def main() -> int:
         parser.error(
             f"there is no {options.python}; write `make vllm`, or --python with that of an environment that has vLLM"
         )
+    disable_progress_bar()
     began = time.monotonic()
     results = Results(options.rows)
     tell = lambda text: print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr, flush=True)  # noqa: E731
