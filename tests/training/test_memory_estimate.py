@@ -13,7 +13,6 @@ from turnwise.engines.memory import GIB, MemoryPlan, ModelShape
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model
 from turnwise.training import memory
-from turnwise.training.dry_run import describe, estimate
 
 LLAMA_8B = ModelShape(8_030_000_000, 32, 4096, 14336, 2 * 1024, 2 * 128_256 * 4096, 4096, 128_256)
 QWEN_1B = ModelShape(1_540_000_000, 28, 1536, 8960, 2 * 256, 151_936 * 1536, 1536, 151_936)
@@ -110,11 +109,3 @@ def test_a_larger_model_tells_its_estimate_once(monkeypatch):
     model = tiny_model(512, 0, hidden=64, layers=2, context=128)
     _, told = memory.report(Settings(device="cpu", context=128), recipes.build("grpo"), model)
     assert len(told) == 1 and told[0].startswith("memory: about 0.") and "the device has" in told[0]
-
-
-def test_the_time_of_a_run_from_three_steps():
-    summary = {"seconds": {"evaluate before": 1.0, "evaluate after": 3.0}}
-    expected = estimate(Settings(steps=100, eval_tasks=16), summary, [9.0, 2.0, 4.0], tasks=8)
-    assert (expected["seconds_per_step"], expected["seconds_of_evaluations"]) == (3.0, 8.0)
-    assert expected["seconds_of_run"] == 308.0 and expected["peak_memory_gib"] > 0
-    assert "3.00 s a step, 5 min for 100 steps" in describe(expected)

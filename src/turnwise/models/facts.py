@@ -39,17 +39,29 @@ class ModelFacts:
 
 def read_model_facts(model: str) -> ModelFacts:
     """The facts of ``--model``: a folder, the name of a fetched model, or a hub id."""
-    model = name_of(model)
-    try:
-        folder = Path(resolve(model))
-    except SettingError:  # a known model that is not fetched yet
+    folder = _folder(model)
+    if folder is None:
         return ModelFacts()
-    if not folder.is_dir():
-        folder = _cached_snapshot(model) or folder
     config = _read_json(folder / "config.json")
     config = config | (config["text_config"] if isinstance(config.get("text_config"), dict) else {})
     positions = next((int(config[name]) for name in POSITIONS if isinstance(config.get(name), int)), 0)
-    return ModelFacts(_count_parameters(folder) or _size_in_name(model), positions)
+    return ModelFacts(_count_parameters(folder) or _size_in_name(name_of(model)), positions)
+
+
+def stored_parameters(model: str) -> int:
+    """The parameters in the files of ``--model``, by their headers; 0 where they are not on this machine."""
+    folder = _folder(model)
+    return _count_parameters(folder) if folder is not None else 0
+
+
+def _folder(model: str) -> Path | None:
+    """Where the files of a model are, or would be; None for a known model that is not fetched yet."""
+    model = name_of(model)
+    try:
+        folder = Path(resolve(model))
+    except SettingError:
+        return None
+    return folder if folder.is_dir() else _cached_snapshot(model) or folder
 
 
 def _cached_snapshot(model: str) -> Path | None:

@@ -1,4 +1,8 @@
-"""A dry run: a few real steps in a temporary folder, and what they say about the whole run. Imports no engine."""
+"""A dry run: a few real steps in a temporary folder, and what they say about the whole run. Imports no engine.
+
+With staleness k the first k + 1 steps train on the first wave of rollouts and wait for nothing but its first groups; the last
+k + 1 find fewer and fewer rollouts beside them. So a dry run takes 3 (k + 1) steps, and the middle ones say what a step takes.
+"""
 
 from __future__ import annotations
 
@@ -6,63 +10,100 @@ import resource
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Listener
+from turnwise.training.process_memory import ChildMemory
 
-SETS = ("steps", "eval_tasks", "trackers")
-STEPS, EVAL_TASKS = 3, 8  # the first step warms up and is not counted
+SETS = ("steps", "eval_tasks", "eval_every", "trackers", "staleness", "checkpoint_every")
+STEPS = 3  # of a synchronous run: the first warms up and is not counted
+MAX_STEPS = 33  # whatever the staleness
+EVAL_TASKS = 128  # tasks are played side by side: fewer would take nearly as long as these
 GIB = 1 << 30
 
 
 @dataclass
 class StepTimes:
-    """A listener that keeps the seconds of every step, and passes events on."""
+    """A listener that keeps the seconds of every step, and passes events on. Between steps it looks how much of a GPU is in
+    use, by whomever, if the run has processes of its own."""
 
     listen: Listener
     seconds: dict[str, list[float]] = field(default_factory=dict)  # by stage
+    children: ChildMemory | None = None
+    device_bytes: int = 0
 
     def __call__(self, event: str, facts: Mapping[str, Any]) -> None:
+        if event == "step" and self.children is not None and self.children.peak and uses_gpu():
+            free, total = sys.modules["torch"].cuda.mem_get_info()
+            self.device_bytes = max(self.device_bytes, int(total - free))
         if event == "step" and "seconds" in facts:
             self.seconds.setdefault(str(facts["stage"]), []).append(float(facts["seconds"]))
         self.listen(event, facts)
 
 
 def dry_run(train: Callable[..., dict[str, Any]], listen: Listener, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary of ``train`` with at most ``STEPS`` steps, and under ``estimate`` what to expect of the whole run."""
+    """The summary of ``train`` with a few steps, and under ``estimate`` what to expect of the whole run."""
     asked = Settings.of({name: settings[name] for name in SETS if name in settings})  # refused as in a real run
     values = dict(settings)
     with tempfile.TemporaryDirectory() as folder:
-        tasks = EVAL_TASKS if asked.eval_tasks else 0
-        values |= {"out": folder, "name": "dry", "steps": min(STEPS, asked.steps), "eval_tasks": tasks, "trackers": ()}
+        tasks = min(EVAL_TASKS, asked.eval_tasks)
+        steps = min(asked.steps, MAX_STEPS, STEPS * (steps_ahead(asked) + 1))
+        values |= {"out": folder, "name": "dry", "steps": steps, "eval_tasks": tasks, "eval_every": 0, "trackers": ()}
         times = StepTimes(listen)
-        summary = train(times, **values)
-    return {**summary, "estimate": estimate(asked, summary, times.seconds.get("learn", []), tasks)}
+        with ChildMemory() as children:
+            times.children = children
+            summary = train(times, **values)
+    expected = estimate(asked, summary, times.seconds.get("learn", []), tasks)
+    return {**summary, "estimate": expected | memory_figures(children.peak, times.device_bytes)}
 
 
-def estimate(asked: Settings, summary: Mapping[str, Any], steps: list[float], tasks: int) -> dict[str, float]:
-    """Seconds of one step, of both evaluations and of the whole run; the peak of memory so far, in GiB."""
-    each = statistics.median(steps[1:] or steps or [0.0])
+def steps_ahead(settings: Settings) -> int:
+    """The number of the setting ``staleness``, without what it says about late groups."""
+    return int(str(settings.staleness).partition(",")[0])
+
+
+def steady_steps(seconds: Sequence[float], ahead: int) -> Sequence[float]:
+    """The steps of which the rest of a run consists: without those on the first wave, and without the last."""
+    middle = seconds[ahead + 1 : 2 * (ahead + 1)] if ahead else seconds[1:]
+    return middle or seconds[1:] or seconds or [0.0]
+
+
+def estimate(asked: Settings, summary: Mapping[str, Any], steps: Sequence[float], tasks: int) -> dict[str, float]:
+    """Seconds of one step, of all evaluations and of the whole run: the steps taken, and as many more as were asked for."""
+    each = statistics.mean(steady_steps(steps, steps_ahead(asked)))
     stages = summary.get("seconds", {})
-    evaluations = sum(stages.get(f"evaluate {when}", 0.0) for when in ("before", "after"))
+    during = len(range(asked.eval_every, asked.steps, asked.eval_every)) if asked.eval_every else 0
+    evaluations = sum(stages.get(f"evaluate {when}", 0.0) for when in ("before", "after")) * (1 + during / 2)
     evaluations *= asked.eval_tasks / tasks if tasks else 0.0
+    saved = summary.get("checkpoints", {}).get("seconds_each", 0.0) * (1 + asked.steps // asked.checkpoint_every)
     return {
         "steps": asked.steps,
         "seconds_per_step": each,
         "seconds_of_evaluations": evaluations,
-        "seconds_of_run": each * asked.steps + evaluations,
-        "peak_memory_gib": peak_memory() / GIB,
+        "seconds_of_run": sum(steps) + each * max(0, asked.steps - len(steps)) + evaluations + saved,
     }
+
+
+def memory_figures(children: int, device_bytes: int = 0) -> dict[str, float]:
+    """The peak so far, in GiB, and how much of it the processes took that the run started."""
+    on_device = uses_gpu()
+    own = peak_memory()
+    peak = max(own, device_bytes) if on_device else own + children
+    return {"peak_memory_gib": peak / GIB, "child_memory_gib": 0.0 if on_device else children / GIB}
+
+
+def uses_gpu() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_available())
 
 
 def peak_memory() -> float:
     """Bytes: reserved on the GPU where there is one, else of this process."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        return float(torch.cuda.max_memory_reserved())
+    if uses_gpu():
+        return float(sys.modules["torch"].cuda.max_memory_reserved())
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
@@ -70,9 +111,11 @@ def peak_memory() -> float:
 def describe(expected: Mapping[str, float]) -> str:
     """The estimate in words."""
     each, run, evaluations = (expected[f"seconds_{name}"] for name in ("per_step", "of_run", "of_evaluations"))
+    children = expected.get("child_memory_gib", 0.0)
+    whose = f" ({children:.1f} of it in processes that the run starts)" if children >= 0.05 else ""
     return (
         f"estimate: {each:.2f} s a step, {_span(run)} for {expected['steps']:.0f} steps with {_span(evaluations)} of "
-        f"evaluations, after the cold start; peak memory so far {expected['peak_memory_gib']:.1f} GiB. "
+        f"evaluations, after the cold start; peak memory so far {expected['peak_memory_gib']:.1f} GiB{whose}. "
         "Longer episodes take more of both"
     )
 

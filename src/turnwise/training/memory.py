@@ -31,14 +31,16 @@ TOLD_FROM = 50_000_000  # parameters from which a run tells its estimate
 
 
 def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
-    """What these settings take on their device."""
+    """What these settings take on their device. ``model``: it, or its shape."""
     device, budget = engines.select_device(settings), recipe.budget
     dtype, rollout = LearnerSettings(dtype=settings.dtype).compute_dtype(device), engines.rollout_dtype(settings)
     compute = torch.finfo(dtype).bits // 8
     dialogues = max(budget.groups * budget.size * (settings.staleness + 1), settings.eval_tasks * settings.eval_samples)
     wanted = {Signal.REFERENCE} & recipe.objective.signals if not settings.lora_rank else set()
     return MemoryPlan(
-        ModelShape.of(model.config, sum(p.numel() for p in model.parameters())),
+        model
+        if isinstance(model, ModelShape)
+        else ModelShape.of(model.config, sum(p.numel() for p in model.parameters())),
         ids=engines.ids_per_micro_batch(settings),
         dialogues=min(settings.slots, dialogues),
         context=settings.context,

@@ -21,6 +21,7 @@ from turnwise.training.data_sources import DataSources
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.inputs import GivenObjects
 from turnwise.training.judges import with_rubric_text
+from turnwise.training.memory_check import check_memory
 from turnwise.training.run_recipe import make_recipe
 
 
@@ -74,7 +75,7 @@ def validate(plan: RunPlan) -> None:
         if settings.offline:
             split_held_out(groups)  # refuses a file without rows
     if not is_tiny(settings.model) and plan.given.model is None:
-        loading.load_config(resolve(settings.model))
+        check_memory(settings, recipe, loading.load_config(resolve(settings.model)))
     if settings.teacher:
         _check_teacher(plan)
 

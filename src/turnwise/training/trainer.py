@@ -166,15 +166,18 @@ class Trainer:
         """Tokenizer and model that RL starts from: the given ones, or tiny and cold-started; kept in the run directory."""
         s, folder = self.settings, self.run_dir.path / "initial"
         if not folder.is_dir():
-            tokenizer = self.plan.tokenizer
-            model = self.plan.given.model or build.load_model(s, len(tokenizer))
-            steps = (COLD_STEPS if is_tiny(s.model) else 0) if s.cold_steps < 0 else s.cold_steps
-            if steps:
-                model = copy.deepcopy(model) if self.plan.given.model else model  # the caller's object stays as it is
-                cold_start(s, self.env_spec, tokenizer, model, steps, self.events)
-            save_model(folder, lambda path: _write(path, partial(save_lossless, model), tokenizer.save_pretrained))
+            self._write_initial(folder)  # its model is given up before it is read again
         verify_model(folder)
         return build.load_tokenizer(s, self.env_spec, folder), build.load_model(s, 0, folder)
+
+    def _write_initial(self, folder: Path) -> None:
+        s, tokenizer = self.settings, self.plan.tokenizer
+        model = self.plan.given.model or build.load_model(s, len(tokenizer))
+        steps = (COLD_STEPS if is_tiny(s.model) else 0) if s.cold_steps < 0 else s.cold_steps
+        if steps:
+            model = copy.deepcopy(model) if self.plan.given.model else model  # the caller's object stays as it is
+            cold_start(s, self.env_spec, tokenizer, model, steps, self.events)
+        save_model(folder, lambda path: _write(path, partial(save_lossless, model), tokenizer.save_pretrained))
 
     async def _learn(self, learner: Learner, generator: Generator, tokenizer: Any) -> dict[str, Any]:
         s, spec = self.settings, self.env_spec
