@@ -165,7 +165,8 @@ def test_the_four_calls_of_an_update(tmp_path):
         assert ask(server.url, "/update_weights", {"update_info": file.as_dict()})[0] == 200
         assert ask(server.url, "/finish_weight_update", {"weight_version": "four"})[0] == 200
         assert ask(server.url, "/resume", {})[0] == 200
-        assert ask(server.url, "/weight_info")[1] == {"weight_version": "four", "sha256": file.sha256}
+        told = {"weight_version": "four", "sha256": file.sha256}
+        assert ask(server.url, "/weight_info")[1] == {**told, "adapters": "merged", "base": "", "dtypes": {}}
         after = ask(server.url, "/inference/v1/generate", params())[1]["choices"][0]
     assert after["weight_versions"] == [{"version": "four", "start": 0, "end": 5}]
     assert after["logprobs"] != before["logprobs"]

@@ -14,6 +14,7 @@ pytest.importorskip("uvicorn")
 
 from support.generators import make
 from turnwise.core.records import Sampling
+from turnwise.engines.adapters import adapted_weights
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.remote.policy_probe import PolicyProbe
 from turnwise.engines.remote.remote_generator import ProbeRule, RemoteGenerator
@@ -37,7 +38,7 @@ def make_host(model, decode=None, slots=256, context=128, **facts):
 
     weights = {name: list(p.shape) for name, p in model.named_parameters()}
     known = {"model": "small", "vocabulary": model.config.vocab_size, "weights": weights, **facts}
-    return PolicyHost(generator, read_weights, known, HostLimits(slots, context, (), True, 1))
+    return PolicyHost(generator, read_weights, known, HostLimits(slots, context, (), True, 1), adapted_weights)
 
 
 @dataclass

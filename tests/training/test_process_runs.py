@@ -57,6 +57,25 @@ def test_a_run_is_bit_identical_to_one_with_the_generator_in_its_process(local, 
     assert generator_processes() <= before
 
 
+def test_a_lora_run_is_bit_identical_and_sends_its_base_once(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    from turnwise.engines.own_process.process_generator import ProcessGenerator
+
+    values, sizes, publish = {**SMALL, "lora_rank": 4}, [], ProcessGenerator.publish
+
+    async def recorded(self, weights, version):
+        await publish(self, weights, version)
+        sizes.append(self.published_bytes)
+
+    monkeypatch.setattr(ProcessGenerator, "publish", recorded)
+    api.train(quiet=True, out=str(tmp_path), name="here", **values)
+    api.train(quiet=True, out=str(tmp_path), name="there", generator=("local",), **values)
+    assert digest(tmp_path / "there") == digest(tmp_path / "here")
+    whole = (tmp_path / "here" / "model" / "model.safetensors").stat().st_size
+    factors = (tmp_path / "here" / "adapter" / "adapter_model.safetensors").stat().st_size
+    assert len(sizes) >= 3 and sizes[0] > whole and set(sizes[1:]) == {sizes[1]} and abs(sizes[1] - factors) < 4096
+
+
 def test_stale_rollouts_survive_publications(tmp_path):
     values = {**SMALL, "staleness": 2, "steps": 5, "eval_tasks": 0}
     api.train(quiet=True, out=str(tmp_path), name="run", generator=("local",), **values)

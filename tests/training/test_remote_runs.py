@@ -102,6 +102,48 @@ def test_a_server_that_dies_stops_the_run_with_a_checkpoint_and_resume_ends_with
     assert counts.trained == SMALL["steps"] * SMALL["groups"]
 
 
+@pytest.fixture(scope="module")
+def with_adapters(model, tmp_path_factory):
+    """The weights that a LoRA run without a server ends with."""
+    pytest.importorskip("peft")
+    out = tmp_path_factory.mktemp("adapters")
+    api.train(quiet=True, out=str(out), name="run", model=model, **SMALL, lora_rank=4)
+    return digest(out / "run")
+
+
+def test_a_lora_run_through_one_server_is_bit_identical_and_writes_its_base_once(
+    model, with_adapters, tmp_path, monkeypatch
+):
+    from turnwise.engines.remote.weight_files import WeightFolder
+
+    files, write = [], WeightFolder.write
+
+    def recorded(self, *args, **options):
+        files.append(write(self, *args, **options))
+        return files[-1]
+
+    monkeypatch.setattr(WeightFolder, "write", recorded)
+    values = {**SMALL, "lora_rank": 4}
+    with server_of(model) as server:
+        api.train(quiet=True, out=str(tmp_path), name="run", generator=(server.url,), model=model, **values)
+    assert digest(tmp_path / "run") == with_adapters
+    kinds = [file.kind for file in files]
+    assert kinds.count("base") == 1 and set(kinds) == {"base", "adapters"} and kinds.count("adapters") >= SMALL["steps"]
+    factors = (tmp_path / "run" / "adapter" / "adapter_model.safetensors").stat().st_size
+    assert all(abs(file.size - factors) < 4096 for file in files if file.kind == "adapters")
+
+
+def test_a_lora_run_whose_server_dies_is_resumed_on_another_one_with_the_same_weights(model, with_adapters, tmp_path):
+    death, values = DiesAfter(25), {**SMALL, "lora_rank": 4}
+    with server_of(model, death) as server:
+        death.server = server
+        with pytest.raises(ServerFault, match="no generator server is left"):
+            api.train(quiet=True, out=str(tmp_path), name="run", generator=(server.url,), model=model, **values)
+    with server_of(model) as other:
+        api.resume(tmp_path / "run", quiet=True, generator=other.url)
+    assert digest(tmp_path / "run") == with_adapters
+
+
 def test_requests_of_a_server_that_dies_go_to_the_other(model, tmp_path):
     death, heard = DiesAfter(20), []
     with server_of(model, death) as one, server_of(model) as two:

@@ -1,16 +1,22 @@
 """Weights of a policy that is a frozen base model and low-rank adapters: Δ = scale · up · down for a linear layer.
 
 A generator that knows adapters loads them alone and adds their product to the base model's; every other reader gets merged
-weights, made one at a time when it reads them. Knows tensors and names; neither models nor PEFT.
+weights, made one at a time when it reads them. Another process gets the base once and then only factors. Knows tensors and
+names; neither models nor PEFT.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from turnwise.errors import SettingError
+
+DOWN, UP = ".down", ".up"  # factors of the adapter of a weight, after its name
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +26,13 @@ class Adapter:
     down: Tensor  # [r, d]
     up: Tensor  # [n, r]
     scale: float
+
+    def delta(self) -> Tensor:
+        """What it adds to the weight: the floats that PEFT merges."""
+        return (self.up @ self.down) * self.scale
+
+    def to(self, device: torch.device) -> Adapter:
+        return replace(self, down=self.down.to(device), up=self.up.to(device))
 
 
 class WeightsMadeWhenRead(Mapping[str, Tensor]):
@@ -73,6 +86,81 @@ class AdaptedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.base)
+
+
+class HeldWeights(Mapping[str, Tensor]):
+    """Frozen weights that another process sent. A generator that applies adapters beside its own copy needs them once: then
+    they are released, and the object still says that the base is the same."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+
+    def release(self) -> None:
+        self._tensors = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+# ------------------------------------------------------- to another process
+
+
+class SentBase:
+    """Frozen weights as they were when they were sent."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights, self._state = weights, _state(weights)
+
+    def is_still(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether these are the same tensors, and nothing was written into them. Packed ones, made when they are read, are one
+        object."""
+        return self.weights is weights if self._state is None else self._state == _state(weights)
+
+
+def _state(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, int]] | None:
+    if isinstance(weights, AdaptedWeights):
+        return None
+    return {name: (tensor.data_ptr(), tensor._version) for name, tensor in weights.items()}
+
+
+def factors_of(adapters: Mapping[str, Adapter]) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
+    """All factors by name, and the rank and scale of each adapter."""
+    tensors = {f"{n}{end}": t for n, a in adapters.items() for end, t in ((DOWN, a.down), (UP, a.up))}
+    return {n: t.detach() for n, t in tensors.items()}, {
+        n: {"rank": a.down.shape[0], "scale": a.scale} for n, a in adapters.items()
+    }
+
+
+def adapted_weights(base: Mapping[str, Tensor], factors: Mapping[str, Tensor], described: Any) -> AdaptedWeights:
+    """The weights that ``factors_of`` took apart. Refuses factors that are missing or do not fit the base."""
+    if not isinstance(described, Mapping) or {*factors} != {f"{n}{end}" for n in described for end in (DOWN, UP)}:
+        raise SettingError("the factors sent are not those of the adapters named; write 'down' and 'up' of each")
+    adapters = {}
+    for name, facts in described.items():
+        try:
+            rank, scale = int(facts["rank"]), float(facts["scale"])
+        except (TypeError, KeyError, ValueError):
+            raise SettingError(f"the adapter of {name!r} is described by {facts!r:.60}; write rank and scale") from None
+        # memory of its own: the order of a product's sums may depend on how its factors are aligned
+        adapter = Adapter(factors[name + DOWN].clone(), factors[name + UP].clone(), scale)
+        shapes = (
+            tuple(adapter.up.shape[:1]) + tuple(adapter.down.shape[1:]),
+            adapter.down.shape[0],
+            adapter.up.shape[1],
+        )
+        if len(base) and (name not in base or shapes != (tuple(base[name].shape), rank, rank)):
+            raise SettingError(f"the adapter of {name!r} (rank {rank}) does not fit a weight of the base")
+        adapters[name] = adapter
+    return AdaptedWeights(base, {name: a.delta for name, a in adapters.items()}, adapters)
+
+
+# ------------------------------------------------------------ fused products
 
 
 def fuse_down(adapters: Sequence[Adapter | None], dtype: torch.dtype) -> Tensor | None:

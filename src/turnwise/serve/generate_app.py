@@ -32,7 +32,7 @@ from turnwise.serve.policy_host import HostLimits, PolicyHost
 
 STATUS = {
     "invalid_api_key": 401, "not_found": 404, "body_too_large": 413, "busy": 429, "not_owner": 409, "out_of_order": 409,
-    "not_paused": 409, "no_update": 409,
+    "not_paused": 409, "no_update": 409, "no_base": 409,
 }  # fmt: skip
 MAX_THREADS = 1024
 Handler = Callable[[Request], Awaitable[Response]]
@@ -114,7 +114,8 @@ class GenerateApi:
         return JSONResponse({"message": "Weight update finished"})
 
     async def weight_info(self, request: Request) -> Response:
-        return JSONResponse({"weight_version": self.host.label, "sha256": self.host.digest})
+        told = {"weight_version": self.host.label, "sha256": self.host.digest}
+        return JSONResponse({**told, **self.host.weight_needs()})
 
     async def world_size(self, request: Request) -> Response:
         return JSONResponse({"world_size": 1})
@@ -156,9 +157,8 @@ class GenerateApi:
             )
         asked = HostLimits(sizes[0], sizes[1], tuple(stop_ids), deterministic, threads)
         granted = await self.host.attach(client, asked)
-        return JSONResponse(
-            {"slots": granted.slots, "context": granted.context, "engine": self.host.generator.describe()}
-        )
+        told = {"slots": granted.slots, "context": granted.context, "engine": self.host.generator.describe()}
+        return JSONResponse({**told, **self.host.weight_needs()})
 
     async def sessions(self, request: Request) -> Response:
         body, _ = await read_body(request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -45,12 +45,31 @@ class HostLimits:
     threads: int = 0
 
 
+@dataclass(frozen=True)
+class ReceivedBase:
+    """The frozen weights that adapters belong to, and the checksum of their file."""
+
+    weights: Mapping[str, Any]
+    digest: str
+
+
 @dataclass
 class WeightUpdate:
-    """An update under way: the tensors received so far."""
+    """An update under way: the tensors received so far. Weights, or factors of the adapters that ``manifest`` describes."""
 
     tensors: dict[str, Any] = field(default_factory=dict)
     digests: list[str] = field(default_factory=list)
+    base: ReceivedBase | None = None
+    manifest: Mapping[str, Any] | None = None
+
+    def add(self, part: Mapping[str, Any], tensors: Mapping[str, Any], digest: str) -> None:
+        if part.get("kind") == "base":
+            self.base = ReceivedBase(tensors, digest)
+            return
+        if part.get("kind") == "adapters":
+            self.manifest = part
+        self.tensors.update(tensors)
+        self.digests.append(digest)
 
 
 class _NoGenerator:
@@ -73,7 +92,8 @@ class _NoGenerator:
 
 class PolicyHost:
     """``make`` builds the generator for what a trainer asks; ``read_weights`` reads the tensors that an update names; ``facts``
-    describe the model. ``most``: what this server offers at most."""
+    describe the model. ``most``: what this server offers at most. ``adapt`` makes weights of a base, factors and their
+    description; without it, adapters are refused."""
 
     def __init__(
         self,
@@ -81,8 +101,10 @@ class PolicyHost:
         read_weights: Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], str]],
         facts: Mapping[str, Any],
         most: HostLimits,
+        adapt: Callable[[Mapping[str, Any], Mapping[str, Any], Any], Mapping[str, Any]] | None = None,
     ) -> None:
         self._make, self._read_weights, self.facts, self.most = make, read_weights, facts, most
+        self._adapt = adapt
         self.limits = most
         self.generator: Generator = make(most)
         self.client = ""
@@ -91,6 +113,7 @@ class PolicyHost:
         self.in_flight: dict[str, Session] = {}
         self.labels: dict[int, str] = {self.generator.version: "initial"}
         self.digest = ""  # of the weights last loaded from a file
+        self.base: ReceivedBase | None = None  # of the adapters last loaded
         self.update: WeightUpdate | None = None
         self.answered = 0
         self._opened, self._applied, self._progress = 0, 0, (-1.0, time.monotonic())
@@ -133,7 +156,7 @@ class PolicyHost:
         if failure is not None:
             self.generator = await asyncio.to_thread(self._make, self.limits)
         self._running.set()
-        self.labels, self.digest = {self.generator.version: "initial"}, ""
+        self.labels, self.digest, self.base = {self.generator.version: "initial"}, "", None
         if failure is not None:
             raise failure
 
@@ -273,26 +296,56 @@ class PolicyHost:
                 tensors, digest = await asyncio.to_thread(self._read_weights, part)
             except (SettingError, StoreError) as fault:
                 raise CallRefused("invalid_weights", str(fault)) from fault
-            self.update.tensors.update(tensors)
-            self.update.digests.append(digest)
+            self.update.add(part, tensors, digest)
 
     async def finish_update(self, label: str) -> None:
         """Load what was received; every later token carries ``label``. On a refusal the weights stay as they were."""
         update, self.update = self.update, None
         if update is None:
             raise CallRefused("no_update", "no update is under way; POST /start_weight_update first")
-        missing = sorted(set(self.facts["weights"]) - set(update.tensors))
-        if missing:
+        base = self._base_of(update)
+        whole = update.tensors if base is None else base.weights
+        missing = sorted(set(self.facts["weights"]) - set(whole))
+        if missing and (base is None or base is not self.base):
             raise CallRefused(
                 "invalid_weights", f"{len(missing)} weights of the model were not sent, the first is {missing[0]!r}"
             )
         version = int(label) if label.isdecimal() else self.generator.version + 1
-        publishing: Awaitable[None] = self.generator.publish(update.tensors, version)
         try:
-            await publishing
+            await self.generator.publish(self._weights_of(update, base), version)
         except SettingError as fault:
             raise CallRefused("invalid_weights", str(fault)) from fault
-        self.labels[version], self.digest = label or str(version), ",".join(update.digests)
+        self.labels[version], self.digest, self.base = label or str(version), ",".join(update.digests), base
+        if base is not None and getattr(self.generator, "applies_adapters", False):
+            base.weights.release()  # type: ignore[attr-defined]
+
+    def _base_of(self, update: WeightUpdate) -> ReceivedBase | None:
+        """The base of the adapters that were received; None: all weights were."""
+        if update.manifest is None:
+            return None
+        base, wanted = update.base or self.base, update.manifest.get("base")
+        if self._adapt is None or base is None or base.digest != wanted:
+            raise CallRefused(
+                "no_base",
+                f"these adapters belong to the base {wanted!r:.20}, which is not here; send its file before them",
+            )
+        return base
+
+    def _weights_of(self, update: WeightUpdate, base: ReceivedBase | None) -> Mapping[str, Any]:
+        if base is None or update.manifest is None or self._adapt is None:
+            return update.tensors
+        return self._adapt(base.weights, update.tensors, update.manifest.get("adapters"))
+
+    def weight_needs(self) -> dict[str, Any]:
+        """How weights should be sent: whether adapters are merged here or applied beside the weights, the base that is here, and
+        the dtypes of weights that are not kept in float32."""
+        dtypes: Mapping[str, Any] = getattr(self.generator, "weight_dtypes", dict)()
+        names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+        needs: dict[str, Any] = {"dtypes": {name: dtype for name, dtype in names.items() if dtype != "float32"}}
+        if self._adapt is not None:
+            beside = getattr(self.generator, "applies_adapters", False)
+            needs |= {"adapters": "beside" if beside else "merged", "base": self.base.digest if self.base else ""}
+        return needs
 
     @property
     def label(self) -> str:

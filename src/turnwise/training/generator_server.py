@@ -62,6 +62,7 @@ def make_policy_host(settings: Settings, folder: Path | None, name: str, own_con
     """The host of the model's generator. ``own_context``: the user named the longest dialogue."""
     import torch
 
+    from turnwise.engines.adapters import adapted_weights
     from turnwise.engines.remote.weight_files import read_weights
     from turnwise.training import build, engines, memory
 
@@ -82,7 +83,7 @@ def make_policy_host(settings: Settings, folder: Path | None, name: str, own_con
         torch.cuda.empty_cache()
         return engines.make_served_generator(s, model, renderer, limits, cache)
 
-    return PolicyHost(make, read_weights, _facts(s, name, tokenizer, model, folder), most)
+    return PolicyHost(make, read_weights, _facts(s, name, tokenizer, model, folder), most, adapted_weights)
 
 
 def _facts(settings: Settings, name: str, tokenizer: Any, model: Any, folder: Path | None) -> dict[str, Any]:

@@ -106,6 +106,20 @@ class LocalGenerator:
         self.wake()
         await future
 
+    @property
+    def applies_adapters(self) -> bool:
+        """Whether adapters are applied beside the weights; else they are merged, for which their base is needed each time."""
+        runner: Any = self.model_runner
+        return runner.graphs is not None and runner.graphs.takes_adapters and not runner.fp8
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype in which each weight is kept; published weights are rounded to it. Decoders in CUDA graphs keep norms and
+        embeddings in float32."""
+        exact = self.model_runner.graphs is not None
+        keeps = lambda name, p: exact and (p.dim() < 2 or name == "model.embed_tokens.weight")  # noqa: E731
+        named = self.model_runner.model.named_parameters()
+        return {name: torch.float32 if keeps(name, p) else p.dtype for name, p in named}
+
     def stats(self) -> dict[str, float]:
         """Counts since the start. ``decoder`` is 1 with the hand-written forward, 0 with the stock one."""
         return {**self.scheduler.stats(), "open": float(len(self.sessions))}

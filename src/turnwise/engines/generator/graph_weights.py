@@ -91,7 +91,8 @@ class GraphWeights(LlamaDecoder):
     def load_adapters(self, adapters: Mapping[str, Adapter]) -> None:
         """Apply these adapters beside the weights from now on, by the names of the weights; none: the weights alone. Captured
         graphs stay valid while the same layers have adapters of the same ranks."""
-        if not self.adapters.load(adapters, len(self.layers), self.dtype):
+        here = {name: adapter.to(self.kv_cache.device) for name, adapter in adapters.items()}
+        if not self.adapters.load(here, len(self.layers), self.dtype):
             self.decode_graphs.clear()
             self.prefill_graphs.clear()
             self.capture.reset()

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnwise.core.records import Completion, Sampling
+from turnwise.engines.adapters import AdaptedWeights, SentBase, factors_of
 from turnwise.engines.capture import using_gpu
 from turnwise.engines.own_process.link import WorkerLink
 from turnwise.engines.own_process.weights import BLOCK, DEVICE, SharedBlock, device_handles
@@ -49,6 +50,8 @@ class ProcessGenerator:
             self.close()
             raise fault
         self._by_device, self._block = spec.device != "cpu", SharedBlock()
+        self._base: SentBase | None = None  # the frozen weights that the process has
+        self.published_bytes = 0  # that the last publication sent through shared memory
         self._numbers, self._requests = itertools.count(), itertools.count()
         self._futures: dict[int, asyncio.Future[Any]] = {}
         self._changes: list[tuple[Any, ...]] = []
@@ -76,18 +79,32 @@ class ProcessGenerator:
         if self.fatal is not None:
             return
         try:
-            if not (self._by_device and await self._publish_on_device(weights, version)):
-                told = await asyncio.to_thread(self._block.put, weights)
-                await self.ask("publish", BLOCK, told, version)
-                self._block.taken()
+            self.published_bytes = 0
+            if isinstance(weights, AdaptedWeights) and weights.mergeless:
+                if self._base is None or not self._base.is_still(weights.base):
+                    await self._transfer(SharedBlock(), weights.base, "hold")
+                    self._base, self._block = SentBase(weights.base), SharedBlock()
+                factors, described = factors_of(weights.adapters)
+                await self._transfer(self._block, factors, "publish", version, described)
+            else:
+                self._block = self._block if self._base is None else SharedBlock()
+                self._base = None
+                await self._transfer(self._block, weights, "publish", version, None)
         except GeneratorLost:
             return
         self.version = version
 
-    async def _publish_on_device(self, weights: Mapping[str, Tensor], version: int) -> bool:
-        """Publish without a way through the host; False where the other process cannot read this one's tensors."""
+    async def _transfer(self, block: SharedBlock, weights: Mapping[str, Tensor], verb: str, *arguments: Any) -> None:
+        if not (self._by_device and await self._transfer_on_device(weights, verb, *arguments)):
+            told = await asyncio.to_thread(block.put, weights)
+            self.published_bytes += block.size
+            await self.ask(verb, BLOCK, told, *arguments)
+            block.taken()
+
+    async def _transfer_on_device(self, weights: Mapping[str, Tensor], verb: str, *arguments: Any) -> bool:
+        """Send without a way through the host; False where the other process cannot read this one's tensors."""
         try:
-            await self.ask("publish", DEVICE, await asyncio.to_thread(using_gpu()(device_handles), weights), version)
+            await self.ask(verb, DEVICE, await asyncio.to_thread(using_gpu()(device_handles), weights), *arguments)
         except GeneratorLost:
             raise
         except RuntimeError:  # weights in host memory, or a container that keeps processes apart

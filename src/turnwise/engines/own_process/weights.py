@@ -51,6 +51,7 @@ class SharedBlock:
     def __init__(self) -> None:
         self._views: dict[str, Tensor] = {}
         self._path: Path | None = None
+        self.size = 0  # bytes
 
     def put(self, weights: Mapping[str, Tensor]) -> Any:
         """Copy the weights into the block; what to tell the receiver."""
@@ -63,7 +64,7 @@ class SharedBlock:
         base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         with tempfile.NamedTemporaryFile(prefix="turnwise-weights-", dir=base, delete=False) as file:
             file.truncate(size)
-        self._path = Path(file.name)
+        self._path, self.size = Path(file.name), size
         self._views = _views(torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8), places)
         for name, view in self._views.items():
             view.copy_(tensors[name])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from turnwise.core.records import Sampling
+from turnwise.engines.adapters import HeldWeights, adapted_weights
 from turnwise.engines.capture import using_gpu
 from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.generator import LocalGenerator
@@ -66,6 +67,7 @@ class GeneratorWorker:
         self.sessions: dict[int, LocalSession] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.block = SharedBlockReader()
+        self.base = HeldWeights({})  # of adapters that are published alone
         self._answers: list[tuple[Any, ...]] = []
         self._lock = threading.Lock()
 
@@ -118,8 +120,12 @@ class GeneratorWorker:
         work = self.sessions[number].generate(ids, sampling)
         self.tasks[request] = asyncio.ensure_future(self._answered(request, work))
 
-    def _do_publish(self, request: int, kind: str, told: Any, version: int) -> None:
-        self.tasks[request] = asyncio.ensure_future(self._answered(request, self._publish(kind, told, version)))
+    def _do_hold(self, request: int, kind: str, told: Any) -> None:
+        self.tasks[request] = asyncio.ensure_future(self._answered(request, self._hold(kind, told)))
+
+    def _do_publish(self, request: int, kind: str, told: Any, version: int, adapters: Any) -> None:
+        work = self._publish(kind, told, version, adapters)
+        self.tasks[request] = asyncio.ensure_future(self._answered(request, work))
 
     def _do_stats(self, request: int) -> None:
         self._answer(request, None, self.generator.stats())
@@ -138,14 +144,27 @@ class GeneratorWorker:
     def _do_close(self, number: int) -> None:
         self.sessions.pop(number).close()
 
-    async def _publish(self, kind: str, told: Any, version: int) -> None:
+    async def _hold(self, kind: str, told: Any) -> None:
+        """Keep the frozen weights that later adapters belong to. The run does not write into them."""
+        self.base, self.block = HeldWeights(await self._received(SharedBlockReader(), kind, told)), SharedBlockReader()
+
+    async def _publish(self, kind: str, told: Any, version: int, adapters: Any) -> None:
+        """``adapters`` describes the factors that are sent; None: all weights are."""
+        tensors = await self._received(self.block, kind, told)
+        if adapters is None:
+            await self.generator.publish(tensors, version)
+        else:
+            await self.generator.publish(adapted_weights(self.base, tensors, adapters), version)
+        if adapters is None or self.generator.applies_adapters:
+            self.base.release()  # the generator has its own copy
+        if kind != BLOCK:
+            tensors.clear()
+            await asyncio.to_thread(using_gpu()(_finish_reading))
+
+    async def _received(self, block: SharedBlockReader, kind: str, told: Any) -> dict[str, torch.Tensor]:
         if kind == BLOCK:
-            await self.generator.publish(self.block.get(told), version)
-            return
-        weights = await asyncio.to_thread(using_gpu()(from_handles), told)  # not while the generator captures a graph
-        await self.generator.publish(weights, version)
-        weights.clear()
-        await asyncio.to_thread(using_gpu()(_finish_reading))
+            return block.get(told)
+        return await asyncio.to_thread(using_gpu()(from_handles), told)  # not while the generator captures a graph
 
     async def _answered(self, request: int, work: Any) -> None:
         try:

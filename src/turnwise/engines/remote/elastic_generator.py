@@ -18,7 +18,6 @@ from torch import Tensor
 from turnwise.engines.remote.remote_generator import RemoteGenerator
 from turnwise.engines.remote.replica import Replica
 from turnwise.engines.remote.transport import ServerAddress, in_daemon_thread
-from turnwise.engines.remote.weight_files import read_weights
 from turnwise.errors import GeneratorLost, ServerFault, SettingError
 
 LOOK_SECONDS = 0.2  # between two looks for a server where none is left
@@ -77,8 +76,6 @@ class ElasticGenerator(RemoteGenerator):
                 self._ready.set()
 
     async def _take_any(self, until: float) -> None:
-        file = self.published
-        assert file is not None, "a run publishes before it samples"
         while not self.alive():
             if time.monotonic() > until:
                 self.fatal = GeneratorLost(f"no generator came back within {self.patience:g} s{self._reasons()}")
@@ -113,7 +110,7 @@ class ElasticGenerator(RemoteGenerator):
                 continue
             self._told.discard(replica)
             self._joined += 1
-            if self.published is not None:
+            if self.publisher.version >= 0:
                 self.tell(f"the generator {replica.url} samples from now on")
 
     def _refuse(self, replica: Replica, fault: Exception) -> None:

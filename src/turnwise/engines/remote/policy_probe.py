@@ -37,7 +37,8 @@ class PolicyProbe:
     @torch.no_grad()
     def logp(self, weights: Mapping[str, Tensor], prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of ``tokens`` after ``prompt``, at temperature 1."""
-        tensors = dict(weights)
+        wide = lambda t: t.to(torch.promote_types(t.dtype, torch.float32))  # noqa: E731  (a frozen base may be in half precision)
+        tensors = {name: wide(value) for name, value in weights.items()}
         device = next(iter(tensors.values())).device
         buffers = {name: value.to(device) for name, value in self.buffers.items()}
         ids = torch.tensor([[*prompt, *tokens]], device=device)

@@ -19,10 +19,11 @@ from torch import Tensor
 from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.engines.kernels.sampling import signed
 from turnwise.engines.remote.policy_probe import SAMPLED, PolicyProbe, mean_difference
+from turnwise.engines.remote.publisher import WeightPublisher
 from turnwise.engines.remote.replica import VLLM, RemoteLimits, Replica, ReplicaLost
 from turnwise.engines.remote.token_wire import SampledPart
 from turnwise.engines.remote.transport import in_daemon_thread
-from turnwise.engines.remote.weight_files import WeightFile, WeightFolder
+from turnwise.engines.remote.weight_files import WeightFolder
 from turnwise.errors import GeneratorLost, ServerFault, SettingError
 
 Decode = Callable[[list[int]], str]
@@ -48,10 +49,9 @@ class RemoteGenerator:
         decode: Decode,
         tell: Callable[[str], None],
     ) -> None:
-        self.replicas, self.limits, self.folder = list(replicas), limits, folder
+        self.replicas, self.limits, self.publisher = list(replicas), limits, WeightPublisher(folder)
         self.rule, self.decode, self.tell = rule, decode, tell
         self.version = self._newest = 0  # in use everywhere; being published
-        self.published: WeightFile | None = None  # the weights of the newest version
         self.fatal: GeneratorLost | None = None  # why nothing can be sampled any longer
         self._opened, self._tokens, self._reissued, self._aborted = 0, 0, 0, 0
         self._told: set[Replica] = set()
@@ -76,12 +76,13 @@ class RemoteGenerator:
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Load new weights on every server. With no server left the next request raises, not this call: the step that was
         trained is complete."""
-        file = self.published = await in_daemon_thread(lambda: self.folder.write(weights, version))
+        self.publisher.begin(weights, version)
+        await self._write()
         self._ready.clear()
         self._newest = version
         try:
             await self._rejoin()
-            await asyncio.gather(*(self._publish_to(replica, file, weights, version) for replica in self.alive()))
+            await self._publish_to_all(weights, version)
         finally:
             self.version = version
             self._ready.set()
@@ -90,6 +91,20 @@ class RemoteGenerator:
     def stats(self) -> dict[str, float]:
         return {
             "tokens": float(self._tokens),
+    async def _write(self) -> None:
+        servers = self.alive()
+        await in_daemon_thread(lambda: self.publisher.write_for(servers))
+
+    async def _publish_to_all(self, weights: Mapping[str, Tensor], version: int) -> None:
+        await self._write()  # for servers that came back
+        await asyncio.gather(*(self._publish_to(replica, weights, version) for replica in self.alive()))
+        self.publisher.forget_base()
+
+    @property
+    def published_bytes(self) -> int:
+        """What the last publication wrote."""
+        return self.publisher.written
+
             "replicas": float(len(self.alive())),
             "reissued": float(self._reissued),
             "aborted": float(self._aborted),
@@ -151,11 +166,9 @@ class RemoteGenerator:
             self._told.discard(replica)
             self.tell(f"the generator {replica.url} is back")
 
-    async def _publish_to(
-        self, replica: Replica, file: WeightFile, weights: Mapping[str, Tensor], version: int
-    ) -> None:
+    async def _publish_to(self, replica: Replica, weights: Mapping[str, Tensor], version: int) -> None:
         try:
-            await replica.update(file, version)
+            await replica.update(self.publisher.files_for(replica), version)
             if self.rule is not None:
                 await self._probe(replica, self.rule, weights, version)
         except ReplicaLost:
@@ -167,7 +180,7 @@ class RemoteGenerator:
         """Refuse a server whose answer does not come from the weights of ``version``."""
         prompt = rule.probe.prompt(version)
         sampling = Sampling(max_tokens=min(SAMPLED, self.limits.context - len(prompt)))
-        part = await replica.sample("", prompt, sampling, version, self.limits.stop_ids, self.salt(version))
+        part = await replica.sample("", prompt, sampling, version, self.limits.stop_ids, self.salt(version), version)
         tokens = part.completion.tokens
         difference = mean_difference(rule.probe.logp(weights, prompt, tokens), part.completion.logp)
         labels = set(part.versions) - {str(version)}
@@ -253,7 +266,7 @@ class RemoteSession:
                     replica.change("unpark", self.name)
                     self._parked = False
                 salt = owner.salt(version)
-                part = await replica.sample(self.name, ids, sampling, self.seed, owner.limits.stop_ids, salt)
+                part = await replica.sample(self.name, ids, sampling, self.seed, owner.limits.stop_ids, salt, version)
                 return owner.record(part, version, replica)
             except ReplicaLost:
                 owner.check()

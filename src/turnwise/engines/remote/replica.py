@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from turnwise.core.records import Sampling
@@ -21,6 +21,7 @@ from turnwise.engines.remote.wire import error_text, is_overflow
 from turnwise.errors import ContextOverflow, RequestRefused, ServerFault, SettingError
 
 if TYPE_CHECKING:
+    from turnwise.engines.remote.runtime_adapters import RuntimeAdapters
     from turnwise.engines.remote.weight_files import WeightFile  # imports torch, which a refusal need not wait for
 
 OURS, VLLM = "turnwise", "vllm"
@@ -28,6 +29,7 @@ HEALTH_SECONDS = 5.0  # between two looks at a server that owes a reply
 ASK_SECONDS = 1.5  # for a reply to a question that needs no work
 UPDATE_SECONDS = 600.0  # for one call of a weight update; a server that is silent is lost earlier, by its health
 BUSY_SECONDS = 0.2
+NARROW = ("bfloat16", "float16")  # dtypes in which a server may ask for weights
 LOOP_ROUNDS = 8  # of the event loop in which changes of dialogues are gathered; as many as a local generator allows
 
 
@@ -57,6 +59,12 @@ class Replica:
         self.sessions = 0  # dialogues that are open there
         self.joined = 0  # how often it was attached: dialogues of an earlier time no longer exist there
         self.answered, self.version = 0, -1
+        self.takes_weights, self.loads_adapters = True, False  # by the calls of an update; by vLLM's runtime LoRA
+        self.takes_adapters = False  # instead of merged weights
+        self.adapters_beside = False  # it adds them to each product, and does not merge them
+        self.base = ""  # the checksum of the frozen weights that it has
+        self.dtypes = dict[str, str]()  # of weights that it does not keep in float32
+        self.runtime_adapters: RuntimeAdapters | None = None  # of vLLM, where it was started with them
         self._changes: list[list[Any]] = []
         self._flushing: asyncio.Task[None] | None = None
         self._numbers, self._asked = 0, itertools.count()
@@ -100,7 +108,10 @@ class Replica:
                 "address of `turnwise serve` or `vllm serve`, without /v1"
             )
         weights = await self.pool.call("/weight_info", None, ASK_SECONDS)
-        if weights.status != 200:
+        offered = await self.pool.call("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""}, ASK_SECONDS)
+        # a server that has the call refuses a nameless adapter; one that does not, the route
+        self.takes_weights, self.loads_adapters = weights.status == 200, offered.status in (400, 422)
+        if not self.takes_weights and not self.loads_adapters:
             raise SettingError(
                 f"--generator {self.url}: this server cannot take weights (GET /weight_info answers {weights.status}); start "
                 "vLLM with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and "
@@ -130,9 +141,18 @@ class Replica:
                     f"--context {granted['context']}, or start the server with --context {limits.context}"
                 )
             self.facts["engine"] = str(granted.get("engine", ""))
-        else:
+            self._read_needs(granted)
+        elif self.takes_weights:
             await self._post("/init_weight_transfer_engine", {"init_info": {}}, UPDATE_SECONDS)
+        self.runtime_adapters = None
         self.lost = ""
+
+    def _read_needs(self, told: Mapping[str, Any]) -> None:
+        """How the server wants its weights. One that says nothing gets all of them, merged, in float32."""
+        self.takes_adapters = told.get("adapters") in ("merged", "beside")
+        self.adapters_beside, self.base = told.get("adapters") == "beside", str(told.get("base") or "")
+        dtypes = told.get("dtypes") or {}
+        self.dtypes = {name: dtype for name, dtype in dtypes.items() if dtype in NARROW}
 
     def lose(self, reason: str) -> ReplicaLost:
         """Use the server no longer; everyone who waits for it gets the error."""
@@ -174,9 +194,16 @@ class Replica:
     # ---------------------------------------------------------------- requests
 
     async def sample(
-        self, session: str, ids: Sequence[int], sampling: Sampling, seed: int, stop_ids: Sequence[int], salt: str
+        self,
+        session: str,
+        ids: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        stop_ids: Sequence[int],
+        salt: str,
+        version: int,
     ) -> SampledPart:
-        """Continue ``ids`` in a dialogue, or in none where ``session`` is empty."""
+        """Continue ``ids`` in a dialogue, or in none where ``session`` is empty, with the weights of ``version``."""
         await self.flushed()
         params = sampling_params(sampling, seed, stop_ids)
         body = {"request_id": f"{self.client}-{next(self._asked)}", "token_ids": list(ids), "sampling_params": params}
@@ -185,10 +212,18 @@ class Replica:
             params["entropy"] = sampling.entropy
             body |= {"client": self.client, "session": session}
         else:
-            body["model"] = self.model
-        value = await self._post("/inference/v1/generate", body, None)
+        if self.runtime_adapters is None:
+            value = await self._post("/inference/v1/generate", body | self._model, None)
+            with self.runtime_adapters.using(version) as adapter:
+                value = await self._post("/inference/v1/generate", {**body, "model": adapter}, None)
         self.answered += 1
-        return read_part(value, frozenset(stop_ids))
+        part = read_part(value, frozenset(stop_ids))
+        # labels of a server with adapters name its base; the adapter was named by the request
+        return part if self.runtime_adapters is None else replace(part, versions=())
+
+    @property
+    def _model(self) -> dict[str, str]:
+        return {} if self.kind == OURS else {"model": self.model}
 
     async def _post(self, path: str, body: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
         """A reply as JSON. Refusals of one request are ``RequestRefused``; what says that the server is gone, ``ReplicaLost``."""
@@ -244,11 +279,21 @@ class Replica:
 
     # ----------------------------------------------------------------- weights
 
-    async def update(self, file: WeightFile, version: int) -> None:
-        """Pause, load the weights of ``version``, and go on. Requests in flight return the tokens they have."""
+    async def update(self, files: Sequence[WeightFile], version: int) -> None:
+        """Pause, load the weights of ``version``, and go on. Requests in flight return the tokens they have. Adapters that vLLM
+        loads by name need no pause: requests in flight keep the adapter they named."""
+        if files[-1].kind == "folder":
+            await self._load_adapter(files[-1], version)
+            return
+        if not self.takes_weights:
+            raise self.lose(
+                "it takes adapters alone, and this run publishes all weights; start it with VLLM_SERVER_DEV_MODE=1, "
+                '--enable-scale-out and --weight-transfer-config \'{"backend": "turnwise_file"}\''
+            )
         await self._post("/pause?mode=abort", {}, UPDATE_SECONDS)
         await self._post("/start_weight_update", {}, UPDATE_SECONDS)
-        await self._post("/update_weights", {"update_info": file.as_dict()}, UPDATE_SECONDS)
+        for file in files:
+            await self._post("/update_weights", {"update_info": file.as_dict()}, UPDATE_SECONDS)
         await self._post("/finish_weight_update", {"weight_version": str(version)}, UPDATE_SECONDS)
         await self._post("/resume", {}, UPDATE_SECONDS)
         try:
@@ -260,3 +305,13 @@ class Replica:
         if label != str(version):
             raise self.lose(f"it has the weights {label!r:.40} after version {version} was published")
         self.version = version
+        self.version, self.base = version, files[-1].base
+
+    async def _load_adapter(self, file: WeightFile, version: int) -> None:
+        from turnwise.engines.remote.runtime_adapters import RuntimeAdapters  # imports torch
+
+        self.runtime_adapters = self.runtime_adapters or RuntimeAdapters(self.pool, self.client)
+        try:
+            await self.runtime_adapters.load(file, version)
+        except ServerFault as fault:
+            raise self.lose(str(fault)) from None

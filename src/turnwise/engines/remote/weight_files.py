@@ -1,7 +1,7 @@
 """Weights as files that another process reads: safetensors with a checksum, in shared memory or in a folder that both see.
 
-The trainer writes one file per version and removes old ones; a server reads the file, compares its checksum, and refuses what is
-incomplete. Knows tensors and files; neither models nor HTTP.
+The trainer writes a version and removes old ones: all weights, or the factors of adapters, whose base is a file of its own. A
+server reads a file, compares its checksum, and refuses what is incomplete. Knows tensors and files; neither models nor HTTP.
 """
 
 from __future__ import annotations
@@ -13,31 +13,44 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
-from torch import Tensor
+from torch import Tensor, dtype
 
+from turnwise.engines.adapters import HeldWeights
 from turnwise.errors import SettingError, StoreError
 
 SHARED_MEMORY = Path("/dev/shm")
-NAME = re.compile(r"weights-\d+\.safetensors")
+WEIGHTS, BASE, ADAPTERS = "weights", "base", "adapters"  # what a file holds
+FOLDER = "folder"  # adapters as PEFT writes them
+NAME = re.compile(rf"(?:{WEIGHTS}|{BASE}|{ADAPTERS})-(\d+)(?:-\d+)?\.safetensors")
 PREFIX = "turnwise-weights-"
 KEPT = 2  # versions: a server that was late may still read the one before
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """Where the weights of one version are, and their checksum. The names are those of an ``update_info``."""
+    """Where the weights of one version are, and their checksum. The names are those of an ``update_info``. ``base``: the checksum
+    of the base that adapters belong to; ``adapters``: rank and scale of each, by the name of its weight."""
 
     path: str
     sha256: str
+    size: int = 0  # bytes
+    kind: str = WEIGHTS
+    base: str = ""
+    adapters: Mapping[str, Any] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
+    def as_dict(self) -> dict[str, Any]:
+        """All weights are described by path and checksum alone, as every server understands them."""
+        named = {"path": self.path, "sha256": self.sha256}
+        if self.kind == WEIGHTS:
+            return named
+        of_adapters = {"base": self.base, "adapters": dict(self.adapters)} if self.kind == ADAPTERS else {}
+        return {**named, "kind": self.kind, **of_adapters}
 
 
 class WeightFolder:
@@ -57,10 +70,19 @@ class WeightFolder:
             ) from None
         self.close = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)  # also when the process ends
 
-    def write(self, weights: Mapping[str, Tensor], version: int) -> WeightFile:
-        """Write a version; complete or not at all."""
-        tensors = {name: value.detach().to("cpu").contiguous() for name, value in weights.items()}
-        path = self.path / f"weights-{version}.safetensors"
+    def write(
+        self,
+        weights: Mapping[str, Tensor],
+        version: int,
+        dtypes: Mapping[str, dtype] | None = None,
+        kind: str = WEIGHTS,
+        form: int = 0,
+    ) -> WeightFile:
+        """Write a version; complete or not at all. ``dtypes``: of weights that the reader does not keep in their own dtype;
+        ``form`` counts files of one version that differ in them."""
+        kept = dtypes or {}
+        tensors = {n: t.detach().to(kept.get(n, t.dtype)).to("cpu").contiguous() for n, t in weights.items()}
+        path = self.path / f"{kind}-{version}{f'-{form}' if form else ''}.safetensors"
         aside = path.with_suffix(".writing")
         try:
             save_file(_unshared(tensors), aside)
@@ -71,14 +93,19 @@ class WeightFolder:
             raise StoreError(
                 f"weights cannot be written to {path} ({fault}); write --generator-weights FOLDER with more room"
             ) from fault
-        self._remove_before(path)
-        return WeightFile(str(path), digest)
+        self._remove_before(kind, version)
+        return WeightFile(str(path), digest, path.stat().st_size, kind)
 
-    def _remove_before(self, newest: Path) -> None:
-        files = sorted(self.path.glob("weights-*.safetensors"), key=lambda p: p.stat().st_mtime_ns)
-        for old in files[:-KEPT]:
-            if old != newest:
-                old.unlink(missing_ok=True)
+    def remove(self, file: WeightFile) -> None:
+        Path(file.path).unlink(missing_ok=True)
+
+    def _remove_before(self, kind: str, newest: int) -> None:
+        files = {path: NAME.fullmatch(path.name) for path in self.path.glob(f"{kind}-*.safetensors")}
+        versions = {path: int(match[1]) for path, match in files.items() if match}
+        kept = {newest, *sorted({*versions.values()})[-KEPT:]}
+        for path, version in versions.items():
+            if version not in kept:
+                path.unlink(missing_ok=True)
 
 
 def _remove_orphans(base: Path) -> None:
@@ -105,8 +132,8 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_weights(described: Mapping[str, Any]) -> tuple[dict[str, Tensor], str]:
-    """The tensors of the file that an ``update_info`` describes, and its checksum."""
+def read_weights(described: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], str]:
+    """The tensors of the file that an ``update_info`` describes, and its checksum. Those of a base can be released."""
     path, expected = described.get("path"), described.get("sha256")
     if not isinstance(path, str) or not isinstance(expected, str):
         raise SettingError("'update_info' names no path and sha256; write those of a file of weights")
@@ -123,6 +150,7 @@ def read_weights(described: Mapping[str, Any]) -> tuple[dict[str, Tensor], str]:
     if (digest := hashlib.sha256(content).hexdigest()) != expected:
         raise StoreError(f"{path[:200]} has the checksum {digest[:12]}, not {expected[:12]}: it was changed or cut")
     try:
-        return load(content), digest
+        tensors = load(content)
+        return (HeldWeights(tensors) if described.get("kind") == BASE else tensors), digest
     except SafetensorError as fault:
         raise StoreError(f"{path[:200]} holds no weights: {fault}") from None
