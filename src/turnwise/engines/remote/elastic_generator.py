@@ -82,9 +82,8 @@ class ElasticGenerator(RemoteGenerator):
                 return
             await self._rejoin()
             if self.alive():
-                weights, _ = await in_daemon_thread(lambda: read_weights(file.as_dict()))  # the learner's have moved on
-                for replica in self.alive():
-                    await self._publish_to(replica, file, weights, self.version)
+                weights = await in_daemon_thread(self.publisher.read_again)
+                await self._publish_to_all(weights, self.version)
             else:
                 await asyncio.sleep(LOOK_SECONDS)
 
