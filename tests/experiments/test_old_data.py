@@ -50,23 +50,54 @@ def test_an_evaluation_without_an_answer_counts_as_zero():
 
 def test_rows_that_failed_count_nowhere():
     lines = staleness.table([row(), row(method="bapo", error="out of time", after=0.1)], "calculator")
-    assert "| grpo | 90% | – | – | – | – |" in lines and "| bapo | – | – | – | – | – |" in lines
+    assert any(line.startswith("| grpo |") and line.endswith("| 90% | – | – | – | – |") for line in lines)
+    assert any(line.startswith("| bapo |") and line.endswith("| – | – | – | – | – |") for line in lines)
+
+
+def options(path, *rows, **more):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"env": "calculator", "methods": ["grpo"], "lags": [0, 1], "seeds": [0, 1], "ages": False, "steps": 16}
+    return argparse.Namespace(results=path, out=str(path.parent), **{**given, **more})
+
+
+def tuning(rate, after, lag=0, **more):
+    return row(lag=lag, seed=staleness.TUNING_SEED, after=after, kind="tuning", lr=rate, **more)
 
 
 def test_whole_seeds_come_first_and_rows_are_not_made_again(tmp_path):
-    results = tmp_path / "rows.jsonl"
-    results.write_text(json.dumps(row()) + "\n" + json.dumps(row(lag=1, error="out of time")) + "\n")
-    options = argparse.Namespace(
-        results=results, env="calculator", methods=["grpo"], lags=[0, 1], seeds=[0, 1], ages=False, out=str(tmp_path),
-        lr=1e-3, steps=16,
-    )  # fmt: skip
-    keys = [job.key for job in staleness.jobs(options, 0.0)]
-    assert keys == [
-        "calculator-start-0",
-        ("late", "grpo", 1, 0),
-        "calculator-start-1",
-        *(("late", "grpo", k, 1) for k in (0, 1)),
+    tuned = [tuning(rate, 0.9, lag) for rate in staleness.RATES for lag in staleness.TUNING_LAGS]
+    chosen = options(tmp_path / "rows.jsonl", *tuned, row(), row(lag=1, error="out of time"))
+    keys = [job.key for job in staleness.jobs(chosen, 0.0)]
+    late = [("late", "grpo", 1, 0, 0.0), *(("late", "grpo", k, 1, 0.0) for k in (0, 1))]
+    assert keys == [("start", 0), ("start", 1), *late]
+
+
+def test_a_method_is_tuned_before_its_runs(tmp_path):
+    found = {job.key: job for job in staleness.jobs(options(tmp_path / "rows.jsonl"), 0.0)}
+    tuned = {key for key in found if key[0] == "tuning"}
+    assert {(key[2], key[4]) for key in tuned} == {
+        (lag, rate) for rate in staleness.RATES for lag in staleness.TUNING_LAGS
+    }
+    assert set(found["late", "grpo", 1, 0, 0.0].after) == {("start", 0), *tuned}
+    assert found["tuning", "grpo", 0, staleness.TUNING_SEED, staleness.RATES[0]].after == (
+        ("start", staleness.TUNING_SEED),
+    )
+
+
+def test_the_rate_of_the_best_mean_success_is_taken(tmp_path):
+    low, middle, high = staleness.RATES
+    rows = [
+        tuning(low, 0.8),
+        tuning(low, 0.8, 16),
+        tuning(middle, 0.9),
+        tuning(middle, 0.9, 16),
+        tuning(high, 1.0),
+        tuning(high, 0.1, 16),
     ]
+    assert staleness.best_rate(rows, "calculator", "grpo") == middle
+    assert staleness.best_rate([*rows, tuning(low, 1.0, error="out of time")], "calculator", "grpo") == middle
+    equal = [tuning(low, 0.9, curve=[0.9]), tuning(middle, 0.9, curve=[0.4])]
+    assert staleness.best_rate(equal, "calculator", "grpo") == low
 
 
 @pytest.mark.parametrize(
