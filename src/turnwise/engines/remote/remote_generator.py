@@ -88,9 +88,6 @@ class RemoteGenerator:
             self._ready.set()
         self.check()
 
-    def stats(self) -> dict[str, float]:
-        return {
-            "tokens": float(self._tokens),
     async def _write(self) -> None:
         servers = self.alive()
         await in_daemon_thread(lambda: self.publisher.write_for(servers))
@@ -105,6 +102,9 @@ class RemoteGenerator:
         """What the last publication wrote."""
         return self.publisher.written
 
+    def stats(self) -> dict[str, float]:
+        return {
+            "tokens": float(self._tokens),
             "replicas": float(len(self.alive())),
             "reissued": float(self._reissued),
             "aborted": float(self._aborted),

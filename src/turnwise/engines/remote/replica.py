@@ -211,9 +211,9 @@ class Replica:
         if self.kind == OURS:
             params["entropy"] = sampling.entropy
             body |= {"client": self.client, "session": session}
-        else:
         if self.runtime_adapters is None:
             value = await self._post("/inference/v1/generate", body | self._model, None)
+        else:
             with self.runtime_adapters.using(version) as adapter:
                 value = await self._post("/inference/v1/generate", {**body, "model": adapter}, None)
         self.answered += 1
@@ -304,7 +304,6 @@ class Replica:
         label = value.get("weight_version") if isinstance(value, dict) else None
         if label != str(version):
             raise self.lose(f"it has the weights {label!r:.40} after version {version} was published")
-        self.version = version
         self.version, self.base = version, files[-1].base
 
     async def _load_adapter(self, file: WeightFile, version: int) -> None:
@@ -315,3 +314,4 @@ class Replica:
             await self.runtime_adapters.load(file, version)
         except ServerFault as fault:
             raise self.lose(str(fault)) from None
+        self.version = version
