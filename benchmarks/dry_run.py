@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from turnwise.environments.builtin.guess import Guess
@@ -20,16 +21,18 @@ from turnwise.training import api
 
 COMMON = {
     "method": "grpo", "difficulty": (1,), "cold_steps": 20, "groups": 2, "group_size": 4, "max_tokens": 12, "context": 320,
-    "eval_tasks": 40, "threads": 1, "trackers": (), "quiet": True,
+    "eval_tasks": 40, "threads": 1, "trackers": (),
 }  # fmt: skip
 DELAY = 2.0
 
 
 class SlowGuess(Guess):
-    """Guess with a tool that takes its time. Demonstrations are free of it: they call no tool of a run."""
+    """Guess with a tool that takes its time, except while demonstrations are played."""
+
+    slow = False
 
     def step(self, action: Any) -> Any:
-        time.sleep(DELAY)
+        time.sleep(DELAY if self.slow else 0)
         return super().step(action)
 
 
@@ -40,14 +43,18 @@ LOADS: dict[str, dict[str, Any]] = {
 }
 
 
+def listen(event: str, facts: Mapping[str, Any]) -> None:
+    if event == "stage":
+        SlowGuess.slow = facts["name"] == "learn" or facts["name"].startswith("evaluate")
+
+
 def measure(load: str, steps: int) -> dict[str, Any]:
     settings = {**COMMON, **LOADS[load], "steps": steps}
     began = time.perf_counter()
-    quiet = settings.pop("quiet")
-    expected = api.dry_run(**settings)["estimate"]
+    expected = api.dry_run(listen, **settings)["estimate"]
     dry_seconds = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as folder:
-        summary = api.train(quiet=quiet, out=folder, name="run", **settings)
+        summary = api.train(listen, out=folder, name="run", **settings)
     stages = summary["seconds"]
     evaluations = stages["evaluate before"] + stages["evaluate after"]
     took = stages["learn"] + evaluations

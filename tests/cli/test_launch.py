@@ -184,6 +184,8 @@ def test_without_gpus_none_are_asked_for():
         (["slurm", "grpo", "--stepz", "3"], "unknown setting"),
         (["slurm", "grpo", "--servers", "0"], "servers is 0"),
         (["slurm", "grpo", "--generator", "http://a:1"], "--generator is written by launch"),
+        (["slurm", "grpo", "--cluster", "local"], "leave --cluster out, or write turnwise train"),
+        (["slurm", "grpo", "--port", "99999"], "--port is 99999, and the last server would listen on 99999; write at most 65535"),
         (["slurm", "grpo", "--partition", "a b"], "holds a space"),
         (["k8s", "grpo"], "--image NAME"),
     ],
@@ -196,3 +198,6 @@ def test_refusals(words, said, capsys):
 def test_a_job_needs_numbers():
     with pytest.raises(SettingError, match="port is 0"):
         ClusterJob("a", [], [], port=0)
+    with pytest.raises(SettingError, match=r"the last server would listen on 65537; write at most 65533"):
+        ClusterJob("a", [], [], port=65_535, servers=3)
+    assert ClusterJob("a", [], [], port=65_533, servers=3).port == 65_533

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from turnwise.store.checkpoint import latest_step
-from turnwise.training.interrupt import RunStopped, StopSignals
+from turnwise.training.interrupt import RunStopped, StopSignals, run_async
 
 ARGUMENTS = [
     "grpo", "--env", "guess", "--difficulty", "1", "--hidden", "32", "--layers", "1", "--vocabulary", "320",
@@ -91,5 +91,37 @@ def test_without_a_signal_a_lost_exception_is_reported(caplog):
         await asyncio.sleep(0.01)
 
     StopSignals().run_loop(loses())
+    gc.collect()
+    assert "lost" in caplog.text
+
+
+def test_a_stop_in_a_task_of_the_demonstrations_leaves_no_traceback(caplog):
+    """The signal came while a task wrote to the Python tool: asyncio kept its error in that task, and reported it as lost."""
+    stop, tasks = StopSignals(), []
+
+    async def play() -> None:
+        async def send() -> None:
+            await asyncio.sleep(0)
+            signal.raise_signal(signal.SIGTERM)
+
+        tasks.append(asyncio.ensure_future(send()))
+        await asyncio.gather(*tasks, asyncio.sleep(10))
+
+    with stop.handled(), pytest.raises(RunStopped):
+        run_async(play())
+    tasks.clear()
+    gc.collect()
+    assert not caplog.text
+
+
+def test_other_errors_that_are_lost_are_still_reported(caplog):
+    async def loses() -> None:
+        async def fail() -> None:
+            raise ValueError("lost")
+
+        asyncio.get_running_loop().create_task(fail())
+        await asyncio.sleep(0.01)
+
+    run_async(loses())
     gc.collect()
     assert "lost" in caplog.text

@@ -180,7 +180,7 @@ def test_stale_rollouts_survive_publications_through_a_server(model, tmp_path):
     ],
 )
 def test_a_server_with_another_tiny_model_is_refused(facts, told, tmp_path):
-    with served(**facts) as server, pytest.raises(SettingError, match=told):
+    with served(context=160, **facts) as server, pytest.raises(SettingError, match=told):
         api.train(quiet=True, out=str(tmp_path), generator=(server.url,), **{**SMALL, **COLD})
 
 

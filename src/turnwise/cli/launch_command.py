@@ -41,6 +41,11 @@ def launch(argv: Sequence[str]) -> int:
     settings = Settings.of(run.values)
     if named := [name for name in GIVEN_BY_LAUNCH if name in run.origins]:
         raise SettingError(f"{flag(named[0])} is written by launch, for the servers that it starts; leave it out")
+    if settings.cluster:
+        raise SettingError(
+            "--cluster lets Ray start the generators of a run, and launch starts servers for them; leave --cluster out, or write "
+            "turnwise train ... --cluster without launch"
+        )
     job = ClusterJob(
         name=settings.name or ("" if argv[0] == "slurm" else f"{settings.title}-{settings.env}".split(":")[-1]),
         train=_without(train, "--name"),

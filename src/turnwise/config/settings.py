@@ -79,8 +79,8 @@ class Settings:
     )
     cluster: str = setting(
         "",
-        "run on Ray: local, or HOST:PORT of a cluster, with ,generators=2,cpus=1,gpus=0,placement=pack|spread,restarts=100; "
-        "empty: no cluster",
+        "run on Ray: local, or HOST:PORT of a cluster, with ,generators=2,environments=4,cpus=1,gpus=0,placement=pack|spread,"
+        "restarts=100; empty: no cluster",
     )
     device: str = setting("auto", "cpu, cuda, or auto: cuda when present")
     out: str = setting("runs", "directory that contains the run directories")

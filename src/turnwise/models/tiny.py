@@ -57,15 +57,9 @@ def tiny_tokenizer(corpus: Iterable[str], vocabulary: int = 512, symbols: str = 
     return fast
 
 
-def tiny_model(
-    vocabulary: int, seed: int, *, hidden: int = 192, layers: int = 2, context: int = 1024, copying: bool = False
-) -> LlamaForCausalLM:
-    """A Llama of about a million parameters with random weights that depend only on ``seed``. ``copying``: attention heads
-    start as copying heads, see ``_initialise_copying_heads``.
-
-    Wide and shallow: two layers of 192 learn to copy digits with a third of the demonstrations that four of 128 need
-    (exact copies on held-out problems after 700 k ids: 100 % against 42 %), and decode in half the steps."""
-    config = LlamaConfig(
+def tiny_config(vocabulary: int, *, hidden: int = 192, layers: int = 2, context: int = 1024) -> LlamaConfig:
+    """The shape of ``tiny_model``."""
+    return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
@@ -79,6 +73,17 @@ def tiny_model(
         bos_token_id=None,
         eos_token_id=1,
     )
+
+
+def tiny_model(
+    vocabulary: int, seed: int, *, hidden: int = 192, layers: int = 2, context: int = 1024, copying: bool = False
+) -> LlamaForCausalLM:
+    """A Llama of about a million parameters with random weights that depend only on ``seed``. ``copying``: attention heads
+    start as copying heads, see ``_initialise_copying_heads``.
+
+    Wide and shallow: two layers of 192 learn to copy digits with a third of the demonstrations that four of 128 need
+    (exact copies on held-out problems after 700 k ids: 100 % against 42 %), and decode in half the steps."""
+    config = tiny_config(vocabulary, hidden=hidden, layers=layers, context=context)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)

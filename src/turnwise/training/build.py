@@ -30,6 +30,7 @@ from turnwise.rollout.scripted import scripted_messages
 from turnwise.training.agents import agent_play
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.exact_metrics import exact_metrics
+from turnwise.training.interrupt import run_async
 from turnwise.training.requirements import check_cold_start
 from turnwise.training.reranking import reranked
 from turnwise.training.seats import SeatPlan
@@ -93,7 +94,7 @@ def tokenizer_corpus(env_spec: EnvSpec) -> list[str]:
         return texts
 
     tool_names = " ".join(tool["function"]["name"] for tool in env_spec.tools)
-    return [*asyncio.run(play()), *[tool_names] * CORPUS]
+    return [*run_async(play()), *[tool_names] * CORPUS]
 
 
 def load_model(settings: Settings, vocabulary: int, path: Path | None = None) -> PreTrainedModel:

@@ -22,6 +22,7 @@ TOKEN = "TURNWISE_ENDPOINT_TOKEN"
 NOT_RUN = "Written by `turnwise launch` and NOT RUN on such a cluster: read it, try it with --steps 2 first."
 WAIT_SECONDS = 1800  # for every server to load its model
 NAME_LENGTH = 40
+LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class ClusterJob:
         for name in ("servers", "cpus", "memory", "hours", "port"):
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} is {getattr(self, name)}; write at least 1")
+        if (last := self.port + self.servers - 1) > LAST_PORT:
+            raise SettingError(
+                f"--port is {self.port}, and the last server would listen on {last}; write at most {LAST_PORT + 1 - self.servers}"
+            )
 
     @property
     def object_name(self) -> str:

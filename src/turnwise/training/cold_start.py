@@ -33,6 +33,7 @@ from turnwise.training import build, engines
 from turnwise.training.agents import agent_demonstrator, play_demonstration
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.events import RunEvents
+from turnwise.training.interrupt import run_async
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,7 +96,7 @@ def demonstrations(
             )
         return played
 
-    played = asyncio.run(play())
+    played = run_async(play())
     good = [t for t in played if t.status != Status.FAILED]
     if not good:
         raise EnvironmentFault(f"no demonstration could be played: {played[0].reason if played else 'no tasks'}")

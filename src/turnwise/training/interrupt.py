@@ -69,13 +69,7 @@ class StopSignals:
     def run_loop(self, work: Coroutine[Any, Any, Result]) -> Result:
         """``asyncio.run``; after a signal, without asyncio's reports of the tasks that the stop left unfinished."""
 
-        def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            if not self.received:
-                loop.default_exception_handler(context)
-
-        with asyncio.Runner() as runner:
-            runner.get_loop().set_exception_handler(report)
-            return runner.run(work)
+        return run_async(work, lambda: bool(self.received))
 
     def raise_if_received(self) -> None:
         if self.received:
@@ -130,6 +124,24 @@ class StopSignals:
         if not outcome:  # interrupted before it began
             raise RunStopped(self.received)
         return outcome[0]()
+
+
+def run_async(work: Coroutine[Any, Any, Result], stopped: Callable[[], bool] = lambda: False) -> Result:
+    """``asyncio.run`` for everything that a signal may stop. The signal's error is raised in whichever task runs at that moment;
+    asyncio keeps it there too, and would report it as lost when the task is collected."""
+    ended = False
+
+    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not (ended or stopped() or isinstance(context.get("exception"), RunStopped)):
+            loop.default_exception_handler(context)
+
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_exception_handler(report)
+        try:
+            return runner.run(work)
+        except RunStopped:
+            ended = True
+            raise
 
 
 def _raise(fault: BaseException) -> Any:

@@ -23,6 +23,7 @@ from turnwise.training.inputs import GivenObjects
 from turnwise.training.judges import with_rubric_text
 from turnwise.training.memory_check import check_memory
 from turnwise.training.run_recipe import make_recipe
+from turnwise.training.size_checks import check_adapter_rank, check_rank_cores
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def validate(plan: RunPlan) -> None:
     """Refuse a plan that cannot run, with what to write instead."""
     settings, recipe, env_spec = plan.settings, plan.recipe, plan.env_spec
     engines.check_rank_devices(settings)
+    check_rank_cores(settings, engines.select_device(settings).type)
     requirements.check_ranks(recipe, settings)
     requirements.check_precision(recipe, settings)
     env_spec.tasks("train")
@@ -74,8 +76,14 @@ def validate(plan: RunPlan) -> None:
         groups = plan.data.groups(renderer)
         if settings.offline:
             split_held_out(groups)  # refuses a file without rows
-    if not is_tiny(settings.model) and plan.given.model is None:
-        check_memory(settings, recipe, loading.load_config(resolve(settings.model)))
+    if plan.given.model is not None:
+        check_adapter_rank(settings, plan.given.model.config)
+    elif is_tiny(settings.model):
+        check_adapter_rank(settings)
+    else:
+        config = loading.load_config(resolve(settings.model))
+        check_adapter_rank(settings, config)
+        check_memory(settings, recipe, config)
     if settings.teacher:
         _check_teacher(plan)
 

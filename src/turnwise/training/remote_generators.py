@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import uuid
@@ -20,6 +19,7 @@ from turnwise.engines.remote.transport import ServerAddress
 from turnwise.errors import ServerFault, SettingError
 from turnwise.models.fetch import resolve
 from turnwise.models.options import is_tiny, name_of, split_options
+from turnwise.training.interrupt import run_async
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,8 +79,9 @@ def check_generators(settings: Settings) -> None:
             await replica.identify()
             _compare_cache(settings, replica)
             _compare_files(settings, replica)
+            _compare_context(settings, replica)
 
-    asyncio.run(ask())
+    run_async(ask())
 
 
 def _compare_cache(settings: Settings, replica: Replica) -> None:
@@ -97,6 +98,18 @@ def _compare_cache(settings: Settings, replica: Replica) -> None:
         f"--generator {replica.url} was not started with cache={wanted}; start it with turnwise serve {name},cache={wanted}, or "
         f"let it choose: --model {name}"
     )
+
+
+def _compare_context(settings: Settings, replica: Replica) -> None:
+    """Refuse a server that reads fewer ids than a dialogue of the run may have: attaching to it would, after the cold start."""
+    offered = replica.facts.get("offered") or {}
+    longest = replica.facts.get("max_model_len") if replica.kind == VLLM else offered.get("context")
+    if isinstance(longest, int) and longest < settings.context:
+        start = "vLLM with --max-model-len" if replica.kind == VLLM else "the server with --context"
+        raise SettingError(
+            f"--generator {replica.url}: it reads {longest} ids, and the run needs {settings.context}; write --context {longest}"
+            f", or start {start} {settings.context}"
+        )
 
 
 def _compare_files(settings: Settings, replica: Replica) -> None:
@@ -194,23 +207,38 @@ def make_remote_generator(
     if find is not None:
         make = partial(Replica, client=_client_name(settings), seconds=settings.generator_seconds)
         elastic = ElasticGenerator(find, make, PATIENCE, limits, folder, rule, renderer.decode, tell)
-        asyncio.run(elastic.join(wanted))
+        run_async(elastic.join(wanted))
         return elastic
     generator = RemoteGenerator(make_replicas(settings), limits, folder, rule, renderer.decode, tell)
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
 
+    gone = dict[Replica, str]()
+
     async def connect() -> None:
         for replica in generator.replicas:
-            await replica.identify()
+            if reason := await _why_gone(replica):
+                gone[replica] = reason
+                continue
             if replica.kind == OURS:
                 _compare_vocabulary(settings, replica, vocabulary)
                 _compare_weights(replica, shapes)
             else:
                 await _check_vllm(settings, replica, renderer)
-        await generator.attach()
+        await generator.attach(gone)
 
-    asyncio.run(connect())
+    run_async(connect())
     return generator
+
+
+async def _why_gone(replica: Replica) -> str:
+    """Identify a server that answered at the door; why it no longer does, if it has died since: that is survived, as later on."""
+    try:
+        await replica.identify()
+    except SettingError as fault:
+        if not isinstance(fault.__context__, ServerFault):  # it is there, and not what it was
+            raise
+        return str(fault.__context__)
+    return ""
 
 
 def _compare_weights(replica: Replica, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -225,16 +253,13 @@ def _compare_weights(replica: Replica, shapes: Mapping[str, Sequence[int]]) -> N
 
 async def _check_vllm(settings: Settings, replica: Replica, renderer: Renderer) -> None:
     """Refuse what vLLM does not report, and another tokenizer or a shorter context."""
-    s, longest = settings, replica.facts.get("max_model_len")
+    s = settings
     if s.temperature != 1 or s.top_p != 1 or s.top_k or s.min_p:
         raise SettingError(
             f"--generator {replica.url} is vLLM, whose log-probabilities are those of temperature 1 without top-p, top-k and "
             "min-p; leave these settings at their defaults, or use `turnwise serve`"
         )
-    if isinstance(longest, int) and longest < s.context:
-        raise SettingError(
-            f"--generator {replica.url} reads {longest} ids, and the run needs {s.context}; write --context {longest}"
-        )
+    _compare_context(s, replica)
     try:
         body = {"model": replica.model, "prompt": SENTENCE, "add_special_tokens": False}
         reply = await replica.pool.call("/tokenize", body, 10.0)

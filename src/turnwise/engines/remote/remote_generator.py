@@ -58,13 +58,18 @@ class RemoteGenerator:
         self._ready = asyncio.Event()
         self._ready.set()
 
-    async def attach(self) -> None:
-        """Take every server, after it was identified; raises ``SettingError`` for the first that cannot be used."""
+    async def attach(self, gone: Mapping[Replica, str] | None = None) -> None:
+        """Take every server, after it was identified, but those that are ``gone``. ``SettingError`` where none is left."""
         for replica in self.replicas:
             try:
+                if reason := (gone or {}).get(replica, ""):
+                    raise ServerFault(reason)
                 await replica.attach(self.limits)
             except ServerFault as fault:
-                raise SettingError(f"--generator {replica.url} cannot be used: {fault}") from None
+                replica.lost = str(fault)
+        if not self.alive():
+            raise SettingError(f"--generator {self.replicas[0].url} cannot be used: {self.replicas[0].lost}")
+        self.tell_lost()
 
     # ------------------------------------------------------------------ generator protocol
 
