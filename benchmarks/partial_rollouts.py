@@ -40,15 +40,15 @@ SECONDS, TOOL_SPREAD, SLOWEST = 0.03, 1.5, 2.0  # of a tool's answer
 class InOrder(StalenessPolicy):
     """As many groups in flight, and none overtakes another."""
 
-    def select(self, issued: Mapping[str, int], ready: Sequence[str], count: int, step: int) -> list[str] | None:
-        oldest = list(issued)[:count]
-        return oldest if len(oldest) == count and set(oldest) <= set(ready) else None
+    def select(self, oldest: Mapping[str, int], ready: Sequence[str], count: int, step: int) -> list[str] | None:
+        first = list(oldest)[:count]
+        return first if len(first) == count and set(first) <= set(ready) else None
 
 
 class Twice(StalenessPolicy):
     """Twice as many groups in flight as a step needs, whatever the limit of their age."""
 
-    def admit(self, running: int, outstanding: int, per_step: int) -> int:
+    def admit(self, running: int, outstanding: int, per_step: int, trainable: int | None = None) -> int:
         return max(0, 2 * per_step - outstanding)
 
 

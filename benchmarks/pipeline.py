@@ -29,11 +29,13 @@ from typing import Any
 import scaling_model
 
 from turnwise.bench.pipeline import EpisodeLoad, Pipeline, TurnLoad, simulate
+from turnwise.config.staleness import staleness_setting
 from turnwise.core.seeds import stable_seed
 from turnwise.environments.builtin.calculator import Calculator
 from turnwise.inspector.queries import RunReader
 
 STALENESS = (0, 1, 4)
+LATE = ("4,drop", "4,keep")
 GPUS = (8, 32, 128, 512)
 TURNS, TOKENS, SPREAD, LONGEST = 4, 256, 1.0, 4096  # of an episode: turns, and tokens of one (log-normal, cut)
 TOOL_SECONDS, TOOL_SPREAD = 1.0, 1.0  # median and spread of a tool's answer (log-normal)
@@ -114,11 +116,12 @@ def _projected(gpus: int, staleness: int) -> Pipeline:
 
 
 def from_run(run: RunReader) -> list[str]:
-    pipeline, lines = pipeline_of(run), ["staleness   s a step   against 0   oldest"]
+    pipeline, lines = pipeline_of(run), ["staleness   s a step   against 0   oldest   dropped a step"]
     first = simulate(pipeline, recorded(run, 0)).seconds
-    for k in STALENESS:
+    for k in (*STALENESS, *LATE):
         result = simulate(replace(pipeline, staleness=k), recorded(run, 0))
-        lines.append(f"{k:9}   {result.seconds:8.3f}   {first / result.seconds:7.2f} x   {result.oldest:6}")
+        cells = f"{k:9}   {result.seconds:8.3f}   {first / result.seconds:7.2f} x   {result.oldest:6}   {result.dropped:7.2f}"
+        lines.append(cells)
     return lines
 
 
@@ -171,7 +174,7 @@ def measure(options: argparse.Namespace) -> list[str]:
     return lines
 
 
-def generation_alone(options: argparse.Namespace, folder: Path, staleness: int, begin: dict[str, Any]) -> float:
+def generation_alone(options: argparse.Namespace, folder: Path, staleness: int | str, begin: dict[str, Any]) -> float:
     """Seconds of a step whose learner computes nothing after its first update."""
     from turnwise.training import engines
 
@@ -204,7 +207,7 @@ def equal_time(options: argparse.Namespace) -> list[str]:
     done = {(row["seed"], row["staleness"], row["equal"]): row for row in known}
     with tempfile.TemporaryDirectory() as folder:
 
-        def row(seed: int, k: int, equal: str, steps: int) -> dict[str, Any]:
+        def row(seed: int, k: int | str, equal: str, steps: int) -> dict[str, Any]:
             if (seed, k, equal) not in done:
                 initial = Path(folder) / f"{seed}-0-steps" / "initial"
                 start = {"model": str(initial), "cold_steps": 0} if initial.is_dir() else {}
@@ -238,7 +241,7 @@ def equal_time_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
     rate = lambda row: row["steps"] / row["seconds"]  # noqa: E731
     base = {row["seed"]: rate(row) for row in rows if row["staleness"] == 0}
-    for k, equal in sorted({(row["staleness"], row["equal"]) for row in rows}):
+    for k, equal in sorted({(row["staleness"], row["equal"]) for row in rows}, key=str):
         found = [row for row in rows if (row["staleness"], row["equal"]) == (k, equal)]
         mean = lambda values: statistics.mean(values)  # noqa: E731
         success = [row["success"] for row in found]
@@ -261,7 +264,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
+    parser.add_argument(
+        "--staleness", type=staleness_setting, nargs="+", default=[0, 1, 4], help='0 4 "4,drop" "4,keep"'
+    )
     parser.add_argument("--no-delay", action="store_true", help="the calculator as it is, without slow tools")
     parser.add_argument("--generator", nargs="*", default=[], help="where to sample, as in a run")
     parser.add_argument("--threads", type=int, default=0)

@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from turnwise import recipes
 from turnwise.core.records import Fork, Group, Status, Task, Trajectory, Turn
@@ -50,12 +52,14 @@ class Book:
         self.dropped[key] = reason
 
 
-def trajectory(key, task, reward=0.0, **other):
-    return Trajectory(key, task, (Turn((1,), (2,), (-0.5,), version=(0,), reward=reward),), **other)
+def trajectory(key, task, reward=0.0, version=0, **other):
+    return Trajectory(key, task, (Turn((1,), (2,), (-0.5,), version=(version,), reward=reward),), **other)
 
 
 class Player:
-    """Plays at once, or after a delay; rewards and failures by group number and sibling."""
+    """Plays at once, or after a delay; rewards and failures by group number and sibling. Its token is sampled at the start."""
+
+    generator = Seeds()
 
     def __init__(self, reward=lambda group, i: float(i), delay=lambda group: 0.0, fails=lambda group: False):
         self.reward, self.delay, self.fails = reward, delay, fails
@@ -63,21 +67,27 @@ class Player:
 
     async def __call__(self, key, task, session):
         group, i = key.split("~")[0].split(".")[0], int(key.split(".")[-1])
-        self.seeds[key] = session
+        self.seeds[key], version = session, self.generator.version
         self.running.add(key)
         self.most = max(self.most, len(self.running))
         await asyncio.sleep(self.delay(int(group)))
         self.running.discard(key)
-        made = trajectory(key, task, self.reward(int(group), i))
+        made = trajectory(key, task, self.reward(int(group), i), version)
         return made.failed("no display") if self.fails(int(group)) else made
 
 
-def collector(play=None, *, groups=3, staleness=0, admission=None, max_draws=8) -> Collector:
+def collector(play=None, *, groups=3, staleness=0, admission=None, max_draws=8, steps=0) -> Collector:
     recipe = replace(recipes.build("grpo"), budget=Fixed(groups, SIZE), admission=admission or AdmitAll())
     sampler = TaskFeed(Uniform().open(TaskStream("test")), recipe.budget.open())
-    return Collector(
-        recipe, Seeds(), sampler, Book(), play or Player(), seed=1, staleness=staleness, max_draws=max_draws
-    )
+    play = play or Player()
+    play.generator = Seeds()
+    facts = {"seed": 1, "staleness": staleness, "max_draws": max_draws, "steps": steps}
+    return Collector(recipe, play.generator, sampler, Book(), play, **facts)
+
+
+def published(c: Collector, step: int) -> None:
+    """The learner has trained on the groups of ``step``."""
+    c.training, c.generator.version = 0, step + 1
 
 
 def out(c: Collector) -> int:
@@ -106,7 +116,7 @@ def test_never_more_out_than_staleness_allows(staleness):
             c.issue(step)  # while the learner works
             assert out(c) <= (staleness + 1) * 3
             await asyncio.sleep(0.005)
-            c.training = 0
+            published(c, step)
             trained += ids(groups)
         await c.stop()
         return trained
@@ -129,11 +139,134 @@ def test_no_group_is_trained_on_more_than_k_steps_after_it_was_issued(staleness)
             ages += [step - c.ledger.issued[g.id] for g in groups]
             c.issue(step)
             await asyncio.sleep(0.012)
-            c.training = 0
+            published(c, step)
         await c.stop()
         return ages
 
     assert max(asyncio.run(run())) <= staleness
+
+
+class Closable(int):
+    """A session that is its seed and remembers that it was closed."""
+
+    def close(self):
+        self.closed = True
+
+
+class Leaps(Player):
+    """Plays for as many rounds of the event loop as ``rounds`` says, and forgets a spare session."""
+
+    def __init__(self, rounds, **more):
+        super().__init__(**more)
+        self.rounds = rounds
+
+    async def __call__(self, key, task, session):
+        version = self.generator.version
+        for _ in range(self.rounds(int(key.split("~")[0].split(".")[0]))):
+            await asyncio.sleep(0)
+        return trajectory(key, task, self.reward(int(key.split("~")[0].split(".")[0]), int(key[-1])), version)
+
+
+def leap_run(seed, staleness, groups, steps, slow, flat, resume_at=0):
+    """A run whose groups end in a random order and of which some have no spread of rewards; stopped and resumed once."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(40, 90) if rng.random() < slow else rng.randint(0, 3) for _ in range(2000)]
+    spread = [rng.random() >= flat for _ in range(2000)]
+    make = lambda: Leaps(lambda g: lengths[g], reward=lambda g, i: float(i * spread[g]))  # noqa: E731
+    facts = {"groups": groups, "staleness": staleness, "admission": Spread(), "steps": steps, "max_draws": 99}
+    c, trained, ages = collector(make(), **facts), [], []
+
+    async def run():
+        nonlocal c
+        for step in range(steps):
+            if step == resume_at > 0:
+                await c.stop()
+                state, running, old = c.sampler.state_dict(), sorted(c.running.values(), key=int), c
+                c = collector(make(), **facts)
+                c.sampler.load_state_dict(state)
+                c.ready, c.ledger, c.generator.version = old.ready, old.ledger, step
+                c.to_reissue = deque((f"{key}~{step}", c.sampler.sampler.tasks.draw(int(key))) for key in running)
+                for key in running:
+                    c.ledger.dropped[key] = "interrupted"
+            step_groups = await c.collect_step(step)
+            ages.extend(step - min(t.turns[0].version[0] for t in g.trajectories) for g in step_groups)
+            trained.extend(ids(step_groups))
+            assert len(step_groups) == groups
+            c.issue(step)
+            for _ in range(rng.randint(0, 4)):
+                await asyncio.sleep(0)
+            published(c, step)
+        left = sorted([*c.running.values(), *ids(c.ready), *(key for key, _ in c.to_reissue)])
+        await c.stop()
+        return left
+
+    left = asyncio.run(run())
+    return c, trained, ages, left
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), staleness=st.sampled_from((0, 1, 3, "1,drop", "3,drop", "1,keep", "3,keep")),
+    groups=st.integers(1, 3), steps=st.integers(1, 9), slow=st.floats(0, 0.5), flat=st.floats(0, 0.5),
+    resume_at=st.integers(0, 8),
+)  # fmt: skip
+def test_all_that_is_issued_is_trained_on_or_dropped(seed, staleness, groups, steps, slow, flat, resume_at):
+    """And nothing is left at the end, also when the run was stopped once; each step gets all its groups."""
+    c, trained, ages, left = leap_run(seed, staleness, groups, steps, slow, flat, resume_at)
+    assert len(trained) == len(set(trained)) == groups * steps
+    assert set(c.ledger.issued) == set(trained) | set(c.ledger.dropped) and not set(trained) & set(c.ledger.dropped)
+    assert left == [] and not c.issued_in and not c.sessions
+    if not str(staleness).endswith("keep"):
+        assert max(ages) <= int(str(staleness)[0])
+    late = {reason for reason in c.ledger.dropped.values() if reason.startswith("older")}
+    assert not late or late == {f"older than staleness {staleness[0]} allows"}
+
+
+def test_a_group_that_comes_late_is_cancelled_and_replaced(monkeypatch):
+    monkeypatch.setattr(Seeds, "open", lambda self, seed: Closable(seed))
+    monkeypatch.setattr(Closable, "closed", False, raising=False)
+    c = collector(Player(delay=lambda group: 99.0 if group == 1 else 0.0), groups=2, staleness="1,drop", steps=9)
+
+    async def run():
+        trained = []
+        for step in range(4):
+            if step == 0:
+                c.issue(0)
+                spare = c.sessions["1"]
+                slow = next(task for task, key in c.running.items() if key == "1")
+            trained += ids(await c.collect_step(step))
+            c.issue(step)
+            await asyncio.sleep(0.01)
+            published(c, step)
+        assert slow.cancelled() and all(session.closed for session in spare) and not c.cancelled.tasks
+        await c.stop()
+        return trained
+
+    assert asyncio.run(run()) == ["0", "2", "3", "4", "5", "6", "7", "8"]
+    assert c.ledger.dropped == {"1": "older than staleness 1 allows"} == dict.fromkeys("1", *c.dropped)
+    assert "1" not in c.sampler.promised
+
+
+def test_a_huge_staleness_issues_what_one_step_needs():
+    c = collector(groups=1, staleness=10**6, steps=1)
+    assert len(asyncio.run(c.collect_step(0))) == 1 and list(c.ledger.issued) == ["0"]
+
+
+def test_a_token_that_is_too_old_is_never_trained_on():
+    """A server that lags behind samples with weights of long ago: dropped where the limit holds, trained on where it does not."""
+    for staleness, number in ((1, "3"), ("1,drop", "3"), ("1,keep", "0")):
+        c = collector(groups=1, staleness=staleness)
+        c.generator.version = 0  # of the first group's token, in step 5
+        play = c.play
+
+        async def run(c=c, play=play):
+            c.issue(5)
+            await asyncio.sleep(0.01)
+            play.generator.version = 5
+            return ids(await c.collect_step(5))
+
+        found = asyncio.run(run())
+        assert (found == ["0"]) == (number == "0"), staleness
 
 
 def test_synchronous_groups_come_in_waves():

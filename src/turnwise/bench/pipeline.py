@@ -1,8 +1,9 @@
 """A discrete-event simulation of the asynchronous loop: episodes that sample and wait for tools, a learner, publications.
 
 Sampling is processor sharing: every sequence that samples gains one token per decode step, and a step takes longer the more
-sequences there are. Which groups are issued and trained on is decided by ``StalenessPolicy`` itself, as in a run. Knows no model
-and no device: a load says how many tokens and tool seconds an episode has, a pipeline how long each stage takes.
+sequences there are. Which groups are issued, trained on and dropped is decided by ``StalenessPolicy`` itself, as in a run that
+goes on after the last step simulated. Knows no model and no device: a load says how many tokens and tool seconds an episode has,
+a pipeline how long each stage takes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ class Pipeline:
     decode: Callable[[int], float]
     learn: float
     publish: float = 0.0
-    staleness: int = 0
+    staleness: int | str = 0  # as in a run: 4, "4,drop", "4,keep"
     slots: int = 1 << 30  # sequences that sample at the same time; more wait
     shared: bool = False  # generator and learner use one device in turn
 
@@ -51,6 +52,7 @@ class PipelineResult:
     generator: float  # share of the time in which something was sampled
     learner: float  # share of the time spent learning
     oldest: int  # largest number of steps between issue and training
+    dropped: float = 0.0  # groups in a step that came too late
 
 
 @dataclass
@@ -96,6 +98,17 @@ class _Rollouts:
         self.waiting.append((turn.tokens, episode))
         self._fill()
 
+    def remove(self, groups: Collection[int]) -> None:
+        """Cancel the episodes of groups that run, and forget those that are ready."""
+        kept = lambda entry: entry[-1].group not in groups  # noqa: E731
+        self.sampling, self.acting = list(filter(kept, self.sampling)), list(filter(kept, self.acting))
+        self.waiting = deque(filter(kept, self.waiting))
+        heapq.heapify(self.sampling)
+        heapq.heapify(self.acting)
+        self.left = {group: n for group, n in self.left.items() if group not in groups}
+        self.ready = [group for group in self.ready if group not in groups]
+        self._fill()
+
     def _fill(self) -> None:
         while self.waiting and len(self.sampling) < self.pipeline.slots:
             tokens, episode = self.waiting.popleft()
@@ -126,9 +139,10 @@ class _Rollouts:
 
 def simulate(pipeline: Pipeline, draw: Callable[[], EpisodeLoad], steps: int = 60, warm_up: int = 10) -> PipelineResult:
     """Run ``steps`` steps of episodes that ``draw`` returns; the first ``warm_up`` are not counted."""
-    p, policy = pipeline, StalenessPolicy(pipeline.staleness)
+    p, policy = pipeline, StalenessPolicy.parse(pipeline.staleness)
     rollouts, issued, numbers = _Rollouts(pipeline), dict[str, int](), itertools.count()
-    ends, marks, oldest, in_training = list[float](), list[tuple[float, float]](), 0, 0
+    ends, marks = list[float](), list[tuple[float, float, int]]()
+    oldest = in_training = dropped = 0
 
     def issue(step: int) -> None:
         outstanding = len(rollouts.left) + len(rollouts.ready) + in_training
@@ -151,20 +165,27 @@ def simulate(pipeline: Pipeline, draw: Callable[[], EpisodeLoad], steps: int = 6
         oldest = max(oldest, *(step - issued.pop(key) for key in chosen))
         rollouts.ready = [g for g in rollouts.ready if str(g) not in set(chosen)]
         in_training = len(chosen)
+        late = policy.evict(issued, step + 1)
+        rollouts.remove({int(key) for key in late})
+        for key in late:
+            del issued[key]
+        dropped += len(late)
+        if late:
+            issue(step)
         for seconds, paused in ((p.learn, p.shared), (p.publish, True)):
             rollouts.paused = paused
             rollouts.run(limit=rollouts.now + seconds)
         rollouts.paused = False
         ends.append(rollouts.now)
-        marks.append((rollouts.tokens, rollouts.busy))
+        marks.append((rollouts.tokens, rollouts.busy, dropped))
     return _result(p, ends, marks, oldest, warm_up)
 
 
 def _result(
-    p: Pipeline, ends: Sequence[float], marks: Sequence[tuple[float, float]], oldest: int, first: int
+    p: Pipeline, ends: Sequence[float], marks: Sequence[tuple[float, float, int]], oldest: int, first: int
 ) -> PipelineResult:
     span, count = ends[-1] - ends[first - 1], len(ends) - first
-    (tokens_before, busy_before), (tokens, busy) = marks[first - 1], marks[-1]
-    return PipelineResult(
-        span / count, (tokens - tokens_before) / span, (busy - busy_before) / span, p.learn * count / span, oldest
-    )
+    (tokens_before, busy_before, dropped_before), (tokens, busy, dropped) = marks[first - 1], marks[-1]
+    shares = (busy - busy_before) / span, p.learn * count / span
+    dropped_each = (dropped - dropped_before) / count
+    return PipelineResult(span / count, (tokens - tokens_before) / span, *shares, oldest, dropped_each)

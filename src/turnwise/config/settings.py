@@ -13,6 +13,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any
 
 from turnwise.config.convert import convert
+from turnwise.config.staleness import staleness_setting
 from turnwise.errors import SettingError, nearest
 
 AT_LEAST_ONE = (
@@ -129,7 +130,11 @@ class Settings:
     group_size: int = setting(0, "trajectories per task; 0: the method's own")
     epochs: int = setting(0, "passes over each batch; 0: the method's own")
     minibatches: int = setting(0, "optimiser steps per pass; 0: the method's own")
-    staleness: int = setting(0, "steps that rollouts may run ahead of training; 0: synchronous")
+    staleness: int | str = setting(
+        0,
+        "steps that rollouts may run ahead of training; 0: synchronous; N,drop drops groups that come late, N,keep trains on "
+        "them, N alone waits for them",
+    )
     max_draws: int = setting(8, "stop sampling for a batch after this many times the groups it needs")
     # experience: pieces by name, NAME,key=value; `turnwise list --experience` shows all; empty: the method's own
     sampler: str = setting(
@@ -274,8 +279,7 @@ class Settings:
             raise SettingError(f"demo_share is {self.demo_share}; write a number between 0 and 1")
         if self.credit_options and not self.credit:
             raise SettingError("credit_options are given, but no credit; write --credit NAME")
-        if self.staleness < 0:
-            raise SettingError(f"staleness is {self.staleness}; write 0 for synchronous, or a positive number of steps")
+        object.__setattr__(self, "staleness", staleness_setting(self.staleness))
 
     def _split_method(self) -> None:
         """``method="sapo+hgpo"`` is the method sapo with the credit of hgpo."""

@@ -25,7 +25,7 @@ class StatefulSampler(Protocol):
 class GroupSource(Protocol):
     """Where the groups of a step come from: rollouts, or the rows of a file."""
 
-    staleness: int
+    staleness: int | str  # 0: synchronous
     training: int  # groups the learner holds at this moment
     dropped: Counter[str]
     to_reissue: deque[tuple[str, Task]]  # groups in flight when the run was stopped

@@ -24,6 +24,7 @@ from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.renderer import Renderer
 from turnwise.training import engines
 from turnwise.training.opponents import Opponents
+from turnwise.training.staleness import StalenessPolicy
 
 USABLE = 0.9  # of the memory: the rest is fragments, libraries, CUDA graphs
 MIN_DIALOGUES = 2  # whole contexts that a cache in pages must hold
@@ -35,7 +36,8 @@ def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
     device, budget = engines.select_device(settings), recipe.budget
     dtype, rollout = LearnerSettings(dtype=settings.dtype).compute_dtype(device), engines.rollout_dtype(settings)
     compute = torch.finfo(dtype).bits // 8
-    dialogues = max(budget.groups * budget.size * (settings.staleness + 1), settings.eval_tasks * settings.eval_samples)
+    ahead = StalenessPolicy.parse(settings.staleness).capacity(budget.groups, settings.steps)
+    dialogues = max(ahead * budget.size, settings.eval_tasks * settings.eval_samples)
     wanted = {Signal.REFERENCE} & recipe.objective.signals if not settings.lora_rank else set()
     return MemoryPlan(
         model

@@ -1,8 +1,9 @@
-"""How far rollouts may be ahead of training: which groups are issued, and which are trained on next.
+"""How far rollouts may be ahead of training: which groups are issued, which are trained on next, and which come too late.
 
-With the limit k, at most (k + 1)·B groups are outstanding, and a group is trained on at most k steps after it was issued. k = 0
-is synchronous. Until its last step a slow group may be overtaken by later ones; from then on training waits for it. Knows steps
-and groups; neither tasks nor losses.
+With the limit k, at most (k + 1)·B groups are outstanding, and never more than the remaining steps can train on. k = 0 is
+synchronous. Until its last step a slow group may be overtaken by later ones. Then training waits for it (``wait``), drops it
+(``drop``), or goes on and trains on it whenever it ends (``keep``). With the first two no token that is trained on was sampled
+more than k policy versions before. Knows steps, versions and groups; neither tasks nor losses.
 """
 
 from __future__ import annotations
@@ -10,39 +11,89 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from turnwise.config.staleness import DROP, KEEP, WAIT, parse_staleness
+from turnwise.core.records import Group
+
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """``limit``: the most steps between the issue of a group and the step that trains on it."""
+    """``limit``: the most policy versions between the oldest token of a group and the step that trains on it. ``late``: what
+    happens to a group that would exceed it. A group that still runs counts from the step in which it was issued."""
 
     limit: int
+    late: str = WAIT
+
+    @classmethod
+    def parse(cls, setting: int | str) -> StalenessPolicy:
+        return cls(*parse_staleness(setting))
 
     @property
     def synchronous(self) -> bool:
         return self.limit == 0
 
-    def admit(self, running: int, outstanding: int, per_step: int) -> int:
-        """How many groups to issue now. ``outstanding``: running, ready or in training. Synchronous rollouts come in waves: none
-        is issued while one runs."""
+    @property
+    def bounded(self) -> bool:
+        """Whether the limit holds for every token that is trained on."""
+        return self.late != KEEP
+
+    @property
+    def reason(self) -> str:
+        """Why the ledger says that a group was evicted."""
+        return f"older than staleness {self.limit} allows"
+
+    def capacity(self, per_step: int, steps: int = 0) -> int:
+        """The most groups that are outstanding at any time. ``steps``: that the run still takes; 0: its end is not known."""
+        return per_step * (min(self.limit + 1, steps) if steps else self.limit + 1)
+
+    def admit(self, running: int, outstanding: int, per_step: int, trainable: int | None = None) -> int:
+        """How many groups to issue now. ``outstanding``: running, ready or in training. ``trainable``: how many groups the step
+        that is trained now and all later ones take together; None: the end is not known. Synchronous rollouts come in waves:
+        none is issued while one runs."""
         if self.synchronous and running:
             return 0
-        return max(0, (self.limit + 1) * per_step - outstanding)
+        most = self.capacity(per_step)
+        return max(0, (most if trainable is None else min(most, trainable)) - outstanding)
 
-    def select(self, issued: Mapping[str, int], ready: Sequence[str], count: int, step: int) -> list[str] | None:
-        """The groups to train on in ``step``, of those that are ``ready``; None: wait for another. ``issued``: the step in which
-        each outstanding group was issued, oldest first."""
+    def select(self, oldest: Mapping[str, int], ready: Sequence[str], count: int, step: int) -> list[str] | None:
+        """The groups to train on in ``step``, of those that are ``ready``; None: wait for another. ``oldest``: of each
+        outstanding group, the version of its oldest token, or the step in which it was issued; in draw order."""
         available = set(ready)
         if self.synchronous:
-            oldest = list(issued)[:count]
-            return oldest if len(oldest) == count and set(oldest) <= available else None
-        chosen = [key for key in issued if key in available][:count]
+            first = list(oldest)[:count]
+            return first if len(first) == count and set(first) <= available else None
+        chosen = sorted((key for key in oldest if key in available), key=lambda key: oldest[key])[:count]
         if len(chosen) < count:
             return None
         taken = set(chosen)
-        left = [at for key, at in issued.items() if key not in taken]
-        nothing_to_wait_for = len(available) == len(issued)  # a step that trained on fewer groups left more than fit
-        return chosen if nothing_to_wait_for or self._in_time(left, count, step + 1) else None
+        left = [at for key, at in oldest.items() if key not in taken]
+        nothing_to_wait_for = len(available) == len(oldest)  # a step that trained on fewer groups left more than fit
+        waits = self.late == WAIT and not nothing_to_wait_for and not self._in_time(left, count, step + 1)
+        return None if waits else chosen
+
+    def evict(self, oldest: Mapping[str, int], step: int) -> list[str]:
+        """The groups that would be too old in ``step``. Where training waits, there are none but after a step that trained on
+        fewer groups than planned, or where a server sampled with older weights than it should."""
+        if self.synchronous or not self.bounded:
+            return []
+        return [key for key, at in oldest.items() if step - at > self.limit]
 
     def _in_time(self, left: Sequence[int], count: int, step: int) -> bool:
-        """Whether groups issued in the steps ``left`` can all be trained on in time from ``step`` on, ``count`` in a step."""
+        """Whether groups as old as ``left`` can all be trained on in time from ``step`` on, ``count`` in a step."""
         return all(position < (at + self.limit - step + 1) * count for position, at in enumerate(sorted(left)))
+
+    def check(self, groups: Sequence[Group], step: int) -> None:
+        """Assert the limit for every token that ``step`` trains on."""
+        if self.synchronous or not self.bounded:
+            return
+        for group in groups:
+            age = step - oldest_version(group, step)
+            assert age <= self.limit, f"step {step} would train on tokens of group {group.id}, {age} versions old"
+
+
+def oldest_version(group: Group, default: int) -> int:
+    """The version of the policy that sampled its oldest token; ``default`` where no token has one."""
+    versions = (min(turn.version) for t in group.trajectories for turn in t.turns if len(turn.version))
+    return int(min(versions, default=default))
+
+
+__all__ = ["DROP", "KEEP", "WAIT", "StalenessPolicy", "oldest_version"]

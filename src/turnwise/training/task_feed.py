@@ -30,6 +30,11 @@ Rest = Callable[[Group], Awaitable[int]]
 """How many further trajectories a group gets, once the groups of its wave are known."""
 
 
+def draw_order(key: str) -> tuple[int, str]:
+    """Sorts groups as they were drawn. Training in order of completion would let timing change results."""
+    return int(key.split("~")[0]), key
+
+
 @dataclass(frozen=True)
 class GroupOrder:
     """One group to issue. ``max_turns`` 0: the environment's limit. ``rest``: asked after its first trajectories."""

@@ -60,6 +60,8 @@ from turnwise.training.plan import RunPlan
 from turnwise.training.resume_changes import changes_since_start, describe_machine
 from turnwise.training.run_files import check_files, require_first_result
 from turnwise.training.seats import seat_plan
+from turnwise.training.staleness import StalenessPolicy
+from turnwise.training.staleness_notes import staleness_notes
 from turnwise.training.summary import RunSummary, evaluation_metrics
 from turnwise.training.task_feed import TaskFeed
 from turnwise.training.task_scores import score_tasks
@@ -123,6 +125,8 @@ class Trainer:
             self.events.message(text, "warning")
         for text in self.notes:
             self.events.message(text)
+        for level, text in staleness_notes(self.settings, self.recipe):
+            self.events.message(text, level)
         if self.threads and engines.select_device(self.settings).type == "cpu":
             self.events.message(f"CPU threads: {self.threads}")
         with self.events.stage("prepare"):
@@ -133,7 +137,7 @@ class Trainer:
         self.renderer = build.make_renderer(self.settings, tokenizer)
         self._announce_template()
         s, budget = self.settings, self.recipe.budget
-        dialogues = budget.groups * budget.size * (s.staleness + 1)
+        dialogues = StalenessPolicy.parse(s.staleness).capacity(budget.groups, s.steps) * budget.size
         warn = partial(self.events.message, level="warning")
         generator = memory.make_generator(s, self.recipe, model, self.renderer, s.staleness == 0, dialogues, tell=warn)
         generator, self.opponents = engines.with_opponents(s, generator, model, self.renderer)
@@ -272,6 +276,7 @@ class Trainer:
             s.staleness,
             s.max_draws,
             self.scorer,
+            s.steps,
         )
 
     def _resume(
@@ -297,7 +302,7 @@ class Trainer:
             start = saved.step
             check_digest(self.run_dir.ledger, saved.state.get("ledger"), ledger.digest(start))
         discard_after(self.run_dir.checkpoints, start)
-        owed = ledger.resume(start, keep_finished=s.staleness > 0)
+        owed = ledger.resume(start, keep_finished=s.staleness != 0)
         for text in resume_messages(self.run_dir, self.died, start, owed):
             self.events.message(text)
         collector.to_reissue = deque(

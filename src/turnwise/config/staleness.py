@@ -1,0 +1,29 @@
+"""The setting ``staleness``: ``N``, ``N,wait``, ``N,drop`` or ``N,keep``. Knows the text, not what a run does with it."""
+
+from __future__ import annotations
+
+from turnwise.errors import SettingError, nearest
+
+WAIT, DROP, KEEP = LATE = ("wait", "drop", "keep")
+
+
+def parse_staleness(value: int | str) -> tuple[int, str]:
+    """(steps that rollouts may run ahead, what happens to groups that come late)."""
+    number, comma, late = (part.strip() for part in str(value).partition(","))
+    late = late if comma else WAIT
+    if not number.isdecimal():
+        raise SettingError(
+            f"staleness is {value}; write 0 for synchronous, or a positive number of steps (4), which may be followed by what "
+            "happens to groups that come late: 4,wait 4,drop 4,keep"
+        )
+    if late not in LATE:
+        raise SettingError(f"staleness is {value!r}, and {late!r} does not say what to do; {nearest(late, LATE)}")
+    if not int(number) and late != WAIT:
+        raise SettingError(f"staleness is {value!r}, and nothing comes late in a synchronous run; write 0, or 1,{late}")
+    return int(number), late
+
+
+def staleness_setting(value: int | str) -> int | str:
+    """The shortest way to write it: a number where training waits, as in releases that knew nothing else."""
+    limit, late = parse_staleness(value)
+    return limit if late == WAIT else f"{limit},{late}"
