@@ -10,6 +10,7 @@ local     ``--generator local``: the policy is sampled in a process of its own
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import tempfile
 import time
@@ -31,8 +32,9 @@ class SlowGuess(Guess):
 
     slow = False
 
-    def step(self, action: Any) -> Any:
-        time.sleep(DELAY if self.slow else 0)
+    async def step(self, action: Any) -> Any:
+        if self.slow:
+            await asyncio.sleep(DELAY)
         return super().step(action)
 
 

@@ -84,7 +84,8 @@ def show_summary(summary: Mapping[str, Any]) -> None:
         for line in certificate_lines(summary["exactness"]):
             out.print(f"  {line}", markup=False, soft_wrap=True)
     for message in summary.get("messages", ()):
-        out.print(printable(f"warning: {message['text']}"), markup=False, soft_wrap=True)
+        when = f" at step {message['step']}, before the run was resumed" if message.get("earlier") else ""
+        out.print(printable(f"warning{when}: {message['text']}"), markup=False, soft_wrap=True)
     out.print(
         f"curves: {run / 'curves.png'}   model: {run / 'model'}   run directory: {run}", soft_wrap=True, markup=False
     )

@@ -99,7 +99,7 @@ def settings_from(namespace: argparse.Namespace, method: str, credit: str = "") 
     """The flags given, as typed settings; the others keep their defaults."""
     types = {f.name: type_of(f) for f in fields(Settings)}
     flags = {k: ",".join(v) if isinstance(v, list) else v for k, v in vars(namespace).items() if v is not None}
-    values = {k: convert(k, v, types[k]) for k, v in flags.items() if k in types and k != "method"}
+    values = {k: convert(flag(k), v, types[k]) for k, v in flags.items() if k in types and k != "method"}
     options = {"method_options": _options(flags, "method.", method)}
     if credit:
         options["credit_options"] = _options(flags, "credit.", credit)
@@ -138,6 +138,6 @@ def served_policy(namespace: argparse.Namespace) -> ServedPolicy | None:
         if namespace.policy_model or namespace.policy_key_env:
             raise SettingError("--policy-model and --policy-key-env belong to --policy URL, which is missing")
         return None
-    seconds = convert("policy_seconds", namespace.policy_seconds, float)
-    parallel = convert("policy_parallel", namespace.policy_parallel, int)
+    seconds = convert("--policy-seconds", namespace.policy_seconds, float)
+    parallel = convert("--policy-parallel", namespace.policy_parallel, int)
     return ServedPolicy(namespace.policy, namespace.policy_model, namespace.policy_key_env, seconds, parallel)

@@ -12,6 +12,7 @@ from typing import Any
 
 from turnwise.errors import SettingError
 
+EXAMPLES = {int: "a whole number, such as 4", float: "a number, such as 0.1 or 1e-5", bool: "true or false"}
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -25,7 +26,8 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         )
         if typing.get_origin(kind) is dict:
             expected = "dict: write key=value,key=value"
-        raise SettingError(f"{name} is {value!r}, which is not {expected}") from None
+        example = f"; write {EXAMPLES[kind]}" if kind in EXAMPLES else ""
+        raise SettingError(f"{name} is {value!r}, which is not {expected}{example}") from None
 
 
 def _convert(value: Any, kind: Any) -> Any:

@@ -25,6 +25,7 @@ class MessageLog:
         drop_rows_from(path, start + 1)
         self.path, self.listen, self.step = path, listen, start
         self.rows = read_rows(path)
+        self.earlier = len(self.rows)  # told before this process began
 
     def __call__(self, event: str, facts: Mapping[str, Any]) -> None:
         if event == "message":
@@ -48,5 +49,6 @@ class MessageLog:
 
     @property
     def warnings(self) -> list[dict[str, Any]]:
-        """What a report repeats: step and text of everything that is more than information."""
-        return [{"step": r["step"], "text": r["text"]} for r in self.rows if r.get("level", "info") != "info"]
+        """What a report repeats: step and text of everything that is more than information, and what was told before a resume."""
+        rows = [({"earlier": True} if n < self.earlier else {}, row) for n, row in enumerate(self.rows)]
+        return [{"step": r["step"], "text": r["text"], **mark} for mark, r in rows if r.get("level", "info") != "info"]

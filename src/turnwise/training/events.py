@@ -27,20 +27,23 @@ class LoopWatch(Protocol):
 
 @dataclass
 class RunEvents:
-    """Sends events to ``listen`` and measures stages."""
+    """Sends events to ``listen`` and measures stages. A stage inside another counts for itself alone: ``seconds`` add up."""
 
     listen: Listener = silent
     seconds: dict[str, float] = field(default_factory=dict)
     watch: LoopWatch | None = None
+    _inside: float = 0.0  # seconds of the stages that have ended inside the present one
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int = 0, of: str = "steps") -> Iterator[None]:
         self.listen("stage", {"name": name, "total": total, "of": of})
-        began = time.perf_counter()
+        began, inside, self._inside = time.perf_counter(), self._inside, 0.0
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+            whole = time.perf_counter() - began
+            self.seconds[name] = self.seconds.get(name, 0.0) + whole - self._inside
+            self._inside = inside + whole
 
     @contextlib.contextmanager
     def loop_stage(self, loop: Any) -> Iterator[None]:

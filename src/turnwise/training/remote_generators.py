@@ -39,15 +39,18 @@ def make_replicas(settings: Settings) -> list[Replica]:
     """The servers that the settings name. Refuses addresses that are none, or that occur twice."""
     client = _client_name(settings)
     addresses = [
-        ServerAddress.read(
-            url.removesuffix("/").removesuffix("/v1"), settings.generator_key_env, "generator", ", or local"
-        )
+        ServerAddress.read(_root(url), settings.generator_key_env, "generator", ", or local", path="")
         for url in settings.generator
     ]
     urls = [address.url for address in addresses]
     if twice := next((url for url in urls if urls.count(url) > 1), ""):
         raise SettingError(f"--generator names {twice} twice; name every server once")
     return [Replica(address, client, settings.generator_seconds) for address in addresses]
+
+
+def _root(url: str) -> str:
+    """The address without the /v1 that other clients of such a server are given."""
+    return url.removesuffix("/").removesuffix("/v1") if "://" in url and url.partition("://")[2].strip("/") else url
 
 
 def _client_name(settings: Settings) -> str:

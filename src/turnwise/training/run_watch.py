@@ -233,7 +233,8 @@ class RunWatch:
             return
         if "nothing" in self.told:
             del self.told["nothing"]
-            self.pending.append(("the run moves again", "info"))
+            if not (facts.servers and all(server.lost for server in facts.servers)):  # then it ends, in the next moment
+                self.pending.append(("the run moves again", "info"))
         stuck = suspects(facts, STALL_SECONDS)
         for suspect in stuck:
             text = suspect.text if suspect.computing else f"{suspect.text}; the rest of the run goes on"

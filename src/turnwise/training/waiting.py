@@ -115,7 +115,7 @@ def _server(server: ServerFacts, facts: RunMoment) -> ComponentState:
     name, since = f"server {server.url}", facts.since.get(server.url)
     if server.lost:
         return ComponentState(name, "lost", server.lost, "", since)
-    text = f"{_dialogues(server.dialogues)}, owes {server.owed} replies, weights of version {server.version}"
+    text = f"{_dialogues(server.dialogues)}, owes {_replies(server.owed)}, weights of version {server.version}"
     return ComponentState(name, "working" if server.owed else "idle", text, "", since)
 
 
@@ -212,7 +212,9 @@ def _stuck_rollouts(facts: RunMoment, limit: float) -> Iterator[Suspect]:
     for server in facts.servers:
         if server.owed and not server.lost and facts.since.get(server.url, 0.0) >= limit:
             seconds = facts.since[server.url]
-            text = f"generator server {server.url} has not answered for {seconds:.0f} s (it owes {server.owed} replies)"
+            text = (
+                f"generator server {server.url} has not answered for {seconds:.0f} s (it owes {_replies(server.owed)})"
+            )
             yield Suspect(server.url, text)
     if facts.publishing is not None and facts.publishing.seconds >= limit:
         yield Suspect(
@@ -255,6 +257,10 @@ def _episodes(count: int) -> str:
 
 def _dialogues(count: int) -> str:
     return "1 dialogue" if count == 1 else f"{count} dialogues"
+
+
+def _replies(count: int) -> str:
+    return "1 reply" if count == 1 else f"{count} replies"
 
 
 def _longest(calls: OutsideCalls) -> str:

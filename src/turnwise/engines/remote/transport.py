@@ -38,15 +38,17 @@ class ServerAddress:
     key: str = field(default="", repr=False)
 
     @classmethod
-    def read(cls, url: str, key_variable: str = "", flag: str = "policy", words: str = "") -> ServerAddress:
+    def read(
+        cls, url: str, key_variable: str = "", flag: str = "policy", words: str = "", path: str = "/v1"
+    ) -> ServerAddress:
         """From what the user wrote. ``key_variable`` names the environment variable that holds the key, ``words`` what else the
-        setting accepts."""
+        setting accepts, ``path`` how such an address ends."""
         text = url.strip().removesuffix("/").removesuffix("/chat/completions").rstrip("/")
         parts = urllib.parse.urlsplit(text)
         if parts.username or parts.password:
             raise SettingError(f"--{flag} holds a password; write the address alone, and --{flag}-key-env VARIABLE")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or _port(parts) is None:
-            raise SettingError(f"--{flag} is {url!r}; write an address such as http://localhost:8000/v1{words}")
+            raise SettingError(f"--{flag} is {url!r}; write an address such as http://localhost:8000{path}{words}")
         return cls(text, _key(key_variable, flag))
 
     def hide(self, text: str) -> str:

@@ -52,8 +52,9 @@ def _body(state: RunState) -> Iterator[str]:
         yield f"STUCK     {state.alarm}"
     yield from _numbers(status)
     yield ""
-    yield f"{'component':<13} {'':<8} {'waits for':<13} {'progress':>9}  doing"
-    yield from (_component(component) for component in status["components"])
+    width = max([13, *(len(component["name"]) for component in status["components"])])
+    yield f"{'component':<{width}} {'':<8} {'waits for':<13} {'progress':>9}  doing"
+    yield from (_component(component, width) for component in status["components"])
 
 
 def _numbers(status: Mapping[str, Any]) -> Iterator[str]:
@@ -75,7 +76,8 @@ def _numbers(status: Mapping[str, Any]) -> Iterator[str]:
     yield f"versions  {versions['oldest_in_flight']} to {versions['newest']} in flight, {versions['published']} published"
 
 
-def _component(component: Mapping[str, Any]) -> str:
+def _component(component: Mapping[str, Any], width: int) -> str:
     since = component["since_progress"]
     ago = "" if since is None else f"{since:.0f} s ago"
-    return f"{component['name']:<13} {component['state']:<8} {component['waits_for'] or '-':<13} {ago:>9}  {component['doing']}"
+    name, waits_for = f"{component['name']:<{width}}", component["waits_for"] or "-"
+    return f"{name} {component['state']:<8} {waits_for:<13} {ago:>9}  {component['doing']}"
