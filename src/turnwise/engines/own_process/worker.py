@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -151,10 +152,10 @@ class GeneratorWorker:
     async def _publish(self, kind: str, told: Any, version: int, adapters: Any) -> None:
         """``adapters`` describes the factors that are sent; None: all weights are."""
         tensors = await self._received(self.block, kind, told)
-        if adapters is None:
-            await self.generator.publish(tensors, version)
-        else:
-            await self.generator.publish(adapted_weights(self.base, tensors, adapters), version)
+        weights: Mapping[str, torch.Tensor] = tensors
+        if adapters is not None:
+            weights = await asyncio.to_thread(using_gpu()(adapted_weights), self.base, tensors, adapters)
+        await self.generator.publish(weights, version)
         if adapters is None or self.generator.applies_adapters:
             self.base.release()  # the generator has its own copy
         if kind != BLOCK:
