@@ -61,3 +61,12 @@ def test_staleness_helps_a_heavy_tail_and_four_helps_more_than_one():
     pipeline = Pipeline(8, 8, lambda n: 0.004, learn=2.0, publish=0.1)
     times = [simulate(replace(pipeline, staleness=k), heavy(3), 200, 20).seconds for k in (0, 1, 4)]
     assert times[0] > 1.2 * times[1] > 1.2 * 0.99 * times[2]
+
+
+def test_late_groups_are_waited_for_dropped_or_kept():
+    """The policy of a run decides here, too."""
+    pipeline = Pipeline(4, 3, lambda n: 0.002 + 0.0001 * n, 0.05, 0.01)
+    wait, drop, keep = (simulate(replace(pipeline, staleness=k), heavy(3), 200, 20) for k in (1, "1,drop", "1,keep"))
+    assert wait.oldest <= 1 and drop.oldest <= 1 < keep.oldest
+    assert wait.dropped == keep.dropped == 0 < drop.dropped
+    assert drop.seconds < wait.seconds and keep.seconds < wait.seconds

@@ -89,3 +89,26 @@ def test_text_is_read_as_its_type(text, kind, value):
 def test_settings_survive_json():
     chosen = Settings(steps=3, difficulty=(2,), trackers=(), method="grpo", method_options={"clip": 0.3})
     assert Settings.of(json.loads(json.dumps(chosen.as_dict()))) == chosen
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [(0, 0), (4, 4), ("4", 4), ("4,wait", 4), ("0,wait", 0), (" 4 , drop ", "4,drop"), ("1,keep", "1,keep")],
+)
+def test_staleness_is_a_number_and_what_happens_to_late_groups(given, kept):
+    assert Settings(staleness=given).staleness == kept
+    assert Settings.of(json.loads(json.dumps(Settings(staleness=given).as_dict()))).staleness == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("4,dorp", "'dorp' does not say what to do.*drop"), ("x", "staleness is x; write 0"), ("4,", "''"),
+        ("-1,drop", "staleness is -1,drop"), ("1.5", "staleness is 1.5"), ("", "write 0 for synchronous"),
+        ("0,keep", "nothing comes late in a synchronous run; write 0, or 1,keep"), ("drop", "4,wait 4,drop 4,keep"),
+        (None, "staleness is None"), (True, "staleness is True"),
+    ],
+)  # fmt: skip
+def test_a_staleness_that_says_nothing_is_refused(given, words):
+    with pytest.raises(SettingError, match=words):
+        Settings(staleness=given)
