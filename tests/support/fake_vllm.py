@@ -76,8 +76,10 @@ class FakeVllm:
         app = self.apps[name]
 
         async def run(scope, receive, send):
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+
             async def replay():
-                return {"type": "http.request", "body": body, "more_body": False}
+                return messages.pop() if messages else await receive()
 
             await app(scope, replay, send)
 

@@ -48,7 +48,7 @@ class RuntimeAdapters:
         reply = await self.pool.call(path, body, SECONDS)
         if reply.status != 200:
             raise ServerFault(
-                f"it answers {path} with {reply.status}: {error_text(reply.json(), reply.text())}; start it with "
+                f"it answers {path} with {reply.status}: {error_text(reply.json(), reply.text()).rstrip('.')}; start it with "
                 "--enable-lora, --max-lora-rank of the run's rank and --max-loras of its staleness plus 2"
             )
 
