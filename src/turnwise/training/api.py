@@ -94,7 +94,7 @@ def resume(
 
 
 def dry_run(listen: Listener | None = None, **settings: Any) -> dict[str, Any]:
-    """Three real steps at these settings in a temporary folder; ``estimate`` in the result says what the whole run will take."""
+    """A few real steps at these settings in a temporary folder; ``estimate`` in the result says what the whole run will take."""
     return dry_running.dry_run(train, listen or silent, settings)
 
 
