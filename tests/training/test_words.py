@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from turnwise.cli.main import main
@@ -19,18 +17,18 @@ from turnwise.training.run_watch import STALL_SECONDS, RunWatch
 from turnwise.training.waiting import RunMoment, component_states
 
 
-def test_the_seconds_of_stages_add_up():
-    events, began = RunEvents(), time.perf_counter()
+def test_the_seconds_of_stages_add_up(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("turnwise.training.events.time.perf_counter", lambda: now[0])
+    events = RunEvents()
     with events.stage("prepare"):
-        time.sleep(0.01)
-        for name, seconds in (("demonstrations", 0.03), ("cold start", 0.02), ("demonstrations", 0.01)):
+        now[0] += 5.0
+        for name, seconds in (("demonstrations", 22.0), ("cold start", 16.0), ("demonstrations", 1.0)):
             with events.stage(name):
-                time.sleep(seconds)
+                now[0] += seconds
     with events.stage("learn"):
-        time.sleep(0.01)
-    whole = time.perf_counter() - began
-    assert events.seconds["demonstrations"] >= 0.04 and events.seconds["cold start"] >= 0.02
-    assert sum(events.seconds.values()) == pytest.approx(whole, abs=0.005), "each second counts once"
+        now[0] += 9.0
+    assert events.seconds == {"demonstrations": 23.0, "cold start": 16.0, "prepare": 5.0, "learn": 9.0}
 
 
 @pytest.mark.parametrize(
