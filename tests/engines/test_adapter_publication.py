@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.adapted import adapted_model, factor_bytes, turn
 from support.dialogues import run, two_turns
 from support.generators import generator, make
 from support.prompting import prompts
@@ -23,27 +24,6 @@ from turnwise.errors import SettingError
 
 pytest.importorskip("peft")
 SAMPLING, GREEDY = Sampling(max_tokens=12), Sampling(temperature=0, max_tokens=10)
-RANK = 3
-
-
-def adapted_model(seed=3, rank=RANK):
-    """A model with adapters; ``turn`` gives it others."""
-    model = make(seed=seed)
-    lora.inject(model, rank, None)
-    return model
-
-
-def turn(model, seed):
-    """The weights of other adapters of the same base."""
-    rng = torch.Generator().manual_seed(seed)
-    for name, p in model.named_parameters():
-        if ".lora_" in name:
-            p.data.copy_(torch.randn(p.shape, generator=rng) * 0.2)
-    return lora.merged(model)
-
-
-def factor_bytes(weights):
-    return sum(t.numel() * t.element_size() for t in factors_of(weights.adapters)[0].values())
 
 
 def merged_bytes(weights):
@@ -284,33 +264,6 @@ def test_a_server_that_knows_no_adapters_gets_merged_weights():
     with kit.served(own_host=host) as server:
         size, parts = run(play(server.url))
     assert size > merged_bytes(turn(model, 1)) and parts == run(local())
-
-
-def test_with_no_server_left_one_that_comes_gets_the_published_adapters():
-    servers()
-    import test_elastic_generator as kit
-    from support.generator_servers import served
-
-    model = adapted_model()
-
-    async def play():
-        with served(make(seed=1)) as one:
-            here = [one.url]
-            g = kit.elastic(here, make(seed=3))
-            await g.join(1)
-            await g.publish(turn(model, 1), 1)
-            wanted = await kit.sample(g)
-            one.stop()
-        here.clear()
-        turn(model, 2)  # the learner's adapters move on while nobody samples
-        waiting = asyncio.ensure_future(kit.sample(g))
-        await asyncio.sleep(0.5)
-        with served(make(seed=4)) as two:
-            here.append(two.url)
-            return wanted, await waiting
-
-    wanted, got = kit.run(play())
-    assert got == wanted
 
 
 # ------------------------------------------------------------------ dtypes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.adapted import adapted_model, turn
 from support.generator_servers import LIMITS, served, weights_of
 from support.generators import make
 from support.prompting import prompts
@@ -89,6 +90,30 @@ def test_with_none_left_requests_wait_for_another_which_first_gets_the_published
         waiting = asyncio.ensure_future(sample(g))
         await asyncio.sleep(1.0)
         assert not waiting.done()
+        with served(make(seed=4)) as two:
+            here.append(two.url)
+            return wanted, await waiting
+
+    wanted, got = run(play())
+    assert got == wanted
+
+
+def test_with_none_left_one_that_comes_gets_the_base_and_the_published_adapters():
+    pytest.importorskip("peft")
+    model = adapted_model()
+
+    async def play():
+        with served(make(seed=1)) as one:
+            here = [one.url]
+            g = elastic(here, make(seed=3))
+            await g.join(1)
+            await g.publish(turn(model, 1), 1)
+            wanted = await sample(g)
+            one.stop()
+        here.clear()
+        turn(model, 2)  # the learner's adapters move on while nobody samples
+        waiting = asyncio.ensure_future(sample(g))
+        await asyncio.sleep(0.5)
         with served(make(seed=4)) as two:
             here.append(two.url)
             return wanted, await waiting

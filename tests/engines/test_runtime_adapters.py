@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.adapted import RANK, adapted_model, factor_bytes, turn
 from support.dialogues import run, two_turns
 from support.generators import generator, make
 from support.prompting import prompts
-from test_adapter_publication import GREEDY, RANK, adapted_model, factor_bytes, turn
+
+from turnwise.core.records import Sampling
 
 pytest.importorskip("peft")
 kit = pytest.importorskip("support.generator_servers")
 from support.fake_vllm import FakeVllm  # noqa: E402
+
+GREEDY = Sampling(temperature=0, max_tokens=10)
 
 
 def fake_server(fake):
