@@ -62,7 +62,7 @@ LATE = {  # for those who ask for it: TensorBoard's writer, the profiler, a toke
 }
 
 SMALL = ("core/", "maths/", "algebra/", "recipes/recipe.py", "training/loop.py", "training/collector.py", "errors.py")
-CORE_LINES, BODY_LINES, FILE_LINES = 5900, 60, 400
+CORE_LINES, BODY_LINES, FILE_LINES = 5960, 60, 400
 LONG_BODIES: set[str] = set()  # "file.py:function"
 LONG_FILES: set[str] = set()
 

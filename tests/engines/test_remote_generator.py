@@ -24,7 +24,7 @@ LONG = Sampling(max_tokens=100)
 
 
 def plain(parts):
-    return [(list(p.tokens), list(p.logp), list(p.mass), list(p.version), list(p.entropy), p.stop) for p in parts]
+    return [(list(p.tokens), list(p.logp), list(p.mass), list(p.version), list(p.entropy), list(p.kept), p.stop) for p in parts]
 
 
 # ------------------------------------------------------------------ same as a local one

@@ -32,9 +32,8 @@ class Ratio(Piece):
 
 
 def behaviour(batch: Batch) -> Field:
-    """Log-probability under the behaviour policy, over the whole vocabulary at the sampling temperature.
-
-    ``mass`` undoes the renormalisation by top-p, top-k or min-p, so that an unchanged policy has ratio 1."""
+    """Log-probability under the behaviour policy at the sampling temperature, normalised as the learner's: over the ids that
+    top-p, top-k or min-p kept where they are recorded, else over the whole vocabulary, by the recorded ``mass``."""
     return batch.behaviour + batch.mass
 
 

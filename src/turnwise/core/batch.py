@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from turnwise.core.columns import checked_key
+from turnwise.core.kept_sets import KeptSets
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree
 from turnwise.core.records import Facts, Group, Origin, Status, Trajectory, Turn
 from turnwise.core.signals import Signal
@@ -42,6 +43,7 @@ class Sequences:
     masked_ids: Tensor | None = None  # [L] ids with the environment's messages masked; None where no method needs them
     routes: Tensor | None = None  # [L, layers · k] experts that the sampler's routers chose, −1: not recorded
     host: Sequences | None = None  # the same on the host, where reading values does not synchronise a GPU
+    kept: KeptSets | None = None  # of the sampled tokens
 
     @property
     def lengths(self) -> Tensor:
@@ -61,7 +63,8 @@ class Sequences:
         lo, hi = self.start[ends].tolist()
         masked, routes = (None if x is None else x[lo:hi] for x in (self.masked_ids, self.routes))
         start, owner = self.start[a : b + 1] - lo, self.trajectory[a:b] - trajectories.start
-        return Sequences(self.ids[lo:hi], start, owner, self.sampled_at[tokens] - lo, masked, routes)
+        kept, at = self.kept and self.kept.select(tokens), self.sampled_at[tokens] - lo
+        return Sequences(self.ids[lo:hi], start, owner, at, masked, routes, kept=kept)
 
     def select(self, position_of: Tensor, tokens: slice | Tensor) -> Sequences:
         """The sequences of kept trajectories. ``position_of`` [K] is the new index or −1; ``tokens`` the kept tokens."""
@@ -76,7 +79,8 @@ class Sequences:
         at = self.sampled_at[tokens]
         owner = torch.searchsorted(self.start, at, right=True) - 1
         masked, routes = (None if x is None else x[source] for x in (self.masked_ids, self.routes))
-        return Sequences(self.ids[source], start, new[kept], at - self.start[owner] + new_start[owner], masked, routes)
+        at, sets = at - self.start[owner] + new_start[owner], self.kept and self.kept.select(tokens)
+        return Sequences(self.ids[source], start, new[kept], at, masked, routes, kept=sets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +91,7 @@ class Batch:
     sequences: Sequences
     token: Field  # TOKEN: the sampled id
     behaviour: Field  # TOKEN: log-probability under the distribution that was sampled from
-    mass: Field  # TOKEN: log of the probability mass that top-p/k and min-p kept (0 = all of it)
+    mass: Field  # TOKEN: log of the probability mass that top-p/k and min-p kept; 0: all of it, or ``sequences.kept`` has the set
     version: Field  # TOKEN: of the policy that sampled it
     temperature: Field  # TURN
     reward: Field  # TURN: the environment's reward
@@ -152,10 +156,7 @@ class Batch:
             position = torch.full((len(self),), -1, dtype=torch.int64, device=self.tree.device)
             position[index] = torch.arange(index.numel(), device=self.tree.device)
             sequences = self.sequences.select(position, kept[TOKEN])
-
-        def cut(f: Field) -> Field:
-            return Field(tree, f.level, f.x[kept[f.level]])
-
+        cut = lambda f: Field(tree, f.level, f.x[kept[f.level]])  # noqa: E731
         fields = {name: cut(value) for name, value in vars(self).items() if isinstance(value, Field)}
         return Batch(
             tree=tree,
@@ -204,8 +205,7 @@ class Batch:
         single = {name: f for name, f in vars(self).items() if isinstance(f, Field)}
         mappings = {name: getattr(self, name) for name in ("reward_components", "facts", "columns")}
         some = (s.masked_ids, s.routes)
-        given = (x for x in some if x is not None)
-        tensors = [*self.tree.parents, s.ids, s.start, s.trajectory, s.sampled_at, *given]
+        tensors = [*self.tree.parents, s.ids, s.start, s.trajectory, s.sampled_at, *(x for x in some if x is not None)]
         fields = [f for mapping in (single, *mappings.values()) for f in mapping.values()]
         copies = iter(to_device_packed([*tensors, *(f.x for f in fields)], device))
         tree = self.tree.with_parents([next(copies) for _ in self.tree.parents])
@@ -214,7 +214,7 @@ class Batch:
         move = lambda fields: {name: Field(tree, f.level, next(copies)) for name, f in fields.items()}  # noqa: E731
         changes: dict[str, Any] = {**move(single), **{name: move(fields) for name, fields in mappings.items()}}
         host = s if s.ids.device.type == "cpu" else None
-        changes["sequences"] = Sequences(ids, start, trajectory, at, masked, routes, host)
+        changes["sequences"] = Sequences(ids, start, trajectory, at, masked, routes, host, s.kept and s.kept.to(device))
         return replace(self, tree=tree, **changes)
 
 
@@ -321,13 +321,14 @@ class _Packer:
         tree = Tree(of_token, of_turn, of_trajectory, len(self.trajectories))
         at = torch.arange(of_token.numel()) + (begins - (sizes.cumsum(0) - sizes))[of_token]
         names = sorted({name for t in self.members for name in t.rewards})
+        kept, mass = KeptSets.of(turns), self._per_token("mass", f32)
         verdicts = [float("nan") if t.success is None else float(t.success) for t in self.members]
         return Batch(
             tree=tree,
-            sequences=Sequences(ids, start, owner, at, self._masked_ids(ids), self._routes()),
+            sequences=Sequences(ids, start, owner, at, self._masked_ids(ids), self._routes(), kept=kept),
             token=tree.field(TOKEN, ids[at]),
             behaviour=tree.field(TOKEN, self._per_token("logp", f32)),
-            mass=tree.field(TOKEN, self._per_token("mass", f32)),
+            mass=tree.field(TOKEN, mass if kept is None else mass.masked_fill(kept.size > 0, 0.0)),
             version=tree.field(TOKEN, self._per_token("version", i64)),
             temperature=tree.field(TURN, [t.temperature for t in turns], f32),
             reward=tree.field(TURN, [t.reward for t in turns], f32),

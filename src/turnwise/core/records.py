@@ -109,6 +109,7 @@ class Completion:
     entropy: Sequence[float] = ()  # where ``Sampling.entropy`` asks for it and the generator knows it
     confidence: Sequence[float] = ()  # the same: −mean log p of the five most likely tokens, above its minimum ln 5
     routes: Sequence[bytes] = ()  # as in ``Turn``, of all positions from the first
+    kept: Sequence[bytes] = ()  # as in ``Turn``
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +135,14 @@ class Turn:
     facts: Facts = field(default_factory=dict)  # from the environment (``info["facts"]``)
     masked_context: Sequence[int] = ()  # equally long, the environment's message masked; empty = not requested
     routes: Sequence[bytes] = ()  # experts (int16: layers × k) at each position up to the one before the last token
+    kept: Sequence[
+        bytes
+    ] = ()  # ids (int32) that a filter kept at each token; b"": not recorded, ``mass`` stands for them
     seconds_generating: float = 0.0
     seconds_acting: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("logp", "mass", "version"):
+        for name in ("logp", "mass", "version", "kept"):
             size = len(getattr(self, name))
             if size not in (0, len(self.tokens)):
                 raise RecordError(f"a turn has {len(self.tokens)} tokens but {size} values of {name}")

@@ -66,6 +66,7 @@ def _with_turn(one: Trajectory, completion: Completion) -> Trajectory:
         tokens=tuple(completion.tokens),
         logp=tuple(completion.logp),
         mass=() if not any(completion.mass) else tuple(completion.mass),
+        kept=() if not any(completion.kept) else tuple(completion.kept),
         version=tuple(completion.version),
         agent=turn.agent,
         state=turn.state,

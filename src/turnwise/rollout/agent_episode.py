@@ -186,6 +186,7 @@ class AgentEpisode:
                 tokens=tuple(completion.tokens),
                 logp=tuple(completion.logp),
                 mass=() if not any(completion.mass) else tuple(completion.mass),
+                kept=() if not any(completion.kept) else tuple(completion.kept),
                 version=tuple(completion.version),
                 routes=tuple(completion.routes[-(len(context) + len(completion.tokens)) :]),
                 restart=restart,

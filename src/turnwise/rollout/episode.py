@@ -317,6 +317,7 @@ class Episode:
                     tokens=tuple(completion.tokens),
                     logp=tuple(completion.logp),
                     mass=() if not any(completion.mass) else tuple(completion.mass),
+                    kept=() if not any(completion.kept) else tuple(completion.kept),
                     version=tuple(completion.version),
                     routes=self._routes(completion, context),
                     reward=float(step.reward),

@@ -53,7 +53,7 @@ class GenerateApi:
         if call.session:
             self.host.check_owner(body.get("client"))
         done = await self._while_connected(request, call)
-        return JSONResponse(reply_body(call.request_id, done, self.host.labels))
+        return JSONResponse(reply_body(call.request_id, done, self.host.labels, call.sampling_mask))
 
     async def _while_connected(self, request: Request, call: GenerateCall) -> Completion:
         """The completion; ends the request when nobody waits for it any longer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,7 +19,9 @@ from turnwise.errors import RecordError
 from turnwise.rollout.agent_episode import CallRefused
 
 FINISH = {Stop.TOKEN: "stop", Stop.STRING: "stop", Stop.LENGTH: "length", Stop.CANCELLED: "abort"}
-READ = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed", "stop_token_ids", "entropy"}
+READ = {
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed", "stop_token_ids", "entropy", "sampling_mask",
+}  # fmt: skip
 NO_EFFECT = {"logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"}
 ONLY = {  # parameters that would change the distribution: accepted with the value that does nothing
     "n": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0, "ignore_eos": False,
@@ -29,13 +32,15 @@ ONLY = {  # parameters that would change the distribution: accepted with the val
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """One request to continue ``ids``. ``session``: the dialogue it belongs to; empty: none, the request stands alone."""
+    """One request to continue ``ids``. ``session``: the dialogue it belongs to; empty: none, the request stands alone.
+    ``sampling_mask``: whether the reply names the ids that the filters kept."""
 
     request_id: str
     ids: tuple[int, ...]
     sampling: Sampling
     seed: int
     session: str
+    sampling_mask: bool = False
 
 
 def read_call(body: Mapping[str, Any], number: int, vocabulary: int, stop_ids: Sequence[int]) -> GenerateCall:
@@ -53,7 +58,8 @@ def read_call(body: Mapping[str, Any], number: int, vocabulary: int, stop_ids: S
     if not isinstance(session, str) or not isinstance(request_id, str):
         raise CallRefused("invalid_request", "'session' or 'request_id' is no text")
     seed = _integer(params, "seed", number, low=-(1 << 63), high=(1 << 63) - 1)
-    return GenerateCall(request_id, read_ids(body.get("token_ids"), vocabulary), _sampling(params), seed, session)
+    ids, with_mask = read_ids(body.get("token_ids"), vocabulary), params.get("sampling_mask") is True
+    return GenerateCall(request_id, ids, _sampling(params), seed, session, with_mask)
 
 
 def read_ids(value: Any, vocabulary: int) -> tuple[int, ...]:
@@ -122,8 +128,11 @@ def _integer(params: Mapping[str, Any], name: str, default: int, low: int, high:
     return int(value)
 
 
-def reply_body(request_id: str, done: Completion, labels: Mapping[int, str]) -> dict[str, Any]:
-    """The reply to a request. ``labels``: what the trainer calls each version of the weights."""
+def reply_body(
+    request_id: str, done: Completion, labels: Mapping[int, str], sampling_mask: bool = False
+) -> dict[str, Any]:
+    """The reply to a request. ``labels``: what the trainer calls each version of the weights. ``sampling_mask``: with the ids
+    that the filters kept, as vLLM's option ``--return-sampling-mask`` names them; an empty list: not recorded."""
     tokens = list(done.tokens)
     content: list[dict[str, Any]] = [
         {"token_id": token, "logprob": logp, "rank": None, "top_logprobs": []} for token, logp in zip(tokens, done.logp)
@@ -135,7 +144,7 @@ def reply_body(request_id: str, done: Completion, labels: Mapping[int, str]) -> 
         ours["entropy"] = list(done.entropy)
     if done.routes:
         ours["routes"] = {"rows": len(done.routes), "data": base64.b64encode(b"".join(done.routes)).decode()}
-    choice = {
+    choice: dict[str, Any] = {
         "index": 0,
         "finish_reason": FINISH[done.stop],
         "stop_reason": None,
@@ -144,6 +153,8 @@ def reply_body(request_id: str, done: Completion, labels: Mapping[int, str]) -> 
         "weight_versions": version_spans(done.version, labels),
         "turnwise": ours,
     }
+    if sampling_mask and done.kept:
+        choice["sampling_mask"] = [array("i", row).tolist() for row in done.kept]
     return {"request_id": request_id, "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
 
 

@@ -24,9 +24,11 @@ from turnwise.core.records import Fork, Origin, Status, Stop, Task, Trajectory, 
 
 INTEGER_COLUMNS = ("context", "tokens", "version", "masked_context")
 FLOAT_COLUMNS = ("mass", "logp")
+KEPT = "kept"  # stored only where a filter was active: all ids, and how many each token has, as two columns
 ROUTES = "routes"  # stored only where the policy has routers; every row is as wide as the others
 STORED_AS = {"masked_context": "blind"}  # keys of the format that differ from the field of ``Turn``
 FIELD_OF = {key: name for name, key in STORED_AS.items()}
+KEPT_SIZES = "kept_sizes"
 INTEGER_TYPES = (
     ("|u1", "B"),
     ("<u2", "H"),
@@ -34,7 +36,7 @@ INTEGER_TYPES = (
     ("<i8", "q"),
 )  # (NumPy dtype, struct format), narrowest first
 WINDOW_BITS = (10, 15)  # smallest and largest zlib window
-NOT_SCALAR = (*INTEGER_COLUMNS, *FLOAT_COLUMNS, ROUTES, "facts")
+NOT_SCALAR = (*INTEGER_COLUMNS, *FLOAT_COLUMNS, KEPT, ROUTES, "facts")
 SCALAR_DEFAULTS = {f.name: f.default for f in fields(Turn) if f.name not in NOT_SCALAR}
 
 
@@ -57,6 +59,10 @@ def encode(trajectory: Trajectory) -> tuple[str, bytes]:
     if any(turn.routes for turn in trajectory.turns):
         columns[ROUTES], packed = _pack_routes(trajectory.turns)
         parts.append(packed)
+    if any(turn.kept for turn in trajectory.turns):
+        for name, (column, packed) in _pack_kept(trajectory.turns).items():
+            columns[name] = column
+            parts.append(packed)
     for name in (*INTEGER_COLUMNS, *FLOAT_COLUMNS):
         values: list[Sequence[Any]] = [getattr(turn, name) for turn in trajectory.turns]
         flat = values[0] if len(values) == 1 else list(chain.from_iterable(values))
@@ -129,6 +135,8 @@ def _arrays(columns: dict[str, Any], blob: bytes | None) -> list[dict[str, Any]]
         for turn, length in zip(out, lengths):
             turn[FIELD_OF.get(name, name)] = tuple(values[at : at + length])
             at += length
+    for turn in out if KEPT in columns else ():
+        turn[KEPT] = _unpack_kept(turn[KEPT], turn.pop(KEPT_SIZES))
     return out
 
 
@@ -157,6 +165,23 @@ def _pack_routes(turns: Sequence[Turn]) -> tuple[list[Any], bytes]:
 
 def _unpack_routes(experts: np.ndarray[Any, Any], width: int) -> list[bytes]:
     return [row.tobytes() for row in experts.astype("<i2").reshape(-1, width)]
+
+
+def _pack_kept(turns: Sequence[Turn]) -> dict[str, tuple[list[Any], bytes]]:
+    """``[type, ids of each turn]`` and the packed ids; the same for the sizes of its sets."""
+    ids = [np.frombuffer(b"".join(turn.kept), "<i4") for turn in turns]
+    kind, packed = _pack_integers(np.concatenate(ids).tolist())
+    sizes, packed_sizes = _pack_integers([len(row) // 4 for turn in turns for row in turn.kept])
+    return {
+        KEPT: ([kind, [len(x) for x in ids]], packed),
+        KEPT_SIZES: ([sizes, [len(turn.kept) for turn in turns]], packed_sizes),
+    }
+
+
+def _unpack_kept(ids: Sequence[int], sizes: Sequence[int]) -> tuple[bytes, ...]:
+    ends = np.cumsum(sizes, dtype=np.int64).tolist()
+    data = np.array(ids, "<i4").tobytes()
+    return tuple(data[4 * (end - size) : 4 * end] for end, size in zip(ends, sizes))
 
 
 def _pack_floats(values: Sequence[float]) -> tuple[str, bytes]:

@@ -29,7 +29,7 @@ from turnwise.engines.generator.graph_weights import DecodeGraphKey, Fp8Matrix, 
 from turnwise.engines.generator.kv_cache import KVCache
 from turnwise.engines.generator.llama_decoder import _Layer
 from turnwise.engines.kernels.decode_reference import LANES_PER_PROGRAM
-from turnwise.engines.kernels.sampling import KEEP_ALL, pick, truncate, uniforms
+from turnwise.engines.kernels.sampling import KEEP_ALL, KEPT_LIMIT, kept_ids, pick, truncate, uniforms
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,10 @@ class GraphDecoder(GraphWeights):
         self.logp, self.mass = torch.zeros(2, MAX_STEPS, rows, device=device)
         buffers = [torch.zeros_like(x, device="cpu") for x in (self.sampled, self.logp, self.mass)]
         self._host_buffers = [x.pin_memory() for x in buffers] if self.on_gpu else buffers
+        # kept ids of one block on the device, and on the host of those that are not yet read
+        width = min(KEPT_LIMIT, model.get_output_embeddings().weight.shape[0])
+        self.kept = torch.full((SYNC_EVERY, rows, width), -1, dtype=torch.int32, device=device)
+        self._host_kept = torch.empty(BLOCKS_IN_FLIGHT + 1, *self.kept.shape, dtype=torch.int32, pin_memory=self.on_gpu)
         self.decode_graphs: dict[DecodeGraphKey, Callable[[], None]] = {}
         self.prefill_graphs: dict[GraphShape, tuple[GraphInputs, Callable[[], None]]] = {}
         self.prefilled_once: set[GraphShape] = set()  # shapes that occurred once, without a graph
@@ -208,6 +212,7 @@ class GraphDecoder(GraphWeights):
         values = (token[:, 0], p.gather(1, token)[:, 0].log() - mass, mass)
         for history, value in zip((self.sampled, self.logp, self.mass), values):
             history[step, lane] = torch.where(truncated, value, history[step, lane])
+        self.kept[step % SYNC_EVERY, lane] = torch.where(truncated[:, None], kept_ids(kept, whole), -1)
         self.tokens[batch] = torch.where(truncated, token[:, 0], self.tokens[batch])
 
     def _decode_graph(self, *key: *DecodeGraphKey) -> Callable[[], None]:
@@ -253,10 +258,10 @@ class GraphDecoder(GraphWeights):
         truncations: Sequence[Truncation] | None = None,
         should_stop: Callable[[int], bool] = lambda launched: False,
         common_prefixes: Sequence[int] = (),
-    ) -> Iterator[tuple[list[int], Tensor, Tensor | None]]:
+    ) -> Iterator[tuple[list[int], Tensor, tuple[Tensor, Tensor] | None]]:
         """Decode ``steps`` tokens of every lane [0, n). Yields per step: ids, log-probabilities, and with ``truncations`` the
-        kept log mass [n]. The host processes a block of steps while the GPU computes the next. Once ``should_stop(launched)``
-        nothing more is launched; what was launched is still yielded.
+        kept log mass [n] and ids. The host processes a block of steps while the GPU computes the next. Once
+        ``should_stop(launched)`` nothing more is launched; what was launched is still yielded.
 
         ``cached``: columns that each row holds; ``common_prefixes``: how many of them equal those of the row before. Temperature
         0 is greedy. A lane becomes inactive at the end of the context."""
@@ -275,11 +280,13 @@ class GraphDecoder(GraphWeights):
                 begin = block.stop
             if not in_flight:
                 return
-            copied, (sampled, logp, mass) = in_flight.popleft()
+            copied, (sampled, logp, mass, kept) = in_flight.popleft()
             if copied is not None:
                 copied.synchronize()
-            masses = mass[:, :n].clone() if truncations is not None else [None] * len(sampled)
-            yield from zip(sampled[:, :n].tolist(), logp[:, :n].clone(), masses)
+            truncated = (
+                zip(mass[:, :n].clone(), kept[:, :n].clone()) if truncations is not None else [None] * len(sampled)
+            )
+            yield from zip(sampled[:, :n].tolist(), logp[:, :n].clone(), truncated)
 
     def _shared_prefixes(
         self, lanes: int, steps: int, cached: Sequence[int], common_prefixes: Sequence[int]
@@ -300,6 +307,8 @@ class GraphDecoder(GraphWeights):
             replay()
         buffers = zip(self._host_buffers, (self.sampled, self.logp, self.mass))
         copies = [host[block].copy_(device[block], non_blocking=True) for host, device in buffers]
+        size, slot = block.stop - block.start, block.start // SYNC_EVERY % len(self._host_kept)
+        copies.append(self._host_kept[slot, :size].copy_(self.kept[:size], non_blocking=True))
         copied = torch.cuda.Event() if self.on_gpu else None
         if copied is not None:
             copied.record()

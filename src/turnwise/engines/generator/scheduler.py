@@ -22,7 +22,7 @@ from turnwise.engines.generator.cuda_graphs import MAX_STEPS
 from turnwise.engines.generator.kv_cache import CacheSlot, PrefillChunk, RowGrowth, common_prefix_length
 from turnwise.engines.generator.logit_shift import LaneShifts, LogitShift, Steering
 from turnwise.engines.generator.stock_runner import Runner
-from turnwise.engines.kernels.sampling import TokenSampler, uniforms
+from turnwise.engines.kernels.sampling import TokenSampler, kept_bytes, uniforms
 
 COUNTS = (
     "tokens", "steps", "lane_steps", "prefill_tokens", "prefix_hits", "shared_tokens", "recomputed_tokens", "admissions",
@@ -35,9 +35,10 @@ EAGER_SYNC_EVERY = 8  # decode steps between two copies to the host on a GPU wit
 STOP_MARGIN = 8  # tokens decoded before the length of the stop string, so that no word boundary hides it
 
 Certainty = tuple[Tensor, Tensor]  # entropy and confidence of each lane
-StepOutput = tuple[list[int], Tensor, Tensor | None] | tuple[list[int], Tensor, Tensor | None, Certainty | None]
-"""One decode step of all lanes: ids, log-probabilities [n], kept log mass [n] if any lane truncates; entropies [n] if any lane
-asks for them."""
+Truncated = tuple[Tensor, Tensor]  # log of the kept mass [n], and the kept ids as ``kept_ids`` returns them
+StepOutput = tuple[list[int], Tensor, Truncated | None, Certainty | None]
+"""One decode step of all lanes: ids, log-probabilities [n], what was kept if any lane truncates, entropies [n] if any lane asks
+for them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +57,7 @@ class Request:
     entropy: list[float] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)  # ids kept at every token; empty where nothing truncates
     routes: list[bytes] = field(default_factory=list)  # experts at every position fed so far; empty without routers
     stop: Stop | None = None
     cancelled: bool = False
@@ -214,17 +216,18 @@ class Scheduler:
                 logits = shifts.apply(self.model_runner.decode_step(tokens, layout))
                 tokens, logp, mass = sampler(logits, u[step])
                 shifts.append(tokens)
-                outputs.append((tokens, logp, mass, sampler.certainty(logits) if wants_entropy else None))
+                truncated = None if mass is None or sampler.kept is None else (mass, sampler.kept)
+                outputs.append((tokens, logp, truncated, sampler.certainty(logits) if wants_entropy else None))
                 layout.advance()
-            for ids, (_, logp, mass, certainty) in zip(torch.stack([x[0] for x in outputs]).tolist(), outputs):
-                yield ids, logp, mass, certainty
+            for ids, output in zip(torch.stack([x[0] for x in outputs]).tolist(), outputs):
+                yield ids, *output[1:]
 
     def _replay_graphs(self, steps: int, should_stop: Callable[[int], bool]) -> Iterator[StepOutput]:
         """The same by a decoder that samples on the GPU; lanes that finish in between stay in the batch."""
         lanes, decoder = self.running, self.model_runner.graphs
         assert decoder is not None
         truncations = [(r.sampling.top_k, r.sampling.top_p, r.sampling.min_p) for r in lanes]
-        return decoder.decode_steps(
+        outputs = decoder.decode_steps(
             steps,
             [r.sequence[-1] for r in lanes],
             [len(r.sequence) - 1 for r in lanes],
@@ -234,6 +237,7 @@ class Scheduler:
             should_stop,
             self._common_prefixes(),
         )
+        return ((*output, None) for output in outputs)
 
     def _common_prefixes(self) -> list[int]:
         """How many leading columns each lane's row has in common with the row of the lane before it."""
@@ -273,8 +277,10 @@ class Scheduler:
         tokens = list(zip(*(o[0] for o in outputs)))
         select = lambda rows: torch.stack(rows)[:, lanes].T.tolist()  # noqa: E731
         logp = select([o[1] for o in outputs])
-        mass = select([o[2] for o in outputs]) if outputs[0][2] is not None else None
-        measured = [o[3] for o in outputs if len(o) == 4 and o[3] is not None]
+        truncated = [o[2] for o in outputs if o[2] is not None]
+        stacked = [torch.stack(rows)[:, lanes].transpose(0, 1).cpu() for rows in zip(*truncated)]
+        mass, kept = stacked or (None, None)
+        measured = [o[3] for o in outputs if o[3] is not None]
         certainty = [select(list(rows)) for rows in zip(*measured)] if len(measured) == len(outputs) else None
         size = len(outputs)
         no_mass, version = [0.0] * size, [self.version] * size
@@ -282,7 +288,9 @@ class Scheduler:
             request = self.running[lane]
             request.sequence.extend(tokens[lane])
             request.logp.extend(logp[index])
-            request.mass.extend(no_mass if mass is None else mass[index])
+            request.mass.extend(no_mass if mass is None else mass[index].tolist())
+            if kept is not None and _truncates(request.sampling):
+                request.kept.extend(kept_bytes(kept[index]))
             request.version.extend(version)
             if certainty is not None and request.sampling.entropy:
                 request.entropy.extend(certainty[0][index])

@@ -104,4 +104,4 @@ def completion(request: Request) -> Completion:
     entropy, confidence = (request.entropy, request.confidence) if known else ((), ())
     routes = request.routes if len(request.routes) == len(request.sequence) - 1 else ()
     sampled = (tokens, request.logp, request.mass, request.version)
-    return Completion(*sampled, request.stop, seconds, entropy, confidence, routes)
+    return Completion(*sampled, request.stop, seconds, entropy, confidence, routes, request.kept)

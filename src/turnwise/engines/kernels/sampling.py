@@ -18,6 +18,7 @@ GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number, a
 MIX = ((30, -4658895280553007687), (27, -7723592293110705685))
 
 KEEP_ALL = 1 << 31  # a top-k that truncates nothing
+KEPT_LIMIT = 256  # ids of the largest kept set that is recorded
 CANDIDATES = 5  # the most likely tokens whose probabilities make the confidence
 
 
@@ -55,6 +56,9 @@ class TokenSampler:
             self.top_p = _column([s.top_p for s in samplings], device, torch.float64)
             self.min_p = _column([s.min_p for s in samplings], device, torch.float64)
         self.all_greedy = all(s.greedy for s in samplings)
+        self.kept: Tensor | None = (
+            None  # what the last call kept, as ``kept_ids`` returns it; None when no row truncates
+        )
 
     def __call__(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """logits [B, V], u [B] -> token, logp, mass [B]; mass is None when no row truncates.
@@ -68,6 +72,7 @@ class TokenSampler:
         mass = None
         if self.truncates:
             weight, mass = truncate(full, self.whole, self.top_k, self.top_p, self.min_p)
+            self.kept = kept_ids(weight, self.whole)
         best = logits.argmax(-1, keepdim=True) if self.greedy is not None else None
         if self.all_greedy and best is not None:
             token = best
@@ -108,6 +113,20 @@ def truncate(weight: Tensor, whole: Tensor, top_k: Tensor, top_p: Tensor, min_p:
     weight = weight * keep
     mass = weight.sum(-1, dtype=torch.float64).log().clamp_(max=0.0)
     return weight, torch.where(whole[:, 0], 0.0, mass).to(weight.dtype)
+
+
+def kept_ids(weight: Tensor, whole: Tensor) -> Tensor:
+    """The ids of the positive entries of each row, [B, ``KEPT_LIMIT``] int32 in any order; −1 fills the rest. A row with more of
+    them, and one that is ``whole`` [B, 1], has none."""
+    top = weight.topk(min(KEPT_LIMIT, weight.shape[1]), dim=-1, sorted=False)
+    few = ((weight > 0).sum(-1, keepdim=True) <= KEPT_LIMIT) & ~whole
+    return torch.where(few & (top.values > 0), top.indices, -1).int()
+
+
+def kept_bytes(rows: Tensor) -> list[bytes]:
+    """Rows of ``kept_ids`` on the host as recorded: the ids of each in ascending order."""
+    ordered, sizes = rows.sort(-1).values.numpy(), (rows >= 0).sum(-1).tolist()
+    return [row[len(row) - size :].tobytes() for row, size in zip(ordered, sizes)]
 
 
 def _column(values: Sequence[bool | int | float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

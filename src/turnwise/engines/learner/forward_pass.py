@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnwise.core.batch import Batch
+from turnwise.core.kept_sets import KeptSets
 from turnwise.core.levels import TOKEN
 from turnwise.engines.learner import packed_forward, stock_forward
 from turnwise.engines.learner.logprobs import logprobs_of, token_logprobs
@@ -75,19 +76,26 @@ class ForwardPass:
         return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
 
     def logp(self, want_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [N] of the sampled tokens and, with ``want_entropy``, the entropies [N]."""
+        """Log-probabilities [N] of the sampled tokens, each over the ids that its sampler kept where these are recorded, and with
+        ``want_entropy`` the entropies [N] over the whole vocabulary."""
         if self._token_logp is None or (want_entropy and self._token_logp[1] is None):
-            target, temperature = self.batch.token.x, self.batch.temperature.at(TOKEN).x
-            head, states = packed_forward.lm_head(self.model), self._before_in_compute_dtype
-            with self.context():
-                if stock_forward.has_own_head(self.model):
-                    own_logits = partial(stock_forward.own_logits, self.model)
-                    self._token_logp = logprobs_of(own_logits, states, head.weight, target, temperature, want_entropy)
-                else:
-                    self._token_logp = token_logprobs(
-                        states, head.weight, head.bias, target, temperature, want_entropy=want_entropy
-                    )
+            self._token_logp = self._logp_over(self.batch.sequences.kept, want_entropy)
         return self._token_logp
+
+    def logp_over_vocabulary(self) -> Tensor:
+        """Log-probabilities [N] of the sampled tokens over the whole vocabulary, whatever their samplers kept."""
+        return self.logp()[0] if self.batch.sequences.kept is None else self._logp_over(None, False)[0]
+
+    def _logp_over(self, sets: KeptSets | None, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        target, temperature = self.batch.token.x, self.batch.temperature.at(TOKEN).x
+        head, states = packed_forward.lm_head(self.model), self._before_in_compute_dtype
+        with self.context():
+            if stock_forward.has_own_head(self.model):
+                logits = partial(stock_forward.own_logits, self.model)
+                return logprobs_of(logits, states, head.weight, target, temperature, want_entropy, sets)
+            return token_logprobs(
+                states, head.weight, head.bias, target, temperature, want_entropy=want_entropy, sets=sets
+            )
 
     # -------------------------------------------------- full distributions
     @cached_property

@@ -28,7 +28,7 @@ from turnwise.core.protocols import ObjectiveProtocol, ScalesProtocol
 from turnwise.core.signals import WITH_GRADIENT, Signal
 from turnwise.engines.capture import using_gpu
 from turnwise.engines.kernels.dispatch import limit_host_threads
-from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward, route_replay
+from turnwise.engines.learner import kept_rows, llama_layers, lora, optimizer, packed_forward, route_replay
 from turnwise.engines.learner.layer_noise import LayerNoiseHooks
 from turnwise.engines.learner.optimizer import LearnerSettings
 from turnwise.engines.learner.signals.measure import SignalMeasurer
@@ -184,6 +184,7 @@ class LocalLearner:
         """Take one optimizer step over the whole batch, or change nothing if a loss or gradient is not finite.
         ``while_waiting`` is called while a GPU still computes."""
         route_replay.tell_missing_routes(self.model, batch)
+        kept_rows.tell_missing_sets(batch)
         self.measurer.train_auxiliary(batch)
         factor = self.settings.lr_factor(self.steps)
         try:

@@ -5,6 +5,9 @@ Legend: N rows, D hidden size, V vocabulary size.
     z = (h·Wᵀ + b) / T        logp = z[y] − lse(z)        H = lse(z) − Σ p·z,  p = softmax(z)
     ∂logp/∂z = onehot(y) − p  ∂H/∂z = −p·(log p + H)
 
+A row whose kept set K is given is normalised over it, logp = z[y] − lse(z over K), with ∂logp/∂z = onehot(y) − p over K; its
+entropy stays that of the whole vocabulary.
+
 Rows are processed in chunks; the backward pass recomputes a chunk's logits. If all of them are small, p is kept instead, which
 is faster. Fused kernels, where available, read a chunk's logits once and keep p − onehot(y) if memory allows, which leaves two
 matrix products for the backward pass. Sums run in float32 (float64 for float64 inputs) whatever the input dtype.
@@ -22,8 +25,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from turnwise.core.kept_sets import KeptSets
 from turnwise.engines.kernels import reference
 from turnwise.engines.kernels.dispatch import ops_for
+from turnwise.engines.learner.kept_rows import KeptRows
 
 CHUNK_BYTES = 16 << 20  # logits of one chunk; two or three buffers of this size exist at once
 CHUNK_BYTES_CUDA = 256 << 20  # smaller chunks make a large GPU wait for kernel launches
@@ -40,11 +45,13 @@ def token_logprobs(
     *,
     want_entropy: bool = False,
     chunk: int | None = None,
+    sets: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``hidden`` [N, D], ``weight`` [V, D], ``bias`` [V], ``targets`` [N] -> log-probabilities [N], entropies [N].
 
     ``temperature`` is a number or [N]; 0 means greedy decoding and counts as 1. The entropies are None without
-    ``want_entropy``. ``chunk``: rows per chunk (default: what fits in a few tens of MB, on a GPU a few hundred)."""
+    ``want_entropy``. ``chunk``: rows per chunk (default: what fits in a few tens of MB, on a GPU a few hundred).
+    ``sets``: of the N rows, which are normalised over them."""
     n, vocabulary = hidden.shape[0], weight.shape[0]
     assert hidden.dim() == 2 and weight.shape[1] == hidden.shape[1], (hidden.shape, weight.shape)
     assert targets.shape == (n,), (targets.shape, n)
@@ -53,32 +60,36 @@ def token_logprobs(
     no_kernels = ops_for(hidden) is reference
     kept_bytes = row_bytes * (2 if want_entropy else 1) if no_kernels else vocabulary * _product_dtype(hidden).itemsize
     limit = KEEP_BYTES_CUDA if hidden.is_cuda else KEEP_BYTES
-    keep = chunk is None and n * kept_bytes <= limit and (no_kernels or _needs_gradient(hidden, weight))
+    keep = chunk is None and n * kept_bytes <= limit and (no_kernels or (not sets and _needs_gradient(hidden, weight)))
     all_rows = max(1, n) if keep and no_kernels else 0
     size = all_rows or chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row_bytes)
     t = torch.as_tensor(temperature, dtype=wide, device=hidden.device)
     inverse = torch.where(t == 0, torch.ones_like(t), t).reciprocal().expand(n)
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, inverse, want_entropy, size, keep)
+    rows_kept = None if sets is None else KeptRows(sets, size)
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, inverse, want_entropy, size, keep, rows_kept)
 
 
 def logprobs_of(
     logits: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor,
-    want_entropy: bool,
+    want_entropy: bool, sets: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same as ``token_logprobs`` for a head that is not linear: ``logits`` maps rows [n, D] to [n, V]. Logits of one chunk
     exist at a time; the backward pass recomputes them."""
     wide = _sum_dtype(hidden)
     inverse = torch.where(temperature == 0, 1.0, temperature).to(wide).reciprocal()
 
-    def rows_of(h: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def rows_of(h: Tensor, target: Tensor, scale: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         log_p = torch.log_softmax(logits(h).to(wide) * scale[:, None], 1)
         entropy = -torch.linalg.vecdot(log_p.exp(), log_p) if want_entropy else scale.new_zeros(len(h))
-        return log_p.gather(1, target[:, None]).squeeze(1), entropy
+        logp = log_p.gather(1, target[:, None]).squeeze(1)
+        sets = None if kept is None else kept.of_chunk(chunk)
+        return logp if sets is None else logp - sets.log_sums(log_p[sets.row, sets.ids]), entropy
 
     size = max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // (weight.shape[0] * wide.itemsize))
+    kept = None if sets is None else KeptRows(sets, size)
     parts = [
-        checkpoint(rows_of, *arguments, use_reentrant=False)
-        for arguments in zip(hidden.split(size), targets.split(size), inverse.split(size))
+        checkpoint(rows_of, *arguments, chunk, use_reentrant=False)
+        for chunk, arguments in enumerate(zip(hidden.split(size), targets.split(size), inverse.split(size)))
     ]
     logp, entropy = (torch.cat(column) for column in zip(*parts)) if parts else (inverse, inverse)
     return logp, entropy if want_entropy else None
@@ -133,11 +144,13 @@ class _TokenLogprobs(torch.autograd.Function):
         want_entropy: bool,
         size: int,
         keep: bool,
+        rows_kept: KeptRows | None,
     ) -> tuple[Tensor, Tensor | None]:
         wide, narrow = _sum_dtype(hidden), _product_dtype(hidden)
         logp, lse = (torch.empty(hidden.shape[0], dtype=wide, device=hidden.device) for _ in range(2))
         entropy = torch.empty_like(logp) if want_entropy else None
         kept: tuple[Tensor | None, Tensor | None] = (None, None)
+        over_sets: list[tuple[Tensor, Tensor]] = []
         ctx.kernels = kernels = ops_for(hidden)  # chosen under the caller's autocast
         with torch.autocast(hidden.device.type, enabled=False):
             h, w = hidden.to(narrow), weight.to(narrow)
@@ -145,15 +158,17 @@ class _TokenLogprobs(torch.autograd.Function):
                 kept = (torch.empty(hidden.shape[0], weight.shape[0], dtype=narrow, device=hidden.device), None)
             for a in range(0, hidden.shape[0], size):
                 rows = slice(a, a + size)
+                z = _logits(h[rows], w, bias, wide)
+                if rows_kept is not None:
+                    over_sets.append(rows_kept.of_chunk(a // size).log_probs(z, targets[rows], inverse[rows]))
                 if kernels is not reference:
                     args = (targets[rows], inverse[rows], want_entropy, None if kept[0] is None else kept[0][rows])
-                    results = kernels.log_probs(_logits(h[rows], w, bias, wide), *args)
+                    results = kernels.log_probs(z, *args)
                     for out, value in zip((logp, lse, entropy), results):
                         if out is not None:
                             out[rows] = value
                     continue
-                z = _scores(h[rows], w, bias, inverse[rows], wide)
-                top = z.amax(1, keepdim=True)
+                top = z.mul_(inverse[rows, None]).amax(1, keepdim=True)
                 p = z.sub_(top).exp()  # the only exponential of the forward pass
                 total = p.sum(1, keepdim=True)
                 lse[rows] = (top + total.log()).squeeze(1)
@@ -164,27 +179,32 @@ class _TokenLogprobs(torch.autograd.Function):
                 if entropy is not None:
                     entropy[rows] = -torch.linalg.vecdot(p, log_p)
                 kept = (p if keep else None, log_p if keep and want_entropy else None)
-        ctx.save_for_backward(hidden, weight, bias, targets, inverse, lse, entropy, *kept)
-        ctx.narrow, ctx.size = narrow, size
+        p_sets = None
+        if rows_kept is not None and over_sets:
+            over_set, p_sets = (torch.cat(parts) for parts in zip(*over_sets))
+            logp = torch.where(rows_kept.given, over_set, logp)
+        ctx.save_for_backward(hidden, weight, bias, targets, inverse, lse, entropy, *kept, p_sets)
+        ctx.narrow, ctx.size, ctx.rows_kept = narrow, size, rows_kept
         ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, inverse, lse, entropy, kept_p, kept_log_p = ctx.saved_tensors
+        hidden, weight, bias, targets, inverse, lse, entropy, kept_p, kept_log_p, p_sets = ctx.saved_tensors
         wide = _sum_dtype(hidden)
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         grad_h = torch.empty_like(hidden) if need_h else None
         grad_w = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_w else None
         grad_b = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if need_b else None
         h, w = hidden.to(ctx.narrow), weight.to(ctx.narrow)
-        kernels = ctx.kernels
+        kernels, sets = ctx.kernels, None if g_logp is None else ctx.rows_kept
+        g_whole = g_logp if sets is None or g_logp is None else g_logp.masked_fill(sets.given, 0.0)
         if kernels is not reference and kept_p is not None and g_logp is not None and g_entropy is None:
-            return *_from_kept(kept_p, h, w, g_logp * -inverse, hidden, (need_h, need_w, need_b)), *[None] * 5
+            return *_from_kept(kept_p, h, w, g_logp * -inverse, hidden, (need_h, need_w, need_b)), *[None] * 6
         for a in range(0, hidden.shape[0], ctx.size):
             rows = slice(a, a + ctx.size)
-            args = [None if g is None else g[rows] for g in (g_logp, g_entropy, entropy)]
+            args = [None if g is None else g[rows] for g in (g_whole, g_entropy, entropy)]
             if kernels is not reference and grad_b is None:
                 z = _logits(h[rows], w, bias, wide)
                 d = kernels.log_probs_backward(z, targets[rows], inverse[rows], lse[rows], *args, ctx.narrow)
@@ -196,15 +216,19 @@ class _TokenLogprobs(torch.autograd.Function):
                     p = log_p.exp()
                 d = _logit_gradient(p, log_p, targets[rows], *args)
                 d *= inverse[rows, None]
-                if grad_b is not None:
-                    grad_b += d.sum(0)
-                d = d.to(ctx.narrow)
+            if sets is not None and g_logp is not None:
+                factor = g_logp[rows] * inverse[rows]
+                chunk = sets.of_chunk(a // ctx.size)
+                chunk.add_gradient(d, p_sets[chunk.span], targets[rows], factor)
+            if grad_b is not None:
+                grad_b += d.sum(0)
+            d = d.to(ctx.narrow)
             if grad_h is not None:
                 grad_h[rows] = _product(d, w, wide)
             if grad_w is not None:
                 _accumulate(grad_w, d, h[rows])
         grads = (grad_h, None if grad_w is None else grad_w.to(weight.dtype), grad_b)
-        return *grads, None, None, None, None, None
+        return *grads, *[None] * 6
 
 
 def _from_kept(

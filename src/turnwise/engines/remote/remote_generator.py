@@ -306,6 +306,7 @@ class RemoteSession:
             [*done.version, *part.version],
             part.stop,
             entropy=entropy if len(entropy) == len(tokens) else (),
+            kept=[*done.kept, *part.kept],
             routes=part.routes,  # of all positions, those before this part too
         )
         if not (sampling.stop and done.tokens):
@@ -343,7 +344,8 @@ class RemoteSession:
 
 def _cut(done: Completion, size: int) -> Completion:
     """The first ``size`` tokens, which end with a stop string."""
-    lists: Any = {name: list(getattr(done, name))[:size] for name in ("tokens", "logp", "mass", "version", "entropy")}
+    names = ("tokens", "logp", "mass", "version", "entropy", "kept")
+    lists: Any = {name: list(getattr(done, name))[:size] for name in names}
     routes = done.routes[: max(0, len(done.routes) - len(done.tokens) + size)]
     return replace(done, stop=Stop.STRING, routes=routes, **lists)
 

@@ -210,6 +210,7 @@ class Replica:
         body["cache_salt"] = salt  # a prefix that older weights computed is never used again
         if self.kind == OURS:
             params["entropy"] = sampling.entropy
+            params["sampling_mask"] = not (sampling.whole or sampling.greedy)
             body |= {"client": self.client, "session": session}
         if self.runtime_adapters is None:
             value = await self._post("/inference/v1/generate", body | self._model, None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +55,8 @@ def read_part(value: Any, stop_ids: frozenset[int]) -> SampledPart:
     logp, size = _logprobs(choice.get("logprobs"), tokens), len(tokens)
     mass, entropy = _floats(ours.get("mass"), size, "mass"), _floats(ours.get("entropy"), size, "entropy")
     stop = _stop(choice, tokens, stop_ids)
-    routes = _routes(ours.get("routes"))
-    done = Completion(tokens, logp, mass or [0.0] * size, [0] * size, stop, entropy=entropy, routes=routes)
+    routes, kept = _routes(ours.get("routes")), read_sampling_mask(choice.get("sampling_mask"), tokens)
+    done = Completion(tokens, logp, mass or [0.0] * size, [0] * size, stop, entropy=entropy, routes=routes, kept=kept)
     return SampledPart(done, _versions(choice.get("weight_versions"), size))
 
 
@@ -84,6 +85,23 @@ def _floats(value: Any, size: int, name: str) -> list[float]:
     if not isinstance(value, list) or len(value) != size:
         raise ServerFault(f"the reply holds {name} of another length than its tokens")
     return [float(x) for x in value]
+
+
+def read_sampling_mask(value: Any, tokens: Sequence[int]) -> list[bytes]:
+    """The ids that the server's filters kept at each token, as recorded; a token with an empty list has no record. The field and
+    its form are those of vLLM's option ``--return-sampling-mask``."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) != len(tokens):
+        raise ServerFault("the reply holds a sampling_mask of another length than its tokens")
+    for token, row in zip(tokens, value):
+        if not isinstance(row, list) or not all(type(i) is int and 0 <= i < 1 << 31 for i in row):
+            raise ServerFault(f"the sampling_mask of the reply holds {row!r:.60}; a list of token ids was expected")
+        if row and (token not in row or len(set(row)) < len(row)):
+            raise ServerFault(
+                f"the sampling_mask of the reply does not hold the sampled id {token}, or holds an id twice"
+            )
+    return [array("i", sorted(row)).tobytes() for row in value]
 
 
 def _routes(value: Any) -> list[bytes]:

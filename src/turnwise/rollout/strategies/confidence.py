@@ -178,7 +178,7 @@ class WatchedSession:
         self.session.close()
 
 
-LISTS = ("tokens", "logp", "mass", "version", "entropy", "confidence")
+LISTS = ("tokens", "logp", "mass", "version", "kept", "entropy", "confidence")
 
 
 def _first(part: Completion, count: int) -> Completion:

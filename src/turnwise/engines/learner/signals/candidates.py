@@ -59,9 +59,9 @@ def count_matches(batch: Batch, ids: Tensor) -> Field:
     return Field(batch.tree, TOKEN, (ids == batch.token.x[:, None]).sum(1))
 
 
-def candidate_logp(forward: ForwardPass, ids: Tensor, logp: Tensor) -> Field:
-    """Σ log π of the candidates that differ from the token, with gradient. ``logp`` [N]: that of the sampled token."""
-    batch, head = forward.batch, packed_forward.lm_head(forward.model)
+def candidate_logp(forward: ForwardPass, ids: Tensor) -> Field:
+    """Σ log π of the candidates that differ from the token, with gradient."""
+    batch, head, logp = forward.batch, packed_forward.lm_head(forward.model), forward.logp_over_vocabulary()
     other = (ids != batch.token.x[:, None]).to(head.weight.dtype)
     count = other.sum(1, keepdim=True)
     rows, weights = torch.cat([ids, batch.token.x[:, None]], 1), torch.cat([other, -count], 1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from turnwise.core.batch import Batch, Sequences
+from turnwise.core.kept_sets import KeptSets
 from turnwise.core.levels import TOKEN, TURN, Field, Tree
 from turnwise.errors import SignalError
 
@@ -96,7 +97,8 @@ def logp_without_feedback(batch: Batch, logp: Field, score: Score, positions: in
         masked = (source >= observation[chunk.first][owner]) & ~scored
         packed = torch.where(masked, s.masked_ids[source], s.ids[source])
         tokens, _ = spans(chunk.token, chunk.count)
-        out[tokens] = score(_query_batch(batch, chunk.index, packed, length, scored, owner)).x.to(out.dtype)
+        query = _query_batch(batch, chunk.index, packed, length, scored, owner, s.kept and s.kept.select(tokens))
+        out[tokens] = score(query).x.to(out.dtype)
     return Field(batch.tree, TOKEN, out)
 
 
@@ -107,12 +109,20 @@ def _observation_start(s: Sequences) -> Tensor:
     return torch.maximum(here - s.positions(), torch.cat([after_last.new_zeros(1), after_last[:-1]]))
 
 
-def _query_batch(batch: Batch, turns: Tensor, ids: Tensor, length: Tensor, scored: Tensor, owner: Tensor) -> Batch:
+def _query_batch(
+    batch: Batch,
+    turns: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    scored: Tensor,
+    owner: Tensor,
+    kept: KeptSets | None = None,
+) -> Batch:
     """A batch whose sampled tokens are the ``scored`` ids: one sequence, turn and trajectory per queried turn."""
     each = torch.arange(turns.numel(), device=ids.device)
     tree = Tree(owner[scored], each, torch.zeros_like(each), 1)
     at = scored.nonzero().squeeze(1)
-    sequences = Sequences(ids, torch.cat([length.new_zeros(1), length.cumsum(0)]), each, at)
+    sequences = Sequences(ids, torch.cat([length.new_zeros(1), length.cumsum(0)]), each, at, kept=kept)
     temperature = Field(tree, TURN, batch.temperature.x[turns])
     return replace(
         batch,

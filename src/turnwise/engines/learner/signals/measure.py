@@ -163,7 +163,7 @@ class SignalMeasurer:
             if Signal.CANDIDATE_LOGP in signals:
                 ids = candidates.stored(batch)
                 ids = candidates.sample(forward("policy"), self.learner.steps) if ids is None else ids
-                out[Signal.CANDIDATE_LOGP] = candidates.candidate_logp(forward("policy"), ids, logp)
+                out[Signal.CANDIDATE_LOGP] = candidates.candidate_logp(forward("policy"), ids)
             if Signal.MODE_LOGP in signals:
                 out[Signal.MODE_LOGP] = update_statistics.mode_logp(forward("policy"))
         if signals & {*TOKEN_VALUES, Signal.ACTION_VALUE, *TURN_CRITIC}:
