@@ -180,9 +180,20 @@ def through_server(python: str, start: Path, folder: Path, seed: int, steps: int
     return ("" if agree(*ends) else "success differs"), said
 
 
+@contextlib.contextmanager
+def kept_on_failure(tell: Callable[[str], None]) -> Iterator[Path]:
+    """A folder for models, runs and the server's log, removed unless something fails."""
+    folder = Path(tempfile.mkdtemp(prefix="tw"))
+    try:
+        yield folder
+    except BaseException:
+        tell(f"runs and the server's log are kept in {folder}")
+        raise
+    shutil.rmtree(folder)
+
+
 def trial(python: str, steps: int, results: Results, tell: Callable[[str], None]) -> None:
-    with tempfile.TemporaryDirectory(prefix="tw") as name:
-        folder = Path(name)
+    with kept_on_failure(tell) as folder:
         run = train(folder, "start", "--steps=4", "--eval-tasks=0")
         heads = {"tied": {"A": run / "initial", "B": run / "model"}}
         heads["separate"] = {key: untie(path, folder / f"separate{key}") for key, path in heads["tied"].items()}
