@@ -39,7 +39,7 @@ def steps_saved(seconds, cost, steps, every=NEVER):
         clock.now += seconds
         if schedule.due(done):
             written.append((done, clock.now - last))
-            schedule.write(done, lambda: setattr(clock, "now", clock.now + cost))
+            schedule.write(done, lambda _: setattr(clock, "now", clock.now + cost))
             last = clock.now
     return written, clock.now, schedule
 

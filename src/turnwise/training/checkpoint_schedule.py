@@ -32,10 +32,10 @@ class CheckpointSchedule:
         cost = self.seconds[-1] if self.seconds else 0.0  # the first one is written to know it
         return done % self.every == 0 or (age + step > LOST_SECONDS and cost <= COST_SHARE * age)
 
-    def write(self, done: int, save: Callable[[], object]) -> None:
+    def write(self, done: int, save: Callable[[int], object]) -> None:
         """Call ``save``, which writes the checkpoint of ``done`` in place of ``between``, and measure it."""
         began = self.clock()
-        save()
+        save(done)
         self.begin()
         self.seconds.append(self._saved - began)
         self.between = None if done % self.every == 0 else done

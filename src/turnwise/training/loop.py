@@ -59,34 +59,25 @@ class Loop:
     async def run(self) -> int:
         """Take all steps, or stop early on request; the number of the last step, which has a checkpoint."""
         done = saved = self.start
-        self.schedule.begin()
         try:
             for step in range(self.start, self.steps):
                 await self._step(step)
                 done = step + 1
                 stopping = self.stop_requested()
                 if self.schedule.due(done) or done == self.steps or stopping:
-                    self._checkpoint(done)
+                    self.schedule.write(done, self.save)
                     saved = done
                 if stopping:
                     break
                 if done in self.after_step:
                     await self.after_step[done]()
-                    self.schedule.pause()
         except GeneratorLost:
             if done != saved and self.learner.version == done:  # between two updates: nothing trained is lost
-                self._checkpoint(done)
+                self.schedule.write(done, self.save)
             raise
         finally:
             await self.collector.stop()
         return done
-
-    def _checkpoint(self, done: int) -> None:
-        def write() -> None:
-            self.ledger.seal(done)
-            self.save(done)
-
-        self.schedule.write(done, write)
 
     async def _step(self, step: int) -> None:
         start = time.perf_counter()

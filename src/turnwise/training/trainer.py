@@ -213,6 +213,7 @@ class Trainer:
                     after_step=self._evaluations(evaluator, learner),
                 )
                 with self.events.loop_stage(loop), self._profiled(loop), frozen_gc(), self.stop.deferred():
+                    self.schedule.begin()
                     await loop.run()
                 self.stop.raise_if_received()
                 after = await self._evaluate(evaluator, "after", learner)
@@ -314,6 +315,7 @@ class Trainer:
     def _save(
         self, step: int, learner: Learner, collector: GroupSource, mixture: Mixture, ledger: WriteBehindLedger
     ) -> None:
+        ledger.seal(step)
         state = learner.checkpoint_state()
         memory = self.objective.memory.state_dict()
         own = {"sampler": collector.sampler.state_dict(), "memory": memory, "pulse": collector.last_metrics}
@@ -360,6 +362,7 @@ class Trainer:
                     self.tracker.log(step, evaluation_metrics(evaluation.summary()))
                 if self.held_out:
                     self.tracker.log(step, {f"ranking/{k}": v for k, v in rank_pairs(learner, self.held_out).items()})
+                self.schedule.pause()
 
             return run
 
