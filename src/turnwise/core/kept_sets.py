@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class KeptSets:
+    """The sets of N tokens. A size of 0: not recorded, and log-probabilities are those of the whole vocabulary."""
+
     ids: Tensor  # [M] int32
-    size: (
-        Tensor  # [N] ids of each token's set; 0: not recorded, its log-probabilities are those of the whole vocabulary
-    )
+    size: Tensor  # [N] ids of each token's set
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> KeptSets | None:

@@ -19,9 +19,10 @@ def staleness_notes(settings: Settings, recipe: Recipe) -> Iterator[tuple[str, s
     if policy.limit > settings.steps:
         groups = policy.capacity(recipe.budget.groups, settings.steps)
         steps = "1 step" if settings.steps == 1 else f"{settings.steps} steps"
+        most = "1 group" if groups == 1 else f"{groups} groups"
         yield (
             "info",
-            f"staleness is {policy.limit}, and the run has {steps}: it issues at most {groups} groups at once, all that it can "
+            f"staleness is {policy.limit}, and the run has {steps}: it issues at most {most} at once, all that it can "
             "train on, and is never held back by the limit",
         )
     if policy.late == KEEP:
