@@ -181,7 +181,7 @@ def test_the_command_writes_a_table_and_json_and_rows(capsys, tmp_path):
         (["--policy", "http://127.0.0.1:9/v1", "--player", "oracle"], "give one of"),
         (["--policy", "http://127.0.0.1:9/v1", "--model", "x"], "--policy-model"),
         (["--policy", "http://127.0.0.1:9/v1", "--policy-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
-        (["--policy", "http://127.0.0.1:9/v1", "--policy-seconds", "soon"], "policy_seconds"),
+        (["--policy", "http://127.0.0.1:9/v1", "--policy-seconds", "soon"], "--policy-seconds is 'soon'"),
         (["--policy", "http://127.0.0.1:9/v1", "--policy-parallel", "0"], "at least 1"),
         (["--policy", "http://127.0.0.1:9/v1", "--env", "nonsense"], "nonsense"),
         (["--policy-model", "x"], "--policy URL"),
