@@ -29,6 +29,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
 
+from trials.finished_runs import COMMAND, agree, success
 from trials.outcome import Outcome, Results
 from trials.report import table
 
@@ -45,7 +46,6 @@ ACTORS = "generators=2,environments=2,restarts=100000"
 SPARED = 40.0  # seconds without a new step in which only environments are killed
 UNDISTURBED = 600.0  # seconds for the run without kills
 STUCK = 240.0  # seconds without a new step, with all kills paused, after which a run counts as hung
-COMMAND = [sys.executable, "-m", "turnwise.cli.main"]
 
 
 # ------------------------------------------------------------------------ kills
@@ -224,17 +224,6 @@ def audit(run: Path) -> tuple[str, dict[str, int]]:
 
 def _number(key: str) -> int:
     return int(key.split("~")[0])
-
-
-def success(run: Path) -> tuple[float, list[float]]:
-    """Success of the final evaluation, and its 95 % interval."""
-    after = json.loads((run / "summary.json").read_text())["success_after"]
-    return after["success"], [round(bound, 3) for bound in after["interval"]]
-
-
-def agree(ours: tuple[float, list[float]], theirs: tuple[float, list[float]]) -> bool:
-    """Whether one of two success rates lies in the interval of the other."""
-    return theirs[1][0] <= ours[0] <= theirs[1][1] or ours[1][0] <= theirs[0] <= ours[1][1]
 
 
 # ------------------------------------------------------------------------ trial

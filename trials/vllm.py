@@ -29,7 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from trials.cluster import COMMAND, agree, success
+from trials.finished_runs import COMMAND, agree, success
 from trials.outcome import Outcome, Results, faults
 from trials.report import table
 from turnwise.core.records import Sampling
