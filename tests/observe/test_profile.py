@@ -228,10 +228,31 @@ def test_a_run_leaves_a_page_and_a_trace(steps, tmp_path):
     assert any(PAGE in text for text in said) and summary["steps"] == steps
 
 
-def test_rollouts_beside_the_learner_are_no_part_of_the_sum(tmp_path):
+def test_rollouts_beside_the_learner_are_no_part_of_the_sum(tmp_path, fake_time):
+    profile = Profile(tmp_path)
+    profile.timer.running = True
+    profile.timed, profile.traced, profile.total, profile.cuda = range(1, 3), range(3, 4), 3.0, False
+
+    def generate() -> None:
+        for name, seconds in (("prefill", 1.0), ("decode", 4.0)):
+            with profile.timer.span(name):
+                fake_time.sleep(seconds)
+
+    with profile.timer.span("update"):
+        thread = threading.Thread(target=generate)  # its outermost spans do not nest in the update
+        thread.start()
+        thread.join()
+    profile._finish_timing()
+    page = profile.page()
+    assert "Concurrently, in the generator's thread or between steps: prefill 0.5000 s per step, decode 2.0000 s" in page
+    assert not any(name.startswith(("prefill", "decode")) for name in numbers(page))
+    assert "prefill" not in profile.brief() and "decode" not in profile.brief()
+
+
+def test_an_asynchronous_run_counts_no_rollouts(tmp_path):
     train(**SMALL, steps=3, staleness=1, profile=True, out=str(tmp_path), name="beside")
     page = (tmp_path / "beside" / PAGE).read_text()
-    assert "Concurrently" in page and not any(name.startswith(("prefill", "decode")) for name in numbers(page))
+    assert not any(name.startswith(("prefill", "decode")) for name in numbers(page)), page
 
 
 def test_no_profile_without_the_setting(tmp_path):
