@@ -55,7 +55,9 @@ def oracle(logits, token, kept, temperature=1.0):
 
 def rows_with_sets(n, v, seed, dtype=torch.float64):
     g = torch.Generator().manual_seed(seed)
-    h, w, b = (torch.randn(*s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in ((n, 4), (v, 4), (v,)))
+    h, w, b = (
+        torch.randn(*s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in ((n, 4), (v, 4), (v,))
+    )
     y = torch.randint(v, (n,), generator=g)
     t = torch.tensor([1.0, 0.5, 0.0, 1.7], dtype=dtype).repeat(n)[:n]
     rows = []
@@ -139,7 +141,9 @@ def test_the_sampler_names_exactly_the_ids_it_may_draw(seed, cut):
     g = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(2, 50, generator=g)
     sampler = TokenSampler([Sampling(**cut), Sampling()], torch.device("cpu"))
-    drawn = {int(sampler(logits, torch.full((2,), u, dtype=torch.float64))[0][0]) for u in torch.linspace(0, 0.9999999, 300)}
+    drawn = {
+        int(sampler(logits, torch.full((2,), u, dtype=torch.float64))[0][0]) for u in torch.linspace(0, 0.9999999, 300)
+    }
     _, _, mass = sampler(logits, torch.rand(2, generator=g).double())
     kept, whole = (ids_of(r) for r in kept_bytes(sampler.kept))
     assert drawn <= set(kept) and kept == sorted(set(kept)) and whole == []
@@ -156,7 +160,9 @@ def test_a_set_beyond_the_limit_and_entries_without_weight_are_left_out(monkeypa
 
 
 def test_nothing_is_recorded_without_a_filter():
-    for done in ask(generator(), prompts(3), Sampling(max_tokens=4)) + ask(generator(), prompts(3), Sampling(0.0, top_k=3)):
+    for done in ask(generator(), prompts(3), Sampling(max_tokens=4)) + ask(
+        generator(), prompts(3), Sampling(0.0, top_k=3)
+    ):
         assert not done.kept and not any(done.mass)
 
 
@@ -249,7 +255,10 @@ def test_sets_survive_the_ledger(sets):
 
 def test_turns_without_log_probabilities_have_no_sampler_to_follow():
     groups = sampled_groups(make(), {"top_k": 5})
-    blind = lambda t: replace(t, origin="expert", turns=tuple(replace(u, logp=(), mass=(), version=()) for u in t.turns))  # noqa: E731
+
+    def blind(t):
+        return replace(t, origin="expert", turns=tuple(replace(u, logp=(), mass=(), version=()) for u in t.turns))
+
     assert pack([replace(g, trajectories=tuple(map(blind, g.trajectories))) for g in groups]).sequences.kept is None
 
 
@@ -362,6 +371,53 @@ def test_candidates_stay_over_the_whole_vocabulary(kit):
     first, second = (learner.measurer.live(b, signals)[1][Signal.CANDIDATE_LOGP].x for b in batches)
     torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
     assert not torch.allclose(*(learner.measure(b, LOGP)[Signal.LOGP].x for b in batches), atol=1e-3)
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_samples_records_and_learns_over_the_sets(cut, dtype):
+    """From CUDA graphs through records to the learner's head on the device, whose gradient a CPU confirms."""
+    model, asked = make_model_for_graphs(), prompts(6)
+    sampler = generator(make_model_for_graphs(), slots=6, device="cuda", dtype=dtype)
+    assert sampler.model_runner.graphs is not None
+    done = ask(sampler, asked, Sampling(max_tokens=11, **cut))
+    temperature, task = cut.get("temperature", 1.0), Task("random", 0)
+    turns = [
+        Turn(ids, d.tokens, d.logp, d.mass, d.version, kept=tuple(d.kept), temperature=temperature)
+        for ids, d in zip(asked, done)
+    ]
+    batch = pack([Group("g", task, tuple(Trajectory(f"t{i}", task, (turn,)) for i, turn in enumerate(turns)))])
+    assert all(turn.kept and all(token in ids_of(row) for token, row in zip(turn.tokens, turn.kept)) for turn in turns)
+    name = str(dtype).removeprefix("torch.")
+    learner = LocalLearner(model, LearnerSettings(dtype=name), device="cuda")
+    on_host = LocalLearner(make_model_for_graphs())
+    near = 2e-4 if dtype == torch.float32 else 0.25
+    found, expected = (x.measure(batch, LOGP)[Signal.LOGP].x.float().cpu() for x in (learner, on_host))
+    torch.testing.assert_close(found, behaviour(batch).x.float().cpu(), atol=near, rtol=0)
+    torch.testing.assert_close(found, expected, atol=near, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_a_gpu_has_the_gradients_of_a_cpu_over_the_sets(chunk):
+    h, w, b, y, t, _, sets = rows_with_sets(8, 40, 5, torch.float32)
+    weights = torch.arange(8)
+    grads = []
+    for device in ("cpu", "cuda"):
+        leaves = [x.detach().to(device).requires_grad_() for x in (h, w, b)]
+        moved_sets = KeptSets(sets.ids.to(device), sets.size.to(device))
+        logp = token_logprobs(*leaves, y.to(device), t.to(device), chunk=chunk, sets=moved_sets)[0]
+        grads.append(
+            [logp.detach().cpu(), *(g.cpu() for g in torch.autograd.grad((logp * weights.to(device)).sum(), leaves))]
+        )
+    for a, c in zip(*grads):
+        torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------------- the wire
