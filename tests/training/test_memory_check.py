@@ -11,9 +11,11 @@ from transformers import LlamaConfig
 
 from turnwise import recipes
 from turnwise.config.settings import Settings
+from turnwise.engines.memory import ModelShape
 from turnwise.errors import SettingError
 from turnwise.models import loading
 from turnwise.models.facts import stored_parameters
+from turnwise.store.rundir import RunDir
 from turnwise.training import api, memory, memory_check
 from turnwise.training.memory_check import check_memory, parameters_of
 
@@ -74,20 +76,75 @@ def test_a_gpu_with_room_beside_a_host_that_cannot_read_the_model(tmp_path, monk
         check_memory(settings, recipes.build("grpo"), LlamaConfig(**EIGHT_B))
 
 
-def test_a_run_is_refused_before_it_loads_or_writes_anything(tmp_path, monkeypatch):
+def test_the_learner_of_a_cluster_is_checked_without_the_generators_that_are_elsewhere(tmp_path, monkeypatch):
+    model, grpo = model_folder(tmp_path / "m"), recipes.build("grpo")
+    machine(monkeypatch, host=500 * GIB, gpu=24 * GIB)
+    far = Settings(model=model, cluster="10.0.0.5:6379,generators=4,gpus=1", dtype="bfloat16", micro_batch_tokens=4096)
+    with pytest.raises(SettingError, match=r"this model does not fit: .* the device has 24\.0"):
+        check_memory(far, grpo, LlamaConfig(**EIGHT_B))
+    assert memory.memory_plan(far, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)).samplers == 0
+    served = Settings(model=model, generator=("http://127.0.0.1:1",), dtype="bfloat16", micro_batch_tokens=4096)
+    assert memory.memory_plan(served, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)).samplers == 0
+    assert memory.cache_room(memory.memory_plan(served, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)), 0) == 0
+    machine(monkeypatch, host=200 * GIB)
+    check_memory(Settings(model=model, cluster="10.0.0.5:6379,generators=4", context=512), grpo, LlamaConfig(**EIGHT_B))
+    near = Settings(model=model, cluster="local,generators=4", context=512)
+    assert memory.memory_plan(near, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)).samplers == 4
+    with pytest.raises(SettingError, match=r"generator's weights 119\.7"):
+        check_memory(near, grpo, LlamaConfig(**EIGHT_B))
+
+
+def test_a_cluster_without_gpus_learns_on_the_cpu_of_a_machine_that_has_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory, "device_memory", lambda asked: (24 if asked.type == "cuda" else 500) * GIB)
+    settings = Settings(model=model_folder(tmp_path / "m"), cluster="10.0.0.5:6379", context=512)
+    check_memory(settings, recipes.build("grpo"), LlamaConfig(**EIGHT_B))
+
+
+def small_model(folder):
     from turnwise.environments.builtin.guess import Guess
     from turnwise.models.tiny import tiny_model
     from turnwise.training import build
     from turnwise.training.env_spec import EnvSpec
 
-    folder = tmp_path / "model"
     settings = Settings(env="guess", vocabulary=320)
     tokenizer = build.load_tokenizer(settings, EnvSpec.from_settings(settings, Guess, None))
     tiny_model(len(tokenizer), 0, hidden=32, layers=1, context=128).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_resumed_run_is_refused_before_it_loads_or_records_anything(tmp_path, monkeypatch, started):
+    model = small_model(tmp_path / "model")
+    settings = Settings(env="guess", model=model, device="cpu", steps=2)
+    run_dir = RunDir.create(tmp_path, "run", settings.as_dict(), repr(recipes.build("grpo")), 0)
+    if started:
+        (tmp_path / "model").rename(run_dir.path / "initial")
+    before = run_dir.settings.read_bytes()
     monkeypatch.setattr(memory, "TOLD_FROM", 1)
     monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 16)
     monkeypatch.setattr(loading, "load_causal_lm", lambda source: pytest.fail("the model was loaded"))
     with pytest.raises(SettingError, match="this model does not fit"):
-        api.train(env="guess", model=str(folder), out=str(tmp_path / "runs"), quiet=True, device="cpu")
+        api.resume(run_dir.path, quiet=True, steps=4)
+    assert run_dir.settings.read_bytes() == before
+
+
+def test_a_run_whose_model_moved_before_it_began_says_where_it_looked(tmp_path):
+    model = small_model(tmp_path / "model")
+    settings = Settings(env="guess", model=model, device="cpu", steps=2)
+    run_dir = RunDir.create(tmp_path, "run", settings.as_dict(), repr(recipes.build("grpo")), 0)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.raises(SettingError) as refused:
+        api.resume(run_dir.path, quiet=True)
+    assert model in str(refused.value)
+
+
+def test_a_run_is_refused_before_it_loads_or_writes_anything(tmp_path, monkeypatch):
+    folder = small_model(tmp_path / "model")
+    monkeypatch.setattr(memory, "TOLD_FROM", 1)
+    monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 16)
+    monkeypatch.setattr(loading, "load_causal_lm", lambda source: pytest.fail("the model was loaded"))
+    with pytest.raises(SettingError, match="this model does not fit"):
+        api.train(env="guess", model=folder, out=str(tmp_path / "runs"), quiet=True, device="cpu")
     assert not (tmp_path / "runs").exists()

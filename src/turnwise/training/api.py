@@ -86,6 +86,8 @@ def resume(
     own = _given_recipe(recipe, settings)
     if given.env_class is None:
         environments.load(env if isinstance(env, str) else settings.env)
+    if changes or not run_dir.summary.is_file():
+        _launch().check_resumed(run_dir, new, own, given)
     message = ""
     if changes:
         settings, message = extend(run_dir, settings, changes, _launch().run_dir_step(run_dir))

@@ -16,7 +16,9 @@ from turnwise.training import engines
 from turnwise.training.events import RunEvents
 from turnwise.training.inputs import GivenObjects
 from turnwise.training.interrupt import StopSignals
+from turnwise.training.memory_check import check_resumed_memory
 from turnwise.training.plan import RunPlan, validate
+from turnwise.training.preflight import check_model_name
 from turnwise.training.run_watch import watched
 from turnwise.training.trainer import Trainer
 from turnwise.training.unexpected_end import lock_run
@@ -41,6 +43,14 @@ def start_run(
     events = RunEvents(listen)
     with lock_run(run_dir), watched(run_dir.path, events, s.env, s.steps):
         return Trainer(plan, run_dir, events, threads, stop, notes).run()
+
+
+def check_resumed(run_dir: RunDir, settings: Settings, recipe: Recipe | None, given: GivenObjects) -> None:
+    """Refuse to go on where the model is gone or does not fit, before new settings are recorded and before it is loaded."""
+    plan, initial = RunPlan.from_settings(settings, recipe, given), run_dir.path / "initial"
+    if not initial.is_dir():
+        check_model_name(settings.model)
+    check_resumed_memory(plan.settings, plan.recipe, initial)
 
 
 def continue_run(

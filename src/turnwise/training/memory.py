@@ -23,7 +23,9 @@ from turnwise.models.options import split_options
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.renderer import Renderer
 from turnwise.training import engines
+from turnwise.training.cluster.options import ClusterOptions
 from turnwise.training.opponents import Opponents
+from turnwise.training.remote_generators import OWN_PROCESS
 from turnwise.training.staleness import StalenessPolicy
 
 USABLE = 0.9  # of the memory: the rest is fragments, libraries, CUDA graphs
@@ -53,13 +55,23 @@ def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
         offload=settings.offload and device.type == "cuda",
         shared_weights=device.type == "cpu"
         and settings.staleness == 0
-        and not (settings.lora_rank or settings.generator),
+        and not (settings.lora_rank or settings.generator or settings.cluster),
         four_bit=LearnerSettings(dtype=settings.dtype).four_bit,
-        samplers=1 + (Opponents.parse(settings.opponents).kind == "past" or bool(recipe.precision.drafts)),
+        samplers=_samplers(settings, recipe, device),
         models=len(wanted) + bool(settings.teacher),
         ranks=settings.ranks,
         one_memory=device.type == "cpu",
     )
+
+
+def _samplers(settings: Settings, recipe: Recipe, device: torch.device) -> int:
+    """Generators in the learner's memory. Servers have their own, and so have actors on a GPU or, perhaps, on another machine."""
+    if settings.cluster:
+        options = ClusterOptions.parse(settings.cluster)
+        return options.generators if options.local and device.type == "cpu" else 0
+    if settings.generator and settings.generator != OWN_PROCESS:
+        return 0
+    return 1 + (Opponents.parse(settings.opponents).kind == "past" or bool(recipe.precision.drafts))
 
 
 def device_memory(device: torch.device) -> int:
@@ -100,7 +112,7 @@ def fit_memory(settings: Settings, plan: MemoryPlan, available: int) -> tuple[Se
 
 def cache_room(plan: MemoryPlan, room: int) -> int:
     """Bytes that the rest of a run leaves for the KV cache of each generator."""
-    return max(0, room - plan.total + plan.parts()["KV cache"]) // plan.samplers
+    return max(0, room - plan.total + plan.parts()["KV cache"]) // max(1, plan.samplers)
 
 
 def in_pages(plan: MemoryPlan, room: int, layout: str) -> bool:
