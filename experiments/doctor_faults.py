@@ -1,4 +1,4 @@
-"""Does the doctor name what is wrong? 30 runs with a planted fault, 10 healthy ones.
+"""Does the doctor name what is wrong? 32 runs with a planted fault, 10 healthy ones.
 
     python experiments/doctor_faults.py [--out experiments/results/doctor_faults.json]
 
@@ -24,6 +24,7 @@ from turnwise.inspector.doctor.diagnosis import diagnose
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
 from turnwise.store.sealed import write_sealed
+from turnwise.training.staleness import StalenessPolicy
 
 STEPS = 24
 DEFAULTS = Settings().as_dict()
@@ -41,6 +42,7 @@ class Plan:
     tasks: int = 48
     groups: int = 0  # in the ledger; 0: the run directory has no ledger, which costs most of the time
     dropped: int = 0
+    reason: str = "all rewards are equal"  # why they were dropped
     finished: bool = True
 
 
@@ -98,7 +100,7 @@ def _write_ledger(run: RunDir, plan: Plan) -> None:
             if n < plan.groups:
                 ledger.train([str(n)], min(n // 8, STEPS - 1))
             else:
-                ledger.drop(str(n), "all rewards are equal", 0)
+                ledger.drop(str(n), plan.reason, 0)
 
 
 # --------------------------------------------------------------------- faults
@@ -180,6 +182,8 @@ FAULTS: dict[str, tuple[str, Fault]] = {  # what was done: (the rule that must c
     "temperature not recorded": ("ratio not 1 at the first step", also(metric("ratio", 1.6), metric("mismatch/mean_abs", 0.4))),
     "fp8 rollouts": ("sampler and learner differ", also(metric("mismatch/mean_abs", 0.08), setting(rollout_dtype="fp8"))),
     "staleness 8": ("stale data", also(setting(staleness=8), every(staleness=7.0, ratio__ess__token=0.4, clip_share=0.3))),
+    "slow episodes": ("groups too old", also(setting(staleness="2,drop"), every(staleness=1.4),
+        fields(groups=48, dropped=90, reason=StalenessPolicy(2, "drop").reason))),
     "16 epochs": ("most tokens clipped", also(every(clip_share=0.7, kl__behaviour=0.15))),
     "lr 100 times too high": ("large policy steps", also(metric("kl/behaviour", 0.9),
         every(reward=lambda t: 0.7 * (1 - t), success=lambda t: 0.7 * (1 - t)))),

@@ -90,3 +90,23 @@ def test_a_run_without_steps_and_a_missing_run_are_refused(tmp_path):
         diagnose(faults.write_run(tmp_path / "run", plan))
     with pytest.raises(StoreError, match="no run"):
         diagnose(tmp_path / "missing")
+
+
+def test_groups_dropped_for_their_age_are_no_matter_of_difficulty(tmp_path):
+    plan = faults.healthy(1)
+    faults.FAULTS["slow episodes"][1](plan)
+    rules = {f.rule: f for f in diagnose(faults.write_run(tmp_path / "run", plan)).findings}
+    assert "most groups dropped" not in rules
+    finding = rules["groups too old"]
+    assert "--staleness N,wait" in finding.setting and "--difficulty" not in finding.setting
+    assert "90 × older than staleness 2 allows" in finding.text
+
+
+@pytest.mark.parametrize("reason, told", [("older than staleness 2 allows", "--staleness N,wait"), ("no spread", "--difficulty")])
+def test_a_step_without_groups_says_what_to_change_by_why_they_were_dropped(tmp_path, reason, told):
+    plan = faults.healthy(1)
+    for row in plan.rows[::3]:
+        row.update({"groups": 0.0, f"dropped/{reason}": 9.0, "dropped/another": 2.0})
+    findings = {f.rule: f for f in diagnose(faults.write_run(tmp_path / "run", plan)).findings}
+    text = findings["no group to train on"].text
+    assert told in text and ("--difficulty" in text) == (told == "--difficulty")

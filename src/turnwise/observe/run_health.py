@@ -16,6 +16,7 @@ from turnwise.observe.metric_names import finite_number
 REASONS = 3  # different reasons of dropped episodes in one message
 MISMATCH_GROWTH = 4.0  # times the mismatch of the first steps
 FIRST_STEPS = 3  # steps over which the first mismatch is averaged
+TOO_OLD = "older than staleness"  # begins the reason of a group that was dropped for its age
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,14 @@ def _count_reasons(reasons: Mapping[str, int]) -> str:
     return named + (f"; {len(most) - REASONS} other reasons" if len(most) > REASONS else "")
 
 
+def _against_drops(reasons: Mapping[str, int]) -> str:
+    """What to change, by the most frequent reason."""
+    most = Counter(reasons).most_common(1)
+    if most and most[0][0].startswith(TOO_OLD):
+        return "let training wait for slow groups (--staleness N,wait), or raise N"
+    return "choose tasks that the model solves sometimes (--difficulty), or raise --group-size or --max-draws"
+
+
 CONDITIONS = (
     Condition(
         "turns cut by max_tokens",
@@ -178,8 +187,7 @@ CONDITIONS = (
         lambda v: float(v.value("groups") == 0),
         0.5,
         lambda v, x: "a step had no group that could be trained on; dropped since the start: "
-        f"{_count_reasons(v.dropped) or 'none'}; choose tasks that the model solves sometimes (--difficulty), or raise "
-        "--group-size or --max-draws",
+        f"{_count_reasons(v.dropped) or 'none'}; {_against_drops(v.dropped)}",
     ),
     Condition(
         "unread tool calls",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from turnwise.config.staleness import DROP, KEEP, WAIT, parse_staleness
 from turnwise.core.records import Group
+from turnwise.observe.run_health import TOO_OLD
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class StalenessPolicy:
     @property
     def reason(self) -> str:
         """Why the ledger says that a group was evicted."""
-        return f"older than staleness {self.limit} allows"
+        return f"{TOO_OLD} {self.limit} allows"
 
     def capacity(self, per_step: int, steps: int = 0) -> int:
         """The most groups that are outstanding at any time. ``steps``: that the run still takes; 0: its end is not known."""

@@ -28,7 +28,8 @@ ERRORS_OF_STEPS = {
 CAUSES_FIRST = (
     "loss not finite", "skipped optimiser steps", "rewards out of scale", "failed episodes", "unread tool calls",
     "turns cut by max_tokens", "episodes cut by context", "episodes cut by max_turns", "groups of one", "learning rate zero",
-    "ratio not 1 at the first step", "growing mismatch", "sampler and learner differ", "stale data", "nothing is ever rewarded",
+    "ratio not 1 at the first step", "growing mismatch", "sampler and learner differ", "stale data", "groups too old",
+    "nothing is ever rewarded",
     "identical answers", "no spread of rewards", "zero gradient", "most groups dropped", "no group to train on",
     "entropy collapse", "entropy grows", "most tokens clipped", "large policy steps", "gradient clipped hard",
     "reward collapsed", "reward rises, success does not", "tools given up", "tool calls fail", "answers grow longer without gain",

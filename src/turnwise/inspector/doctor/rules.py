@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from turnwise.inspector.doctor.facts import RunFacts
+from turnwise.observe.run_health import TOO_OLD
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 
@@ -80,9 +81,15 @@ def _tools_given_up(facts: RunFacts) -> float:
     )
 
 
-def _dropped_share(facts: RunFacts) -> float:
-    """Share of groups that admission or failures dropped; a resume's own drops are not counted."""
-    dropped = sum(n for reason, n in facts.drops.items() if reason not in ("rolled back", "interrupted"))
+def _drops(facts: RunFacts, too_old: bool) -> dict[str, int]:
+    """Dropped groups by reason: those that were too old, or those that admission or failures dropped; never a resume's own."""
+    drops = {reason: n for reason, n in facts.drops.items() if reason not in ("rolled back", "interrupted")}
+    return {reason: n for reason, n in drops.items() if reason.startswith(TOO_OLD) == too_old}
+
+
+def _dropped_share(facts: RunFacts, too_old: bool = False) -> float:
+    """Share of the groups that were dropped, of those and the ones that were trained on."""
+    dropped = sum(_drops(facts, too_old).values())
     total = dropped + facts.trained_groups
     return dropped / total if total >= 8 else math.nan
 
@@ -200,8 +207,13 @@ RULES = (
         lambda f, x: f"{x:.0%} of the groups fail entirely, so they have no gradient", "--difficulty, --group-size, --demos",
         ("groups/all_fail", "success", "groups/zero_variance")),
     RunRule("most groups dropped", WARNING, _dropped_share, 0.6,
-        lambda f, x: f"{x:.0%} of the sampled groups were dropped: {_most(f.drops)}", "--difficulty, or another sampler of tasks",
-        ("groups", "tasks_drawn")),
+        lambda f, x: f"{x:.0%} of the sampled groups were dropped: {_most(_drops(f, False))}",
+        "--difficulty, or another sampler of tasks", ("groups", "tasks_drawn")),
+    RunRule("groups too old", WARNING, lambda f: _dropped_share(f, too_old=True), 0.2,
+        lambda f, x: f"{x:.0%} of the groups were thrown away because later ones overtook them: "
+        f"{_most(_drops(f, True))}; what was sampled for them is lost",
+        "--staleness N,wait (training waits for them) or a higher N; shorter episodes (--max-turns, --max-tokens), a faster "
+        "environment, or fewer --groups at once", ("staleness", "staleness/oldest", "seconds/rollout", "seconds/learn")),
     RunRule("few distinct answers", WARNING, lambda f: 1.0 - f.mean("answers/distinct"), 0.7,
         lambda f, x: f"only {1 - x:.0%} of the answers to a task differ", "--temperature, --top-p, --top-k",
         ("answers/distinct", "entropy")),
