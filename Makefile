@@ -6,6 +6,7 @@
 #   make quick   the tests of the inner loop (under a minute)
 #   make trial   try to break it: kills, attacks, bad inputs, fuzzed episodes (about an hour)
 #   make vllm    publish to a real vLLM server on this CPU and train through it (installs it first: 4 GB)
+#   make gpu     the tests that need a GPU, and all tests of kernels, on a machine that has one
 #   make kernels compile every Triton kernel for GPUs, without one (fetches Triton: 600 MB)
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ WORKERS ?= auto
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 QUICK   := not slow and not integration and not gpu and not thorough
 
-.PHONY: train test extras quick trial vllm kernels lint format docs bench learning seeds clean help
+.PHONY: train test extras quick trial vllm gpu kernels lint format docs bench learning seeds clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -42,6 +43,11 @@ trial: $(READY)
 vllm: $(READY)
 	bash trials/vllm_environment.sh $(PYTHON) .venv-vllm
 	$(BIN)/python -m trials.vllm --python .venv-vllm/bin/python $(ARGS)
+
+gpu: $(READY)
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here; install a CUDA build of torch")'
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m pytest tests/engines/test_kernels.py tests/engines/test_*_kernels.py $(ARGS)
 
 kernels: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/triton triton==3.6.0
