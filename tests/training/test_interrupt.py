@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,11 @@ import time
 
 import pytest
 
+from turnwise import environments
+from turnwise.cli.main import main
+from turnwise.environments.builtin.guess import Guess
 from turnwise.store.checkpoint import latest_step
+from turnwise.training import evaluate
 from turnwise.training.interrupt import RunStopped, StopSignals, run_async
 
 ARGUMENTS = [
@@ -125,3 +130,33 @@ def test_other_errors_that_are_lost_are_still_reported(caplog):
     run_async(loses())
     gc.collect()
     assert "lost" in caplog.text
+
+
+class Interrupting(Guess):
+    """Sends a signal to its own process in its first turn, which then never ends."""
+
+    number = signal.SIGINT
+
+    async def step(self, action):
+        os.kill(os.getpid(), self.number)
+        await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_evaluation_and_says_what_is_kept(number, monkeypatch, tmp_path, capfd, caplog):
+    monkeypatch.setattr(Interrupting, "number", number)
+    monkeypatch.setattr(environments, "load", lambda name: Interrupting)
+    before, saved = signal.getsignal(number), tmp_path / "result.json"
+    words = ["eval", "--player", "random", "--env", "guess", "--eval-tasks", "4", "--save", str(saved)]
+    assert main(words) == 128 + number
+    gc.collect()  # a task that kept the error would report it now
+    errors = capfd.readouterr().err
+    assert errors.strip() == f"turnwise: the evaluation was stopped and has no result; {saved} was not written"
+    assert not caplog.records and not saved.exists() and signal.getsignal(number) == before
+
+
+def test_an_evaluation_that_is_stopped_names_the_verdicts_it_keeps(tmp_path):
+    assert "kept" not in evaluate._stopped_message(str(tmp_path), "", "")
+    (tmp_path / "judge.sqlite").touch()
+    assert f"kept in {tmp_path / 'judge.sqlite'}" in evaluate._stopped_message(str(tmp_path), "", "")
+    assert "kept" not in evaluate._stopped_message(str(tmp_path), "oracle", ""), "a scripted player's are in memory"

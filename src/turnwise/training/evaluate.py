@@ -3,7 +3,6 @@ statistics. Torch is imported only where a model is loaded."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,8 @@ from turnwise.store.atomic import write_json
 from turnwise.store.rundir import RunDir
 from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.events import silent
-from turnwise.training.judges import chained, check_reachable, open_judge
+from turnwise.training.interrupt import RunStopped, StopSignals, run_async
+from turnwise.training.judges import CACHE, chained, check_reachable, open_judge
 from turnwise.training.preflight import check_device, check_model_name
 from turnwise.training.scoring import Decode, open_scorer
 from turnwise.training.served_policy import ServedPolicy, evaluate_served, failures
@@ -42,15 +42,19 @@ def evaluate_policy(
     save: str = "",
 ) -> dict[str, Any]:
     """The summary of an evaluation: whose policy, on which environment and split, with which result. ``save``: a file for the
-    summary with the first episode of each task."""
+    summary with the first episode of each task. A signal stops it at once."""
     if split not in SPLITS:
         raise SettingError(f"no split {split!r}; known: {', '.join(SPLITS)}")
     if served is not None and (run or player):
         raise SettingError("give one of a run, --player and --policy; a run and --policy together are compared")
-    if served is not None:
-        who, settings, evaluation = _served(served, overrides, split, listen)
-    else:
-        who, settings, evaluation = _local(run, player, overrides, split, listen)
+    try:
+        with StopSignals().handled():
+            if served is not None:
+                who, settings, evaluation = _served(served, overrides, split, listen)
+            else:
+                who, settings, evaluation = _local(run, player, overrides, split, listen)
+    except RunStopped as stopped:
+        raise RunStopped(stopped.number, _stopped_message(run, player, save)) from None
     summary = {"who": who, "environment": settings.env, "split": split, **evaluation.summary(settings.seed)}
     if reasons := failures(evaluation):
         summary["failures"] = reasons
@@ -58,6 +62,15 @@ def evaluate_policy(
     if save:
         write_json(Path(save), {"summary": summary, "rows": evaluation.rows()})
     return summary
+
+
+def _stopped_message(run: str, player: str, save: str) -> str:
+    """What an evaluation that was stopped leaves behind."""
+    text = "the evaluation was stopped and has no result" + (f"; {save} was not written" if save else "")
+    verdicts = Path(run) / CACHE
+    if run and not player and verdicts.is_file():
+        text += f"; verdicts of the judge are kept in {verdicts} and are not asked for again"
+    return text
 
 
 def compare_policies(
@@ -101,9 +114,9 @@ def _served(
 ) -> tuple[str, Settings, Evaluation]:
     settings = served.settings(overrides)
     env_spec = _env_spec(settings)
-    server = asyncio.run(served.connect(listen))
+    server = run_async(served.connect(listen))
     with _scorers(env_spec, lambda ids: "", _no_policy, None, listen) as scorer:
-        evaluation = asyncio.run(evaluate_served(env_spec, server, split, listen, scorer))
+        evaluation = run_async(evaluate_served(env_spec, server, split, listen, scorer))
     return f"{server.name} at {server.address.url}", settings, evaluation
 
 
@@ -152,7 +165,7 @@ def _scripted(env_spec: EnvSpec, player: str, split: str, listen: Listener) -> E
         return played if scorer is None else await scored(played, scorer)
 
     with _scorers(env_spec, renderer.decode, _no_policy, None, listen) as scorer:
-        return asyncio.run(play())
+        return run_async(play())
 
 
 def _model(env_spec: EnvSpec, folder: Path | None, split: str, run: Path | None, listen: Listener) -> Evaluation:
@@ -168,4 +181,4 @@ def _model(env_spec: EnvSpec, folder: Path | None, split: str, run: Path | None,
     generator, policy = engines.make_policy_judge(s, local, model, renderer)
     with _scorers(env_spec, renderer.decode, policy, run, listen) as scorer:
         learner = engines.make_cold_start_learner(s, model, 1) if has_exact_metrics(env_spec.env_class) else None
-        return asyncio.run(build.make_evaluator(env_spec, renderer, generator, scorer, learner).run(split))
+        return run_async(build.make_evaluator(env_spec, renderer, generator, scorer, learner).run(split))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,6 +19,7 @@ from turnwise.rollout.first_error_scorer import FirstErrorScorer
 from turnwise.rollout.judge_scorer import JudgeScorer
 from turnwise.rollout.scoring import ScorerChain
 from turnwise.training.events import silent
+from turnwise.training.interrupt import run_async
 
 POLICY = "policy"  # the judge is the policy that is trained
 FIRST_ERROR = "first_error:"  # begins the value that names the folder of a reward model of first wrong steps
@@ -69,7 +69,7 @@ def check_judge(settings: Settings) -> None:
         if isinstance(outcome, str):
             raise SettingError(f"the judge {server.name} at {settings.judge} does not work: {outcome}")
 
-    asyncio.run(probe())
+    run_async(probe())
 
 
 def reward_model_folder(settings: Settings) -> Path:
@@ -83,7 +83,7 @@ def reward_model_folder(settings: Settings) -> Path:
 def check_reachable(settings: Settings) -> None:
     """Refuse a served judge that does not answer; asks for no verdict."""
     if settings.judge and settings.judge != POLICY and not settings.judge.startswith(FIRST_ERROR):
-        asyncio.run(connect(settings, silent))
+        run_async(connect(settings, silent))
 
 
 async def connect(settings: Settings, listen: Listener) -> ChatServer:
@@ -110,7 +110,7 @@ def open_judge(
         with contextlib.closing(FirstErrorScorer(policy())) as first_errors:
             yield first_errors
         return
-    judge = policy() if settings.judge == POLICY else asyncio.run(connect(settings, listen))
+    judge = policy() if settings.judge == POLICY else run_async(connect(settings, listen))
     cache = VerdictCache(folder / CACHE if folder else None)
     rubric = read_rubric(settings.judge_rubric)
     with contextlib.closing(JudgeScorer(judge, rubric, settings.judge_mode, settings.judge_weight, cache)) as scorer:
