@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -30,10 +29,20 @@ def digest(run):
     return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def generator_processes():
-    """Generator processes that exist now, by their command lines."""
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return {int(line.split()[0]) for line in listed if "turnwise.engines.own_process.worker" in line}
+def generator_processes(parent=None):
+    """Generator processes that a process has started, this one by default. Those of other tests are not its own."""
+    command = ["ps", "-ww", "-eo", "pid,ppid,stat,args"]  # whole lines, however narrow the terminal
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    rows = [line.split(None, 3) for line in listed]
+    workers = [row for row in rows if len(row) == 4 and "turnwise.engines.own_process.worker" in row[3]]
+    return {int(pid) for pid, owner, state, _ in workers if owner == str(parent or os.getpid()) and state[0] != "Z"}
+
+
+def alive(pids):
+    """Those of the processes that exist, with or without their parent."""
+    listed = subprocess.run(["ps", "-eo", "pid,stat"], capture_output=True, text=True, check=True).stdout.splitlines()
+    states = dict(line.split() for line in listed)
+    return {pid for pid in pids if states.get(str(pid), "Z")[0] != "Z"}
 
 
 def trained_groups(run):
@@ -50,11 +59,10 @@ def local(tmp_path_factory):
 
 
 def test_a_run_is_bit_identical_to_one_with_the_generator_in_its_process(local, tmp_path):
-    before = generator_processes()
     summary = api.train(quiet=True, out=str(tmp_path), name="run", generator=("local",), **SMALL)
     assert digest(tmp_path / "run") == local
     assert "in a process of its own" in summary["engines"]["generator"]
-    assert generator_processes() <= before
+    assert not generator_processes()
 
 
 def test_a_lora_run_is_bit_identical_and_sends_its_base_once(tmp_path, monkeypatch):
@@ -83,30 +91,20 @@ def test_stale_rollouts_survive_publications(tmp_path):
 
 
 def test_a_killed_generator_stops_the_run_with_a_checkpoint_and_resume_ends_with_the_same_weights(local, tmp_path):
-    before = generator_processes()
+    def kill_after_first_step(event, facts):
+        if event == "step" and facts["stage"] == "learn" and facts["step"] == 1:
+            for pid in generator_processes():
+                os.kill(pid, signal.SIGKILL)
 
-    def kill_after_first_step():
-        until = time.monotonic() + 120
-        while time.monotonic() < until and not (tmp_path / "run" / "checkpoints" / "step_1").exists():
-            if any((tmp_path / "run" / "checkpoints").glob("*1*")):
-                break
-            time.sleep(0.005)
-        for pid in generator_processes() - before:
-            os.kill(pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_after_first_step)
-    killer.start()
     with pytest.raises(ServerFault, match=r"generator process was ended by SIGKILL; stopped .*`turnwise resume"):
-        api.train(quiet=True, out=str(tmp_path), name="run", generator=("local",), **{**SMALL, "steps": 3})
-    killer.join()
+        api.train(kill_after_first_step, out=str(tmp_path), name="run", generator=("local",), **SMALL)
     api.resume(tmp_path / "run", quiet=True)
     assert digest(tmp_path / "run") == local
     assert trained_groups(tmp_path / "run") == SMALL["steps"] * SMALL["groups"]
-    assert generator_processes() <= before
+    assert not generator_processes()
 
 
 def test_ctrl_c_ends_the_generator_process(tmp_path):
-    before = generator_processes()
     values = json.dumps(
         {**SMALL, "steps": 10_000, "eval_tasks": 0, "out": str(tmp_path), "name": "run", "generator": ["local"]}
     )
@@ -115,11 +113,12 @@ def test_ctrl_c_ends_the_generator_process(tmp_path):
     metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
     while time.monotonic() < until and (not metrics.is_file() or metrics.read_text().count("\n") < 2):
         time.sleep(0.02)
-    assert generator_processes() - before
+    started = generator_processes(run.pid)
+    assert started
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
     _, told = run.communicate(timeout=120)
     assert "with a checkpoint" in told
-    assert generator_processes() <= before
+    assert not alive(started)
 
 
 @pytest.mark.parametrize(
