@@ -254,12 +254,16 @@ def test_methods_resume_bit_identically(name, hyper, separate):
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_the_policy_is_frozen_while_its_critics_warm_up(separate):
-    """On the first batches only the critics train and the optimizer does not move the policy; then both train."""
-    recipe = recipes.build("archer", passes=3, warm=2)
+@pytest.mark.parametrize("name, heads", [("archer", "turns"), ("b_coder", "value")])
+def test_the_policy_is_frozen_while_its_critics_warm_up(name, heads, separate):
+    """On the first batches only the critics train and the optimizer does not move the policy; then both train. The policy is in
+    the penalties of b_coder, too."""
+    recipe = recipes.build(name, passes=3, warm=2)
     model = tiny_model(16, 0, hidden=32, layers=2, context=64)
     settings = LearnerSettings(lr=1e-3, value_lr=1e-2, weight_decay=0.1, positions=32)
-    learner = LocalLearner(model, settings, turn_critic=True, separate_critic=separate)
+    options = {"critic": recipe.critics, "turn_critic": heads == "turns", "separate_critic": separate}
+    learner = LocalLearner(model, settings, **options)
+    learner.reference()
     objective, moved = recipe.objective, []
     for seed in range(5):
         before = copy.deepcopy(learner.state_dict()["tensors"])
@@ -267,7 +271,7 @@ def test_the_policy_is_frozen_while_its_critics_warm_up(separate):
             learner, recipe, records_of([[[2, 1], [3], [1, 2]]], seed, asks=recipe.requirements), seed, objective
         )
         after = learner.state_dict()["tensors"]
-        names_of = {prefix: [n for n in before if n.startswith(f"{prefix}/")] for prefix in ("model", "turns")}
+        names_of = {prefix: [n for n in before if n.startswith(f"{prefix}/")] for prefix in ("model", heads)}
         moved.append(tuple(any(not torch.equal(before[n], after[n]) for n in names) for names in names_of.values()))
     assert moved == [(False, True)] * 2 + [(True, True)] * 3
     assert learner.steps == 5 * 3 + 3

@@ -77,8 +77,7 @@ class CriticsFirst(Control):
     first ``warm`` batches only the critics are trained.
 
     A bootstrapped critic learns the value of states near the end first and of early states last; until then it prefers actions
-    that end the episode soon. The policy stays unchanged only if no penalty has a gradient for it: critics with their own
-    trunk, or heads whose gradient stops before the trunk."""
+    that end the episode soon. No penalty moves the policy in the steps of the critics."""
 
     passes: int = 10
     warm: int = 0

@@ -26,7 +26,7 @@ from turnwise.algebra.weight import Weight
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field
-from turnwise.core.signals import BEFORE_BATCH, BEFORE_STEP, WITH_GRADIENT, Signal
+from turnwise.core.signals import BEFORE_BATCH, BEFORE_STEP, POLICY_SIGNALS, WITH_GRADIENT, Signal
 from turnwise.maths.gradients import with_gradient, without_gradient
 
 if TYPE_CHECKING:
@@ -192,6 +192,8 @@ class Objective:
 
     # ------------------------------------------------------ one micro-batch
     def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Loss:
+        if Column.FREEZE_POLICY in batch.columns:  # no gradient instead of 0, on which momentum would move
+            policy = {s: f.detach() if s in POLICY_SIGNALS else f for s, f in policy.items()}
         view = MicroBatchView(batch, policy)
         precision = view.logp.x.dtype
         adv, weight = batch[Column.ADVANTAGE].to(precision), batch[Column.WEIGHT].to(precision)
@@ -202,8 +204,8 @@ class Objective:
             rho = self.ratio(view)
             gated = self.gate(rho, adv, view)
             objective = _total(weight * (gated * adv))
-        if Column.FREEZE_POLICY in batch.columns:  # no gradient instead of 0, on which momentum would move
-            objective = 0.0 * objective.detach()
+        if Column.FREEZE_POLICY in batch.columns:
+            objective = 0.0 * objective
         side_losses = self.gradient.side_losses(weight, rho, gated, adv, view)
         gain_slope = _slope(objective, view.logp) if self.penalties else None
         costs: list[Tensor] = []
@@ -268,7 +270,7 @@ class _Slope:
 
 def _slope(objective: Tensor, logp: Field) -> Field:
     """∂ objective / ∂ log π, for the diagnostics; the graph between the two is small."""
-    if not objective.requires_grad:
+    if not (objective.requires_grad and logp.x.requires_grad):
         return logp.map(torch.zeros_like)
     gradient = torch.autograd.grad(objective, logp.x, retain_graph=True, allow_unused=True)[0]
     return logp.map(torch.zeros_like) if gradient is None else Field(logp.tree, TOKEN, gradient)

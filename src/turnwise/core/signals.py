@@ -61,8 +61,8 @@ class Signal(StrEnum):
 TURN_CRITIC = (Signal.Q, Signal.SECOND_Q, Signal.V, Signal.SECOND_V)
 TURN_CRITIC_TARGET = (Signal.TARGET_Q, Signal.TARGET_SECOND_Q, Signal.TARGET_V, Signal.TARGET_SECOND_V)
 TOKEN_CRITIC = frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE})
-_OF_POLICY = {Signal.LOGP, Signal.ENTROPY, Signal.CANDIDATE_LOGP, Signal.MODE_LOGP}
-WITH_GRADIENT = frozenset({*_OF_POLICY, Signal.VALUE, Signal.SECOND_VALUE, Signal.ACTION_VALUE, *TURN_CRITIC})
+POLICY_SIGNALS = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.CANDIDATE_LOGP, Signal.MODE_LOGP})
+WITH_GRADIENT = frozenset({*POLICY_SIGNALS, Signal.VALUE, Signal.SECOND_VALUE, Signal.ACTION_VALUE, *TURN_CRITIC})
 """Signals of every forward pass of an update; they carry the gradient."""
 
 BEFORE_STEP = frozenset(

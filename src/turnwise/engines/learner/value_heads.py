@@ -4,8 +4,9 @@
     ACTION_VALUE         the same, with a head for each token of the vocabulary: that of the sampled one
     Q, SECOND_Q          the state after a turn's last token        TARGET_…     the same by targets φ̄ ← (1 − τ) φ̄ + τ φ
 
-A shared critic reads the policy's hidden states: the gradient of VALUE and SECOND_VALUE flows into the policy, that of the others
-does not. A separate critic has its own trunk, a copy of the initial policy, and its gradient stays there.
+A shared critic reads the policy's hidden states: the gradient of VALUE and SECOND_VALUE flows into the policy, except in steps
+that train critics alone; that of the others does not. A separate critic has its own trunk, a copy of the initial policy, and its
+gradient stays there.
 
 Knows hidden states and turns; knows neither rewards nor losses.
 """
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TURN, Field
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.engines import compat
@@ -60,7 +62,9 @@ class ValueHeads:
         self._require_heads(signals)
         out: dict[Signal, Field] = {}
         if self.token_heads is not None and signals & set(TOKEN_VALUES):
-            values = self.token_heads(forward.before.to(self.token_heads.weight.dtype)).unbind(1)
+            frozen = self.trunk is None and Column.FREEZE_POLICY in forward.batch.columns
+            before = forward.before.detach() if frozen else forward.before
+            values = self.token_heads(before.to(self.token_heads.weight.dtype)).unbind(1)
             out |= {s: Field(forward.batch.tree, TOKEN, x) for s, x in zip(TOKEN_VALUES, values)}
         if Signal.ACTION_VALUE in signals and self.token_heads is not None:
             rows = self.token_heads.weight[forward.batch.token.x]

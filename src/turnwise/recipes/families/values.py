@@ -21,15 +21,19 @@ KIND = Kind.OBJECTIVE
 NEVER = 1_000_000_000  # batches
 
 
-def b_coder(alpha: float = 1.0, gamma: float = 1.0, imitation: float = 0.1) -> Recipe:
+def b_coder(
+    alpha: float = 0.02, gamma: float = 1.0, imitation: float = 0.001, passes: int = 5, warm: int = 12
+) -> Recipe:
     """B-Coder: Q from the policy's logits and a value head; learns by the Bellman operator of a fixed policy; Q ranks answers.
 
     Q(s, a) = α (log π(a) − max log π) + V(s) → r + γ Q̄(s', a*), a* = argmax π_ref(s');  + imitation · KL(π‖π_ref), k3;
     rank of an answer: Σ Q(s, a) − γ V(s')
 
     Paper: B-Coder: Value-Based Deep Reinforcement Learning for Program Synthesis, arXiv 2310.03173.
-    Settings: alpha 1, gamma 1 and imitation 0.1 are ours. The policy of Q at temperature alpha is the model itself. With
-    --eval-samples 2 or more, evaluations report the success of the answer that Q ranks first (reranked_success).
+    Settings: all are ours. The value is fitted alone on the first ``warm`` batches, the policy fixed, and by ``passes`` steps
+    before each later one; --critic separate fits it faster. The policy of Q at temperature alpha is the model itself, so alpha
+    times a gap of log-probabilities (up to 20) must stay within the range of the returns, here 1. imitation acts against alpha².
+    With --eval-samples 2 or more, evaluations report the success of the answer that Q ranks first (reranked_success).
     Deviation: the paper's cross-entropy to the model is k3, which has its gradient on the policy's samples; the values of the
     target are those before the batch, not a slow copy's; data are the run's own rollouts, one pass each.
     Sure of: dueling form, operator and ranking (summaries), not the constants.
@@ -40,6 +44,7 @@ def b_coder(alpha: float = 1.0, gamma: float = 1.0, imitation: float = 0.1) -> R
             WeightedPenalty(1.0, ConservativeQError(alpha, gamma)),
             WeightedPenalty(imitation, KL()),
         ),
+        control=CriticsFirst(passes, warm),
     )  # fmt: skip
 
 

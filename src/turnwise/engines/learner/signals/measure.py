@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
-from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, WITH_GRADIENT, Signal, level_of
+from turnwise.core.signals import POLICY_SIGNALS, TURN_CRITIC, TURN_CRITIC_TARGET, WITH_GRADIENT, Signal, level_of
 from turnwise.engines.learner import lora, packed_forward
 from turnwise.engines.learner.forward_pass import ForwardPass
 from turnwise.engines.learner.optimizer import LearnerSettings
@@ -47,7 +47,6 @@ AFTER_SAMPLED = RANK_SIGNALS | AUXILIARY | {Signal.Q, Signal.SECOND_Q, Signal.TA
 AFTER_SAMPLED_MODELS = ("policy", "critic", "target")
 """... and the models that compute it for them."""
 
-POLICY_SIGNALS = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.CANDIDATE_LOGP, Signal.MODE_LOGP})
 
 Fields = dict[Any, Field]
 ForwardOf = Callable[[str], ForwardPass]
