@@ -8,9 +8,10 @@ import random
 import pytest
 import torch
 from support.generators import generator, make
-from support.prompting import V, check_logp, dialogues, prompts, run
+from support.prompting import V, ask, check_logp, dialogues, prompts, run
 
 from turnwise.core.records import Sampling, Stop
+from turnwise.engines.generator import model_runner
 from turnwise.engines.generator.session import LocalSession
 from turnwise.errors import SettingError
 
@@ -294,3 +295,16 @@ def test_one_generator_serves_several_event_loops():
     asyncio.run(abandon())
     assert len(run(ask()).tokens) == 4
     assert len(run(ask()).tokens) == 4
+
+
+def test_every_forward_pass_is_counted_when_it_is_done(monkeypatch):
+    """A server whose model is slow shows progress inside a batch; else it would be taken for one that hangs."""
+    monkeypatch.setattr(model_runner, "PREFILL_BUDGET", 8)
+    g, passes = generator(make(), fast=False), []
+    counted = lambda call: lambda *a, **k: (passes.append(g.stats()["forward_passes"]), call(*a, **k))[1]  # noqa: E731
+    runner = g.model_runner
+    monkeypatch.setattr(runner, "decode_step", counted(runner.decode_step))
+    monkeypatch.setattr(runner.model.base_model, "forward", counted(runner.model.base_model.forward))
+    ask(g, [[1] * 9, [2] * 9, [3] * 9], Sampling(max_tokens=5))
+    assert {n - passes[0] for n in passes} == {*range(3 + 5)}  # three prefills of 8 ids, then five steps
+    assert g.stats()["forward_passes"] - passes[0] == 3 + 5 == 3 + g.stats()["steps"]

@@ -10,14 +10,17 @@ import sys
 import time
 
 import pytest
+import torch
 from support.dialogues import run, two_turns
 from support.generators import generator, make
 from support.prompting import prompts
 
 from turnwise.core.records import Sampling, Stop
+from turnwise.engines import owned_files
+from turnwise.engines.own_process import weights as sent_weights
 from turnwise.engines.own_process.process_generator import ProcessGenerator
 from turnwise.engines.own_process.worker import GeneratorSpec
-from turnwise.errors import GeneratorLost, SettingError
+from turnwise.errors import GeneratorLost, SettingError, StoreError
 
 SAMPLING = Sampling(max_tokens=12)
 LONG = Sampling(max_tokens=100)
@@ -151,6 +154,90 @@ def test_a_stopped_process_is_given_up_after_its_time(monkeypatch):
 
     run(work())
     assert not exists(g.process)
+
+
+def test_a_stopped_process_is_given_up_when_a_message_does_not_fit_its_pipe():
+    g = in_process(make(), seconds=0.5)
+
+    async def work():
+        os.kill(g.process, signal.SIGSTOP)
+        with pytest.raises(GeneratorLost, match=r"has read nothing for 0 s: it is stopped or stuck|said nothing"):
+            await asyncio.gather(*(g.open(n).generate([1] * 20_000, SAMPLING) for n in range(200)))
+
+    run(work())
+    assert not exists(g.process)
+
+
+@pytest.mark.parametrize(("late", "given_up"), [(10.0, False), (0.0, True)])
+def test_a_run_that_stood_still_itself_does_not_give_its_generator_up(own, late, given_up):
+    """Ten silent seconds count only where this process was not the one that slept."""
+
+    async def work():
+        own._use(loop := asyncio.get_running_loop())
+        owed = own._futures[-1] = loop.create_future()
+        now = time.monotonic()
+        own.seconds, own._heard, own._ping_due = 5.0, now - 10.0, now - late
+        own._ping(loop)
+        if given_up:
+            with pytest.raises(GeneratorLost, match="has said nothing for 10 s"):
+                await owed
+        own._futures.pop(-1, None)
+        return own.fatal
+
+    assert (run(work()) is not None) == given_up
+
+
+@pytest.fixture
+def two_folders(tmp_path, monkeypatch):
+    """(shared memory, temporary folder) of the weights that are sent."""
+    folders = [tmp_path / "shm", tmp_path / "tmp"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setattr(sent_weights, "SHARED_MEMORY", folders[0])
+    monkeypatch.setattr(sent_weights.tempfile, "tempdir", str(folders[1]))
+    return folders
+
+
+def test_a_block_goes_to_the_temporary_folder_where_shared_memory_is_too_small(two_folders, monkeypatch):
+    tensors, refused = {"a": torch.arange(5.0), "b": torch.ones(2, 3)}, set(map(str, two_folders[:1]))
+    reserve = sent_weights._reserve
+
+    def full(descriptor, size):
+        if os.path.dirname(os.readlink(f"/proc/self/fd/{descriptor}")) in refused:
+            raise OSError(28, "No space left on device")
+        reserve(descriptor, size)
+
+    monkeypatch.setattr(sent_weights, "_reserve", full)
+    block = sent_weights.SharedBlock()
+    told = block.put(tensors)
+    assert told[0].startswith(str(two_folders[1])) and not any(two_folders[0].iterdir())
+    assert all(torch.equal(tensors[n], t) for n, t in sent_weights.SharedBlockReader().get(told).items())
+    block.taken()
+    refused.add(str(two_folders[1]))
+    with pytest.raises(StoreError, match=r"find no room .*No space left.*--shm-size"):
+        sent_weights.SharedBlock().put(tensors)
+    assert not any(path for folder in two_folders for path in folder.iterdir())
+
+
+def test_a_block_takes_its_whole_memory_at_once(two_folders):
+    """A sparse file would end the process by SIGBUS at the first page that cannot be had."""
+    path = sent_weights._allocate(1 << 20)
+    assert path.stat().st_blocks * 512 >= 1 << 20
+
+
+def test_only_files_of_dead_processes_of_this_machine_are_removed(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    own = owned_files.owned_prefix("weights-")
+    of_the_dead = own.replace(f"-{os.getpid()}-", f"-{gone.pid}-")
+    elsewhere = "weights-" + "0" * 12 + f"-{gone.pid}-"
+    for prefix in (own, of_the_dead, elsewhere):
+        (tmp_path / f"{prefix}file").write_text("")
+        (tmp_path / f"{prefix}folder").mkdir()
+    (tmp_path / "weights-of-mine").write_text("")
+    owned_files.remove_orphans(tmp_path, "weights-")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {f"{p}{what}" for p in (own, elsewhere) for what in ("file", "folder")} | {"weights-of-mine"}
 
 
 def test_a_model_that_cannot_be_served_is_refused_and_leaves_no_process():

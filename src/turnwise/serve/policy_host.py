@@ -23,7 +23,7 @@ from turnwise.serve.generate_wire import GenerateCall
 MAX_SESSIONS = 65_536
 MAX_IN_FLIGHT = 4_096
 IDLE_SECONDS = 0.05  # until a generator has noticed that its last dialogue was closed
-STUCK_SECONDS = 60.0  # without a decode step while requests could be decoded
+STUCK_SECONDS = 60.0  # without a prefill or decode step while requests could be decoded
 MODES = ("abort", "wait")
 
 
@@ -356,12 +356,12 @@ class PolicyHost:
 
     def stuck(self) -> str:
         """Why requests are not decoded although they could be; empty if they are."""
-        steps, now = self.generator.stats().get("steps", 0.0), time.monotonic()
+        passes, now = self.generator.stats().get("forward_passes", 0.0), time.monotonic()
         active = {id(session) for session in self.in_flight.values()}
         waits_for_client = any(
             id(session) not in active and name not in self.parked for name, session in self.sessions.items()
         )
-        if steps != self._progress[0] or not self.in_flight or waits_for_client or self.paused:
-            self._progress = (steps, now)
+        if passes != self._progress[0] or not self.in_flight or waits_for_client or self.paused:
+            self._progress = (passes, now)
         seconds = now - self._progress[1]
-        return f"no decode step for {seconds:.0f} s" if seconds > STUCK_SECONDS else ""
+        return f"no forward pass for {seconds:.0f} s" if seconds > STUCK_SECONDS else ""

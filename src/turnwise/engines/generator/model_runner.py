@@ -82,6 +82,7 @@ class ModelRunner:
         )  # the weights before rounding
         self.model = model_copy(model, device, dtype, share_weights)
         self.device = device
+        self.prefills = 0  # forward passes so far
         self.rounding = (
             0.0  # how much the stock forward differs from itself with a KV cache: by the order of its sums alone
         )
@@ -222,6 +223,7 @@ class ModelRunner:
                 # no logits needed: the last id of a request is fed by its first decode step
                 with self._recording_routes(layout):
                     base(input_ids=ids[None], position_ids=position[None], layout=layout, use_cache=False)
+            self.prefills += 1
         return sum(len(chunk.ids) for chunk in chunks)
 
     def decode_step(self, tokens: Tensor, layout: DecodeLayout) -> Tensor:

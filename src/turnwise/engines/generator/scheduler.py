@@ -88,7 +88,8 @@ class Scheduler:
     def stats(self) -> dict[str, float]:
         rate = self.count["tokens"] / self.seconds if self.seconds else 0.0
         fast = float(self.model_runner.decoder is not None)
-        derived = {"seconds": self.seconds, "tokens_per_second": rate, "decoder": fast}
+        passes = float(self.count["steps"] + self.model_runner.prefills)
+        derived = {"seconds": self.seconds, "tokens_per_second": rate, "decoder": fast, "forward_passes": passes}
         return {name: float(self.count[name]) for name in COUNTS} | derived
 
     # ------------------------------------------------------------------ batch composition
@@ -159,6 +160,7 @@ class Scheduler:
             self._undelivered.append(output)
             finished = self._finished_lanes(output[0], due.get(step, ()), with_stop_strings)
             step += 1
+            self.count["steps"] += 1  # at once: whoever looks from outside sees that a slow model still decodes
             if finished:
                 self._finish(finished, report)
                 any_finished = True
@@ -175,7 +177,6 @@ class Scheduler:
             if interrupted(step) and not graphs:
                 break
         self.compact()
-        self.count["steps"] += step
         self.count["lane_steps"] += step * len(lanes)
         self.seconds += time.perf_counter() - began
         yield

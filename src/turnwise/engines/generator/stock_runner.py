@@ -79,6 +79,7 @@ class StockRunner:
         self.kv_cache = KVCache(
             (), rows, context, next(self.model.parameters()).dtype, device
         )  # rows and ids, no tensors
+        self.prefills = 0
         self._caches: list[StockCache] = []
         self._layout: DecodeLayout | None = None
         self._prefixes: list[Ids] = []

@@ -1,22 +1,18 @@
-"""The process that holds the generator, and the pipe to it: start it, send and receive objects, say how it ended.
+"""The process that holds the generator, and the pipe to it: send and receive objects, say in words how it was lost.
 
-Knows processes and bytes; does not know what the messages mean.
+Knows processes and objects; does not know what the messages mean.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
-import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from turnwise.engines.worker_process import PipeStuck, WorkerProcess
 from turnwise.errors import GeneratorLost
 
 WORKER = "turnwise.engines.own_process.worker"
@@ -25,29 +21,28 @@ END_SECONDS = 2.0  # for a process whose pipe broke to show how it ended
 
 
 class WorkerLink:
-    """One process and its pipe. It ends with this object, or with this process, however that ends."""
+    """One process and its pipe. It ends with this object, or with this process, however that ends. ``seconds``: until a process
+    that does not read its pipe is given up."""
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", WORKER, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C is for the run, which then ends this process
-            )
-        self.connection = Connection(ours.detach())
+    def __init__(self, seconds: float) -> None:
+        self._worker = WorkerProcess(WORKER, seconds)
         self._lock = threading.Lock()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        return self._worker.process
+
+    @property
+    def connection(self) -> Connection:
+        return self._worker.connection
 
     def send(self, message: object) -> None:
         data = pickle.dumps(message, protocol=5)
         with self._lock:
             try:
-                self.connection.send_bytes(data)
+                self._worker.send_bytes(data)
+            except PipeStuck as stuck:
+                raise GeneratorLost(f"the generator process does not answer: {stuck}") from None
             except OSError:
                 raise self.lost() from None
 
@@ -70,23 +65,11 @@ class WorkerLink:
     def lost(self) -> GeneratorLost:
         """How the process ended, in words."""
         try:
-            status = self.process.wait(END_SECONDS)
+            self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             return GeneratorLost("the generator process closed its pipe")
-        if status < 0:
-            return GeneratorLost(f"the generator process was ended by {signal.Signals(-status).name}")
-        return GeneratorLost(f"the generator process ended with status {status}{self._last_line()}")
-
-    def _last_line(self) -> str:
-        if self.log.closed:
-            return ""
-        self.log.seek(0)
-        lines = self.log.read().decode(errors="replace").strip().splitlines()
-        return f": {lines[-1]}" if lines else ""
+        return GeneratorLost(f"the generator process {self._worker.how_it_ended()}")
 
     def close(self) -> None:
         """End the process."""
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
-        self.log.close()
+        self._worker.close()

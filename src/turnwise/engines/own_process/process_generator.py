@@ -39,7 +39,7 @@ class ProcessGenerator:
     def __init__(self, spec: GeneratorSpec, model: PreTrainedModel, tokenizer: Any, seconds: float = 30.0) -> None:
         self.version, self.seconds = 0, seconds
         self.fatal: GeneratorLost | None = None  # why nothing can be sampled any longer
-        self.link = WorkerLink()
+        self.link = WorkerLink(seconds)
         self.close = weakref.finalize(self, self.link.close)
         with tempfile.TemporaryDirectory(prefix="turnwise-generator-") as folder:
             file = Path(folder) / "model.pt"
@@ -58,6 +58,7 @@ class ProcessGenerator:
         self._flushing: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open, self._tokens, self._heard = 0, 0, time.monotonic()
+        self._ping_due = 0.0
 
     @property
     def process(self) -> int:
@@ -164,7 +165,7 @@ class ProcessGenerator:
         self._loop, self._flushing, self._futures = loop, None, {}
         loop.add_reader(self.link.connection.fileno(), self._read)
         self._heard = time.monotonic()
-        loop.call_later(PING_SECONDS, self._ping, loop)
+        self._ping_later(loop)
 
     async def _flush(self) -> None:
         """Send changes, in order. What happens while callbacks run is one message: the process applies it at once."""
@@ -196,10 +197,16 @@ class ProcessGenerator:
                 continue
             future.set_exception(failure) if failure is not None else future.set_result(value)
 
+    def _ping_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ping_due = time.monotonic() + PING_SECONDS
+        loop.call_later(PING_SECONDS, self._ping, loop)
+
     def _ping(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ask whether the process still runs while it owes an answer."""
+        """Ask whether the process still runs while it owes an answer. Time in which this loop itself stood still, because a
+        large checkpoint was written or the machine slept, is not counted: answers may wait to be read."""
         if self.fatal is not None or self._loop is not loop:
             return
+        self._heard += max(time.monotonic() - self._ping_due, 0.0)
         if not self._futures:
             self._heard = time.monotonic()
         elif (silent := time.monotonic() - self._heard) > self.seconds:
@@ -207,7 +214,7 @@ class ProcessGenerator:
             return
         else:
             self._send(PING)
-        loop.call_later(PING_SECONDS, self._ping, loop)
+        self._ping_later(loop)
 
     def _lose(self, fault: GeneratorLost) -> None:
         """Sample no longer; everyone who waits gets the error."""

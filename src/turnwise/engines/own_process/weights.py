@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pickle
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +20,11 @@ import torch
 import torch.multiprocessing  # registers how tensors on a GPU are pickled
 from torch import Tensor
 
+from turnwise.engines.owned_files import owned_prefix, remove_orphans
+from turnwise.errors import StoreError
+
 SHARED_MEMORY = Path("/dev/shm")
+KIND = "turnwise-weights-"
 ALIGNMENT = 64
 BLOCK, DEVICE = "block", "device"  # which way weights come
 
@@ -45,6 +50,33 @@ def _views(block: Tensor, places: Mapping[str, Place]) -> dict[str, Tensor]:
     return {n: block[p.start : p.start + sizes[n]].view(p.dtype).view(p.shape) for n, p in places.items()}
 
 
+def _allocate(size: int) -> Path:
+    """A file of ``size`` bytes that really are there: in shared memory, or, where that is too small, in the temporary folder. A
+    page that a full file system cannot give ends the process that touches it."""
+    places = [SHARED_MEMORY] if SHARED_MEMORY.is_dir() else []
+    faults = []
+    for base in (*places, Path(tempfile.gettempdir())):
+        remove_orphans(base, KIND)
+        with tempfile.NamedTemporaryFile(prefix=owned_prefix(KIND), dir=base, delete=False) as file:
+            try:
+                _reserve(file.fileno(), size)
+                return Path(file.name)
+            except OSError as fault:
+                Path(file.name).unlink()
+                faults.append(f"{base}: {fault.strerror}")
+    raise StoreError(
+        f"{size / 2**20:,.0f} MiB of weights for the generator's process find no room ({'; '.join(faults)}); give more shared "
+        "memory (docker run --shm-size), or leave --generator local out"
+    )
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, max(size, 1))
+    else:
+        os.ftruncate(descriptor, size)
+
+
 class SharedBlock:
     """Sends weights through memory that both processes map. Its file is removed as soon as both have mapped it."""
 
@@ -61,14 +93,11 @@ class SharedBlock:
             return None
         tensors = dict(weights.items())
         places, size = _layout(tensors)
-        base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        with tempfile.NamedTemporaryFile(prefix="turnwise-weights-", dir=base, delete=False) as file:
-            file.truncate(size)
-        self._path, self.size = Path(file.name), size
-        self._views = _views(torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8), places)
+        self._path, self.size = _allocate(size), size
+        self._views = _views(torch.from_file(str(self._path), shared=True, size=size, dtype=torch.uint8), places)
         for name, view in self._views.items():
             view.copy_(tensors[name])
-        return file.name, size, places
+        return str(self._path), size, places
 
     def taken(self) -> None:
         """The receiver has mapped the block."""

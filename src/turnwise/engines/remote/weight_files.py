@@ -22,13 +22,14 @@ from safetensors.torch import load, save_file
 from torch import Tensor, dtype
 
 from turnwise.engines.adapters import HeldWeights
+from turnwise.engines.owned_files import owned_prefix, remove_orphans
 from turnwise.errors import SettingError, StoreError
 
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS, BASE, ADAPTERS = "weights", "base", "adapters"  # what a file holds
 FOLDER = "folder"  # adapters as PEFT writes them
 NAME = re.compile(rf"(?:{WEIGHTS}|{BASE}|{ADAPTERS})-(\d+)(?:-\d+)?\.safetensors")
-PREFIX = "turnwise-weights-"
+KIND = "turnwise-weights-"
 KEPT = 2  # versions: a server that was late may still read the one before
 
 
@@ -61,8 +62,8 @@ class WeightFolder:
         try:
             if base is not None:
                 base.mkdir(parents=True, exist_ok=True)
-                _remove_orphans(base)
-            self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
+                remove_orphans(base, KIND)
+            self.path = Path(tempfile.mkdtemp(prefix=owned_prefix(KIND), dir=base))
         except OSError as fault:
             raise SettingError(
                 f"weights cannot be written to {folder or base} ({fault.strerror}); write --generator-weights FOLDER with a "
@@ -106,14 +107,6 @@ class WeightFolder:
         for path, version in versions.items():
             if version not in kept:
                 path.unlink(missing_ok=True)
-
-
-def _remove_orphans(base: Path) -> None:
-    """Remove what processes of this machine left that were killed."""
-    for folder in base.glob(f"{PREFIX}*"):
-        pid = folder.name.removeprefix(PREFIX).split("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
