@@ -16,7 +16,7 @@ from turnwise.core.records import Fork, Group, Status, Task, Trajectory, Turn
 from turnwise.errors import EnvironmentFault
 from turnwise.rollout.scoring import RewardScore, apply_scores, scorable
 from turnwise.rollout.strategies import Hinted
-from turnwise.tasks.admission import AdmitAll, Spread
+from turnwise.tasks.admission import AdmitAll, Balance, Spread
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import Uniform
 from turnwise.tasks.task_source import TaskStream
@@ -413,10 +413,23 @@ def test_what_is_owed_after_a_resume_comes_first_from_the_same_seeds():
 def test_finished_groups_handed_back_are_used_first():
     task = Task("test", 0)
     c = collector(groups=2, staleness=1)
-    c.ready = deque([Group("7", task, (trajectory("7.0", task), trajectory("7.1", task, 1.0)))])
+    c.restore([Group("7", task, (trajectory("7.0", task), trajectory("7.1", task, 1.0)))], 0)
     c.sampler.load_state_dict({"drawn": 8})
     groups = asyncio.run(c.collect_step(0))
     assert len(groups) == 2 and groups[0].id == "7"
+
+
+def test_a_group_handed_back_is_admitted_as_it_was_when_it_ended():
+    task = Task("test", 0)
+    group = Group("7", task, tuple(trajectory(f"7.{i}", task, float(i == 0)) for i in range(6)))
+    once, again = (collector(groups=1, staleness=1, admission=Balance()) for _ in range(2))
+    once.issued_in["7"] = 0
+    once._finish("7", group, 0)
+    again.restore([group], 0)
+    assert again.ready == once.ready and len(again.ready[0].trajectories) == 2
+    flat = collector(groups=1, staleness=1, admission=Spread())
+    flat.restore([Group("8", task, (trajectory("8.0", task), trajectory("8.1", task)))], 0)
+    assert not flat.ready and flat.dropped.total() == 1
 
 
 def test_stopping_cancels_what_is_in_flight():

@@ -62,6 +62,9 @@ class OfflineSource:
     def issue(self, step: int) -> None:
         """Does nothing: stored groups need no rollout."""
 
+    def restore(self, finished: Sequence[Group], step: int) -> None:
+        """Does nothing: a stored group is drawn in the step that trains on it."""
+
     async def collect_step(self, step: int) -> list[Group]:
         return [self._next_group(step) for _ in range(self.size)]
 

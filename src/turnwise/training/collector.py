@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -158,6 +158,15 @@ class Collector:
         else:
             self.ready.append(admitted)
             self.issued_in[key] = oldest_version(admitted, self.issued_in[key])
+
+    def restore(self, finished: Sequence[Group], step: int) -> None:
+        """After a resume: the groups that had ended and were not trained on, admitted as they were then."""
+        for group in finished:
+            admitted = self.recipe.admission(usable(group)[0])
+            if isinstance(admitted, str):
+                self._drop(group.id, admitted, step)
+            else:
+                self.ready.append(admitted)
 
     def _drop(self, key: str, reason: str, step: int) -> None:
         self.dropped[reason] += 1

@@ -49,7 +49,7 @@ from turnwise.training import build, engines, memory, scoring
 from turnwise.training.certificate import run_certificate
 from turnwise.training.checkpoint_schedule import CheckpointSchedule
 from turnwise.training.cold_start import cold_start
-from turnwise.training.collector import Collector, raise_if_lost, usable
+from turnwise.training.collector import Collector, raise_if_lost
 from turnwise.training.events import RunEvents
 from turnwise.training.garbage_collection import frozen_gc
 from turnwise.training.interrupt import RunStopped, StopSignals
@@ -309,7 +309,7 @@ class Trainer:
         collector.to_reissue = deque(
             (f"{issued.group_id.split('~')[0]}~{start}", issued.task) for issued in owed.to_reissue
         )
-        collector.ready = deque(usable(group)[0] for group in owed.pending)
+        collector.restore(owed.pending, start)
         return start, collector, mixture
 
     def _save(
