@@ -170,7 +170,9 @@ class Settings:
     generator_key_env: str = setting("", "environment variable that holds the token of these servers; empty: none")
     generator_seconds: float = setting(30.0, "seconds of silence after which a generator server is given up")
     generator_weights: str = setting(
-        "", "folder that run and servers see, for weights on their way; empty: shared memory of this machine"
+        "",
+        "how weights reach servers: by a folder that both see, or to vLLM by nccl (GPU to GPU) or ipc (within one GPU); empty: "
+        "by shared memory of this machine",
     )
     env_seconds: float = setting(30.0, "time limit of one call into the environment, in seconds")
     isolate_env: bool = setting(

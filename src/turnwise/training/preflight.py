@@ -55,7 +55,7 @@ def check_at_once(settings: Settings, given: GivenObjects) -> None:
     if s.reward:
         check_reward_functions(s, env_spec.env_class, given.rewards)
     check_judge(s)
-    check_generators(s)
+    check_generators(s, on_gpu=_has_gpu() and not s.device.startswith("cpu"))
     check_cluster(s)
     for temperature in (s.temperature, s.eval_temperature):
         Sampling(temperature=temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p, max_tokens=s.max_tokens)

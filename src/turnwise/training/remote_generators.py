@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import uuid
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config.settings import Settings
-from turnwise.engines.remote.replica import OURS, VLLM, RemoteLimits, Replica
+from turnwise.engines.remote.device_weights import DeviceWeights, check_device_weights, cuda_device
+from turnwise.engines.remote.replica import FILES, IPC, NCCL, OURS, VLLM, RemoteLimits, Replica
 from turnwise.engines.remote.transport import ServerAddress
 from turnwise.errors import ServerFault, SettingError
 from turnwise.models.fetch import resolve
@@ -45,7 +47,12 @@ def make_replicas(settings: Settings) -> list[Replica]:
     urls = [address.url for address in addresses]
     if twice := next((url for url in urls if urls.count(url) > 1), ""):
         raise SettingError(f"--generator names {twice} twice; name every server once")
-    return [Replica(address, client, settings.generator_seconds) for address in addresses]
+    return [Replica(address, client, settings.generator_seconds, weight_backend(settings)) for address in addresses]
+
+
+def weight_backend(settings: Settings) -> str:
+    """How weights reach servers of vLLM. A folder that has the name of a way is written ./nccl."""
+    return settings.generator_weights if settings.generator_weights in (NCCL, IPC) else FILES
 
 
 def _root(url: str) -> str:
@@ -61,8 +68,12 @@ def _client_name(settings: Settings) -> str:
 # -------------------------------------------------------------------- at once
 
 
-def check_generators(settings: Settings) -> None:
-    """Refuse servers that are not there, that want another token, or that plainly have another model."""
+def check_generators(settings: Settings, on_gpu: bool = False) -> None:
+    """Refuse servers that are not there, that want another token, or that plainly have another model. ``on_gpu``: whether the
+    run may learn on a GPU."""
+    if (backend := weight_backend(settings)) != FILES:
+        urls = [address for address in settings.generator if address not in OWN_PROCESS]
+        check_device_weights(backend, urls, settings.ranks, on_gpu)
     if not settings.generator:
         return
     if getattr(settings, "opponents", "").startswith("past"):
@@ -80,6 +91,7 @@ def check_generators(settings: Settings) -> None:
     async def ask() -> None:
         for replica in make_replicas(settings):
             await replica.identify()
+            replica.refuse_backend()
             _compare_cache(settings, replica)
             _compare_files(settings, replica)
             _compare_context(settings, replica)
@@ -206,13 +218,18 @@ def make_remote_generator(
     limits = RemoteLimits(slots, settings.context, tuple(renderer.stop_ids), deterministic, threads)
     vocabulary = renderer.tokenizer.get_vocab()
     rule = ProbeRule(PolicyProbe(model, min(len(vocabulary), model.config.get_text_config().vocab_size)), tolerance)
-    folder = WeightFolder(settings.generator_weights)
+    backend = weight_backend(settings)
+    folder = WeightFolder(settings.generator_weights if backend == FILES else "")  # adapters are files in any case
     if find is not None:
         make = partial(Replica, client=_client_name(settings), seconds=settings.generator_seconds)
         elastic = ElasticGenerator(find, make, PATIENCE, limits, folder, rule, renderer.decode, tell)
         run_async(elastic.join(wanted))
         return elastic
     generator = RemoteGenerator(make_replicas(settings), limits, folder, rule, renderer.decode, tell)
+    if backend != FILES:
+        device, turn = cuda_device(backend, settings.device), asyncio.Lock()
+        for replica in generator.replicas:
+            replica.device_weights = DeviceWeights(backend, device, turn)
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
 
     gone = dict[Replica, str]()

@@ -68,7 +68,8 @@ class WeightPublisher:
         by_name = [replica for replica in replicas if self._sends_folder(replica)]
         if isinstance(weights, AdaptedWeights) and by_name:
             self._write_folder(weights, by_name)
-        forms = {_form(replica) for replica in replicas if replica not in with_adapters and replica not in by_name}
+        rest = [r for r in replicas if r not in with_adapters and r not in by_name and r.device_weights is None]
+        forms = {_form(replica) for replica in rest}
         if not replicas and self._base is None:
             forms = {()}
         for form in forms - self._whole.keys():
@@ -94,9 +95,11 @@ class WeightPublisher:
             shutil.rmtree(self._folders.pop(old).path, ignore_errors=True)
 
     def files_for(self, replica: Replica) -> list[WeightFile]:
-        """What to send to a server, in this order."""
+        """What to send to a server, in this order; nothing to one that gets weights from GPU to GPU."""
         if self._sends_folder(replica):
             return [self._folders[self.version]]
+        if replica.device_weights is not None:
+            return []
         if not self._sends_adapters(replica):
             return [self._whole[_form(replica)]]
         base, form = self._base, _base_form(replica)

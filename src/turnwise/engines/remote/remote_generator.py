@@ -161,8 +161,8 @@ class RemoteGenerator:
         return min(self.alive(), key=lambda replica: replica.sessions)
 
     async def _rejoin(self) -> None:
-        """Take back servers that were lost and answer again."""
-        for replica in [replica for replica in self.replicas if replica.lost]:
+        """Take back servers that were lost and answer again, but none that another run has now."""
+        for replica in [replica for replica in self.replicas if replica.lost and not replica.taken_over]:
             try:
                 await replica.identify()
                 await replica.attach(self.limits)
@@ -173,7 +173,7 @@ class RemoteGenerator:
 
     async def _publish_to(self, replica: Replica, weights: Mapping[str, Tensor], version: int) -> None:
         try:
-            await replica.update(self.publisher.files_for(replica), version)
+            await replica.update(self.publisher.files_for(replica), version, weights)
             if self.rule is not None:
                 await self._probe(replica, self.rule, weights, version)
         except ReplicaLost:

@@ -21,10 +21,15 @@ from turnwise.engines.remote.wire import error_text, is_overflow
 from turnwise.errors import ContextOverflow, RequestRefused, ServerFault, SettingError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from turnwise.engines.remote.device_weights import DeviceWeights
     from turnwise.engines.remote.runtime_adapters import RuntimeAdapters
     from turnwise.engines.remote.weight_files import WeightFile  # imports torch, which a refusal need not wait for
 
 OURS, VLLM = "turnwise", "vllm"
+FILES, NCCL, IPC = "turnwise_file", "nccl", "ipc"  # vLLM's names of the ways on which weights reach it
+NOT_CONNECTED = "it was not connected yet"
 HEALTH_SECONDS = 5.0  # between two looks at a server that owes a reply
 ASK_SECONDS = 1.5  # for a reply to a question that needs no work
 UPDATE_SECONDS = 600.0  # for one call of a weight update; a server that is silent is lost earlier, by its health
@@ -48,16 +53,25 @@ class RemoteLimits:
     threads: int
 
 
-class Replica:
-    """``client`` names the run to the server. ``seconds``: a server that says nothing for so long is lost."""
+def start_options(backend: str) -> str:
+    """With what vLLM must be started to take weights."""
+    trusting = "VLLM_ALLOW_INSECURE_SERIALIZATION=1, " if backend == IPC else ""
+    return f'VLLM_SERVER_DEV_MODE=1, {trusting}--enable-scale-out and --weight-transfer-config \'{{"backend": "{backend}"}}\''
 
-    def __init__(self, address: ServerAddress, client: str, seconds: float) -> None:
-        self.address, self.client, self.seconds = address, client, seconds
+
+class Replica:
+    """``client`` names the run to the server. ``seconds``: a server that says nothing for so long is lost. ``backend``: how
+    weights reach it, if it is vLLM."""
+
+    def __init__(self, address: ServerAddress, client: str, seconds: float, backend: str = FILES) -> None:
+        self.address, self.client, self.seconds, self.backend = address, client, seconds, backend
         self.pool = HttpPool(address)
+        self.device_weights: DeviceWeights | None = None  # weights go this way, and not as files
         self.kind, self.facts, self.model = OURS, dict[str, Any](), ""
-        self.lost = "it was not connected yet"
+        self.lost = NOT_CONNECTED
         self.sessions = 0  # dialogues that are open there
         self.joined = 0  # how often it was attached: dialogues of an earlier time no longer exist there
+        self.taken_over = False  # by another run, for good: two runs would take it from each other by turns
         self.answered, self.version = 0, -1
         self.takes_weights, self.loads_adapters = True, False  # by the calls of an update; by vLLM's runtime LoRA
         self.takes_adapters = False  # instead of merged weights
@@ -114,10 +128,17 @@ class Replica:
         if not self.takes_weights and not self.loads_adapters:
             raise SettingError(
                 f"--generator {self.url}: this server cannot take weights (GET /weight_info answers {weights.status}); start "
-                "vLLM with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and "
-                '--weight-transfer-config \'{"backend": "turnwise_file"}\''
+                f"vLLM with {start_options(self.backend)}"
             )
         self.kind, self.facts, self.model = VLLM, dict(rows[0]), str(rows[0].get("id"))
+
+    def refuse_backend(self) -> None:
+        """A server of ours takes files alone."""
+        if self.kind == OURS and self.backend != FILES:
+            raise SettingError(
+                f"--generator {self.url} is `turnwise serve`, which takes weights as files, and --generator-weights "
+                f"{self.backend} is for `vllm serve`; leave it out, or write a folder"
+            )
 
     def _refuse_key(self, reply: HttpReply) -> None:
         if reply.status in (401, 403):
@@ -131,10 +152,12 @@ class Replica:
         """Take the server for this run."""
         self._changes, self._numbers, self.sessions = [], 0, 0
         self.joined += 1
+        self.lost = NOT_CONNECTED  # and no longer the reason of an earlier loss
         if self.kind == OURS:
+            self.refuse_backend()
             asked = {"slots": limits.slots, "context": limits.context, "threads": limits.threads}
             body = {"client": self.client, "stop_ids": list(limits.stop_ids), "deterministic": limits.deterministic}
-            granted = await self._post("/turnwise/v1/attach", {**body, **asked}, UPDATE_SECONDS)
+            granted = await self.post("/turnwise/v1/attach", {**body, **asked}, UPDATE_SECONDS)
             if int(granted["context"]) < limits.context:
                 raise SettingError(
                     f"--generator {self.url}: it reads {granted['context']} ids, and the run needs {limits.context}; write "
@@ -143,9 +166,21 @@ class Replica:
             self.facts["engine"] = str(granted.get("engine", ""))
             self._read_needs(granted)
         elif self.takes_weights:
-            await self._post("/init_weight_transfer_engine", {"init_info": {}}, UPDATE_SECONDS)
+            await self._open_weights()
         self.runtime_adapters = None
         self.lost = ""
+
+    async def _open_weights(self) -> None:
+        """Agree with vLLM on how weights reach it. One that was started for another way refuses."""
+        try:
+            if self.device_weights is None:
+                await self.post("/init_weight_transfer_engine", {"init_info": {}}, UPDATE_SECONDS)
+            else:
+                await self.device_weights.open(self)
+        except ServerFault as fault:
+            text = str(fault).removeprefix(f"{self.url}: ").rstrip(".")
+            self.lost = f"{text}; start vLLM with {start_options(self.backend)}"
+            raise ReplicaLost(f"{self.url}: {self.lost}") from None
 
     def _read_needs(self, told: Mapping[str, Any]) -> None:
         """How the server wants its weights. One that says nothing gets all of them, merged, in float32."""
@@ -156,7 +191,7 @@ class Replica:
 
     def lose(self, reason: str) -> ReplicaLost:
         """Use the server no longer; everyone who waits for it gets the error."""
-        if not self.lost:
+        if self.lost in ("", NOT_CONNECTED):
             self.lost = reason
             self.pool.interrupt()
         return ReplicaLost(f"{self.url}: {self.lost}")
@@ -182,7 +217,7 @@ class Replica:
             self._numbers += 1
             body = {"client": self.client, "number": self._numbers, "changes": changes}
             with contextlib.suppress(ReplicaLost):
-                await self._post("/turnwise/v1/sessions", body, None)
+                await self.post("/turnwise/v1/sessions", body, None)
 
     async def flushed(self) -> None:
         """Wait until the server knows all changes so far."""
@@ -213,20 +248,25 @@ class Replica:
             params["sampling_mask"] = not (sampling.whole or sampling.greedy)
             body |= {"client": self.client, "session": session}
         if self.runtime_adapters is None:
-            value = await self._post("/inference/v1/generate", body | self._model, None)
+            value = await self.post("/inference/v1/generate", body | self._model, None)
         else:
             with self.runtime_adapters.using(version) as adapter:
-                value = await self._post("/inference/v1/generate", {**body, "model": adapter}, None)
+                value = await self.post("/inference/v1/generate", {**body, "model": adapter}, None)
         self.answered += 1
         part = read_part(value, frozenset(stop_ids))
         # labels of a server with adapters name its base; the adapter was named by the request
         return part if self.runtime_adapters is None else replace(part, versions=())
 
     @property
+    def _owner(self) -> dict[str, str]:
+        """What makes a server of ours refuse a run that lost it to another."""
+        return {"client": self.client} if self.kind == OURS else {}
+
+    @property
     def _model(self) -> dict[str, str]:
         return {} if self.kind == OURS else {"model": self.model}
 
-    async def _post(self, path: str, body: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
+    async def post(self, path: str, body: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
         """A reply as JSON. Refusals of one request are ``RequestRefused``; what says that the server is gone, ``ReplicaLost``."""
         while True:
             with self._owed():
@@ -247,8 +287,11 @@ class Replica:
             raise ContextOverflow(text)
         if reply.status in (400, 422):
             raise RequestRefused(f"{self.url} refuses a request: {text}")
+        if reply.status == 409 and "no run is attached" in text:
+            raise self.lose("it was restarted")
         if reply.status == 409 and "another run" in text:
-            text = "it was restarted, or another run took it over"
+            self.taken_over = True
+            raise self.lose("another run took it over")
         raise self.lose(f"it answers {path} with {reply.status}: {text}")
 
     @contextlib.contextmanager
@@ -280,23 +323,22 @@ class Replica:
 
     # ----------------------------------------------------------------- weights
 
-    async def update(self, files: Sequence[WeightFile], version: int) -> None:
+    async def update(self, files: Sequence[WeightFile], version: int, weights: Mapping[str, Tensor]) -> None:
         """Pause, load the weights of ``version``, and go on. Requests in flight return the tokens they have. Adapters that vLLM
-        loads by name need no pause: requests in flight keep the adapter they named."""
-        if files[-1].kind == "folder":
+        loads by name need no pause: requests in flight keep the adapter they named. No files: ``weights`` go from GPU to GPU."""
+        if files and files[-1].kind == "folder":
             await self._load_adapter(files[-1], version)
             return
         if not self.takes_weights:
             raise self.lose(
-                "it takes adapters alone, and this run publishes all weights; start it with VLLM_SERVER_DEV_MODE=1, "
-                '--enable-scale-out and --weight-transfer-config \'{"backend": "turnwise_file"}\''
+                f"it takes adapters alone, and this run publishes all weights; start it with {start_options(self.backend)}"
             )
-        await self._post("/pause?mode=abort", {}, UPDATE_SECONDS)
-        await self._post("/start_weight_update", {}, UPDATE_SECONDS)
-        for file in files:
-            await self._post("/update_weights", {"update_info": file.as_dict()}, UPDATE_SECONDS)
-        await self._post("/finish_weight_update", {"weight_version": str(version)}, UPDATE_SECONDS)
-        await self._post("/resume", {}, UPDATE_SECONDS)
+        await self.post("/pause?mode=abort", self._owner, UPDATE_SECONDS)
+        if self.device_weights is not None:
+            await self.device_weights.send(weights, version)
+        else:
+            await self._send_files(files, version)
+        await self.post("/resume", self._owner, UPDATE_SECONDS)
         try:
             reply = await self.pool.call("/weight_info", None, self.seconds)
         except ServerFault as fault:
@@ -305,7 +347,13 @@ class Replica:
         label = value.get("weight_version") if isinstance(value, dict) else None
         if label != str(version):
             raise self.lose(f"it has the weights {label!r:.40} after version {version} was published")
-        self.version, self.base = version, files[-1].base
+        self.version, self.base = version, files[-1].base if files else ""
+
+    async def _send_files(self, files: Sequence[WeightFile], version: int) -> None:
+        await self.post("/start_weight_update", self._owner, UPDATE_SECONDS)
+        for file in files:
+            await self.post("/update_weights", {**self._owner, "update_info": file.as_dict()}, UPDATE_SECONDS)
+        await self.post("/finish_weight_update", {**self._owner, "weight_version": str(version)}, UPDATE_SECONDS)
 
     async def _load_adapter(self, file: WeightFile, version: int) -> None:
         from turnwise.engines.remote.runtime_adapters import RuntimeAdapters  # imports torch
