@@ -76,11 +76,21 @@ class GenerateApi:
         return JSONResponse({"status": "aborted", "aborted": await self.host.abort(ids)})
 
     # ------------------------------------------------------------------- pause
+    async def _checked(self, request: Request) -> dict[str, Any]:
+        """The body of a call that changes what the server samples with. A run that names itself must be its owner; vLLM's calls
+        name nobody."""
+        body, _ = await read_body(request, empty=True)
+        if "client" in body:
+            self.host.check_owner(body["client"])
+        return body
+
     async def pause(self, request: Request) -> Response:
+        await self._checked(request)
         await self.host.pause(request.query_params.get("mode", "abort"))
         return JSONResponse({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
+        await self._checked(request)
         self.host.resume()
         return JSONResponse({"status": "resumed"})
 
@@ -95,16 +105,17 @@ class GenerateApi:
         return JSONResponse({"message": "Weight transfer initialized"})
 
     async def start_update(self, request: Request) -> Response:
+        await self._checked(request)
         self.host.start_update()
         return JSONResponse({"message": "Weight update started"})
 
     async def update_weights(self, request: Request) -> Response:
-        body, _ = await read_body(request)
+        body = await self._checked(request)
         await self.host.receive(body.get("update_info"))
         return JSONResponse({"message": "Weights updated"})
 
     async def finish_update(self, request: Request) -> Response:
-        body, _ = await read_body(request, empty=True)
+        body = await self._checked(request)
         label = body.get("weight_version")
         if label is not None and (not isinstance(label, str) or not 0 < len(label) <= 100):
             raise CallRefused(

@@ -161,6 +161,8 @@ class PolicyHost:
             raise failure
 
     def check_owner(self, client: Any) -> None:
+        if not self.client:
+            raise CallRefused("not_owner", "no run is attached: this server was started, or started again, since")
         if client != self.client:
             raise CallRefused("not_owner", "another run took this server over; it answers one trainer at a time")
 
