@@ -2,13 +2,21 @@
 
 A Llama of about 20 million parameters, random weights, the same batch for all. The fastest of ``--rounds`` updates counts: other
 work on the machine only makes one slower.
+
+``--checkpoints`` measures a checkpoint of the ranks instead: seconds, and the host memory that each process needs for it beyond
+what it holds before and after (Linux only).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import random
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +27,7 @@ from turnwise.core.batch import Batch, pack
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.sharded.sharded_learner import ShardedLearner, start_ranks
+from turnwise.store.checkpoint import load_checkpoint, save_checkpoint
 
 VOCABULARY = 4096
 SETTINGS = LearnerSettings(lr=1e-5, positions=4096)
@@ -60,6 +69,48 @@ def seconds(learner: Any, batch: Batch, rounds: int) -> float:
     return min(times[1:])
 
 
+def memory(process: int, field: str) -> float:
+    """``VmRSS`` (now) or ``VmHWM`` (the most since the last reset) of a process, in MB."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+@contextlib.contextmanager
+def measured(what: str, processes: list[int]) -> Iterator[None]:
+    """Print the seconds of the block, and the extra memory that each process needed at its peak."""
+    for process in processes:
+        Path(f"/proc/{process}/clear_refs").write_text("5")
+    before, begun = [memory(process, "VmRSS") for process in processes], time.perf_counter()
+    yield
+    took = time.perf_counter() - begun
+    extra = [memory(process, "VmHWM") - held for process, held in zip(processes, before)]
+    told = ", ".join(f"rank {n}: +{mb:.0f} MB on {held:.0f}" for n, (mb, held) in enumerate(zip(extra, before)))
+    print(f"{what}: {took:.2f} s; {told}", flush=True)
+
+
+def checkpoints(ranks: int, hidden: int, layers: int, batch: Batch, rounds: int) -> None:
+    """Save and load the state of a learner that has taken one step, so that it has moments."""
+    signals = recipes.build("dr_grpo").objective.signals
+    pool = start_ranks(ranks)
+    learner = ShardedLearner(make_model(hidden, layers), SETTINGS, ranks=ranks, signals=signals, pool=pool)
+    objective = recipes.build("dr_grpo").objective
+    learner.update(objective.credit(batch), objective)
+    learner.weights()
+    print(f"{learner.parameter_count / 1e6:.0f} M parameters, {ranks} ranks", flush=True)
+    processes = [os.getpid(), *pool.processes]
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(rounds):
+            with measured("save", processes):
+                state = learner.checkpoint_state()
+                save_checkpoint(folder, step, state["tensors"], {"learner": state["scalars"]}, keep=1)
+            del state
+        with measured("load", processes):
+            saved = load_checkpoint(folder)
+            learner.load_state_dict({"tensors": saved.tensors, "scalars": saved.state["learner"]})
+            del saved
+    pool.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     for name, default in (
@@ -72,8 +123,12 @@ def main() -> None:
         ("rounds", 3),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--checkpoints", action="store_true")
     a = parser.parse_args()
     batch = make_batch(a.groups, a.size, a.length)
+    if a.checkpoints:
+        checkpoints(a.ranks, a.hidden, a.layers, batch, a.rounds)
+        return
     ids = int(batch.sequences.ids.numel())
     signals = recipes.build("dr_grpo").objective.signals
     for threads in (1, a.ranks):

@@ -30,7 +30,7 @@ MAY_IMPORT = {  # room: rooms below it, or single files of a room ("data.replay"
     "rewards": f"{CORE} tools config.named_object",
     "store": CORE,
     "observe": CORE,
-    "engines": CORE,
+    "engines": f"{CORE} store.shard_files",
     "models": "errors store.atomic",
     "environments": f"{CORE} tools rewards config.named_object",
     "rollout": f"{CORE} rewards environments.contract environments.calls",

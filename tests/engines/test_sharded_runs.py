@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 import turnwise
 from turnwise import recipes
 from turnwise.config.settings import Settings
-from turnwise.errors import SettingError
+from turnwise.errors import SettingError, StoreError
+from turnwise.store.checkpoint import checkpoints
 from turnwise.training import engines
 from turnwise.training.requirements import check_ranks
 
@@ -52,12 +54,29 @@ def test_every_rank_needs_a_gpu_of_its_own(monkeypatch, cards, instead):
         engines.check_rank_devices(Settings(ranks=4, device="cuda"))
 
 
+def refused_without_a_shard(run):
+    """The error names the file and says what to do; nothing is removed, and the file can be copied back."""
+    copy = run.with_name("damaged")
+    shutil.copytree(run, copy)
+    (path,) = checkpoints(copy / "checkpoints")
+    (path / "shard-00002-of-00002.safetensors").unlink()
+    with (
+        pytest.warns(UserWarning, match="skipping a damaged checkpoint"),
+        pytest.raises(StoreError, match=r"no file shard-00002-of-00002\.safetensors.*; copy the file back, or remove"),
+    ):
+        turnwise.resume(copy, steps=3, ranks=1, quiet=True)
+    assert (path / "shard-00001-of-00002.safetensors").is_file()
+
+
 @pytest.mark.slow
 def test_a_run_with_ranks_equals_the_run_of_one_process(tmp_path):
     """Same tokens sampled, same weights up to rounding; either continues with the other's number of ranks."""
     one = turnwise.train(**SMALL, out=str(tmp_path), name="one")
     two = turnwise.train(**SMALL, out=str(tmp_path), name="two", ranks=2)
     assert "FSDP2 over 2 ranks" in two["engines"]["learner"] and "FSDP2" not in one["engines"]["learner"]
+    written = {name: checkpoints(tmp_path / name / "checkpoints")[0] for name in ("one", "two")}
+    assert [len(list(written[name].glob("shard-*"))) for name in ("one", "two")] == [0, 2]
+    refused_without_a_shard(tmp_path / "two")
     turnwise.resume(tmp_path / "one", steps=3, ranks=2, quiet=True)
     turnwise.resume(tmp_path / "two", steps=3, ranks=1, quiet=True)
     metrics = [[json.loads(line) for line in (tmp_path / n / "metrics.jsonl").open()] for n in ("one", "two")]

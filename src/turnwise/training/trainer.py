@@ -34,9 +34,8 @@ from turnwise.observe.trackers import JsonLines, TensorBoard, Trackers
 from turnwise.store.checkpoint import (
     discard_after,
     keep_newest,
-    latest,
     latest_step,
-    load_checkpoint,
+    load_latest,
     save_checkpoint,
     save_model,
     verify_model,
@@ -286,13 +285,12 @@ class Trainer:
         """The step of the last checkpoint, a collector that re-issues what was in flight there, and the mixture."""
         s, collector = self.settings, self._collector(generator, ledger)
         mixture = self.plan.data.mixture(self.renderer, ledger.trajectory, generator, build.sampling_settings(s))
-        start, path = 0, latest(self.run_dir.checkpoints)
+        start, saved = 0, load_latest(self.run_dir.checkpoints)
         if self.objective.signals & {Signal.REFERENCE, Signal.HELLINGER}:
             learner.reference()  # the initial policy, before anything moves it
-        if path is None:
+        if saved is None:
             score_tasks(collector, learner, self.env_spec, self.renderer)
         else:
-            saved = load_checkpoint(path)
             learner.load_state_dict({"tensors": saved.tensors, "scalars": saved.state["learner"]})
             collector.sampler.load_state_dict(saved.state["sampler"])
             self.objective.memory.load_state_dict(saved.state["memory"])

@@ -31,6 +31,7 @@ from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.engines.learner import kept_rows, llama_layers, lora, optimizer, packed_forward, route_replay
 from turnwise.engines.learner.layer_noise import LayerNoiseHooks
 from turnwise.engines.learner.optimizer import LearnerSettings
+from turnwise.engines.learner.saved_state import UnderPrefix, check_same_shapes
 from turnwise.engines.learner.signals.measure import SignalMeasurer
 from turnwise.engines.learner.value_heads import ValueHeads
 from turnwise.errors import SettingError
@@ -340,29 +341,28 @@ class LocalLearner:
         counts = {"version": self.version, "steps": self.steps, "skipped": self.skipped}
         return {"tensors": tensors, "scalars": {**counts, "frozen": self._frozen()}}
 
-    def forget_optimizer_state(self) -> None:
-        for each in self._optimizers:
-            each.state.clear()
-
     def _frozen(self) -> float:
         """A fingerprint of the frozen weights, which the state does not contain."""
         frozen = (p for n, p in self._named_parameters() if n not in self.trained)
         return sum(float(p.detach().double().abs().sum()) for p in frozen)
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of ``state_dict``, for a learner of the same model and settings."""
-        tensors, scalars = state["tensors"], state["scalars"]
-        trained = ("model/", "noise/", *CRITIC_PREFIXES)
-        _check_same_shapes(self.trained, {n: t for n, t in tensors.items() if n.startswith(trained)})
-        if not math.isclose(scalars["frozen"], self._frozen(), rel_tol=1e-6):
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuse a state that ``load_state_dict`` could not take."""
+        check_same_shapes(self.trained, state["tensors"], ("model/", "noise/", *CRITIC_PREFIXES))
+        if not math.isclose(state["scalars"]["frozen"], self._frozen(), rel_tol=1e-6):
             raise SettingError(
                 "this state belongs to adapters of another base model, or to another teacher: their frozen weights differ; "
                 "load it into a learner built from the same model and teacher"
             )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of ``state_dict``, for a learner of the same model and settings. Tensors may be in files."""
+        self.check_state(state)
+        tensors, scalars = state["tensors"], state["scalars"]
         for name, p in self.trained.items():
             p.copy_(tensors[name])
-        under = lambda prefix: {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}  # noqa: E731
+        under = lambda prefix: UnderPrefix(tensors, prefix)  # noqa: E731
         optimizer.restore_state(self._optimizers, self.trained, under("optimiser/"))
         for name, target in self.value_heads.target_tensors().items():
             target.copy_(tensors[f"slow/{name}"])
@@ -380,16 +380,6 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             logging.enable_progress_bar()
-
-
-def _check_same_shapes(current: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Refuse the state of another model before any tensor is copied."""
-    wrong = list(current.keys() ^ saved.keys()) or [n for n in current if current[n].shape != saved[n].shape]
-    if wrong:
-        raise SettingError(
-            f"this state is of another model or other settings: {len(wrong)} tensors differ, first {sorted(wrong)[0]!r}; "
-            "use the model, critic and lora_rank it was saved with"
-        )
 
 
 __all__ = ["LearnerSettings", "LocalLearner"]

@@ -38,6 +38,8 @@ from turnwise.engines.learner.learner import LocalLearner
 from turnwise.engines.learner.optimizer import LearnerSettings, whole
 from turnwise.engines.learner.signals.measure import AUXILIARY, SignalMeasurer
 from turnwise.engines.learner.value_heads import frozen_copy
+from turnwise.engines.sharded.rank_state import OwnTensors, write_own
+from turnwise.store.shard_files import ShardFile, StoredTensors
 
 Gather = Literal["block", "step"]
 VARYING_FORWARDS = frozenset({Signal.ANSWER_LOGP, Signal.LOGP_WITHOUT_FEEDBACK})
@@ -309,9 +311,14 @@ class RankLearner(LocalLearner):
         return self._collect_named({name: p.detach() for name, p in self.trained.items()})
 
     def gather_state(self, with_reference: bool) -> dict[str, Tensor] | None:
-        """The tensors of a checkpoint, and of the frozen reference."""
+        """The tensors of a snapshot, and of the frozen reference."""
         reference = self.measurer.reference_tensors() if with_reference else {}
         return self._collect_named({**self.checkpoint_state()["tensors"], **reference})
+
+    def gather_tensor(self, name: str) -> Tensor | None:
+        """One tensor of a checkpoint."""
+        collected = self._collect([self.checkpoint_state()["tensors"][name]])
+        return None if collected is None else collected[0]
 
     def _collect(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """Whole tensors in host memory, on rank 0; the others only contribute."""
@@ -327,6 +334,15 @@ class RankLearner(LocalLearner):
     def _frozen(self) -> float:
         """Rank 0 compares the frozen weights of the whole model."""
         return self._expected_frozen
+
+    def write_own(self, folder: Path) -> ShardFile:
+        """Write this rank's part of a checkpoint. Not collective: no rank waits for another one's disk."""
+        return write_own(folder, self.checkpoint_state()["tensors"])
+
+    def read_own(self, scalars: Mapping[str, Any], stored: StoredTensors) -> None:
+        """Take this rank's part of a checkpoint from its files."""
+        self._expected_frozen = scalars["frozen"]
+        self.load_state_dict({"tensors": OwnTensors(stored, self._like, self.device), "scalars": scalars})
 
     def load_shards(
         self, scalars: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], values: Any

@@ -121,8 +121,11 @@ class RankPool:
         """The process ids of ranks 1, 2 ..."""
         return [worker.process.pid for worker in self.workers]
 
-    def call(self, verb: str, *shared: Any, each: Sequence[Sequence[Any]] | None = None) -> list[Any]:
-        """Let every rank do ``verb`` with the shared arguments and its own of ``each``; the answers by rank."""
+    def call(
+        self, verb: str, *shared: Any, each: Sequence[Sequence[Any]] | None = None, seconds: float = 0.0
+    ) -> list[Any]:
+        """Let every rank do ``verb`` with the shared arguments and its own of ``each``; the answers by rank. ``seconds``: until a
+        rank counts as stuck, where the verb may take longer than others."""
         own = [tuple(arguments) for arguments in each] if each is not None else [()] * self.size
         with self._lock, self._faults():
             assert self.host is not None
@@ -130,7 +133,7 @@ class RankPool:
                 messages.send(worker.connection, (verb, (*shared, *own[worker.rank])))
             with _threads(self.threads):
                 first = self.host.do(verb, *shared, *own[0])
-            return [first, *(self._answer(worker, ANSWER_SECONDS) for worker in self.workers)]
+            return [first, *(self._answer(worker, seconds or ANSWER_SECONDS) for worker in self.workers)]
 
     def _answer(self, worker: _Worker, seconds: float) -> Any:
         until = time.monotonic() + seconds

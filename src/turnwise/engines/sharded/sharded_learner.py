@@ -4,8 +4,8 @@ Rank 0 plans on the whole batch, deals micro-batches, and evaluates the objectiv
 micro-batch from the rank that computed them and returns the loss's gradient with respect to them. So only numbers of tokens
 travel, no rank but the first knows an objective, and no normaliser depends on the number of ranks.
 
-It also keeps one whole copy of the trained weights in host memory, for the generator, for checkpoints and for export: what
-is written is what the local learner writes, and any number of ranks can read it.
+It also keeps one whole copy of the trained weights in host memory, for the generator and for export. Checkpoints need no whole
+copy: every rank writes and reads its own part.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from turnwise.engines.learner.signals.measure import AUXILIARY
 from turnwise.engines.sharded.dealing import Round, Share, deal
 from turnwise.engines.sharded.rank_learner import VARYING_FORWARDS, Gather, RankHost, RankLearner, RankSpec
 from turnwise.engines.sharded.rank_pool import RankPool, shared_file
+from turnwise.engines.sharded.rank_state import FILE_SECONDS, RankTensors
 from turnwise.engines.sharded.served import LearnerNeeds, unserved_reason
 from turnwise.errors import RankFault, SettingError
+from turnwise.store.shard_files import StoredTensors
 
 Gradients = dict[Signal, Tensor | None]
 
@@ -183,29 +185,34 @@ class ShardedLearner:
 
     # ---------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
-        """A snapshot, with the reference."""
-        state = self._state(with_reference=True)
-        return {**state, "tensors": {name: t.clone() for name, t in state["tensors"].items()}}
+        """A snapshot in host memory of rank 0, with the reference."""
+        tensors = self.pool.call("gather_state", True)[0]
+        return {"tensors": {name: t.clone() for name, t in tensors.items()}, "scalars": self._scalars()}
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """As the local learner's: whole tensors under the same names, in host memory of rank 0."""
-        return self._state(with_reference=False)
+        """As the local learner's, under the same names. The tensors stay with their ranks, which write them."""
+        return {
+            "tensors": RankTensors(self.pool, list(self.own.checkpoint_state()["tensors"])),
+            "scalars": self._scalars(),
+        }
 
-    def _state(self, with_reference: bool) -> dict[str, Any]:
-        tensors = self.pool.call("gather_state", with_reference)[0]
+    def _scalars(self) -> dict[str, Any]:
         counts = {"version": self.version, "steps": self.own.steps, "skipped": self.own.skipped}
-        return {"tensors": tensors, "scalars": {**counts, "frozen": self.whole.checkpoint_state()["scalars"]["frozen"]}}
+        return {**counts, "frozen": self.whole.checkpoint_state()["scalars"]["frozen"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The state of a local learner, or of one with any number of ranks."""
-        self.whole.load_state_dict(state)  # refuses the state of another model before any rank is touched
-        self.whole.forget_optimizer_state()
+        """The state of a local learner, or of one with any number of ranks. If it is in files, each rank reads its own part."""
+        self.whole.check_state(state)  # refuses the state of another model before any rank is touched
         tensors, scalars = state["tensors"], state["scalars"]
-        shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        self.pool.call(
-            "load_shards", scalars, shapes, each=[(tensors if n == 0 else None,) for n in range(self.pool.size)]
-        )
-        self.version, self._stale, self.skipped = int(scalars["version"]), False, self.own.skipped
+        if isinstance(tensors, StoredTensors):
+            self.pool.call("read_own", scalars, tensors, seconds=FILE_SECONDS)
+        else:
+            tensors = dict(tensors)  # now: inside a verb no other rank could be asked for a tensor
+            shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+            self.pool.call(
+                "load_shards", scalars, shapes, each=[(tensors if n == 0 else None,) for n in range(self.pool.size)]
+            )
+        self.version, self._stale, self.skipped = int(scalars["version"]), True, self.own.skipped
 
 
 class StepOverRanks:

@@ -50,8 +50,8 @@ def _converted(plan: Any, run: RunDir, tensors: Mapping[str, Any], state: Mappin
     fresh = learner.checkpoint_state()
     names = fresh["tensors"]
     carried = {
-        name: value
-        for name, value in tensors.items()
+        name: tensors[name]
+        for name in tensors
         if name in names or (name.startswith(OPTIMISER) and name.removeprefix(OPTIMISER).split("/", 1)[-1] in names)
     }
     counts = {name: state["learner"][name] for name in ("version", "steps", "skipped")}

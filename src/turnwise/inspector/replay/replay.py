@@ -196,7 +196,8 @@ def _weights(run: RunDir, step: int) -> dict[str, torch.Tensor]:
     """The trained tensors of the checkpoint of ``step``."""
     found, path = nearest_checkpoint(run, step)
     assert path is not None and found == step, f"no checkpoint of step {step} in {run.path}"
-    return {name: t for name, t in load_checkpoint(path).tensors.items() if name.startswith("model/")}
+    tensors = load_checkpoint(path).tensors
+    return {name: tensors[name] for name in tensors if name.startswith("model/")}
 
 
 def _initial(run: RunDir) -> dict[str, torch.Tensor]:
