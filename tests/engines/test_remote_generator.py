@@ -308,6 +308,35 @@ def test_another_run_takes_the_server_over_and_the_first_is_told():
         run(play(server.url))
 
 
+def test_a_run_that_lost_its_server_to_another_neither_publishes_there_nor_takes_it_back():
+    model, other = make(seed=3), make(seed=4)
+
+    async def sample(g):
+        session = g.open(1)
+        done = await session.generate([1, 2, 3], SAMPLING)
+        session.close()
+        return list(done.tokens), list(done.logp), list(done.version)
+
+    async def play(contested, own):
+        first = await connected([contested, own], model)
+        await first.publish(weights_of(model), 1)
+        second = await connected([contested], other)
+        second.replicas[0].client = "other"
+        await second.attach()
+        await second.publish(weights_of(other), 2)
+        expected = await sample(second)
+        for version in (2, 3):  # the first time it does not know yet
+            await first.publish(weights_of(model), version)
+            assert first.replicas[0].lost == "another run took it over" and not first.replicas[1].lost
+        assert set((await sample(first))[2]) == {3}
+        assert await sample(second) == expected
+        await second.publish(weights_of(other), 3)
+        assert second.alive()
+
+    with served(make(seed=1)) as contested, served(make(seed=1)) as own:
+        run(play(contested.url, own.url))
+
+
 # ------------------------------------------------------------------ mistakes
 
 
