@@ -3,8 +3,8 @@
     python experiments/learning_plan.py                       prints the plan
 
 Almost all of it follows from the requirements of the recipe (``requirements.required_by``); the exceptions are listed in
-``ENV_OVERRIDES``, ``FILES`` and ``OPTIONS``. Settings belong to an environment, never to a method; ``OPTIONS`` holds the
-arguments without which a method would do nothing here. ``experiments/learning_sweep.py --plan`` runs the plan.
+``ENV_OVERRIDES``, ``FILES``, ``STEPS`` and ``OPTIONS``. Other settings belong to an environment, never to a method; ``OPTIONS``
+holds the arguments without which a method would not act here. ``experiments/learning_sweep.py --plan`` runs the plan.
 """
 
 from __future__ import annotations
@@ -64,13 +64,15 @@ ENVIRONMENTS = {
     "lookup": EnvironmentPlan({"steps": "50"}, 100, "a gold answer, searched for"),
     "guess": EnvironmentPlan(GUESS, 60, "answers that inform"),
     "worlds:Duel": EnvironmentPlan({"steps": "60", "groups": "16", "lr": "1e-3"}, 90, "two agents, opposed"),
-    TURNS: EnvironmentPlan({"steps": "40"}, 40, "single turns of an expert", "keydoor"),
+    TURNS: EnvironmentPlan({"steps": "40", "groups": "64"}, 40, "single turns of an expert", "keydoor"),
     "worlds:Followed": EnvironmentPlan(KEYDOOR, 80, "an expert's move to match", "keydoor"),
     "worlds:Interview": EnvironmentPlan(GUESS, 60, "pieces of information, each with a worth", "guess"),
     "worlds:Judged": EnvironmentPlan(CALCULATOR, 60, "a judge of the way", "calculator"),
     "worlds:Planned": EnvironmentPlan(CALCULATOR, 60, "a planner beside others", "calculator"),
     "worlds:Graded": EnvironmentPlan(CALCULATOR, 60, "several rewards", "calculator"),
     "worlds:Directed": EnvironmentPlan(CALCULATOR, 60, "two rewards, a direction asked for"),
+    "worlds:Documented": EnvironmentPlan({"steps": "50"}, 100, "a document in half of the prompts"),
+    "worlds:Internalised": EnvironmentPlan({"steps": "50"}, 100, "a gold answer, searched for", "worlds:Documented"),
     "worlds:Suggestions": EnvironmentPlan({"steps": "12"}, 30, "answers that should tell much, equally much"),
 }
 ENV_BY_REQUIREMENT = {
@@ -90,9 +92,10 @@ ENV_OVERRIDES = {  # methods whose subject is not among their requirements
     "trloo": "keydoor",
     "srgpo": "keydoor",
     "bilevel_gae": "keydoor",
+    "trimpi": "worlds:Internalised",  # no cold start of a built-in environment has read a document
     "dart": "keydoor",  # groups that fail, many turns
     "fapo": "worlds:Judged",  # calculator tells the fact error, too
-    "digi_q": "guess",  # its critics do not reach over the 10 to 28 turns of keydoor
+    "digi_q": "lookup",  # its critics do not reach over the 10 to 28 turns of keydoor
 }
 FILES = {
     "rdpo": "flipped",
@@ -101,9 +104,11 @@ FILES = {
 }  # methods whose rows are not plain pairs or demonstrations
 OPTIONS: dict[str, dict[str, str]] = {  # arguments of methods; a value may be an input
     "swarm": {"folder": "pool"},
-    "pivotrl": {"pool": "64"},  # with its own 256 the run would profile turns for 32 of 40 steps
+    "pivotrl": {"pool": "512", "below": "0.35"},  # above 0.35 are mostly moves, which crowd out the one turn that opens
+    "discopop": {"beta": "1"},  # with 0.05 a pair has to cross 1.4 nats against the slope of its loss
     "echo": {"high": "0.5", "confident": "6"},  # the entropies of the tiny model hardly exceed 1, so it would never branch
 }
+STEPS = {"echo": "120", "polychromic_ppo": "120"}  # other than the environment's; in 60 they gain as much as the interval is wide
 WHY = {
     "pairs": "pairs of a file",
     "flipped": "pairs, a tenth of them flipped",
@@ -152,7 +157,8 @@ def plan_run(method: str) -> Run:
     options = OPTIONS.get(method, {})
     inputs = tuple(word for word in (*flags.values(), *options.values()) if word in INPUTS)
     why = WHY_HERE.get(method) or " and ".join(WHY[word] for word in options.values() if word in INPUTS) or why or plan.why
-    return Run(method, env, {**plan.settings, **extra}, ("cold", *inputs), why, plan.seconds, flags, options)
+    settings = {**plan.settings, **extra} | ({"steps": STEPS[method]} if method in STEPS else {})
+    return Run(method, env, settings, ("cold", *inputs), why, plan.seconds, flags, options)
 
 
 def choose_environment(required: frozenset[str]) -> str:

@@ -33,7 +33,11 @@ PLANS: dict[str, dict[str, Any]] = {  # name of a row: the arguments of train()
     },
     "vas": {"method": "vas", **CALCULATOR, "value_lr": 3e-3, "eval_temperature": 1.0},
     "vas beta=10": {"method": "vas", "method_options": {"beta": 10.0}, **CALCULATOR, "value_lr": 3e-3, "eval_temperature": 1.0},
-    "b_coder": {"method": "b_coder", **CALCULATOR, "eval_temperature": 1.0, "eval_samples": 4},
+    "b_coder": {"method": "b_coder", **CALCULATOR, "critic": "separate", "eval_temperature": 1.0, "eval_samples": 4},
+    "b_coder alpha=1": {
+        "method": "b_coder", "method_options": {"alpha": 1.0, "imitation": 0.1, "passes": 0, "warm": 0}, **CALCULATOR,
+        "eval_temperature": 1.0, "eval_samples": 4,
+    },
     "props": {"method": "props", **CALCULATOR},
     "ppo": {"method": "ppo", **CALCULATOR},
     "props keydoor": {"method": "props", **KEYDOOR},
@@ -50,6 +54,12 @@ SHOWN = (
 )
 
 
+def kept(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """The part of an evaluation that a row keeps; with several samples also the success of the answer that is ranked first."""
+    ranked = {key: value for key, value in evaluation.get("exact", {}).items() if key == "reranked_success"}
+    return {key: evaluation[key] for key in KEPT} | ranked
+
+
 def run(name: str, seed: int, out: str, more: dict[str, Any]) -> dict[str, Any]:
     """Train one row and tell what came out."""
     from turnwise.training import api
@@ -62,8 +72,8 @@ def run(name: str, seed: int, out: str, more: dict[str, Any]) -> dict[str, Any]:
         rows = [json.loads(line) for line in (Path(out) / label / "metrics.jsonl").read_text().splitlines()]
         steps = [r for r in rows if "loss" in r or "success" in r]
         row |= {
-            "before": {key: found["success_before"][key] for key in KEPT},
-            "after": {key: found["success_after"][key] for key in KEPT},
+            "before": kept(found["success_before"]),
+            "after": kept(found["success_after"]),
             "settings": {k: str(v) for k, v in PLANS[name].items()},
         }
         row["metrics"] = {

@@ -241,6 +241,30 @@ class SignedLookup(Lookup):
         return signed(super().step(action))
 
 
+class Internalised(Lookup):
+    """Lookup with a document: all queries of the question, which is its only hint."""
+
+    suggests: ClassVar[Mapping[str, Any]] = {**Lookup.suggests, "context": 224}
+
+    def hints(self) -> Sequence[str]:
+        return (self.hint(),)
+
+
+class Documented(Internalised):
+    """The document stands in the prompt of every other task, and demonstrations there follow it. Its cold start is that of
+    Internalised: a policy that never read the document before RL would be disturbed by it."""
+
+    documented: bool
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        first, *others = super().reset(seed)
+        self.documented = bool(seed % 2)
+        return [{**first, "content": f"{first['content']}\n{self.hint()}"} if self.documented else first, *others]
+
+    def demonstrate(self, rng: random.Random) -> Action:
+        return self.oracle() if self.documented else super().demonstrate(rng)
+
+
 KINDS = {
     "fruit": ("apple", "pear", "plum", "fig", "lime", "mango", "grape", "peach"),
     "birds": ("owl", "crow", "duck", "swan", "hawk", "robin", "stork", "wren"),
