@@ -158,6 +158,20 @@ def test_a_fault_of_one_rank_reaches_the_caller(monkeypatch):
         pool.close()
 
 
+def test_a_stopped_rank_is_named_when_a_message_does_not_fit_its_pipe(monkeypatch):
+    monkeypatch.setattr(rank_pool, "ANSWER_SECONDS", 1.0)
+    pool = start_ranks(2)
+    try:
+        pool.host = object()  # rank 0 never comes to its own part
+        process = pool.processes[0]
+        os.kill(process, signal.SIGSTOP)
+        with pytest.raises(RankFault, match="rank 1 does not answer: it has read nothing for 1 s: it is stopped or stuck"):
+            pool.call("update", torch.zeros(1 << 21))
+        assert not os.path.exists(f"/proc/{process}")
+    finally:
+        pool.close()
+
+
 def test_a_worker_that_cannot_start_is_named(monkeypatch):
     monkeypatch.setattr(rank_pool, "WORKER", "turnwise.no_such_module")
     with pytest.raises(RankFault, match=r"rank 1 of 2 ended with status 1: .*no_such_module"):
@@ -173,6 +187,13 @@ def test_a_second_learner_with_ranks_is_refused_while_one_is_open():
             start_ranks(1)
     finally:
         pool.close()
+
+
+def test_a_process_of_torchrun_is_refused(monkeypatch):
+    """Each of its processes would start ranks, and train by itself."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(SettingError, match=r"run it without torchrun \(--ranks starts them\)"):
+        start_ranks(2)
 
 
 def test_a_skipped_step_changes_nothing_on_any_rank():

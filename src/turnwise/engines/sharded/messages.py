@@ -19,12 +19,16 @@ def _as_array(tensor: Tensor) -> tuple[Any, ...]:
     return torch.from_numpy, (tensor.detach().cpu().contiguous().numpy(),)
 
 
-def send(connection: Connection, message: object) -> None:
+def encode(message: object) -> memoryview:
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=5)
     pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _as_array}
     pickler.dump(message)
-    connection.send_bytes(buffer.getbuffer())
+    return buffer.getbuffer()
+
+
+def send(connection: Connection, message: object) -> None:
+    connection.send_bytes(encode(message))
 
 
 def receive(connection: Connection) -> Any:

@@ -11,23 +11,20 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from turnwise.engines.sharded import messages
+from turnwise.engines.worker_process import PipeStuck, WorkerProcess
 from turnwise.errors import RankFault, SettingError, TurnwiseError
 
 WORKER = "turnwise.engines.sharded.worker"
@@ -35,6 +32,7 @@ START_SECONDS = 300.0  # until a rank has imported torch and built its part of t
 ANSWER_SECONDS = 300.0  # the longest verb: a rank that is stopped or stuck is named after that
 NAMING_SECONDS = 5.0  # until a rank that broke a connection shows as ended
 LOST_PEER = 3  # exit status of a rank that ends because another one is gone
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # torchrun sets it for each process that it starts
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -58,28 +56,19 @@ def join_group(store: dist.Store, device: torch.device, rank: int, size: int) ->
             del os.environ[interface]
 
 
-@dataclass
-class _Worker:
-    """One other rank."""
+class _Rank(WorkerProcess):
+    """The process of another rank."""
 
-    rank: int
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    log: BinaryIO  # what it writes to stdout and stderr
+    def __init__(self, rank: int) -> None:
+        super().__init__(WORKER, ANSWER_SECONDS)
+        self.rank = rank
 
-    def how_it_ended(self) -> str:
-        """How the process ended, in words; empty while it runs."""
-        status = self.process.poll()
-        if status is None:
-            return ""
-        if status < 0:
-            return f"was ended by {signal.Signals(-status).name}"
-        return f"ended with status {status}" + (f": {last}" if (last := self._last_line()) else "")
-
-    def _last_line(self) -> str:
-        self.log.seek(0)
-        lines = self.log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
+    def send(self, message: object) -> None:
+        """``RankFault`` where it reads nothing: a message that does not fit the pipe's buffer waits for its reader."""
+        try:
+            self.send_bytes(messages.encode(message))
+        except PipeStuck as stuck:
+            raise RankFault(f"rank {self.rank} does not answer: {stuck}") from None
 
 
 @dataclass
@@ -89,24 +78,24 @@ class RankPool:
     size: int
     device: torch.device
     threads: int = 1  # of rank 0 while it does its part
-    workers: list[_Worker] = field(default_factory=list)
+    workers: list[_Rank] = field(default_factory=list)
     host: VerbHost | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def start(self, host: VerbHost) -> RankPool:
         """Start the other ranks and form the process group."""
-        if dist.is_initialized():
+        if dist.is_initialized() or TORCHRUN in os.environ:
             raise SettingError(
                 "this process already belongs to a torch process group, so it cannot start ranks of its own; run it without "
-                "torchrun, and without another learner with ranks that is still open"
+                "torchrun (--ranks starts them), and without another learner with ranks that is still open"
             )
         self.host = host
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         try:
             for rank in range(1, self.size):
-                self.workers.append(_start_worker(rank))
+                self.workers.append(_Rank(rank))
                 start = {"rank": rank, "size": self.size, "port": store.port, "device": self.device.type}
-                messages.send(self.workers[-1].connection, {**start, "threads": self.threads})
+                self.workers[-1].send({**start, "threads": self.threads})
             with self._faults():
                 for worker in self.workers:
                     self._answer(worker, START_SECONDS)  # imported: now the group can meet
@@ -130,12 +119,12 @@ class RankPool:
         with self._lock, self._faults():
             assert self.host is not None
             for worker in self.workers:
-                messages.send(worker.connection, (verb, (*shared, *own[worker.rank])))
+                worker.send((verb, (*shared, *own[worker.rank])))
             with _threads(self.threads):
                 first = self.host.do(verb, *shared, *own[0])
             return [first, *(self._answer(worker, seconds or ANSWER_SECONDS) for worker in self.workers)]
 
-    def _answer(self, worker: _Worker, seconds: float) -> Any:
+    def _answer(self, worker: _Rank, seconds: float) -> Any:
         until = time.monotonic() + seconds
         while not worker.connection.poll(0.2):
             self._check_alive()
@@ -197,11 +186,7 @@ class RankPool:
         """End the other ranks and leave the process group."""
         workers, self.workers, self.host = self.workers, [], None
         for worker in workers:
-            worker.connection.close()  # a rank that waits for a verb ends by itself
-            worker.process.kill()
-        for worker in workers:
-            worker.process.wait()
-            worker.log.close()
+            worker.close()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -219,22 +204,6 @@ def _threads(count: int) -> Iterator[None]:
 
 class _Broken(Exception):
     """The pipe to a rank is closed."""
-
-
-def _start_worker(rank: int) -> _Worker:
-    ours, theirs = socket.socketpair()
-    log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C is for rank 0, which then ends the others
-        )
-    return _Worker(rank, process, Connection(ours.detach()), log)
 
 
 @contextlib.contextmanager
