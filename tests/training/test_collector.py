@@ -184,7 +184,8 @@ def leap_run(seed, staleness, groups, steps, slow, flat, resume_at=0):
                 state, running, old = c.sampler.state_dict(), sorted(c.running.values(), key=int), c
                 c = collector(make(), **facts)
                 c.sampler.load_state_dict(state)
-                c.ready, c.ledger, c.generator.version = old.ready, old.ledger, step
+                c.ledger, c.generator.version = old.ledger, step
+                c.restore(old.ready, step)
                 c.to_reissue = deque((f"{key}~{step}", c.sampler.sampler.tasks.draw(int(key))) for key in running)
                 for key in running:
                     c.ledger.dropped[key] = "interrupted"

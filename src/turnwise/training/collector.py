@@ -109,8 +109,6 @@ class Collector:
 
     def _oldest(self) -> dict[str, int]:
         """The version of the oldest token of each outstanding group, in draw order; of a running one, the step of its issue."""
-        restored = (g for g in self.ready if g.id not in self.issued_in)  # of a resumed run
-        self.issued_in |= {g.id: oldest_version(g, 0) for g in restored}
         keys = sorted([*self.running.values(), *(g.id for g in self.ready)], key=draw_order)
         return {key: self.issued_in[key] for key in keys}
 
@@ -152,21 +150,20 @@ class Collector:
             return
         self.failed_in_a_row = 0
         self.sampler.observe(kept)
-        admitted = self.recipe.admission(kept)
-        if isinstance(admitted, str):
-            self._drop(key, admitted, step)
-        else:
-            self.ready.append(admitted)
-            self.issued_in[key] = oldest_version(admitted, self.issued_in[key])
+        self._admit(kept, step)
 
     def restore(self, finished: Sequence[Group], step: int) -> None:
         """After a resume: the groups that had ended and were not trained on, admitted as they were then."""
         for group in finished:
-            admitted = self.recipe.admission(usable(group)[0])
-            if isinstance(admitted, str):
-                self._drop(group.id, admitted, step)
-            else:
-                self.ready.append(admitted)
+            self._admit(usable(group)[0], step)
+
+    def _admit(self, group: Group, step: int) -> None:
+        admitted = self.recipe.admission(group)
+        if isinstance(admitted, str):
+            self._drop(group.id, admitted, step)
+        else:
+            self.ready.append(admitted)
+            self.issued_in[group.id] = oldest_version(admitted, self.issued_in.get(group.id, 0))
 
     def _drop(self, key: str, reason: str, step: int) -> None:
         self.dropped[reason] += 1

@@ -12,7 +12,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from turnwise.engines.worker_process import PipeStuck, WorkerProcess
+from turnwise.engines.piped_process import PipedProcess, PipeStuck
 from turnwise.errors import GeneratorLost
 
 WORKER = "turnwise.engines.own_process.worker"
@@ -25,7 +25,7 @@ class WorkerLink:
     that does not read its pipe is given up."""
 
     def __init__(self, seconds: float) -> None:
-        self._worker = WorkerProcess(WORKER, seconds)
+        self._worker = PipedProcess(WORKER, seconds)
         self._lock = threading.Lock()
 
     @property

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from turnwise.engines.piped_process import PipedProcess, PipeStuck
 from turnwise.engines.sharded import messages
-from turnwise.engines.worker_process import PipeStuck, WorkerProcess
 from turnwise.errors import RankFault, SettingError, TurnwiseError
 
 WORKER = "turnwise.engines.sharded.worker"
@@ -56,7 +56,7 @@ def join_group(store: dist.Store, device: torch.device, rank: int, size: int) ->
             del os.environ[interface]
 
 
-class _Rank(WorkerProcess):
+class _Rank(PipedProcess):
     """The process of another rank."""
 
     def __init__(self, rank: int) -> None:

@@ -20,7 +20,7 @@ class PipeStuck(OSError):
     """The other process has read nothing for too long: it is stopped or stuck."""
 
 
-class WorkerProcess:
+class PipedProcess:
     """``module`` is started with the number of its end of the pipe. ``seconds``: until a write that nobody reads raises
     ``PipeStuck``; a message that does not fit the pipe's buffer waits for its reader."""
 
