@@ -2,8 +2,9 @@
 
 Weights A and B are published in turn as A, B, A, B, A, for a model with a tied and one with a separate head: after each
 publication greedy tokens must be those of Transformers with the same weights, and sampled log-probabilities must agree with
-them. Then ``calculator`` is trained through the server and in the run's own process; success must agree. Rows go to
-``trials/results/vllm.jsonl``; what succeeded there is not repeated.
+them. Then ``calculator`` is trained through the server and in the run's own process; success must agree: all weights, LoRA by
+vLLM's adapter names, two LoRA runs at once on one server, and with top-p, where the kept ids come from vLLM's sampling masks and
+log-probabilities must be those over them. Rows go to ``trials/results/vllm.jsonl``; what succeeded there is not repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +32,19 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from trials.finished_runs import COMMAND, agree, success
+from trials.interpreted_triton import install
 from trials.outcome import Outcome, Results, faults
 from trials.report import table
-from turnwise.core.records import Sampling
+from turnwise.core.records import Completion, Sampling
 from turnwise.engines.remote.policy_probe import PolicyProbe, mean_difference
 from turnwise.engines.remote.remote_generator import ProbeRule, RemoteGenerator
-from turnwise.engines.remote.replica import RemoteLimits, Replica
+from turnwise.engines.remote.replica import MASK_OPTIONS, RemoteLimits, Replica
 from turnwise.engines.remote.transport import ServerAddress
 from turnwise.engines.remote.weight_files import WeightFolder
 
 ROWS = Path(__file__).parent / "results" / "vllm.jsonl"
 PART, PUBLICATIONS, TOLERANCE = "vllm", "ABABA", 1e-5  # of the mean difference of log-probabilities, in float32
-PROMPTS, TOKENS, CONTEXT, STARTED = 4, 24, 320, 180.0  # ... and seconds in which a server must start
+PROMPTS, TOKENS, CONTEXT, STARTED = 4, 24, 320, 300.0  # ... and seconds in which a server must start
 TASK = ["--env=calculator", "--threads=2", "--trackers=", f"--context={CONTEXT}"]
 SERVER = ["--enable-scale-out", "--weight-transfer-config", '{"backend": "turnwise_file"}', "--enforce-eager"]
 SERVER += ["--dtype", "float32", "--max-model-len", str(CONTEXT)]
@@ -50,6 +53,15 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+}
+RUNTIME_LORA = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+LORA, LORA_STEPS = ["--lora-rank=16", "--lr=3e-3"], 24
+MASKED, MASKED_STEPS = ["--top-p=0.8"], 12  # interpreted kernels are slow
+FILTERS = {
+    "top-p 0.8": Sampling(top_p=0.8, max_tokens=TOKENS),
+    "top-k 20": Sampling(top_k=20, max_tokens=TOKENS),
+    "min-p 0.1": Sampling(min_p=0.1, max_tokens=TOKENS),
+    "all at temperature 0.7": Sampling(0.7, top_p=0.9, top_k=20, min_p=0.05, max_tokens=TOKENS),
 }
 
 
@@ -79,16 +91,18 @@ def untie(folder: Path, to: Path) -> Path:
 
 
 @contextlib.contextmanager
-def served(python: str, model: Path, log: Path) -> Iterator[str]:
+def served(
+    python: str, model: Path, log: Path, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """The address of a vLLM server of this model, until the context ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port), *SERVER]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += [*SERVER, *options]
     with log.open("wb") as file:
-        server = subprocess.Popen(
-            command, stdout=file, stderr=file, env={**os.environ, **ENVIRONMENT}, start_new_session=True
-        )
+        variables = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        server = subprocess.Popen(command, stdout=file, stderr=file, env=variables, start_new_session=True)
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + STARTED
     try:
         while True:
@@ -169,15 +183,82 @@ def _greedy(model: Any, prompt: list[int]) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-def through_server(python: str, start: Path, folder: Path, seed: int, steps: int) -> tuple[str, str]:
-    """The same run through the server and in its own process."""
-    words = [f"--model={start}", "--cold-steps=0", f"--steps={steps}", f"--seed={seed}", "--eval-tasks=200"]
-    with served(python, start, folder / "server.log") as url:
-        theirs = train(folder, f"vllm-{seed}", *words, f"--generator={url}")
-    ours = train(folder, f"own-{seed}", *words)
-    ends = success(theirs), success(ours)
-    said = f"{ends[0][0]:.1%} {ends[0][1]} against {ends[1][0]:.1%} {ends[1][1]} in its own process"
-    return ("" if agree(*ends) else "success differs"), said
+def through_server(
+    python: str,
+    start: Path,
+    folder: Path,
+    seeds: Sequence[int],
+    steps: int,
+    more: Sequence[str] = (),
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[str, str]:
+    """The same runs through one server, all at once, and each in its own process."""
+    name = "-".join([more[0].strip("-").partition("=")[0] if more else "all", *map(str, seeds)])
+    words = [f"--model={start}", "--cold-steps=0", f"--steps={steps}", f"--eval-tasks={100 if more else 200}", *more]
+    with served(python, start, folder / "server.log", options, environment) as url, ThreadPoolExecutor() as pool:
+        one = lambda seed: train(folder, f"vllm-{name}-{seed}", *words, f"--seed={seed}", f"--generator={url}")  # noqa: E731
+        theirs = list(pool.map(one, seeds))
+    said, faults = [], []
+    for seed, run in zip(seeds, theirs):
+        ends = success(run), success(train(folder, f"own-{name}-{seed}", *words, f"--seed={seed}"))
+        said.append(f"{ends[0][0]:.1%} {ends[0][1]} against {ends[1][0]:.1%} {ends[1][1]} in its own process")
+        faults += [] if agree(*ends) else [f"seed {seed}: success differs"]
+        if more:
+            before, far = begun(run)
+            said[-1] += f" (at first {before[0]:.1%}; log-probabilities to {far:.1e})"
+            faults += [] if ends[0][1][0] > before[1][1] else [f"seed {seed}: nothing was learned"]
+    return "; ".join(faults), "; ".join(said)
+
+
+def begun(run: Path) -> tuple[tuple[float, list[float]], float]:
+    """Success before the first step with its interval; and how far log-probabilities of the server were from the learner's, on
+    average over a step, in the worst one."""
+    before = json.loads((run / "summary.json").read_text())["success_before"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    far = [row["mismatch/mean_abs"] for row in rows if "mismatch/mean_abs" in row]
+    return (before["success"], before["interval"]), max(far)
+
+
+def masks(url: str, path: Path) -> tuple[str, str]:
+    """Sample with filters; every log-probability must be that of a softmax over the ids that the server says it kept."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    probe = PolicyProbe(model, model.config.vocab_size)
+    most, kept = dict.fromkeys(FILTERS, 0.0), dict.fromkeys(FILTERS, 0.0)
+
+    async def sample() -> str:
+        replica = Replica(ServerAddress.read(url, "", "generator"), "trial", 60.0)
+        await replica.identify()
+        await replica.examine_sampling()
+        rule, limits = ProbeRule(probe, TOLERANCE), RemoteLimits(8, CONTEXT, (), False, 0)
+        generator = RemoteGenerator([replica], limits, WeightFolder(), rule, lambda ids: "", print)
+        await generator.attach()
+        await generator.publish({key: value.detach() for key, value in model.named_parameters()}, 1)
+        for name, sampling in FILTERS.items():
+            for n in range(PROMPTS):
+                prompt = probe.prompt(n)
+                done = await generator.open(n).generate(prompt, sampling)
+                if not len(done.kept) == len(done.tokens) > 0:
+                    return f"{name}: {len(done.tokens)} tokens and {len(done.kept)} masks"
+                most[name] = max(most[name], _distance_over_kept(model, prompt, done, sampling.temperature))
+                kept[name] = max(kept[name], max(len(row) // 4 for row in done.kept))
+        return ""
+
+    fault = asyncio.run(sample())
+    far = [name for name in FILTERS if most[name] > TOLERANCE]
+    said = ", ".join(f"{name} {most[name]:.1e} (at most {kept[name]:.0f} ids)" for name in FILTERS)
+    return fault or (f"log-probabilities differ with {', '.join(far)}" if far else ""), said
+
+
+@torch.no_grad()
+def _distance_over_kept(model: Any, prompt: list[int], done: Completion, temperature: float) -> float:
+    """The largest distance of a reported log-probability from a softmax over the kept ids, in float64."""
+    logits = model(input_ids=torch.tensor([[*prompt, *done.tokens]])).logits[0, len(prompt) - 1 : -1].double()
+    far = 0.0
+    for row, token, mask, logp in zip(logits / temperature, done.tokens, done.kept, done.logp, strict=True):
+        ids = torch.frombuffer(bytearray(mask), dtype=torch.int32).long()
+        far = max(far, abs(float(row[token] - row[ids].logsumexp(0)) - logp))
+    return far
 
 
 @contextlib.contextmanager
@@ -192,7 +273,7 @@ def kept_on_failure(tell: Callable[[str], None]) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def trial(python: str, steps: int, results: Results, tell: Callable[[str], None]) -> None:
+def trial(python: str, steps: int, only: str, results: Results, tell: Callable[[str], None]) -> None:
     with kept_on_failure(tell) as folder:
         run = train(folder, "start", "--steps=4", "--eval-tasks=0")
         heads = {"tied": {"A": run / "initial", "B": run / "model"}}
@@ -205,12 +286,33 @@ def trial(python: str, steps: int, results: Results, tell: Callable[[str], None]
                     return publications(url, models)
 
             attempts.append((f"{' '.join(PUBLICATIONS)}, {head} head", "publications to vLLM", published))
+        start = heads["tied"]["A"]
         for seed in (3, 4):
-            start = heads["tied"]["A"]
-            work = lambda seed=seed, start=start: through_server(python, start, folder, seed, steps)  # noqa: E731
+            work = lambda seed=seed: through_server(python, start, folder, [seed], steps)  # noqa: E731
             attempts.append((f"calculator, {steps} steps, seed {seed}", "runs through vLLM", work))
+        for seeds in ((3,), (4, 5)):
+
+            def adapted(seeds: Sequence[int] = seeds) -> tuple[str, str]:
+                slots = ["--enable-lora", "--max-lora-rank", "16", "--max-loras", str(2 * len(seeds))]  # 2: staleness 0
+                return through_server(python, start, folder, seeds, LORA_STEPS, LORA, slots, RUNTIME_LORA)
+
+            many = "one run" if len(seeds) == 1 else f"{len(seeds)} runs at once"
+            attempts.append((f"LoRA by adapter names, {many}, {LORA_STEPS} steps", "LoRA through vLLM", adapted))
+        interpreted = install(folder / "interpreted")
+
+        def masked() -> tuple[str, str]:
+            with served(python, start, folder / "server.log", MASK_OPTIONS.split(), interpreted) as url:
+                return masks(url, start)
+
+        def trained_with_masks() -> tuple[str, str]:
+            options = MASK_OPTIONS.split()
+            return through_server(python, start, folder, [3], MASKED_STEPS, MASKED, options, interpreted)
+
+        attempts.append(("largest distance of log-probabilities over the kept ids", "sampling masks of vLLM", masked))
+        title = f"calculator with top-p 0.8, {MASKED_STEPS} steps"
+        attempts.append((title, "sampling masks of vLLM", trained_with_masks))
         for title, kind, work in attempts:
-            if any(o.name.startswith(title) and not o.fault for o in results.outcomes.values()):
+            if only not in title or any(o.name.startswith(title) and not o.fault for o in results.outcomes.values()):
                 continue
             tell(f"{kind}: {title} ...")
             began = time.monotonic()
@@ -224,6 +326,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trials.vllm", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="of an environment with vLLM and Turnwise")
     parser.add_argument("--steps", type=int, default=40, help="of a run through the server")
+    parser.add_argument("--only", default="", help="part of the titles of what is tried")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of the result rows; /dev/null keeps none")
     options = parser.parse_args()
     if not Path(options.python).is_file():
@@ -234,7 +337,7 @@ def main() -> int:
     began = time.monotonic()
     results = Results(options.rows)
     tell = lambda text: print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr, flush=True)  # noqa: E731
-    trial(str(Path(options.python).absolute()), options.steps, results, tell)
+    trial(str(Path(options.python).absolute()), options.steps, options.only, results, tell)
     print(table(list(results.outcomes.values())))
     return 1 if faults(results.outcomes.values()) else 0
 

@@ -188,7 +188,11 @@ def test_dialogues_are_changed_in_order_and_a_repeated_message_only_once(server)
     assert ask(server.url, "/turnwise/v1/sessions", closing)[1] == {"open": 1}
     bad = {"client": "me", "number": 3, "changes": [["fly", "b"]]}
     assert ask(server.url, "/turnwise/v1/sessions", bad)[0] == 400
-    ask(server.url, "/turnwise/v1/attach", {**attach, "client": "other", "context": 128})
+    other = {**attach, "client": "other", "context": 128}
+    status, refused = ask(server.url, "/turnwise/v1/attach", other)
+    assert status == 409 and "it serves the run 'me'" in refused["error"]["message"]
+    assert ask(server.url, "/turnwise/v1/release", {"client": "me"})[0] == 200
+    assert ask(server.url, "/turnwise/v1/attach", other)[1]["context"] == 128
     assert ask(server.url, "/turnwise/v1/info")[1]["sessions"] == 0
 
 

@@ -1,5 +1,6 @@
-"""A stand-in for ``vllm serve --enable-lora`` with runtime updating: the two calls as vLLM documents them, each adapter over its
-own copy of the base. Loading reads a PEFT folder from disk; requests name an adapter or the base."""
+"""Stand-ins for ``vllm serve``. ``FakeVllm`` has ``--enable-lora`` with runtime updating: the two calls as vLLM documents them,
+each adapter over its own copy of the base. Loading reads a PEFT folder from disk; requests name an adapter or the base.
+``SamplingVllm`` reports log-probabilities as the options of vLLM's start say."""
 
 from __future__ import annotations
 
@@ -84,3 +85,58 @@ class FakeVllm:
             await app(scope, replay, send)
 
         return run
+
+
+class SamplingVllm:
+    """One of our servers with what vLLM says of its sampling. ``processed``: as ``--logprobs-mode processed_logprobs``; else
+    log-probabilities are those of the whole vocabulary at temperature 1, which this stand-in knows at that temperature alone.
+    ``mask``: as ``--return-sampling-mask``, with which vLLM 0.32 answers 500 without top-k and at temperature 0."""
+
+    def __init__(self, mask=False, processed=False, paused=False):
+        self.mask, self.processed, self.paused, self.asked = mask, processed, paused, []
+
+    def __call__(self, app):
+        routes = {"/v1/models": {"data": [{"id": "base", "max_model_len": 128}]}, "/is_paused": {"is_paused": self.paused}}
+
+        async def front(scope, receive, send):
+            path = scope["path"]
+            if path in routes:
+                await JSONResponse(routes[path])(scope, receive, send)
+            elif path.startswith(("/turnwise/", "/v1/")):
+                await failed(404, "Not Found")(scope, receive, send)
+            elif path == "/inference/v1/generate":
+                await (await self._generate(app, scope, receive))(scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
+        return front
+
+    async def _generate(self, app, scope, receive):
+        body = await Request(scope, receive).json()
+        params = body["sampling_params"]
+        self.asked.append(params)
+        if self.mask and (params["top_k"] <= 0 or params["temperature"] <= 0):
+            return failed(500, "")
+        params["sampling_mask"] = True
+        out = await self._answer(app, scope, receive, json.dumps(body).encode())
+        for choice in out.get("choices", ()):
+            ours, rows = choice.pop("turnwise"), choice["logprobs"]["content"]
+            if not self.processed:
+                for row, mass in zip(rows, ours.get("mass") or [0.0] * len(rows)):
+                    row["logprob"] += mass
+            if not self.mask:
+                choice.pop("sampling_mask", None)
+        return JSONResponse(out)
+
+    @staticmethod
+    async def _answer(app, scope, receive, body):
+        parts, messages = [], [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay():
+            return messages.pop() if messages else await receive()
+
+        async def keep(message):
+            parts.append(message.get("body", b""))
+
+        await app(scope, replay, keep)
+        return json.loads(b"".join(parts))

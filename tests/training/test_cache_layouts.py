@@ -266,7 +266,7 @@ def test_a_server_gives_its_generator_up_before_it_makes_another():
         host.apply("a", 1, [["open", "s", 3]])
         await host.sessions["s"].generate([1, 2], Sampling(max_tokens=3))
         with pytest.raises(SettingError, match="no room"):
-            await host.attach("b", HostLimits(3, 64, ()))
+            await host.attach("a", HostLimits(3, 64, ()))
         assert host.limits.slots == 2 and not host.paused  # as it was before
         await host.generator.open(0).generate([1, 2], Sampling(max_tokens=3))
 

@@ -7,6 +7,7 @@
     GET  /weight_info, /health, /v1/models, /get_world_size
     GET  /turnwise/v1/info               model, vocabulary, limits
     POST /turnwise/v1/attach, /turnwise/v1/sessions     a trainer takes the server, opens and closes its dialogues
+    POST /turnwise/v1/alive, /turnwise/v1/release       it is still there, though it asks for nothing; it leaves
 
 Knows the host of a generator; no engine.
 """
@@ -32,7 +33,7 @@ from turnwise.serve.policy_host import HostLimits, PolicyHost
 
 STATUS = {
     "invalid_api_key": 401, "not_found": 404, "body_too_large": 413, "busy": 429, "not_owner": 409, "out_of_order": 409,
-    "not_paused": 409, "no_update": 409, "no_base": 409,
+    "not_paused": 409, "no_update": 409, "no_base": 409, "in_use": 409,
 }  # fmt: skip
 MAX_THREADS = 1024
 Handler = Callable[[Request], Awaitable[Response]]
@@ -145,6 +146,7 @@ class GenerateApi:
     async def info(self, request: Request) -> Response:
         host, limits = self.host, self.host.limits
         state = {"weight_version": host.label, "sessions": len(host.sessions), "in_flight": len(host.in_flight)}
+        state["owner"] = host.owner()
         offered = {"slots": host.most.slots, "context": host.most.context}
         now = {"slots": limits.slots, "context": limits.context, "stop_ids": list(limits.stop_ids)}
         counts = {"answered": host.answered, "stats": host.generator.stats(), "engine": host.generator.describe()}
@@ -167,7 +169,7 @@ class GenerateApi:
                 "invalid_request", "'threads' is no small whole number, or 'deterministic' is not true or false"
             )
         asked = HostLimits(sizes[0], sizes[1], tuple(stop_ids), deterministic, threads)
-        granted = await self.host.attach(client, asked)
+        granted = await self.host.attach(client, asked, str(body.get("run") or ""))
         told = {"slots": granted.slots, "context": granted.context, "engine": self.host.generator.describe()}
         return JSONResponse({**told, **self.host.weight_needs()})
 
@@ -175,6 +177,16 @@ class GenerateApi:
         body, _ = await read_body(request)
         self.host.apply(body.get("client"), body.get("number"), body.get("changes"))
         return JSONResponse({"open": len(self.host.sessions)})
+
+    async def alive(self, request: Request) -> Response:
+        body, _ = await read_body(request)
+        self.host.check_owner(body.get("client"))
+        return JSONResponse({"status": "ok"})
+
+    async def release(self, request: Request) -> Response:
+        body, _ = await read_body(request)
+        self.host.release(body.get("client"))
+        return JSONResponse({"status": "released"})
 
     # -------------------------------------------------------------------- token
     def guarded(self, handler: Handler) -> Handler:
@@ -209,6 +221,8 @@ def make_generate_app(host: PolicyHost, token: str = "") -> Starlette:
         "/turnwise/v1/info": ("GET", api.info),
         "/turnwise/v1/attach": ("POST", api.attach),
         "/turnwise/v1/sessions": ("POST", api.sessions),
+        "/turnwise/v1/alive": ("POST", api.alive),
+        "/turnwise/v1/release": ("POST", api.release),
     }
     routes = [Route(path, api.guarded(handler), methods=[method]) for path, (method, handler) in table.items()]
     routes.append(Route("/health", api.health, methods=["GET"]))

@@ -1,8 +1,8 @@
 """A generator behind HTTP: who uses it, its dialogues, pauses, and updates of its weights. Knows no HTTP and no engine.
 
-One trainer at a time owns the server. Its dialogues stay open between turns, so that the generator can wait for all of them
-before it composes a batch: then a run through this server computes the same floats as one with the generator in its own process.
-Requests without a dialogue are answered too, beside them.
+One trainer at a time owns the server; a second one is refused until the first leaves or is silent. Its dialogues stay open
+between turns, so that the generator can wait for all of them before it composes a batch: then a run through this server computes
+the same floats as one with the generator in its own process. Requests without a dialogue are answered too, beside them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from turnwise.serve.generate_wire import GenerateCall
 MAX_SESSIONS = 65_536
 MAX_IN_FLIGHT = 4_096
 IDLE_SECONDS = 0.05  # until a generator has noticed that its last dialogue was closed
+SILENT_SECONDS = 60.0  # after which an owner that says nothing may be replaced
 STUCK_SECONDS = 60.0  # without a prefill or decode step while requests could be decoded
 MODES = ("abort", "wait")
 
@@ -107,7 +108,7 @@ class PolicyHost:
         self._adapt = adapt
         self.limits = most
         self.generator: Generator = make(most)
-        self.client = ""
+        self.client, self.run, self.heard = "", "", 0.0  # the owner, its run, and when it last said something
         self.sessions: dict[str, HostedSession] = {}
         self.parked: set[str] = set()
         self.in_flight: dict[str, Session] = {}
@@ -122,8 +123,10 @@ class PolicyHost:
 
     # ------------------------------------------------------------------- owner
 
-    async def attach(self, client: str, asked: HostLimits) -> HostLimits:
-        """Give the server to ``client``: dialogues of an earlier one are closed. Returns what it gets of what it asks for."""
+    async def attach(self, client: str, asked: HostLimits, run: str = "") -> HostLimits:
+        """Give the server to ``client``, also to another of the same ``run``, which was resumed: dialogues of an earlier one are
+        closed. Returns what it gets of what it asks for."""
+        self._refuse_second(client, run)
         for name in ("slots", "context"):
             if getattr(asked, name) < 1:
                 raise CallRefused("invalid_request", f"'{name}' is {getattr(asked, name)}; write at least 1")
@@ -131,12 +134,36 @@ class PolicyHost:
         granted = replace(asked, slots=slots, context=context, threads=asked.threads or self.most.threads)
         await self.abort(())
         self._close_sessions()
-        self.client, self.parked, self._applied, self.update = client, set(), 0, None
+        self.client, self.run, self.parked, self._applied, self.update = client, run, set(), 0, None
+        self.heard = time.monotonic()
         if granted != self.limits or isinstance(self.generator, _NoGenerator):
             self._running.clear()
             await self._make_again(granted)
         self._running.set()
         return granted
+
+    def owner(self) -> dict[str, Any] | None:
+        """The run that has the server, and for how long it said nothing; None: whoever comes gets the server."""
+        mine = {id(session) for session in self.sessions.values()}
+        waits = any(id(session) in mine for session in self.in_flight.values())
+        silent = 0.0 if waits else time.monotonic() - self.heard
+        there = self.client and silent < SILENT_SECONDS
+        return {"client": self.client, "run": self.run, "silent": silent} if there else None
+
+    def _refuse_second(self, client: str, run: str) -> None:
+        owner = self.owner()
+        if owner and client != self.client and not (run and run == self.run):
+            raise CallRefused(
+                "in_use",
+                f"it serves the run {self.client!r:.60}, heard {owner['silent']:.0f} s ago; one run at a time uses a server: "
+                f"start one more (turnwise serve), or end that run (one that is silent for {SILENT_SECONDS:.0f} s is replaced)",
+            )
+
+    def release(self, client: Any) -> None:
+        """The owner leaves; whoever comes next gets the server."""
+        self.check_owner(client)
+        self._close_sessions()
+        self.client, self.run, self.parked = "", "", set()
 
     def _close_sessions(self) -> None:
         for session in self.sessions.values():
@@ -165,6 +192,7 @@ class PolicyHost:
             raise CallRefused("not_owner", "no run is attached: this server was started, or started again, since")
         if client != self.client:
             raise CallRefused("not_owner", "another run took this server over; it answers one trainer at a time")
+        self.heard = time.monotonic()
 
     # --------------------------------------------------------------- dialogues
 

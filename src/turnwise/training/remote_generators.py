@@ -10,13 +10,13 @@ import hashlib
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config.settings import Settings
 from turnwise.engines.remote.device_weights import DeviceWeights, check_device_weights, cuda_device
-from turnwise.engines.remote.replica import FILES, IPC, NCCL, OURS, VLLM, RemoteLimits, Replica
+from turnwise.engines.remote.replica import FILES, IPC, MASK_OPTIONS, NCCL, OURS, VLLM, RemoteLimits, Replica
+from turnwise.engines.remote.token_wire import Reported
 from turnwise.engines.remote.transport import ServerAddress
 from turnwise.errors import ServerFault, SettingError
 from turnwise.models.fetch import resolve
@@ -47,7 +47,11 @@ def make_replicas(settings: Settings) -> list[Replica]:
     urls = [address.url for address in addresses]
     if twice := next((url for url in urls if urls.count(url) > 1), ""):
         raise SettingError(f"--generator names {twice} twice; name every server once")
-    return [Replica(address, client, settings.generator_seconds, weight_backend(settings)) for address in addresses]
+    backend = weight_backend(settings)
+    replicas = [Replica(address, client, settings.generator_seconds, backend) for address in addresses]
+    for replica in replicas:
+        replica.run = str((Path(settings.out) / settings.name).resolve()) if settings.name else ""
+    return replicas
 
 
 def weight_backend(settings: Settings) -> str:
@@ -95,6 +99,7 @@ def check_generators(settings: Settings, on_gpu: bool = False) -> None:
             _compare_cache(settings, replica)
             _compare_files(settings, replica)
             _compare_context(settings, replica)
+            await _compare_sampling(settings, replica)
 
     run_async(ask())
 
@@ -124,6 +129,43 @@ def _compare_context(settings: Settings, replica: Replica) -> None:
         raise SettingError(
             f"--generator {replica.url}: it reads {longest} ids, and the run needs {settings.context}; write --context {longest}"
             f", or start {start} {settings.context}"
+        )
+
+
+async def _compare_sampling(settings: Settings, replica: Replica) -> None:
+    """Refuse a vLLM server whose log-probabilities are not those of what the run samples from: that is an option of its start."""
+    if replica.kind != VLLM:
+        return
+    s, door = settings, f"--generator {replica.url} is vLLM"
+    filtered = bool(s.top_p != 1 or s.top_k or s.min_p)
+    try:
+        asked = await replica.examine_sampling()
+    except ServerFault as fault:
+        raise SettingError(f"--generator {replica.url}: {fault}") from None
+    if replica.reported is Reported.WITH_MASK and not filtered:
+        raise SettingError(
+            f"{door} with --return-sampling-mask, and would list the whole vocabulary with every token of a run without "
+            "filters; start it without that option, or write --top-k, --top-p or --min-p"
+        )
+    if s.temperature == 1 and not filtered:
+        return
+    if not asked:
+        raise SettingError(
+            f"{door} and paused, as a run leaves it that is killed while it publishes; write: curl -X POST {replica.url}/resume"
+        )
+    if s.temperature == 0:
+        raise SettingError(
+            f"{door}, which reports no log-probabilities of greedy tokens; write a positive --temperature"
+        )
+    if filtered and replica.reported is not Reported.WITH_MASK:
+        raise SettingError(
+            f"{door}, and does not say which ids --top-p, --top-k and --min-p keep, so ratios would not be exact; start it with "
+            f"{MASK_OPTIONS}, leave these settings out, or use `turnwise serve`"
+        )
+    if replica.reported is Reported.RAW:
+        raise SettingError(
+            f"{door}, whose log-probabilities are {replica.reported.value}, and the run has --temperature {s.temperature:g}; "
+            "start it with --logprobs-mode processed_logprobs, or write --temperature 1"
         )
 
 
@@ -221,7 +263,13 @@ def make_remote_generator(
     backend = weight_backend(settings)
     folder = WeightFolder(settings.generator_weights if backend == FILES else "")  # adapters are files in any case
     if find is not None:
-        make = partial(Replica, client=_client_name(settings), seconds=settings.generator_seconds)
+        client = _client_name(settings)
+
+        def make(address: ServerAddress) -> Replica:
+            replica = Replica(address, client, settings.generator_seconds)
+            replica.run = "of this cluster"  # whose generators serve no other
+            return replica
+
         elastic = ElasticGenerator(find, make, PATIENCE, limits, folder, rule, renderer.decode, tell)
         run_async(elastic.join(wanted))
         return elastic
@@ -274,11 +322,7 @@ def _compare_weights(replica: Replica, shapes: Mapping[str, Sequence[int]]) -> N
 async def _check_vllm(settings: Settings, replica: Replica, renderer: Renderer) -> None:
     """Refuse what vLLM does not report, and another tokenizer or a shorter context."""
     s = settings
-    if s.temperature != 1 or s.top_p != 1 or s.top_k or s.min_p:
-        raise SettingError(
-            f"--generator {replica.url} is vLLM, whose log-probabilities are those of temperature 1 without top-p, top-k and "
-            "min-p; leave these settings at their defaults, or use `turnwise serve`"
-        )
+    await _compare_sampling(s, replica)
     _compare_context(s, replica)
     try:
         body = {"model": replica.model, "prompt": SENTENCE, "add_special_tokens": False}

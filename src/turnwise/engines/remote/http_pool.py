@@ -37,7 +37,7 @@ class HttpPool:
     async def call(self, path: str, body: Mapping[str, Any] | None = None, seconds: float | None = 30.0) -> HttpReply:
         """GET, or POST where there is a body. Raises ``ServerFault`` if the server cannot be reached, or is silent for
         ``seconds``; None waits until ``interrupt``."""
-        return await in_daemon_thread(lambda: self._exchange(path, body, seconds))
+        return await in_daemon_thread(lambda: self.exchange(path, body, seconds))
 
     def interrupt(self) -> None:
         """Break every connection: whoever waits for a reply gets a ``ServerFault``."""
@@ -49,7 +49,8 @@ class HttpPool:
                 with contextlib.suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _exchange(self, path: str, body: Mapping[str, Any] | None, seconds: float | None) -> HttpReply:
+    def exchange(self, path: str, body: Mapping[str, Any] | None, seconds: float | None) -> HttpReply:
+        """``call``, in this thread."""
         headers = {**HEADERS, **({"Authorization": f"Bearer {self.address.key}"} if self.address.key else {})}
         data = None if body is None else json.dumps(body).encode()
         connection, connected = self._take(), False

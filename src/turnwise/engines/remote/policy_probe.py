@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from turnwise.core.seeds import stable_seed
 
 PROMPT, SAMPLED = 12, 12  # token ids of a probe
+KEPT = 20  # by top-k, where a server returns what it kept
 
 
 class PolicyProbe:
@@ -35,8 +36,11 @@ class PolicyProbe:
         return torch.randint(0, self.vocabulary, (PROMPT,), generator=random).tolist()
 
     @torch.no_grad()
-    def logp(self, weights: Mapping[str, Tensor], prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """Log-probabilities of ``tokens`` after ``prompt``, at temperature 1."""
+    def logp(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], tokens: Sequence[int], kept: Sequence[bytes] = ()
+    ) -> list[float]:
+        """Log-probabilities of ``tokens`` after ``prompt``, at temperature 1, each over the ids that were ``kept`` if there are
+        some."""
         wide = lambda t: t.to(torch.promote_types(t.dtype, torch.float32))  # noqa: E731  (a frozen base may be in half precision)
         tensors = {name: wide(value) for name, value in weights.items()}
         device = next(iter(tensors.values())).device
@@ -44,6 +48,8 @@ class PolicyProbe:
         ids = torch.tensor([[*prompt, *tokens]], device=device)
         out = functional_call(self.model, {**tensors, **buffers}, (), {"input_ids": ids, "use_cache": False})
         rows = out.logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        for row, mask in zip(rows, kept):
+            row -= row[torch.frombuffer(bytearray(mask), dtype=torch.int32).long()].logsumexp(0)
         return rows.gather(1, ids[0, len(prompt) :, None]).squeeze(1).tolist()
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.engines.kernels.sampling import signed
-from turnwise.engines.remote.policy_probe import SAMPLED, PolicyProbe, mean_difference
+from turnwise.engines.remote.policy_probe import KEPT, SAMPLED, PolicyProbe, mean_difference
 from turnwise.engines.remote.publisher import WeightPublisher
 from turnwise.engines.remote.replica import VLLM, RemoteLimits, Replica, ReplicaLost
-from turnwise.engines.remote.token_wire import SampledPart
+from turnwise.engines.remote.token_wire import Reported, SampledPart
 from turnwise.engines.remote.transport import in_daemon_thread
 from turnwise.engines.remote.weight_files import WeightFolder
 from turnwise.errors import GeneratorLost, ServerFault, SettingError
@@ -107,6 +107,11 @@ class RemoteGenerator:
         """What the last publication wrote."""
         return self.publisher.written
 
+    def close(self) -> None:
+        """Give the servers back."""
+        for replica in self.replicas:
+            replica.leave()
+
     def stats(self) -> dict[str, float]:
         return {
             "tokens": float(self._tokens),
@@ -184,10 +189,12 @@ class RemoteGenerator:
     async def _probe(self, replica: Replica, rule: ProbeRule, weights: Mapping[str, Tensor], version: int) -> None:
         """Refuse a server whose answer does not come from the weights of ``version``."""
         prompt = rule.probe.prompt(version)
-        sampling = Sampling(max_tokens=min(SAMPLED, self.limits.context - len(prompt)))
+        top_k = KEPT if replica.reported is Reported.WITH_MASK else 0
+        sampling = Sampling(max_tokens=min(SAMPLED, self.limits.context - len(prompt)), top_k=top_k)
         part = await replica.sample("", prompt, sampling, version, self.limits.stop_ids, self.salt(version), version)
         tokens = part.completion.tokens
-        difference = mean_difference(rule.probe.logp(weights, prompt, tokens), part.completion.logp)
+        ours = rule.probe.logp(weights, prompt, tokens, part.completion.kept)
+        difference = mean_difference(ours, part.completion.logp)
         labels = set(part.versions) - {str(version)}
         if labels or difference > rule.tolerance or not tokens:
             what = f"says that weights {sorted(labels)} sampled" if labels else f"is {difference:.3g} away on average"

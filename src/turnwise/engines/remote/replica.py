@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.core.records import Sampling
 from turnwise.engines.remote.http_pool import HttpPool
-from turnwise.engines.remote.token_wire import SampledPart, read_part, sampling_params
+from turnwise.engines.remote.presence import Presence, until_free
+from turnwise.engines.remote.token_wire import Reported, SampledPart, read_part, sampling_params, what_is_reported
 from turnwise.engines.remote.transport import HttpReply, ServerAddress
 from turnwise.engines.remote.wire import error_text, is_overflow
 from turnwise.errors import ContextOverflow, RequestRefused, ServerFault, SettingError
@@ -35,6 +36,7 @@ ASK_SECONDS = 1.5  # for a reply to a question that needs no work
 UPDATE_SECONDS = 600.0  # for one call of a weight update; a server that is silent is lost earlier, by its health
 BUSY_SECONDS = 0.2
 NARROW = ("bfloat16", "float16")  # dtypes in which a server may ask for weights
+MASK_OPTIONS = "--return-sampling-mask --logprobs-mode processed_logprobs"  # of vLLM
 LOOP_ROUNDS = 8  # of the event loop in which changes of dialogues are gathered; as many as a local generator allows
 
 
@@ -79,6 +81,9 @@ class Replica:
         self.base = ""  # the checksum of the frozen weights that it has
         self.dtypes = dict[str, str]()  # of weights that it does not keep in float32
         self.runtime_adapters: RuntimeAdapters | None = None  # of vLLM, where it was started with them
+        self.reported = Reported.PROCESSED  # log-probabilities; ``examine_sampling`` asks vLLM
+        self.run = ""  # the same when the run is resumed, and comes back as another client
+        self.presence: Presence | None = None
         self._changes: list[list[Any]] = []
         self._flushing: asyncio.Task[None] | None = None
         self._numbers, self._asked = 0, itertools.count()
@@ -140,6 +145,16 @@ class Replica:
                 f"{self.backend} is for `vllm serve`; leave it out, or write a folder"
             )
 
+    async def examine_sampling(self) -> bool:
+        """Find out which log-probabilities vLLM reports. False: it is paused, and answers no request."""
+        paused = (await self.pool.call("/is_paused", None, ASK_SECONDS)).json()
+        if isinstance(paused, dict) and paused.get("is_paused"):
+            return False
+        params = sampling_params(Sampling(top_k=1, max_tokens=4), 0, ())
+        body = {"token_ids": [0], "sampling_params": params, **self._model}
+        self.reported = what_is_reported((await self.pool.call("/inference/v1/generate", body, self.seconds)).json())
+        return True
+
     def _refuse_key(self, reply: HttpReply) -> None:
         if reply.status in (401, 403):
             what = "refuses the token" if self.address.key else "wants a token"
@@ -155,8 +170,9 @@ class Replica:
         self.lost = NOT_CONNECTED  # and no longer the reason of an earlier loss
         if self.kind == OURS:
             self.refuse_backend()
-            asked = {"slots": limits.slots, "context": limits.context, "threads": limits.threads}
+            asked = {"slots": limits.slots, "context": limits.context, "threads": limits.threads, "run": self.run}
             body = {"client": self.client, "stop_ids": list(limits.stop_ids), "deterministic": limits.deterministic}
+            await until_free(self.pool, self.client, self.run)
             granted = await self.post("/turnwise/v1/attach", {**body, **asked}, UPDATE_SECONDS)
             if int(granted["context"]) < limits.context:
                 raise SettingError(
@@ -165,6 +181,7 @@ class Replica:
                 )
             self.facts["engine"] = str(granted.get("engine", ""))
             self._read_needs(granted)
+            self.presence = Presence(self.pool, self.client, self)
         elif self.takes_weights:
             await self._open_weights()
         self.runtime_adapters = None
@@ -194,7 +211,14 @@ class Replica:
         if self.lost in ("", NOT_CONNECTED):
             self.lost = reason
             self.pool.interrupt()
+            if self.presence is not None:
+                self.presence.end()
         return ReplicaLost(f"{self.url}: {self.lost}")
+
+    def leave(self) -> None:
+        """The run has ended: another one may take the server."""
+        if self.presence is not None and not self.lost:
+            self.presence.leave()
 
     # --------------------------------------------------------------- dialogues
 
@@ -240,7 +264,7 @@ class Replica:
     ) -> SampledPart:
         """Continue ``ids`` in a dialogue, or in none where ``session`` is empty, with the weights of ``version``."""
         await self.flushed()
-        params = sampling_params(sampling, seed, stop_ids)
+        params = sampling_params(sampling, seed, stop_ids, self.reported is Reported.WITH_MASK)
         body = {"request_id": f"{self.client}-{next(self._asked)}", "token_ids": list(ids), "sampling_params": params}
         body["cache_salt"] = salt  # a prefix that older weights computed is never used again
         if self.kind == OURS:
@@ -253,9 +277,18 @@ class Replica:
             with self.runtime_adapters.using(version) as adapter:
                 value = await self.post("/inference/v1/generate", {**body, "model": adapter}, None)
         self.answered += 1
-        part = read_part(value, frozenset(stop_ids))
+        part = self._with_mask(read_part(value, frozenset(stop_ids)), sampling)
         # labels of a server with adapters name its base; the adapter was named by the request
         return part if self.runtime_adapters is None else replace(part, versions=())
+
+    def _with_mask(self, part: SampledPart, sampling: Sampling) -> SampledPart:
+        """Refuse a filtered reply of vLLM without what was kept: nothing else says what its log-probabilities are over."""
+        done = part.completion
+        if sampling.whole or sampling.greedy:
+            return replace(part, completion=replace(done, kept=()))
+        if self.kind == VLLM and not (len(done.kept) == len(done.tokens) and all(done.kept)):
+            raise self.lose(f"it does not return the ids that its filters kept; start it with {MASK_OPTIONS}")
+        return part
 
     @property
     def _owner(self) -> dict[str, str]:

@@ -9,13 +9,23 @@ import base64
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.errors import ServerFault
 
 STOPS = {"stop": Stop.TOKEN, "length": Stop.LENGTH, "abort": Stop.CANCELLED}
+EVERY_ID = 1 << 30  # a top-k that keeps all ids of any vocabulary
+
+
+class Reported(Enum):
+    """Which log-probabilities a server reports, by what vLLM calls ``--logprobs-mode`` and ``--return-sampling-mask``."""
+
+    RAW = "those of temperature 1 over the whole vocabulary"
+    PROCESSED = "those of the distribution that was sampled from"
+    WITH_MASK = "those of the distribution that was sampled from, with the ids that were kept"
 
 
 @dataclass(frozen=True)
@@ -26,8 +36,13 @@ class SampledPart:
     versions: tuple[str, ...]
 
 
-def sampling_params(sampling: Sampling, seed: int, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """The sampling parameters by vLLM's names. ``logprobs`` 0: of the sampled token alone."""
+def sampling_params(sampling: Sampling, seed: int, stop_ids: Sequence[int], bounded: bool = False) -> dict[str, Any]:
+    """The sampling parameters by vLLM's names. ``logprobs`` 0: of the sampled token alone. ``bounded``: for a vLLM server that
+    returns masks, which refuses a request without top-k or with temperature 0."""
+    if bounded and sampling.greedy:
+        sampling = replace(sampling, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
+    elif bounded:
+        sampling = replace(sampling, top_k=sampling.top_k or EVERY_ID)
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -58,6 +73,18 @@ def read_part(value: Any, stop_ids: frozenset[int]) -> SampledPart:
     routes, kept = _routes(ours.get("routes")), read_sampling_mask(choice.get("sampling_mask"), tokens)
     done = Completion(tokens, logp, mass or [0.0] * size, [0] * size, stop, entropy=entropy, routes=routes, kept=kept)
     return SampledPart(done, _versions(choice.get("weight_versions"), size))
+
+
+def what_is_reported(value: Any) -> Reported:
+    """What a vLLM server reports, from its reply to a request with top-k 1: where it filters before it takes logarithms, each
+    token has probability 1."""
+    try:
+        done = read_part(value, frozenset()).completion
+    except ServerFault:
+        return Reported.RAW
+    if done.kept and all(done.kept):
+        return Reported.WITH_MASK
+    return Reported.RAW if any(done.logp) or not done.logp else Reported.PROCESSED
 
 
 def _stop(choice: Mapping[str, Any], tokens: Sequence[int], stop_ids: frozenset[int]) -> Stop:
