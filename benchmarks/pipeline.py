@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -23,6 +24,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +66,23 @@ def log_normal(seed: int) -> Callable[[], EpisodeLoad]:
     return lambda: [TurnLoad(min(LONGEST, draw(TOKENS, SPREAD)), draw(TOOL_SECONDS, TOOL_SPREAD)) for _ in range(TURNS)]
 
 
-def recorded(run: RunReader, seed: int) -> Callable[[], EpisodeLoad]:
-    """Episodes drawn from those of a run."""
-    groups = [run.group(row.id) for row in run.groups(limit=1000)]
-    episodes = [
-        [TurnLoad(len(turn.tokens), turn.seconds_acting) for turn in trajectory.turns]
-        for group in groups
-        for trajectory in group.trajectories
+def recorded(run: RunReader) -> Callable[[], EpisodeLoad]:
+    """The episodes of a run, group by group in the order of their issue, again and again. They stay together: a slow task is
+    slow for its whole group, so that a step waits for the slowest of its few tasks, not of its many episodes."""
+    groups = [
+        [
+            [TurnLoad(len(turn.tokens), turn.seconds_acting) for turn in trajectory.turns]
+            for trajectory in run.group(row.id).trajectories
+        ]
+        for row in run.groups(limit=1000)
     ]
-    rng = random.Random(seed)
-    return lambda: rng.choice(episodes)
+    return episodes_of(groups, int(run.settings["group_size"]))
+
+
+def episodes_of(groups: Sequence[Sequence[EpisodeLoad]], size: int) -> Callable[[], EpisodeLoad]:
+    """``size`` episodes of one group after the other; a group that has lost some repeats its own."""
+    whole = [list(itertools.islice(itertools.cycle(group), size)) for group in groups if group]
+    return partial(next, itertools.cycle(itertools.chain.from_iterable(whole)))
 
 
 def pipeline_of(run: RunReader) -> Pipeline:
@@ -117,9 +126,9 @@ def _projected(gpus: int, staleness: int) -> Pipeline:
 
 def from_run(run: RunReader) -> list[str]:
     pipeline, lines = pipeline_of(run), ["staleness   s a step   against 0   oldest   dropped a step"]
-    first = simulate(pipeline, recorded(run, 0)).seconds
+    first = simulate(pipeline, recorded(run)).seconds
     for k in (*STALENESS, *LATE):
-        result = simulate(replace(pipeline, staleness=k), recorded(run, 0))
+        result = simulate(replace(pipeline, staleness=k), recorded(run))
         cells = f"{k:9}   {result.seconds:8.3f}   {first / result.seconds:7.2f} x   {result.oldest:6}   {result.dropped:7.2f}"
         lines.append(cells)
     return lines
@@ -164,7 +173,7 @@ def measure(options: argparse.Namespace) -> list[str]:
             if pipeline is None:
                 pipeline, load = pipeline_of(run), run
                 first, learning = late_mean(run, "seconds"), late_mean(run, "seconds/learn")
-            simulated = simulate(replace(pipeline, staleness=k), recorded(load, 0)).seconds
+            simulated = simulate(replace(pipeline, staleness=k), recorded(load)).seconds
             seconds, alone = late_mean(run, "seconds"), generation_alone(options, Path(folder), k, begin)
             parts = [late_mean(run, f"seconds/{part}") for part in ("rollout", "learn", "publish")]
             cells = [f"{seconds:.3f}", f"{first / seconds:.2f} ×", *(f"{part:.3f}" for part in parts), f"{alone:.3f}"]

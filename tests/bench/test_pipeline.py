@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -70,3 +73,37 @@ def test_late_groups_are_waited_for_dropped_or_kept():
     assert wait.oldest <= 1 and drop.oldest <= 1 < keep.oldest
     assert wait.dropped == keep.dropped == 0 < drop.dropped
     assert drop.seconds < wait.seconds and keep.seconds < wait.seconds
+
+
+@pytest.fixture(scope="module")
+def script():
+    """benchmarks/pipeline.py as a module."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    sys.path.insert(0, str(folder))
+    try:
+        spec = importlib.util.spec_from_file_location("pipeline_script", folder / "pipeline.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
+    return module
+
+
+def test_recorded_episodes_stay_in_their_groups_and_in_order(script):
+    groups = [[[TurnLoad(10 * g + n)] for n in range(4)] for g in range(3)]
+    draw = script.episodes_of([*groups, []], 4)
+    drawn = [[draw() for _ in range(4)] for _ in range(6)]
+    assert drawn == groups * 2
+    short = script.episodes_of([groups[0][:3]], 4)
+    assert [short()[0].tokens for _ in range(8)] == [0, 1, 2, 0, 0, 1, 2, 0]
+
+
+def test_a_step_waits_for_its_slowest_task_and_not_for_as_many_slow_episodes(script):
+    """Every tenth group waits 10 s. In steps of two groups every fifth step meets it; were its four episodes spread over other
+    groups, four of five would."""
+    slow, fast = [TurnLoad(1, 10.0)], [TurnLoad(1, 0.0)]
+    together = [[slow] * 4, *[[fast] * 4] * 9]
+    apart = [[slow, *[fast] * 3], *[[fast] * 4]] * 4 + [[fast] * 4] * 2
+    quick = replace(EQUAL, learn=0.0, publish=0.0)
+    seconds = [simulate(quick, script.episodes_of(groups, 4)).seconds for groups in (together, apart)]
+    assert seconds == pytest.approx([0.01 + 10 / 5, 0.01 + 10 * 4 / 5])

@@ -138,7 +138,8 @@ class _Rollouts:
 
 
 def simulate(pipeline: Pipeline, draw: Callable[[], EpisodeLoad], steps: int = 60, warm_up: int = 10) -> PipelineResult:
-    """Run ``steps`` steps of episodes that ``draw`` returns; the first ``warm_up`` are not counted."""
+    """Run ``steps`` steps of episodes that ``draw`` returns; the first ``warm_up`` are not counted. ``draw`` is called for all
+    episodes of a group in a row, so that they may have something in common."""
     p, policy = pipeline, StalenessPolicy.parse(pipeline.staleness)
     rollouts, issued, numbers = _Rollouts(pipeline), dict[str, int](), itertools.count()
     ends, marks = list[float](), list[tuple[float, float, int]]()
