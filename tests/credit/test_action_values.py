@@ -257,7 +257,11 @@ def test_nonsense_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, extra",
-    [("vas", {"eval_tasks": 4}), ("b_coder", {"eval_tasks": 4, "eval_samples": 2}), ("props", {"eval_tasks": 0})],
+    [
+        ("vas", {"eval_tasks": 4}),
+        ("b_coder", {"eval_tasks": 4, "eval_samples": 2, "method_options": {"warm": 1}}),
+        ("props", {"eval_tasks": 0}),
+    ],
 )
 def test_a_stopped_run_resumes_bit_for_bit(tmp_path, name, extra):
     small = {
