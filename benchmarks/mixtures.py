@@ -190,7 +190,8 @@ def learning(model: Any, batch: Batch, device: str) -> None:
     print(f"learner: {learner.describe()}; experts by {model.config._experts_implementation}")
     objective = recipes.build("grpo", beta=0.0).objective
     ids = min(settings.positions, batch.sequences.ids.numel())
-    plan = MemoryPlan(ModelShape.of(model.config, parameters), ids, 0, 0, shared_weights=True)
+    one = batch.sequences.ids.numel() <= settings.positions
+    plan = MemoryPlan(ModelShape.of(model.config, parameters), ids, 0, 0, shared_weights=True, one_micro_batch=one)
     gaps = {}
     for implementation in (COMPUTE_DTYPE, GROUPED):
         use(learner.model, implementation)
@@ -206,14 +207,14 @@ def learning(model: Any, batch: Batch, device: str) -> None:
             metrics = learner.update(credited, objective)
             synchronize(device)
             times.append(time.perf_counter() - began)
-        peak = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else float("nan")
+        peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if device == "cuda" else (0, 0)
         name = "compute dtype" if implementation == COMPUTE_DTYPE else "stock grouped_mm, float32"
         print(
             f"learner, experts in {name}: |log pi - sampler's| {float(gap.mean()):.4f} in the mean, 99.9 % "
             f"{float(gap.quantile(0.999)):.4f}; a step of {batch.sequences.ids.numel()} ids {min(times[1:]):.3f} s (first "
-            f"{times[0]:.2f}), peak {peak:.1f} GiB, skipped {metrics['skipped']:.0f}"
+            f"{times[0]:.2f}), peak {peaks[0] / GIB:.1f} GiB, {peaks[1] / GIB:.1f} reserved, skipped {metrics['skipped']:.0f}"
         )
-    print(f"the estimate: {plan.describe()}")
+    print(f"the estimate, fragments of the reserved memory included: {plan.describe()}")
 
 
 def main() -> None:

@@ -5,7 +5,8 @@ MLP's). For each id, of every layer: the residual stream before and after attent
 without ``recompute`` also q, k, v and gate, up (c (a + kv + 2 m)). Of one layer at a time, in the backward pass: the activation,
 its gradient and that of gate and up (4 c m), with ``recompute`` gate and up again (6 c m). The head keeps probabilities and some
 logits before that begins; CUDA graphs, which run without ``recompute``, hold the memory of both. Mixtures run the stock forward,
-whose layers keep more (``tests/training/test_mixture_memory.py`` counts it); recomputed, their input alone.
+whose layers keep more (``tests/training/test_mixture_memory.py`` counts it); recomputed, their input alone. Where a step of a
+mixture is one micro-batch, there are no gradients before its backward pass: they grow while the activations go.
 
 The two shares of ``FRAGMENTS`` are fitted, and so is what they are shares of: what a GPU reserves beyond this sum, presumably in
 free blocks that fit nothing (docs/large-models.md has the comparison). Knows no device and no setting of a run.
@@ -136,6 +137,7 @@ class MemoryPlan:
     four_bit: bool = False  # frozen weights of linear layers in 4 bits, beside adapters
     samplers: int = 1  # generators, each with its own KV cache: the policy's, and one for opponents or drafts
     models: int = 0  # frozen models of the same size beside the policy: reference, teacher
+    one_micro_batch: bool = False  # a step is no more than one
     ranks: int = 1
     one_memory: bool = False  # all ranks take from it, and gather the weights for a whole step
 
@@ -148,6 +150,9 @@ class MemoryPlan:
         copies = self.ranks if self.one_memory else 1  # of what every rank does by itself
         kept, layer = (of(self.ids, self.compute, self.recompute) for of in (s.kept, s.of_one_layer))
         head = s.head(self.ids, self.compute, not self.lora_rank)
+        active = kept + (max(layer, head) if self.recompute else layer + head)
+        if s.experts and self.one_micro_batch and self.ranks == 1:
+            active = max(layer, active - trained * MASTER)  # beside all gradients, or before there are any
         parts = {
             "weights": int(each * (trained * MASTER + frozen * self.compute)) + self._whole(trained * MASTER, frozen),
             "weights in compute precision": copies * s.parameters * rounded,
@@ -156,7 +161,7 @@ class MemoryPlan:
             "generator's weights": (self.samplers - self.shared_weights) * s.parameters * self.rollout,
             "frozen models": int(each * self.models * s.parameters * (self.compute if self.lora_rank else MASTER)),
             "KV cache": self.samplers * s.cache(self.dialogues, self.context, self.rollout),
-            "activations": copies * (kept + (max(layer, head) if self.recompute else layer + head)),
+            "activations": copies * active,
         }
         moved = sum(
             parts[name] for name in ("weights", "weights in compute precision", "gradients", "optimizer moments")

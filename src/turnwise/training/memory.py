@@ -40,12 +40,13 @@ def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
     compute = torch.finfo(dtype).bits // 8
     ahead = StalenessPolicy.parse(settings.staleness).capacity(budget.groups, settings.steps)
     dialogues = max(ahead * budget.size, settings.eval_tasks * settings.eval_samples)
+    ids = engines.ids_per_micro_batch(settings)
     wanted = {Signal.REFERENCE} & recipe.objective.signals if not settings.lora_rank else set()
     return MemoryPlan(
         model
         if isinstance(model, ModelShape)
         else ModelShape.of(model.config, sum(p.numel() for p in model.parameters())),
-        ids=engines.ids_per_micro_batch(settings),
+        ids=ids,
         dialogues=min(settings.slots, dialogues),
         context=settings.context,
         compute=compute,
@@ -59,6 +60,7 @@ def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
         four_bit=LearnerSettings(dtype=settings.dtype).four_bit,
         samplers=_samplers(settings, recipe, device),
         models=len(wanted) + bool(settings.teacher),
+        one_micro_batch=budget.groups * budget.size * settings.context <= ids,
         ranks=settings.ranks,
         one_memory=device.type == "cpu",
     )
