@@ -135,6 +135,20 @@ def test_every_command_explains_itself(command, capsys):
     assert left.value.code == 0 and "usage: turnwise" in capsys.readouterr().out
 
 
+def help_of(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_shows_where_the_method_is_written_and_how_lists_are(capsys):
+    train, serve = help_of("train", capsys), help_of("serve", capsys)
+    assert train.startswith("usage: turnwise train [METHOD] [--config FILE] [flags] ")
+    assert "METHOD written first" in train and "hyper-parameters [dr_grpo]" in train
+    assert "empty: this process; several: separated by commas, or the flag repeated []" in train
+    assert "[1,2,3]" in serve and "[(" not in serve
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", recipes.METHODS)
 def test_train_help_shows_the_methods_own_settings(name, capsys):
@@ -163,7 +177,8 @@ def test_version(capsys):
         ("train grpo --bta 1", "did you mean '--beta'"),
         ("train ppo --beta 1", "unknown setting '--beta'"),
         ("train grpo --steps ten", "steps is 'ten', which is not int"),
-        ("train grpo --steps", "expected one argument"),
+        ("train grpo --steps", "expected one argument; write --steps VALUE, or --steps=VALUE where it begins with a dash"),
+        ("train grpo --staleness -1,keep", "--staleness=VALUE where it begins with a dash"),
         ("train grpo --steps 0", "write at least 1"),
         ("train grpo --clip -0.1", "clip low is -0.1"),
         ("train grpo --clip=-0.1", "clip low is -0.1"),
@@ -184,7 +199,9 @@ def test_version(capsys):
         ("train grpo --model ../their_environments.py", "this is a file, not a folder"),
         ("train grpo --env their_environments:Good --difficulty 1", "demonstrate"),
         ("train grpo --temperature -1", "temperature is -1"),
-        ("train grpo --top-p 2", "top_p is 2"),
+        ("train grpo --top-p 2", "--top-p is 2"),
+        ("train grpo --checkpoint-every 0", "turnwise: --checkpoint-every is 0; write at least 1"),
+        ("train grpo --generator-seconds 0", "turnwise: --generator-seconds is 0.0; write a positive number of seconds"),
         ("train grpo --schedule cosin", "did you mean 'cosine'"),
         ("train grpo --lr -1", "lr is -1"),
         ("train grpo --trackers tensorbord", "tensorbord"),
@@ -193,11 +210,11 @@ def test_version(capsys):
         ("eval nowhere", "there is no run at nowhere"),
         ("eval", "say what to evaluate"),
         ("eval --player orakel", "no scripted policy 'orakel'"),
-        ("eval --player oracle --eval-tasks 0", "eval_tasks is 0; write at least 1"),
+        ("eval --player oracle --eval-tasks 0", "--eval-tasks is 0; write at least 1"),
         ("eval --player oracle --split test", "no split 'test'"),
         ("eval --model ./no/such/model", "there is no such folder"),
         ("explain grop", "did you mean 'grpo'"),
-        ("explain", "required: method"),
+        ("explain", "required: method; see: turnwise explain --help"),
         ("diff grpo gspoo", "did you mean 'gspo'"),
         ("diff grpo gspo+nope", "no method 'nope' to take the credit of"),
         ("explain gspo --credit dpo", "is part of its loss"),
@@ -220,7 +237,7 @@ def test_version(capsys):
         ),
         ("train luffy --demos ../elsewhere.jsonl", "line 1: a task of guess, and the run is on calculator; line 2"),
         ("train bepa --demos ../dialogues.jsonl", "name a task in every row"),
-        ("train luffy --demos oracle --demo-share 1.5", "demo_share is 1.5"),
+        ("train luffy --demos oracle --demo-share 1.5", "--demo-share is 1.5"),
         ("train grpo --demos oracle", "leave --demos out"),
         ("train dpo", "dpo learns from pairs; write --data FILE"),
         ("train dpo --data .", "is a folder"),

@@ -154,7 +154,7 @@ def test_addresses_that_cannot_be_used_are_refused_before_anything_is_built(addr
 
 def test_addresses():
     assert read_address("8700") == ("127.0.0.1", 8700) and read_address("[::1]:1") == ("::1", 1)
-    with listen_on("127.0.0.1", 0) as taken, pytest.raises(SettingError, match="choose another"):
+    with listen_on("127.0.0.1", 0) as taken, pytest.raises(SettingError, match="another process listens there; choose"):
         listen_on("127.0.0.1", taken.getsockname()[1])
 
 

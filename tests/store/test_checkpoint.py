@@ -229,8 +229,12 @@ def test_a_wrong_name_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(StoreError, match="did you mean 'calculator-grpo'"):
         RunDir.open(tmp_path / "calculator-grop")
     (tmp_path / "calculator-grpo" / "run.json").write_text("{")
-    with pytest.raises(StoreError, match="cannot be read"):
+    with pytest.raises(StoreError, match=r"cannot be read: .*; copy the run again"):
         RunDir.open(tmp_path / "calculator-grpo").metadata()
+    for foreign in ("{}", "[1, 2]", "null"):
+        (tmp_path / "calculator-grpo" / "run.json").write_text(foreign)
+        with pytest.raises(StoreError, match="calculator-grpo is no run of Turnwise"):
+            RunDir.open(tmp_path / "calculator-grpo")
 
 
 @pytest.mark.parametrize(

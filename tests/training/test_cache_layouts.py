@@ -284,6 +284,10 @@ def test_a_server_gives_its_generator_up_before_it_makes_another():
         ("tiny,cache=", "the model's option cache is ''; write rows or pages"),
         ("tiny,cache=64 GiB", "the model's option cache is '64 GiB'; write rows or pages"),
         ("tiny,caches=pages", "'caches' is no option of a model; did you mean 'cache'"),
+        ("tiny,cache", "'tiny,cache' is no folder, and 'cache' after its comma is no option; write NAME,cache=rows"),
+        ("tiny, cache=rows", "' cache=rows' after its comma is no option; write NAME,cache=rows .*without spaces"),
+        ("tiny,cache=rows,", "'' after its comma is no option"),
+        ("tiny,cache=rows,cache=pages", "option cache is given twice: rows, then pages; write it once"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_begins(model, words, tmp_path):

@@ -135,9 +135,8 @@ def test_a_run_whose_model_moved_before_it_began_says_where_it_looked(tmp_path):
     settings = Settings(env="guess", model=model, device="cpu", steps=2)
     run_dir = RunDir.create(tmp_path, "run", settings.as_dict(), repr(recipes.build("grpo")), 0)
     (tmp_path / "model").rename(tmp_path / "moved")
-    with pytest.raises(SettingError) as refused:
+    with pytest.raises(SettingError, match=r"has not copied its model yet, .* is gone: .*model; put it back there"):
         api.resume(run_dir.path, quiet=True)
-    assert model in str(refused.value)
 
 
 def test_a_run_is_refused_before_it_loads_or_writes_anything(tmp_path, monkeypatch):

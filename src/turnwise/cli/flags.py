@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from turnwise.config.convert import convert
@@ -17,12 +17,18 @@ if TYPE_CHECKING:
     from turnwise.training.served_policy import ServedPolicy
 
 FEW_FLAGS = 12  # that many are listed in a message
+NO_FLAGS = {"method", "method_options", "credit_options"}  # settings that are given in another way
 
 
 class Parser(argparse.ArgumentParser):
     """Raises :class:`SettingError` instead of exiting: what was seen, and the nearest flag that exists."""
 
     def error(self, message: str) -> NoReturn:
+        name = message.removeprefix("argument ").partition(": expected one argument")[0].split("/")[-1]
+        if message.endswith("expected one argument"):
+            message += f"; write {name} VALUE, or {name}=VALUE where it begins with a dash"
+        elif "arguments are required" in message:
+            message += f"; see: {self.prog} --help"
         raise SettingError(message)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -51,6 +57,23 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def with_flags(message: str) -> str:
+    """A message that begins with the name of a setting, with its flag instead: a reader of the command line typed the flag.
+
+    >>> with_flags("checkpoint_every is 0; write at least 1")
+    '--checkpoint-every is 0; write at least 1'
+    """
+    name, verb, rest = message.partition(" is ")
+    known = {f.name for f in fields(Settings)} - NO_FLAGS
+    return f"{flag(name)}{verb}{rest}" if name in known else message
+
+
+def default_text(f: Field[Any]) -> str:
+    """The default of a setting as a flag's value is written."""
+    default = default_of(f)
+    return ",".join(map(str, default)) if isinstance(default, tuple | dict) else str(default)
+
+
 def value_of(argv: Sequence[str], name: str) -> str:
     """The value of a flag, before the other flags are defined; empty if it is absent."""
     words = list(argv)
@@ -66,15 +89,14 @@ def add_settings(parser: argparse.ArgumentParser, method: str, credit: str = "")
     """Add every field of Settings, the hyper-parameters of the method, and those of the method whose credit it uses."""
     group = parser.add_argument_group("settings")
     for f in fields(Settings):
-        if f.name not in ("method", "method_options", "credit_options"):
-            default = default_of(f)
-            default = ",".join(map(str, default)) if isinstance(default, tuple | dict) else default
+        if f.name not in NO_FLAGS:
             optional_value: dict[str, Any] = (
                 {"nargs": "?", "const": "true"} if type_of(f) is bool else {}
             )  # --profile without a value means true
+            several = ""
             if isinstance(default_of(f), tuple):
-                optional_value = {"action": "append"}  # a list may be given at once, or by repeating the flag
-            help_ = f"{f.metadata['help']} [{default}]"
+                optional_value, several = {"action": "append"}, "; several: separated by commas, or the flag repeated"
+            help_ = f"{f.metadata['help']}{several} [{default_text(f)}]"
             group.add_argument(flag(f.name), metavar="X", default=None, help=help_, **optional_value)
     method_group = parser.add_argument_group(f"hyper-parameters of {method}")
     for name, parameter in signatures.parameters(method).items():

@@ -34,7 +34,17 @@ def split_options(model: str) -> tuple[str, dict[str, str]]:
             raise SettingError(f"{name!r} is no option of a model; {nearest(name, VALUES)}")
         if value not in VALUES[name]:
             raise SettingError(f"the model's option {name} is {value!r}; write {' or '.join(VALUES[name])}")
+        if name in options:
+            raise SettingError(
+                f"the model's option {name} is given twice: {value}, then {options[name]}; write it once"
+            )
         model, options = found["model"], {name: value, **options}
+    _, comma, word = model.rpartition(",")
+    if comma and not Path(model).exists():
+        raise SettingError(
+            f"the model {model!r} is no folder, and {word!r} after its comma is no option; write NAME,cache=rows or "
+            "NAME,routes=free, without spaces"
+        )
     return model, options
 
 

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from errno import EADDRINUSE
 from typing import Any
 
 from turnwise.errors import SettingError
@@ -75,7 +76,9 @@ def listen_on(host: str, port: int, token: str = "") -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as fault:
-        raise SettingError(f"the endpoint cannot listen on {host}:{port}: {fault}; choose another address") from fault
+        in_use = isinstance(fault, OSError) and fault.errno == EADDRINUSE
+        reason = "another process listens there" if in_use else fault
+        raise SettingError(f"the endpoint cannot listen on {host}:{port}: {reason}; choose another address") from fault
 
 
 def url_of(listener: socket.socket) -> str:

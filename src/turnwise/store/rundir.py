@@ -67,9 +67,14 @@ class RunDir:
     def metadata(self) -> dict[str, Any]:
         """The content of ``run.json``: format, settings, recipe, seed, versions."""
         try:
-            return dict(json.loads((self.path / "run.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise StoreError(f"{self.path / 'run.json'} cannot be read: {error}") from error
+            content = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"{self.path / 'run.json'} cannot be read: {error}; copy the run again, or start a new one"
+            ) from error
+        if not isinstance(content, dict) or "settings" not in content:
+            raise StoreError(f"{self.path / 'run.json'} holds no settings: {self.path} is no run of Turnwise")
+        return content
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_json(self.summary, summary)

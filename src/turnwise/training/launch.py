@@ -9,6 +9,7 @@ from typing import Any
 
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Listener
+from turnwise.environments import GIVEN_OBJECT
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
 from turnwise.store.rundir import RunDir
@@ -49,8 +50,21 @@ def check_resumed(run_dir: RunDir, settings: Settings, recipe: Recipe | None, gi
     """Refuse to go on where the model is gone or does not fit, before new settings are recorded and before it is loaded."""
     plan, initial = RunPlan.from_settings(settings, recipe, given), run_dir.path / "initial"
     if not initial.is_dir():
-        check_model_name(settings.model)
+        _check_first_model(run_dir, settings.model)
     check_resumed_memory(plan.settings, plan.recipe, initial)
+
+
+def _check_first_model(run_dir: RunDir, model: str) -> None:
+    """Refuse a run that has no copy of its model yet, where the model is gone: resuming cannot name another."""
+    try:
+        check_model_name(model)
+    except SettingError as fault:
+        if model.startswith(GIVEN_OBJECT):
+            raise
+        raise SettingError(
+            f"the run {run_dir.path} has not copied its model yet, and the one that it began with is gone: {model}; put it back "
+            "there, or start a new run with --model"
+        ) from fault
 
 
 def continue_run(
