@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -17,7 +18,7 @@ from turnwise.cli.main import main
 from turnwise.environments.builtin.guess import Guess
 from turnwise.store.checkpoint import latest_step
 from turnwise.training import evaluate
-from turnwise.training.interrupt import RunStopped, StopSignals, run_async
+from turnwise.training.interrupt import RunStopped, StopSignals, in_background, run_async
 
 ARGUMENTS = [
     "grpo", "--env", "guess", "--difficulty", "1", "--hidden", "32", "--layers", "1", "--vocabulary", "320",
@@ -41,6 +42,55 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path, number):
     assert step >= 2
     assert f"stopped at step {step}, with a checkpoint" in errors and f"turnwise resume {tmp_path / 'run'}" in errors
     assert "Traceback" not in errors
+
+
+def test_a_second_signal_does_not_wait_for_work_in_the_background():
+    """asyncio waits for threads of its own at its end, however long they compute."""
+    stop, released, waited = StopSignals(), threading.Event(), []
+
+    def endless() -> None:
+        main = threading.main_thread().ident
+        while sys._current_frames()[main].f_code.co_name != "select":  # the event loop waits: this thread is fully started
+            time.sleep(0.001)
+        for number in (signal.SIGTERM, signal.SIGINT):  # two of a kind could be delivered as one
+            signal.pthread_kill(main, number)
+        waited.append(released.wait(20))
+
+    async def update() -> None:
+        with stop.deferred():
+            await in_background(endless)
+
+    try:
+        with pytest.raises(RunStopped), stop.handled():
+            stop.run_loop(update())
+        assert not waited
+    finally:
+        released.set()
+
+
+COMPUTES_FOR_EVER = """
+import os, signal, sys, torch
+from turnwise.cli.main import main
+from turnwise.training import loop
+
+def update(*_):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    weights = torch.ones(64, 64, requires_grad=True)
+    while True:
+        (weights @ weights).sum().backward()
+
+loop.update_policy = update
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_update_goes_on_ends_with_the_signals_code(tmp_path):
+    command = [sys.executable, "-c", COMPUTES_FOR_EVER, "train", *ARGUMENTS, "--staleness", "1", "--out", str(tmp_path)]
+    ended = subprocess.run([*command, "--name", "run"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, timeout=300)
+    assert ended.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert ended.stderr.endswith(f"`turnwise resume {tmp_path / 'run'}` continues it\n") and "Traceback" not in ended.stderr
 
 
 def test_outside_a_step_a_signal_stops_at_once():

@@ -366,8 +366,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"turnwise: {printable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
+        from turnwise.training.interrupt import leave
+
         print(f"\nturnwise: {printable(stopped) or 'stopped'}", file=sys.stderr)
-        return getattr(stopped, "exit_code", 130)
+        return leave(getattr(stopped, "exit_code", 130))
     except BrokenPipeError:
         return 0
     except (OSError, MemoryError, RuntimeError, ImportError) as error:

@@ -9,15 +9,20 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
+from turnwise.engines.remote.transport import in_daemon_thread
+
 GRACE_SECONDS = 60.0  # for the current step to finish; then the run stops without a new checkpoint
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 Result = TypeVar("Result")
+_computing: set[threading.Thread] = set()  # threads of ``in_background`` that have not ended
 
 
 class RunStopped(KeyboardInterrupt):
@@ -142,6 +147,30 @@ def run_async(work: Coroutine[Any, Any, Result], stopped: Callable[[], bool] = l
         except RunStopped:
             ended = True
             raise
+
+
+async def in_background(work: Callable[[], Result]) -> Result:
+    """The result of ``work``, which a stop does not wait for: asyncio waits for threads of its own, however long they compute."""
+
+    def call() -> Result:
+        thread = threading.current_thread()
+        _computing.add(thread)
+        try:
+            return work()
+        finally:
+            _computing.discard(thread)
+
+    return await in_daemon_thread(call)
+
+
+def leave(code: int) -> int:
+    """The exit code; where a thread still computes, end the process with it here. The interpreter would end under that thread,
+    which can crash in the library that it computes with."""
+    if not _computing:
+        return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _raise(fault: BaseException) -> Any:

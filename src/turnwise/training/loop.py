@@ -8,7 +8,6 @@ flight survive a weight update, and every token carries the policy version that 
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import Counter
@@ -30,6 +29,7 @@ from turnwise.errors import GeneratorLost
 from turnwise.recipes.recipe import Recipe
 from turnwise.training.batch_metrics import describe
 from turnwise.training.checkpoint_schedule import CheckpointSchedule
+from turnwise.training.interrupt import in_background
 from turnwise.training.kept_tokens import TokenRecorder
 
 
@@ -125,7 +125,7 @@ class Loop:
         recorder = TokenRecorder(step, mixed) if self.keep_tokens else None
         hooks = (self.objective, self.policy_check, credited_batches.append, while_waiting, recorder)
         work = lambda: update_policy(self.learner, self.recipe, mixed, seed, *hooks)  # noqa: E731
-        metrics = await asyncio.to_thread(work) if self.collector.staleness else work()
+        metrics = await in_background(work) if self.collector.staleness else work()
         if recorder is not None:
             self.ledger.keep_tokens(recorder.columns, step, self.keep_tokens)
         self.mixture.observe(fresh, advantages, step)
