@@ -140,10 +140,11 @@ def test_where_no_server_comes_back_the_run_stops():
     async def play():
         with served(make(seed=1)) as one:
             here = [one.url]
-            g = elastic(here, model, patience=0.5)
+            g = elastic(here, model, patience=60)
             await g.join(1)
             await g.publish(weights_of(model), 1)
             one.stop()
+        g.patience = 0.5
         with pytest.raises(GeneratorLost, match=r"no generator came back within 0\.5 s"):
             await sample(g, 1)
         return g.fatal

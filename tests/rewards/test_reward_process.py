@@ -59,7 +59,7 @@ def takes_nothing(): return 1.0
 def all_columns(completions, **columns): return [float(len(columns["label"]))] * len(completions)
 BROKEN = 3
 '''
-LIMITS = RewardLimits(seconds=1.0, memory_mib=1024)
+LIMITS = RewardLimits(seconds=3.0, memory_mib=1024)
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +91,9 @@ def group(*texts: str, prompt="question", **columns) -> AnswerGroup:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ("loop", "no answer within 1 s"),
-        ("sleep", "no answer within 1 s"),
-        ("integer", "no answer within 1 s"),
+        ("loop", "no answer within 3 s"),
+        ("sleep", "no answer within 3 s"),
+        ("integer", "no answer within 3 s"),
         ("exit", "exited with code 3"),
         ("leave", "SystemExit"),
         ("memory", "MemoryError"),

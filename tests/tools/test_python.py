@@ -258,9 +258,9 @@ def test_environments_share_one_pool() -> None:
 def test_a_warm_call_is_fast() -> None:
     session = use("limits").open()
     session.run("1")
-    times = sorted(session.run("1 + 1").seconds for _ in range(200))
+    fastest = min(session.run("1 + 1").seconds for _ in range(200))
     session.close()
-    assert times[100] < 0.005  # about 0.15 ms on a quiet machine; generous for a busy one
+    assert fastest < 0.05  # about 0.15 ms; a process that were started anew would take more, however busy the machine
 
 
 LEAVING = {

@@ -262,7 +262,7 @@ def test_a_token_that_is_too_old_is_never_trained_on():
 
         async def run(c=c, play=play):
             c.issue(5)
-            await asyncio.sleep(0.01)
+            await asyncio.wait(c.running, return_when=asyncio.FIRST_COMPLETED)
             play.generator.version = 5
             return ids(await c.collect_step(5))
 

@@ -25,7 +25,7 @@ NOTHING = ResumePlan((), (), ())
 GROUP = IssuedGroup("g1", Task("guess", 1), 3, 3)
 SMALL = {
     "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 2, "cold_batch": 4,
-    "steps": 6, "groups": 2, "group_size": 2, "max_tokens": 8, "context": 160, "eval_tasks": 0, "checkpoint_every": 3,
+    "steps": 200, "groups": 2, "group_size": 2, "max_tokens": 8, "context": 160, "eval_tasks": 0, "checkpoint_every": 3,
     "trackers": (),
 }  # fmt: skip
 
@@ -126,7 +126,8 @@ def test_a_killed_run_tells_so_once(tmp_path):
     process.join()
     done = len(metrics.read_text().splitlines())
     texts = []
-    api.resume(tmp_path / "run", lambda event, facts: texts.append(facts["text"]) if event == "message" else None)
+    listen = lambda event, facts: texts.append(facts["text"]) if event == "message" else None  # noqa: E731
+    api.resume(tmp_path / "run", listen, steps=done + 1)
     told = [text for text in texts if "did not end by itself" in text]
     assert len(told) == 1 and f"its process {process.pid}" in told[0] and f"its last step was {done}, at" in told[0]
     where = [int(found[1]) for text in texts if (found := re.match(r"it continues from the checkpoint of step (\d+);", text))]
