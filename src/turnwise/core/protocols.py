@@ -110,7 +110,6 @@ class Session(Protocol):
 
     def park(self) -> None:
         """Mark the session idle, so that the scheduler does not wait for it. The next ``generate`` makes it active again."""
-        ...
 
     def cancel(self) -> None: ...
 
@@ -124,17 +123,14 @@ class Generator(Protocol):
 
     def open(self, seed: int, draft: bool = False) -> Session:
         """``draft``: prefer speed to precision when sampling, if the generator offers both."""
-        ...
 
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Load new weights between two decode steps; requests in flight continue with them."""
-        ...
 
     def stats(self) -> dict[str, float]: ...
 
     def describe(self) -> str:
         """One line for the log: the execution path, its precision, and why no faster path is used."""
-        ...
 
 
 class GroupScorer(Protocol):
@@ -142,7 +138,6 @@ class GroupScorer(Protocol):
 
     async def score(self, group: Group) -> Group:
         """The group with rewards, total and verdict added. Never raises for an answer that cannot be scored."""
-        ...
 
     def close(self) -> None: ...
 
@@ -159,12 +154,10 @@ class LossProtocol(Protocol):
     @property
     def stats(self) -> dict[str, Tensor]:
         """Statistics that sum over micro-batches."""
-        ...
 
     @property
     def side_losses(self) -> Mapping[str, Tensor]:
         """Further scalars whose gradients ``scales`` needs."""
-        ...
 
 
 class ScalesProtocol(Protocol):
@@ -183,16 +176,13 @@ class ObjectiveProtocol(Protocol):
     @property
     def signals_with_gradient(self) -> frozenset[Signal]:
         """Signals that the forward pass of an update must compute, with gradient."""
-        ...
 
     @property
     def signals_before_step(self) -> frozenset[Signal]:
         """Signals of the present policy over the whole step that must be on the batch when ``plan`` is called."""
-        ...
 
     def plan(self, batch: Batch) -> Batch:
         """Called once for each optimiser step, before it is split into micro-batches."""
-        ...
 
     def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> LossProtocol: ...
 
@@ -200,7 +190,6 @@ class ObjectiveProtocol(Protocol):
         self, batch: Batch, main: Sequence[Tensor], side_gradients: Mapping[str, Sequence[Tensor]]
     ) -> ScalesProtocol:
         """Factors on the finished gradient and on the learning rate."""
-        ...
 
 
 class Learner(Protocol):
@@ -216,25 +205,20 @@ class Learner(Protocol):
     ) -> dict[str, float]:
         """Plan and take one optimiser step over the whole batch. ``while_waiting`` runs on the host once all
         kernels are launched and the device is still computing."""
-        ...
 
     def reference(self) -> object:
         """Freeze a copy of the present policy as the reference; called before the first update."""
-        ...
 
     def weights(self) -> Mapping[str, Tensor]: ...
 
     def export(self, path: str | Path) -> None:
         """Write the policy in Hugging Face layout."""
-        ...
 
     def export_adapter(self, path: str | Path, base: str) -> bool:
         """Write adapters alone as a PEFT folder that names its base model; False: there are none."""
-        ...
 
     def describe(self) -> str:
         """Which implementation computes, in which precision: a line for the log."""
-        ...
 
     @property
     def parameter_count(self) -> int: ...
@@ -244,7 +228,6 @@ class Learner(Protocol):
     def checkpoint_state(self) -> dict[str, Any]:
         """The state of a checkpoint: live tensors, to be written before the next update, without what a new learner of the same
         initial model holds anyway."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -254,11 +237,12 @@ class PolicyCheckProtocol(Protocol):
 
     def prepare(self, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with the columns an update needs to measure the difference, and metrics that are known already."""
-        ...
+
+    def published(self, generator: Generator, groups: Sequence[Group], version: int) -> None:
+        """After the update on ``groups`` the generator has the weights of ``version``, and the run goes on."""
 
     def check(self, difference: float, version: int) -> None:
         """Raise if the mean difference that the first update measured is too large (NaN: no token was compared)."""
-        ...
 
 
 # ------------------------------------------------------------- state, metrics
@@ -300,7 +284,6 @@ class LedgerProtocol(Protocol):
 
     def flush(self) -> None:
         """Write all pending records."""
-        ...
 
 
 Listener = Callable[[str, Mapping[str, Any]], None]

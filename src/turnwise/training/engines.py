@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from turnwise.config.settings import Settings
 from turnwise.core.chat import ChatModel
-from turnwise.core.protocols import Generator, Learner
+from turnwise.core.protocols import Generator, Learner, PolicyCheckProtocol
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.drafts import DraftingGenerator
@@ -37,6 +37,7 @@ from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.local_chat import LocalChat
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits
+from turnwise.training.asynchronous_check import AsynchronousPolicyCheck
 from turnwise.training.cluster.options import ClusterOptions
 from turnwise.training.judges import FIRST_ERROR, POLICY, reward_model_folder
 from turnwise.training.opponents import Opponents
@@ -111,9 +112,10 @@ def policy_check_tolerance(settings: Settings) -> float:
     return settings.mismatch_tolerance or max(TOLERANCES.get(dtype or torch.float32, TOLERANCE) for dtype in dtypes)
 
 
-def make_policy_check(settings: Settings, recipe: Recipe) -> PolicyCheck:
-    """A recipe that adds noise to the layers needs a forward pass of its own for the check."""
-    return (SeparatePolicyCheck if recipe.smoothing else PolicyCheck)(policy_check_tolerance(settings))
+def make_policy_check(settings: Settings, recipe: Recipe) -> PolicyCheckProtocol:
+    """A recipe that adds noise to the layers needs a forward pass of its own for the check, an asynchronous run a sample."""
+    check = (SeparatePolicyCheck if recipe.smoothing else PolicyCheck)(policy_check_tolerance(settings))
+    return AsynchronousPolicyCheck(check) if settings.staleness and not settings.offline else check
 
 
 # -------------------------------------------------------------------- learner

@@ -100,6 +100,8 @@ class Loop:
         learned = time.perf_counter()
         self.learner.version = step + 1
         await self.generator.publish(self.learner.weights(), step + 1)
+        if step + 1 < self.steps:
+            self.policy_check.published(self.generator, groups, step + 1)
         for reason, count in self.collector.dropped.items():  # since the run was started or resumed
             metrics[f"dropped/{reason[:60]}"] = metrics.get(f"dropped/{reason[:60]}", 0.0) + count
         metrics |= {**self.collector.sampler.metrics(), **self.mixture.metrics()}

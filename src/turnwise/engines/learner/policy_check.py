@@ -15,7 +15,7 @@ from torch import Tensor
 
 from turnwise.core.batch import Batch, pack
 from turnwise.core.levels import TOKEN, TRAJECTORY
-from turnwise.core.protocols import Learner
+from turnwise.core.protocols import Generator, Learner
 from turnwise.core.records import Group, Task, Trajectory
 from turnwise.core.signals import Signal
 from turnwise.errors import PolicyMismatch
@@ -92,6 +92,9 @@ class PolicyCheck:
         """The batch with fresh tokens marked, and the metrics known before the update."""
         ours = ~(batch.expert | batch.replayed | batch.guided)
         return batch.put(current_version=ours.at(TOKEN) & batch.version.map(lambda v: v == learner.version)), {}
+
+    def published(self, generator: Generator, groups: Sequence[Group], version: int) -> None:
+        """Nothing to do: the next batch is sampled at this version."""
 
     def check(self, difference: float, version: int) -> None:
         """Raise PolicyMismatch if the difference exceeds the tolerance. NaN passes: no token was fresh."""
