@@ -54,7 +54,7 @@ REFUSED = {  # command, and a part of what it must say
     "train grpo --schedule x": "schedule is 'x'",
     "train grpo --group-size 1": "--group-size 2",
     "train grpo --difficulty 77": "difficulty 77",
-    "train grpo --top-p 3": "top_p is 3",
+    "train grpo --top-p 3": "--top-p is 3",
     "train grpo --name a/b": "run name",
     "train grpo --out /dev/null/x": "write --out another folder",
     "train grpo --device gpu": "no device 'gpu'",

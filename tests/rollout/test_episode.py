@@ -60,7 +60,7 @@ def test_the_turn_limit_cuts_and_what_was_read_is_what_was_recorded():
 
 
 def full(context):
-    return f"context window of {context} tokens (setting: context)"
+    return f"context window of {context} tokens (--context)"
 
 
 def test_the_context_limit_cuts_between_turns():

@@ -20,7 +20,7 @@ from turnwise.cli import (
     view_command,
 )
 from turnwise.cli.experience_commands import diff_pieces, explain_pieces, show_experience
-from turnwise.cli.flags import Parser, add_policy_flags, add_settings, served_policy, settings_from
+from turnwise.cli.flags import Parser, add_policy_flags, add_settings, served_policy, settings_from, with_flags
 from turnwise.cli.output import print_json, progress
 from turnwise.cli.run_flags import CONFIG_HELP, DEFAULT_METHOD
 from turnwise.config.files import ConfigFile, merge_config, read_config
@@ -363,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # an output that is closed or full is told below, not by the interpreter at its end
             return status
     except TurnwiseError as error:
-        print(f"turnwise: {printable(error)}", file=sys.stderr)
+        print(f"turnwise: {printable(with_flags(str(error)))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         from turnwise.training.interrupt import leave

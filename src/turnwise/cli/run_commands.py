@@ -24,7 +24,8 @@ def train(argv: Sequence[str]) -> int:
         parser.add_argument(
             "--dry-run",
             action="store_true",
-            help="validate the settings, take three training steps, estimate time and memory, keep nothing",
+            help="validate the settings, take a few training steps (3, with --staleness k 3 (k + 1), at most 33), estimate time "
+            "and memory, keep nothing",
         )
         parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 

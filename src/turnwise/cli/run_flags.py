@@ -15,6 +15,10 @@ from turnwise.recipes import signatures
 
 CONFIG_HELP = "YAML or TOML file of settings; flags win over it; paths in it are relative to the current folder"
 DEFAULT_METHOD = str(default_of(next(f for f in fields(Settings) if f.name == "method")))
+METHOD_HELP = (
+    "written first; `turnwise list` shows all, `turnwise {command} METHOD --help` their hyper-parameters "
+    f"[{DEFAULT_METHOD}]"
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ def read_run_flags(
         signatures.check_method(credit)
     parser = Parser(prog=f"turnwise {command} {method}" if positional else f"turnwise {command}", description=about)
     if positional:
-        parser.add_argument("method", nargs="?", help=argparse.SUPPRESS)
+        parser.usage = f"turnwise {command} [METHOD] [--config FILE] [flags]"
+        parser.add_argument("method", nargs="?", metavar="METHOD", help=METHOD_HELP.format(command=command))
     parser.add_argument("--config", default="", metavar="FILE", help=CONFIG_HELP)
     add(parser)
     add_settings(parser, method, credit)

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from turnwise.cli.flags import Parser, flag, settings_from
+from turnwise.cli.flags import Parser, default_text, flag, settings_from
 from turnwise.cli.output import print_json
 from turnwise.cli.run_flags import DEFAULT_METHOD
-from turnwise.config.settings import Settings, default_of
+from turnwise.config.settings import Settings
 
 ABOUT = (
     "Sample for `turnwise train --generator URL` by vLLM's own wire: token ids in, token ids out, pauses, weights. The trainer "
@@ -36,7 +36,9 @@ def serve(argv: Sequence[str]) -> int:
     group = parser.add_argument_group("settings")
     for f in fields(Settings):
         if f.name in SETTINGS:
-            group.add_argument(flag(f.name), metavar="X", default=None, help=f"{f.metadata['help']} [{default_of(f)}]")
+            group.add_argument(
+                flag(f.name), metavar="X", default=None, help=f"{f.metadata['help']} [{default_text(f)}]"
+            )
     namespace = parser.parse(argv)
     from turnwise.training.agents import TOKEN_VARIABLE
     from turnwise.training.generator_server import serve_model

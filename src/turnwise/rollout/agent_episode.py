@@ -96,7 +96,7 @@ def _reward(name: str, value: Any) -> float:
 
 def too_late(seconds: float) -> str:
     """Why an episode that took too long failed."""
-    return f"the agent did not end within {seconds:g} s (setting: agent_seconds)"
+    return f"the agent did not end within {seconds:g} s (--agent-seconds)"
 
 
 async def within(seconds: float, work: Awaitable[Result]) -> Result:
@@ -158,7 +158,7 @@ class AgentEpisode:
         prompt = len(placement.dialogue.ids)
         room = self.limits.context - prompt
         if room < 1:
-            self.truncated = f"context window of {self.limits.context} tokens (setting: context)"
+            self.truncated = f"context window of {self.limits.context} tokens (--context)"
             raise CallRefused("context_length_exceeded", f"the messages take {prompt} tokens, of {self.limits.context}")
         asked = min(request.max_tokens or self.sampling.max_tokens, self.sampling.max_tokens)
         sampling = replace(self.sampling, max_tokens=asked, stop=(*self.sampling.stop, *request.stop))
@@ -171,7 +171,7 @@ class AgentEpisode:
         if self.ended:
             raise CallRefused("episode_ended", "this episode has ended; its reward is final")
         if len(self.turns) >= self.limits.turns:
-            self.truncated = f"turn limit of {self.limits.turns} (setting: max_turns)"
+            self.truncated = f"turn limit of {self.limits.turns} (--max-turns)"
             raise CallRefused("turn_limit", f"the episode has taken its {self.limits.turns} turns")
 
     def _record(self, placement: Placement, completion: Completion, request: CallRequest) -> CallReply:

@@ -176,7 +176,7 @@ class Episode:
         for _ in range(self.limits.turns - self._taken_before()):
             room = self.limits.context - len((self.hinted_dialogue or self.dialogue).ids) - len(self._start())
             if room < 1:
-                return Status.TRUNCATED, f"context window of {self.limits.context} tokens (setting: context)"
+                return Status.TRUNCATED, f"context window of {self.limits.context} tokens (--context)"
             step = await (self._other_turn if self._others_move() else self._turn)(self.dialogue)
             if step.terminated:
                 return Status.FINISHED, ""

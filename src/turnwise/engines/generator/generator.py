@@ -210,10 +210,10 @@ class LocalGenerator:
         """Park sessions that exceeded ``patience``, rather than hang."""
         self.scheduler.count["patience_timeouts"] += 1
         log.warning(
-            "%d open sessions submitted no request and did not close for %.0f s; going on without them, so a repeated run may "
-            "differ. Call park() or close() on idle sessions",
-            len(missing),
+            "open sessions that submitted no request and did not close for %.0f s: %d; going on without them, so a repeated run "
+            "may differ. Call park() or close() on idle sessions",
             self.patience,
+            len(missing),
         )
         for session in missing:
             session.parked = True
