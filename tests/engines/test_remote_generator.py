@@ -153,12 +153,33 @@ def test_an_answer_from_other_weights_is_refused():
 
         server.host.generator.publish = forgets
         await g.publish(weights_of(make(seed=2)), 2)
-        with pytest.raises(GeneratorLost, match="other weights than version 2"):
+        with pytest.raises(GeneratorLost, match=r"other weights than version 2.*write --mismatch-tolerance"):
             await g.open(1).generate([1, 2], SAMPLING)
 
     with served(make(seed=3)) as server:
         run(play(server))
     assert "lost the generator" in heard[0] and "none is left" in heard[0]
+
+
+def test_a_probe_that_names_other_weights_is_not_a_matter_of_tolerance():
+    model = make(seed=1)
+
+    async def play(server):
+        g = await connected([server.url], model)
+        sample = g.replicas[0].sample
+
+        async def mislabelled(*words):
+            part = await sample(*words)
+            return replace(part, versions=("7",) * len(part.versions))
+
+        g.replicas[0].sample = mislabelled
+        await g.publish(weights_of(model), 1)
+        return str(g.fatal)
+
+    with served(make(seed=3)) as server:
+        told = run(play(server))
+    assert "other weights than version 1: a probe says that weights ['7'] sampled" in told
+    assert "--mismatch-tolerance" not in told
 
 
 def test_a_damaged_file_of_weights_is_refused_and_the_weights_stay(tmp_path):
