@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from turnwise.errors import SettingError, StoreError
+from turnwise.observe.trackers import read_rows
 from turnwise.store.checkpoint import latest_step
 from turnwise.store.rundir import RunDir
 from turnwise.store.sealed import read_sealed, write_sealed
@@ -27,6 +28,12 @@ def check_files(run_dir: RunDir, digests: dict[str, str]) -> None:
 def require_first_result(run_dir: RunDir, path: Path) -> None:
     """Refuse a trained run without the result of its untrained model: what is measured now would be taken for it."""
     _require(run_dir, path, "what the model achieved before training cannot be measured any more")
+
+
+def is_evaluated(run_dir: RunDir, step: int) -> bool:
+    """Whether the metrics hold an evaluation after ``step``."""
+    rows = [row for row in read_rows(run_dir.metrics) if row["step"] == step]
+    return any(name.startswith(("eval/", "ranking/")) for row in rows for name in row)
 
 
 def _require(run_dir: RunDir, path: Path, consequence: str) -> None:

@@ -57,7 +57,7 @@ from turnwise.training.loop import Loop
 from turnwise.training.model_card import adapter_folder, write_cards
 from turnwise.training.plan import RunPlan
 from turnwise.training.resume_changes import changes_since_start, describe_machine
-from turnwise.training.run_files import check_files, require_first_result
+from turnwise.training.run_files import check_files, is_evaluated, require_first_result
 from turnwise.training.seats import seat_plan
 from turnwise.training.staleness import StalenessPolicy
 from turnwise.training.staleness_notes import staleness_notes
@@ -211,6 +211,8 @@ class Trainer:
                     stop_requested=lambda: bool(self.stop.received),
                     after_step=self._evaluations(evaluator, learner),
                 )
+                if start in loop.after_step and not is_evaluated(self.run_dir, start):
+                    await loop.after_step[start]()  # the run was stopped after this checkpoint, before its evaluation
                 with self.events.loop_stage(loop), self._profiled(loop), frozen_gc(), self.stop.deferred():
                     self.schedule.begin()
                     await loop.run()
