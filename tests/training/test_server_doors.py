@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from dataclasses import replace
 
 import pytest
 from support.generator_servers import served
 
+from turnwise.cli.run_flags import read_run_flags
 from turnwise.config.settings import Settings
 from turnwise.engines.remote.remote_generator import RemoteGenerator
 from turnwise.engines.remote.replica import RemoteLimits
 from turnwise.engines.remote.weight_files import WeightFolder
 from turnwise.errors import SettingError
-from turnwise.training import remote_generators
-from turnwise.training.remote_generators import check_generators, make_replicas
+from turnwise.store.rundir import RunDir
+from turnwise.training import generator_server, remote_generators
+from turnwise.training.env_spec import resolve_settings
+from turnwise.training.remote_generators import OF_TINY, check_generators, make_replicas
 
 
 def test_a_server_that_reads_fewer_ids_is_refused_before_demonstrations():
@@ -59,3 +63,37 @@ def test_with_no_server_left_after_the_door_the_run_is_refused():
 
     with pytest.raises(SettingError, match=r"--generator http://127.0.0.1:9 cannot be used: no connection"):
         asyncio.run(connect())
+
+
+def command_of(model, **values):
+    """What a server prints for trainers, and what differs between its settings and those of that command."""
+    settings, folder = generator_server._select(str(model), values)
+    command = generator_server.train_command(settings, folder)
+    run = resolve_settings(read_run_flags("train", "", shlex.split(command)[2:], lambda _: None).values)
+    names = generator_server.SHARED + (() if folder else OF_TINY)
+    return command, [name for name in names if getattr(run, name) != getattr(settings, name)]
+
+
+def test_the_command_that_a_server_prints_makes_the_same_tiny_model():
+    assert command_of("tiny") == ("turnwise train --model tiny", [])
+    words = "--env guess --difficulty 1,3 --max-turns 3 --context 200 --hidden 32"
+    given = {"env": "guess", "difficulty": (1, 3), "max_turns": 3, "context": 200, "hidden": 32}
+    assert command_of("tiny,cache=pages", **given) == (f"turnwise train --model tiny,cache=pages {words}", [])
+    assert command_of("tiny", env="guess") == ("turnwise train --model tiny --env guess", [])
+
+
+def test_the_command_for_a_run_directory_names_its_model(tmp_path):
+    settings = Settings(env="guess", difficulty=(2,), context=160, hidden=32)
+    path = RunDir.create(tmp_path / "my runs", "run", settings.as_dict()).path
+    (path / "initial").mkdir()
+    words = "--env guess --difficulty 2 --context 160"
+    assert command_of(path) == (f"turnwise train --model '{path / 'initial'}' {words}", [])
+    (path / "model").mkdir()
+    assert command_of(path) == (f"turnwise train --model '{path / 'model'}' {words}", [])
+
+
+def test_the_command_names_no_environment_that_only_the_run_has(tmp_path):
+    settings = Settings(env="prompts", data="rows.jsonl", reward="exact")
+    path = RunDir.create(tmp_path, "run", settings.as_dict()).path
+    (path / "model").mkdir()
+    assert "--env" not in command_of(path)[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import shlex
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config.settings import Settings
-from turnwise.errors import SettingError
+from turnwise.environments import GIVEN_OBJECT, prompts
+from turnwise.errors import SettingError, TurnwiseError
 from turnwise.models.options import is_tiny, split_options, with_options
 from turnwise.serve.policy_host import HostLimits, PolicyHost
 from turnwise.serve.server import is_loopback, listen_on, read_address, require_packages, serve_app, url_of
@@ -24,6 +26,7 @@ from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.preflight import check_device, check_model_name
 from turnwise.training.remote_generators import COMPARED, OF_TINY, vocabulary_digest
 
+SHARED = ("env", "difficulty", "max_turns", "context", "template", "tool_syntax")  # with the runs it samples for
 CONTEXT = 4096  # ids of a dialogue that a server offers where the user names no limit; fewer if the model reads fewer
 
 
@@ -40,7 +43,7 @@ def serve_model(
     if folder is None:
         check_model_name(settings.model)
     policy_host = make_policy_host(settings, folder, model, "context" in values)
-    return asyncio.run(_serve(policy_host, host, port, token, tell))
+    return asyncio.run(_serve(policy_host, train_command(settings, folder), host, port, token, tell))
 
 
 def _select(model: str, values: Mapping[str, Any]) -> tuple[Settings, Path | None]:
@@ -56,6 +59,27 @@ def _select(model: str, values: Mapping[str, Any]) -> tuple[Settings, Path | Non
         )
     settings = Settings.of({**run.metadata()["settings"], **values})
     return replace(settings, model=with_options(settings.model, options)), folder
+
+
+def train_command(settings: Settings, folder: Path | None) -> str:
+    """A command whose run this server accepts: the model, and the settings that differ from what that command would choose."""
+    model = with_options(str(folder), split_options(settings.model)[1]) if folder else settings.model
+    names = (*SHARED, *(OF_TINY if is_tiny(model) else ()))
+    values = {name: getattr(settings, name) for name in dict.fromkeys(names)}
+    if settings.env == prompts.NAME or settings.env.startswith(GIVEN_OBJECT):
+        del values["env"]  # the user's own data or object: no flag of this command names it
+    try:
+        chosen = resolve_settings({"model": model, **{k: v for k, v in values.items() if k == "env"}})
+    except TurnwiseError:  # an environment that cannot be imported here: the server samples without it
+        chosen = Settings(model=model)
+    chosen = replace(chosen, env=Settings().env)
+    differing = {name: value for name, value in values.items() if value != getattr(chosen, name)}
+    words = [word for name, value in differing.items() for word in (f"--{name.replace('_', '-')}", _flag_value(value))]
+    return shlex.join(["turnwise", "train", "--model", model, *words])
+
+
+def _flag_value(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def make_policy_host(settings: Settings, folder: Path | None, name: str, own_context: bool) -> PolicyHost:
@@ -102,7 +126,7 @@ def _facts(settings: Settings, name: str, tokenizer: Any, model: Any, folder: Pa
 
 
 async def _serve(
-    policy_host: PolicyHost, host: str, port: int, token: str, tell: Callable[[str], None]
+    policy_host: PolicyHost, command: str, host: str, port: int, token: str, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     from turnwise.serve.generate_app import make_generate_app
 
@@ -115,7 +139,7 @@ async def _serve(
     task = asyncio.create_task(serve_app(listener, make_generate_app(policy_host, token)))
     tell(f"{policy_host.facts['model']} at {url} ({policy_host.generator.describe()})")
     reach = "" if is_loopback(host) else " --generator-key-env TURNWISE_ENDPOINT_TOKEN"
-    tell(f"train with it: turnwise train --model {policy_host.facts['model']} --generator {url}{reach}")
+    tell(f"train with it: {command} --generator {url}{reach}")
     tell("Ctrl-C stops the server")
     try:
         await asyncio.wait([task, asyncio.ensure_future(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
