@@ -127,6 +127,17 @@ def test_misuse_is_refused_in_words(own):
     assert own.stats() == {"tokens": 100.0, "open": 0.0}
 
 
+def test_parking_and_cancelling_a_closed_dialogue_does_nothing(own):
+    async def work():
+        session = own.open(1)
+        session.close()
+        session.park()
+        session.cancel()
+        return await own.open(2).generate([1, 2], SAMPLING)
+
+    assert len(run(work()).tokens) == 12
+
+
 def test_a_killed_process_is_named_and_nothing_waits_for_it(own):
     async def work():
         os.kill(own.process, signal.SIGSTOP)  # so that no request ends before the kill

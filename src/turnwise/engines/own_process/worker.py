@@ -137,10 +137,12 @@ class GeneratorWorker:
             task.cancel()
 
     def _do_park(self, number: int) -> None:
-        self.sessions[number].park()
+        if number in self.sessions:  # else it was closed meanwhile
+            self.sessions[number].park()
 
     def _do_cancel(self, number: int) -> None:
-        self.sessions[number].cancel()
+        if number in self.sessions:
+            self.sessions[number].cancel()
 
     def _do_close(self, number: int) -> None:
         self.sessions.pop(number).close()

@@ -40,7 +40,7 @@ class ElasticGenerator(RemoteGenerator):
         while len(self.alive()) < wanted and time.monotonic() - began < (
             min(OTHERS_SECONDS, self.patience) if self.alive() else self.patience
         ):
-            await self._rejoin()
+            await self._rejoin(await self._answering())
             await asyncio.sleep(LOOK_SECONDS if len(self.alive()) < wanted else 0)
         if not self.alive():
             raise SettingError(f"no generator came up within {self.patience:g} s{self._reasons()}")
@@ -80,15 +80,15 @@ class ElasticGenerator(RemoteGenerator):
             if time.monotonic() > until:
                 self.fatal = GeneratorLost(f"no generator came back within {self.patience:g} s{self._reasons()}")
                 return
-            await self._rejoin()
+            await self._rejoin(await self._answering())
             if self.alive():
                 weights = await in_daemon_thread(self.publisher.read_again)
                 await self._publish_to_all(weights, self.version)
             else:
                 await asyncio.sleep(LOOK_SECONDS)
 
-    async def _rejoin(self) -> None:
-        """Leave servers that are gone, and take those that are new or answer again."""
+    async def _answering(self) -> list[Replica]:
+        """Leave servers that are gone; those that are new or lost, and answer."""
         here = {address.url: address for address in await in_daemon_thread(self.find)}
         for gone in [replica for replica in self.replicas if replica.url not in here]:
             gone.lose("it was removed")
@@ -96,12 +96,11 @@ class ElasticGenerator(RemoteGenerator):
             self.replicas.remove(gone)
         known = {replica.url for replica in self.replicas}
         self.replicas += [self.make(address) for url, address in here.items() if url not in known]
-        for replica in [replica for replica in self.replicas if replica.lost]:
-            try:
-                await replica.identify()
-            except SettingError as fault:  # it does not answer, or not yet
-                self._refuse(replica, fault)
-                continue
+        return await super()._answering()
+
+    async def _rejoin(self, replicas: Sequence[Replica]) -> None:
+        """Take servers that are new or were lost."""
+        for replica in replicas:
             try:
                 await replica.attach(self.limits)
             except ServerFault as fault:

@@ -82,11 +82,11 @@ class RemoteGenerator:
         """Load new weights on every server. With no server left the next request raises, not this call: the step that was
         trained is complete."""
         self.publisher.begin(weights, version)
-        await self._write()
+        back, _ = await asyncio.gather(self._answering(), self._write())  # while the others still sample
         self._ready.clear()
         self._newest = version
         try:
-            await self._rejoin()
+            await self._rejoin(back)
             await self._publish_to_all(weights, version)
         finally:
             self.version = version
@@ -165,11 +165,27 @@ class RemoteGenerator:
         """The server with the fewest open dialogues, the first of several."""
         return min(self.alive(), key=lambda replica: replica.sessions)
 
-    async def _rejoin(self) -> None:
-        """Take back servers that were lost and answer again, but none that another run has now."""
-        for replica in [replica for replica in self.replicas if replica.lost and not replica.taken_over]:
+    async def _answering(self) -> list[Replica]:
+        """The lost servers that answer again, but none that another run has now."""
+
+        async def answers(replica: Replica) -> bool:
             try:
                 await replica.identify()
+            except (ServerFault, SettingError) as fault:
+                self._refuse(replica, fault)
+                return False
+            return True
+
+        lost = [replica for replica in self.replicas if replica.lost and not replica.taken_over]
+        return [r for r, found in zip(lost, await asyncio.gather(*map(answers, lost))) if found]
+
+    def _refuse(self, replica: Replica, fault: Exception) -> None:
+        """A server cannot be taken, or not yet."""
+
+    async def _rejoin(self, replicas: Sequence[Replica]) -> None:
+        """Take servers back that were lost."""
+        for replica in replicas:
+            try:
                 await replica.attach(self.limits)
             except (ServerFault, SettingError):
                 continue
