@@ -263,7 +263,7 @@ def test_a_command_plays_an_episode_through_its_environment_variables(tmp_path):
         ("print('great')", "last line"),
         ("raise ValueError('odd')", "ValueError: odd"),
         ("print(1.0)", "made no call"),
-        ("import time; time.sleep(600)", "agent_seconds"),
+        ("import time; time.sleep(600)", "--agent-seconds"),
     ],
 )  # fmt: skip
 def test_a_command_that_fails_is_a_record(source, words, tmp_path):

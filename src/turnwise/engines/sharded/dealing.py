@@ -34,10 +34,9 @@ class Share:
         return self.batch[Column.ROW, level].x
 
     def stripped(self) -> Batch:
-        """What a model reads: no column of the step except the candidates that every update scores."""
-        kept = {
-            key: f for key, f in self.batch.columns.items() if isinstance(key, tuple) and key[0] == Column.CANDIDATE
-        }
+        """What a model reads of the step: the candidates that every update scores, and whether the policy is frozen."""
+        read = lambda key: key == Column.FREEZE_POLICY or (isinstance(key, tuple) and key[0] == Column.CANDIDATE)  # noqa: E731
+        kept = {key: f for key, f in self.batch.columns.items() if read(key)}
         return replace(self.batch, columns=kept, facts={}, reward_components={})
 
 
