@@ -21,8 +21,8 @@ from turnwise.core.records import Completion, Group, Sampling, Task, Trajectory,
 from turnwise.core.seeds import stable_seed
 from turnwise.engines.learner.policy_check import MIN_TOKENS, PolicyCheck, same_policy
 
-DIALOGUES, PROMPT, SAMPLED = 8, 128, 16  # of one sample: how many, ids that each begins with, tokens at most
-PATIENCE = 30.0  # seconds that an update waits for a sample: once, then it takes only those that are there
+DIALOGUES, PROMPT, SAMPLED = 4, 128, 16  # of one sample: how many, ids that each begins with, tokens at most
+PATIENCE = 5.0  # seconds that an update waits for a sample: once, then it takes only those that are there
 
 
 @dataclass
