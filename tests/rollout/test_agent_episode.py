@@ -175,9 +175,9 @@ def test_the_turn_limit_and_the_context_limit_are_told_and_truncate():
             messages += [reply.choices[0].message, user("on")]
 
     t = play_agent(endless, environments.make("guess"), Task("guess", 1), limits=EpisodeLimits(turns=3, context=4000))
-    assert (t.status, len(t.turns)) == (Status.TRUNCATED, 3) and "max_turns" in t.reason
+    assert (t.status, len(t.turns)) == (Status.TRUNCATED, 3) and "--max-turns" in t.reason
     t = play_agent(endless, environments.make("guess"), Task("guess", 1), limits=EpisodeLimits(turns=90, context=400))
-    assert t.status == Status.TRUNCATED and "context" in t.reason and t.sampled
+    assert t.status == Status.TRUNCATED and "--context" in t.reason and t.sampled
 
 
 def test_calls_after_the_end_are_refused():
