@@ -75,7 +75,7 @@ def test_a_run_that_is_silent_is_replaced_and_told_when_it_comes_back():
         await second.publish(kit.weights_of(model), 1)
         with pytest.raises(GeneratorLost, match="another run took it over"):
             await session.generate([1, 2, 3, 4, 5], kit.SAMPLING)
-        await first._rejoin()
+        await first._rejoin(await first._answering())
         assert first.replicas[0].lost, "a lost server is not taken back from a run that is alive"
         await second.open(1).generate([1, 2, 3], kit.SAMPLING)
 
