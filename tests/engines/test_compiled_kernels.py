@@ -82,6 +82,8 @@ def test_decoding(compiler: Compiler, kind: torch.dtype):
         around = (*cache, zeros(W, D), zeros(W, D), norm)
         for shared in (None, whole(2, 2)):
             k.decode_attention(qkv, *around, whole(lanes), zeros(lanes, H * D, kind=kind), 0.1, 1e-5, shared)
+        wide = [zeros(lanes, K, 2100, D, kind=kind) for _ in range(2)]  # long rows are split
+        k.decode_attention(qkv, *wide, *around[2:], whole(lanes), zeros(lanes, H * D, kind=kind), 0.1, 1e-5)
         q = zeros(lanes, H * D, kind=kind)
         k.rope_and_cache(qkv, *around, whole(lanes), whole(lanes), q, 1e-5)
     for size in (D, 128, 256):
@@ -92,7 +94,8 @@ def test_decoding(compiler: Compiler, kind: torch.dtype):
     if compiler.target.arch >= HOPPER and kind == torch.bfloat16:  # older ones have no such numbers
         k.quantise(zeros(lanes, 96, kind=kind))
     assert compiler.seen >= {
-        "_add_norm", "_swiglu", "_decode_attention", "_rope_and_cache", "prefill_attention", "_partial_softmax", "_sample",
+        "_add_norm", "_swiglu", "_decode_attention", "_combine", "_rope_and_cache", "prefill_attention", "_partial_softmax",
+        "_sample",
     }  # fmt: skip
 
 

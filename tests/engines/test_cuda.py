@@ -469,7 +469,7 @@ def test_a_generator_says_which_path_it_takes(factory: GeneratorFactory):
     assert "float32" in text
     assert ("grouped-query kernel" if factory.ahead else "hand-written decoder") in text
     if factory.device == "cuda":
-        assert text == "CUDA graphs, float32, grouped-query kernel"
+        assert text.startswith("CUDA graphs, float32, grouped-query kernel")
 
 
 def test_fp8_is_said_too(factory: GeneratorFactory):
@@ -633,9 +633,10 @@ def test_every_signal_is_measured_like_on_the_cpu(kit, batch, separate):
     here, there = make_one("cpu"), make_one("cuda")
     batch = replace(batch, success=batch.tree.field(TRAJECTORY, torch.ones(len(batch))))
     live = frozenset({Signal.LOGP, Signal.ENTROPY, Signal.VALUE, Signal.SECOND_VALUE, Signal.CANDIDATE_LOGP})
+    every = frozenset(Signal) - {Signal.ACTION_VALUE, Signal.OLD_ACTION_VALUE}  # these need a head of their own kind
     for _ in range(2):
-        a, b = (one.measure(batch, frozenset(Signal)) for one in (here, there))
-        for s in Signal:
+        a, b = (one.measure(batch, every) for one in (here, there))
+        for s in every:
             torch.testing.assert_close(b[s].x, a[s].x, rtol=2e-2, atol=2e-2, msg=lambda text, s=s: f"{s}: {text}")
         for one in (here, there):
             one.update(batch.put(a), kit.Linear(live))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -120,6 +121,31 @@ HEADS = st.sampled_from([(1, 1), (2, 2), (6, 2), (9, 3), (8, 1)])
     rests=st.booleans(),
 )
 def test_attend(kernels, seed, lanes, heads, size, width, dtype, normed, rests):
+    check_attend(kernels, seed, lanes, heads, size, width, dtype, normed, rests)
+
+
+@needs_triton
+@some
+@given(
+    seed=seeds, lanes=st.sampled_from([1, 3, 5]), heads=HEADS, size=st.sampled_from([16, 64]),
+    width=st.sampled_from([129, 192, 700]), dtype=multiplied, normed=st.booleans(), rests=st.booleans(),
+)  # fmt: skip
+def test_attend_in_parts(kernels, seed, lanes, heads, size, width, dtype, normed, rests):
+    """Few long rows are split among programs."""
+    paged = importlib.import_module("turnwise.engines.kernels.triton.paged")
+    with (
+        mock.patch.object(kernels, "PART", 64),
+        mock.patch.object(paged, "PART", 64),
+        mock.patch.object(kernels, "paged_decode_attention", wraps=kernels.paged_decode_attention) as split,
+    ):
+        check_attend(kernels, seed, lanes, heads, size, width, dtype, normed, rests)
+        split.assert_called_once()
+        with mock.patch.object(kernels, "FULL", lanes * heads[1]):
+            check_attend(kernels, seed, lanes, heads, size, width, dtype, normed, rests)
+        split.assert_called_once()
+
+
+def check_attend(kernels, seed, lanes, heads, size, width, dtype, normed, rests):
     dice, (H, K) = Dice(seed), heads
     rows = lanes + 1
     qkv = dice.normal(lanes, (H + 2 * K) * size, dtype=dtype)

@@ -289,10 +289,12 @@ def test_a_replayed_graph_writes_the_routes_of_its_own_inputs(implementation, de
     ids = torch.zeros(1, 6, dtype=torch.int64, device=device)
     buffer = torch.zeros(6, routing.routers, routing.k, dtype=torch.int16, device=device)
     position = torch.arange(6, device=device)[None]
+    later = torch.full((6, 6), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16, device=device).triu(1)[None, None]
+    inputs = {"input_ids": ids, "position_ids": position, "attention_mask": later, "use_cache": False}  # no mask is made
 
     def run():
         with routing.recording(buffer), using(expert_configs(model), implementation):
-            model(input_ids=ids, position_ids=position, use_cache=False)
+            model(**inputs)
 
     with torch.no_grad():
         model.set_attn_implementation("eager")
@@ -309,7 +311,7 @@ def test_a_replayed_graph_writes_the_routes_of_its_own_inputs(implementation, de
             replayed = buffer.clone()
             use(model, implementation)
             with routing.recording() as chosen:
-                model(input_ids=ids, position_ids=position, use_cache=False)
+                model(**inputs)
             assert torch.equal(replayed.flatten(1), chosen())
 
 

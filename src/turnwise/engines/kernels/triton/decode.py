@@ -19,7 +19,7 @@ from turnwise.engines.kernels import sampling
 from turnwise.engines.kernels.decode_reference import LANES_PER_PROGRAM
 from turnwise.engines.kernels.triton.attention import prefill_attention
 from turnwise.engines.kernels.triton.decode_heads import DECODE_TILES, DecodeTile, norm_and_rotate, rotated_head
-from turnwise.engines.kernels.triton.paged import paged_decode_attention, paged_prefill_attention
+from turnwise.engines.kernels.triton.paged import PART, paged_decode_attention, paged_prefill_attention
 
 __all__ = [
     "add_norm", "decode_attention", "fp8_matmul", "paged_decode_attention", "paged_prefill_attention", "prefill_attention",
@@ -154,6 +154,7 @@ def _columns(position, lane, lanes, width, common):
 
 
 SHARED_TILE = DecodeTile(64, 4, 3)
+FULL = 256  # programs that fill a GPU: fewer long rows are split
 
 
 def decode_attention(
@@ -164,8 +165,11 @@ def decode_attention(
     up to it. qkv [B, (H + 2K) D], keys and values [rows, K, W, D], out [B, H D]. Lanes with position −1 are inactive.
 
     ``shared`` [2, B / 4]: how many leading columns four neighbouring lanes have in common, and the row from which they are read,
-    once for all four."""
+    once for all four. Without it, long rows that are too few to fill a GPU are split among programs."""
     lanes, heads, width, size = out.shape[0], keys.shape[1], keys.shape[2], keys.shape[3]
+    if shared is None and lanes * heads < FULL and width > 2 * PART:
+        rest = (cos, sin, qk_norm, position, out, scale, eps)
+        return paged_decode_attention(qkv, keys, values, None, width, *rest)
     queries = out.shape[1] // size
     group, members = queries // heads, 1 if shared is None else LANES_PER_PROGRAM
     pad = max(16, triton.next_power_of_2(group * members))

@@ -2,7 +2,9 @@
 
 Legend: B lanes, H query heads, K key heads, G = H/K, D head size, P columns of a page. A block of columns lies in one page, so it
 costs one look at the block table. A long row is split among programs, whose parts a second kernel combines: the longest
-dialogue of a batch would hold all others up. ``kernels.decode_reference`` computes the same in PyTorch. Knows no model.
+dialogue of a batch would hold all others up, and few rows would leave most of the GPU idle. A cache of rows is split by the same
+kernel: its pages are as wide as a row and need no table. ``kernels.decode_reference`` computes the same in PyTorch. Knows no
+model.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ MAX_PARTS = 16  # ... and parts of a row at most
 def _decode_attention(
     qkv, keys, values, table, cos, sin, qk_norm, position, out, partial, stats, scale, eps, context, pages, part_columns,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, PAD: tl.constexpr, P: tl.constexpr,
-    NORM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
+    NORM: tl.constexpr, SPLIT: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     lane, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     column = tl.load(position + lane).to(tl.int32)
@@ -46,7 +48,8 @@ def _decode_attention(
     k = rotated_head(base, (H + head) * D, active, c, s, qk_norm, eps, D, NORM).to(dtype)
     v = tl.load(base + (H + K + head) * D + d, mask=active, other=0.0)
     first = part == 0  # this part writes the new key and value, and counts them
-    place = ((tl.load(row + column // P).to(tl.int64) * K + head) * P + column % P + g * 0)[:, None] * D + d
+    new_page = tl.load(row + column // P).to(tl.int64) if TABLE else lane
+    place = ((new_page * K + head) * P + column % P + g * 0)[:, None] * D + d
     one = first & (g == 0)[:, None]
     tl.store(keys + place, k, mask=one)
     tl.store(values + place, v, mask=one)
@@ -56,7 +59,7 @@ def _decode_attention(
     for start in range(begin, end, BLOCK):
         n = tl.arange(0, BLOCK)
         cached = start + n < end
-        page = tl.load(row + start // P).to(tl.int64)
+        page = tl.load(row + start // P).to(tl.int64) if TABLE else lane
         at = ((page * K + head) * P + start % P + n)[:, None] * D + d
         kk = tl.load(keys + at, mask=cached[:, None], other=0.0)
         score = tl.dot(q, tl.trans(kk), input_precision="ieee" if EXACT else "tf32") * scale  # [PAD, BLOCK]
@@ -98,31 +101,32 @@ def _combine(partial, stats, position, out, context, parts, part_columns, H: tl.
     tl.store(out + (lane * H + head) * D + d, (weighted / total).to(out.dtype.element_ty))
 
 
-def part_size(context: int, page: int) -> int:
-    """Columns of a part, whole pages."""
-    return triton.cdiv(max(PART, triton.cdiv(context, MAX_PARTS)), page) * page
+def part_size(context: int, block: int) -> int:
+    """Columns of a part, whole blocks."""
+    return triton.cdiv(max(PART, triton.cdiv(context, MAX_PARTS)), block) * block
 
 
 def paged_decode_attention(
-    qkv: Tensor, keys: Tensor, values: Tensor, table: Tensor, context: int, cos: Tensor, sin: Tensor, qk_norm: Tensor | None,
-    position: Tensor, out: Tensor, scale: float, eps: float,
+    qkv: Tensor, keys: Tensor, values: Tensor, table: Tensor | None, context: int, cos: Tensor, sin: Tensor,
+    qk_norm: Tensor | None, position: Tensor, out: Tensor, scale: float, eps: float,
 ) -> Tensor:  # fmt: skip
     """Rotate q and k of one new token per lane, write k and v into column ``position`` of its row, attend to all columns up to
     it. qkv [B, (H + 2K) D], keys and values [pages, K, P, D], out [B, H D]; ``table`` [rows, pages of a row] int32: the pages of
-    every lane's row. Lanes with a position outside the context are inactive."""
+    every lane's row; None where page b is the whole row of lane b. Lanes with a position outside the context are inactive."""
     lanes, heads, page, size = out.shape[0], keys.shape[1], keys.shape[2], keys.shape[3]
-    queries, part = out.shape[1] // size, part_size(context, page)
-    group, parts = queries // heads, triton.cdiv(context, part)
     tile = next(tile for most, tile in DECODE_TILES.items() if lanes * heads <= most)
+    block = min(tile.columns, page)
+    queries, part = out.shape[1] // size, part_size(context, block)
+    group, parts = queries // heads, triton.cdiv(context, part)
     partial, stats = out, out
     if parts > 1:
         partial = torch.empty(lanes, parts, queries, size, dtype=torch.float32, device=out.device)
         stats = torch.empty(lanes, parts, queries, 2, dtype=torch.float32, device=out.device)
     _decode_attention[(lanes, heads, parts)](
-        qkv, keys, values, table, cos, sin, cos if qk_norm is None else qk_norm, position, out, partial, stats, scale, eps,
-        context, table.shape[1], part,
+        qkv, keys, values, position if table is None else table, cos, sin, cos if qk_norm is None else qk_norm, position, out,
+        partial, stats, scale, eps, context, 1 if table is None else table.shape[1], part,
         queries, heads, size, group, max(16, triton.next_power_of_2(group)), page, qk_norm is not None, parts > 1,
-        min(tile.columns, page), keys.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages,
+        table is not None, block, keys.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
         _combine[(lanes, queries)](partial, stats, position, out, context, parts, part, queries, size, num_warps=1)
