@@ -149,10 +149,16 @@ def trained(options: argparse.Namespace, folder: Path, name: str, **changes: Any
     return RunReader(folder / name)
 
 
-def late_mean(run: RunReader, name: str) -> float:
-    """The mean of a metric over the last three quarters of a run."""
-    values = [value for _, value in run.series(name)]
-    return statistics.mean(values[len(values) // 4 :])
+def ahead(staleness: int | str) -> int:
+    """Steps by which generation may run ahead."""
+    return int(str(staleness).split(",")[0])
+
+
+def late_mean(run: RunReader, name: str, staleness: int | str = 0) -> float:
+    """The mean of a metric over the steady part of a run: without its first quarter, the steps whose episodes were all issued at
+    its start, and the last steps, during which fewer and fewer episodes remain."""
+    values, k = [value for _, value in run.series(name)], ahead(staleness)
+    return statistics.mean(values[max(len(values) // 4, k + 1) : len(values) - k])
 
 
 def measure(options: argparse.Namespace) -> list[str]:
@@ -170,12 +176,13 @@ def measure(options: argparse.Namespace) -> list[str]:
         begin = {"model": start, "cold_steps": 0}
         for k in options.staleness:
             run = trained(options, Path(folder), f"staleness{k}", staleness=k, **begin)
+            steady = partial(late_mean, run, staleness=k)
             if pipeline is None:
                 pipeline, load = pipeline_of(run), run
                 first, learning = late_mean(run, "seconds"), late_mean(run, "seconds/learn")
             simulated = simulate(replace(pipeline, staleness=k), recorded(load)).seconds
-            seconds, alone = late_mean(run, "seconds"), generation_alone(options, Path(folder), k, begin)
-            parts = [late_mean(run, f"seconds/{part}") for part in ("rollout", "learn", "publish")]
+            seconds, alone = steady("seconds"), generation_alone(options, Path(folder), k, begin)
+            parts = [steady(f"seconds/{part}") for part in ("rollout", "learn", "publish")]
             cells = [f"{seconds:.3f}", f"{first / seconds:.2f} ×", *(f"{part:.3f}" for part in parts), f"{alone:.3f}"]
             cells += [f"{max(alone, learning) / seconds:.0%}", f"{simulated:.2f}"]
             lines.append(f"| {k} | " + " | ".join(cells) + " |")
@@ -203,7 +210,8 @@ def generation_alone(options: argparse.Namespace, folder: Path, staleness: int |
 
     before, engines.LEARNERS["local"] = engines.LEARNERS["local"], make
     try:
-        return late_mean(trained(options, folder, f"alone{staleness}", staleness=staleness, **begin), "seconds")
+        run = trained(options, folder, f"alone{staleness}", staleness=staleness, **begin)
+        return late_mean(run, "seconds", staleness)
     finally:
         engines.LEARNERS["local"] = before
 
@@ -225,7 +233,7 @@ def equal_time(options: argparse.Namespace) -> list[str]:
                 after = json.loads((run.path / "evaluation_after.json").read_text())["summary"]["success"]
                 seconds = round(sum(value for _, value in run.series("seconds")), 2)
                 about = {"seed": seed, "staleness": k, "equal": equal, "steps": steps}
-                about["age"] = round(late_mean(run, "staleness"), 2)
+                about["age"] = round(late_mean(run, "staleness", k), 2)
                 done[seed, k, equal] = {**about, "seconds": seconds, "success": after}
                 line = json.dumps(done[seed, k, equal])
                 print(line, flush=True)
@@ -285,6 +293,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="", help="a file of rows of --equal-time, to which new ones are added")
     options = parser.parse_args(argv)
     options.generator = tuple(options.generator)
+    if options.measure and (short := [k for k in options.staleness if options.steps < 3 * ahead(k) + 4]):
+        least = 3 * ahead(short[0]) + 4
+        parser.error(f"--steps {options.steps} leaves no steady part at staleness {short[0]}: write --steps {least} or more")
     work: Callable[[argparse.Namespace], list[str]] = lambda _: projection()  # noqa: E731
     if options.run:
         work = lambda chosen: from_run(RunReader(chosen.run))  # noqa: E731
