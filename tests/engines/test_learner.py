@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from dataclasses import dataclass, replace
 
 import pytest
@@ -216,6 +217,27 @@ def test_hidden_states_are_freed_with_their_micro_batch(kit, batch):
         assert not [thing for thing in gc.get_objects() if type(thing) is ForwardPass]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_graph_of_a_micro_batch_is_freed_before_the_next_forward_pass(kit, batch, recompute):
+    """Whatever its nodes hold: saved tensors are freed by the backward pass, fused weights and other attributes are not."""
+    learner = LocalLearner(kit.make_model(), LearnerSettings(positions=40, recompute=recompute))
+    live, nodes, alive = learner.measurer.live, [], []
+
+    def watched(*given):
+        alive.append(sum(node() is not None for node in nodes))
+        micro, policy = live(*given)
+        nodes.extend(weakref.ref(field.x) for field in policy.values())
+        return micro, policy
+
+    learner.measurer.live = watched
+    gc.disable()  # by their reference counts alone
+    try:
+        learner.update(batch, kit.Linear(frozenset({Signal.LOGP, Signal.ENTROPY})))
+    finally:
+        gc.enable()
+    assert len(alive) > 2 and not any(alive)
 
 
 def test_batches_without_sampled_tokens_are_valid(kit):

@@ -245,6 +245,7 @@ class LocalLearner:
             total += result.loss.detach()
             for name, value in result.stats.items():  # computed while the GPU runs the backward pass
                 sums[name] = sums.get(name, 0) + torch.as_tensor(value).detach()
+            del micro, policy, result  # their graph holds weights and activations, beside those of the next micro-batch
         return total, sums, sides, step
 
     def _micro_batches(
@@ -271,6 +272,7 @@ class LocalLearner:
                 ):
                     micro, policy = self.measurer.live(piece, objective.signals_with_gradient)
                 yield planned, micro, policy
+                del micro, policy  # before the next forward pass
 
     def split_by_gradient(self, planned: Batch) -> tuple[Batch, Batch | None]:
         """Trajectories with a gradient, and those the objective marks as having none, which run forward for their statistics

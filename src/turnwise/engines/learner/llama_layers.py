@@ -159,7 +159,7 @@ class LlamaLayers:
         """``rows``: the last layer computes its second half for these rows only."""
         *parts, x = pre(x, delta, cos, sin)
         if pre.packed_qkv and isinstance(layout, VarlenAttention):
-            again = partial(pre.qkv_again, x.detach(), cos, sin) if self.recompute else None
+            again = (pre.qkv_again, x.detach()) if self.recompute else None
             mixed = layout.attend_fused_qkv(parts[0], pre.keys, cos, sin, self.scale, again).flatten(1)
         else:
             q, k, v = parts

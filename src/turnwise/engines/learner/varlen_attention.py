@@ -106,12 +106,13 @@ class VarlenAttention:
         cos: Tensor,
         sin: Tensor,
         scale: float,
-        again: Callable[[], Tensor] | None = None,
+        again: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Fused qkv [L, H + 2 Hkv, D] -> [L, H, D]. Applies rotary angles [L, D/2] to q and k in place. The gradient comes back
-        fused and already rotated back, as the qkv projection needs it. ``again`` computes the rotated qkv for the backward pass,
-        which then does not keep it."""
-        return _RotaryKernelAttention.apply(qkv, cos, sin, self, keys, scale, again)
+        fused and already rotated back, as the qkv projection needs it. ``again``: a function and a residual stream, which with
+        the angles give the rotated qkv in the backward pass; it is then not kept."""
+        function, stream = (None, None) if again is None else again
+        return _RotaryKernelAttention.apply(qkv, cos, sin, self, keys, scale, function, stream)
 
     def kernel_args(self, scale: float) -> tuple[Any, ...]:
         """The layout arguments of a kernel."""
@@ -159,7 +160,7 @@ class _RotaryKernelAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, layout: VarlenAttention, keys: int, scale: float,
-        again: Callable[[], Tensor] | None,
+        again: Callable[[Tensor, Tensor, Tensor], Tensor] | None, stream: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.ops, ctx.kernels = ops_for(qkv), attention_for(qkv, qkv.shape[2])
         ctx.parts = [qkv.shape[1] - 2 * keys, keys, keys]
@@ -168,14 +169,14 @@ class _RotaryKernelAttention(torch.autograd.Function):
         ctx.ops.rotate_(qkv.flatten(1), cos, sin, qkv.shape[1] - keys, qkv.shape[2])
         out, stats = ctx.kernels.forward(*qkv.split(ctx.parts, 1), *ctx.kernel_args)
         ctx.again = again
-        ctx.save_for_backward(None if again else qkv, cos, sin, out, stats)
+        ctx.save_for_backward(qkv if again is None else stream, cos, sin, out, stats)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        qkv, cos, sin, out, stats = ctx.saved_tensors
-        qkv = ctx.again() if qkv is None else qkv
+        kept, cos, sin, out, stats = ctx.saved_tensors
+        qkv = kept if ctx.again is None else ctx.again(kept, cos, sin)
         d, d_out = torch.empty_like(qkv), d_out.contiguous()
         (q, k, v), (dq, dk, dv) = qkv.split(ctx.parts, 1), d.split(ctx.parts, 1)
         ctx.kernels.d_queries(d_out, q, k, v, out, stats, *ctx.kernel_args, dq, (cos, sin))
@@ -186,4 +187,4 @@ class _RotaryKernelAttention(torch.autograd.Function):
             per_key = d.new_empty(2, len(ctx.copies.source), *dk.shape[1:])
             ctx.kernels.d_keys(*args, *per_key)
             ctx.ops.sum_copies(*per_key, ctx.copies.first, ctx.copies.members, (dk, dv), (cos, sin))
-        return d, None, None, None, None, None, None
+        return d, None, None, None, None, None, None, None
