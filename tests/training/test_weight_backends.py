@@ -37,6 +37,8 @@ def test_a_folder_of_such_a_name_is_written_with_its_path(written, backend):
         (Settings(generator=("local",), generator_weights="ipc"), True, "reaches servers of vLLM; write --generator"),
         (Settings(cluster="local", generator_weights="nccl"), True, "reaches servers of vLLM; write --generator"),
         (Settings(generator=(URL,), generator_weights="ipc", ranks=2), True, "--ranks is 2"),
+        (Settings(generator_weights="weights"), False, "a folder for servers, and --generator names none"),
+        (Settings(generator=("local",), generator_weights="weights"), False, "a folder for servers"),
         (Settings(generator=(URL,), generator_weights="nccl"), True, f"{URL}: no connection"),  # the next check
     ],
 )

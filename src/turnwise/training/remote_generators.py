@@ -75,9 +75,14 @@ def _client_name(settings: Settings) -> str:
 def check_generators(settings: Settings, on_gpu: bool = False) -> None:
     """Refuse servers that are not there, that want another token, or that plainly have another model. ``on_gpu``: whether the
     run may learn on a GPU."""
+    urls = [address for address in settings.generator if address not in OWN_PROCESS]
     if (backend := weight_backend(settings)) != FILES:
-        urls = [address for address in settings.generator if address not in OWN_PROCESS]
         check_device_weights(backend, urls, settings.ranks, on_gpu)
+    elif settings.generator_weights and not urls and not settings.cluster:
+        raise SettingError(
+            f"--generator-weights {settings.generator_weights} is a folder for servers, and --generator names none; name one "
+            '(--generator http://HOST:PORT), or write --generator-weights ""'
+        )
     if not settings.generator:
         return
     if getattr(settings, "opponents", "").startswith("past"):
