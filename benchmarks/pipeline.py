@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import itertools
 import json
 import math
@@ -31,12 +32,14 @@ from typing import Any
 import scaling_model
 
 from turnwise.bench.pipeline import EpisodeLoad, Pipeline, TurnLoad, simulate
-from turnwise.config.staleness import staleness_setting
+from turnwise.config.staleness import staleness_setting, steps_ahead
 from turnwise.core.seeds import stable_seed
 from turnwise.environments.builtin.calculator import Calculator
+from turnwise.environments.builtin.lookup import Lookup
 from turnwise.inspector.queries import RunReader
 
-STALENESS = (0, 1, 4)
+CONTINUOUS = "0,continuous"  # as every system that is not reproducible samples
+STALENESS = (CONTINUOUS, 1, 4)
 LATE = ("4,drop", "4,keep")
 GPUS = (8, 32, 128, 512)
 TURNS, TOKENS, SPREAD, LONGEST = 4, 256, 1.0, 4096  # of an episode: turns, and tokens of one (log-normal, cut)
@@ -44,16 +47,28 @@ TOOL_SECONDS, TOOL_SPREAD = 1.0, 1.0  # median and spread of a tool's answer (lo
 PROMPT, SIZE, GROUPS = 512, 8, 64
 
 
-class SlowCalculator(Calculator):
-    """The calculator with a tool whose answers take log-normal times: most 30 ms, some a second."""
+class SlowTools:
+    """Before an environment class: its answers take log-normal times, most 30 ms, some a second."""
 
     def reset(self, seed: int) -> Any:
-        self.delays = random.Random(stable_seed("delay", seed, self.split))
-        return super().reset(seed)
+        self.delays = random.Random(stable_seed("delay", seed, self.split))  # type: ignore[attr-defined]
+        return super().reset(seed)  # type: ignore[misc]
 
     async def step(self, action: Any) -> Any:
         await asyncio.sleep(min(2.0, self.delays.lognormvariate(math.log(0.03), 1.5)))
-        return await super().step(action)
+        answer = super().step(action)  # type: ignore[misc]
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+class SlowCalculator(SlowTools, Calculator):
+    """Two turns: one tool call, one answer."""
+
+
+class SlowLookup(SlowTools, Lookup):
+    """A tool call for each hop (its difficulty), and an answer."""
+
+
+ENVIRONMENTS = {"calculator": (SlowCalculator, Calculator), "lookup": (SlowLookup, Lookup)}
 
 
 # ------------------------------------------------------------------ loads
@@ -105,16 +120,15 @@ def projection() -> list[str]:
     ]
     for gpus in GPUS:
         results = {k: simulate(_projected(gpus, k), log_normal(1), 16, 4) for k in STALENESS}
-        base = results[0].tokens
+        base = results[CONTINUOUS].tokens
         cells = [f"{base / 1e3:,.0f} k tok/s", *(f"{results[k].tokens / base:.2f} ×" for k in STALENESS[1:])]
         lines.append(f"| {gpus} | " + " | ".join(cells) + " |")
     return lines
 
 
-def _projected(gpus: int, staleness: int) -> Pipeline:
+def _projected(gpus: int, staleness: int | str) -> Pipeline:
     card, weights, groups = scaling_model.H200, scaling_model.B7, GROUPS
-    generators = gpus if staleness == 0 else gpus // 2
-    learners = gpus if staleness == 0 else gpus // 2
+    generators = learners = gpus // 2 if steps_ahead(staleness) else gpus
     length = PROMPT + TURNS * TOKENS * math.exp(SPREAD**2 / 2)
     decode = lambda n: scaling_model.decode_step(weights, card, 1, max(1.0, n / generators), length / 2)  # noqa: E731
     ids = groups * SIZE * length
@@ -125,11 +139,11 @@ def _projected(gpus: int, staleness: int) -> Pipeline:
 
 
 def from_run(run: RunReader) -> list[str]:
-    pipeline, lines = pipeline_of(run), ["staleness   s a step   against 0   oldest   dropped a step"]
+    pipeline, lines = pipeline_of(run), ["staleness      s a step   against 0   oldest   dropped a step"]
     first = simulate(pipeline, recorded(run)).seconds
-    for k in (*STALENESS, *LATE):
+    for k in (0, *STALENESS, *LATE):
         result = simulate(replace(pipeline, staleness=k), recorded(run))
-        cells = f"{k:9}   {result.seconds:8.3f}   {first / result.seconds:7.2f} x   {result.oldest:6}   {result.dropped:7.2f}"
+        cells = f"{k!s:12}   {result.seconds:8.3f}   {first / result.seconds:7.2f} x   {result.oldest:6}   {result.dropped:7.2f}"
         lines.append(cells)
     return lines
 
@@ -140,7 +154,7 @@ def trained(options: argparse.Namespace, folder: Path, name: str, **changes: Any
 
     train(
         **{
-            "method": "grpo", "env": Calculator if options.no_delay else SlowCalculator, "difficulty": (1,),
+            "method": "grpo", "env": ENVIRONMENTS[options.env][options.no_delay], "difficulty": (options.difficulty,),
             "steps": options.steps, "groups": options.groups, "group_size": 8, "eval_tasks": 0, "out": str(folder),
             "name": name, "trackers": (), "quiet": True, "device": options.device, "hidden": options.hidden,
             "layers": options.layers, "generator": options.generator, "threads": options.threads, **changes,
@@ -149,15 +163,14 @@ def trained(options: argparse.Namespace, folder: Path, name: str, **changes: Any
     return RunReader(folder / name)
 
 
-def ahead(staleness: int | str) -> int:
-    """Steps by which generation may run ahead."""
-    return int(str(staleness).split(",")[0])
+def run_name(kind: str, staleness: int | str) -> str:
+    return f"{kind}{staleness}".replace(",", "-")
 
 
 def late_mean(run: RunReader, name: str, staleness: int | str = 0) -> float:
     """The mean of a metric over the steady part of a run: without its first quarter, the steps whose episodes were all issued at
     its start, and the last steps, during which fewer and fewer episodes remain."""
-    values, k = [value for _, value in run.series(name)], ahead(staleness)
+    values, k = [value for _, value in run.series(name)], steps_ahead(staleness)
     return statistics.mean(values[max(len(values) // 4, k + 1) : len(values) - k])
 
 
@@ -175,7 +188,7 @@ def measure(options: argparse.Namespace) -> list[str]:
         start = options.model or str(trained(options, Path(folder), "start", staleness=0).path / "model")
         begin = {"model": start, "cold_steps": 0}
         for k in options.staleness:
-            run = trained(options, Path(folder), f"staleness{k}", staleness=k, **begin)
+            run = trained(options, Path(folder), run_name("staleness", k), staleness=k, **begin)
             steady = partial(late_mean, run, staleness=k)
             if pipeline is None:
                 pipeline, load = pipeline_of(run), run
@@ -210,7 +223,7 @@ def generation_alone(options: argparse.Namespace, folder: Path, staleness: int |
 
     before, engines.LEARNERS["local"] = engines.LEARNERS["local"], make
     try:
-        run = trained(options, folder, f"alone{staleness}", staleness=staleness, **begin)
+        run = trained(options, folder, run_name("alone", staleness), staleness=staleness, **begin)
         return late_mean(run, "seconds", staleness)
     finally:
         engines.LEARNERS["local"] = before
@@ -226,10 +239,10 @@ def equal_time(options: argparse.Namespace) -> list[str]:
 
         def row(seed: int, k: int | str, equal: str, steps: int) -> dict[str, Any]:
             if (seed, k, equal) not in done:
-                initial = Path(folder) / f"{seed}-0-steps" / "initial"
+                initial = Path(folder) / run_name(f"{seed}-steps-", 0) / "initial"
                 start = {"model": str(initial), "cold_steps": 0} if initial.is_dir() else {}
                 changes = {"seed": seed, "staleness": k, "steps": steps, "eval_tasks": 200, **start}
-                run = trained(options, Path(folder), f"{seed}-{k}-{equal}", **changes)
+                run = trained(options, Path(folder), run_name(f"{seed}-{equal}-", k), **changes)
                 after = json.loads((run.path / "evaluation_after.json").read_text())["summary"]["success"]
                 seconds = round(sum(value for _, value in run.series("seconds")), 2)
                 about = {"seed": seed, "staleness": k, "equal": equal, "steps": steps}
@@ -282,9 +295,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument(
-        "--staleness", type=staleness_setting, nargs="+", default=[0, 1, 4], help='0 4 "4,drop" "4,keep"'
+        "--staleness", type=staleness_setting, nargs="+", default=[0, CONTINUOUS, 1, 4],
+        help='0 0,continuous 4 4,drop 4,keep',
     )
-    parser.add_argument("--no-delay", action="store_true", help="the calculator as it is, without slow tools")
+    parser.add_argument("--difficulty", type=int, default=1, help="of the environment; in lookup the tool calls of an episode")
+    parser.add_argument("--env", choices=ENVIRONMENTS, default="calculator")
+    parser.add_argument("--no-delay", action="store_true", help="the environment as it is, without slow tools")
     parser.add_argument("--generator", nargs="*", default=[], help="where to sample, as in a run")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--model", default="", help="a trained policy from which --measure starts; else it trains one")
@@ -293,8 +309,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="", help="a file of rows of --equal-time, to which new ones are added")
     options = parser.parse_args(argv)
     options.generator = tuple(options.generator)
-    if options.measure and (short := [k for k in options.staleness if options.steps < 3 * ahead(k) + 4]):
-        least = 3 * ahead(short[0]) + 4
+    if options.measure and (short := [k for k in options.staleness if options.steps < 3 * steps_ahead(k) + 4]):
+        least = 3 * steps_ahead(short[0]) + 4
         parser.error(f"--steps {options.steps} leaves no steady part at staleness {short[0]}: write --steps {least} or more")
     work: Callable[[argparse.Namespace], list[str]] = lambda _: projection()  # noqa: E731
     if options.run:

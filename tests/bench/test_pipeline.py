@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import random
 import sys
 from dataclasses import replace
@@ -33,6 +34,13 @@ def test_a_synchronous_step_is_the_sum_of_its_stages():
     assert result.seconds == pytest.approx(1.0 + 1.0 + 0.5 + 0.5 + 0.1)  # sample, wait, sample, learn, publish
     assert result.tokens == pytest.approx(8 * 150 / 3.1) and result.oldest == 0
     assert result.learner == pytest.approx(0.5 / 3.1) and result.generator == pytest.approx(1.5 / 3.1)
+
+
+def test_a_reproducible_generator_waits_for_all_tools_before_the_next_turns():
+    loads = itertools.cycle([(TurnLoad(100, 3.0), TurnLoad(100, 1.0)), (TurnLoad(100, 1.0), TurnLoad(100, 3.0))])
+    draw = lambda: (*next(loads), TurnLoad(100))  # noqa: E731
+    assert simulate(EQUAL, draw).seconds == pytest.approx(1 + 3 + 1 + 3 + 1 + 0.6)
+    assert simulate(replace(EQUAL, staleness="0,continuous"), draw).seconds == pytest.approx(1 + 3 + 1 + 1 + 1 + 0.6)
 
 
 def test_a_decode_step_that_grows_with_its_batch_shares_the_generator():

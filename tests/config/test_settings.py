@@ -93,7 +93,8 @@ def test_settings_survive_json():
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [(0, 0), (4, 4), ("4", 4), ("4,wait", 4), ("0,wait", 0), (" 4 , drop ", "4,drop"), ("1,keep", "1,keep")],
+    [(0, 0), (4, 4), ("4", 4), ("4,wait", 4), ("0,wait", 0), (" 4 , drop ", "4,drop"), ("1,keep", "1,keep"),
+     ("0, continuous", "0,continuous")],
 )
 def test_staleness_is_a_number_and_what_happens_to_late_groups(given, kept):
     assert Settings(staleness=given).staleness == kept
@@ -106,6 +107,7 @@ def test_staleness_is_a_number_and_what_happens_to_late_groups(given, kept):
         ("4,dorp", "'dorp' does not say what to do.*drop"), ("x", "staleness is x; write 0"), ("4,", "''"),
         ("-1,drop", "staleness is -1,drop"), ("1.5", "staleness is 1.5"), ("", "write 0 for synchronous"),
         ("0,keep", "nothing comes late in a synchronous run; write 0, or 1,keep"), ("drop", "4,wait 4,drop 4,keep"),
+        ("4,continuous", "never wait for each other's tools; write 4, or 0,continuous"), ("0,continous", "continuous"),
         (None, "staleness is None"), (True, "staleness is True"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 import torch
@@ -27,6 +28,26 @@ def test_kv_is_kept_across_turns_and_equals_a_fresh_read():
             check_logp(model, ids, done)
             ids = [*ids, *done.tokens, *(rng.randrange(V) for _ in range(rng.randint(1, 6)))]
     assert read < 9 * (3 + 2 * 8)  # prompts, replies and the last sampled token of a turn; never a whole dialogue
+
+
+def test_the_wait_for_another_session_is_not_sampling():
+    """A deterministic generator samples the second turn once the other session has closed."""
+    g, ids = generator(deterministic=True), prompts(1, 20, 20)[0]
+
+    async def main():
+        asking, idle = g.open(0), g.open(1)
+        before = time.perf_counter()
+        waiting = asyncio.create_task(asking.generate(ids, Sampling(max_tokens=4)))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        idle.close()
+        done, whole = await waiting, time.perf_counter() - before
+        asking.close()
+        return done.seconds, whole
+
+    seconds, whole = run(main())
+    held = g.stats()["seconds_held"]
+    assert 0.25 < held < whole and 0 < seconds < whole - 0.2
 
 
 def test_a_rewritten_history_truncates_the_slot():

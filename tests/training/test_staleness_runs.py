@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from turnwise.core.protocols import Step
+from turnwise.environments.base import user_message
 from turnwise.environments.builtin.calculator import Calculator
 from turnwise.store.ledger import SqliteLedger
 from turnwise.training import api
@@ -30,6 +32,24 @@ class SlowTasks(Calculator):
         seconds, self.seconds = self.seconds, 0.0
         await asyncio.sleep(seconds)
         return await super().step(action)
+
+
+class OneWaitsForAnother(Calculator):
+    """Always two turns. The first episode's first answer comes only after another episode has taken its second turn."""
+
+    def reset(self, seed):
+        self.steps, self.first = 0, self.split == "train" and type(self).another is None
+        if self.first:
+            type(self).another = asyncio.Event()
+        return super().reset(seed)
+
+    async def step(self, action):
+        self.steps += 1
+        if self.first:
+            await self.another.wait()
+        elif self.steps == 2:
+            self.another.set()
+        return Step([user_message("on")], float(len(action.text) % 2), terminated=self.steps == 2)
 
 
 def counts_and_metrics(run):
@@ -56,6 +76,20 @@ def test_every_group_is_trained_on_or_dropped_with_a_reason(staleness, tmp_path)
     assert recorded == (2 if staleness == "2,wait" else staleness)
     messages = (tmp_path / "x" / "messages.jsonl").read_text()
     assert ("corrects for their age by ratio Importance" in messages) == (staleness == "1,keep")
+
+
+def test_dialogues_of_a_continuous_run_do_not_wait_for_the_tools_of_others(tmp_path):
+    """A reproducible run would wait for the first episode's answer until its patience ends, and warn."""
+    OneWaitsForAnother.another = None
+    values = {**SMALL, "env": OneWaitsForAnother, "steps": 3, "staleness": "0,continuous"}
+    api.train(**values, out=str(tmp_path), name="x")
+    counts, rows = counts_and_metrics(tmp_path / "x")
+    assert counts.trained == counts.issued == 6
+    assert all(row["staleness/oldest"] == 0 and row["policy_check"] < 1e-3 for row in rows)
+    messages = (tmp_path / "x" / "messages.jsonl").read_text()
+    assert "a repeated run may differ" in messages and "going on without them" not in messages
+    summary = api.resume(tmp_path / "x", steps=5)
+    assert summary["groups"]["trained"] == 10 and summary["groups"]["in_flight"] == summary["groups"]["finished"] == 0
 
 
 def test_a_run_that_keeps_old_groups_warns_where_nothing_corrects(tmp_path):

@@ -1,9 +1,9 @@
 """A discrete-event simulation of the asynchronous loop: episodes that sample and wait for tools, a learner, publications.
 
 Sampling is processor sharing: every sequence that samples gains one token per decode step, and a step takes longer the more
-sequences there are. Which groups are issued, trained on and dropped is decided by ``StalenessPolicy`` itself, as in a run that
-goes on after the last step simulated. Knows no model and no device: a load says how many tokens and tool seconds an episode has,
-a pipeline how long each stage takes.
+sequences there are; a deterministic generator composes a batch once every environment has answered. Which groups are issued,
+trained on and dropped is decided by ``StalenessPolicy`` itself, as in a run that goes on after the last step simulated. Knows no
+model and no device: a load says how many tokens and tool seconds an episode has, a pipeline how long each stage takes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Pipeline:
     decode: Callable[[int], float]
     learn: float
     publish: float = 0.0
-    staleness: int | str = 0  # as in a run: 4, "4,drop", "4,keep"
+    staleness: int | str = 0  # as in a run: "0,continuous", 4, "4,drop", "4,keep"
     slots: int = 1 << 30  # sequences that sample at the same time; more wait
+    tick: int = 8  # tokens after which a deterministic generator may compose another batch
     shared: bool = False  # generator and learner use one device in turn
 
 
@@ -71,6 +72,9 @@ class _Rollouts:
     clock: float = 0.0  # tokens that each sampling sequence has gained so far
     tokens: float = 0.0
     busy: float = 0.0
+    deterministic: bool = False
+    changed: bool = False  # since the batch was composed: a turn was asked for, or an episode ended
+    batch_end: float = 0.0  # the clock after which such a change ends the batch
     paused: bool = False
     sampling: list[tuple[float, int, _Episode]] = field(
         default_factory=list
@@ -87,7 +91,7 @@ class _Rollouts:
             self._next_turn(_Episode(group, iter(load)))
 
     def _next_turn(self, episode: _Episode) -> None:
-        turn = next(episode.turns, None)
+        turn, self.changed = next(episode.turns, None), True
         if turn is None:
             self.left[episode.group] -= 1
             if not self.left[episode.group]:
@@ -96,7 +100,8 @@ class _Rollouts:
             return
         episode.acting = turn.seconds
         self.waiting.append((turn.tokens, episode))
-        self._fill()
+        if not self.deterministic:
+            self._fill()
 
     def remove(self, groups: Collection[int]) -> None:
         """Cancel the episodes of groups that run, and forget those that are ready."""
@@ -107,7 +112,8 @@ class _Rollouts:
         heapq.heapify(self.acting)
         self.left = {group: n for group, n in self.left.items() if group not in groups}
         self.ready = [group for group in self.ready if group not in groups]
-        self._fill()
+        if not self.deterministic:
+            self._fill()
 
     def _fill(self) -> None:
         while self.waiting and len(self.sampling) < self.pipeline.slots:
@@ -115,25 +121,43 @@ class _Rollouts:
             self.tokens += tokens
             heapq.heappush(self.sampling, (self.clock + tokens, next(self.order), episode))
 
+    def _samples(self) -> bool:
+        """Whether the generator samples now. A deterministic one composes its next batch when no environment is to answer."""
+        if self.paused:
+            return False
+        if self.deterministic and not (self.sampling and (self.clock < self.batch_end or not self.changed)):
+            if self.acting:
+                return False
+            self._fill()
+            self.batch_end, self.changed = self.clock + self.pipeline.tick, False
+        return bool(self.sampling)
+
     def run(self, until: Callable[[], bool] = lambda: False, limit: float = math.inf) -> None:
         """Go on until ``until`` holds after an event, or until the time ``limit``."""
         while not until():
-            step = self.pipeline.decode(len(self.sampling)) if self.sampling and not self.paused else math.inf
+            step = self.pipeline.decode(len(self.sampling)) if self._samples() else math.inf
             sampled = self.now + (self.sampling[0][0] - self.clock) * step if step < math.inf else math.inf
             answered = self.acting[0][0] if self.acting else math.inf
-            then = min(sampled, answered, limit)
+            ends = self.deterministic and self.changed and step < math.inf
+            then = min(sampled, answered, limit, self.now + (self.batch_end - self.clock) * step if ends else math.inf)
             assert then < math.inf, "nothing left to wait for"
             if step < math.inf:
-                self.clock = self.sampling[0][0] if then == sampled else self.clock + (then - self.now) / step
+                passed = (
+                    self.batch_end
+                    if ends and then < min(sampled, answered, limit)
+                    else self.clock + (then - self.now) / step
+                )
+                self.clock = self.sampling[0][0] if then == sampled else passed
                 self.busy += then - self.now
             self.now = then
             if then == sampled:
                 _, _, episode = heapq.heappop(self.sampling)
                 heapq.heappush(self.acting, (then + episode.acting, next(self.order), episode))
-                self._fill()
+                if not self.deterministic:
+                    self._fill()
             elif then == answered:
                 self._next_turn(heapq.heappop(self.acting)[2])
-            else:
+            elif then == limit:
                 return
 
 
@@ -141,7 +165,11 @@ def simulate(pipeline: Pipeline, draw: Callable[[], EpisodeLoad], steps: int = 6
     """Run ``steps`` steps of episodes that ``draw`` returns; the first ``warm_up`` are not counted. ``draw`` is called for all
     episodes of a group in a row, so that they may have something in common."""
     p, policy = pipeline, StalenessPolicy.parse(pipeline.staleness)
-    rollouts, issued, numbers = _Rollouts(pipeline), dict[str, int](), itertools.count()
+    rollouts, issued, numbers = (
+        _Rollouts(pipeline, deterministic=policy.deterministic),
+        dict[str, int](),
+        itertools.count(),
+    )
     ends, marks = list[float](), list[tuple[float, float, int]]()
     oldest = in_training = dropped = 0
 

@@ -132,8 +132,8 @@ class Settings:
     minibatches: int = setting(0, "optimiser steps per pass; 0: the method's own")
     staleness: int | str = setting(
         0,
-        "steps that rollouts may run ahead of training; 0: synchronous; N,drop drops groups that come late, N,keep trains on "
-        "them, N alone waits for them",
+        "steps that rollouts may run ahead of training; 0: synchronous, reproducible; 0,continuous: synchronous, but no dialogue "
+        "waits for another's tools; N,drop drops groups that come late, N,keep trains on them, N alone waits for them",
     )
     max_draws: int = setting(8, "stop sampling for a batch after this many times the groups it needs")
     # experience: pieces by name, NAME,key=value; `turnwise list --experience` shows all; empty: the method's own

@@ -219,7 +219,8 @@ CONDITIONS = (
         _slow_environment,
         4.0,
         lambda v, x: f"the environment takes {v.value('seconds/turn_answered'):.2g} s per turn, sampling "
-        f"{v.value('seconds/turn_sampled'):.2g} s; make `step` faster or async, or let rollouts run ahead (--staleness 1)",
+        f"{v.value('seconds/turn_sampled'):.2g} s; make `step` faster or async, do not let dialogues wait for each other's tools "
+        "(--staleness 0,continuous), or let rollouts run ahead (--staleness 1)",
         patience=2,
         growth=4.0,
     ),

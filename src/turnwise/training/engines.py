@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from turnwise.config.settings import Settings
+from turnwise.config.staleness import steps_ahead
 from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import Generator, Learner, PolicyCheckProtocol
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
@@ -115,7 +116,7 @@ def policy_check_tolerance(settings: Settings) -> float:
 def make_policy_check(settings: Settings, recipe: Recipe) -> PolicyCheckProtocol:
     """A recipe that adds noise to the layers needs a forward pass of its own for the check, an asynchronous run a sample."""
     check = (SeparatePolicyCheck if recipe.smoothing else PolicyCheck)(policy_check_tolerance(settings))
-    return AsynchronousPolicyCheck(check) if settings.staleness and not settings.offline else check
+    return AsynchronousPolicyCheck(check) if steps_ahead(settings.staleness) and not settings.offline else check
 
 
 # -------------------------------------------------------------------- learner

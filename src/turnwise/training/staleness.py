@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from turnwise.config.staleness import DROP, KEEP, WAIT, parse_staleness
+from turnwise.config.staleness import CONTINUOUS, DROP, KEEP, WAIT, parse_staleness
 from turnwise.core.records import Group
 from turnwise.observe.run_health import TOO_OLD
 
@@ -31,6 +31,12 @@ class StalenessPolicy:
     @property
     def synchronous(self) -> bool:
         return self.limit == 0
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether batches of the generator may not depend on how long environments take: it samples the next turns once all
+        have answered."""
+        return self.synchronous and self.late != CONTINUOUS
 
     @property
     def bounded(self) -> bool:
@@ -97,4 +103,4 @@ def oldest_version(group: Group, default: int) -> int:
     return int(min(versions, default=default))
 
 
-__all__ = ["DROP", "KEEP", "WAIT", "StalenessPolicy", "oldest_version"]
+__all__ = ["CONTINUOUS", "DROP", "KEEP", "WAIT", "StalenessPolicy", "oldest_version"]

@@ -14,7 +14,13 @@ from turnwise.training.staleness import KEEP, StalenessPolicy
 def staleness_notes(settings: Settings, recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(level, text) of each message."""
     policy = StalenessPolicy.parse(settings.staleness)
-    if settings.offline or policy.synchronous:
+    if settings.offline or policy.deterministic:
+        return
+    if policy.synchronous:
+        yield (
+            "info",
+            "staleness 0,continuous: on-policy, but batches depend on how fast tools answer; a repeated run may differ",
+        )
         return
     if policy.limit > settings.steps:
         groups = policy.capacity(recipe.budget.groups, settings.steps)

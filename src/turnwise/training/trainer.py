@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from turnwise.config.staleness import steps_ahead
 from turnwise.core.protocols import Generator, Learner, Tracker
 from turnwise.core.records import Group
 from turnwise.core.signals import Signal
@@ -136,9 +137,10 @@ class Trainer:
         self.renderer = build.make_renderer(self.settings, tokenizer)
         self._announce_template()
         s, budget = self.settings, self.recipe.budget
-        dialogues = StalenessPolicy.parse(s.staleness).capacity(budget.groups, s.steps) * budget.size
+        staleness = StalenessPolicy.parse(s.staleness)
+        dialogues, exact = staleness.capacity(budget.groups, s.steps) * budget.size, staleness.deterministic
         warn = partial(self.events.message, level="warning")
-        generator = memory.make_generator(s, self.recipe, model, self.renderer, s.staleness == 0, dialogues, tell=warn)
+        generator = memory.make_generator(s, self.recipe, model, self.renderer, exact, dialogues, tell=warn)
         generator, self.opponents = engines.with_opponents(s, generator, model, self.renderer)
         generator, policy = engines.make_policy_judge(s, generator, model, self.renderer)
         learner = engines.make_learner(s, model, self.recipe, build.load_teacher(s))
@@ -303,7 +305,7 @@ class Trainer:
             start = saved.step
             check_digest(self.run_dir.ledger, saved.state.get("ledger"), ledger.digest(start))
         discard_after(self.run_dir.checkpoints, start)
-        owed = ledger.resume(start, keep_finished=s.staleness != 0)
+        owed = ledger.resume(start, keep_finished=steps_ahead(s.staleness) > 0)
         for text in resume_messages(self.run_dir, self.died, start, owed):
             self.events.message(text)
         collector.to_reissue = deque(

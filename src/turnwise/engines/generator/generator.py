@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -78,6 +80,7 @@ class LocalGenerator:
         self._task: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
         self._interrupt_requested, self._opened = False, 0
+        self._held, self._held_since = 0.0, math.inf  # seconds that it waited for sessions, and since when it does
         self.computing, self.on_change = False, _nothing  # for a generator that takes turns with this one
         self._executor = GeneratorExecutor(not deterministic, threads, self.model_runner.device)
 
@@ -121,8 +124,13 @@ class LocalGenerator:
         return {name: torch.float32 if keeps(name, p) else p.dtype for name, p in named}
 
     def stats(self) -> dict[str, float]:
-        """Counts since the start. ``decoder`` is 1 with the hand-written forward, 0 with the stock one."""
-        return {**self.scheduler.stats(), "open": float(len(self.sessions))}
+        """Counts since the start. ``decoder`` is 1 with the hand-written forward, 0 with the stock one. ``seconds_held``: a
+        deterministic generator had requests, but waited for sessions without one."""
+        return {**self.scheduler.stats(), "open": float(len(self.sessions)), "seconds_held": self.seconds_held}
+
+    @property
+    def seconds_held(self) -> float:
+        return self._held + max(0.0, time.perf_counter() - self._held_since)
 
     def describe(self) -> str:
         """The decode path in use, its precision, why no faster one is, and the layout of the KV cache."""
@@ -138,7 +146,9 @@ class LocalGenerator:
             raise SettingError("stop strings need a tokenizer; give one to the generator")
         budget = min(sampling.max_tokens, self.context - len(ids))
         future = asyncio.get_running_loop().create_future()
-        return Request(session.cache_slot, session.seed, list(ids), len(ids), sampling, budget, future)
+        request = Request(session.cache_slot, session.seed, list(ids), len(ids), sampling, budget, future)
+        request.held_before = self.seconds_held
+        return request
 
     def detach(self, session: LocalSession) -> None:
         self.sessions.pop(session.cache_slot.order, None)
@@ -197,10 +207,13 @@ class LocalGenerator:
             missing = self._missing()
             if not (self.deterministic and missing):
                 return True
+            self._held_since = time.perf_counter()
             try:
                 await asyncio.wait_for(self._woken.wait(), self.patience)
             except TimeoutError:
                 self._park_missing(missing)
+            finally:
+                self._held, self._held_since = self.seconds_held, math.inf
 
     def _missing(self) -> list[LocalSession]:
         """Sessions that may submit a request before the next batch is composed."""

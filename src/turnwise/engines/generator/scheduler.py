@@ -63,6 +63,7 @@ class Request:
     cancelled: bool = False
     shift: LogitShift | Steering | None = None  # sampled by shifted log-probabilities
     started: float = field(default_factory=time.perf_counter)
+    held_before: float = 0.0  # seconds for which the generator had waited for other sessions when it came
 
     @property
     def sampled(self) -> int:

@@ -20,6 +20,9 @@ from turnwise.errors import SettingError
 class _SessionOwner(Protocol):
     """What a session needs from its generator."""
 
+    @property
+    def seconds_held(self) -> float: ...
+
     def open(self, seed: int) -> LocalSession: ...
 
     def make_request(self, session: LocalSession, ids: Sequence[int], sampling: Sampling) -> Request: ...
@@ -60,7 +63,7 @@ class LocalSession:
         request = self._owner.make_request(self, ids, sampling)
         if request.budget < 1:  # the context is full before the first token
             request.stop = Stop.LENGTH
-            return completion(request)
+            return completion(request, self._owner.seconds_held)
         self.request, self.parked, request.shift = request, False, self.shift
         self._owner.wake()
         try:
@@ -68,7 +71,7 @@ class LocalSession:
         finally:
             request.cancelled = True  # if the caller was cancelled, nobody needs the remaining tokens
             self.request, self._sampled_until = None, len(request.sequence)
-        return completion(request)
+        return completion(request, self._owner.seconds_held)
 
     def fork(self, seed: int) -> LocalSession:
         """Open another dialogue with the same history; its first request copies the cached prefix from this one's row."""
@@ -96,10 +99,11 @@ class LocalSession:
             self._owner.detach(self)
 
 
-def completion(request: Request) -> Completion:
+def completion(request: Request, held: float) -> Completion:
+    """``held``: seconds so far in which the generator waited for other sessions; they are not this request's."""
     assert request.stop is not None
     tokens = request.sequence[request.prompt_length :]
-    seconds = time.perf_counter() - request.started
+    seconds = time.perf_counter() - request.started - (held - request.held_before)
     known = len(request.entropy) == len(tokens)
     entropy, confidence = (request.entropy, request.confidence) if known else ((), ())
     routes = request.routes if len(request.routes) == len(request.sequence) - 1 else ()

@@ -112,7 +112,7 @@ def _check(settings: Settings, record: RunRecord, step: int, method: str, until:
         raise SettingError(f"until is {until}; write a step from {step} to {settings.steps}, where the schedule ends")
     if settings.staleness:
         raise SettingError(
-            f"this run sampled ahead of training (staleness {settings.staleness}), so its rollouts depended on timing and "
+            f"this run sampled as its tools answered (staleness {settings.staleness}), so its rollouts depended on timing and "
             "cannot be repeated; a run with --staleness 0 can"
         )
     for name in split_method(method):

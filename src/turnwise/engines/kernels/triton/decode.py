@@ -315,7 +315,7 @@ def _inverse_cdf(weight, goal):
     return which, (goal - tl.sum(tl.where(hit, end, 0.0)) + width) / width
 
 
-PART = 1024  # entries of the vocabulary per program
+VOCABULARY_PART = 1024  # entries of the vocabulary per program
 
 
 def sample(
@@ -329,13 +329,15 @@ def sample(
     logits [B, V] float32; ``inverse_temperature``: 0 for greedy. Writes the token to ``tokens``, where the next step reads it,
     and to row ``position − start`` of ``sampled``, and increments the position. Lanes with position −1 are inactive."""
     lanes, vocabulary = logits.shape
-    parts = triton.cdiv(vocabulary, PART)
+    parts = triton.cdiv(vocabulary, VOCABULARY_PART)
     tops, sums = logits.new_empty(2, lanes, parts)
     ids = torch.empty(lanes, parts, dtype=torch.int32, device=logits.device)
-    _partial_softmax[(lanes, parts)](logits, inverse_temperature, tops, sums, ids, vocabulary, parts, PART, num_warps=4)
+    _partial_softmax[(lanes, parts)](
+        logits, inverse_temperature, tops, sums, ids, vocabulary, parts, VOCABULARY_PART, num_warps=4
+    )
     _sample[(lanes,)](
         logits, inverse_temperature, seed, tops, sums, ids, tokens, position, start, sampled, logp, vocabulary, parts,
-        sampled.shape[1], triton.next_power_of_2(parts), PART, num_warps=4,
+        sampled.shape[1], triton.next_power_of_2(parts), VOCABULARY_PART, num_warps=4,
     )  # fmt: skip
 
 

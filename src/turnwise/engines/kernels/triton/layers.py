@@ -231,7 +231,8 @@ def _log_probs(
     for start in range(0, V, BLOCK):
         inside = start + at < V
         z = tl.load(logits + row * V + start + at, mask=inside, other=0.0).to(tl.float32) * inverse
-        z = tl.where(inside, z, -1e30)  # not before the product: fused with z − high it is off by more than exp can take
+        # masked after the product: fused with z - high, a masked z would be off by more than exp can take
+        z = tl.where(inside, z, -1e30)
         high = tl.maximum(top, z)
         decay, e = tl.exp(top - high), tl.exp(z - high)
         if ENTROPY:

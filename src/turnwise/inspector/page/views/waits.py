@@ -48,5 +48,8 @@ def _episodes(run: RunReader, step: int) -> Any:
                     at += seconds
         lines.append((Link(row.id, "why", {"trajectory": row.id}), segments))
     lines.sort(key=lambda line: -sum(s[1] for s in line[1]))
-    about = f"turns laid end to end, at most {EPISODES} episodes, slowest first; waiting for a slot counts as sampling"
+    about = (
+        f"turns laid end to end, at most {EPISODES} episodes, slowest first; waiting for a slot counts as sampling, waiting for "
+        "the tools of other episodes is left out"
+    )
     return Timeline(f"Episodes of step {step}", lines, about)
