@@ -15,7 +15,7 @@ from turnwise.environments.checker.driver import EnvironmentDriver
 
 
 def problems_of(cls, **options):
-    return "\n".join(check_env(cls, **{"episodes": 3, "seconds": 1.0, **options}).problems)
+    return "\n".join(check_env(cls, **{"episodes": 3, "seconds": 10.0, **options}).problems)
 
 
 class OpensInReset(Sound):

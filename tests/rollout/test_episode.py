@@ -14,7 +14,7 @@ from turnwise.core.records import Sampling, Status, Stop
 from turnwise.rollout.episode import Episode, EpisodeLimits
 from turnwise.rollout.strategies import GroupRequest, Independent
 
-IMPATIENT = EpisodeLimits(turns=3, context=400, environment_seconds=0.4)
+IMPATIENT = EpisodeLimits(turns=3, context=400, environment_seconds=1.5)
 
 
 def raising(fault):
@@ -226,7 +226,7 @@ async def quits_later(self):
         (lambda self: next(iter(())), "StopIteration"),
         (quits, "SystemExit"),
         (quits_later, "SystemExit"),
-        (lambda self: asyncio.sleep(60), "no answer within 0.4 s"),
+        (lambda self: asyncio.sleep(60), "no answer within 1.5 s"),
     ],
 )
 def test_a_wrong_state_key_is_recorded_in_words(key, words):
@@ -280,7 +280,7 @@ class HangsDeferred(Patient):
 def test_a_hanging_environment_is_given_up(kind):
     began = time.perf_counter()
     t = play(kind(), limits=IMPATIENT)
-    assert t.status == Status.FAILED and t.reason.startswith("no answer within 0.4 s")
+    assert t.status == Status.FAILED and t.reason.startswith("no answer within 1.5 s")
     assert ("line" in t.reason) == (kind in (HangsAwake, HangsInReset))  # where the thread is
     assert time.perf_counter() - began < 30
 
