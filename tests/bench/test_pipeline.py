@@ -68,6 +68,16 @@ def test_laws(seed, staleness, learn, slots):
     assert result == simulate(pipeline, heavy(seed), steps=24, warm_up=4)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 64))
+def test_to_wait_for_all_tools_is_never_faster(seed, tick):
+    waits = Pipeline(4, 3, lambda n: 0.004, 0.5, 0.05, 0, tick=tick)
+    alone = replace(waits, staleness="0,continuous")
+    base, free = (simulate(p, heavy(seed), steps=12, warm_up=2) for p in (waits, alone))
+    assert free.seconds <= base.seconds + 1e-9 and free.oldest == base.oldest == 0
+    assert free.tokens * free.seconds == pytest.approx(base.tokens * base.seconds)  # the same episodes
+
+
 def test_staleness_helps_a_heavy_tail_and_four_helps_more_than_one():
     pipeline = Pipeline(8, 8, lambda n: 0.004, learn=2.0, publish=0.1)
     times = [simulate(replace(pipeline, staleness=k), heavy(3), 200, 20).seconds for k in (0, 1, 4)]

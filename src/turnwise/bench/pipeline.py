@@ -100,8 +100,7 @@ class _Rollouts:
             return
         episode.acting = turn.seconds
         self.waiting.append((turn.tokens, episode))
-        if not self.deterministic:
-            self._fill()
+        self._fill()
 
     def remove(self, groups: Collection[int]) -> None:
         """Cancel the episodes of groups that run, and forget those that are ready."""
@@ -112,10 +111,14 @@ class _Rollouts:
         heapq.heapify(self.acting)
         self.left = {group: n for group, n in self.left.items() if group not in groups}
         self.ready = [group for group in self.ready if group not in groups]
-        if not self.deterministic:
-            self._fill()
+        self._fill()
 
     def _fill(self) -> None:
+        """Admit what waits, where that needs no batch boundary."""
+        if not self.deterministic:
+            self._admit()
+
+    def _admit(self) -> None:
         while self.waiting and len(self.sampling) < self.pipeline.slots:
             tokens, episode = self.waiting.popleft()
             self.tokens += tokens
@@ -128,7 +131,7 @@ class _Rollouts:
         if self.deterministic and not (self.sampling and (self.clock < self.batch_end or not self.changed)):
             if self.acting:
                 return False
-            self._fill()
+            self._admit()
             self.batch_end, self.changed = self.clock + self.pipeline.tick, False
         return bool(self.sampling)
 
@@ -139,22 +142,18 @@ class _Rollouts:
             sampled = self.now + (self.sampling[0][0] - self.clock) * step if step < math.inf else math.inf
             answered = self.acting[0][0] if self.acting else math.inf
             ends = self.deterministic and self.changed and step < math.inf
-            then = min(sampled, answered, limit, self.now + (self.batch_end - self.clock) * step if ends else math.inf)
+            batch = self.now + (self.batch_end - self.clock) * step if ends else math.inf
+            then = min(sampled, answered, limit, batch)
             assert then < math.inf, "nothing left to wait for"
             if step < math.inf:
-                passed = (
-                    self.batch_end
-                    if ends and then < min(sampled, answered, limit)
-                    else self.clock + (then - self.now) / step
-                )
-                self.clock = self.sampling[0][0] if then == sampled else passed
+                exact = {sampled: self.sampling[0][0], batch: self.batch_end}  # free of rounding
+                self.clock = exact.get(then, self.clock + (then - self.now) / step)
                 self.busy += then - self.now
             self.now = then
             if then == sampled:
                 _, _, episode = heapq.heappop(self.sampling)
                 heapq.heappush(self.acting, (then + episode.acting, next(self.order), episode))
-                if not self.deterministic:
-                    self._fill()
+                self._fill()
             elif then == answered:
                 self._next_turn(heapq.heappop(self.acting)[2])
             elif then == limit:
@@ -165,11 +164,8 @@ def simulate(pipeline: Pipeline, draw: Callable[[], EpisodeLoad], steps: int = 6
     """Run ``steps`` steps of episodes that ``draw`` returns; the first ``warm_up`` are not counted. ``draw`` is called for all
     episodes of a group in a row, so that they may have something in common."""
     p, policy = pipeline, StalenessPolicy.parse(pipeline.staleness)
-    rollouts, issued, numbers = (
-        _Rollouts(pipeline, deterministic=policy.deterministic),
-        dict[str, int](),
-        itertools.count(),
-    )
+    rollouts, issued = _Rollouts(pipeline, deterministic=policy.deterministic), dict[str, int]()
+    numbers = itertools.count()
     ends, marks = list[float](), list[tuple[float, float, int]]()
     oldest = in_training = dropped = 0
 

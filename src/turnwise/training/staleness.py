@@ -19,7 +19,8 @@ from turnwise.observe.run_health import TOO_OLD
 @dataclass(frozen=True)
 class StalenessPolicy:
     """``limit``: the most policy versions between the oldest token of a group and the step that trains on it. ``late``: what
-    happens to a group that would exceed it. A group that still runs counts from the step in which it was issued."""
+    happens to a group that would exceed it, or how a synchronous run samples. A group that still runs counts from the step in
+    which it was issued."""
 
     limit: int
     late: str = WAIT
