@@ -189,13 +189,6 @@ def test_a_second_learner_with_ranks_is_refused_while_one_is_open():
         pool.close()
 
 
-def test_a_process_of_torchrun_is_refused(monkeypatch):
-    """Each of its processes would start ranks, and train by itself."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(SettingError, match=r"run it without torchrun \(--ranks starts them\)"):
-        start_ranks(2)
-
-
 def test_a_skipped_step_changes_nothing_on_any_rank():
     """A loss that is not finite: every rank skips, as the local learner does."""
     case, pool = Case("grpo"), start_ranks(1)

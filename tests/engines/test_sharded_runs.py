@@ -14,8 +14,8 @@ from turnwise import recipes
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError, StoreError
 from turnwise.store.checkpoint import checkpoints
-from turnwise.training import engines
 from turnwise.training.requirements import check_ranks
+from turnwise.training.size_checks import check_rank_devices
 
 SMALL = {
     "method": "grpo", "env": "calculator", "difficulty": (1,), "groups": 2, "group_size": 3, "steps": 2, "eval_tasks": 2,
@@ -51,7 +51,7 @@ def test_every_rank_needs_a_gpu_of_its_own(monkeypatch, cards, instead):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     with pytest.raises(SettingError, match=f"ranks is 4 and every rank needs a GPU of its own.*has {cards}.*{instead}"):
-        engines.check_rank_devices(Settings(ranks=4, device="cuda"))
+        check_rank_devices(Settings(ranks=4, device="cuda"), "cuda")
 
 
 def refused_without_a_shard(run):

@@ -12,6 +12,7 @@ from turnwise import environments
 from turnwise.config.settings import Settings
 from turnwise.core.deferred_module import defer, load_deferred
 from turnwise.core.protocols import Listener
+from turnwise.engines.sharded.torchrun import torchrun_rank
 from turnwise.errors import SettingError
 from turnwise.store.rundir import RunDir
 from turnwise.training import dry_run as dry_running
@@ -52,6 +53,7 @@ def train(
             f"the first argument is a function that receives events, not {listen!r}; write method={listen!r}"
         )
     defer(TORCH)
+    _serve_other_ranks()
     inputs = collect_inputs(settings, config, recipe, tokenizer)
     chosen = resolve_settings(inputs.values, inputs.given.env_class)
     check_at_once(chosen, inputs.given)
@@ -76,6 +78,7 @@ def resume(
 
     A recipe, environment, environment argument, reward or agent that ``train`` was given as an object must be given again.
     """
+    _serve_other_ranks()
     run_dir = RunDir.open(path)
     settings = Settings.of(run_dir.metadata()["settings"])
     new = changed_settings(settings, changes)  # refuses before the engines are imported
@@ -101,6 +104,16 @@ def dry_run(listen: Listener | None = None, **settings: Any) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------- helpers
+
+
+def _serve_other_ranks() -> None:
+    """In a process that torchrun started as rank 1, 2 ...: serve the learner of rank 0 until its run ends, then end."""
+    started = torchrun_rank()
+    if started is not None and started.rank:
+        load_deferred(TORCH)
+        from turnwise.engines.sharded.worker import main_of_torchrun
+
+        raise SystemExit(main_of_torchrun(started))
 
 
 def _launch() -> Any:

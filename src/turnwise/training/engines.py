@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.policy_check import TOLERANCE, TOLERANCES, PolicyCheck, SeparatePolicyCheck
 from turnwise.engines.own_process.process_generator import ProcessGenerator
 from turnwise.engines.own_process.worker import GeneratorSpec
+from turnwise.engines.sharded.torchrun import ranks_here
 from turnwise.errors import SettingError
 from turnwise.models.loading import load_causal_lm, load_tokenizer
 from turnwise.recipes.recipe import Recipe
@@ -44,6 +46,7 @@ from turnwise.training.judges import FIRST_ERROR, POLICY, reward_model_folder
 from turnwise.training.opponents import Opponents
 from turnwise.training.remote_generators import OWN_PROCESS, make_remote_generator
 from turnwise.training.requirements import check_ranks
+from turnwise.training.size_checks import check_rank_devices
 
 FP8 = torch.float8_e4m3fn
 JUDGE_CONTEXT = 8192  # ids that a policy reads when it judges; fewer if the model cannot
@@ -160,26 +163,13 @@ def make_local_learner(
     )
 
 
-def check_rank_devices(settings: Settings) -> None:
-    """Refuse a device that does not exist, and more ranks than GPUs."""
-    device = select_device(settings)
-    if settings.ranks == 1 or device.type == "cpu":
-        return
-    cards = torch.cuda.device_count() if device.type == "cuda" else 0
-    if cards < settings.ranks:
-        raise SettingError(
-            f"ranks is {settings.ranks} and every rank needs a GPU of its own, but this machine has {cards} that torch can use; "
-            f"write --ranks {max(1, cards)}, or --device cpu"
-        )
-
-
 def make_sharded_learner(
     settings: Settings, model: PreTrainedModel, recipe: Recipe, teacher: PreTrainedModel | None
 ) -> Learner:
     """A learner over ``settings.ranks`` processes. Each gets its share of the CPU threads."""
     from turnwise.engines.sharded.sharded_learner import ShardedLearner  # late: imports FSDP
 
-    check_rank_devices(settings)
+    check_rank_devices(settings, select_device(settings).type)
     check_ranks(recipe, settings)
     signals = recipe.objective.signals
     return ShardedLearner(
@@ -187,12 +177,13 @@ def make_sharded_learner(
         learner_settings(settings, recipe),
         ranks=settings.ranks,
         signals=signals,
-        threads=max(1, torch.get_num_threads() // settings.ranks),
+        threads=max(1, torch.get_num_threads() // ranks_here(settings.ranks)),
         critic=recipe.critics,
         turn_critic=bool(signals & {*TURN_CRITIC, *TURN_CRITIC_TARGET}),
         separate_critic=settings.critic == "separate",
         teacher=teacher if Signal.TEACHER in signals else None,
         device=select_device(settings),
+        shared_folders=[Path(settings.out)],
     )
 
 

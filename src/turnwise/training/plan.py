@@ -23,7 +23,7 @@ from turnwise.training.inputs import GivenObjects
 from turnwise.training.judges import with_rubric_text
 from turnwise.training.memory_check import check_memory
 from turnwise.training.run_recipe import make_recipe
-from turnwise.training.size_checks import check_adapter_rank, check_rank_cores
+from turnwise.training.size_checks import check_adapter_rank, check_rank_cores, check_rank_devices
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ class RunPlan:
 def validate(plan: RunPlan) -> None:
     """Refuse a plan that cannot run, with what to write instead."""
     settings, recipe, env_spec = plan.settings, plan.recipe, plan.env_spec
-    engines.check_rank_devices(settings)
-    check_rank_cores(settings, engines.select_device(settings).type)
+    device = engines.select_device(settings).type
+    check_rank_devices(settings, device)
+    check_rank_cores(settings, device)
     requirements.check_ranks(recipe, settings)
     requirements.check_precision(recipe, settings)
     env_spec.tasks("train")

@@ -16,6 +16,7 @@ from turnwise.data.prompts import holds_prompts_only
 from turnwise.data.replay import NoReplay
 from turnwise.data.replay.fresh_actions import FRESH, FreshActions
 from turnwise.engines.sharded.served import LearnerNeeds, unserved_reason
+from turnwise.engines.sharded.torchrun import check_torchrun
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
 from turnwise.models.options import is_tiny
@@ -93,7 +94,9 @@ def check_precision(recipe: Recipe, settings: Settings) -> None:
 
 
 def check_ranks(recipe: Recipe, settings: Settings) -> None:
-    """Refuse several ranks for a recipe that they cannot serve, and ranks that would have nothing to do."""
+    """Refuse several ranks for a recipe that they cannot serve, ranks that would have nothing to do, and another number than
+    torchrun has started."""
+    check_torchrun(settings.ranks, settings.cluster)
     if settings.ranks == 1:
         return
     dtype = recipe.precision.learner if settings.dtype == "auto" else settings.dtype

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from turnwise.config.settings import Settings
 from turnwise.engines.memory import ModelShape
+from turnwise.engines.sharded.torchrun import ranks_here
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_config
 
@@ -18,10 +21,22 @@ def check_rank_cores(settings: Settings, device_type: str) -> None:
     if device_type != "cpu" or settings.cluster:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if settings.ranks > RANKS_PER_CORE * cores:
+    if ranks_here(settings.ranks) > RANKS_PER_CORE * cores:
         raise SettingError(
             f"ranks is {settings.ranks}, and this machine has {cores} processor cores, which they would share; write "
-            f"--ranks {cores} or fewer"
+            f"--ranks {cores} or fewer, or start them on several machines with torchrun"
+        )
+
+
+def check_rank_devices(settings: Settings, device_type: str) -> None:
+    """Refuse more ranks than GPUs."""
+    if settings.ranks == 1 or device_type == "cpu":
+        return
+    cards, here = torch.cuda.device_count() if device_type == "cuda" else 0, ranks_here(settings.ranks)
+    if cards < here:
+        raise SettingError(
+            f"ranks is {settings.ranks} and every rank needs a GPU of its own, but this machine has {cards} that torch can use; "
+            f"write --ranks {max(1, cards)}, or --device cpu"
         )
 
 

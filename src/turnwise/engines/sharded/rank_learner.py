@@ -38,6 +38,7 @@ from turnwise.engines.learner.learner import LocalLearner
 from turnwise.engines.learner.optimizer import LearnerSettings, whole
 from turnwise.engines.learner.signals.measure import AUXILIARY, SignalMeasurer
 from turnwise.engines.learner.value_heads import frozen_copy
+from turnwise.engines.sharded.rank_files import FILE_VERBS
 from turnwise.engines.sharded.rank_state import OwnTensors, write_own
 from turnwise.store.shard_files import ShardFile, StoredTensors
 
@@ -389,4 +390,5 @@ class RankHost:
             self.learner = None  # its memory first
             self.learner = arguments[0].build(self.device)
             return None
-        return getattr(self.learner, verb)(*arguments)
+        own = FILE_VERBS.get(verb)
+        return own(*arguments) if own is not None else getattr(self.learner, verb)(*arguments)

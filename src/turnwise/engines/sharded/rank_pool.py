@@ -1,6 +1,7 @@
 """The processes of a sharded learner: start them, let all ranks do the same thing at the same time, notice when one dies.
 
-Rank 0 is the calling process. It sends each other rank a verb with arguments, does its own part, and collects the answers.
+Rank 0 is the calling process. It starts the others, or torchrun has started all of them (``joined_ranks``). It sends each other
+rank a verb with arguments, does its own part, and collects the answers.
 Between verbs the others wait at their pipes, so a fault of the caller leaves no rank inside a collective operation.
 
 Knows processes and pipes; does not know what the verbs compute.
@@ -25,14 +26,16 @@ import torch.distributed as dist
 
 from turnwise.engines.piped_process import PipedProcess, PipeStuck
 from turnwise.engines.sharded import messages
+from turnwise.engines.sharded.joined_ranks import JoinedRank, accept_ranks, meet
+from turnwise.engines.sharded.torchrun import TorchrunRank, check_torchrun, torchrun_rank
 from turnwise.errors import RankFault, SettingError, TurnwiseError
 
 WORKER = "turnwise.engines.sharded.worker"
 START_SECONDS = 300.0  # until a rank has imported torch and built its part of the model
 ANSWER_SECONDS = 300.0  # the longest verb: a rank that is stopped or stuck is named after that
 NAMING_SECONDS = 5.0  # until a rank that broke a connection shows as ended
+FILE_SECONDS = 3600.0  # until a rank that reads or writes its files counts as stuck: a slow disk is no fault
 LOST_PEER = 3  # exit status of a rank that ends because another one is gone
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # torchrun sets it for each process that it starts
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -42,10 +45,10 @@ class VerbHost(Protocol):
     def do(self, verb: str, *arguments: Any) -> Any: ...
 
 
-def join_group(store: dist.Store, device: torch.device, rank: int, size: int) -> None:
-    """Become a rank of the process group. Connections stay on this machine."""
+def join_group(store: dist.Store, device: torch.device, rank: int, size: int, one_machine: bool = True) -> None:
+    """Become a rank of the process group. ``one_machine``: connections stay on this one."""
     interface = "GLOO_SOCKET_IFNAME"
-    chosen = interface in os.environ
+    chosen = interface in os.environ or not one_machine
     if not chosen:
         os.environ[interface] = "lo0" if sys.platform == "darwin" else "lo"
     try:
@@ -63,6 +66,11 @@ class _Rank(PipedProcess):
         super().__init__(WORKER, ANSWER_SECONDS)
         self.rank = rank
 
+    @property
+    def lost_peer(self) -> bool:
+        """Whether it ended because another rank had."""
+        return self.process.returncode == LOST_PEER
+
     def send(self, message: object) -> None:
         """``RankFault`` where it reads nothing: a message that does not fit the pipe's buffer waits for its reader."""
         try:
@@ -78,37 +86,51 @@ class RankPool:
     size: int
     device: torch.device
     threads: int = 1  # of rank 0 while it does its part
-    workers: list[_Rank] = field(default_factory=list)
+    workers: list[_Rank | JoinedRank] = field(default_factory=list)
     host: VerbHost | None = None
+    joined: bool = False  # torchrun started the others, perhaps on other machines
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def start(self, host: VerbHost) -> RankPool:
-        """Start the other ranks and form the process group."""
-        if dist.is_initialized() or TORCHRUN in os.environ:
+        """Start the other ranks, or let those of torchrun connect, and form the process group."""
+        if dist.is_initialized():
             raise SettingError(
-                "this process already belongs to a torch process group, so it cannot start ranks of its own; run it without "
-                "torchrun (--ranks starts them), and without another learner with ranks that is still open"
+                "this process already belongs to a torch process group, so it cannot have ranks of its own; close the other "
+                "learner with ranks first"
             )
-        self.host = host
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.host, started = host, torchrun_rank()
+        check_torchrun(self.size)
         try:
-            for rank in range(1, self.size):
-                self.workers.append(_Rank(rank))
-                start = {"rank": rank, "size": self.size, "port": store.port, "device": self.device.type}
-                self.workers[-1].send({**start, "threads": self.threads})
+            store = self._start_workers() if started is None else self._accept_workers(started)
             with self._faults():
                 for worker in self.workers:
                     self._answer(worker, START_SECONDS)  # imported: now the group can meet
-                join_group(store, self.device, 0, self.size)
+                join_group(store, self.device, 0, self.size, started is None or started.one_machine)
         except BaseException:
             self.close()
             raise
         return self
 
+    def _start_workers(self) -> dist.Store:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(1, self.size):
+            self.workers.append(_Rank(rank))
+            start = {"rank": rank, "size": self.size, "port": store.port, "device": self.device.type}
+            self.workers[-1].send({**start, "threads": self.threads})
+        return store
+
+    def _accept_workers(self, started: TorchrunRank) -> dist.Store:
+        store = meet(started)
+        self.workers = list(accept_ranks(store, started, START_SECONDS, ANSWER_SECONDS))
+        for worker in self.workers:
+            worker.send({"device": self.device.type, "threads": self.threads})
+        self.joined = True
+        return store
+
     @property
     def processes(self) -> list[int]:
-        """The process ids of ranks 1, 2 ..."""
-        return [worker.process.pid for worker in self.workers]
+        """The process ids of ranks 1, 2 ... that this one started."""
+        return [worker.process.pid for worker in self.workers if isinstance(worker, _Rank)]
 
     def call(
         self, verb: str, *shared: Any, each: Sequence[Sequence[Any]] | None = None, seconds: float = 0.0
@@ -124,7 +146,7 @@ class RankPool:
                 first = self.host.do(verb, *shared, *own[0])
             return [first, *(self._answer(worker, seconds or ANSWER_SECONDS) for worker in self.workers)]
 
-    def _answer(self, worker: _Rank, seconds: float) -> Any:
+    def _answer(self, worker: _Rank | JoinedRank, seconds: float) -> Any:
         until = time.monotonic() + seconds
         while not worker.connection.poll(0.2):
             self._check_alive()
@@ -143,9 +165,7 @@ class RankPool:
     def _check_alive(self) -> None:
         """Name the rank that has ended: first one that did not end because of another."""
         ended = sorted(
-            (worker.process.returncode == LOST_PEER, worker.rank, how)
-            for worker in self.workers
-            if (how := worker.how_it_ended())
+            (worker.lost_peer, worker.rank, how) for worker in self.workers if (how := worker.how_it_ended())
         )
         if ended:
             _, rank, how = ended[0]
@@ -207,9 +227,18 @@ class _Broken(Exception):
 
 
 @contextlib.contextmanager
-def shared_file(value: object) -> Iterator[Path]:
-    """A file that holds ``value`` for the ranks to load, while this context is open: too large for a pipe."""
+def shared_file(pool: RankPool, value: object) -> Iterator[Path]:
+    """A file that holds ``value`` for the ranks to load, while this context is open: too large for a pipe. Other machines get
+    a copy of the same name."""
     with tempfile.TemporaryDirectory(prefix="turnwise-ranks-") as folder:
         path = Path(folder) / "start.pt"
         torch.save(value, path)
-        yield path
+        if not pool.joined:
+            yield path
+            return
+        pool.call("copy_file", path, path.stat().st_size, seconds=FILE_SECONDS)
+        try:
+            yield path
+        finally:
+            if pool.host is not None:
+                pool.call("remove_copy", path)

@@ -6,6 +6,7 @@ part of the whole tensor each slice is, and any number of ranks, or a single pro
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -14,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from turnwise.engines.sharded.rank_pool import RankPool
+from turnwise.engines.sharded.rank_pool import FILE_SECONDS, RankPool
+from turnwise.errors import SettingError
 from turnwise.store.shard_files import Position, ShardFile, StoredTensors, TensorSlice, write_shard
-
-FILE_SECONDS = 3600.0  # until a rank that reads or writes its files counts as stuck: a slow disk is no fault
 
 
 class RankTensors(Mapping[str, Tensor]):
@@ -42,6 +42,19 @@ class RankTensors(Mapping[str, Tensor]):
     def write_files(self, folder: Path) -> list[ShardFile]:
         """Let every rank write its file into ``folder``."""
         return self._pool.call("write_own", folder.absolute(), seconds=FILE_SECONDS)
+
+
+def check_shared(pool: RankPool, folder: Path) -> None:
+    """Refuse a folder into which not every rank can write so that rank 0 sees it."""
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder) as mark:
+        places = pool.call("find_file", Path(mark.name))
+    if missing := sorted({place for place in places if place}):
+        raise SettingError(
+            f"{folder} is not the same folder on all machines: {', '.join(missing)} cannot read what rank 0 writes there; give "
+            "--out a folder on a filesystem that they share, because every rank writes its own part of a checkpoint"
+        )
 
 
 class OwnTensors(StoredTensors):

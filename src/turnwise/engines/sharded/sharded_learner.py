@@ -30,7 +30,7 @@ from turnwise.engines.learner.signals.measure import AUXILIARY
 from turnwise.engines.sharded.dealing import Round, Share, deal
 from turnwise.engines.sharded.rank_learner import VARYING_FORWARDS, Gather, RankHost, RankLearner, RankSpec
 from turnwise.engines.sharded.rank_pool import RankPool, shared_file
-from turnwise.engines.sharded.rank_state import FILE_SECONDS, RankTensors
+from turnwise.engines.sharded.rank_state import FILE_SECONDS, RankTensors, check_shared
 from turnwise.engines.sharded.served import LearnerNeeds, unserved_reason
 from turnwise.errors import RankFault, SettingError
 from turnwise.store.shard_files import StoredTensors
@@ -38,10 +38,16 @@ from turnwise.store.shard_files import StoredTensors
 Gradients = dict[Signal, Tensor | None]
 
 
-def start_ranks(ranks: int, device: torch.device | str = "cpu", threads: int = 1) -> RankPool:
-    """Processes that can hold a learner. This one is the first of them."""
+def start_ranks(
+    ranks: int, device: torch.device | str = "cpu", threads: int = 1, shared_folders: Sequence[Path] = ()
+) -> RankPool:
+    """Processes that can hold a learner. This one is the first of them. ``shared_folders``: that ranks on other machines must
+    see, too."""
     own = torch.device("cuda", 0) if torch.device(device).type == "cuda" else torch.device(device)
-    return RankPool(ranks, own, threads).start(RankHost(own))
+    pool = RankPool(ranks, own, threads).start(RankHost(own))
+    for folder in shared_folders if pool.joined else ():
+        check_shared(pool, folder)
+    return pool
 
 
 class ShardedLearner:
@@ -59,11 +65,12 @@ class ShardedLearner:
         teacher: PreTrainedModel | None = None,
         device: torch.device | str = "cpu",
         pool: RankPool | None = None,
+        shared_folders: Sequence[Path] = (),
         **critic: Any,
     ) -> None:
         """``signals``: all that will be measured. ``gather``: see ``rank_learner``; None: by step on a CPU, where ranks share
         one memory, and by block on GPUs. ``threads``: of each rank. ``pool``: ranks that were started
-        before, and end later. ``critic``: as for the local learner."""
+        before, and end later. ``shared_folders``: see ``start_ranks``. ``critic``: as for the local learner."""
         settings = settings or LearnerSettings()
         reason = unserved_reason(LearnerNeeds(signals, dtype=settings.dtype, offload=settings.offload))
         if reason:
@@ -72,11 +79,11 @@ class ShardedLearner:
         gather = gather or ("block" if device.type == "cuda" else "step")
         self.settings, self.signals, self.version, self._stale = settings, signals, 0, False
         self.skipped = 0
-        self.pool = pool or start_ranks(ranks, device, threads)
+        self.pool = pool or start_ranks(ranks, device, threads, shared_folders)
         weakref.finalize(self, self.pool.close if pool is None else int)
         if settings.four_bit:  # packed once: the same numbers on all ranks, and in the copy that is published
             lora.quantise_frozen(model, settings.lora_rank, settings.compute_dtype(device), self.pool.device)
-        with shared_file((model.cpu(), teacher)) as file:
+        with shared_file(self.pool, (model.cpu(), teacher)) as file:
             self.whole = LocalLearner(model, settings, teacher=teacher, device="cpu", **critic)
             self.pool.call("build", RankSpec(file, settings, signals, gather, critic))
 
