@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import os
 import secrets
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +37,7 @@ from turnwise.errors import RankFault
 WAIT_FOR_RUN = datetime.timedelta(days=7)  # rank 0 may download and prepare a model first; torchrun ends us if it fails
 HELLO_SECONDS = 10.0  # until a connection that does not say which rank it is is closed
 LISTENING = "listening"
+SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
 def meet(started: TorchrunRank) -> dist.Store:
@@ -68,6 +71,10 @@ class JoinedRank:
                 f"rank {self.rank} on {self.host} does not answer: it has read nothing for {self.seconds:.0f} s: it is stopped "
                 "or stuck"
             ) from None
+
+    @property
+    def own_interface(self) -> str:
+        return interface_of(self._socket)
 
     def how_it_ended(self) -> str:
         """In words; empty while its connection stands."""
@@ -133,14 +140,25 @@ def _welcome(accepted: socket.socket, key: bytes) -> tuple[dict[str, Any], Conne
     return hello, connection
 
 
+def interface_of(connection: socket.socket) -> str:
+    """The network interface of this side of a connection; empty where the system does not tell."""
+    own = connection.getsockname()[0]
+    for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):  # an interface without an address
+            found = fcntl.ioctl(connection, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+            if socket.inet_ntoa(found[20:24]) == own:
+                return name
+    return ""
+
+
 def _set_timeout(connected_socket: socket.socket, option: int, seconds: float) -> None:
     connected_socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
 @contextlib.contextmanager
-def connected(started: TorchrunRank, ends_with: int) -> Iterator[tuple[Connection, dist.Store]]:
-    """The connection of this process, rank 1 or higher, to rank 0, once that listens. This process ends with the status
-    ``ends_with`` when rank 0 has ended, also from inside a collective operation."""
+def connected(started: TorchrunRank, ends_with: int) -> Iterator[tuple[Connection, dist.Store, str]]:
+    """The connection of this process, rank 1 or higher, to rank 0, once that listens; the store, and the network interface. This
+    process ends with the status ``ends_with`` when rank 0 has ended, also from inside a collective operation."""
     store = meet(started)
     store.wait([LISTENING], WAIT_FOR_RUN)
     port, key = store.get(LISTENING).decode().split()
@@ -164,7 +182,9 @@ def connected(started: TorchrunRank, ends_with: int) -> Iterator[tuple[Connectio
 
     threading.Thread(target=end_with_rank_0, daemon=True).start()
     try:
-        yield work, store
+        with socket.socket(fileno=os.dup(work.fileno())) as own:
+            interface = interface_of(own)
+        yield work, store, interface
     finally:
         over.set()
         work.close()

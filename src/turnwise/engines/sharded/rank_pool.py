@@ -45,12 +45,16 @@ class VerbHost(Protocol):
     def do(self, verb: str, *arguments: Any) -> Any: ...
 
 
-def join_group(store: dist.Store, device: torch.device, rank: int, size: int, one_machine: bool = True) -> None:
-    """Become a rank of the process group. ``one_machine``: connections stay on this one."""
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def join_group(store: dist.Store, device: torch.device, rank: int, size: int, own_interface: str = LOOPBACK) -> None:
+    """Become a rank of the process group. ``own_interface``: of the network, over which gloo connects where the user named none;
+    empty: the one that the name of this machine resolves to."""
     interface = "GLOO_SOCKET_IFNAME"
-    chosen = interface in os.environ or not one_machine
+    chosen = interface in os.environ or not own_interface
     if not chosen:
-        os.environ[interface] = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ[interface] = own_interface
     try:
         timeout = datetime.timedelta(seconds=ANSWER_SECONDS)
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
@@ -105,7 +109,7 @@ class RankPool:
             with self._faults():
                 for worker in self.workers:
                     self._answer(worker, START_SECONDS)  # imported: now the group can meet
-                join_group(store, self.device, 0, self.size, started is None or started.one_machine)
+                self._form_group(store)
         except BaseException:
             self.close()
             raise
@@ -126,6 +130,19 @@ class RankPool:
             worker.send({"device": self.device.type, "threads": self.threads})
         self.joined = True
         return store
+
+    def _form_group(self, store: dist.Store) -> None:
+        if not self.joined:
+            join_group(store, self.device, 0, self.size)
+            return
+        others = [worker for worker in self.workers if isinstance(worker, JoinedRank)]
+        try:
+            join_group(store, self.device, 0, self.size, others[0].own_interface if others else LOOPBACK)
+        except RuntimeError as fault:
+            raise RankFault(
+                f"torch could not connect the ranks ({str(fault).splitlines()[0]}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+                "name the network interface that they use, on each machine"
+            ) from fault
 
     @property
     def processes(self) -> list[int]:

@@ -37,11 +37,11 @@ def main_of_torchrun(started: TorchrunRank) -> int:
     """What a process that torchrun started does as rank 1, 2 ... of a run, until that ends."""
 
     def work() -> int:
-        with connected(started, LOST_PEER) as (connection, store):
+        with connected(started, LOST_PEER) as (connection, store, interface):
 
             def join(start: dict[str, Any]) -> torch.device:
                 device = _own_device(start, started.local_rank)
-                join_group(store, device, started.rank, started.size, started.one_machine)
+                join_group(store, device, started.rank, started.size, interface)
                 return device
 
             return serve(connection, join)
