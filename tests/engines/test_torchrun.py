@@ -14,12 +14,13 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 import turnwise
 from turnwise.config.settings import Settings
-from turnwise.engines.sharded import joined_ranks, messages
+from turnwise.engines.sharded import joined_ranks, messages, rank_pool
 from turnwise.engines.sharded.joined_ranks import LISTENING, JoinedRank, accept_ranks
 from turnwise.engines.sharded.sharded_learner import start_ranks
 from turnwise.engines.sharded.torchrun import TorchrunRank, check_torchrun, ranks_here, torchrun_rank
@@ -102,6 +103,7 @@ def test_a_silent_connection_does_not_keep_the_others_out(monkeypatch):
     thread.join()
     try:
         assert isinstance(rank, JoinedRank) and rank.how_it_ended() == ""
+        assert rank.own_interface == ("lo" if sys.platform == "linux" else "")
         rank.send(("verb", ()))
         assert messages.receive(held[1]) == ("verb", ())
         with pytest.raises(RankFault, match="rank 1 on there does not answer: it has read nothing for 1 s"):
@@ -112,6 +114,16 @@ def test_a_silent_connection_does_not_keep_the_others_out(monkeypatch):
         rank.close()
         for connection in held:
             connection.close()
+
+
+def test_a_network_that_torch_cannot_use_is_named(monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("Gloo connectFullMesh failed\nand so on")
+
+    monkeypatch.setattr(rank_pool, "join_group", fails)
+    pool = rank_pool.RankPool(2, torch.device("cpu"), joined=True)
+    with pytest.raises(RankFault, match=r"could not connect the ranks \(Gloo connectFullMesh failed\); GLOO_SOCKET_IFNAME"):
+        pool._form_group(dist.HashStore())
 
 
 # ------------------------------------------------------------------ whole runs
