@@ -74,6 +74,8 @@ def read_state(path: str | Path) -> RunState:
     elsewhere = bool(status) and status.get("host") != socket.gethostname()
     state, explanation = _state(run_dir, status, process, locked, age, elsewhere)
     rows = [] if status else [row for row in read_rows(run_dir.metrics) if isinstance(row["step"], int)]
+    checkpoint = _newest_checkpoint(run_dir.checkpoints)
+    known = int(status.get("step", rows[-1]["step"] if rows else 0))
     return RunState(
         run=str(path),
         state=state,
@@ -81,9 +83,9 @@ def read_state(path: str | Path) -> RunState:
         process=process or int(status.get("process", 0)),
         alive=state in ("running", "silent"),
         age=age,
-        step=int(status.get("step", rows[-1]["step"] if rows else 0)),
+        step=max(known, checkpoint),  # a status is up to two seconds old
         steps=int(settings.get("steps", status.get("steps", 0))),
-        checkpoint=_newest_checkpoint(run_dir.checkpoints),
+        checkpoint=checkpoint,
         status=status,
     )
 
