@@ -39,7 +39,7 @@ def copy_file(path: Path, size: int) -> None:
     else:
         for chunk in _chunks(size):
             dist.broadcast(chunk, 0)
-    dist.barrier()
+    dist.all_reduce(torch.zeros(1))  # a barrier over gloo, whatever the device: all have written
 
 
 def remove_copy(path: Path) -> None:
