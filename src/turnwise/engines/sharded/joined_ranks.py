@@ -61,6 +61,7 @@ class JoinedRank:
 
     def __post_init__(self) -> None:
         self._socket = socket.socket(fileno=os.dup(self.connection.fileno()))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # verbs are small, and each is awaited
         _set_timeout(self._socket, socket.SO_SNDTIMEO, self.seconds)
 
     def send(self, message: object) -> None:
@@ -183,6 +184,7 @@ def connected(started: TorchrunRank, ends_with: int) -> Iterator[tuple[Connectio
     threading.Thread(target=end_with_rank_0, daemon=True).start()
     try:
         with socket.socket(fileno=os.dup(work.fileno())) as own:
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             interface = interface_of(own)
         yield work, store, interface
     finally:
