@@ -1,7 +1,7 @@
 """What asynchrony gains: the simulated loop for 8 to 512 GPUs, and beside it real runs on this machine.
 
     python benchmarks/pipeline.py [--write docs/scaling.md]        # the table of the page, from formulas and a stated load
-    python benchmarks/pipeline.py --measure [--steps 20]           # train here at staleness 0, 1 and 4 with slow tools
+    python benchmarks/pipeline.py --measure [--steps 20]           # train here at several staleness with slow tools
     python benchmarks/pipeline.py --measure --device cuda --groups 32 --hidden 512 --layers 8 [--no-delay] [--generator local]
     python benchmarks/pipeline.py --equal-time --seeds 0 1 2 3 4   # held-out success at equal steps and at equal time
     python benchmarks/pipeline.py --run runs/X                     # what staleness would gain in a recorded run

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import turnwise
 from turnwise.config.settings import Settings
 from turnwise.engines.sharded import joined_ranks, messages, rank_pool
-from turnwise.engines.sharded.joined_ranks import LISTENING, JoinedRank, accept_ranks
+from turnwise.engines.sharded.joined_ranks import LISTENING, OVER, JoinedRank, accept_ranks, shared_interface
 from turnwise.engines.sharded.sharded_learner import start_ranks
 from turnwise.engines.sharded.torchrun import TorchrunRank, check_torchrun, ranks_here, torchrun_rank
 from turnwise.errors import RankFault, SettingError
@@ -95,7 +95,7 @@ def test_a_silent_connection_does_not_keep_the_others_out(monkeypatch):
         held.append(socket.create_connection(address))
         for part in ("work", "watch"):
             held.append(Client(address, authkey=bytes.fromhex(key)))
-            messages.send(held[-1], {"rank": 1, "host": "there", "process": 7, "part": part})
+            messages.send(held[-1], {"rank": 1, "node": 1, "host": "there", "process": 7, "part": part})
 
     thread = threading.Thread(target=silent_then_rank_1)
     thread.start()
@@ -108,12 +108,30 @@ def test_a_silent_connection_does_not_keep_the_others_out(monkeypatch):
         assert messages.receive(held[1]) == ("verb", ())
         with pytest.raises(RankFault, match="rank 1 on there does not answer: it has read nothing for 1 s"):
             rank.send(b"x" * (1 << 26))
+        assert not rank.lost_peer and shared_interface([rank], "lo") == rank.own_interface
+        held[2].send_bytes(joined_ranks.LOST_A_PEER)
         held[1].close()
+        held[2].close()
         assert "(process 7 on there) has ended or cannot be reached" in rank.how_it_ended()
+        assert rank.lost_peer and rank.lost_peer  # it said so, once
     finally:
         rank.close()
         for connection in held:
             connection.close()
+
+
+def test_who_waits_is_told_that_there_was_no_learner(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(joined_ranks, "meet", lambda started: store)
+    joined_ranks.let_go(HERE)
+    assert store.get(LISTENING) == OVER.encode()
+    store.set(LISTENING, "1 key")
+    joined_ranks.let_go(HERE)
+    assert store.get(LISTENING) == b"1 key"
+    ranks = [JoinedRank.__new__(JoinedRank) for _ in range(2)]
+    for rank in ranks:
+        rank.node = 0
+    assert shared_interface(ranks, "lo") == "lo"
 
 
 def test_a_network_that_torch_cannot_use_is_named(monkeypatch):
@@ -154,8 +172,8 @@ def free_port():
 
 
 @contextlib.contextmanager
-def agents(arguments, folder, script):
-    """Two agents of torchrun with one rank each, as on two machines."""
+def agents(arguments, folder, script, second=1):
+    """Two agents of torchrun, as on two machines, with one rank and with ``second``."""
     port, started = free_port(), []
     path = folder / "script.py"
     path.write_text(script)
@@ -163,8 +181,9 @@ def agents(arguments, folder, script):
     try:
         for node in (0, 1):
             command = [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
-                "--master-addr=127.0.0.1", f"--master-port={port}", str(path), json.dumps(arguments),
+                sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+                f"--nproc-per-node={second if node else 1}", "--master-addr=127.0.0.1", f"--master-port={port}", str(path),
+                json.dumps(arguments),
             ]  # fmt: skip
             log = (folder / f"node{node}.log").open("w")
             started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
@@ -195,18 +214,22 @@ def test_a_run_under_torchrun_equals_one_that_starts_its_ranks(tmp_path, parity)
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_the_run_resumes(tmp_path, parity):
-    values = {**RUN, "steps": 500, "checkpoint_every": 1, "out": str(tmp_path), "name": "x"}
+    """Not the one that loses its connection because of that."""
+    values = {**RUN, "ranks": 3, "steps": 500, "checkpoint_every": 1, "out": str(tmp_path), "name": "x"}
     note = "import os\nopen(os.path.join(%r, os.environ['RANK']), 'w').write(str(os.getpid()))\n" % str(tmp_path)  # noqa: UP031
     metrics = tmp_path / "x" / "metrics.jsonl"
-    with agents(values, tmp_path, note + TRAIN) as started:
+    with agents(values, tmp_path, note + TRAIN, second=2) as started:
         until = time.monotonic() + 300
         while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2):
             assert time.monotonic() < until and all(p.poll() is None for p in started)
             time.sleep(0.1)
-        os.kill(int((tmp_path / "1").read_text()), 9)
+        os.kill(int((tmp_path / "2").read_text()), 9)
         assert started[0].wait(300) != 0
     log = (tmp_path / "node0.log").read_text()
-    assert "rank 1 of 2 (process" in log and "has ended or cannot be reached" in log, log
+    assert "rank 2 of 3 (process" in log and "has ended or cannot be reached" in log, log
     done = len(metrics.read_text().splitlines())
     summary = turnwise.resume(tmp_path / "x", steps=done + 1, quiet=True)  # with ranks of its own
     assert summary["groups"]["trained"] == (done + 1) * RUN["groups"]
+    resume = "import json, sys, turnwise\nturnwise.resume(json.loads(sys.argv[1]), quiet=True)\n"
+    with agents(str(tmp_path / "x"), tmp_path, resume, second=2) as started:  # finished: no learner is opened
+        assert [process.wait(120) for process in started] == [0, 0]

@@ -46,6 +46,7 @@ class OneWaitsForAnother(Calculator):
     async def step(self, action):
         self.steps += 1
         if self.first:
+            type(self).waited |= not self.another.is_set()
             await self.another.wait()
         elif self.steps == 2:
             self.another.set()
@@ -80,11 +81,11 @@ def test_every_group_is_trained_on_or_dropped_with_a_reason(staleness, tmp_path)
 
 def test_dialogues_of_a_continuous_run_do_not_wait_for_the_tools_of_others(tmp_path):
     """A reproducible run would wait for the first episode's answer until its patience ends, and warn."""
-    OneWaitsForAnother.another = None
-    values = {**SMALL, "env": OneWaitsForAnother, "steps": 3, "staleness": "0,continuous"}
+    OneWaitsForAnother.another, OneWaitsForAnother.waited = None, False
+    values = {**SMALL, "env": OneWaitsForAnother, "steps": 3, "staleness": "0,continuous", "cold_steps": 0}
     api.train(**values, out=str(tmp_path), name="x")
     counts, rows = counts_and_metrics(tmp_path / "x")
-    assert counts.trained == counts.issued == 6
+    assert OneWaitsForAnother.waited and counts.trained == counts.issued == 6
     assert all(row["staleness/oldest"] == 0 and row["policy_check"] < 1e-3 for row in rows)
     messages = (tmp_path / "x" / "messages.jsonl").read_text()
     assert "a repeated run may differ" in messages and "going on without them" not in messages

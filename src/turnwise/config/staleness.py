@@ -16,7 +16,7 @@ def parse_staleness(value: int | str) -> tuple[int, str]:
     if not number.isdecimal():
         raise SettingError(
             f"staleness is {value}; write 0 for synchronous, or a positive number of steps (4), which may be followed by what "
-            "happens to groups that come late: 4,wait 4,drop 4,keep"
+            "happens to groups that come late: 4,wait 4,drop 4,keep; 0,continuous does not wait for slow tools"
         )
     if late == CONTINUOUS:
         if int(number):

@@ -4,15 +4,16 @@ so that a misspelt name is answered before torch is imported."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from turnwise import environments
 from turnwise.config.settings import Settings
 from turnwise.core.deferred_module import defer, load_deferred
 from turnwise.core.protocols import Listener
-from turnwise.engines.sharded.torchrun import torchrun_rank
+from turnwise.engines.sharded.torchrun import check_torchrun, torchrun_rank
 from turnwise.errors import SettingError
 from turnwise.store.rundir import RunDir
 from turnwise.training import dry_run as dry_running
@@ -29,8 +30,35 @@ if TYPE_CHECKING:
     from turnwise.recipes.recipe import Recipe
 
 TORCH = "torch"
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def _one_of_torchrun(work: Callable[P, R]) -> Callable[P, R]:
+    """``work`` in rank 0 of the processes that torchrun started; the others serve its learner until the run ends, then end."""
+
+    @functools.wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        started = torchrun_rank()
+        if started is None:
+            return work(*args, **kwargs)
+        if started.rank:
+            load_deferred(TORCH)
+            from turnwise.engines.sharded.worker import main_of_torchrun
+
+            raise SystemExit(main_of_torchrun(started))
+        try:
+            return work(*args, **kwargs)
+        finally:
+            load_deferred(TORCH)
+            from turnwise.engines.sharded.joined_ranks import let_go
+
+            let_go(started)
+
+    return run
+
+
+@_one_of_torchrun
 def train(
     listen: Listener | None = None,
     recipe: Recipe | Callable[..., Recipe] | None = None,
@@ -53,7 +81,6 @@ def train(
             f"the first argument is a function that receives events, not {listen!r}; write method={listen!r}"
         )
     defer(TORCH)
-    _serve_other_ranks()
     inputs = collect_inputs(settings, config, recipe, tokenizer)
     chosen = resolve_settings(inputs.values, inputs.given.env_class)
     check_at_once(chosen, inputs.given)
@@ -63,6 +90,7 @@ def train(
         return _run(lambda stop: _launch().start_run(chosen, inputs.recipe, inputs.given, shown, stop, notes))
 
 
+@_one_of_torchrun
 def resume(
     path: str | Path,
     listen: Listener | None = None,
@@ -78,12 +106,12 @@ def resume(
 
     A recipe, environment, environment argument, reward or agent that ``train`` was given as an object must be given again.
     """
-    _serve_other_ranks()
     run_dir = RunDir.open(path)
     settings = Settings.of(run_dir.metadata()["settings"])
     new = changed_settings(settings, changes)  # refuses before the engines are imported
     if changes or not run_dir.summary.is_file():
         check_cluster(new)
+        check_torchrun(new.ranks, new.cluster)
     env_class = environments.name_of(env)[1] if env is not None and not isinstance(env, str) else None
     given = GivenObjects(env_class, rewards=name_rewards({"reward": reward}), agent=agent)
     own = _given_recipe(recipe, settings)
@@ -104,16 +132,6 @@ def dry_run(listen: Listener | None = None, **settings: Any) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------- helpers
-
-
-def _serve_other_ranks() -> None:
-    """In a process that torchrun started as rank 1, 2 ...: serve the learner of rank 0 until its run ends, then end."""
-    started = torchrun_rank()
-    if started is not None and started.rank:
-        load_deferred(TORCH)
-        from turnwise.engines.sharded.worker import main_of_torchrun
-
-        raise SystemExit(main_of_torchrun(started))
 
 
 def _launch() -> Any:

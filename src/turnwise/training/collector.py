@@ -92,7 +92,9 @@ class Collector:
             self.issue(step)
             if self.policy.select(self._oldest(), [g.id for g in self.ready], count, step) is not None:
                 break
-            until = asyncio.FIRST_COMPLETED if self.staleness else asyncio.ALL_COMPLETED  # a wave is admitted as one
+            until = (
+                asyncio.ALL_COMPLETED if self.policy.synchronous else asyncio.FIRST_COMPLETED
+            )  # a wave is admitted as one
             await asyncio.wait(self.running, return_when=until)
             finished += self._harvest(step)
         in_order = sorted(self.ready, key=lambda g: draw_order(g.id))

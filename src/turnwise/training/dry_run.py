@@ -6,6 +6,7 @@ k + 1 find fewer and fewer rollouts beside them. So a dry run takes 3 (k + 1) st
 
 from __future__ import annotations
 
+import os
 import resource
 import statistics
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Listener
+from turnwise.engines.sharded.torchrun import torchrun_rank
 from turnwise.training.process_memory import ChildMemory
 
 SETS = ("steps", "eval_tasks", "eval_every", "trackers", "staleness", "checkpoint_every")
@@ -48,7 +50,7 @@ def dry_run(train: Callable[..., dict[str, Any]], listen: Listener, settings: Ma
     """The summary of ``train`` with a few steps, and under ``estimate`` what to expect of the whole run."""
     asked = Settings.of({name: settings[name] for name in SETS if name in settings})  # refused as in a real run
     values = dict(settings)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=_shared_folder(str(settings.get("out", asked.out)))) as folder:
         tasks = min(EVAL_TASKS, asked.eval_tasks)
         steps = min(asked.steps, MAX_STEPS, STEPS * (steps_ahead(asked) + 1))
         values |= {"out": folder, "name": "dry", "steps": steps, "eval_tasks": tasks, "eval_every": 0, "trackers": ()}
@@ -58,6 +60,14 @@ def dry_run(train: Callable[..., dict[str, Any]], listen: Listener, settings: Ma
             summary = train(times, **values)
     expected = estimate(asked, summary, times.seconds.get("learn", []), tasks)
     return {**summary, "estimate": expected | memory_figures(children.peak, times.device_bytes)}
+
+
+def _shared_folder(out: str) -> str | None:
+    """Where the ranks of torchrun, perhaps on several machines, see the checkpoints of the trial; None: any folder."""
+    if torchrun_rank() is None:
+        return None
+    os.makedirs(out, exist_ok=True)
+    return out
 
 
 def steps_ahead(settings: Settings) -> int:

@@ -183,7 +183,6 @@ def make_sharded_learner(
         separate_critic=settings.critic == "separate",
         teacher=teacher if Signal.TEACHER in signals else None,
         device=select_device(settings),
-        shared_folders=[Path(settings.out)],
     )
 
 
@@ -386,6 +385,15 @@ def make_learner(
     recipe: Recipe,
     teacher: PreTrainedModel | None = None,
     engine: str = "",
+    folder: Path | None = None,
 ) -> Learner:
-    """The learner of a run: the named engine, or the one that the number of ranks asks for."""
-    return LEARNERS[engine or ("sharded" if settings.ranks > 1 else "local")](settings, model, recipe, teacher)
+    """The learner of a run: the named engine, or the one that the number of ranks asks for. ``folder``: of its checkpoints."""
+    learner = LEARNERS[engine or ("sharded" if settings.ranks > 1 else "local")](settings, model, recipe, teacher)
+    check = getattr(learner, "check_folder", None)
+    if folder is not None and check is not None:
+        try:
+            check(folder)
+        except BaseException:
+            learner.close()  # type: ignore[attr-defined]
+            raise
+    return learner

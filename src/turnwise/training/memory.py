@@ -18,6 +18,7 @@ from turnwise.engines.generator.cache_choice import LAYOUTS, CacheChoice
 from turnwise.engines.generator.model_runner import PREFILL_BUDGET, PREFILL_BUDGET_CUDA
 from turnwise.engines.learner.learner import LearnerSettings
 from turnwise.engines.memory import GIB, RECOMPUTE_FROM, MemoryPlan, ModelShape, describe_parts
+from turnwise.engines.sharded.torchrun import ranks_here
 from turnwise.errors import SettingError
 from turnwise.models.options import split_options
 from turnwise.recipes.recipe import Recipe
@@ -61,7 +62,7 @@ def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
         samplers=_samplers(settings, recipe, device),
         models=len(wanted) + bool(settings.teacher),
         one_micro_batch=budget.groups * budget.size * settings.context <= ids,
-        ranks=settings.ranks,
+        ranks=ranks_here(settings.ranks) if device.type == "cpu" else settings.ranks,
         one_memory=device.type == "cpu",
     )
 

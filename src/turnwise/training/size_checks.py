@@ -9,7 +9,7 @@ import torch
 
 from turnwise.config.settings import Settings
 from turnwise.engines.memory import ModelShape
-from turnwise.engines.sharded.torchrun import ranks_here
+from turnwise.engines.sharded.torchrun import ranks_here, torchrun_rank
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_config
 
@@ -36,7 +36,7 @@ def check_rank_devices(settings: Settings, device_type: str) -> None:
     if cards < here:
         raise SettingError(
             f"ranks is {settings.ranks} and every rank needs a GPU of its own, but this machine has {cards} that torch can use; "
-            f"write --ranks {max(1, cards)}, or --device cpu"
+            f"write {'--nproc-per-node' if torchrun_rank() else '--ranks'} {max(1, cards)}, or --device cpu"
         )
 
 

@@ -143,7 +143,7 @@ class Trainer:
         generator = memory.make_generator(s, self.recipe, model, self.renderer, exact, dialogues, tell=warn)
         generator, self.opponents = engines.with_opponents(s, generator, model, self.renderer)
         generator, policy = engines.make_policy_judge(s, generator, model, self.renderer)
-        learner = engines.make_learner(s, model, self.recipe, build.load_teacher(s))
+        learner = engines.make_learner(s, model, self.recipe, build.load_teacher(s), folder=self.run_dir.path)
         self.events.uses(generator=generator, learner=learner)
         self.paths = {"generator": generator.describe(), "learner": learner.describe()}
         for name, path in self.paths.items():

@@ -13,7 +13,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,13 +240,13 @@ class ProcessSession:
             raise SettingError("this session was closed; open a new one")
         if self._generating:
             raise SettingError("this session is already generating; await it, or fork the session")
-        self._generating, began = True, time.perf_counter()
+        self._generating = True
         try:
             done: Completion = await self._owner.ask("generate", list(ids), sampling, before=(self.number,))
         finally:
             self._generating = False
         self._owner.count(len(done.tokens))
-        return replace(done, seconds=time.perf_counter() - began)
+        return done
 
     def fork(self, seed: int) -> ProcessSession:
         """Open another dialogue with the same history; the prefix that both share is found there."""

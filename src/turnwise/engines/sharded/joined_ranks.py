@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
@@ -31,12 +31,19 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from turnwise.engines.sharded import messages
+from turnwise.engines.sharded.rank_files import remove_copies
 from turnwise.engines.sharded.torchrun import TorchrunRank
 from turnwise.errors import RankFault
 
 WAIT_FOR_RUN = datetime.timedelta(days=7)  # rank 0 may download and prepare a model first; torchrun ends us if it fails
 HELLO_SECONDS = 10.0  # until a connection that does not say which rank it is is closed
-LISTENING = "listening"
+LISTENING, OVER = "listening", "over"
+KEEPALIVE = (
+    ("TCP_KEEPIDLE", 60),
+    ("TCP_KEEPINTVL", 15),
+    ("TCP_KEEPCNT", 4),
+)  # a machine that is gone is noticed after 2 minutes
+LOST_A_PEER = b"lost a peer"
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
@@ -53,15 +60,16 @@ class JoinedRank:
     rank: int
     host: str
     process: int  # its id on its own machine
+    node: int
     connection: Connection
     watch: Connection
     seconds: float
-    lost_peer: bool = False
     _socket: socket.socket = field(init=False)
+    _told: bool = False
 
     def __post_init__(self) -> None:
-        self._socket = socket.socket(fileno=os.dup(self.connection.fileno()))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # verbs are small, and each is awaited
+        self._socket = prepared(self.connection)
+        prepared(self.watch).close()
         _set_timeout(self._socket, socket.SO_SNDTIMEO, self.seconds)
 
     def send(self, message: object) -> None:
@@ -75,7 +83,15 @@ class JoinedRank:
 
     @property
     def own_interface(self) -> str:
+        """The network interface by which rank 0 talks to it."""
         return interface_of(self._socket)
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether it ended because another rank had: then it has said so."""
+        with contextlib.suppress(OSError, EOFError):
+            self._told = self._told or (self.watch.poll(0) and self.watch.recv_bytes() == LOST_A_PEER)
+        return self._told
 
     def how_it_ended(self) -> str:
         """In words; empty while its connection stands."""
@@ -120,8 +136,39 @@ def accept_ranks(store: dist.Store, started: TorchrunRank, seconds: float, answe
     for rank in range(1, started.size):
         hello, connection = hellos[rank, "work"]
         watch = hellos[rank, "watch"][1]
-        ranks.append(JoinedRank(rank, hello["host"], hello["process"], connection, watch, answer_seconds))
+        about = (rank, hello["host"], hello["process"], hello["node"])
+        ranks.append(JoinedRank(*about, connection, watch, answer_seconds))
     return ranks
+
+
+def let_go(started: TorchrunRank) -> None:
+    """Called by rank 0 at its end: the others do not wait any longer for a learner, where there was none."""
+    with contextlib.suppress(dist.DistError):  # torchrun itself is gone
+        meet(started).compare_set(LISTENING, "", OVER)
+
+
+def lost_connection(fault: BaseException) -> bool:
+    """Whether a collective operation failed because another rank is gone."""
+    return isinstance(fault, dist.DistError) or "gloo" in str(fault)
+
+
+def shared_interface(ranks: Sequence[JoinedRank], loopback: str) -> str:
+    """The network interface of rank 0 that all ranks can reach; empty where it is not known. Ranks of its own machine may have
+    connected by an address that leads nowhere else."""
+    if not any(rank.node for rank in ranks):
+        return loopback
+    return next((rank.own_interface for rank in ranks if rank.node), "")
+
+
+def prepared(connection: Connection) -> socket.socket:
+    """A second handle of a connection, which then sends at once and notices when the other machine is gone."""
+    handle = socket.socket(fileno=os.dup(connection.fileno()))
+    handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # verbs are small, and each is awaited
+    handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE:
+        if hasattr(socket, name):
+            handle.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return handle
 
 
 def _welcome(accepted: socket.socket, key: bytes) -> tuple[dict[str, Any], Connection]:
@@ -161,11 +208,14 @@ def connected(started: TorchrunRank, ends_with: int) -> Iterator[tuple[Connectio
     """The connection of this process, rank 1 or higher, to rank 0, once that listens; the store, and the network interface. This
     process ends with the status ``ends_with`` when rank 0 has ended, also from inside a collective operation."""
     store = meet(started)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python could not handle it while torch waits
     store.wait([LISTENING], WAIT_FOR_RUN)
-    port, key = store.get(LISTENING).decode().split()
+    if (found := store.get(LISTENING).decode()) == OVER:
+        raise SystemExit(0)
+    port, key = found.split()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are for the run, whose rank 0 then closes
-    hello = {"rank": started.rank, "host": socket.gethostname(), "process": os.getpid()}
+    hello = {"rank": started.rank, "node": started.node, "host": socket.gethostname(), "process": os.getpid()}
 
     def connect(part: str) -> Connection:
         connection = Client((started.address, int(port)), "AF_INET", authkey=bytes.fromhex(key))
@@ -173,20 +223,27 @@ def connected(started: TorchrunRank, ends_with: int) -> Iterator[tuple[Connectio
         return connection
 
     work, watch = connect("work"), connect("watch")
+    with prepared(work) as own:
+        interface = interface_of(own)
+    prepared(watch).close()
     over = threading.Event()
 
     def end_with_rank_0() -> None:
         with contextlib.suppress(EOFError, OSError):
             watch.recv_bytes()
         if not over.wait(5.0):  # where this process waits for a verb, it has noticed by itself
+            remove_copies()
             os._exit(ends_with)
 
     threading.Thread(target=end_with_rank_0, daemon=True).start()
     try:
-        with socket.socket(fileno=os.dup(work.fileno())) as own:
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            interface = interface_of(own)
         yield work, store, interface
+    except Exception as fault:
+        if lost_connection(fault):
+            with contextlib.suppress(OSError):
+                watch.send_bytes(LOST_A_PEER)
+        raise
     finally:
         over.set()
+        remove_copies()
         work.close()

@@ -18,6 +18,7 @@ from turnwise.engines.sharded.torchrun import torchrun_rank
 
 CHUNK = 1 << 26  # bytes that travel at once
 FIND_SECONDS = 15.0
+_written: list[Path] = []
 
 
 def copy_file(path: Path, size: int) -> None:
@@ -31,6 +32,7 @@ def copy_file(path: Path, size: int) -> None:
     elif _first_of_another_machine():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = path.with_suffix(f".{dist.get_rank()}.part")
+        _written.extend((partial, path))
         with partial.open("wb") as file:
             for chunk in _chunks(size):
                 dist.broadcast(chunk, 0)
@@ -42,9 +44,10 @@ def copy_file(path: Path, size: int) -> None:
     dist.all_reduce(torch.zeros(1))  # a barrier over gloo, whatever the device: all have written
 
 
-def remove_copy(path: Path) -> None:
-    """Remove what ``copy_file`` wrote on this machine."""
-    if _first_of_another_machine():
+def remove_copies(*_: Path) -> None:
+    """Remove what ``copy_file`` wrote on this machine; also done where the rank ends."""
+    while _written:
+        path = _written.pop()
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             path.parent.rmdir()
@@ -70,4 +73,8 @@ def _first_of_another_machine() -> bool:
     return started is not None and started.node > 0 and started.local_rank == 0
 
 
-FILE_VERBS: dict[str, Callable[..., Any]] = {"copy_file": copy_file, "remove_copy": remove_copy, "find_file": find_file}
+FILE_VERBS: dict[str, Callable[..., Any]] = {
+    "copy_file": copy_file,
+    "remove_copies": remove_copies,
+    "find_file": find_file,
+}

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from turnwise.engines.piped_process import PipedProcess, PipeStuck
 from turnwise.engines.sharded import messages
-from turnwise.engines.sharded.joined_ranks import JoinedRank, accept_ranks, meet
+from turnwise.engines.sharded.joined_ranks import JoinedRank, accept_ranks, meet, shared_interface
 from turnwise.engines.sharded.torchrun import TorchrunRank, check_torchrun, torchrun_rank
 from turnwise.errors import RankFault, SettingError, TurnwiseError
 
@@ -92,7 +92,9 @@ class RankPool:
     threads: int = 1  # of rank 0 while it does its part
     workers: list[_Rank | JoinedRank] = field(default_factory=list)
     host: VerbHost | None = None
-    joined: bool = False  # torchrun started the others, perhaps on other machines
+    joined: bool = False  # torchrun started the others, perhaps ...
+    several_machines: bool = False  # ... on other machines
+    interface: str = LOOPBACK  # of the network, by which they reach this process
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def start(self, host: VerbHost) -> RankPool:
@@ -125,19 +127,20 @@ class RankPool:
 
     def _accept_workers(self, started: TorchrunRank) -> dist.Store:
         store = meet(started)
-        self.workers = list(accept_ranks(store, started, START_SECONDS, ANSWER_SECONDS))
-        for worker in self.workers:
-            worker.send({"device": self.device.type, "threads": self.threads})
-        self.joined = True
+        others = accept_ranks(store, started, START_SECONDS, ANSWER_SECONDS)
+        self.workers, self.joined, self.several_machines = [*others], True, any(other.node for other in others)
+        self.interface = shared_interface(others, LOOPBACK)
+        for other in others:
+            here = self.interface if other.node == 0 else ""  # of this machine
+            other.send({"device": self.device.type, "threads": self.threads, "interface": here})
         return store
 
     def _form_group(self, store: dist.Store) -> None:
         if not self.joined:
             join_group(store, self.device, 0, self.size)
             return
-        others = [worker for worker in self.workers if isinstance(worker, JoinedRank)]
         try:
-            join_group(store, self.device, 0, self.size, others[0].own_interface if others else LOOPBACK)
+            join_group(store, self.device, 0, self.size, self.interface)
         except RuntimeError as fault:
             raise RankFault(
                 f"torch could not connect the ranks ({str(fault).splitlines()[0]}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
@@ -180,13 +183,18 @@ class RankPool:
         return value
 
     def _check_alive(self) -> None:
-        """Name the rank that has ended: first one that did not end because of another."""
-        ended = sorted(
-            (worker.lost_peer, worker.rank, how) for worker in self.workers if (how := worker.how_it_ended())
-        )
-        if ended:
-            _, rank, how = ended[0]
-            raise RankFault(f"rank {rank} of {self.size} {how}")
+        """Name the rank that has ended: one that did not end because of another, which may show a little later."""
+        until = time.monotonic() + NAMING_SECONDS
+        while ended := self._ended():
+            lost_peer, rank, how = ended[0]
+            if not lost_peer or time.monotonic() > until:
+                raise RankFault(f"rank {rank} of {self.size} {how}")
+            time.sleep(0.05)
+
+    def _ended(self) -> list[tuple[bool, int, str]]:
+        """(whether it ended because of another, the rank, how it ended), those that did not first."""
+        found = ((worker.lost_peer, worker.rank, worker.how_it_ended()) for worker in self.workers)
+        return sorted(ended for ended in found if ended[2])
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
@@ -250,7 +258,7 @@ def shared_file(pool: RankPool, value: object) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="turnwise-ranks-") as folder:
         path = Path(folder) / "start.pt"
         torch.save(value, path)
-        if not pool.joined:
+        if not pool.several_machines:
             yield path
             return
         pool.call("copy_file", path, path.stat().st_size, seconds=FILE_SECONDS)
@@ -258,4 +266,4 @@ def shared_file(pool: RankPool, value: object) -> Iterator[Path]:
             yield path
         finally:
             if pool.host is not None:
-                pool.call("remove_copy", path)
+                pool.call("remove_copies")

@@ -45,15 +45,14 @@ class RankTensors(Mapping[str, Tensor]):
 
 
 def check_shared(pool: RankPool, folder: Path) -> None:
-    """Refuse a folder into which not every rank can write so that rank 0 sees it."""
+    """Refuse a folder in which not every rank sees what rank 0 writes."""
     folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder) as mark:
         places = pool.call("find_file", Path(mark.name))
     if missing := sorted({place for place in places if place}):
         raise SettingError(
-            f"{folder} is not the same folder on all machines: {', '.join(missing)} cannot read what rank 0 writes there; give "
-            "--out a folder on a filesystem that they share, because every rank writes its own part of a checkpoint"
+            f"{folder} is not the same folder on all machines: {', '.join(missing)} cannot read what rank 0 writes there; put "
+            "the run (--out) on a filesystem that they share, because every rank writes its own part of a checkpoint"
         )
 
 

@@ -38,16 +38,10 @@ from turnwise.store.shard_files import StoredTensors
 Gradients = dict[Signal, Tensor | None]
 
 
-def start_ranks(
-    ranks: int, device: torch.device | str = "cpu", threads: int = 1, shared_folders: Sequence[Path] = ()
-) -> RankPool:
-    """Processes that can hold a learner. This one is the first of them. ``shared_folders``: that ranks on other machines must
-    see, too."""
+def start_ranks(ranks: int, device: torch.device | str = "cpu", threads: int = 1) -> RankPool:
+    """Processes that can hold a learner. This one is the first of them."""
     own = torch.device("cuda", 0) if torch.device(device).type == "cuda" else torch.device(device)
-    pool = RankPool(ranks, own, threads).start(RankHost(own))
-    for folder in shared_folders if pool.joined else ():
-        check_shared(pool, folder)
-    return pool
+    return RankPool(ranks, own, threads).start(RankHost(own))
 
 
 class ShardedLearner:
@@ -65,12 +59,11 @@ class ShardedLearner:
         teacher: PreTrainedModel | None = None,
         device: torch.device | str = "cpu",
         pool: RankPool | None = None,
-        shared_folders: Sequence[Path] = (),
         **critic: Any,
     ) -> None:
         """``signals``: all that will be measured. ``gather``: see ``rank_learner``; None: by step on a CPU, where ranks share
         one memory, and by block on GPUs. ``threads``: of each rank. ``pool``: ranks that were started
-        before, and end later. ``shared_folders``: see ``start_ranks``. ``critic``: as for the local learner."""
+        before, and end later. ``critic``: as for the local learner."""
         settings = settings or LearnerSettings()
         reason = unserved_reason(LearnerNeeds(signals, dtype=settings.dtype, offload=settings.offload))
         if reason:
@@ -79,7 +72,7 @@ class ShardedLearner:
         gather = gather or ("block" if device.type == "cuda" else "step")
         self.settings, self.signals, self.version, self._stale = settings, signals, 0, False
         self.skipped = 0
-        self.pool = pool or start_ranks(ranks, device, threads, shared_folders)
+        self.pool = pool or start_ranks(ranks, device, threads)
         weakref.finalize(self, self.pool.close if pool is None else int)
         if settings.four_bit:  # packed once: the same numbers on all ranks, and in the copy that is published
             lora.quantise_frozen(model, settings.lora_rank, settings.compute_dtype(device), self.pool.device)
@@ -94,6 +87,11 @@ class ShardedLearner:
         if not isinstance(host, RankHost) or host.learner is None:
             raise RankFault("the ranks of this learner have ended")
         return host.learner
+
+    def check_folder(self, folder: Path) -> None:
+        """Refuse a folder for checkpoints that other machines do not see."""
+        if self.pool.several_machines:
+            check_shared(self.pool, folder)
 
     def close(self) -> None:
         """End the other ranks."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from turnwise.engines.sharded import messages
-from turnwise.engines.sharded.joined_ranks import connected
+from turnwise.engines.sharded.joined_ranks import connected, lost_connection
 from turnwise.engines.sharded.rank_learner import RankHost
 from turnwise.engines.sharded.rank_pool import LOST_PEER, join_group
 from turnwise.engines.sharded.torchrun import TorchrunRank
@@ -41,7 +41,7 @@ def main_of_torchrun(started: TorchrunRank) -> int:
 
             def join(start: dict[str, Any]) -> torch.device:
                 device = _own_device(start, started.local_rank)
-                join_group(store, device, started.rank, started.size, interface)
+                join_group(store, device, started.rank, started.size, start["interface"] or interface)
                 return device
 
             return serve(connection, join)
@@ -71,7 +71,7 @@ def _told(work: Callable[[], int]) -> int:
         print(
             f"{type(fault).__name__}: {str(fault).splitlines()[0] if str(fault) else ''}", file=sys.stderr, flush=True
         )
-        return LOST_PEER if isinstance(fault, dist.DistError) or "gloo" in str(fault) else 1
+        return LOST_PEER if lost_connection(fault) else 1
 
 
 def _own_device(start: dict[str, Any], number: int) -> torch.device:
