@@ -207,7 +207,8 @@ def leap_run(seed, staleness, groups, steps, slow, flat, resume_at=0):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 10**6), staleness=st.sampled_from((0, 1, 3, "1,drop", "3,drop", "1,keep", "3,keep")),
+    seed=st.integers(0, 10**6),
+    staleness=st.sampled_from((0, "0,continuous", 1, 3, "1,drop", "3,drop", "1,keep", "3,keep")),
     groups=st.integers(1, 3), steps=st.integers(1, 9), slow=st.floats(0, 0.5), flat=st.floats(0, 0.5),
     resume_at=st.integers(0, 8),
 )  # fmt: skip
@@ -333,6 +334,15 @@ def test_a_batch_that_cannot_be_filled_is_given_up():
 def test_what_was_found_before_giving_up_is_used():
     c = collector(Player(reward=lambda group, i: float(i * (group == 1))), groups=2, admission=Spread(), max_draws=3)
     assert ids(asyncio.run(c.collect_step(0))) == ["1"]
+
+
+@pytest.mark.parametrize("staleness", [0, "0,continuous"])
+def test_no_wave_of_a_synchronous_run_outlives_its_step(staleness):
+    """Also where the step gives up in the middle of one: what still runs would be trained on a step too late."""
+    play = Player(reward=lambda group, i: float(i * (group == 0)), delay=lambda group: 0.03 * (group % 4))
+    c = collector(play, groups=4, staleness=staleness, admission=Spread(), max_draws=8)
+    assert ids(asyncio.run(c.collect_step(0))) == ["0"]
+    assert not c.running and not play.running and not c.ready
 
 
 def test_failed_trajectories_are_left_out_and_counted():

@@ -193,8 +193,7 @@ class RankPool:
 
     def _ended(self) -> list[tuple[bool, int, str]]:
         """(whether it ended because of another, the rank, how it ended), those that did not first."""
-        found = ((worker.lost_peer, worker.rank, worker.how_it_ended()) for worker in self.workers)
-        return sorted(ended for ended in found if ended[2])
+        return sorted((w.lost_peer, w.rank, how) for w in self.workers if (how := w.how_it_ended()))
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
