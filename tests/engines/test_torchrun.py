@@ -122,11 +122,11 @@ def test_a_silent_connection_does_not_keep_the_others_out(monkeypatch):
 
 def test_who_waits_is_told_that_there_was_no_learner(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(joined_ranks, "meet", lambda started: store)
-    joined_ranks.let_go(HERE)
+    monkeypatch.setattr(joined_ranks, "open_store", lambda started: store)
+    joined_ranks.release_ranks(HERE)
     assert store.get(LISTENING) == OVER.encode()
     store.set(LISTENING, "1 key")
-    joined_ranks.let_go(HERE)
+    joined_ranks.release_ranks(HERE)
     assert store.get(LISTENING) == b"1 key"
     ranks = [JoinedRank.__new__(JoinedRank) for _ in range(2)]
     for rank in ranks:

@@ -16,6 +16,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
+def set_timeout(handle: socket.socket, option: int, seconds: float) -> None:
+    """``option``: SO_SNDTIMEO or SO_RCVTIMEO; after ``seconds`` a write or read raises ``BlockingIOError``. 0: never."""
+    whole, rest = divmod(seconds, 1)
+    handle.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(rest * 1e6)))
+
+
 class PipeStuck(OSError):
     """The other process has read nothing for too long: it is stopped or stuck."""
 
@@ -26,8 +32,7 @@ class PipedProcess:
 
     def __init__(self, module: str, seconds: float) -> None:
         ours, theirs = socket.socketpair()
-        whole, rest = divmod(seconds, 1)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(rest * 1e6)))
+        set_timeout(ours, socket.SO_SNDTIMEO, seconds)
         self.seconds = seconds
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         with theirs:

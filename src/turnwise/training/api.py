@@ -51,9 +51,9 @@ def _one_of_torchrun(work: Callable[P, R]) -> Callable[P, R]:
             return work(*args, **kwargs)
         finally:
             load_deferred(TORCH)
-            from turnwise.engines.sharded.joined_ranks import let_go
+            from turnwise.engines.sharded.joined_ranks import release_ranks
 
-            let_go(started)
+            release_ranks(started)
 
     return run
 

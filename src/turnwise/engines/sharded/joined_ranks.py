@@ -2,8 +2,8 @@
 
 torchrun starts the same command once for each rank. Rank 0 runs it; the others serve its learner until it closes. Where rank 0
 listens, and the key without which it refuses a connection, are in torchrun's own store, which is as open as the collective
-operations of torch are: use it in a network that you trust. A second connection of each rank, on which nothing is said, ends
-with the process on the other side.
+operations of torch are: use it in a network that you trust. A second connection of each rank ends
+with the process on the other side; on it a rank says only that it has lost another one.
 
 Knows processes and connections; does not know what the verbs compute.
 """
@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from turnwise.engines.piped_process import set_timeout
 from turnwise.engines.sharded import messages
 from turnwise.engines.sharded.rank_files import remove_copies
 from turnwise.engines.sharded.torchrun import TorchrunRank
@@ -38,16 +39,13 @@ from turnwise.errors import RankFault
 WAIT_FOR_RUN = datetime.timedelta(days=7)  # rank 0 may download and prepare a model first; torchrun ends us if it fails
 HELLO_SECONDS = 10.0  # until a connection that does not say which rank it is is closed
 LISTENING, OVER = "listening", "over"
-KEEPALIVE = (
-    ("TCP_KEEPIDLE", 60),
-    ("TCP_KEEPINTVL", 15),
-    ("TCP_KEEPCNT", 4),
-)  # a machine that is gone is noticed after 2 minutes
+# a machine that is gone is noticed after two minutes
+KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 LOST_A_PEER = b"lost a peer"
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
-def meet(started: TorchrunRank) -> dist.Store:
+def open_store(started: TorchrunRank) -> dist.Store:
     """The store that all ranks of this attempt share."""
     store, _, _ = next(rendezvous("env://", rank=started.rank, world_size=started.size))
     return dist.PrefixStore(f"turnwise/{started.attempt}", store)
@@ -70,7 +68,7 @@ class JoinedRank:
     def __post_init__(self) -> None:
         self._socket = prepared(self.connection)
         prepared(self.watch).close()
-        _set_timeout(self._socket, socket.SO_SNDTIMEO, self.seconds)
+        set_timeout(self._socket, socket.SO_SNDTIMEO, self.seconds)
 
     def send(self, message: object) -> None:
         try:
@@ -122,7 +120,7 @@ def accept_ranks(store: dist.Store, started: TorchrunRank, seconds: float, answe
         store.set(LISTENING, f"{listener.getsockname()[1]} {key.hex()}")
         while set(hellos) != wanted:
             with contextlib.suppress(OSError, AuthenticationError, EOFError):
-                hello, connection = _welcome(listener.accept()[0], key)
+                hello, connection = _authenticated(listener.accept()[0], key)
                 hellos[hello["rank"], hello["part"]] = (hello, connection)
             if time.monotonic() > until:
                 missing = sorted({rank for rank, _ in wanted - set(hellos)})
@@ -141,10 +139,10 @@ def accept_ranks(store: dist.Store, started: TorchrunRank, seconds: float, answe
     return ranks
 
 
-def let_go(started: TorchrunRank) -> None:
+def release_ranks(started: TorchrunRank) -> None:
     """Called by rank 0 at its end: the others do not wait any longer for a learner, where there was none."""
     with contextlib.suppress(dist.DistError):  # torchrun itself is gone
-        meet(started).compare_set(LISTENING, "", OVER)
+        open_store(started).compare_set(LISTENING, "", OVER)
 
 
 def lost_connection(fault: BaseException) -> bool:
@@ -171,9 +169,9 @@ def prepared(connection: Connection) -> socket.socket:
     return handle
 
 
-def _welcome(accepted: socket.socket, key: bytes) -> tuple[dict[str, Any], Connection]:
+def _authenticated(accepted: socket.socket, key: bytes) -> tuple[dict[str, Any], Connection]:
     """A connection whose other side has shown that it knows the key, and what it says of itself."""
-    _set_timeout(accepted, socket.SO_RCVTIMEO, HELLO_SECONDS)
+    set_timeout(accepted, socket.SO_RCVTIMEO, HELLO_SECONDS)
     connection = Connection(os.dup(accepted.fileno()))
     try:
         deliver_challenge(connection, key)
@@ -183,7 +181,7 @@ def _welcome(accepted: socket.socket, key: bytes) -> tuple[dict[str, Any], Conne
         connection.close()
         raise
     finally:
-        _set_timeout(accepted, socket.SO_RCVTIMEO, 0.0)
+        set_timeout(accepted, socket.SO_RCVTIMEO, 0.0)
         accepted.close()
     return hello, connection
 
@@ -199,15 +197,11 @@ def interface_of(connection: socket.socket) -> str:
     return ""
 
 
-def _set_timeout(connected_socket: socket.socket, option: int, seconds: float) -> None:
-    connected_socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
-
-
 @contextlib.contextmanager
 def connected(started: TorchrunRank, ends_with: int) -> Iterator[tuple[Connection, dist.Store, str]]:
     """The connection of this process, rank 1 or higher, to rank 0, once that listens; the store, and the network interface. This
     process ends with the status ``ends_with`` when rank 0 has ended, also from inside a collective operation."""
-    store = meet(started)
+    store = open_store(started)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python could not handle it while torch waits
     store.wait([LISTENING], WAIT_FOR_RUN)
     if (found := store.get(LISTENING).decode()) == OVER:

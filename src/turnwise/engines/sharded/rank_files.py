@@ -44,7 +44,7 @@ def copy_file(path: Path, size: int) -> None:
     dist.all_reduce(torch.zeros(1))  # a barrier over gloo, whatever the device: all have written
 
 
-def remove_copies(*_: Path) -> None:
+def remove_copies() -> None:
     """Remove what ``copy_file`` wrote on this machine; also done where the rank ends."""
     while _written:
         path = _written.pop()

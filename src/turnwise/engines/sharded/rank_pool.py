@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from turnwise.engines.piped_process import PipedProcess, PipeStuck
 from turnwise.engines.sharded import messages
-from turnwise.engines.sharded.joined_ranks import JoinedRank, accept_ranks, meet, shared_interface
+from turnwise.engines.sharded.joined_ranks import JoinedRank, accept_ranks, open_store, shared_interface
 from turnwise.engines.sharded.torchrun import TorchrunRank, check_torchrun, torchrun_rank
 from turnwise.errors import RankFault, SettingError, TurnwiseError
 
@@ -92,8 +92,7 @@ class RankPool:
     threads: int = 1  # of rank 0 while it does its part
     workers: list[_Rank | JoinedRank] = field(default_factory=list)
     host: VerbHost | None = None
-    joined: bool = False  # torchrun started the others, perhaps ...
-    several_machines: bool = False  # ... on other machines
+    joined: bool = False  # torchrun started the others
     interface: str = LOOPBACK  # of the network, by which they reach this process
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -126,9 +125,9 @@ class RankPool:
         return store
 
     def _accept_workers(self, started: TorchrunRank) -> dist.Store:
-        store = meet(started)
+        store = open_store(started)
         others = accept_ranks(store, started, START_SECONDS, ANSWER_SECONDS)
-        self.workers, self.joined, self.several_machines = [*others], True, any(other.node for other in others)
+        self.workers, self.joined = [*others], True
         self.interface = shared_interface(others, LOOPBACK)
         for other in others:
             here = self.interface if other.node == 0 else ""  # of this machine
@@ -146,6 +145,10 @@ class RankPool:
                 f"torch could not connect the ranks ({str(fault).splitlines()[0]}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
                 "name the network interface that they use, on each machine"
             ) from fault
+
+    @property
+    def several_machines(self) -> bool:
+        return any(isinstance(worker, JoinedRank) and worker.node for worker in self.workers)
 
     @property
     def processes(self) -> list[int]:
