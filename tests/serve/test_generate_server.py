@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 
@@ -12,6 +13,7 @@ from support.generators import make
 from support.prompting import V
 
 from turnwise.core.records import Completion, Stop
+from turnwise.engines.remote.http_pool import acknowledge_at_once
 from turnwise.engines.remote.weight_files import WeightFolder
 from turnwise.errors import SettingError
 from turnwise.rollout.agent_episode import CallRefused
@@ -208,3 +210,15 @@ def test_a_token_guards_all_but_health():
 def test_an_address_that_others_reach_needs_a_token():
     with pytest.raises(SettingError, match="set a token in TURNWISE_ENDPOINT_TOKEN"):
         listen_on("0.0.0.0", 0)
+
+
+def test_replies_leave_at_once():
+    """Headers and body are two writes: without TCP_NODELAY the second waits 40 ms for the acknowledgement of the first."""
+    with listen_on("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as client:
+        accepted = listener.accept()[0]
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        if hasattr(socket, "TCP_QUICKACK"):
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
+            acknowledge_at_once(client)
+            assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK)

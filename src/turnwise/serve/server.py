@@ -74,11 +74,13 @@ def listen_on(host: str, port: int, token: str = "") -> socket.socket:
         )
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
     except (OSError, OverflowError) as fault:
         in_use = isinstance(fault, OSError) and fault.errno == EADDRINUSE
         reason = "another process listens there" if in_use else fault
         raise SettingError(f"the endpoint cannot listen on {host}:{port}: {reason}; choose another address") from fault
+    return listener
 
 
 def url_of(listener: socket.socket) -> str:

@@ -301,15 +301,17 @@ class Replica:
 
     async def post(self, path: str, body: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
         """A reply as JSON. Refusals of one request are ``RequestRefused``; what says that the server is gone, ``ReplicaLost``."""
-        while True:
-            with self._owed():
-                try:
-                    reply = await self.pool.call(path, body, seconds)
-                except ServerFault as fault:
-                    raise self.lose(str(fault)) from None
-            if reply.status != 429:
-                return self._value(path, reply)
+        while (reply := await self._call(path, body, seconds)).status == 429:
             await asyncio.sleep(BUSY_SECONDS)
+        return self._value(path, reply)
+
+    async def _call(self, path: str, body: Mapping[str, Any] | None, seconds: float | None) -> HttpReply:
+        """A reply, which the server owes until it is here. Without one the server is lost."""
+        with self._owed():
+            try:
+                return await self.pool.call(path, body, seconds)
+            except ServerFault as fault:
+                raise self.lose(str(fault)) from None
 
     def _value(self, path: str, reply: HttpReply) -> dict[str, Any]:
         value = reply.json()
@@ -372,11 +374,7 @@ class Replica:
         else:
             await self._send_files(files, version)
         await self.post("/resume", self._owner, UPDATE_SECONDS)
-        try:
-            reply = await self.pool.call("/weight_info", None, self.seconds)
-        except ServerFault as fault:
-            raise self.lose(str(fault)) from None
-        value = reply.json()
+        value = (await self._call("/weight_info", None, self.seconds)).json()
         label = value.get("weight_version") if isinstance(value, dict) else None
         if label != str(version):
             raise self.lose(f"it has the weights {label!r:.40} after version {version} was published")
@@ -393,7 +391,8 @@ class Replica:
 
         self.runtime_adapters = self.runtime_adapters or RuntimeAdapters(self.pool, self.client)
         try:
-            await self.runtime_adapters.load(file, version)
+            with self._owed():
+                await self.runtime_adapters.load(file, version)
         except ServerFault as fault:
             raise self.lose(str(fault)) from None
         self.version = version
