@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 
@@ -52,13 +55,15 @@ def test_the_sbatch_script_is_bash(capsys, more):
 
 
 SRUN = """#!/bin/bash
-# stands for Slurm: one task for the trainer, two for the servers
+# stands for Slurm: two tasks for the servers, and as many as NODES says for the trainer
 group=$1; shift
-if [ "$group" = --het-group=0 ]; then exec "$@"; fi
+if [ "$group" = --het-group=0 ]; then tasks=${NODES:-1}; else tasks=2; fi
 pids=()
-for n in 0 1; do SLURM_PROCID=$n "$@" & pids+=($!); done
+for ((n = 0; n < tasks; n++)); do SLURM_PROCID=$n "$@" & pids+=($!); done
 trap 'kill "${pids[@]}"' TERM
-wait
+status=0
+for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+exit "$status"
 """
 TURNWISE = """#!{python}
 import http.server, json, os, sys
@@ -76,39 +81,45 @@ sys.exit(3 if sys.argv[1] == "train" else 0)
 """
 
 
-@pytest.mark.slow
-def test_the_script_starts_servers_and_then_the_trainer_or_resumes(tmp_path):
-    import json
-    import random
-    import shutil
-
+def submitter(folder, job):
+    """A function that runs the job's script with stand-ins for srun, torchrun and turnwise: its status and their calls."""
     if shutil.which("curl") is None:
         pytest.skip("no curl")
-    tools = tmp_path / "bin"
+    tools, calls = folder / "bin", folder / "calls"
     tools.mkdir()
     for name, text in (
         ("srun", SRUN),
+        ("torchrun", TURNWISE.format(python=sys.executable)),
         ("turnwise", TURNWISE.format(python=sys.executable)),
         ("hostname", "#!/bin/sh\necho localhost\n"),
     ):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    port = random.randrange(20000, 60000, 2)
-    job = ClusterJob("a b", TRAIN, ["my models/it's", "--context", "400"], servers=2, ranks=2, port=port)
-    (tmp_path / "job.sh").write_text(slurm_script(job))
-    calls = tmp_path / "calls"
+    (folder / "job.sh").write_text(slurm_script(job))
     environment = {
-        **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(calls), "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": "7", "no_proxy": "*",
+        **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(calls), "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_ID": "7", "no_proxy": "*", "NODES": str(job.nodes),
     }  # fmt: skip
 
     def submit():
         calls.write_text("")
         done = subprocess.run(
-            ["bash", "job.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+            ["bash", "job.sh"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
         )
         return done.returncode, [json.loads(line) for line in calls.read_text().splitlines()]
 
+    return submit
+
+
+def a_port():
+    return random.randrange(20000, 60000, 4)
+
+
+@pytest.mark.slow
+def test_the_script_starts_servers_and_then_the_trainer_or_resumes(tmp_path):
+    port = a_port()
+    job = ClusterJob("a b", TRAIN, ["my models/it's", "--context", "400"], servers=2, ranks=2, port=port)
+    submit = submitter(tmp_path, job)
     status, rows = submit()
     assert status == 3  # the trainer's
     token = rows[0][-1]
@@ -131,6 +142,22 @@ def test_the_script_starts_servers_and_then_the_trainer_or_resumes(tmp_path):
     (tmp_path / "runs" / "a b" / "run.json").write_text("{}")
     status, rows = submit()  # queued again
     assert status == 0 and rows[-1][:-1] == ["resume", "runs/a b", *remote]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_of_each_machine(tmp_path):
+    job = ClusterJob("a b", TRAIN, ["my models/it's"], servers=2, ranks=6, nodes=2, port=a_port())
+    text = slurm_script(job)
+    check_syntax(text)
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --mem=64G\n#SBATCH --cpus-per-task=24 --gpus-per-task=3\n" in text
+    status, rows = submitter(tmp_path, job)()
+    started = sorted(row[:-1] for row in rows if row[0] != "serve")
+    assert status == 0 and [row[3] for row in started] == ["0", "1"]
+    for row in started:
+        launched = ["--nproc-per-node", "3", "--master-addr", "localhost", "--master-port", str(job.port + 2)]
+        assert row[:3] == ["--nnodes", "2", "--node-rank"] and row[4:10] == launched
+        assert row[10:13] == ["-m", "turnwise", "train"] and row[13 : 13 + len(TRAIN)] == TRAIN
+        assert row[13 + len(TRAIN) :][:3] == ["--name", "a b", "--generator"]
 
 
 # ----------------------------------------------------------------- Kubernetes
@@ -168,6 +195,23 @@ def test_the_objects_of_kubernetes(capsys):
     assert "--name My_Run" in script and "turnwise resume runs/My_Run" in script
 
 
+def test_a_pod_of_the_trainer_for_each_machine():
+    job = ClusterJob("a", TRAIN, ["tiny"], ranks=6, nodes=2, image="i", port=700)
+    ranks, _, _, trainer = kubernetes_objects(job)
+    assert ranks["kind"] == "Service" and ranks["spec"]["publishNotReadyAddresses"]  # names before anything listens
+    pod = trainer["spec"]["template"]
+    assert ranks["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert [trainer["spec"][name] for name in ("completionMode", "completions", "parallelism")] == ["Indexed", 2, 2]
+    assert pod["spec"]["subdomain"] == ranks["metadata"]["name"] == trainer["metadata"]["name"]
+    (container,) = pod["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 3
+    check_syntax(container["command"][2])
+    assert (
+        'exec torchrun --nnodes 2 --node-rank "$JOB_COMPLETION_INDEX" --nproc-per-node 3 --master-addr a-trainer-0.a-trainer '
+        "--master-port 701 -m turnwise train grpo"
+    ) in container["command"][2]
+
+
 def test_without_gpus_none_are_asked_for():
     job = ClusterJob("a", ["grpo"], ["tiny"], on_gpus=False, image="i")
     assert "nvidia" not in str(kubernetes_objects(job)) and "gpu" not in slurm_script(job)
@@ -186,6 +230,9 @@ def test_without_gpus_none_are_asked_for():
         (["slurm", "grpo", "--generator", "http://a:1"], "--generator is written by launch"),
         (["slurm", "grpo", "--cluster", "local"], "leave --cluster out, or write turnwise train"),
         (["slurm", "grpo", "--port", "99999"], "--port is 99999, and the last server would listen on 99999; write at most 65535"),
+        (["slurm", "grpo", "--nodes", "0"], "nodes is 0"),
+        (["slurm", "grpo", "--ranks", "6", "--nodes", "4"], "6 ranks cannot be divided among them evenly; write a multiple of 4"),
+        (["slurm", "grpo", "--ranks=2", "--nodes=2", "--port=65535"], "torchrun would listen on 65536; write at most 65534"),
         (["slurm", "grpo", "--partition", "a b"], "holds a space"),
         (["k8s", "grpo"], "--image NAME"),
     ],

@@ -171,7 +171,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path, 
         learner = case.sharded(pool)
         update(learner, case.recipe(), [first])
         save(learner, tmp_path)
-        write_files, victim = RankTensors.write_files, pool.processes[0]
+        write_files, victim = RankTensors.write_files, pool.processes[0].number
         begun: list[bytes] = []
 
         def kill_in_the_middle(fifo: Path) -> None:

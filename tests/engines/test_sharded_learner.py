@@ -118,9 +118,9 @@ def test_a_killed_rank_is_named_and_the_run_continues_equal(tmp_path):
         sharded = case.sharded(pool)
         update(sharded, case.recipe(), [first])
         saved = sharded.state_dict()
-        victim = pool.processes[1]
+        victim = pool.processes[1].number
         os.kill(victim, signal.SIGKILL)
-        others = [pid for pid in pool.processes if pid != victim]
+        others = [process.number for process in pool.processes if process.number != victim]
         begun = time.monotonic()
         with pytest.raises(RankFault, match="rank 2 of 3 was ended by SIGKILL"):
             update(sharded, case.recipe(), [second], first=1)
@@ -151,7 +151,7 @@ def test_a_fault_of_one_rank_reaches_the_caller(monkeypatch):
     try:
         learner = Case("grpo").sharded(pool)
         batch = Case("grpo").groups(Case("grpo").local())[0]
-        os.kill(pool.processes[0], signal.SIGSTOP)
+        os.kill(pool.processes[0].number, signal.SIGSTOP)
         with pytest.raises(RankFault, match=r"rank 1 of 2 .*stopped or stuck"):
             update(learner, Case("grpo").recipe(), [batch])
     finally:
@@ -163,7 +163,7 @@ def test_a_stopped_rank_is_named_when_a_message_does_not_fit_its_pipe(monkeypatc
     pool = start_ranks(2)
     try:
         pool.host = object()  # rank 0 never comes to its own part
-        process = pool.processes[0]
+        process = pool.processes[0].number
         os.kill(process, signal.SIGSTOP)
         with pytest.raises(RankFault, match="rank 1 does not answer: it has read nothing for 1 s: it is stopped or stuck"):
             pool.call("update", torch.zeros(1 << 21))

@@ -12,6 +12,7 @@ import threading
 import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,11 +110,14 @@ def test_a_silent_connection_does_not_keep_the_others_out(monkeypatch):
         with pytest.raises(RankFault, match="rank 1 on there does not answer: it has read nothing for 1 s"):
             rank.send(b"x" * (1 << 26))
         assert not rank.lost_peer and shared_interface([rank], "lo") == rank.own_interface
+        pool = rank_pool.RankPool(2, torch.device("cpu"), workers=[rank], joined=True)
+        assert pool.processes == [(7, "there", False)]
         held[2].send_bytes(joined_ranks.LOST_A_PEER)
         held[1].close()
         held[2].close()
         assert "(process 7 on there) has ended or cannot be reached" in rank.how_it_ended()
         assert rank.lost_peer and rank.lost_peer  # it said so, once
+        assert pool.processes == [(7, "there", True)]
     finally:
         rank.close()
         for connection in held:
@@ -139,9 +143,13 @@ def test_a_network_that_torch_cannot_use_is_named(monkeypatch):
         raise RuntimeError("Gloo connectFullMesh failed\nand so on")
 
     monkeypatch.setattr(rank_pool, "join_group", fails)
+    monkeypatch.setattr(rank_pool, "NAMING_SECONDS", 0.1)
     pool = rank_pool.RankPool(2, torch.device("cpu"), joined=True)
     with pytest.raises(RankFault, match=r"could not connect the ranks \(Gloo connectFullMesh failed\); GLOO_SOCKET_IFNAME"):
         pool._form_group(dist.HashStore())
+    dead = SimpleNamespace(rank=1, lost_peer=False, how_it_ended=lambda: "was ended by SIGKILL")
+    with pytest.raises(RankFault, match="rank 1 of 2 was ended by SIGKILL"):  # and the network has no part in it
+        rank_pool.RankPool(2, torch.device("cpu"), workers=[dead], joined=True)._form_group(dist.HashStore())
 
 
 # ------------------------------------------------------------------ whole runs

@@ -71,6 +71,12 @@ CULPRITS = {
     "the learner has been in its update for 31 s: rank 2 (process 11) is stopped": {
         "learning": ago(31), "busy": True,
         "ranks": [RankFacts(1, 10, "running", 50.0), RankFacts(2, 11, "stopped", 3.0)]},
+    "the learner has been in its update for 31 s: rank 2 (process 11 on b) is ended": {
+        "learning": ago(31), "ranks": [RankFacts(1, 10, "running", 50.0), RankFacts(2, 11, "ended", 0.0, "b")]},
+    "the learner has been in its update for 31 s and computes nothing; ranks 1 compute nothing either; look at ranks "
+    "2 (process 11 on b), 3 (process 12 on b)": {
+        "learning": ago(31), "idle_ranks": frozenset({1}),
+        "ranks": [RankFacts(1, 10, "sleeping", 50.0), RankFacts(2, 11, "", 0.0, "b"), RankFacts(3, 12, "", 0.0, "b")]},
     "the learner has been in measuring signals for 31 s and computes nothing": {"learning": ago(31, "measure")},
     "generator server http://a:1 has not answered for 33 s (it owes 2 replies)": {
         "servers": [SERVER], "since": {"http://a:1": 33.0}},

@@ -19,7 +19,7 @@ ABOUT = (
     "Print the file that would start `turnwise serve` on some machines of a cluster and `turnwise train` on another, with the "
     "arguments of `turnwise train`. Nothing is submitted. The files were checked for their form, and not run on a cluster."
 )
-USAGE = "turnwise launch slurm|k8s [METHOD] [--servers N] [--ranks N] [flags of turnwise train] > FILE"
+USAGE = "turnwise launch slurm|k8s [METHOD] [--servers N] [--ranks N] [--nodes N] [flags of turnwise train] > FILE"
 GIVEN_BY_LAUNCH = ("generator", "generator_key_env", "generator_weights")
 
 
@@ -64,8 +64,13 @@ def _own_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cluster")
     group.add_argument("--dry-run", action="store_true", help="print the file; there is no other way")
     group.add_argument("--servers", type=int, default=1, help="generator servers, each with one GPU [1]")
+    group.add_argument(
+        "--nodes", type=int, default=1, help="machines among which torchrun divides the ranks of the trainer [1]"
+    )
     group.add_argument("--cpus", type=int, default=8, help="processor cores of each server and rank [8]")
-    group.add_argument("--memory", type=int, default=64, help="GiB of memory of each server, and of the trainer [64]")
+    group.add_argument(
+        "--memory", type=int, default=64, help="GiB of memory of each server, and of each machine of the trainer [64]"
+    )
     group.add_argument("--hours", type=int, default=24, help="time limit [24]")
     group.add_argument("--port", type=int, default=8800, help="of the first server [8800]")
     group.add_argument(

@@ -2,7 +2,8 @@
 nothing is submitted, and nothing here was run on such a cluster.
 
 Both do the same. Servers start, the trainer waits until each answers ``/health``, then it trains, or resumes where a run of
-that name exists, so a job that is queued again continues. Weights travel through a folder that all machines see.
+that name exists, so a job that is queued again continues. Weights travel through a folder that all machines see. Ranks on several
+machines are started by torchrun, once on each.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class ClusterJob:
     out: str = "runs"
     servers: int = 1
     ranks: int = 1
+    nodes: int = 1  # machines among which the ranks are divided
     on_gpus: bool = True
     cpus: int = 8
     memory: int = 64  # GiB of each machine's share
@@ -47,13 +49,37 @@ class ClusterJob:
     claim: str = "turnwise"
 
     def __post_init__(self) -> None:
-        for name in ("servers", "cpus", "memory", "hours", "port"):
+        for name in ("servers", "nodes", "cpus", "memory", "hours", "port"):
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} is {getattr(self, name)}; write at least 1")
-        if (last := self.port + self.servers - 1) > LAST_PORT:
+        if self.ranks % self.nodes:
             raise SettingError(
-                f"--port is {self.port}, and the last server would listen on {last}; write at most {LAST_PORT + 1 - self.servers}"
+                f"--nodes is {self.nodes}, and {self.ranks} ranks cannot be divided among them evenly; write a multiple of "
+                f"{self.nodes} as --ranks, or another --nodes"
             )
+        last, listens = self.port + self.servers - 1, "the last server"
+        if self.nodes > 1:
+            last, listens = self.torchrun_port, "torchrun"
+        if last > LAST_PORT:
+            raise SettingError(
+                f"--port is {self.port}, and {listens} would listen on {last}; write at most {LAST_PORT - last + self.port}"
+            )
+
+    @property
+    def torchrun_port(self) -> int:
+        """The one after those of the servers: they may be on the same machine."""
+        return self.port + self.servers
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.ranks // self.nodes
+
+    def torchrun(self, node: str, address: str) -> str:
+        """The words before ``train`` that start the ranks of machine ``node``. Both arguments are words of a shell."""
+        return (
+            f"torchrun --nnodes {self.nodes} --node-rank {node} --nproc-per-node {self.ranks_per_node} "
+            f"--master-addr {address} --master-port {self.torchrun_port} -m turnwise"
+        )
 
     @property
     def object_name(self) -> str:
@@ -71,14 +97,15 @@ def _words(words: Sequence[str]) -> str:
 SLURM = """\
 #!/bin/bash
 # {not_run}
-# One component for the trainer ({ranks} ranks), one for {servers} generator servers. The submitting folder, the model and the
-# folder of the run must be visible on every machine. Submit: sbatch FILE
+# One component for the trainer (ranks: {ranks}, machines: {nodes}), one for the generator servers ({servers}). The submitting
+# folder, the model and the folder of the run must be visible on every machine. Submit: sbatch FILE
 #SBATCH --job-name={job}
 #SBATCH --time={hours}:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:TERM@180
-{options}#SBATCH --nodes=1 --ntasks=1 --cpus-per-task={trainer_cpus} --mem={memory}G{trainer_gpus}
+{options}#SBATCH --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --mem={memory}G
+#SBATCH --cpus-per-task={trainer_cpus}{trainer_gpus}
 #SBATCH hetjob
 {options}#SBATCH --ntasks={servers} --cpus-per-task={cpus} --mem-per-cpu={memory_per_cpu}M{server_gpus}
 
@@ -115,11 +142,11 @@ wait_for_servers
 REMOTE=("${{GENERATORS[@]}}" --generator-key-env {token} --generator-weights "$SHARED/weights")
 
 if [ -e "$RUN/run.json" ]; then
-  COMMAND=(turnwise resume "$RUN" "${{REMOTE[@]}}")
+  COMMAND=(resume "$RUN" "${{REMOTE[@]}}")
 else
-  COMMAND=(turnwise train {train} --name "$NAME" "${{REMOTE[@]}}")
+  COMMAND=(train {train} --name "$NAME" "${{REMOTE[@]}}")
 fi
-srun --het-group=0 "${{COMMAND[@]}}" &
+{start_trainer} &
 TRAINER=$!
 trap 'kill -TERM "$TRAINER"' TERM # before the time limit: the trainer writes a checkpoint; the servers stay until it has ended
 STATUS=0
@@ -131,6 +158,16 @@ wait "$SERVERS" 2> /dev/null || true
 rm -rf "$SHARED"
 exit "$STATUS"
 """
+
+
+ONE_MACHINE = 'srun --het-group=0 turnwise "${COMMAND[@]}"'
+SEVERAL_MACHINES = """\
+# the machine of rank 0 writes its name; torchrun starts the ranks of each
+srun --het-group=0 bash -c '
+  [ "$SLURM_PROCID" != 0 ] || hostname -f > "$SHARED/rank0"
+  until [ -s "$SHARED/rank0" ]; do sleep 1; done
+  exec {torchrun} "$@"
+' trainer "${{COMMAND[@]}}\""""
 
 
 def slurm_script(job: ClusterJob) -> str:
@@ -153,13 +190,16 @@ def slurm_script(job: ClusterJob) -> str:
         serve=serve,
         setup=f"{job.setup}\n" if job.setup else "",
         options=options,
-        trainer_cpus=job.cpus * job.ranks,
-        trainer_gpus=f" --gpus-per-task={job.ranks}" if job.on_gpus else "",
+        trainer_cpus=job.cpus * job.ranks_per_node,
+        trainer_gpus=f" --gpus-per-task={job.ranks_per_node}" if job.on_gpus else "",
+        start_trainer=ONE_MACHINE
+        if job.nodes == 1
+        else SEVERAL_MACHINES.format(torchrun=job.torchrun('"$SLURM_PROCID"', '"$(cat "$SHARED/rank0")"')),
         server_gpus=" --gpus-per-task=1" if job.on_gpus else "",
         memory_per_cpu=max(1, job.memory * 1024 // job.cpus),
         token=TOKEN,
         wait=WAIT_SECONDS,
-        **{name: getattr(job, name) for name in ("ranks", "servers", "hours", "cpus", "memory", "port")},
+        **{name: getattr(job, name) for name in ("ranks", "nodes", "servers", "hours", "cpus", "memory", "port")},
     )
 
 
@@ -172,14 +212,15 @@ for url in {urls}; do
 done
 mkdir -p {weights}
 if [ -e {run}/run.json ]; then
-  exec turnwise resume {run} {remote}
+  exec {turnwise} resume {run} {remote}
 fi
-exec turnwise train {train} --name {name} {remote}
+exec {turnwise} train {train} --name {name} {remote}
 """
 
 
 def kubernetes_objects(job: ClusterJob) -> list[dict[str, Any]]:
-    """A headless service and a stateful set of servers, and the job of the trainer."""
+    """A headless service and a stateful set of servers, and the job of the trainer; one pod of it for each machine with ranks,
+    which find each other by a service of their own."""
     if not job.image:
         raise SettingError(
             "Kubernetes starts containers; write --image NAME, one in which `turnwise` and curl are installed"
@@ -190,7 +231,10 @@ def kubernetes_objects(job: ClusterJob) -> list[dict[str, Any]]:
     weights, run = f"/shared/.{name}-weights", f"{job.out}/{job.name or name}"
     remote = [word for url in urls for word in ("--generator", url)]
     remote += ["--generator-key-env", TOKEN, "--generator-weights", weights]
+    trainer_name = f"{name}-trainer"
+    torchrun = job.torchrun('"$JOB_COMPLETION_INDEX"', f"{trainer_name}-0.{trainer_name}")
     script = TRAIN_SCRIPT.format(
+        turnwise="turnwise" if job.nodes == 1 else torchrun,
         urls=" ".join(urls),
         weights=weights,
         run=shlex.quote(run),
@@ -203,17 +247,27 @@ def kubernetes_objects(job: ClusterJob) -> list[dict[str, Any]]:
     container = pod["spec"]["containers"][0]
     container["ports"] = [{"containerPort": job.port}]
     container["readinessProbe"] = {"httpGet": {"path": "/health", "port": job.port}, "periodSeconds": 5}
-    trainer = _pod(job, f"{name}-trainer", ["bash", "-c", script], {**labels, "part": "trainer"}, job.ranks)
+    trainer = _pod(job, trainer_name, ["bash", "-c", script], {**labels, "part": "trainer"}, job.ranks_per_node)
     trainer["spec"] |= {"restartPolicy": "OnFailure", "terminationGracePeriodSeconds": 180}
     selector = {**labels, "part": "server"}
+    training: dict[str, Any] = {"backoffLimit": 3, "activeDeadlineSeconds": job.hours * 3600, "template": trainer}
+    several: list[dict[str, Any]] = []
+    if job.nodes > 1:
+        trainer["spec"]["subdomain"] = trainer_name
+        training |= {"completionMode": "Indexed", "completions": job.nodes, "parallelism": job.nodes}
+        found = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {**labels, "part": "trainer"}}
+        found["ports"] = [{"name": "torchrun", "port": job.torchrun_port}]
+        several = [
+            {"apiVersion": "v1", "kind": "Service", "metadata": {"name": trainer_name, "labels": labels}, "spec": found}
+        ]
     return [
+        *several,
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": server, "labels": labels}}
         | {"spec": {"clusterIP": "None", "selector": selector, "ports": [{"name": "http", "port": job.port}]}},
         {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": server, "labels": labels}}
         | {"spec": {"serviceName": server, "replicas": job.servers, "podManagementPolicy": "Parallel"}
            | {"selector": {"matchLabels": selector}, "template": pod}},
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"{name}-trainer", "labels": labels}}
-        | {"spec": {"backoffLimit": 3, "activeDeadlineSeconds": job.hours * 3600, "template": trainer}},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": trainer_name, "labels": labels}, "spec": training},
     ]  # fmt: skip
 
 
@@ -259,6 +313,6 @@ def kubernetes_file(job: ClusterJob) -> str:
         # The claim {job.claim}, mounted at /shared, must be one that many pods write (ReadWriteMany): model, run and weights.
         # First:  kubectl create secret generic {name}-token --from-literal=token="$(openssl rand -hex 24)"
         # Then:   kubectl apply -f FILE;  kubectl logs -f job/{name}-trainer
-        # After:  kubectl delete statefulset,service {name}-server   (the servers do not end by themselves)
+        # After:  kubectl delete statefulset,service -l run={name}   (the servers do not end by themselves)
         """
     return textwrap.dedent(about) + objects

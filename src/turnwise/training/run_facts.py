@@ -63,6 +63,7 @@ class RankFacts:
     process: int
     state: str  # running, sleeping, stopped, ended; empty where the system does not tell
     cpu_seconds: float
+    machine: str = ""  # where it is not this one: then nothing is known of its processor
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,12 @@ class RunParts:
     def ranks(self) -> list[RankFacts]:
         """The processes of a learner over several ranks, beside this one, which is rank 0."""
         pool = getattr(self.learner, "pool", None)
-        return [RankFacts(n, pid, *process_state(pid)) for n, pid in enumerate(pool.processes if pool else (), start=1)]
+        return [
+            RankFacts(n, number, "ended" if ended else "", 0.0, machine)
+            if machine
+            else RankFacts(n, number, *process_state(number))
+            for n, (number, machine, ended) in enumerate(pool.processes if pool else (), start=1)
+        ]
 
     def groups(self) -> GroupFacts | None:
         c = self.collector

@@ -194,7 +194,8 @@ class RunWatch:
         if self.anything == now:
             self.cpu_then, self.rank_cpu_then = time.process_time(), {r.rank: r.cpu_seconds for r in ranks}
         still = now - self.anything
-        idle = {r.rank for r in ranks if r.cpu_seconds - self.rank_cpu_then.get(r.rank, 0.0) < BUSY * still}
+        known = [r for r in ranks if not r.machine]
+        idle = {r.rank for r in known if r.cpu_seconds - self.rank_cpu_then.get(r.rank, 0.0) < BUSY * still}
         self._sample(now, g.tokens if g else 0, g.opened - g.dialogues if g else 0)
         return RunMoment(
             phase=self.phase,

@@ -134,9 +134,10 @@ def _learner(facts: RunMoment) -> ComponentState | None:
 
 
 def _rank(rank: RankFacts, facts: RunMoment) -> ComponentState:
-    name, text = f"rank {rank.rank}", f"process {rank.process}, {rank.cpu_seconds:.0f} s of processor time"
+    name, text = f"rank {rank.rank}", f"{_process(rank)}, {rank.cpu_seconds:.0f} s of processor time"
     if rank.state in ("stopped", "ended"):
-        return ComponentState(name, "lost", f"process {rank.process} is {rank.state}")
+        return ComponentState(name, "lost", f"{_process(rank)} is {rank.state}")
+    text = _process(rank) if rank.machine else text
     if facts.learning is None:
         return ComponentState(name, "waiting", text, "rank 0")
     return ComponentState(name, "working", text)
@@ -188,17 +189,22 @@ def _stuck_learner(facts: RunMoment, limit: float) -> Iterator[Suspect]:
     what = "its update" if call.name == "update" else "measuring signals"
     for rank in facts.ranks:
         if rank.state in ("stopped", "ended"):
-            text = f"the learner has been in {what} for {call.seconds:.0f} s: rank {rank.rank} (process {rank.process})"
+            text = f"the learner has been in {what} for {call.seconds:.0f} s: rank {rank.rank} ({_process(rank)})"
             yield Suspect("learner", f"{text} is {rank.state}")
             return
     before = f", the longest before took {facts.longest_update:.0f} s" if facts.longest_update else ""
-    if facts.busy or (facts.ranks and len(facts.idle_ranks) < len(facts.ranks)):
+    elsewhere = [rank for rank in facts.ranks if rank.machine]
+    if facts.busy or len(facts.idle_ranks) < len(facts.ranks) - len(elsewhere):
         ranks = f" on {len(facts.ranks) + 1} ranks" if facts.ranks else ""
         text = f"still learning{ranks}: {what.removeprefix('its ')} of step {facts.step + 1} has taken {call.seconds:.0f} s"
         yield Suspect("learner", f"{text}{before}", computing=True)
         return
     idle = ", ".join(str(n) for n in sorted(facts.idle_ranks))
     which = f"; ranks {idle} compute nothing either" if idle else ""
+    if elsewhere:
+        which += f"; look at rank{'s' * (len(elsewhere) > 1)} " + ", ".join(
+            f"{r.rank} ({_process(r)})" for r in elsewhere
+        )
     text = f"the learner has been in {what} for {call.seconds:.0f} s and computes nothing{which}{before}"
     yield Suspect("learner", text)
 
@@ -253,6 +259,10 @@ def culprit(facts: RunMoment, limit: float) -> Suspect:
 
 def _episodes(count: int) -> str:
     return "1 episode" if count == 1 else f"{count} episodes"
+
+
+def _process(rank: RankFacts) -> str:
+    return f"process {rank.process}" + (f" on {rank.machine}" if rank.machine else "")
 
 
 def _dialogues(count: int) -> str:

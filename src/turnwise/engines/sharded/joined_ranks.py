@@ -80,6 +80,11 @@ class JoinedRank:
             ) from None
 
     @property
+    def elsewhere(self) -> str:
+        """Its machine; empty where that is this one."""
+        return self.host if self.node else ""
+
+    @property
     def own_interface(self) -> str:
         """The network interface by which rank 0 talks to it."""
         return interface_of(self._socket)

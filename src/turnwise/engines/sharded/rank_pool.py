@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,14 @@ class _Rank(PipedProcess):
             raise RankFault(f"rank {self.rank} does not answer: {stuck}") from None
 
 
+class RankProcess(NamedTuple):
+    """The process of a rank, as the system of its machine knows it."""
+
+    number: int
+    machine: str = ""  # where it is not this one
+    ended: bool = False  # or cannot be reached; told of other machines only
+
+
 @dataclass
 class RankPool:
     """``size`` ranks, of which the calling process is the first. ``host``: what does the verbs here, as ``worker`` does there."""
@@ -141,6 +149,8 @@ class RankPool:
         try:
             join_group(store, self.device, 0, self.size, self.interface)
         except RuntimeError as fault:
+            if (named := self._named_rank()) is not None:
+                raise named from fault
             raise RankFault(
                 f"torch could not connect the ranks ({str(fault).splitlines()[0]}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
                 "name the network interface that they use, on each machine"
@@ -151,9 +161,14 @@ class RankPool:
         return any(isinstance(worker, JoinedRank) and worker.node for worker in self.workers)
 
     @property
-    def processes(self) -> list[int]:
-        """The process ids of ranks 1, 2 ... that this one started."""
-        return [worker.process.pid for worker in self.workers if isinstance(worker, _Rank)]
+    def processes(self) -> list[RankProcess]:
+        """Those of ranks 1, 2 ..."""
+        return [
+            RankProcess(worker.process, worker.elsewhere, bool(worker.elsewhere and worker.how_it_ended()))
+            if isinstance(worker, JoinedRank)
+            else RankProcess(worker.process.pid)
+            for worker in list(self.workers)
+        ]
 
     def call(
         self, verb: str, *shared: Any, each: Sequence[Sequence[Any]] | None = None, seconds: float = 0.0
@@ -217,6 +232,15 @@ class RankPool:
         """The rank that ended and thereby caused this fault of a connection; None: it has another cause."""
         if not isinstance(fault, _Broken | OSError | RuntimeError):
             return None
+        if (named := self._named_rank()) is not None:
+            return named
+        if "gloo" not in str(fault) and not isinstance(fault, dist.DistError):
+            return None
+        silent = [worker.rank for worker in self.workers if not worker.connection.poll(0)]
+        return RankFault(f"rank {silent[0]} of {self.size} is stopped or stuck") if silent else None
+
+    def _named_rank(self) -> RankFault | None:
+        """The rank that ended, which may show a little later than the connections that it broke."""
         until = time.monotonic() + NAMING_SECONDS
         while time.monotonic() < until:
             try:
@@ -224,10 +248,7 @@ class RankPool:
             except RankFault as named:
                 return named
             time.sleep(0.05)
-        if "gloo" not in str(fault) and not isinstance(fault, dist.DistError):
-            return None
-        silent = [worker.rank for worker in self.workers if not worker.connection.poll(0)]
-        return RankFault(f"rank {silent[0]} of {self.size} is stopped or stuck") if silent else None
+        return None
 
     def close(self) -> None:
         """End the other ranks and leave the process group."""
