@@ -16,8 +16,9 @@ from support.prompting import prompts
 from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.engines.remote.policy_probe import PolicyProbe, mean_difference
 from turnwise.engines.remote.remote_generator import _cut
+from turnwise.engines.remote.token_wire import read_part
 from turnwise.engines.remote.weight_files import WeightFolder, read_weights
-from turnwise.errors import GeneratorLost, SettingError, StoreError
+from turnwise.errors import GeneratorLost, ServerFault, SettingError, StoreError
 from turnwise.serve import policy_host
 
 SAMPLING = Sampling(max_tokens=12)
@@ -51,6 +52,35 @@ def test_tokens_and_floats_equal_those_of_a_local_generator_bit_for_bit(sampling
 
     with served(make(seed=1)) as server:
         assert plain(run(remote(server.url))) == plain(run(local()))
+
+
+def test_the_wait_for_another_dialogue_is_not_sampling():
+    """The server samples once the other dialogue has closed, and says for how long it waited."""
+    model = make()
+
+    async def main(url):
+        generator = await connected([url], model)
+        await generator.publish(weights_of(model), 1)
+        asking, idle = generator.open(0), generator.open(1)
+        before = time.perf_counter()
+        waiting = asyncio.create_task(asking.generate([1, 2, 3], Sampling(max_tokens=4)))
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        idle.close()
+        done, whole = await waiting, time.perf_counter() - before
+        asking.close()
+        return done, whole
+
+    with served(model) as server:
+        done, whole = asyncio.run(main(server.url))
+    assert done.tokens and 0 < done.seconds < whole - 0.5
+
+
+@pytest.mark.parametrize("value", [None, "long", [1.0]])
+def test_a_wait_that_is_no_number_is_a_fault_of_the_server(value):
+    choice = {"token_ids": [], "finish_reason": "stop", "logprobs": {"content": []}, "turnwise": {"seconds_held": value}}
+    with pytest.raises(ServerFault, match="seconds_held that are no numbers"):
+        read_part({"choices": [choice]}, frozenset())
 
 
 def test_a_history_that_is_rewritten_draws_other_numbers_as_in_a_local_generator():

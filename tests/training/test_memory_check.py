@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,10 @@ from transformers import LlamaConfig
 from turnwise import recipes
 from turnwise.config.settings import Settings
 from turnwise.engines.memory import ModelShape
-from turnwise.errors import SettingError
+from turnwise.errors import SettingError, StoreError
 from turnwise.models import loading
 from turnwise.models.facts import stored_parameters
+from turnwise.store.checkpoint import save_model
 from turnwise.store.rundir import RunDir
 from turnwise.training import api, memory, memory_check
 from turnwise.training.memory_check import check_memory, parameters_of
@@ -128,6 +130,20 @@ def test_a_resumed_run_is_refused_before_it_loads_or_records_anything(tmp_path, 
     with pytest.raises(SettingError, match="this model does not fit"):
         api.resume(run_dir.path, quiet=True, steps=4)
     assert run_dir.settings.read_bytes() == before
+
+
+def test_a_damaged_first_model_is_refused_before_new_steps_are_recorded(tmp_path):
+    model = small_model(tmp_path / "model")
+    settings = Settings(env="guess", model=model, device="cpu", steps=2)
+    run_dir = RunDir.create(tmp_path, "run", settings.as_dict(), repr(recipes.build("grpo")), 0)
+    save_model(run_dir.path / "initial", lambda path: shutil.copytree(model, path, dirs_exist_ok=True))
+    run_dir.summary.write_text("{}")
+    weights = run_dir.path / "initial" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    before = run_dir.settings.read_bytes()
+    with pytest.raises(StoreError, match=r"model\.safetensors"):
+        api.resume(run_dir.path, quiet=True, steps=4)
+    assert run_dir.settings.read_bytes() == before and run_dir.summary.is_file()
 
 
 def test_a_run_whose_model_moved_before_it_began_says_where_it_looked(tmp_path):

@@ -53,8 +53,15 @@ class GenerateApi:
         call = read_call(body, self.asked, facts["vocabulary"], limits.stop_ids)
         if call.session:
             self.host.check_owner(body.get("client"))
+        before = self._seconds_held
         done = await self._while_connected(request, call)
-        return JSONResponse(reply_body(call.request_id, done, self.host.labels, call.sampling_mask))
+        held = max(0.0, self._seconds_held - before)  # less than before where a trainer got another generator meanwhile
+        return JSONResponse(reply_body(call.request_id, done, self.host.labels, call.sampling_mask, held))
+
+    @property
+    def _seconds_held(self) -> float:
+        """Seconds in which the generator had requests, but waited for dialogues without one."""
+        return self.host.generator.stats().get("seconds_held", 0.0)
 
     async def _while_connected(self, request: Request, call: GenerateCall) -> Completion:
         """The completion; ends the request when nobody waits for it any longer."""

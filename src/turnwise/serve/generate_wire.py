@@ -129,15 +129,18 @@ def _integer(params: Mapping[str, Any], name: str, default: int, low: int, high:
 
 
 def reply_body(
-    request_id: str, done: Completion, labels: Mapping[int, str], sampling_mask: bool = False
+    request_id: str, done: Completion, labels: Mapping[int, str], sampling_mask: bool = False, held: float = 0.0
 ) -> dict[str, Any]:
     """The reply to a request. ``labels``: what the trainer calls each version of the weights. ``sampling_mask``: with the ids
-    that the filters kept, as vLLM's option ``--return-sampling-mask`` names them; an empty list: not recorded."""
+    that the filters kept, as vLLM's option ``--return-sampling-mask`` names them; an empty list: not recorded. ``held``: seconds
+    in which the generator waited for other dialogues."""
     tokens = list(done.tokens)
     content: list[dict[str, Any]] = [
         {"token_id": token, "logprob": logp, "rank": None, "top_logprobs": []} for token, logp in zip(tokens, done.logp)
     ]
     ours: dict[str, Any] = {"stop": str(done.stop), "seconds": done.seconds}
+    if held:
+        ours["seconds_held"] = held
     if any(done.mass):
         ours["mass"] = list(done.mass)
     if done.entropy:

@@ -12,6 +12,7 @@ from turnwise.core.protocols import Listener
 from turnwise.environments import GIVEN_OBJECT
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
+from turnwise.store.checkpoint import verify_model
 from turnwise.store.rundir import RunDir
 from turnwise.training import engines
 from turnwise.training.events import RunEvents
@@ -47,11 +48,15 @@ def start_run(
 
 
 def check_resumed(run_dir: RunDir, settings: Settings, recipe: Recipe | None, given: GivenObjects) -> None:
-    """Refuse to go on where the model is gone or does not fit, before new settings are recorded and before it is loaded."""
+    """Refuse to go on where the model is gone, damaged or does not fit, before new settings are recorded and it is loaded."""
     plan, initial = RunPlan.from_settings(settings, recipe, given), run_dir.path / "initial"
     if not initial.is_dir():
         _check_first_model(run_dir, settings.model)
     check_resumed_memory(plan.settings, plan.recipe, initial)
+    if initial.is_dir() and settings != Settings.of(
+        run_dir.metadata()["settings"]
+    ):  # otherwise nothing will be recorded
+        verify_model(initial)
 
 
 def _check_first_model(run_dir: RunDir, model: str) -> None:

@@ -265,22 +265,23 @@ class RemoteSession:
         budget = min(sampling.max_tokens, self._owner.limits.context - len(ids))
         if budget < 1:
             return Completion([], [], [], [], Stop.LENGTH)
-        started, done = time.perf_counter(), Completion([], [], [], [], Stop.CANCELLED)
+        started, held, done = time.perf_counter(), 0.0, Completion([], [], [], [], Stop.CANCELLED)
         self._generating, self._cancelled, finished = True, False, False
         try:
             while done.stop is Stop.CANCELLED and not self._cancelled:
                 rest = replace(sampling, max_tokens=budget - len(done.tokens))
-                part = await self._sample([*ids, *done.tokens], rest)
-                done = self._join(done, part, sampling)
+                part, waited = await self._sample([*ids, *done.tokens], rest)
+                done, held = self._join(done, part, sampling), held + waited
             finished = True
         finally:
             self._generating, self._sampled_until = False, len(ids) + len(done.tokens)
             if not finished:
                 self._change("cancel")  # nobody needs the remaining tokens
-        return replace(done, seconds=time.perf_counter() - started)
+        return replace(done, seconds=max(0.0, time.perf_counter() - started - held))
 
-    async def _sample(self, ids: list[int], sampling: Sampling) -> Completion:
-        """What one request samples; a lost server's request is issued again to another."""
+    async def _sample(self, ids: list[int], sampling: Sampling) -> tuple[Completion, float]:
+        """What one request samples, and the seconds in which the server waited for other dialogues; a lost server's request is
+        issued again to another."""
         owner = self._owner
         while True:
             await owner.ready()
@@ -295,7 +296,7 @@ class RemoteSession:
                     self._parked = False
                 salt = owner.salt(version)
                 part = await replica.sample(self.name, ids, sampling, self.seed, owner.limits.stop_ids, salt, version)
-                return owner.record(part, version, replica)
+                return owner.record(part, version, replica), part.held
             except ReplicaLost:
                 owner.check()
 

@@ -30,10 +30,12 @@ class Reported(Enum):
 
 @dataclass(frozen=True)
 class SampledPart:
-    """What one request sampled. ``versions``: the labels of the weights, token by token; empty where the server says none."""
+    """What one request sampled. ``versions``: the labels of the weights, token by token; empty where the server says none.
+    ``held``: seconds of the reply in which the server waited for other dialogues."""
 
     completion: Completion
     versions: tuple[str, ...]
+    held: float = 0.0
 
 
 def sampling_params(sampling: Sampling, seed: int, stop_ids: Sequence[int], bounded: bool = False) -> dict[str, Any]:
@@ -72,7 +74,8 @@ def read_part(value: Any, stop_ids: frozenset[int]) -> SampledPart:
     stop = _stop(choice, tokens, stop_ids)
     routes, kept = _routes(ours.get("routes")), read_sampling_mask(choice.get("sampling_mask"), tokens)
     done = Completion(tokens, logp, mass or [0.0] * size, [0] * size, stop, entropy=entropy, routes=routes, kept=kept)
-    return SampledPart(done, _versions(choice.get("weight_versions"), size))
+    held = _floats([ours.get("seconds_held", 0.0)], 1, "seconds_held")[0]
+    return SampledPart(done, _versions(choice.get("weight_versions"), size), held)
 
 
 def what_is_reported(value: Any) -> Reported:
@@ -111,6 +114,8 @@ def _floats(value: Any, size: int, name: str) -> list[float]:
         return []
     if not isinstance(value, list) or len(value) != size:
         raise ServerFault(f"the reply holds {name} of another length than its tokens")
+    if not all(isinstance(x, int | float) for x in value):
+        raise ServerFault(f"the reply holds {name} that are no numbers")
     return [float(x) for x in value]
 
 
