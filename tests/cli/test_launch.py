@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -192,7 +193,7 @@ def test_the_objects_of_kubernetes(capsys):
     script = trainer["spec"]["template"]["spec"]["containers"][0]["command"][2]
     check_syntax(script)
     assert "--generator http://my-run-server-0.my-run-server:8800 --generator http://my-run-server-1." in script
-    assert "--name My_Run" in script and "turnwise resume runs/My_Run" in script
+    assert "--name My_Run" in script and "set -- resume runs/My_Run" in script and script.endswith('exec turnwise "$@"\n')
 
 
 def test_a_pod_of_the_trainer_for_each_machine():
@@ -207,9 +208,45 @@ def test_a_pod_of_the_trainer_for_each_machine():
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 3
     check_syntax(container["command"][2])
     assert (
-        'exec torchrun --nnodes 2 --node-rank "$JOB_COMPLETION_INDEX" --nproc-per-node 3 --master-addr a-trainer-0.a-trainer '
-        "--master-port 701 -m turnwise train grpo"
+        'torchrun --nnodes 2 --node-rank "$JOB_COMPLETION_INDEX" --nproc-per-node 3 --master-addr a-trainer-0.a-trainer '
+        '--master-port 701 -m turnwise "$@" &'
     ) in container["command"][2]
+
+
+POD_TORCHRUN = """#!/bin/bash
+trap 'echo stopped >> calls; exit 1' TERM
+echo "$@" >> calls
+if [ "$MODE" = wait ]; then sleep 60 & wait $!; fi
+if [ "$MODE" = finish ]; then mkdir -p runs/a; touch runs/a/run.json runs/a/summary.json; fi
+"""
+
+
+@pytest.mark.slow
+def test_a_pod_of_ranks_succeeds_only_with_the_run(tmp_path):
+    """Ranks 1, 2 ... end with 0 whatever becomes of rank 0; a pod that succeeded would not come back for the next attempt."""
+    job = ClusterJob("a", TRAIN, ["tiny"], ranks=6, nodes=2, image="i")
+    script = kubernetes_objects(job)[3]["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    script = script.replace("/shared/", f"{tmp_path}/").replace("seq 60", "seq 1")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in (("torchrun", POD_TORCHRUN), ("curl", "#!/bin/sh\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "1"}
+
+    def start(mode):
+        return subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env={**environment, "MODE": mode})
+
+    assert start("rank 0 failed").wait(60) == 1
+    stopped = start("wait")
+    until = time.monotonic() + 60
+    while len((tmp_path / "calls").read_text().splitlines()) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    stopped.terminate()  # the pod's deadline: torchrun hears of it
+    assert stopped.wait(60) == 1
+    assert start("finish").wait(60) == 0 and start("again").wait(60) == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert "stopped" in calls and "-m turnwise train grpo" in calls[0] and "-m turnwise resume runs/a" in calls[-1]
 
 
 def test_without_gpus_none_are_asked_for():

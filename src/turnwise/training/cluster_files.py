@@ -212,9 +212,23 @@ for url in {urls}; do
 done
 mkdir -p {weights}
 if [ -e {run}/run.json ]; then
-  exec {turnwise} resume {run} {remote}
+  set -- resume {run} {remote}
+else
+  set -- train {train} --name {name} {remote}
 fi
-exec {turnwise} train {train} --name {name} {remote}
+"""
+RANKS_SCRIPT = """\
+{torchrun} "$@" &
+ranks=$!
+trap 'kill -TERM "$ranks"' TERM
+status=0
+while kill -0 "$ranks" 2> /dev/null; do
+  wait "$ranks" && status=0 || status=$?
+done
+# ranks end in peace when rank 0 fails; without a result this pod starts again, as that of rank 0 does
+for n in $(seq 60); do [ -e {run}/summary.json ] && break; sleep 1; done
+[ -e {run}/summary.json ] || status=1
+exit "$status"
 """
 
 
@@ -234,7 +248,6 @@ def kubernetes_objects(job: ClusterJob) -> list[dict[str, Any]]:
     trainer_name = f"{name}-trainer"
     torchrun = job.torchrun('"$JOB_COMPLETION_INDEX"', f"{trainer_name}-0.{trainer_name}")
     script = TRAIN_SCRIPT.format(
-        turnwise="turnwise" if job.nodes == 1 else torchrun,
         urls=" ".join(urls),
         weights=weights,
         run=shlex.quote(run),
@@ -242,6 +255,7 @@ def kubernetes_objects(job: ClusterJob) -> list[dict[str, Any]]:
         name=shlex.quote(job.name or name),
         remote=_words(remote),
     )
+    script += 'exec turnwise "$@"\n' if job.nodes == 1 else RANKS_SCRIPT.format(torchrun=torchrun, run=shlex.quote(run))
     serving = ["turnwise", "serve", *job.serve, "--address", f"0.0.0.0:{job.port}"]
     pod = _pod(job, f"{name}-server", serving, {**labels, "part": "server"}, 1)
     container = pod["spec"]["containers"][0]
