@@ -14,9 +14,11 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 TURNWISE = [sys.executable, "-m", "turnwise"]
 WAYS = ("own process", "second process", "HTTP")
@@ -31,19 +33,19 @@ def generator_flags(way: str, shared: list[str]) -> Iterator[list[str]]:
         yield ["--generator=local"] if way == "second process" else []
         return
     command = [*TURNWISE, "serve", "tiny", "--address=127.0.0.1:0", *shared]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        first = server.stderr.readline()
-        if " at " not in first:
-            raise SystemExit(f"the server did not start: {first}{server.stderr.read()}")
+    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log, subprocess.Popen(command, stderr=log) as server:
         try:
+            while " at " not in (first := Path(log.name).read_text(encoding="utf-8").partition("\n")[0]):
+                if server.poll() is not None:
+                    raise SystemExit(f"the server did not start: {Path(log.name).read_text(encoding='utf-8')}")
+                time.sleep(0.1)
             yield [f"--generator={first.split(' at ')[1].split()[0]}"]
         finally:
             server.terminate()
 
 
-def measure(way: str, shared: list[str], own: list[str], folder: Path) -> dict[str, float]:
-    """Seconds of a step by its parts: medians over the steps after the first."""
+def measure(way: str, shared: list[str], own: list[str], folder: Path) -> dict[str, Any]:
+    """Seconds of a step by its parts: medians over the steps after the first. ``tokens`` and ``reward``: of all these steps."""
     with generator_flags(way, shared) as where:
         command = [*TURNWISE, "train", "grpo", *shared, *own, *where, f"--out={folder}", f"--name={way.split()[0]}"]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -52,7 +54,8 @@ def measure(way: str, shared: list[str], own: list[str], folder: Path) -> dict[s
     lines = (folder / way.split()[0] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines][WARM_UP:]
     found = {part: median(row[f"seconds/{part}"] for row in rows) for part in PARTS}
-    return {**found, "step": median(row["seconds"] for row in rows), "tokens": rows[-1]["tokens"]}
+    same = {name: tuple(row[name] for row in rows) for name in ("tokens", "reward")}
+    return {**found, **same, "step": median(row["seconds"] for row in rows)}
 
 
 def main() -> int:
@@ -68,7 +71,7 @@ def main() -> int:
     shared = [f"--env={asked.env}"]
     own = [f"--groups={asked.groups}", f"--group-size={asked.group_size}", f"--steps={asked.steps}", "--cold-steps=100"]
     own += ["--eval-tasks=0", "--trackers=", "--checkpoint-every=1000"]
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for _ in range(asked.rounds):
         for way in WAYS:
             with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +81,7 @@ def main() -> int:
     for way, row in best.items():
         print(f"{way:16}" + "".join(f"{row[part]:11.4f}" for part in (*PARTS, "step")), end="")
         print(f"{best[WAYS[0]]['step'] / row['step']:8.2f}x")
-    assert len({row["tokens"] for row in best.values()}) == 1, "the ways sampled different tokens"
+    assert len({(row["tokens"], row["reward"]) for row in best.values()}) == 1, "the ways sampled different tokens"
     return 0
 
 

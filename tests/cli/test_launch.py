@@ -56,18 +56,22 @@ def test_the_sbatch_script_is_bash(capsys, more):
 
 
 SRUN = """#!/bin/bash
-# stands for Slurm: two tasks for the servers, and as many as NODES says for the trainer
-group=$1; shift
+# stands for Slurm: two tasks for the servers, and as many as NODES says for the trainer; SIGTERM kills them, as srun does
+group=$1; shift 2
 if [ "$group" = --het-group=0 ]; then tasks=${NODES:-1}; else tasks=2; fi
 pids=()
-for ((n = 0; n < tasks; n++)); do SLURM_PROCID=$n "$@" & pids+=($!); done
-trap 'kill "${pids[@]}"' TERM
+for ((n = 0; n < tasks; n++)); do SLURM_STEP_ID=$group SLURM_PROCID=$n "$@" & pids+=($!); done
+echo "${pids[@]}" > "$SLURM_SUBMIT_DIR/$SLURM_JOB_ID.$group"
+trap 'kill -KILL "${pids[@]}"' TERM
 status=0
 for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
 exit "$status"
 """
+SCANCEL = """#!/bin/bash
+[ "$1" = --signal=TERM ] && kill -TERM $(cat "$SLURM_SUBMIT_DIR/$2")
+"""
 TURNWISE = """#!{python}
-import http.server, json, os, sys
+import http.server, json, os, signal, sys
 with open(os.environ["CALLS"], "a") as file:
     file.write(json.dumps(sys.argv[1:] + [os.environ["TURNWISE_ENDPOINT_TOKEN"]]) + "\\n")
 if sys.argv[1] == "serve":
@@ -78,6 +82,10 @@ if sys.argv[1] == "serve":
         def log_message(self, *_):
             pass
     http.server.HTTPServer(("0.0.0.0", int(sys.argv[-1].split(":")[1])), Health).serve_forever()
+if "HOLD" in os.environ:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    open(os.environ["HOLD"], "w").close()
+    signal.pause()
 sys.exit(3 if sys.argv[1] == "train" else 0)
 """
 
@@ -90,6 +98,7 @@ def submitter(folder, job):
     tools.mkdir()
     for name, text in (
         ("srun", SRUN),
+        ("scancel", SCANCEL),
         ("torchrun", TURNWISE.format(python=sys.executable)),
         ("turnwise", TURNWISE.format(python=sys.executable)),
         ("hostname", "#!/bin/sh\necho localhost\n"),
@@ -102,12 +111,18 @@ def submitter(folder, job):
         "SLURM_JOB_ID": "7", "no_proxy": "*", "NODES": str(job.nodes),
     }  # fmt: skip
 
-    def submit():
+    def submit(hold=None):
+        """``hold``: the trainer writes this file and waits; then the job is told that its time is almost over."""
         calls.write_text("")
-        done = subprocess.run(
-            ["bash", "job.sh"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-        )
-        return done.returncode, [json.loads(line) for line in calls.read_text().splitlines()]
+        more = {"HOLD": str(hold)} if hold else {}
+        with subprocess.Popen(["bash", "job.sh"], cwd=folder, env={**environment, **more}) as process:
+            until = time.monotonic() + 120
+            while hold and not hold.exists() and process.poll() is None and time.monotonic() < until:
+                time.sleep(0.05)
+            if hold:
+                process.terminate()
+            status = process.wait(120)
+        return status, [json.loads(line) for line in calls.read_text().splitlines()]
 
     return submit
 
@@ -143,6 +158,8 @@ def test_the_script_starts_servers_and_then_the_trainer_or_resumes(tmp_path):
     (tmp_path / "runs" / "a b" / "run.json").write_text("{}")
     status, rows = submit()  # queued again
     assert status == 0 and rows[-1][:-1] == ["resume", "runs/a b", *remote]
+    status, _ = submit(hold=tmp_path / "held")
+    assert status == 7  # the trainer ended by itself: srun did not kill it
 
 
 @pytest.mark.slow
@@ -150,7 +167,9 @@ def test_torchrun_starts_the_ranks_of_each_machine(tmp_path):
     job = ClusterJob("a b", TRAIN, ["my models/it's"], servers=2, ranks=6, nodes=2, port=a_port())
     text = slurm_script(job)
     check_syntax(text)
-    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --mem=64G\n#SBATCH --cpus-per-task=24 --gpus-per-task=3\n" in text
+    memory = 64 * 1024 // 24
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1\n" in text
+    assert f"#SBATCH --cpus-per-task=24 --mem-per-cpu={memory}M --gpus-per-task=3\n" in text and "--mem=" not in text
     status, rows = submitter(tmp_path, job)()
     started = sorted(row[:-1] for row in rows if row[0] != "serve")
     assert status == 0 and [row[3] for row in started] == ["0", "1"]
@@ -202,7 +221,8 @@ def test_a_pod_of_the_trainer_for_each_machine():
     assert ranks["kind"] == "Service" and ranks["spec"]["publishNotReadyAddresses"]  # names before anything listens
     pod = trainer["spec"]["template"]
     assert ranks["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    assert [trainer["spec"][name] for name in ("completionMode", "completions", "parallelism")] == ["Indexed", 2, 2]
+    names = ("completionMode", "completions", "parallelism", "backoffLimit")
+    assert [trainer["spec"][name] for name in names] == ["Indexed", 2, 2, 6]  # restarts of all pods are counted together
     assert pod["spec"]["subdomain"] == ranks["metadata"]["name"] == trainer["metadata"]["name"]
     (container,) = pod["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 3
@@ -217,6 +237,7 @@ POD_TORCHRUN = """#!/bin/bash
 trap 'echo stopped >> calls; exit 1' TERM
 echo "$@" >> calls
 if [ "$MODE" = wait ]; then sleep 60 & wait $!; fi
+if [ "$MODE" = fail ]; then exit 1; fi
 if [ "$MODE" = finish ]; then mkdir -p runs/a; touch runs/a/run.json runs/a/summary.json; fi
 """
 
@@ -244,9 +265,13 @@ def test_a_pod_of_ranks_succeeds_only_with_the_run(tmp_path):
         time.sleep(0.05)
     stopped.terminate()  # the pod's deadline: torchrun hears of it
     assert stopped.wait(60) == 1
-    assert start("finish").wait(60) == 0 and start("again").wait(60) == 0
+    assert start("finish").wait(60) == 0 and start("fail").wait(60) == 0  # with a result it never comes back
     calls = (tmp_path / "calls").read_text().splitlines()
     assert "stopped" in calls and "-m turnwise train grpo" in calls[0] and "-m turnwise resume runs/a" in calls[-1]
+
+
+def test_names_of_services_begin_with_a_letter():
+    assert ClusterJob("3b agent", [], []).object_name == "run-3b-agent" and ClusterJob("", [], []).object_name == "run"
 
 
 def test_without_gpus_none_are_asked_for():

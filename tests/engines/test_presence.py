@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from support.dialogues import run
@@ -60,6 +61,18 @@ def test_a_second_run_is_refused_while_the_first_is_alive_and_gets_the_server_wh
 
     with kit.served(make(seed=1)) as server:
         run(play(server.url))
+
+
+def test_a_server_whose_run_waits_for_replies_is_not_waited_for():
+    """Its silence is 0 s at every look: it is alive."""
+
+    class Pool:
+        address = ServerAddress("http://a:1", "")
+
+        async def call(self, *asked):
+            return SimpleNamespace(json=lambda: {"owner": {"client": "first", "run": "r", "silent": 0.0}})
+
+    run(asyncio.wait_for(presence.until_free(Pool(), "second", ""), 60))
 
 
 def test_a_run_that_is_silent_is_replaced_and_told_when_it_comes_back():

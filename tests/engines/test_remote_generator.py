@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
+import threading
 import time
 from dataclasses import replace
 
@@ -14,9 +17,12 @@ from support.generators import generator, make
 from support.prompting import prompts
 
 from turnwise.core.records import Completion, Sampling, Stop
+from turnwise.engines.remote import remote_generator
+from turnwise.engines.remote.http_pool import HttpPool, _words
 from turnwise.engines.remote.policy_probe import PolicyProbe, mean_difference
 from turnwise.engines.remote.remote_generator import _cut
 from turnwise.engines.remote.token_wire import read_part
+from turnwise.engines.remote.transport import ServerAddress
 from turnwise.engines.remote.weight_files import WeightFolder, read_weights
 from turnwise.errors import GeneratorLost, ServerFault, SettingError, StoreError
 from turnwise.serve import policy_host
@@ -26,7 +32,10 @@ LONG = Sampling(max_tokens=100)
 
 
 def plain(parts):
-    return [(list(p.tokens), list(p.logp), list(p.mass), list(p.version), list(p.entropy), list(p.kept), p.stop) for p in parts]
+    return [
+        (list(p.tokens), list(p.logp), list(p.mass), list(p.version), list(p.entropy), list(p.confidence), list(p.kept), p.stop)
+        for p in parts
+    ]
 
 
 # ------------------------------------------------------------------ same as a local one
@@ -58,13 +67,14 @@ def test_the_wait_for_another_dialogue_is_not_sampling():
     """The server samples once the other dialogue has closed, and says for how long it waited."""
     model = make()
 
-    async def main(url):
+    async def main(url, host):
         generator = await connected([url], model)
         await generator.publish(weights_of(model), 1)
         asking, idle = generator.open(0), generator.open(1)
         before = time.perf_counter()
         waiting = asyncio.create_task(asking.generate([1, 2, 3], Sampling(max_tokens=4)))
-        await asyncio.sleep(1.0)
+        while host.generator.stats()["seconds_held"] < 0.6:
+            await asyncio.sleep(0.05)
         assert not waiting.done()
         idle.close()
         done, whole = await waiting, time.perf_counter() - before
@@ -72,7 +82,7 @@ def test_the_wait_for_another_dialogue_is_not_sampling():
         return done, whole
 
     with served(model) as server:
-        done, whole = asyncio.run(main(server.url))
+        done, whole = asyncio.run(main(server.url, server.host))
     assert done.tokens and 0 < done.seconds < whole - 0.5
 
 
@@ -129,6 +139,80 @@ def test_weights_there_and_back_give_the_greedy_tokens_of_fresh_loads(tied):
 
 
 # ------------------------------------------------------------------ publication
+
+
+@pytest.mark.parametrize("end", ["close", "cancel"])
+def test_a_dialogue_that_ends_while_its_request_waits_for_weights_asks_nothing(end):
+    """The server would not know it any longer."""
+    model = make()
+
+    async def play(url, host):
+        g = await connected([url], model)
+        await g.publish(weights_of(model), 1)
+        answered, session = host.answered, g.open(3)
+        g._ready.clear()  # as during a publication
+        task = asyncio.ensure_future(session.generate([1, 2, 3], SAMPLING))
+        await asyncio.sleep(0.05)
+        getattr(session, end)()
+        g._ready.set()
+        done = await task
+        other = await g.open(4).generate([1, 2, 3], SAMPLING) if end == "close" else done  # the server is still in use
+        return done, other, host.answered - answered, g.alive()
+
+    with served(model) as server:
+        done, other, asked, alive = run(play(server.url, server.host))
+    assert done.stop is Stop.CANCELLED and not done.tokens and alive
+    assert asked == (1 if end == "close" else 0) and (other.tokens or end == "cancel")
+
+
+def test_nobody_waits_for_a_cancelled_request():
+    """Its connection ends, so the server can end its work."""
+    received, ended = threading.Event(), threading.Event()
+
+    def serve(listener):
+        with listener.accept()[0] as connection:
+            while connection.recv(4096):
+                received.set()
+            ended.set()
+
+    async def play(url):
+        task = asyncio.ensure_future(HttpPool(ServerAddress(url, "")).call("/", {"a": 1}, None))
+        await asyncio.to_thread(received.wait, 60)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert await asyncio.to_thread(ended.wait, 60)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        run(play(f"http://127.0.0.1:{listener.getsockname()[1]}"))
+
+
+def test_too_many_open_files_are_no_fault_of_the_server():
+    fault = OSError(errno.EMFILE, "Too many open files")
+    assert "this process has too many open files" in _words(fault, False, 1.0) and "ulimit -n" in _words(fault, False, 1.0)
+
+
+def test_a_publication_does_not_wait_for_a_lost_server_that_says_nothing(monkeypatch):
+    monkeypatch.setattr(remote_generator, "REJOIN_SECONDS", 0.1)
+    model = make()
+
+    async def play(url):
+        g = await connected([url], model)
+        await g.publish(weights_of(model), 1)
+        silent, answer = g.replicas[0], asyncio.Event()
+
+        async def never():
+            await answer.wait()
+
+        silent.identify = never
+        silent.lose("it is stopped")
+        began = time.monotonic()
+        assert await g._came_back() == [] and time.monotonic() - began < 30
+        answer.set()
+        return await g._came_back() == [silent]
+
+    with served(model) as server:
+        assert run(play(server.url))
 
 
 @pytest.mark.thorough

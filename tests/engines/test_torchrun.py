@@ -150,6 +150,9 @@ def test_a_network_that_torch_cannot_use_is_named(monkeypatch):
     dead = SimpleNamespace(rank=1, lost_peer=False, how_it_ended=lambda: "was ended by SIGKILL")
     with pytest.raises(RankFault, match="rank 1 of 2 was ended by SIGKILL"):  # and the network has no part in it
         rank_pool.RankPool(2, torch.device("cpu"), workers=[dead], joined=True)._form_group(dist.HashStore())
+    dead.lost_peer = True
+    with pytest.raises(RankFault, match="GLOO_SOCKET_IFNAME"):  # it ended for want of a connection
+        rank_pool.RankPool(2, torch.device("cpu"), workers=[dead], joined=True)._form_group(dist.HashStore())
 
 
 # ------------------------------------------------------------------ whole runs

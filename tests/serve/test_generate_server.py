@@ -212,6 +212,17 @@ def test_an_address_that_others_reach_needs_a_token():
         listen_on("0.0.0.0", 0)
 
 
+def test_a_fault_of_the_server_is_told_in_its_words(monkeypatch):
+    with served() as server:
+
+        async def fails(call):
+            raise RuntimeError("no memory is left")
+
+        monkeypatch.setattr(server.host, "generate", fails)
+        status, body = ask(server.url, "/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}})
+    assert status == 500 and "RuntimeError: no memory is left" in str(body)
+
+
 def test_replies_leave_at_once():
     """Headers and body are two writes: without TCP_NODELAY the second waits 40 ms for the acknowledgement of the first."""
     with listen_on("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as client:

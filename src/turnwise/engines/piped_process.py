@@ -8,18 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 from multiprocessing.connection import Connection
 from typing import Any
 
-
-def set_timeout(handle: socket.socket, option: int, seconds: float) -> None:
-    """``option``: SO_SNDTIMEO or SO_RCVTIMEO; after ``seconds`` a write or read raises ``BlockingIOError``. 0: never."""
-    whole, rest = divmod(seconds, 1)
-    handle.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(rest * 1e6)))
+from turnwise.engines.sockets import set_timeout
 
 
 class PipeStuck(OSError):

@@ -239,12 +239,18 @@ def make_generate_app(host: PolicyHost, token: str = "") -> Starlette:
         return JSONResponse(error_body("not_found", message), status_code=fault.status_code)
 
     handlers: Mapping[Any, Any] = {CallRefused: _refused, ClientDisconnect: _gone, 404: unknown_path, 405: unknown_path}
+    handlers = {**handlers, Exception: _failed}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
 async def _refused(request: Request, fault: Exception) -> Response:
     code = getattr(fault, "code", "invalid_request")
     return JSONResponse(error_body(code, str(fault)), status_code=STATUS.get(code, 400))
+
+
+async def _failed(request: Request, fault: Exception) -> Response:
+    """A fault of the server, in its own words: the run that asked shows them."""
+    return JSONResponse(error_body("server_error", f"{type(fault).__name__}: {fault}"), status_code=500)
 
 
 async def _gone(request: Request, fault: Exception) -> Response:

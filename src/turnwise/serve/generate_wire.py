@@ -145,6 +145,8 @@ def reply_body(
         ours["mass"] = list(done.mass)
     if done.entropy:
         ours["entropy"] = list(done.entropy)
+    if done.confidence:
+        ours["confidence"] = list(done.confidence)
     if done.routes:
         ours["routes"] = {"rows": len(done.routes), "data": base64.b64encode(b"".join(done.routes)).decode()}
     choice: dict[str, Any] = {

@@ -21,7 +21,7 @@ from turnwise.rollout.agent_episode import CallRefused
 from turnwise.serve.generate_wire import GenerateCall
 
 MAX_SESSIONS = 65_536
-MAX_IN_FLIGHT = 4_096
+MAX_IN_FLIGHT = MAX_SESSIONS  # a deterministic generator waits for all of them
 IDLE_SECONDS = 0.05  # until a generator has noticed that its last dialogue was closed
 SILENT_SECONDS = 60.0  # after which an owner that says nothing may be replaced
 STUCK_SECONDS = 60.0  # without a prefill or decode step while requests could be decoded

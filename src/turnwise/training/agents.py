@@ -21,6 +21,7 @@ from turnwise.config.settings import Settings
 from turnwise.core.protocols import Action, Session
 from turnwise.core.records import Origin, Sampling, Task, Trajectory
 from turnwise.core.seeds import stable_seed
+from turnwise.engines.sockets import allow_many_files
 from turnwise.environments import GIVEN_OBJECT
 from turnwise.environments.calls import call_environment
 from turnwise.errors import SettingError
@@ -57,6 +58,8 @@ class Agent(Protocol):
 
 def load_agent(settings: Settings, given: Callable[..., Any] | None = None) -> Agent | None:
     """The agent of a run; None if its environment is played by the turn loop."""
+    if given is not None or settings.agent:
+        allow_many_files()  # every episode may keep a connection
     if given is not None:
         return FunctionAgent(given, EndpointHost())
     if not settings.agent:

@@ -23,6 +23,9 @@ TOKEN = "TURNWISE_ENDPOINT_TOKEN"
 NOT_RUN = "Written by `turnwise launch` and NOT RUN on such a cluster: read it, try it with --steps 2 first."
 WAIT_SECONDS = 1800  # for every server to load its model
 NAME_LENGTH = 40
+PATIENCE = (
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150"  # seconds that torchrun leaves its ranks for a checkpoint; its default is 30
+)
 LAST_PORT = 65_535
 
 
@@ -85,7 +88,7 @@ class ClusterJob:
     def object_name(self) -> str:
         """A name that Kubernetes accepts."""
         name = re.sub(r"[^a-z0-9-]+", "-", self.name.lower()).strip("-")[:NAME_LENGTH].strip("-")
-        return name or "turnwise"
+        return name if name[:1].isalpha() else f"run-{name}".rstrip("-")  # that of a service begins with a letter
 
 
 def _words(words: Sequence[str]) -> str:
@@ -104,8 +107,8 @@ SLURM = """\
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:TERM@180
-{options}#SBATCH --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --mem={memory}G
-#SBATCH --cpus-per-task={trainer_cpus}{trainer_gpus}
+{options}#SBATCH --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1
+#SBATCH --cpus-per-task={trainer_cpus} --mem-per-cpu={trainer_memory}M{trainer_gpus}
 #SBATCH hetjob
 {options}#SBATCH --ntasks={servers} --cpus-per-task={cpus} --mem-per-cpu={memory_per_cpu}M{server_gpus}
 
@@ -119,7 +122,7 @@ mkdir -p "$SHARED/weights"
 export SHARED {token}="$(head -c 24 /dev/urandom | od -An -tx1 | tr -d ' \\n')"
 
 # every server writes where it listens
-srun --het-group=1 bash -c '
+srun --het-group=1 --cpus-per-task={cpus} bash -c '
   port=$(({port} + SLURM_PROCID))
   echo "http://$(hostname -f):$port" > "$SHARED/server.$SLURM_PROCID"
   exec turnwise serve {serve} --address "0.0.0.0:$port"
@@ -146,9 +149,14 @@ if [ -e "$RUN/run.json" ]; then
 else
   COMMAND=(train {train} --name "$NAME" "${{REMOTE[@]}}")
 fi
-{start_trainer} &
+# task 0 writes the number of the step, by which it can be signalled: srun itself would kill its tasks
+srun --het-group=0 --cpus-per-task={trainer_cpus} bash -c '
+  [ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID.$SLURM_STEP_ID" > "$SHARED/step"
+  {start_trainer} "$@"
+' trainer "${{COMMAND[@]}}" &
 TRAINER=$!
-trap 'kill -TERM "$TRAINER"' TERM # before the time limit: the trainer writes a checkpoint; the servers stay until it has ended
+# before the time limit the trainer writes a checkpoint; the servers stay until it has ended
+trap 'scancel --signal=TERM "$(cat "$SHARED/step")" || kill -TERM "$TRAINER"' TERM
 STATUS=0
 while kill -0 "$TRAINER" 2> /dev/null; do
   wait "$TRAINER" && STATUS=0 || STATUS=$?
@@ -160,14 +168,13 @@ exit "$STATUS"
 """
 
 
-ONE_MACHINE = 'srun --het-group=0 turnwise "${COMMAND[@]}"'
+ONE_MACHINE = "exec turnwise"
 SEVERAL_MACHINES = """\
 # the machine of rank 0 writes its name; torchrun starts the ranks of each
-srun --het-group=0 bash -c '
   [ "$SLURM_PROCID" != 0 ] || hostname -f > "$SHARED/rank0"
   until [ -s "$SHARED/rank0" ]; do sleep 1; done
-  exec {torchrun} "$@"
-' trainer "${{COMMAND[@]}}\""""
+  export {patience}
+  exec {torchrun}"""
 
 
 def slurm_script(job: ClusterJob) -> str:
@@ -191,15 +198,18 @@ def slurm_script(job: ClusterJob) -> str:
         setup=f"{job.setup}\n" if job.setup else "",
         options=options,
         trainer_cpus=job.cpus * job.ranks_per_node,
+        trainer_memory=max(1, job.memory * 1024 // (job.cpus * job.ranks_per_node)),
         trainer_gpus=f" --gpus-per-task={job.ranks_per_node}" if job.on_gpus else "",
         start_trainer=ONE_MACHINE
         if job.nodes == 1
-        else SEVERAL_MACHINES.format(torchrun=job.torchrun('"$SLURM_PROCID"', '"$(cat "$SHARED/rank0")"')),
+        else SEVERAL_MACHINES.format(
+            patience=PATIENCE, torchrun=job.torchrun('"$SLURM_PROCID"', '"$(cat "$SHARED/rank0")"')
+        ),
         server_gpus=" --gpus-per-task=1" if job.on_gpus else "",
         memory_per_cpu=max(1, job.memory * 1024 // job.cpus),
         token=TOKEN,
         wait=WAIT_SECONDS,
-        **{name: getattr(job, name) for name in ("ranks", "nodes", "servers", "hours", "cpus", "memory", "port")},
+        **{name: getattr(job, name) for name in ("ranks", "nodes", "servers", "hours", "cpus", "port")},
     )
 
 
@@ -218,6 +228,7 @@ else
 fi
 """
 RANKS_SCRIPT = """\
+export {patience}
 {torchrun} "$@" &
 ranks=$!
 trap 'kill -TERM "$ranks"' TERM
@@ -225,10 +236,10 @@ status=0
 while kill -0 "$ranks" 2> /dev/null; do
   wait "$ranks" && status=0 || status=$?
 done
-# ranks end in peace when rank 0 fails; without a result this pod starts again, as that of rank 0 does
-for n in $(seq 60); do [ -e {run}/summary.json ] && break; sleep 1; done
-[ -e {run}/summary.json ] || status=1
-exit "$status"
+[ "$JOB_COMPLETION_INDEX" != 0 ] || exit "$status"
+# other ranks end in peace when rank 0 fails: without a result this pod starts again, as that of rank 0 does, and with one never
+for n in $(seq 60); do [ -e {run}/summary.json ] && exit 0; sleep 1; done
+exit 1
 """
 
 
@@ -255,7 +266,11 @@ def kubernetes_objects(job: ClusterJob) -> list[dict[str, Any]]:
         name=shlex.quote(job.name or name),
         remote=_words(remote),
     )
-    script += 'exec turnwise "$@"\n' if job.nodes == 1 else RANKS_SCRIPT.format(torchrun=torchrun, run=shlex.quote(run))
+    script += (
+        'exec turnwise "$@"\n'
+        if job.nodes == 1
+        else RANKS_SCRIPT.format(torchrun=torchrun, run=shlex.quote(run), patience=PATIENCE)
+    )
     serving = ["turnwise", "serve", *job.serve, "--address", f"0.0.0.0:{job.port}"]
     pod = _pod(job, f"{name}-server", serving, {**labels, "part": "server"}, 1)
     container = pod["spec"]["containers"][0]
@@ -264,7 +279,11 @@ def kubernetes_objects(job: ClusterJob) -> list[dict[str, Any]]:
     trainer = _pod(job, trainer_name, ["bash", "-c", script], {**labels, "part": "trainer"}, job.ranks_per_node)
     trainer["spec"] |= {"restartPolicy": "OnFailure", "terminationGracePeriodSeconds": 180}
     selector = {**labels, "part": "server"}
-    training: dict[str, Any] = {"backoffLimit": 3, "activeDeadlineSeconds": job.hours * 3600, "template": trainer}
+    training: dict[str, Any] = {
+        "backoffLimit": 3 * job.nodes,
+        "activeDeadlineSeconds": job.hours * 3600,
+        "template": trainer,
+    }
     several: list[dict[str, Any]] = []
     if job.nodes > 1:
         trainer["spec"]["subdomain"] = trainer_name
@@ -326,7 +345,7 @@ def kubernetes_file(job: ClusterJob) -> str:
         # {NOT_RUN}
         # The claim {job.claim}, mounted at /shared, must be one that many pods write (ReadWriteMany): model, run and weights.
         # First:  kubectl create secret generic {name}-token --from-literal=token="$(openssl rand -hex 24)"
-        # Then:   kubectl apply -f FILE;  kubectl logs -f job/{name}-trainer
-        # After:  kubectl delete statefulset,service -l run={name}   (the servers do not end by themselves)
+        # Then:   kubectl apply -f FILE;  kubectl logs -f --prefix -l app=turnwise,run={name},part=trainer
+        # After:  kubectl delete statefulset,service -l app=turnwise,run={name}   (the servers do not end by themselves)
         """
     return textwrap.dedent(about) + objects

@@ -19,6 +19,7 @@ from typing import Any
 from turnwise.core.protocols import Generator
 from turnwise.core.records import Sampling, Task, Trajectory
 from turnwise.core.seeds import stable_seed
+from turnwise.engines.sockets import allow_many_files
 from turnwise.errors import SettingError
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, within
 from turnwise.rollout.episode import EpisodeLimits
@@ -154,6 +155,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
             loop.add_signal_handler(number, stopped.set)
+    allow_many_files()
     async with serving(server.sessions(token), host, port, token) as endpoint:
         tell(
             f"OPENAI_BASE_URL={endpoint.url}/v1   ANTHROPIC_BASE_URL={endpoint.url}   API key: {'your token' if token else 'any'}"

@@ -10,23 +10,26 @@ import contextlib
 import gc
 import shlex
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from turnwise.config.settings import Settings
+from turnwise.engines.sockets import allow_many_files
 from turnwise.environments import GIVEN_OBJECT, prompts
 from turnwise.errors import SettingError, TurnwiseError
 from turnwise.models.options import is_tiny, split_options, with_options
 from turnwise.serve.policy_host import HostLimits, PolicyHost
-from turnwise.serve.server import is_loopback, listen_on, read_address, require_packages, serve_app, url_of
+from turnwise.serve.server import listen_on, read_address, require_packages, serve_app, url_of
 from turnwise.store.rundir import RunDir
 from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.preflight import check_device, check_model_name
 from turnwise.training.remote_generators import COMPARED, OF_TINY, vocabulary_digest
 
 SHARED = ("env", "difficulty", "max_turns", "context", "template", "tool_syntax")  # with the runs it samples for
+EVERY_ADDRESS = ("0.0.0.0", "::")
 CONTEXT = 4096  # ids of a dialogue that a server offers where the user names no limit; fewer if the model reads fewer
 
 
@@ -134,12 +137,15 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
             loop.add_signal_handler(number, stopped.set)
+    allow_many_files()
     listener = listen_on(host, port, token)
     url = url_of(listener)
     task = asyncio.create_task(serve_app(listener, make_generate_app(policy_host, token)))
     tell(f"{policy_host.facts['model']} at {url} ({policy_host.generator.describe()})")
-    reach = "" if is_loopback(host) else " --generator-key-env TURNWISE_ENDPOINT_TOKEN"
-    tell(f"train with it: {command} --generator {url}{reach}")
+    reach = " --generator-key-env TURNWISE_ENDPOINT_TOKEN" if token else ""
+    port = listener.getsockname()[1]
+    reached = f"http://{socket.gethostname()}:{port}" if host in EVERY_ADDRESS else url
+    tell(f"train with it: {command} --generator {reached}{reach}")
     tell("Ctrl-C stops the server")
     try:
         await asyncio.wait([task, asyncio.ensure_future(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)

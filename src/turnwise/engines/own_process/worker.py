@@ -82,8 +82,10 @@ class GeneratorWorker:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = pickle.loads(self.connection.recv_bytes())
-                if message == PING:
-                    self._send([PING])
+                if (
+                    message == PING
+                ):  # by a thread of its own: another may be sending, to a run that writes and does not read
+                    threading.Thread(target=self._send, args=([PING],), daemon=True).start()
                 else:
                     loop.call_soon_threadsafe(self._apply, message)
         os._exit(0)

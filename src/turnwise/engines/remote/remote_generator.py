@@ -24,8 +24,10 @@ from turnwise.engines.remote.replica import VLLM, RemoteLimits, Replica, Replica
 from turnwise.engines.remote.token_wire import Reported, SampledPart
 from turnwise.engines.remote.transport import in_daemon_thread
 from turnwise.engines.remote.weight_files import WeightFolder
+from turnwise.engines.sockets import allow_many_files
 from turnwise.errors import GeneratorLost, ServerFault, SettingError
 
+REJOIN_SECONDS = 1.0  # for which a publication waits for lost servers that may be back
 Decode = Callable[[list[int]], str]
 
 
@@ -51,10 +53,12 @@ class RemoteGenerator:
     ) -> None:
         self.replicas, self.limits, self.publisher = list(replicas), limits, WeightPublisher(folder)
         self.rule, self.decode, self.tell = rule, decode, tell
+        allow_many_files()
         self.version = self._newest = 0  # in use everywhere; being published
         self.fatal: GeneratorLost | None = None  # why nothing can be sampled any longer
         self._opened, self._tokens, self._reissued, self._aborted = 0, 0, 0, 0
         self._told: set[Replica] = set()
+        self._asking: asyncio.Future[list[Replica]] | None = None
         self._ready = asyncio.Event()
         self._ready.set()
 
@@ -82,7 +86,7 @@ class RemoteGenerator:
         """Load new weights on every server. With no server left the next request raises, not this call: the step that was
         trained is complete."""
         self.publisher.begin(weights, version)
-        back, _ = await asyncio.gather(self._answering(), self._write())  # while the others still sample
+        back, _ = await asyncio.gather(self._came_back(), self._write())  # while the others still sample
         self._ready.clear()
         self._newest = version
         try:
@@ -164,6 +168,16 @@ class RemoteGenerator:
     def choose(self) -> Replica:
         """The server with the fewest open dialogues, the first of several."""
         return min(self.alive(), key=lambda replica: replica.sessions)
+
+    async def _came_back(self) -> list[Replica]:
+        """Those of ``_answering``; one that connects and does not answer does not hold up a publication, and is asked on."""
+        if self._asking is None or self._asking.get_loop() is not asyncio.get_running_loop():
+            self._asking = asyncio.ensure_future(self._answering())
+        await asyncio.wait([self._asking], timeout=REJOIN_SECONDS)
+        if not self._asking.done():
+            return []
+        asked, self._asking = self._asking, None
+        return [replica for replica in asked.result() if replica.lost]
 
     async def _answering(self) -> list[Replica]:
         """The lost servers that answer again, but none that another run has now."""
@@ -285,6 +299,8 @@ class RemoteSession:
         owner = self._owner
         while True:
             await owner.ready()
+            if self._cancelled:  # or closed, while weights were published
+                return Completion([], [], [], [], Stop.CANCELLED), 0.0
             if not self._placed:
                 self._place()
                 owner.count_reissue()
@@ -321,7 +337,7 @@ class RemoteSession:
 
     def _join(self, done: Completion, part: Completion, sampling: Sampling) -> Completion:
         """What was sampled before an abort and after it. A stop string may begin before and end after."""
-        entropy = [*done.entropy, *part.entropy]
+        entropy, confidence = [*done.entropy, *part.entropy], [*done.confidence, *part.confidence]
         tokens = [*done.tokens, *part.tokens]
         joined = Completion(
             tokens,
@@ -330,6 +346,7 @@ class RemoteSession:
             [*done.version, *part.version],
             part.stop,
             entropy=entropy if len(entropy) == len(tokens) else (),
+            confidence=confidence if len(confidence) == len(tokens) else (),
             kept=[*done.kept, *part.kept],
             routes=part.routes,  # of all positions, those before this part too
         )
@@ -368,7 +385,7 @@ class RemoteSession:
 
 def _cut(done: Completion, size: int) -> Completion:
     """The first ``size`` tokens, which end with a stop string."""
-    names = ("tokens", "logp", "mass", "version", "entropy", "kept")
+    names = ("tokens", "logp", "mass", "version", "entropy", "confidence", "kept")
     lists: Any = {name: list(getattr(done, name))[:size] for name in names}
     routes = done.routes[: max(0, len(done.routes) - len(done.tokens) + size)]
     return replace(done, stop=Stop.STRING, routes=routes, **lists)

@@ -320,7 +320,7 @@ class Replica:
         text = self.address.hide(error_text(value, reply.text()))
         if is_overflow(reply.status, value, text):
             raise ContextOverflow(text)
-        if reply.status in (400, 422):
+        if reply.status in (400, 422) or "no open session" in text:
             raise RequestRefused(f"{self.url} refuses a request: {text}")
         if reply.status == 409 and "no run is attached" in text:
             raise self.lose("it was restarted")

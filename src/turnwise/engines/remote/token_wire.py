@@ -70,10 +70,11 @@ def read_part(value: Any, stop_ids: frozenset[int]) -> SampledPart:
         raise ServerFault(f"the reply holds no choices[0].token_ids: {str(value)[:200]}")
     ours = choice.get("turnwise") or {}
     logp, size = _logprobs(choice.get("logprobs"), tokens), len(tokens)
-    mass, entropy = _floats(ours.get("mass"), size, "mass"), _floats(ours.get("entropy"), size, "entropy")
+    mass, entropy, confidence = (_floats(ours.get(name), size, name) for name in ("mass", "entropy", "confidence"))
     stop = _stop(choice, tokens, stop_ids)
     routes, kept = _routes(ours.get("routes")), read_sampling_mask(choice.get("sampling_mask"), tokens)
-    done = Completion(tokens, logp, mass or [0.0] * size, [0] * size, stop, entropy=entropy, routes=routes, kept=kept)
+    sampled = (tokens, logp, mass or [0.0] * size, [0] * size, stop)
+    done = Completion(*sampled, entropy=entropy, confidence=confidence, routes=routes, kept=kept)
     held = _floats([ours.get("seconds_held", 0.0)], 1, "seconds_held")[0]
     return SampledPart(done, _versions(choice.get("weight_versions"), size), held)
 

@@ -30,17 +30,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from turnwise.engines.piped_process import set_timeout
 from turnwise.engines.sharded import messages
 from turnwise.engines.sharded.rank_files import remove_copies
 from turnwise.engines.sharded.torchrun import TorchrunRank
+from turnwise.engines.sockets import keep_alive, set_timeout
 from turnwise.errors import RankFault
 
 WAIT_FOR_RUN = datetime.timedelta(days=7)  # rank 0 may download and prepare a model first; torchrun ends us if it fails
 HELLO_SECONDS = 10.0  # until a connection that does not say which rank it is is closed
 LISTENING, OVER = "listening", "over"
-# a machine that is gone is noticed after two minutes
-KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 LOST_A_PEER = b"lost a peer"
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
@@ -167,10 +165,7 @@ def prepared(connection: Connection) -> socket.socket:
     """A second handle of a connection, which then sends at once and notices when the other machine is gone."""
     handle = socket.socket(fileno=os.dup(connection.fileno()))
     handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # verbs are small, and each is awaited
-    handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE:
-        if hasattr(socket, name):
-            handle.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    keep_alive(handle)
     return handle
 
 

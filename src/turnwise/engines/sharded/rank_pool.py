@@ -149,8 +149,11 @@ class RankPool:
         try:
             join_group(store, self.device, 0, self.size, self.interface)
         except RuntimeError as fault:
-            if (named := self._named_rank()) is not None:
-                raise named from fault
+            time.sleep(min(1.0, NAMING_SECONDS))  # a rank that ended may show a little later
+            for _, rank, how in (
+                ended for ended in self._ended() if not ended[0]
+            ):  # by itself, not for want of another
+                raise RankFault(f"rank {rank} of {self.size} {how}") from fault
             raise RankFault(
                 f"torch could not connect the ranks ({str(fault).splitlines()[0]}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
                 "name the network interface that they use, on each machine"
@@ -232,15 +235,6 @@ class RankPool:
         """The rank that ended and thereby caused this fault of a connection; None: it has another cause."""
         if not isinstance(fault, _Broken | OSError | RuntimeError):
             return None
-        if (named := self._named_rank()) is not None:
-            return named
-        if "gloo" not in str(fault) and not isinstance(fault, dist.DistError):
-            return None
-        silent = [worker.rank for worker in self.workers if not worker.connection.poll(0)]
-        return RankFault(f"rank {silent[0]} of {self.size} is stopped or stuck") if silent else None
-
-    def _named_rank(self) -> RankFault | None:
-        """The rank that ended, which may show a little later than the connections that it broke."""
         until = time.monotonic() + NAMING_SECONDS
         while time.monotonic() < until:
             try:
@@ -248,7 +242,10 @@ class RankPool:
             except RankFault as named:
                 return named
             time.sleep(0.05)
-        return None
+        if "gloo" not in str(fault) and not isinstance(fault, dist.DistError):
+            return None
+        silent = [worker.rank for worker in self.workers if not worker.connection.poll(0)]
+        return RankFault(f"rank {silent[0]} of {self.size} is stopped or stuck") if silent else None
 
     def close(self) -> None:
         """End the other ranks and leave the process group."""

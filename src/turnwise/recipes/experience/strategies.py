@@ -93,7 +93,7 @@ def echo(
     Settings: high 3.5, low 1, confident 1.2, rise 0.2, width 1 to 4, at least 4 tokens apart; means over 4 and 8 tokens.
     Deviation: C is measured above its minimum ln 5, without which the thresholds cannot be met; forks sample their first token
     and are opened when their parent has ended; trunks are never stopped. Where to branch depends on the model: set high and
-    confident. A generator behind a wire reports no confidence: then entropy alone decides.
+    confident. vLLM reports no confidence: then entropy alone decides.
     Sure of: the rules (official code).
     """
     rule = BranchRule(high, confident=confident, rise=rise, most=most)
