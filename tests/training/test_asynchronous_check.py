@@ -23,8 +23,10 @@ SMALL = {
 TASK = Task("guess", seed=0)
 
 
-@pytest.mark.parametrize("staleness", ["1", "2,drop"])
-def test_every_step_of_an_asynchronous_run_is_checked(staleness, tmp_path):
+@pytest.mark.parametrize("staleness, listed", [("1", False), ("2,drop", False), ("1", True)])
+def test_every_step_of_an_asynchronous_run_is_checked(staleness, listed, tmp_path, monkeypatch):
+    """``listed``: the generator names the ids that it kept with every token, so the check samples from few."""
+    monkeypatch.setattr(LocalGenerator, "lists_kept_ids", listed, raising=False)
     api.train(**SMALL, staleness=staleness, out=str(tmp_path), name="x")
     rows = [json.loads(line) for line in (tmp_path / "x" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == SMALL["steps"] and max(row["staleness/oldest"] for row in rows) > 0

@@ -22,6 +22,7 @@ from turnwise.core.seeds import stable_seed
 from turnwise.engines.learner.policy_check import MIN_TOKENS, PolicyCheck, same_policy
 
 DIALOGUES, PROMPT, SAMPLED = 4, 128, 16  # of one sample: how many, ids that each begins with, tokens at most
+KEPT = 20  # ids by top-k
 PATIENCE = 5.0  # seconds that an update waits for a sample: once, then it takes only those that are there
 
 
@@ -81,10 +82,11 @@ def beginnings(groups: Sequence[Group]) -> list[list[int]]:
 
 
 async def sample(generator: Generator, prompts: Sequence[Sequence[int]], version: int) -> list[Trajectory]:
-    """Continue each prompt by a few tokens in a dialogue of its own, at temperature 1 and without a filter."""
+    """Continue each prompt by a few tokens in a dialogue of its own, at temperature 1 and without a filter; with one that keeps
+    few ids where the generator lists all that it kept with every token."""
     sessions = [generator.open(stable_seed("policy_check", version, i)) for i in range(len(prompts))]
     try:
-        sampling = Sampling(max_tokens=SAMPLED)
+        sampling = Sampling(max_tokens=SAMPLED, top_k=KEPT if getattr(generator, "lists_kept_ids", False) else 0)
         done = await asyncio.gather(*(s.generate(ids, sampling) for s, ids in zip(sessions, prompts)))
     finally:
         for session in sessions:
@@ -93,5 +95,6 @@ async def sample(generator: Generator, prompts: Sequence[Sequence[int]], version
 
 
 def _trajectory(name: str, prompt: Sequence[int], done: Completion) -> Trajectory:
-    turn = Turn(tuple(prompt), tuple(done.tokens), tuple(done.logp), version=tuple(done.version), routes=done.routes)
+    sampled, version = (tuple(done.tokens), tuple(done.logp)), tuple(done.version)
+    turn = Turn(tuple(prompt), *sampled, version=version, routes=done.routes, kept=done.kept)
     return Trajectory(name, Task("policy_check", seed=0), (turn,))

@@ -134,6 +134,11 @@ class RemoteGenerator:
 
     # ------------------------------------------------------------------ servers
 
+    @property
+    def lists_kept_ids(self) -> bool:
+        """Whether a server names all ids that a token was sampled from: without a filter, the whole vocabulary."""
+        return any(replica.reported is Reported.WITH_MASK for replica in self.replicas)
+
     def alive(self) -> list[Replica]:
         return [replica for replica in self.replicas if not replica.lost]
 
