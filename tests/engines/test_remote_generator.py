@@ -21,6 +21,7 @@ from turnwise.engines.remote import remote_generator
 from turnwise.engines.remote.http_pool import HttpPool, _words
 from turnwise.engines.remote.policy_probe import PolicyProbe, mean_difference
 from turnwise.engines.remote.remote_generator import _cut
+from turnwise.engines.remote.replica import Replica, ReplicaLost
 from turnwise.engines.remote.token_wire import read_part
 from turnwise.engines.remote.transport import ServerAddress
 from turnwise.engines.remote.weight_files import WeightFolder, read_weights
@@ -380,6 +381,24 @@ def test_requests_of_a_hanging_server_are_issued_again_to_the_other():
 
 
 @pytest.mark.thorough
+def test_a_server_that_hangs_while_it_is_taken_is_lost():
+    fronts = []
+
+    def front(app):
+        fronts.append(Silent(app))
+        return fronts[-1]
+
+    async def play(url):
+        replica = Replica(ServerAddress(url, ""), "test", 60.0)
+        await replica.identify()
+        replica.seconds, fronts[0].deaf = 0.5, True
+        with pytest.raises(ReplicaLost, match="dead or hangs"):
+            await asyncio.wait_for(replica.post("/turnwise/v1/attach", {}, 600.0), 60)
+
+    with served(wrap=front) as server:
+        run(play(server.url))
+
+
 def test_a_server_that_dies_and_comes_back_takes_part_again():
     model, asked, heard = make(seed=3), prompts(4), []
 

@@ -343,7 +343,7 @@ class Replica:
 
     async def _watch_health(self) -> None:
         pause = min(HEALTH_SECONDS, self.seconds / 2)
-        while not self.lost:
+        while self.lost in ("", NOT_CONNECTED):
             await asyncio.sleep(pause)
             if not self._waiting:
                 return
