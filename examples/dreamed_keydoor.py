@@ -5,7 +5,7 @@
 3. A policy is trained with `dynaweb`: its rollouts start at a real observation and go on in the world model; success is what the
    judge, a rule, reads in a predicted observation. Half of each group are real expert trajectories. Evaluations are real.
 
-    python examples/dreamed_keydoor.py     9 minutes on one core
+    python examples/dreamed_keydoor.py     540 seconds on one core
 """
 
 from __future__ import annotations

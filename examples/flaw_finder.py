@@ -5,7 +5,7 @@
 3. A policy is trained on `calculator` with `fapo`. The reward model reads each success, and one with an error earns less. The
    same run with `grpo` rewards flawed successes like all others.
 
-    python examples/flaw_finder.py     3 minutes on one core
+    python examples/flaw_finder.py     160 seconds on one core
 """
 
 from __future__ import annotations

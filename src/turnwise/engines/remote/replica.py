@@ -185,7 +185,9 @@ class Replica:
         elif self.takes_weights:
             await self._open_weights()
         self.runtime_adapters = None
-        self.lost = ""
+        watch, self._watch, self.lost = self._watch, None, ""
+        if watch is not None:
+            watch.cancel()  # it would keep this object, and with it the presence
 
     async def _open_weights(self) -> None:
         """Agree with vLLM on how weights reach it. One that was started for another way refuses."""
