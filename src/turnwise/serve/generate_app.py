@@ -238,8 +238,9 @@ def make_generate_app(host: PolicyHost, token: str = "") -> Starlette:
         message = f"no {request.method} {request.url.path[:80]}; known: {', '.join([*table, '/health'])}"
         return JSONResponse(error_body("not_found", message), status_code=fault.status_code)
 
-    handlers: Mapping[Any, Any] = {CallRefused: _refused, ClientDisconnect: _gone, 404: unknown_path, 405: unknown_path}
-    handlers = {**handlers, Exception: _failed}
+    handlers: Mapping[Any, Any] = {
+        CallRefused: _refused, ClientDisconnect: _gone, 404: unknown_path, 405: unknown_path, Exception: _failed,
+    }  # fmt: skip
     return Starlette(routes=routes, exception_handlers=handlers)
 
 

@@ -23,9 +23,8 @@ TOKEN = "TURNWISE_ENDPOINT_TOKEN"
 NOT_RUN = "Written by `turnwise launch` and NOT RUN on such a cluster: read it, try it with --steps 2 first."
 WAIT_SECONDS = 1800  # for every server to load its model
 NAME_LENGTH = 40
-PATIENCE = (
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150"  # seconds that torchrun leaves its ranks for a checkpoint; its default is 30
-)
+# seconds that torchrun leaves its ranks for a checkpoint; its default is 30
+PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150"
 LAST_PORT = 65_535
 
 

@@ -82,9 +82,8 @@ class GeneratorWorker:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = pickle.loads(self.connection.recv_bytes())
-                if (
-                    message == PING
-                ):  # by a thread of its own: another may be sending, to a run that writes and does not read
+                if message == PING:
+                    # in a thread of its own: this one must go on reading while another sends to a run that only writes
                     threading.Thread(target=self._send, args=([PING],), daemon=True).start()
                 else:
                     loop.call_soon_threadsafe(self._apply, message)

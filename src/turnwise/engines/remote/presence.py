@@ -30,9 +30,7 @@ async def until_free(pool: HttpPool, client: str, run: str) -> None:
         if not isinstance(owner, dict) or owner.get("client") == client or (run and owner.get("run") == run):
             return
         silent = float(owner.get("silent") or 0.0)
-        if (
-            silent <= before
-        ):  # not more, though time has passed: it was heard meanwhile, or waits for replies (0 each time)
+        if silent <= before:  # heard meanwhile, or waiting for replies: then it is 0 each time
             return
         if before < 0:
             log.warning(

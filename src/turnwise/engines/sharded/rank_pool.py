@@ -150,9 +150,8 @@ class RankPool:
             join_group(store, self.device, 0, self.size, self.interface)
         except RuntimeError as fault:
             time.sleep(min(1.0, NAMING_SECONDS))  # a rank that ended may show a little later
-            for _, rank, how in (
-                ended for ended in self._ended() if not ended[0]
-            ):  # by itself, not for want of another
+            lost_peer, rank, how = next(iter(self._ended()), (True, 0, ""))
+            if not lost_peer:  # otherwise it ended for want of a connection
                 raise RankFault(f"rank {rank} of {self.size} {how}") from fault
             raise RankFault(
                 f"torch could not connect the ranks ({str(fault).splitlines()[0]}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
