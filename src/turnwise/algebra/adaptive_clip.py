@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.advantage import answer_gain
 from turnwise.algebra.entropy import NormalisedEntropy
 from turnwise.algebra.gate import Gate
@@ -13,6 +11,7 @@ from turnwise.algebra.piece import MicroBatchView, StepView, check
 from turnwise.algebra.ratio import mismatch
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field, where
 from turnwise.core.signals import Signal
+from turnwise.maths.lazy_torch import torch
 
 
 def clipped(

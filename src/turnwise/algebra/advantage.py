@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.peers import PeerSpec, resolve_peers
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
@@ -17,6 +15,7 @@ from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.signals import Signal
 from turnwise.maths import returns
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

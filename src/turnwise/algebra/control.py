@@ -8,14 +8,13 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import Piece, check, text
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, TURN, Field, where
 from turnwise.core.signals import Signal
+from turnwise.maths.lazy_torch import torch
 
 Measure = Callable[[Batch, frozenset[Signal]], dict[Signal, Field]]
 

@@ -9,8 +9,6 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import behaviour
 from turnwise.core.batch import Batch
@@ -19,6 +17,7 @@ from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import k1, k2, k3
 from turnwise.maths.gradients import without_gradient
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import Piece, StepView, check
 from turnwise.core.levels import Field, where
 from turnwise.core.signals import Signal
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

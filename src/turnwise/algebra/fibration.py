@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import NOTHING, MicroBatchView, check
 from turnwise.algebra.ratio import Ratio, moved
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, Partition, where
 from turnwise.core.signals import Signal
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.factor import Factor
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check, text
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field, where
+from turnwise.maths.lazy_torch import torch
 
 
 class Gate(Piece):

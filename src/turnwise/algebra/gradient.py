@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-
 from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, moved
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

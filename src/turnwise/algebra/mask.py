@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check, text
 from turnwise.algebra.ratio import Ratio, behaviour, mismatch, moved
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Level, where
 from turnwise.core.signals import Signal
+from turnwise.maths.lazy_torch import torch
 
 
 class Mask(Piece):

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from turnwise.algebra import diagnostics
 from turnwise.algebra.aggregate import Aggregate, Mean
 from turnwise.algebra.gate import Gate
@@ -28,6 +26,7 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import BEFORE_BATCH, BEFORE_STEP, POLICY_SIGNALS, WITH_GRADIENT, Signal
 from turnwise.maths.gradients import with_gradient, without_gradient
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

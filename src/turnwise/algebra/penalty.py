@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from turnwise.algebra.aggregate import Aggregate
 from turnwise.algebra.mask import Mask, covariance, quota
 from turnwise.algebra.piece import MicroBatchView, Piece, State, StepView, check
@@ -20,6 +18,7 @@ from turnwise.algebra.weight import Weight
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, where
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import ESTIMATORS
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
-import torch
-
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, Field
 from turnwise.core.signals import Signal
 from turnwise.errors import RecipeError
+from turnwise.maths.lazy_torch import torch
 
 NOTHING: frozenset[Signal] = frozenset()
 State = dict[str, Any]

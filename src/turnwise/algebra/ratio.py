@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import NOTHING, MicroBatchView, Piece
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field, Level, Tree
 from turnwise.core.signals import Signal
+from turnwise.maths.lazy_torch import torch
 
 LOG_RATIO_LIMIT = 20.0  # e²⁰ is far outside any trust region; larger values only overflow
 

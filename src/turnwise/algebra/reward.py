@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from turnwise.algebra.piece import State, StepView, check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import token_reward
@@ -13,6 +11,7 @@ from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, where
 from turnwise.core.signals import Signal
 from turnwise.errors import SignalError
+from turnwise.maths.lazy_torch import torch
 
 
 def on_last_turn(value: Field) -> Field:

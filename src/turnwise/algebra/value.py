@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, where
 from turnwise.core.signals import Signal
 from turnwise.maths import returns
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import Piece, State, StepView, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, moved
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import k2
+from turnwise.maths.lazy_torch import torch
 
 
 class Weight(Piece):

@@ -26,7 +26,6 @@ from turnwise.cli.run_flags import CONFIG_HELP, DEFAULT_METHOD
 from turnwise.config.files import ConfigFile, merge_config, read_config
 from turnwise.config.named_object import import_from_current_folder
 from turnwise.config.settings import split_method
-from turnwise.core.deferred_module import defer
 from turnwise.core.text import printable
 from turnwise.errors import SettingError, TurnwiseError, nearest
 from turnwise.models.trust import FLAG, trust_remote_code
@@ -354,7 +353,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"turnwise {__version__}")
         return 0
     import_from_current_folder()
-    defer("torch")  # recipes are described and checked without it
     try:
         if words[0] not in FUNCTIONS:
             raise SettingError(f"no command {words[0]!r}; {nearest(words[0], FUNCTIONS)}")

@@ -16,8 +16,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from turnwise.core.columns import checked_key
 from turnwise.core.kept_sets import KeptSets
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree
@@ -26,6 +24,7 @@ from turnwise.core.signals import Signal
 from turnwise.core.transfer import to_device_packed
 from turnwise.errors import RecordError, SignalError
 from turnwise.maths.chunks import even_runs, shared_prefix_lengths
+from turnwise.maths.lazy_torch import torch
 from turnwise.maths.numbers import tensor_of, uniform_hash
 
 if TYPE_CHECKING:

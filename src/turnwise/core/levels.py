@@ -17,10 +17,9 @@ from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
 from turnwise.errors import LevelError
 from turnwise.maths import segments
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import StepView, check
 from turnwise.algebra.weight import Weight
 from turnwise.core.levels import BATCH, TRAJECTORY, Field
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import MicroBatchView, StepView, check
 from turnwise.algebra.value import is_last, token_reward
@@ -15,6 +13,7 @@ from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
 from turnwise.maths import returns
+from turnwise.maths.lazy_torch import torch
 
 
 def following(value: Field, batch: Batch) -> Field:

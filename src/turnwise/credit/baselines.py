@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome, token_reward
@@ -16,6 +14,7 @@ from turnwise.core.signals import Signal
 from turnwise.credit.multi_reward import named_reward
 from turnwise.credit.order import lower_median
 from turnwise.credit.selectors import Selector
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

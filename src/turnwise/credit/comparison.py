@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.core.batch import Batch
@@ -22,6 +20,7 @@ from turnwise.credit.preference import (
     mean_over_pairs,
     ranking_metrics,
 )
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

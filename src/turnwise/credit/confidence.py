@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.adaptive_clip import clipped
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.piece import MicroBatchView, check
@@ -14,6 +12,7 @@ from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
+from turnwise.maths.lazy_torch import torch
 
 EPS = 1e-8
 

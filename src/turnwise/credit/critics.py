@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.factor import Factor
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
@@ -20,6 +18,7 @@ from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.peers import shift_turns
 from turnwise.credit.selectors import Selector
+from turnwise.maths.lazy_torch import torch
 
 # ------------------------------------------------------------------- utterances
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.algebra.ratio import behaviour
@@ -15,6 +13,7 @@ from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
 from turnwise.credit.selectors import Selector
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

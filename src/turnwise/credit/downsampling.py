@@ -8,8 +8,6 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.piece import MicroBatchView, StepView, check
 from turnwise.core.batch import Batch
@@ -17,6 +15,7 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import Signal
 from turnwise.credit.selectors import HasTokens, Selector
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

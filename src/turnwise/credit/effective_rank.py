@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import State, StepView, check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import is_last
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
+from turnwise.maths.lazy_torch import torch
 
 SIGNALS = {
     "push": Signal.EFFECTIVE_RANK_ACCELERATION,

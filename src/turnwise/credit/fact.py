@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TRAJECTORY, Field, Level
 from turnwise.errors import SignalError
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.piece import MicroBatchView
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, where
 from turnwise.core.signals import Signal
 from turnwise.credit.pairs import BestWorstPairs, PairSelector
 from turnwise.credit.preference import TrajectoryScore
+from turnwise.maths.lazy_torch import torch
 
 UNKNOWN = -1  # a state that was not recorded
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import State, StepView, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT
 from turnwise.algebra.term import Term
@@ -16,6 +14,7 @@ from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
 from turnwise.credit.selectors import FromOrigin
 from turnwise.maths.divergences import k3
+from turnwise.maths.lazy_torch import torch
 
 SAMPLED = FromOrigin("policy")
 

@@ -7,13 +7,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.factor import Factor
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import MicroBatchView, StepView, check
 from turnwise.algebra.weight import Weight, batch_index
 from turnwise.core.levels import BATCH, Field
+from turnwise.maths.lazy_torch import torch
 
 TOKEN_WEIGHTS: dict[str, Callable[[Field], Field]] = {
     "none": lambda p: p.map(torch.ones_like),

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.piece import check
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.term import Term
@@ -17,6 +15,7 @@ from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, P
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.peers import shift_turns
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

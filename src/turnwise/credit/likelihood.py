@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import check
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.term import Term
@@ -14,6 +12,7 @@ from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
 from turnwise.credit.multi_reward import named_reward
 from turnwise.credit.order import ordered_pairs, rank_in_group
+from turnwise.maths.lazy_torch import torch
 
 
 def mean_logp(batch: Batch) -> Field:

@@ -17,14 +17,13 @@ source/NAME/rows         where a step has trajectories of several sources (polic
 
 from __future__ import annotations
 
-import torch
-
 from turnwise.algebra.diagnostics import SOURCES, source
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition
 from turnwise.core.signals import Signal
 from turnwise.maths.gradients import without_gradient
+from turnwise.maths.lazy_torch import torch
 
 TURNS = 4  # turn indices reported separately; the last stands for all later ones
 

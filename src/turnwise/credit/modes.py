@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
 from turnwise.credit.fact import Fact
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

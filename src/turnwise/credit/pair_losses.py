@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
@@ -24,6 +22,7 @@ from turnwise.credit.preference import (
     ranking_metrics,
 )
 from turnwise.errors import nearest
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.piece import check
 from turnwise.algebra.reward import NamedReward
 from turnwise.algebra.term import Term
@@ -20,6 +18,7 @@ from turnwise.core.levels import GROUP, TRAJECTORY, Field, Partition, where
 from turnwise.credit.fact import Fact
 from turnwise.credit.selectors import BestOfGroup, FromOrigin, Selector
 from turnwise.errors import nearest
+from turnwise.maths.lazy_torch import torch
 
 
 class PairSelector(Selector):

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import NOTHING, MicroBatchView, Piece, check
 from turnwise.algebra.ratio import behaviour
@@ -20,6 +18,7 @@ from turnwise.core.signals import Signal
 from turnwise.credit.pairs import LabelledPairs, PairSelector
 from turnwise.errors import nearest
 from turnwise.maths.gradients import without_gradient
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import MicroBatchView, StepView, check
 from turnwise.algebra.ratio import moved
 from turnwise.algebra.weight import Weight, batch_index
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, TRAJECTORY, Field
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.peers import Peers
 from turnwise.algebra.piece import check
@@ -15,6 +13,7 @@ from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TRAJECTORY, TURN, Field, Partition, where
 from turnwise.credit.peers import shift_turns
+from turnwise.maths.lazy_torch import torch
 
 UNKNOWN, BEFORE = -1, -2  # a state that was not recorded, and the time before the first turn
 SAME = 1e-9  # a smaller distance from the mean counts as 0, so that rounding does not decide

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.advantage import SoftBaseline, Standardise
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.piece import MicroBatchView, check
@@ -17,6 +15,7 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.credit.fact import Fact
 from turnwise.maths import segments
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

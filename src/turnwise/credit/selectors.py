@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.peers import Peers
 from turnwise.algebra.piece import MicroBatchView, StepView, check
@@ -20,6 +18,7 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, Partition, where
 from turnwise.credit.fact import Fact
 from turnwise.credit.tracker import Solved
+from turnwise.maths.lazy_torch import torch
 
 REQUIRED_DATA = {"policy": "", "expert": "demonstrations", "replay": "replay"}
 

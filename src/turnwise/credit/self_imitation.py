@@ -11,8 +11,6 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.penalty import Penalty
@@ -28,6 +26,7 @@ from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.imitation import cosine_decay
 from turnwise.credit.selectors import FromOrigin, SelectedPeers, Selector
+from turnwise.maths.lazy_torch import torch
 
 # ----------------------------------------------------------------------- credit
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from turnwise.algebra.gate import Clip, Gate
 from turnwise.algebra.peers import Peers
 from turnwise.algebra.piece import MicroBatchView, StepView, check
@@ -16,6 +14,7 @@ from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
 from turnwise.credit.multi_reward import UnitOutcome, named_reward
 from turnwise.credit.stratified import SameFact
 from turnwise.maths import segments
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

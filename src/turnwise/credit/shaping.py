@@ -6,8 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from turnwise.algebra.piece import State, StepView, check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
@@ -16,6 +14,7 @@ from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.segments import rank_by_value
 from turnwise.credit.tracker import Solved, task_keys
+from turnwise.maths.lazy_torch import torch
 
 # ------------------------------------------------------------------------ tools
 

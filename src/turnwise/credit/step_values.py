@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import MicroBatchView, StepView, check
@@ -19,6 +17,7 @@ from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, wher
 from turnwise.core.signals import TURN_CRITIC, Signal
 from turnwise.credit.downsampling import DECIMALS, ceiling
 from turnwise.credit.selectors import HasTokens, Selector
+from turnwise.maths.lazy_torch import torch
 
 
 def step_values(batch: Batch) -> tuple[Field, Field]:

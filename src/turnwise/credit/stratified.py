@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from turnwise.algebra.peers import Peers
 from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
@@ -17,6 +15,7 @@ from turnwise.core.signals import Signal
 from turnwise.credit.multi_reward import named_reward
 from turnwise.credit.order import rank_in_group
 from turnwise.maths import segments
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from turnwise.algebra.piece import State, StepView, check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
@@ -15,6 +13,7 @@ from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, Partition, whe
 from turnwise.credit.multi_reward import named_reward
 from turnwise.credit.order import random_group_order, rank_in_group, segment_quantile
 from turnwise.maths import segments
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.piece import State, StepView, check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Constant
@@ -14,6 +12,7 @@ from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

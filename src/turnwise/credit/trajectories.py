@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.signals import Signal
+from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from turnwise.algebra.aggregate import items
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.peers import PeerSpec, resolve_peers
@@ -19,6 +17,7 @@ from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.peers import shift_turns
 from turnwise.maths import returns
+from turnwise.maths.lazy_torch import torch
 
 # ---------------------------------------------------------------------- values
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from turnwise.algebra.gae import GAE
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import MicroBatchView, check
@@ -22,6 +20,7 @@ from turnwise.credit.forks import ForkTerm, ForkTree
 from turnwise.credit.multi_reward import rescale_to_unit
 from turnwise.credit.stratified import SameFact
 from turnwise.maths import segments
+from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

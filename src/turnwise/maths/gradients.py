@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-import torch
+from turnwise.maths.lazy_torch import torch
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")

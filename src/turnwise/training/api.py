@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from turnwise import environments
 from turnwise.config.settings import Settings
-from turnwise.core.deferred_module import defer, load_deferred
 from turnwise.core.protocols import Listener
 from turnwise.engines.sharded.torchrun import check_torchrun, torchrun_rank
 from turnwise.errors import SettingError
@@ -29,7 +28,6 @@ from turnwise.training.preflight import check_at_once, check_with_recipe
 if TYPE_CHECKING:
     from turnwise.recipes.recipe import Recipe
 
-TORCH = "torch"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -43,14 +41,12 @@ def _one_of_torchrun(work: Callable[P, R]) -> Callable[P, R]:
         if started is None:
             return work(*args, **kwargs)
         if started.rank:
-            load_deferred(TORCH)
             from turnwise.engines.sharded.worker import main_of_torchrun
 
             raise SystemExit(main_of_torchrun(started))
         try:
             return work(*args, **kwargs)
         finally:
-            load_deferred(TORCH)
             from turnwise.engines.sharded.joined_ranks import release_ranks
 
             release_ranks(started)
@@ -80,7 +76,6 @@ def train(
         raise SettingError(
             f"the first argument is a function that receives events, not {listen!r}; write method={listen!r}"
         )
-    defer(TORCH)
     inputs = collect_inputs(settings, config, recipe, tokenizer)
     chosen = resolve_settings(inputs.values, inputs.given.env_class)
     check_at_once(chosen, inputs.given)
@@ -136,7 +131,6 @@ def dry_run(listen: Listener | None = None, **settings: Any) -> dict[str, Any]:
 
 def _launch() -> Any:
     """The module that imports the engines, late."""
-    load_deferred(TORCH)  # before a run starts threads
     from turnwise.training import launch
 
     return launch

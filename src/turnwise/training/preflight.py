@@ -101,7 +101,7 @@ def _check_writable(folder: Path) -> None:
 
 def check_with_recipe(settings: Settings, recipe: Recipe, env_spec: EnvSpec) -> None:
     """Refuse what the recipe shows to be wrong: requirements, precision, and rows that the method cannot learn from."""
-    from turnwise.training.data_sources import DataSources  # late: these import torch, where it is not deferred
+    from turnwise.training.data_sources import DataSources
     from turnwise.training.requirements import check_cold_start, check_precision, check_ranks, check_requirements
 
     check_requirements(recipe, settings, env_spec)
