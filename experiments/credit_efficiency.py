@@ -20,6 +20,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import learning_sweep
@@ -47,7 +48,7 @@ def episodes_until(points: list[tuple[int, float]], enough: float) -> int | None
     """Episodes until the mean of the last evaluations reaches ``enough``; None: never."""
     for n in range(1, len(points)):
         window = [success for _, success in points[max(0, n + 1 - WINDOW) : n + 1]]
-        if sum(window) / len(window) >= enough:
+        if fmean(window) >= enough:
             return points[n][0]
     return None
 
@@ -122,7 +123,7 @@ def table(rows: list[Row], enough: float) -> str:
         need = [cost[method, r["seed"]] for r in runs]
         pairs = [cost[method, r["seed"]] / cost["grpo", r["seed"]] for r in runs if ("grpo", r["seed"]) in cost]
         reaching = sum(episodes_until(r["curve"], enough) is not None for r in runs)
-        first, last = (np.mean([r["curve"][end][1] for r in runs]) for end in (0, -1))
+        first, last = (fmean(r["curve"][end][1] for r in runs) for end in (0, -1))
         seconds = np.median([r["seconds"] for r in runs])
         cells = (len(runs), reaching, interval(need), interval(pairs) if pairs else "–", f"{first:.0%}", f"{last:.0%}")
         lines.append((float(np.median(need)), f"| {method} | " + " | ".join(map(str, cells)) + f" | {seconds:.0f} s |"))

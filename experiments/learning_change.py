@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 
 from processes import Row
 
@@ -58,7 +59,7 @@ def change(row: Row) -> Change:
 def mean_change(rows: list[Row]) -> Change:
     """The mean over seeds; its error is that of the single evaluations, so it says nothing about other seeds."""
     changes = [change(row) for row in rows]
-    value = sum(one.value for one in changes) / len(changes)
+    value = fmean(one.value for one in changes)
     below = math.hypot(*(one.value - one.low for one in changes)) / len(changes)
     above = math.hypot(*(one.high - one.value for one in changes)) / len(changes)
     return Change(value, value - below, value + above)

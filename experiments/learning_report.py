@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from statistics import fmean
 from typing import Any
 
 import learning_plan
@@ -131,7 +132,7 @@ def ranked_first(evaluation: Row) -> str:
 def default_table(rows: list[Row]) -> str:
     """The baselines, highest success first, with the time of a run against the default's."""
     by_method = {method: [r for r in rows if r["method"] == method] for method in ran(rows)}
-    seconds = {method: sum(r["seconds"] for r in runs) / len(runs) for method, runs in by_method.items()}
+    seconds = {method: fmean(r["seconds"] for r in runs) for method, runs in by_method.items()}
     lines = ["| method | seeds | after | change | time |", "|---|--:|--:|--:|--:|"]
     for method, runs in sorted(by_method.items(), key=lambda pair: -_mean(pair[1], "after")):
         time = seconds[method] / seconds["dr_grpo"]
@@ -168,7 +169,7 @@ def learns(runs: list[Row]) -> bool:
 
 
 def _mean(runs: list[Row], what: str) -> float:
-    return sum(r[what] for r in runs) / len(runs)
+    return fmean(r[what] for r in runs)  # exact: from Python 3.12 on `sum` rounds differently
 
 
 def verdict(rows: list[Row]) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import shlex
 import shutil
 import statistics
@@ -195,7 +196,7 @@ def result(run: Path) -> Row:
         "tokens": found["tokens"],
         "seconds": {name: round(value, 1) for name, value in found["seconds"].items()},
         "step": {name: round(middle(metric), 3) for name, metric in STEP_METRICS.items()},
-        "mismatch": sum(s["mismatch/mean_abs"] for s in steps) / len(steps),
+        "mismatch": statistics.fmean(s["mismatch/mean_abs"] for s in steps),
         "engines": found.get("engines", {}),
     }
 
@@ -233,7 +234,7 @@ def over_seeds(rows: list[Row], when: str) -> tuple[float, float, float]:
     """The mean over seeds and a 95 % interval, the wider of two: over seeds (Student), and over all their tasks (Wilson)."""
     values = [r[when][0] for r in rows]
     trials = sum(int(r["settings"]["eval-tasks"]) for r in rows)
-    found = wilson(round(sum(v * trials / len(rows) for v in values)), trials)
+    found = wilson(round(math.fsum(v * trials / len(rows) for v in values)), trials)
     mean, low, high = statistics.fmean(values), found.low, found.high
     if len(values) > 1:
         half = STUDENT.get(len(values) - 1, 2.571) * statistics.stdev(values) / len(values) ** 0.5

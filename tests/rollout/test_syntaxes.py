@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from turnwise.core.protocols import Action, ToolCall
@@ -61,8 +61,12 @@ def comparable(calls):
     return json.dumps([[call.name, call.arguments] for call in calls], sort_keys=True)
 
 
+IN_A_LATER_CALL = [ToolCall("b", {}), ToolCall("a", {"a_x": "</seed:think>"})]  # ended a thought that nothing had opened
+
+
 @settings(deadline=None, max_examples=25)
 @given(calls=CALLS)
+@example(calls=IN_A_LATER_CALL)
 @pytest.mark.parametrize("name", [*BY_JSON, *BY_PYTHON, "deepseek_v32"])
 def test_any_call_is_read_back(name, calls):
     """Unicode, quotes, nesting, line ends, and texts that hold the markers of this and of every other syntax."""
@@ -89,6 +93,12 @@ def test_what_a_syntax_cannot_express_is_refused_and_the_rest_is_read_back(name,
 
 
 PLAIN = [ToolCall("get_weather", {"city": "Paris é", "days": 3, "tags": ["a", "b"], "deep": {"x": None, "y": True}})]
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_a_closing_tag_in_the_text_of_a_later_call_can_be_written(name):
+    calls = IN_A_LATER_CALL[1:] if name in ONE_CALL else IN_A_LATER_CALL
+    assert comparable(SYNTAXES[name].parse(SYNTAXES[name].write(calls)).calls) == comparable(calls)
 
 
 @pytest.mark.parametrize("name", SYNTAXES)

@@ -78,7 +78,7 @@ def test_what_is_not_plain_is_asked_where_it_is_known(odd):
     assert template.fast_template(tokenizer)([odd], [], False) == stock(tokenizer, [odd], [], False)
 
 
-def test_tools_of_other_stuff_are_asked_there_too():
+def test_tools_of_other_stuff_are_asked_there_too(monkeypatch):
     class Name(str):
         def upper(self):
             return "something else"
@@ -87,8 +87,11 @@ def test_tools_of_other_stuff_are_asked_there_too():
         "{% for t in tools %}{{ t.function.name.upper() }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     render, talk = template.fast_template(tokenizer), [{"role": "user", "content": "a"}]
+    odd = [{"function": {"name": Name("f")}}]
+    assert render(talk, odd, False) == stock(tokenizer, talk, odd, False)  # what that is, is for Transformers to say
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *args, **options: "asked there")
     for _ in range(2):
-        assert render(talk, [{"function": {"name": Name("f")}}], False) == "Fa"
+        assert render(talk, odd, False) == "asked there"
     assert render(talk, [{"function": {"name": "g"}}], False) == "Ga"
 
 

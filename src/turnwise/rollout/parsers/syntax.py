@@ -136,12 +136,17 @@ class ToolSyntax(ABC):
             thoughts += [text] if in_thought else []
             return len(text) if in_thought else 0
         opened = _next_thought(text, 0, self.thinking)
-        block = self.next_block(text, 0, ())
-        inside_call = block is not None and block.start < first.start() < block.end
-        if not in_thought and (inside_call or (opened is not None and opened[0] < first.start())):
+        if not in_thought and (self._in_a_call(text, first.start()) or (opened and opened[0] < first.start())):
             return 0
         thoughts.append(text[: first.start()])
         return first.end()
+
+    def _in_a_call(self, text: str, at: int) -> bool:
+        """Whether a position is inside a call: a text among the arguments of any of them may hold a closing tag."""
+        block = self.next_block(text, 0, ())
+        while block is not None and block.end <= at:
+            block = self.next_block(text, block.end, ())
+        return block is not None and block.start < at
 
     def with_own_ids(self, calls: Calls) -> tuple[ToolCall, ...]:
         """The calls with ids as this syntax gives them."""
