@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from turnwise.core.batch import pack
 from turnwise.core.records import Group, Sampling, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
+from turnwise.engines.attention_interface import use_eager_attention
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.stock_runner import StockRunner
 from turnwise.engines.learner import packed_forward, stock_forward
@@ -70,10 +71,26 @@ def test_generator_and_learner_compute_the_stock_policy(name):
     trajectories = play(generator)
     learner = LocalLearner(copy.deepcopy(stock), LearnerSettings())
     assert same_policy(learner, trajectories, 1e-4).max < 1e-3
+    use_eager_attention(stock)  # Doge of Transformers 5.17 is not causal with another one
     with torch.no_grad():
         expected = torch.cat([plain_logp(stock, t) for t in trajectories])
     measured = learner.measure(batch_of(trajectories), frozenset({Signal.LOGP}))[Signal.LOGP].x
     torch.testing.assert_close(measured, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_that_is_causal_only_with_its_mask_gets_it(monkeypatch):
+    """Doge adds a bias to the causal mask; a Transformers that leaves that mask out lets every position see the future."""
+    from transformers.models.doge import modeling_doge
+
+    make = modeling_doge.create_causal_mask
+    unless_fused = lambda config, **rest: None if config._attn_implementation == "sdpa" else make(config=config, **rest)  # noqa: E731
+    monkeypatch.setattr(modeling_doge, "create_causal_mask", unless_fused)
+    model = make_family("Doge")
+    with torch.no_grad():
+        long, short = (model(input_ids=torch.tensor([[3, 5, 7, 9][:n]]), use_cache=False).logits[:, :2] for n in (4, 2))
+    assert (long - short).abs().max() > 1e-2
+    trajectories = play(LocalGenerator(copy.deepcopy(model), slots=8, context=64, stop_ids=(2,)))
+    assert same_policy(LocalLearner(copy.deepcopy(model), LearnerSettings()), trajectories, 1e-4).max < 1e-3
 
 
 def test_at_least_forty_families_are_served():

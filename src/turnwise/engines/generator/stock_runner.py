@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from turnwise.engines.attention_interface import use_eager_attention
 from turnwise.engines.expert_routing import as_rows, attach_routing
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk
 from turnwise.engines.generator.cache_choice import CacheChoice
@@ -85,6 +86,10 @@ class StockRunner:
         self._prefixes: list[Ids] = []
         self.routing = attach_routing(self.model)
         self._routes: dict[int, Tensor] = {}  # of the running rows, [positions, experts]
+        if not self._is_causal():
+            # Some fused kernels read a missing mask as "causal", and a model that adds a bias of its own to the mask (Doge
+            # in Transformers 5.17) turns that into "sees everything". The eager implementation always gets the mask.
+            use_eager_attention(self.model)
         self.cached = self._cache_is_exact()
         log.info("generator decodes %s with: %s", type(self.model).__name__, self.describe())
 
@@ -179,6 +184,20 @@ class StockRunner:
     # ------------------------------------------------------------------ verification
 
     @torch.inference_mode()
+    def _is_causal(self) -> bool:
+        """Whether the logits of a prefix stay the same when ids follow it."""
+        size = self.model.config.get_text_config().vocab_size
+        ids = torch.randint(0, size, (1, min(8, self.kv_cache.context)), generator=torch.Generator().manual_seed(0))
+        ids = ids.to(self.device)
+        whole, prefix = (self.model(input_ids=part, use_cache=False).logits for part in (ids, ids[:, :-2]))
+        return bool((whole[:, :-2] - prefix).abs().max() <= self._tolerance * (1e-6 + prefix.abs().max()))
+
+    @property
+    def _tolerance(self) -> float:
+        """Of the largest logit: rounding differs between shapes, and half precision rounds coarsely."""
+        return 1e-3 if self.kv_cache.dtype in (torch.float32, torch.float64) else 0.05
+
+    @torch.inference_mode()
     def _cache_is_exact(self) -> bool:
         """Whether decoding with the model's own cache, in rows that split and repeat, gives the logits of plain reading."""
         size = self.model.config.get_text_config().vocab_size
@@ -197,8 +216,7 @@ class StockRunner:
             return False
         finally:
             self._caches = []
-        exact = self.kv_cache.dtype in (torch.float32, torch.float64)
-        return max(errors) <= (1e-3 if exact else 0.05)
+        return max(errors) <= self._tolerance
 
 
 Runner = ModelRunner | StockRunner
