@@ -30,7 +30,7 @@ import torch
 from turnwise.bench.models import SMALL, llama
 from turnwise.core.records import Sampling
 from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.training.staleness import StalenessPolicy
+from turnwise.training.collector import StalenessPolicy
 
 SIZE, TURNS, CONTEXT = 8, 3, 384
 TOKENS, TOKEN_SPREAD, LONGEST = 12, 1.0, 96  # of a turn

@@ -24,7 +24,7 @@ from turnwise.inspector.doctor.diagnosis import diagnose
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
 from turnwise.store.sealed import write_sealed
-from turnwise.training.staleness import StalenessPolicy
+from turnwise.training.collector import StalenessPolicy
 
 STEPS = 24
 DEFAULTS = Settings().as_dict()

@@ -62,7 +62,7 @@ LATE = {  # for those who ask for it: TensorBoard's writer, the profiler, a toke
 }
 
 SMALL = ("core/", "maths/", "algebra/", "recipes/recipe.py", "training/loop.py", "training/collector.py", "errors.py")
-CORE_LINES = 5960
+CORE_LINES = 6120  # with the policy of staleness and the schedule of checkpoints, which were files of their own
 
 
 def room_of(path: str) -> str:

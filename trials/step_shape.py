@@ -4,7 +4,7 @@
     python -m trials.step_shape --rooms    # and where they come from
 
 A small GRPO run on a CPU. Counted is everything that Python calls between the end of the first step and the end of the second,
-in any thread but the watch's, which looks once a second at whatever happens then. Start, evaluation and summary do not belong to it.
+in any thread but that of the watch, which looks once a second at whatever happens then.
 Comprehensions and generator expressions are counted apart: whether they are calls depends on the release of Python.
 """
 
@@ -65,9 +65,8 @@ def main() -> int:
     code = executed()
     functions = [part for part in code if not part.co_name.endswith(("comp>", "<genexpr>"))]
     files = Counter(part.co_filename.removeprefix(f"{ROOT}/") for part in functions)
-    print(
-        f"one training step executes {len(files)} files, {len(functions)} functions and {len(code) - len(functions)} comprehensions"
-    )
+    rest = len(code) - len(functions)
+    print(f"one training step executes {len(files)} files, {len(functions)} functions and {rest} comprehensions")
     if given.rooms:
         rooms = Counter[str]()
         for name, count in files.items():

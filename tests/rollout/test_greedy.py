@@ -14,8 +14,8 @@ from turnwise.errors import SettingError
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import GreedyBaseline, GroupRequest, Independent
 from turnwise.training import build, engines
+from turnwise.training.batch_metrics import describe
 from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.loop import describe
 from turnwise.training.plan import RunPlan, validate
 
 

@@ -19,8 +19,8 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import DraftSelection, GroupRequest, Independent
 from turnwise.rollout.strategies.drafts import extremes
 from turnwise.training import build, engines
+from turnwise.training.batch_metrics import describe
 from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.loop import describe
 from turnwise.training.plan import RunPlan, validate
 
 TASK = Task("x", 0)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from turnwise.store.checkpoint import checkpoints
-from turnwise.training import api, checkpoint_schedule
-from turnwise.training.checkpoint_schedule import COST_SHARE, LOST_SECONDS, CheckpointSchedule
+from turnwise.training import api, loop
+from turnwise.training.loop import COST_SHARE, LOST_SECONDS, CheckpointSchedule
 
 SMALL = {
     "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 2, "cold_batch": 4,
@@ -85,7 +85,7 @@ def test_the_time_of_an_evaluation_is_not_that_of_a_step():
 
 @pytest.mark.slow
 def test_a_run_with_a_checkpoint_after_each_step_is_the_same_run_and_keeps_as_many(tmp_path, monkeypatch):
-    kept, save = [], checkpoint_schedule.CheckpointSchedule.write
+    kept, save = [], CheckpointSchedule.write
 
     def write(self, done, then):
         save(self, done, then)
@@ -93,10 +93,10 @@ def test_a_run_with_a_checkpoint_after_each_step_is_the_same_run_and_keeps_as_ma
 
     summaries = {}
     for name, seconds in (("seldom", float("inf")), ("often", 0.0)):
-        monkeypatch.setattr(checkpoint_schedule, "LOST_SECONDS", seconds)
-        monkeypatch.setattr(checkpoint_schedule, "COST_SHARE", float("inf"))
+        monkeypatch.setattr(loop, "LOST_SECONDS", seconds)
+        monkeypatch.setattr(loop, "COST_SHARE", float("inf"))
         if name == "often":
-            monkeypatch.setattr(checkpoint_schedule.CheckpointSchedule, "write", write)
+            monkeypatch.setattr(CheckpointSchedule, "write", write)
         summaries[name] = api.train(method="grpo", out=str(tmp_path), name=name, **SMALL)
     assert summaries["seldom"]["checkpoints"]["written"] == 2  # steps 5 and 7
     assert summaries["often"]["checkpoints"]["written"] == 7

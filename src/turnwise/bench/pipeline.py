@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from turnwise.training.staleness import StalenessPolicy
+from turnwise.training.collector import StalenessPolicy
 
 
 class TurnLoad(NamedTuple):

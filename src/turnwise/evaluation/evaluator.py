@@ -1,4 +1,4 @@
-"""The evaluator: a policy plays fixed tasks, each sample from its own seed.."""
+"""The evaluator: a policy plays fixed tasks, each sample from its own seed."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class Evaluator:
             return self.play(key, task, self.steer(self.generator.open(stable_seed(s.seed, "evaluate", key))))
 
         played = await evaluate(self.tasks(split, s.eval_tasks), s.eval_samples, one, wave=s.slots)
+        if (fatal := getattr(self.generator, "fatal", None)) is not None:
+            raise fatal  # its servers are gone, and a table of failed episodes would say nothing about the model
         played = played if self.scorer is None else await scored(played, self.scorer)
         return replace(played, exact={**self.exact(), **self.ranked(played)})
 

@@ -1,32 +1,119 @@
 """The collector: issues groups of rollouts, waits for them, and admits or drops them. Knows no loss and no environment.
 
-``StalenessPolicy`` decides how many are outstanding (running, ready or in training), which come next and which too late.
-Staleness 0 is synchronous: a wave of groups begins when the last has ended, so a run does not depend on how long tools take.
+``StalenessPolicy`` decides how many are outstanding (running, ready or in training), which come next and which too late. With the
+limit k, at most (k + 1)·B groups are outstanding, and never more than the remaining steps can train on. k = 0 is synchronous: a
+wave of groups begins when the last has ended, so a run does not depend on how long tools take. With k > 0 a slow group may be
+overtaken by later ones until its last step. Then training waits for it (``wait``), drops it (``drop``), or goes on and trains on
+it whenever it ends (``keep``). With the first two no token that is trained on was sampled more than k policy versions before.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from turnwise.config.staleness import CONTINUOUS, KEEP, WAIT, parse_staleness
 from turnwise.core.protocols import Generator, GroupScorer, LedgerProtocol, Session
-from turnwise.core.records import Group, Task
+from turnwise.core.records import Group, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.errors import EnvironmentFault
+from turnwise.observe.run_health import TOO_OLD
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.scoring import scored_play
+from turnwise.rollout.scoring import MAX_REWARD, scored_play
 from turnwise.rollout.strategies import EpisodeRunner, GroupRequest
-from turnwise.training.cancelled_groups import CancelledGroups
-from turnwise.training.lost_generator import raise_if_lost
-from turnwise.training.staleness import StalenessPolicy, oldest_version
+from turnwise.rollout.strategies.base import close
 from turnwise.training.task_feed import TaskFeed, draw_order
-from turnwise.training.usable_groups import usable
 
 FAILED_IN_A_ROW = 16  # groups without a usable trajectory before the run stops with the reason
+
+
+@dataclass(frozen=True)
+class StalenessPolicy:
+    """``limit``: the most policy versions between the oldest token of a group and the step that trains on it. ``late``: what
+    happens to a group that would exceed it, or how a synchronous run samples. A group that still runs counts from the step in
+    which it was issued."""
+
+    limit: int
+    late: str = WAIT
+
+    @classmethod
+    def parse(cls, setting: int | str) -> StalenessPolicy:
+        return cls(*parse_staleness(setting))
+
+    @property
+    def synchronous(self) -> bool:
+        return self.limit == 0
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether batches of the generator may not depend on how long environments take: it samples the next turns once all
+        have answered."""
+        return self.synchronous and self.late != CONTINUOUS
+
+    @property
+    def reason(self) -> str:
+        """Why the ledger says that a group was evicted."""
+        return f"{TOO_OLD} {self.limit} allows"
+
+    def capacity(self, per_step: int, steps: int = 0) -> int:
+        """The most groups that are outstanding at any time. ``steps``: that the run still takes; 0: its end is not known."""
+        return per_step * (min(self.limit + 1, steps) if steps else self.limit + 1)
+
+    def admit(self, running: int, outstanding: int, per_step: int, trainable: int | None = None) -> int:
+        """How many groups to issue now. ``outstanding``: running, ready or in training. ``trainable``: how many groups the step
+        that is trained now and all later ones take together; None: the end is not known. Synchronous rollouts come in waves:
+        none is issued while one runs."""
+        if self.synchronous and running:
+            return 0
+        most = self.capacity(per_step)
+        return max(0, (most if trainable is None else min(most, trainable)) - outstanding)
+
+    def select(self, oldest: Mapping[str, int], ready: Sequence[str], count: int, step: int) -> list[str] | None:
+        """The groups to train on in ``step``, of those that are ``ready``; None: wait for another. ``oldest``: of each
+        outstanding group, the version of its oldest token, or the step in which it was issued; in draw order."""
+        available = set(ready)
+        if self.synchronous:
+            first = list(oldest)[:count]
+            return first if len(first) == count and set(first) <= available else None
+        chosen = sorted((key for key in oldest if key in available), key=lambda key: oldest[key])[:count]
+        if len(chosen) < count:
+            return None
+        taken = set(chosen)
+        left = [at for key, at in oldest.items() if key not in taken]
+        nothing_to_wait_for = len(available) == len(oldest)  # a step that trained on fewer groups left more than fit
+        if self.late == WAIT and not nothing_to_wait_for:
+            # from the next step on, `count` of those left are trained on in a step, the oldest first: each in time?
+            in_time = ((at + self.limit - step) * count > position for position, at in enumerate(sorted(left)))
+            return chosen if all(in_time) else None
+        return chosen
+
+    def evict(self, oldest: Mapping[str, int], step: int) -> list[str]:
+        """The groups that would be too old in ``step``. Where training waits, there are none but after a step that trained on
+        fewer groups than planned, or where a server sampled with older weights than it should."""
+        if self.synchronous or self.late == KEEP:
+            return []
+        return [key for key, at in oldest.items() if step - at > self.limit]
+
+    def check(self, groups: Sequence[Group], step: int) -> None:
+        """Assert the limit for every token that ``step`` trains on."""
+        if self.synchronous or self.late == KEEP:
+            return
+        for group in groups:
+            age = step - oldest_version(group, step)
+            assert age <= self.limit, f"step {step} would train on tokens of group {group.id}, {age} versions old"
+
+
+def oldest_version(group: Group, default: int) -> int:
+    """The version of the policy that sampled its oldest token; ``default`` where no token has one."""
+    versions = (min(turn.version) for t in group.trajectories for turn in t.turns if len(turn.version))
+    return int(min(versions, default=default))
+
+
+# ------------------------------------------------------------------ the collector
 
 
 @dataclass
@@ -48,7 +135,7 @@ class Collector:
     running: dict[asyncio.Task[Group], str] = field(default_factory=dict)
     issued_in: dict[str, int] = field(default_factory=dict)  # step of the issue, then version of the oldest token
     sessions: dict[str, list[Session]] = field(default_factory=dict)  # opened by each running group
-    cancelled: CancelledGroups = field(default_factory=CancelledGroups)
+    cancelled: set[asyncio.Task[Group]] = field(default_factory=set)  # their clean-up goes on beside the run
     training: int = 0  # groups the learner holds at this moment
     dropped: Counter[str] = field(default_factory=Counter)
     failed_in_a_row: int = 0
@@ -62,20 +149,17 @@ class Collector:
         outstanding, groups = len(self.running) + len(self.ready) + self.training, self.recipe.budget.groups
         trainable = self.training + (self.steps - step - bool(self.training)) * groups if self.steps else None
         count = self.policy.admit(len(self.running), outstanding, groups, trainable)
-        scored_alone = self.scorer is not None and self.recipe.reads_rewards
-        play = scored_play(self.play, self.scorer) if self.scorer and scored_alone else self.play
+        # a strategy that reads rewards while its group grows gets each trajectory scored alone, any other the whole group
+        play, scorer = self.play, self.scorer
+        if scorer is not None and self.recipe.reads_rewards:
+            play, scorer = scored_play(play, scorer), None
         for order in self.sampler.orders(count, self.to_reissue):
             self.ledger.issue(order.key, order.task, step, self.generator.version)
             open_session = partial(self._open, self.sessions.setdefault(order.key, []), order.number)
             request = GroupRequest(order.key, order.task, order.size, open_session, play, self.last_metrics, step)
             grow = self.sampler.grow(order, request, self.recipe.strategy)
-            grow = self._scored(grow, self.scorer) if self.scorer and not scored_alone else grow
-            self.running[asyncio.ensure_future(grow)] = order.key
+            self.running[asyncio.ensure_future(_scored(grow, scorer) if scorer else grow)] = order.key
             self.issued_in[order.key] = step
-
-    async def _scored(self, grow: Coroutine[Any, Any, Group], scorer: GroupScorer) -> Group:
-        """The group with the rewards of ``scorer``: while it is scored, other groups are still sampled."""
-        return await scorer.score(await grow)
 
     def _open(self, opened: list[Session], number: str, i: int, draft: bool = False) -> Session:
         """The i-th session of a group. A draft uses the random numbers of the exact sample it stands for."""
@@ -92,9 +176,8 @@ class Collector:
             self.issue(step)
             if self.policy.select(self._oldest(), [g.id for g in self.ready], count, step) is not None:
                 break
-            until = (
-                asyncio.ALL_COMPLETED if self.policy.synchronous else asyncio.FIRST_COMPLETED
-            )  # a wave is admitted as one
+            # a synchronous wave is admitted as one: in which order its groups end must not matter
+            until = asyncio.ALL_COMPLETED if self.policy.synchronous else asyncio.FIRST_COMPLETED
             await asyncio.wait(self.running, return_when=until)
             finished += self._harvest(step)
         in_order = sorted(self.ready, key=lambda g: draw_order(g.id))
@@ -116,7 +199,8 @@ class Collector:
 
     def _harvest(self, step: int) -> int:
         """Store, then admit or drop the groups that have ended; their number. Drop what is too old."""
-        raise_if_lost(self.generator)
+        if (fatal := getattr(self.generator, "fatal", None)) is not None:
+            raise fatal  # its servers are gone: the episodes that this ended must not be counted as failed
         done = sorted((task for task in self.running if task.done()), key=lambda t: draw_order(self.running[t]))
         for task in done:
             key = self.running.pop(task)
@@ -130,18 +214,26 @@ class Collector:
         late = set(self.policy.evict(self._oldest(), step + ahead))
         for task in [task for task, key in self.running.items() if key in late]:
             self.sampler.forget(key := self.running.pop(task))
-            self.cancelled.cancel(task, self.sessions.pop(key))
+            self.cancelled.add(task)
+            task.cancel()
+            task.add_done_callback(partial(self._cancelled, self.sessions.pop(key)))
         self.ready = deque(g for g in self.ready if g.id not in late)
         for key in sorted(late, key=draw_order):
             self._drop(key, self.policy.reason, step)
 
+    def _cancelled(self, opened: list[Session], task: asyncio.Task[Group]) -> None:
+        """A cancelled group has ended: close what it leaves open, also sessions that had not begun an episode."""
+        self.cancelled.discard(task)
+        close(opened)
+        if not task.cancelled():
+            task.exception()  # else asyncio reports that nobody read it
+
     def _finish(self, key: str, group: Group, step: int) -> None:
         """Store a finished group, then admit or drop it."""
         self.ledger.finish(group, step)
-        kept, reasons = usable(group)
-        for reason in reasons:
-            self.dropped[f"trajectory: {reason}"] += 1
-        if not kept.trajectories:
+        usable_part, reasons = usable(group)
+        self.dropped.update(f"trajectory: {reason}" for reason in reasons)
+        if not usable_part.trajectories:
             self.failed_in_a_row += 1
             self.sampler.forget(key)
             self._drop(key, f"every trajectory failed: {reasons[0]}", step)
@@ -151,8 +243,8 @@ class Collector:
                 )
             return
         self.failed_in_a_row = 0
-        self.sampler.observe(kept)
-        self._admit(kept, step)
+        self.sampler.observe(usable_part)
+        self._admit(usable_part, step)
 
     def restore(self, finished: Sequence[Group], step: int) -> None:
         """After a resume: the groups that had ended and were not trained on, admitted as they were then."""
@@ -176,7 +268,36 @@ class Collector:
         """Cancel what is in flight. The ledger keeps it as in flight, so that a resume issues it again."""
         for task in self.running:
             task.cancel()
-        await asyncio.gather(*self.running, self.cancelled.wait(), return_exceptions=True)
+        await asyncio.gather(*self.running, *self.cancelled, return_exceptions=True)
 
 
-__all__ = ["FAILED_IN_A_ROW", "Collector", "raise_if_lost", "usable"]
+async def _scored(grow: Coroutine[Any, Any, Group], scorer: GroupScorer) -> Group:
+    """The group with the rewards of ``scorer``: while it is scored, other groups are still sampled."""
+    return await scorer.score(await grow)
+
+
+# ------------------------------------------------------------------- usable groups
+
+
+def usable(group: Group) -> tuple[Group, list[str]]:
+    """The part of a group that can be trained on, and why the rest cannot. A fork whose parent failed has lost its prefix."""
+    rest: list[Trajectory] = []
+    good = [t for t in group.trajectories if not _why_unusable(t)]
+    while len(good) != len(rest):  # a dropped fork drops its own forks in the next pass
+        rest, ids = good, {t.id for t in good}
+        good = [t for t in rest if t.fork is None or t.fork.parent in ids]
+    if len(good) == len(group.trajectories):
+        return group, []
+    ids = {t.id for t in good}
+    reasons = [_why_unusable(t) or "it forks from one that failed" for t in group.trajectories if t.id not in ids]
+    return replace(group, trajectories=tuple(good)), reasons
+
+
+def _why_unusable(trajectory: Trajectory) -> str:
+    if trajectory.status == Status.FAILED:
+        return trajectory.reason or "it failed without a reason"
+    if not trajectory.sampled:
+        return trajectory.reason or "nothing was sampled"
+    if not abs(trajectory.reward) <= MAX_REWARD:
+        return f"its reward {trajectory.reward:g} is outside the range of float32; scale rewards to about 1"
+    return ""

@@ -8,10 +8,12 @@ flight survive a weight update, and every token carries the policy version that 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,16 +24,19 @@ from turnwise.core.batch import Batch, pack
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.core.protocols import Generator, Learner, LedgerProtocol, PolicyCheckProtocol
-from turnwise.core.records import Group, Trajectory
+from turnwise.core.records import Group
 from turnwise.core.seeds import stable_seed
 from turnwise.credit.metrics import measure_credit
 from turnwise.data.mixing import GroupSource, Mixture, mixed_in
 from turnwise.errors import GeneratorLost
 from turnwise.recipes.recipe import Recipe
 from turnwise.training.batch_metrics import describe
-from turnwise.training.checkpoint_schedule import CheckpointSchedule
 from turnwise.training.interrupt import in_background
 from turnwise.training.kept_tokens import TokenRecorder
+
+LOST_SECONDS = 9.0  # of work since the last checkpoint; writing one comes on top
+COST_SHARE = 0.05  # of the time since the last checkpoint that writing one may take
+GC_THRESHOLD = 50_000  # new containers between cycle collections; a step makes tens of thousands, the default is 700
 
 
 @dataclass
@@ -91,7 +96,8 @@ class Loop:
             mixed = await self.mixture.mix(groups, step)
             other_data = mixed_in(mixed, groups)
             self.ledger.record_mixed(other_data, step)
-            metrics |= {**origins(other_data), **await self._update(mixed, groups, step)}
+            metrics |= {f"mixed/{kind}": float(n) for kind, n in sorted(Counter(t.origin for t in other_data).items())}
+            metrics |= await self._update(mixed, groups, step)
         else:
             metrics |= describe(groups, self.learner.version)
         self.collector.training = 0
@@ -122,7 +128,8 @@ class Loop:
 
         def while_waiting() -> None:
             rollout_metrics.update(describe(fresh, self.learner.version, self.max_tokens))
-            advantages.update(mean_advantages(credited_batches[0]))
+            batch = credited_batches[0]
+            advantages.update(zip(batch.trajectory_ids, batch[Column.ADVANTAGE].at(TOKEN).mean(TRAJECTORY).x.tolist()))
             self.ledger.flush()
 
         recorder = TokenRecorder(step, mixed) if self.keep_tokens else None
@@ -184,15 +191,58 @@ def update_policy(
     return means | credit_metrics
 
 
-def mean_advantages(batch: Batch) -> dict[str, float]:
-    """The mean advantage of each trajectory's tokens, by its id."""
-    mean = batch[Column.ADVANTAGE].at(TOKEN).mean(TRAJECTORY)
-    return dict(zip(batch.trajectory_ids, mean.x.tolist()))
+# ----------------------------------------------------------------- beside the steps
 
 
-def origins(other_data: Sequence[Trajectory]) -> dict[str, float]:
-    """How many trajectories were mixed in, by origin."""
-    return {f"mixed/{kind}": float(n) for kind, n in sorted(Counter(t.origin for t in other_data).items())}
+@dataclass
+class CheckpointSchedule:
+    """When a checkpoint is written: every N steps, at the end, and in between as often as its own cost allows, so that a
+    killed run loses about ten seconds of work. ``every``: steps between those that are kept; others replace each other."""
+
+    every: int
+    clock: Callable[[], float] = time.perf_counter
+    seconds: list[float] = field(default_factory=list)  # what each checkpoint took
+    between: int | None = None  # step of the last checkpoint, if it was one in between
+
+    def begin(self) -> None:
+        """The first step begins now."""
+        self._saved = self._checked = self.clock()
+
+    def due(self, done: int) -> bool:
+        """Whether to write one after ``done`` steps. Asked once after each step: the next one is expected to take as long."""
+        now = self.clock()
+        age, step, self._checked = now - self._saved, now - self._checked, now
+        cost = self.seconds[-1] if self.seconds else 0.0  # the first one is written to know it
+        return done % self.every == 0 or (age + step > LOST_SECONDS and cost <= COST_SHARE * age)
+
+    def write(self, done: int, save: Callable[[int], object]) -> None:
+        """Call ``save``, which writes the checkpoint of ``done`` in place of ``between``, and measure it."""
+        began = self.clock()
+        save(done)
+        self.begin()
+        self.seconds.append(self._saved - began)
+        self.between = None if done % self.every == 0 else done
+
+    def pause(self) -> None:
+        """Time until now belongs to no step: an evaluation has ended."""
+        self._checked = self.clock()
+
+    def facts(self) -> dict[str, float]:
+        """How many were written, and the mean seconds of one, for the summary."""
+        count = len(self.seconds)
+        return {"written": count, "seconds_each": round(sum(self.seconds) / count, 3) if count else 0.0}
 
 
-__all__ = ["Loop", "describe", "update_policy"]
+@contextlib.contextmanager
+def frozen_gc() -> Iterator[None]:
+    """Freeze live objects so that the cyclic collector skips them, and collect seldom: libraries hold a million objects, a
+    step makes tens of thousands of containers, and few of them form cycles."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

@@ -25,9 +25,9 @@ from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.renderer import Renderer
 from turnwise.training import engines
 from turnwise.training.cluster.options import ClusterOptions
+from turnwise.training.collector import StalenessPolicy
 from turnwise.training.opponents import Opponents
 from turnwise.training.remote_generators import OWN_PROCESS
-from turnwise.training.staleness import StalenessPolicy
 
 USABLE = 0.9  # of the memory: the rest is fragments, libraries, CUDA graphs
 MIN_DIALOGUES = 2  # whole contexts that a cache in pages must hold

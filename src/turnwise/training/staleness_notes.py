@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from turnwise.algebra.piece import text
 from turnwise.config.settings import Settings
+from turnwise.config.staleness import KEEP
 from turnwise.core.signals import Signal
 from turnwise.recipes.recipe import Recipe
-from turnwise.training.staleness import KEEP, StalenessPolicy
+from turnwise.training.collector import StalenessPolicy
 
 
 def staleness_notes(settings: Settings, recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -47,20 +47,17 @@ from turnwise.store.sealed import check_digest, read_object, read_sealed, write_
 from turnwise.store.write_behind import WriteBehindLedger
 from turnwise.training import build, engines, memory, scoring
 from turnwise.training.certificate import run_certificate
-from turnwise.training.checkpoint_schedule import CheckpointSchedule
 from turnwise.training.cold_start import cold_start
-from turnwise.training.collector import Collector, raise_if_lost
+from turnwise.training.collector import Collector, StalenessPolicy
 from turnwise.training.events import RunEvents
-from turnwise.training.garbage_collection import frozen_gc
 from turnwise.training.interrupt import RunStopped, StopSignals
 from turnwise.training.judges import chained, open_judge
-from turnwise.training.loop import Loop
+from turnwise.training.loop import CheckpointSchedule, Loop, frozen_gc
 from turnwise.training.model_card import adapter_folder, write_cards
 from turnwise.training.plan import RunPlan
 from turnwise.training.resume_changes import changes_since_start, describe_machine
 from turnwise.training.run_files import check_files, is_evaluated, require_first_result
 from turnwise.training.seats import seat_plan
-from turnwise.training.staleness import StalenessPolicy
 from turnwise.training.staleness_notes import staleness_notes
 from turnwise.training.summary import RunSummary, evaluation_metrics
 from turnwise.training.task_feed import TaskFeed
@@ -360,7 +357,6 @@ class Trainer:
             async def run() -> None:
                 if self.settings.eval_tasks:
                     evaluation = await evaluator.run()
-                    raise_if_lost(evaluator.generator)
                     self.tracker.log(step, evaluation_metrics(evaluation.summary()))
                 if self.held_out:
                     self.tracker.log(step, {f"ranking/{k}": v for k, v in rank_pairs(learner, self.held_out).items()})
@@ -385,7 +381,6 @@ class Trainer:
         if not path.is_file():
             with self.events.stage(f"evaluate {when}", self.settings.eval_tasks, "tasks"):
                 evaluation = await evaluator.run()
-                raise_if_lost(evaluator.generator)
             write_sealed(path, {"summary": evaluation.summary(self.settings.seed), "rows": evaluation.rows()})
         return read_sealed(path)
 
