@@ -1,9 +1,11 @@
 # Turnwise. One word does each thing; the first of them sets everything up.
 #   make train   train the default agent (installs what is missing first)
-#   make test    lint, types and all tests
+#   make test    lint, types and tests, the same every time (8 minutes on two cores)
+#   make thorough the other tests: kills, attacks, ranks, every method's run, properties with new examples (45 minutes)
 #   make extras  optional packages that some tests use (needs a C compiler)
 #   make docs    write the pages of methods and build the site in site/
 #   make quick   the tests of the inner loop (under a minute)
+#   make shape   lines, files, lengths of functions, and what one training step executes, beside other packages
 #   make trial   try to break it: kills, attacks, bad inputs, fuzzed episodes (about an hour)
 #   make vllm    publish to a real vLLM server on this CPU and train through it (installs it first: 4 GB)
 #   make gpu     the tests that need a GPU, and all tests of kernels, on a machine that has one
@@ -18,9 +20,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run in one process for each core, at most eight; WORKERS=0 runs them in one, for a debugger.
 WORKERS ?= auto
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
-QUICK   := not slow and not integration and not gpu and not thorough
+QUICK   := not slow and not integration and not gpu and not thorough and not property
+LINT    := $(BIN)/ruff check src tests trials benchmarks experiments examples && $(BIN)/ruff format --check src && $(BIN)/mypy
+# Seeds the examples that `make thorough` draws; the same number draws the same examples again.
+SEED    ?= $(shell date +%s)
+SEED    := $(SEED)
 
-.PHONY: train test extras quick trial vllm gpu kernels lint format docs bench learning seeds clean help
+.PHONY: train test thorough extras quick shape trial vllm gpu kernels lint format docs bench learning seeds clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -28,14 +34,23 @@ help:
 train: $(READY)
 	$(BIN)/turnwise train $(ARGS)
 
-test: $(READY) lint
-	$(PYTEST) $(ARGS)
+test: $(READY)
+	@began=$$(date +%s); $(LINT) && $(PYTEST) -m "not thorough" $(ARGS); status=$$?; \
+	  echo "make test: $$((($$(date +%s) - began) / 60)) min $$((($$(date +%s) - began) % 60)) s"; exit $$status
+
+thorough: $(READY)
+	@began=$$(date +%s); echo "make thorough: to repeat it, make thorough SEED=$(SEED)"; \
+	  $(PYTEST) -m "thorough or property" --hypothesis-profile=thorough --hypothesis-seed=$(SEED) $(ARGS); status=$$?; \
+	  echo "make thorough: $$((($$(date +%s) - began) / 60)) min; to repeat it, make thorough SEED=$(SEED)"; exit $$status
 
 extras: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning,docs,agents,gymnasium,minigrid,open-spiel,textarena,inspector,quantized]'
 
 quick: $(READY)
 	$(PYTEST) -m "$(QUICK)" -x $(ARGS)
+
+shape: $(READY)
+	$(BIN)/python -m trials.shape --step $(ARGS)
 
 trial: $(READY)
 	$(BIN)/python -m trials --write docs/trial.md $(ARGS)
@@ -54,9 +69,7 @@ kernels: $(READY)
 	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest tests/engines/test_compiled_kernels.py $(ARGS)
 
 lint: $(READY)
-	$(BIN)/ruff check src tests trials benchmarks experiments examples
-	$(BIN)/ruff format --check src
-	$(BIN)/mypy
+	$(LINT)
 
 format: $(READY)
 	$(BIN)/ruff format src

@@ -1,8 +1,11 @@
 """What every test run shares: one torch thread a process, reproducible properties, markers, and a summary of what was skipped.
 
-Tiers (see the Makefile): ``make test`` runs everything. ``make quick`` leaves out ``slow``, ``integration``, ``gpu`` and
-``thorough`` tests. ``thorough`` is set here, on properties over random inputs (hypothesis) and on the files in ``THOROUGH``,
-and by hand on sweeps over all methods elsewhere.
+Tiers (see the Makefile). A test belongs to ``make test`` unless something says otherwise:
+
+- ``thorough``: only in ``make thorough``. Set by hand, and here on the files of ``THOROUGH``.
+- ``property``: draws examples (hypothesis). Set here. ``make test`` runs a few examples of each, the same every time; ``make
+  thorough`` runs as many as the test says, new ones every time. What it finds becomes an ``@example``.
+- ``make quick`` leaves out both, and ``slow``, ``integration`` and ``gpu``.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
-# On a developer's machine hypothesis looks for new counterexamples; a gate must give the same answer twice. No deadlines:
-# an example that waits for a busy machine is not wrong.
-settings.register_profile("search", deadline=None)
-settings.register_profile("gate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("gate" if os.environ.get("CI") else "search")
+# A gate gives the same answer twice; the search for new counterexamples is `make thorough`. No deadlines: an example that
+# waits for a busy machine is not wrong.
+FEW = 4  # examples of a property in `make test`, whatever it says itself
+BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("test", max_examples=FEW, derandomize=True, **BUSY)
+settings.register_profile("thorough", max_examples=15, print_blob=True, **BUSY)
+settings.load_profile("test")
 
 THOROUGH = (  # whole files, by how their path begins: the oracles' own tests, sweeps over methods, training runs, sandboxes
     "oracles/", "bench/test_bench", "experiments/", "training/test_every_method", "training/test_other_data",
@@ -49,16 +54,29 @@ def path_in_tests(path: Path) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files of which the quick tier runs nothing: that halves the time until its first test."""
+    """Do not import files of which a tier runs nothing."""
     quick = "not thorough" in (config.option.markexpr or "")
     return True if quick and path_in_tests(collection_path).startswith(THOROUGH) else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def draw_few(test: object) -> None:
+    """Lower the number of examples that a property asks for. hypothesis lets no one else change it once it is written."""
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is not None and own.max_examples > FEW:
+        test.__dict__["_hypothesis_internal_use_settings"] = settings(own, max_examples=FEW, derandomize=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    searching = config.getoption("--hypothesis-profile", None) == "thorough"
     for item in items:
         path = path_in_tests(item.path)
-        if path.startswith(THOROUGH) or getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        if path.startswith(THOROUGH):
             item.add_marker("thorough")
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("property")
+            if not searching:
+                draw_few(getattr(item.obj, "__func__", item.obj))
         if path.startswith(INTEGRATION):
             item.add_marker("integration")
         if any(mark.kwargs.get("reason") in NO_GPU for mark in item.iter_markers("skipif")):
