@@ -42,7 +42,8 @@ TEMPLATES = {
     "numbered": "{% for m in messages %}<|{{ m.role }}|>{{ loop.index }}: {{ m.content }}<|end|>{% endfor %}" + LAST,
     "trimmed": "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<|end|>\n{% endfor %}" + LAST,
     "without old thinking": "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and '</think>' in m.content "
-    "and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}" + LAST,
+    "and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    + LAST,
     "marks the last user": "{% set ns = namespace(at=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.at = "
     "loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|{{ m.role }}|>{{ '!' if loop.index0 == ns.at }}"
     "{{ m.content }}<|end|>{% endfor %}" + LAST,
@@ -57,7 +58,8 @@ TEXTS = (
 PROTOCOLS = ("chat", "chat streamed", "responses", "responses streamed", "anthropic", "anthropic streamed")
 SCHEMA = {"type": "object", "properties": {"code": {"type": "string"}}}
 TOOLS = tuple(
-    {"type": "function", "function": {"name": name, "description": "a tool", "parameters": SCHEMA}} for name in ("python", "f")
+    {"type": "function", "function": {"name": name, "description": "a tool", "parameters": SCHEMA}}
+    for name in ("python", "f")
 )
 LIMITS = EpisodeLimits(turns=10**6, context=10**6)
 SAMPLING = Sampling(max_tokens=400)
@@ -129,7 +131,8 @@ class RandomAgent:
 
     def next(self) -> Ask:
         kind = self.rng.choices(
-            ("continue", "branch", "sub-agent", "compaction", "rewritten"), (12, 2, 2, 2, 2) if self.places else (0, 0, 1, 0, 0)
+            ("continue", "branch", "sub-agent", "compaction", "rewritten"),
+            (12, 2, 2, 2, 2) if self.places else (0, 0, 1, 0, 0),
         )[0]
         self.kinds[kind if self.places else "opening"] += 1
         limit = self.rng.choice((400, 400, 400, 7))
@@ -187,7 +190,9 @@ async def white_box(seed: int, template: str, calls: int) -> tuple[list[Turn], C
             continued.add(ask.behind.number)
         done = await policy.generate(dialogue.ids, replace(SAMPLING, max_tokens=ask.max_tokens))
         action = rendering.append_sampled(dialogue, done.tokens)
-        kept = rendering.syntax.parse(action.text, TOOLS).text.strip() if action.calls or action.thinking else action.text
+        kept = (
+            rendering.syntax.parse(action.text, TOOLS).text.strip() if action.calls or action.thinking else action.text
+        )
         named = [{"id": f"call_{number}_{n}", "function": {"name": c.name}} for n, c in enumerate(action.calls)]
         message = {"role": "assistant", "content": kept, **({"tool_calls": named} if named else {})}
         agent.answered(ask, message, copied(dialogue))
@@ -219,7 +224,12 @@ async def chat(http: Any, key: str, ask: Ask, streamed: bool) -> Message:
     import openai
 
     client = openai.AsyncOpenAI(base_url="http://test/v1", api_key=key, http_client=http, max_retries=0)
-    body: dict[str, Any] = {"model": "policy", "messages": ask.messages, "tools": list(TOOLS), "max_tokens": ask.max_tokens}
+    body: dict[str, Any] = {
+        "model": "policy",
+        "messages": ask.messages,
+        "tools": list(TOOLS),
+        "max_tokens": ask.max_tokens,
+    }
     if not streamed:
         return dict((await client.chat.completions.create(**body)).choices[0].message.model_dump(exclude_none=True))
     text, calls = "", list[dict[str, Any]]()
@@ -251,7 +261,12 @@ async def responses(http: Any, key: str, ask: Ask, streamed: bool) -> Message:
         done = await client.responses.create(**body)
     output = [item.model_dump(exclude_none=True) for item in done.output]
     calls = [{"id": item["call_id"]} for item in output if item["type"] == "function_call"]
-    return {"role": "assistant", "content": done.output_text, "items": output, **({"tool_calls": calls} if calls else {})}
+    return {
+        "role": "assistant",
+        "content": done.output_text,
+        "items": output,
+        **({"tool_calls": calls} if calls else {}),
+    }
 
 
 def as_blocks(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -296,7 +311,9 @@ async def anthropic(http: Any, key: str, ask: Ask, streamed: bool) -> Message:
 def learned(dialogues: Sequence[Sequence[Turn]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Advantages, loss and gradient of these dialogues, in groups, under a policy near the one that sampled."""
     task = Task("dialogue", 0)
-    members = [Trajectory(f"{n // GROUP}.{n}", task, tuple(turns), status=Status.FINISHED) for n, turns in enumerate(dialogues)]
+    members = [
+        Trajectory(f"{n // GROUP}.{n}", task, tuple(turns), status=Status.FINISHED) for n, turns in enumerate(dialogues)
+    ]
     groups = [Group(str(n // GROUP), task, tuple(members[n : n + GROUP])) for n in range(0, len(members), GROUP)]
     batch, objective = pack(groups), recipes.build("dr_grpo").objective
     noise = torch.randn(batch.behaviour.x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -321,7 +338,9 @@ async def compare(dialogues: int, calls: int = 8, first: int = 0) -> dict[str, A
         for n, (ours, theirs) in enumerate(zip(turns, got, strict=True)):
             for name in ("restart", "context", "tokens", "logp", "stop", "reward"):
                 a, b = getattr(ours, name), getattr(theirs, name)
-                assert a == b, f"dialogue {seed} ({template}, {protocol}), turn {n}: {name} is {b!r:.200}, expected {a!r:.200}"
+                assert a == b, (
+                    f"dialogue {seed} ({template}, {protocol}), turn {n}: {name} is {b!r:.200}, expected {a!r:.200}"
+                )
         kinds += done
         causes[protocol] += 1
         expected.append(turns)
@@ -330,7 +349,13 @@ async def compare(dialogues: int, calls: int = 8, first: int = 0) -> dict[str, A
     assert all(same), f"advantages, loss, gradient equal: {same}"
     turns_in_all = sum(map(len, expected))
     restarts = sum(turn.restart for one in expected for turn in one)
-    return {"dialogues": dialogues, "calls": turns_in_all, "restarts": restarts, "kinds": dict(kinds), "protocols": dict(causes)}
+    return {
+        "dialogues": dialogues,
+        "calls": turns_in_all,
+        "restarts": restarts,
+        "kinds": dict(kinds),
+        "protocols": dict(causes),
+    }
 
 
 def http_client(package: str, app: Any) -> Any:

@@ -56,7 +56,9 @@ def make_run(folder: Path, trajectories: int, tokens: int) -> None:
             ledger.train([g.id for g in groups], step)
             if step >= steps - KEPT:
                 ledger.keep_tokens(lambda groups=groups, step=step: [columns(groups, step, rng)], step, KEPT)
-            metrics.write(json.dumps({"step": step + 1, "time": step, "seconds": 1.0, "reward": 0.4, "entropy": 1.0}) + "\n")
+            metrics.write(
+                json.dumps({"step": step + 1, "time": step, "seconds": 1.0, "reward": 0.4, "entropy": 1.0}) + "\n"
+            )
 
 
 def columns(groups: list[Group], step: int, rng: np.random.Generator) -> TokenColumns:
@@ -108,7 +110,9 @@ def measure(path: Path) -> None:
     for view in VIEWS:
         with RunReader(path) as run:
             query = ViewQuery(trajectory=name) if view == "why" else ViewQuery()
-            first, best = seconds(lambda run=run, view=view, q=query: render_page(show_view(view, run, q), run.name, []))
+            first, best = seconds(
+                lambda run=run, view=view, q=query: render_page(show_view(view, run, q), run.name, [])
+            )
             print(f"{view:<10} first {first:6.2f} s, again {best:6.2f} s")
     with RunReader(path) as run:
         for token in (0, 1, 2):

@@ -121,7 +121,9 @@ def attention_steps(lengths: list[int], heads: int, kv_heads: int, size: int) ->
     steps: dict[str, Step] = {
         "turnwise": ours,
         "flex attention, mask kept": lambda: flex(kept_mask),
-        "flex attention, mask of each batch": lambda: flex(make_mask(same_document, None, None, total, total, device="cuda")),
+        "flex attention, mask of each batch": lambda: flex(
+            make_mask(same_document, None, None, total, total, device="cuda")
+        ),
     }
     return steps, difference
 
@@ -133,7 +135,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(64, 2 * options.rows // options.sequences - 64, (options.sequences,), generator=generator).tolist()
+    lengths = torch.randint(
+        64, 2 * options.rows // options.sequences - 64, (options.sequences,), generator=generator
+    ).tolist()
     show = lambda name, row: print(json.dumps({name: row}), flush=True)  # noqa: E731
     show("machine", {"device": torch.cuda.get_device_name(), "torch": torch.__version__})
     rows, repeats = options.rows, options.repeats

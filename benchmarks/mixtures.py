@@ -72,7 +72,9 @@ def free(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def sample(generator: LocalGenerator, prompts: list[list[int]], new: int, device: str) -> tuple[float, list[Completion]]:
+def sample(
+    generator: LocalGenerator, prompts: list[list[int]], new: int, device: str
+) -> tuple[float, list[Completion]]:
     """Seconds, and what was sampled after each prompt."""
 
     async def one(n: int, prompt: list[int]) -> Completion:
@@ -230,7 +232,9 @@ def main() -> None:
     free(device)
     model = make(options.shape, device)
     size = sum(p.numel() for p in model.parameters())
-    print(f"{options.shape}: {size / 1e9:.2f} B parameters on {device}, bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
+    print(
+        f"{options.shape}: {size / 1e9:.2f} B parameters on {device}, bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True
+    )
     prompts, done = generation(model, options, device, bandwidth)
     free(device)
     if "learner" in options.parts and done:

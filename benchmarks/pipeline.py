@@ -295,10 +295,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument(
-        "--staleness", type=staleness_setting, nargs="+", default=[0, CONTINUOUS, 1, 4],
-        help='0 0,continuous 4 4,drop 4,keep',
+        "--staleness",
+        type=staleness_setting,
+        nargs="+",
+        default=[0, CONTINUOUS, 1, 4],
+        help="0 0,continuous 4 4,drop 4,keep",
     )
-    parser.add_argument("--difficulty", type=int, default=1, help="of the environment; in lookup the tool calls of an episode")
+    parser.add_argument(
+        "--difficulty", type=int, default=1, help="of the environment; in lookup the tool calls of an episode"
+    )
     parser.add_argument("--env", choices=ENVIRONMENTS, default="calculator")
     parser.add_argument("--no-delay", action="store_true", help="the environment as it is, without slow tools")
     parser.add_argument("--generator", nargs="*", default=[], help="where to sample, as in a run")
@@ -311,7 +316,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.generator = tuple(options.generator)
     if options.measure and (short := [k for k in options.staleness if options.steps < 3 * steps_ahead(k) + 4]):
         least = 3 * steps_ahead(short[0]) + 4
-        parser.error(f"--steps {options.steps} leaves no steady part at staleness {short[0]}: write --steps {least} or more")
+        parser.error(
+            f"--steps {options.steps} leaves no steady part at staleness {short[0]}: write --steps {least} or more"
+        )
     work: Callable[[argparse.Namespace], list[str]] = lambda _: projection()  # noqa: E731
     if options.run:
         work = lambda chosen: from_run(RunReader(chosen.run))  # noqa: E731

@@ -41,7 +41,9 @@ class Model:
 
 H200 = Card("H200", 4.20e12, 790e12, 149.3e9)  # measured: copies, products; 139 GiB
 H200_FP8 = Card("H200, fp8", 4.20e12, 1580e12, 149.3e9)  # estimate: twice the measured peak of bf16
-H100 = Card("H100", 2.93e12, 790e12, 80 * GB)  # 3.35 TB/s by its data sheet, times the fraction an H200 reaches of its 4.8
+H100 = Card(
+    "H100", 2.93e12, 790e12, 80 * GB
+)  # 3.35 TB/s by its data sheet, times the fraction an H200 reaches of its 4.8
 A100 = Card("A100", 1.555e12, 312e12, 40 * GB)  # by its data sheet
 
 SMOL = Model("SmolLM2-135M", 0.1345e9, 30, 576, 192)
@@ -67,7 +69,9 @@ def lanes(m: Model, card: Card, tp: int, length: float, most: float = LANES) -> 
     return max(0, min(most, int((0.9 * card.memory * tp - m.bytes * m.n) / (m.cache * length))))
 
 
-def decode_step(m: Model, card: Card, tp: int, batch: float, held: float, roof: float = ROOF, host: float = HOST) -> float:
+def decode_step(
+    m: Model, card: Card, tp: int, batch: float, held: float, roof: float = ROOF, host: float = HOST
+) -> float:
     """Seconds of one decode step: max(reads, products) / roof + host + two all-reduces per layer."""
     reads = (m.bytes * m.n + batch * m.cache * held) / (tp * card.bandwidth)
     products = 2 * m.n * batch / (tp * card.peak)
@@ -176,7 +180,13 @@ def checks() -> list[tuple[str, str, float, float, str]]:
         ("TensorRT-LLM, 70B fp8, H200, 128+2048", "tok/s", 4_336, gen(B70_FP8, H200_FP8, 128, 2048), ""),
         ("TensorRT-LLM, 70B fp8, H200, 1000+1000", "tok/s", 2_909, gen(B70_FP8, H200_FP8, 1000, 1000), ""),
         ("ours, learning, 135M, H200, 64 x 512 (measured)", "tok/s", 390e3, learning(SMOL, H200, 512), ""),
-        ("plain step, 135M, H200, 64 x 512 (measured)", "tok/s", 151e3, learning(SMOL, H200, 512), "too small for that MFU"),
+        (
+            "plain step, 135M, H200, 64 x 512 (measured)",
+            "tok/s",
+            151e3,
+            learning(SMOL, H200, 512),
+            "too small for that MFU",
+        ),
         ("torchtitan FSDP2, 8B, 8 H100, compiled", "tok/s a GPU", 6_667, fsdp(B8, H100), "sets the MFU"),
         ("torchtitan FSDP2, 8B, 128 H100, compiled", "tok/s a GPU", 6_514, fsdp(B8, H100), ""),
         ("torchtitan FSDP2, 70B, 64 A100", "tok/s a GPU", 331, fsdp(B70, A100), ""),

@@ -72,7 +72,13 @@ def main() -> None:
         learner.measure(batch, frozenset({signal}))
         learner.measurer.train_auxiliary(batch)
     for signal in Signal:
-        when = "once per batch" if signal in BEFORE_BATCH else "once per step" if signal in BEFORE_STEP else "with every pass"
+        when = (
+            "once per batch"
+            if signal in BEFORE_BATCH
+            else "once per step"
+            if signal in BEFORE_STEP
+            else "with every pass"
+        )
         row(signal, when, seconds(measured(learner, signal), o.repeats) - (0 if signal == Signal.LOGP else plain))
     for signal in (Signal.REWARD_PROBE, Signal.FLOW_DEVIATION):
         learning = seconds(lambda: learner.measurer.train_auxiliary(batch), o.repeats, measured(learner, signal))
@@ -85,8 +91,14 @@ def main() -> None:
         Signal.OLD_VALUE,
         Signal.TARGET_Q,
     )
-    row("six signals of the policy's states together", "once per batch", seconds(measured(learner, *shared), o.repeats) - plain)
-    separate = LocalLearner(model(), LearnerSettings(), critic=2, turn_critic=True, separate_critic=True, device=o.device)
+    row(
+        "six signals of the policy's states together",
+        "once per batch",
+        seconds(measured(learner, *shared), o.repeats) - plain,
+    )
+    separate = LocalLearner(
+        model(), LearnerSettings(), critic=2, turn_critic=True, separate_critic=True, device=o.device
+    )
     for signal in (Signal.VALUE, Signal.Q, Signal.TARGET_Q):
         row(f"{signal}, separate critic", "with every pass", seconds(measured(separate, signal), o.repeats) - plain)
 

@@ -1,6 +1,6 @@
 """Seconds of one whole training step beside TRL's: `turnwise.bench.training_step` as a script.
 
-    python benchmarks/training_step.py [--steps 12] [--threads 2] [--json] [--tasks single tools] [--trl-python PATH]
+python benchmarks/training_step.py [--steps 12] [--threads 2] [--json] [--tasks single tools] [--trl-python PATH]
 """
 
 from turnwise.bench.step_worker import RESPONSE, TEMPLATE, add, corpus, question

@@ -66,7 +66,9 @@ class PlannerLoop(Environment):
             self.agent = "planner"
         out_of_turns = self.turns >= self.max_turns
         info = {"facts": facts, **({"success": False} if out_of_turns else {})}
-        return Step([self.prompt()], truncated=out_of_turns, info=info, context=[])  # the next role reads its prompt alone
+        return Step(
+            [self.prompt()], truncated=out_of_turns, info=info, context=[]
+        )  # the next role reads its prompt alone
 
     def execute(self, query: str) -> None:
         """The executor: a search; what it finds enters the memory."""

@@ -25,7 +25,12 @@ from turnwise.rollout.renderer import Renderer
 
 
 def shapley(
-    value: Callable[[frozenset[int]], float], count: int, rng: random.Random, most: int = 50, least: int = 3, near: float = 0.01
+    value: Callable[[frozenset[int]], float],
+    count: int,
+    rng: random.Random,
+    most: int = 50,
+    least: int = 3,
+    near: float = 0.01,
 ) -> list[float]:
     """Shapley values of ``count`` facts: mean marginal gains over random orders. Ends after ``least`` orders once no mean moved
     by ``near``, or after ``most``. Within an order, facts that come after v is within ``near`` of its end gain nothing."""
@@ -58,7 +63,10 @@ class AnswerModel:
         for hop in known:
             query = f"{env.question.relations[hop]} of {env.question.names[hop]}"
             note = env.world.notes[env.path[hop]]
-            messages += [tool_action("search", query=query).message, {"role": "tool", "name": "search", "content": note}]
+            messages += [
+                tool_action("search", query=query).message,
+                {"role": "tool", "name": "search", "content": note},
+            ]
         prompt = self.renderer.open(messages, env.tools).ids
         answer = self.renderer.encode(env.answer())
         with torch.no_grad():

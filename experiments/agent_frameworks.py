@@ -25,7 +25,14 @@ AGENTS = {  # the file in examples/agents, and the protocol it speaks
     "smolagents_tools": "chat completions",
 }
 MORE: dict[str, dict[str, Any]] = {"smolagents_tools": {"context": 700, "max_tokens": 64, "steps": 60}}
-SETTINGS: dict[str, Any] = {"env": "calculator", "difficulty": (1,), "steps": 34, "eval_tasks": 200, "trackers": (), "seed": 0}
+SETTINGS: dict[str, Any] = {
+    "env": "calculator",
+    "difficulty": (1,),
+    "steps": 34,
+    "eval_tasks": 200,
+    "trackers": (),
+    "seed": 0,
+}
 
 
 def row(name: str, summary: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +55,9 @@ def table() -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for text in RESULTS.read_text(encoding="utf-8").splitlines():
         r = json.loads(text)
-        shown = [f"{r[w]['success']:.1%} [{r[w]['interval'][0]:.0%}, {r[w]['interval'][1]:.0%}]" for w in ("before", "after")]
+        shown = [
+            f"{r[w]['success']:.1%} [{r[w]['interval'][0]:.0%}, {r[w]['interval'][1]:.0%}]" for w in ("before", "after")
+        ]
         calls = f"{r['continued']:,} of {r['later_calls']:,}"
         tokens = f"{r['tokens_trained']:,} of {r['tokens_sampled']:,}"
         lines.append(f"| `{r['agent']}` | {r['protocol']} | {r['steps']} | {' | '.join(shown)} | {calls} | {tokens} |")
@@ -63,7 +72,9 @@ def main() -> None:
     chosen = parser.parse_args()
     for name in () if chosen.table else chosen.agents or AGENTS:
         agent = str(ROOT.parent / "examples" / "agents" / f"{name}.py") + ":solve"
-        summary = api.train(**{**SETTINGS, **MORE.get(name, {})}, agent=agent, out=chosen.out, name=f"agent-{name}", quiet=True)
+        summary = api.train(
+            **{**SETTINGS, **MORE.get(name, {})}, agent=agent, out=chosen.out, name=f"agent-{name}", quiet=True
+        )
         with RESULTS.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row(name, summary)) + "\n")
     print(table())

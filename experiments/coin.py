@@ -1,6 +1,6 @@
 """A game that any policy wins half of the time: rewards vary without training, and a run has gradients from its first step.
 
-    turnwise train dr_grpo --env coin:Coin        with experiments/ on PYTHONPATH
+turnwise train dr_grpo --env coin:Coin        with experiments/ on PYTHONPATH
 """
 
 from __future__ import annotations

@@ -32,7 +32,13 @@ def simulate(count: int, gap: float, seeds: int = SEEDS, rng_seed: int = 0) -> d
         pairs, found = sequential_verdict(outcomes[0].tolist(), outcomes[1].tolist(), seeds, ALPHA)
         called += found.verdict != CANNOT_TELL
         used += pairs
-    return {"gap": gap, "seeds": seeds, "comparisons": count, "called_different": called / count, "mean_seeds": used / count}
+    return {
+        "gap": gap,
+        "seeds": seeds,
+        "comparisons": count,
+        "called_different": called / count,
+        "mean_seeds": used / count,
+    }
 
 
 def main() -> None:

@@ -226,8 +226,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         result = measure(Path(folder))
     for fault, row in result["rows"].items():
-        print(f"{'ok ' if row['first'] == row['rule'] else 'NO '} {fault:<28} {row['first']:<36} {', '.join(row['others'])}")
-    print({name: result[name] for name in ("faults", "named_first", "healthy", "false_alarms")}, result["alarms_on_healthy"])
+        print(
+            f"{'ok ' if row['first'] == row['rule'] else 'NO '} {fault:<28} {row['first']:<36} {', '.join(row['others'])}"
+        )
+    print(
+        {name: result[name] for name in ("faults", "named_first", "healthy", "false_alarms")},
+        result["alarms_on_healthy"],
+    )
     if out := parser.parse_args().out:
         Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -82,7 +82,12 @@ def run_names(pair: tuple[str, ...]) -> tuple[str, str]:
 
 
 def verdict(rows: list[dict[str, Any]], messages: str) -> tuple[str, str]:
-    wrong = [k for row in rows for k, v in row.items() if isinstance(v, float) and not math.isfinite(v) and k != "policy_check"]
+    wrong = [
+        k
+        for row in rows
+        for k, v in row.items()
+        if isinstance(v, float) and not math.isfinite(v) and k != "policy_check"
+    ]
     if "episodes failed" in messages:
         return "FAILED", messages[:160]
     if wrong or len(rows) != SMALL["steps"]:

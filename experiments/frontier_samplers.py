@@ -36,7 +36,9 @@ def difficulty(task: Task) -> float:
 
 def played(task: Task, number: int, results: list[bool]) -> Group:
     turn = lambda r: Turn((1,), (2,), (-0.5,), version=(0,), reward=float(r))  # noqa: E731
-    members = [Trajectory(f"{number}.{i}", task, (turn(r),), status=Status.FINISHED, success=r) for i, r in enumerate(results)]
+    members = [
+        Trajectory(f"{number}.{i}", task, (turn(r),), status=Status.FINISHED, success=r) for i, r in enumerate(results)
+    ]
     return Group(str(number), task, tuple(members))
 
 

@@ -31,7 +31,11 @@ def tasks_of(success: float, interval: tuple[float, float]) -> int:
 
     def error(count: int) -> float:
         expected = wilson(round(success * count), count)
-        return abs(expected.low - interval[0]) + abs(expected.high - interval[1]) + abs(round(success * count) / count - success)
+        return (
+            abs(expected.low - interval[0])
+            + abs(expected.high - interval[1])
+            + abs(round(success * count) / count - success)
+        )
 
     return min(range(1, MOST_TASKS + 1), key=error)
 

@@ -106,9 +106,15 @@ OPTIONS: dict[str, dict[str, str]] = {  # arguments of methods; a value may be a
     "swarm": {"folder": "pool"},
     "pivotrl": {"pool": "512", "below": "0.35"},  # above 0.35 are mostly moves, which crowd out the one turn that opens
     "discopop": {"beta": "1"},  # with 0.05 a pair has to cross 1.4 nats against the slope of its loss
-    "echo": {"high": "0.5", "confident": "6"},  # the entropies of the tiny model hardly exceed 1, so it would never branch
+    "echo": {
+        "high": "0.5",
+        "confident": "6",
+    },  # the entropies of the tiny model hardly exceed 1, so it would never branch
 }
-STEPS = {"echo": "120", "polychromic_ppo": "120"}  # other than the environment's; in 60 they gain as much as the interval is wide
+STEPS = {
+    "echo": "120",
+    "polychromic_ppo": "120",
+}  # other than the environment's; in 60 they gain as much as the interval is wide
 WHY = {
     "pairs": "pairs of a file",
     "flipped": "pairs, a tenth of them flipped",
@@ -156,7 +162,12 @@ def plan_run(method: str) -> Run:
     plan, extra = ENVIRONMENTS[env], {k: v for word in required for k, v in EXTRA_SETTINGS.get(word, {}).items()}
     options = OPTIONS.get(method, {})
     inputs = tuple(word for word in (*flags.values(), *options.values()) if word in INPUTS)
-    why = WHY_HERE.get(method) or " and ".join(WHY[word] for word in options.values() if word in INPUTS) or why or plan.why
+    why = (
+        WHY_HERE.get(method)
+        or " and ".join(WHY[word] for word in options.values() if word in INPUTS)
+        or why
+        or plan.why
+    )
     settings = {**plan.settings, **extra} | ({"steps": STEPS[method]} if method in STEPS else {})
     return Run(method, env, settings, ("cold", *inputs), why, plan.seconds, flags, options)
 

@@ -293,5 +293,10 @@ def test_test_modules_have_names_of_their_own():
 
 
 def test_an_import_of_a_test_module_is_seen():
-    for wrong in ("from test_rooms import x", "import oracles.test_trust", "from .test_trust import y", "from a import conftest"):
+    for wrong in (
+        "from test_rooms import x",
+        "import oracles.test_trust",
+        "from .test_trust import y",
+        "from a import conftest",
+    ):
         assert imported_modules(wrong) & {"test_rooms", "test_trust", "conftest"}, wrong

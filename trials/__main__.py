@@ -52,7 +52,9 @@ PARTS: dict[str, Callable[[bool, Results, Progress], Iterator[Outcome]]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trials", description="Adversarial trials of Turnwise.")
-    parser.add_argument("--parts", nargs="*", choices=tuple(PARTS), default=tuple(PARTS), help="none: only write the page")
+    parser.add_argument(
+        "--parts", nargs="*", choices=tuple(PARTS), default=tuple(PARTS), help="none: only write the page"
+    )
     parser.add_argument("--short", action="store_true", help="a selection, in a few minutes; keeps no rows")
     parser.add_argument("--fresh", action="store_true", help="try again what came out well before, too")
     parser.add_argument("--only", default="", metavar="TEXT", help="bad inputs whose group or name contains this text")

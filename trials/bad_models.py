@@ -31,7 +31,9 @@ def _cut(name: str, share: float) -> Callable[[Path], None]:
 
 
 def _write(name: str, content: str | bytes) -> Callable[[Path], None]:
-    return lambda model: (model / name).write_bytes(content if isinstance(content, bytes) else content.encode()) and None
+    return lambda model: (
+        (model / name).write_bytes(content if isinstance(content, bytes) else content.encode()) and None
+    )
 
 
 def _remove(*names: str) -> Callable[[Path], None]:
@@ -48,7 +50,9 @@ def _template(text: str) -> Callable[[Path], None]:
 
 
 def _strangers_code(model: Path) -> None:
-    code = f"open({str(model.parent / MARKER)!r}, 'w').close()\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+    code = (
+        f"open({str(model.parent / MARKER)!r}, 'w').close()\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+    )
     code += "class C(LlamaConfig):\n    model_type = 'strange'\nclass M(LlamaForCausalLM):\n    config_class = C\n"
     (model / "modeling_strange.py").write_text(code)
     names = {"AutoConfig": "modeling_strange.C", "AutoModelForCausalLM": "modeling_strange.M"}

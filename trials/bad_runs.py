@@ -105,7 +105,9 @@ def cases() -> Iterator[Case]:
         for command in ("resume", "eval"):
             argv = (command, "run", *(() if command == "resume" else ("--eval-tasks", "2")))
             yield Case("run directories", f"{command}: {name}", argv, "either", _prepare(change, finished=True))
-    yield Case("run directories", "an empty folder", ("resume", "run"), "refused", lambda folder: (folder / "run").mkdir())
+    yield Case(
+        "run directories", "an empty folder", ("resume", "run"), "refused", lambda folder: (folder / "run").mkdir()
+    )
 
 
 def _prepare(change: Callable[[Path], None], finished: bool = False) -> Callable[[Path], None]:

@@ -134,4 +134,6 @@ def cases() -> Iterator[Case]:
     for name, content in TOML.items():
         yield Case("config files", name, ("train", "--config", "run.toml"), "refused", text_file("run.toml", content))
     yield Case("config files", "missing", ("train", "--config", "none.yaml"))
-    yield Case("config files", "unknown suffix", ("train", "--config", "run.ini"), "refused", text_file("run.ini", "steps=1"))
+    yield Case(
+        "config files", "unknown suffix", ("train", "--config", "run.ini"), "refused", text_file("run.ini", "steps=1")
+    )

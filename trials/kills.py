@@ -64,7 +64,9 @@ def _kind(kind: str, settings: dict[str, Any], kills: int, results: Results, fol
     fault = _finish(_start(settings, whole))
     seconds = time.monotonic() - began
     if fault is not None:
-        yield Outcome("kills", f"{kind}, without kills", "failed", f"the run without kills failed: {fault}", seconds, 0, kind)
+        yield Outcome(
+            "kills", f"{kind}, without kills", "failed", f"the run without kills failed: {fault}", seconds, 0, kind
+        )
         return
     for attempt in range(1, 10 * kills):
         left, name = kills - results.count("kills", kind), f"{kind}, run {attempt}"

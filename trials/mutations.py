@@ -68,7 +68,12 @@ def transplant(module: Any, source: bytes) -> None:
 
 
 def _replace(owner: Any, name: str, old: Any, new: Any) -> None:
-    for reach in ("__wrapped__", "fget", "func", "__func__"):  # decorated functions, properties, cached ones, class methods
+    for reach in (
+        "__wrapped__",
+        "fget",
+        "func",
+        "__func__",
+    ):  # decorated functions, properties, cached ones, class methods
         while hasattr(old, reach) and hasattr(new, reach):
             old, new = getattr(old, reach), getattr(new, reach)
     if isinstance(old, types.FunctionType) and isinstance(new, types.FunctionType):
@@ -143,7 +148,9 @@ def chosen_items(mutant: Mutant, items: list[Any]) -> list[Any]:
 @functools.cache
 def _imports(module: Any, name: str) -> bool:
     """Whether a file of tests imports the changed module or something of it."""
-    return any(getattr(v, "__module__", None) == name or getattr(v, "__name__", None) == name for v in vars(module).values())
+    return any(
+        getattr(v, "__module__", None) == name or getattr(v, "__name__", None) == name for v in vars(module).values()
+    )
 
 
 @functools.cache
@@ -192,7 +199,9 @@ class Mutation:
         while time.monotonic() < self.end and (number := os.read(reader, struct.calcsize("i"))):
             mutant = self.picked[struct.unpack("i", number)[0]]
             began = time.monotonic()
-            outcome, test = judge(mutant, [item for item in chosen_items(mutant, session.items) if item not in self.broken])
+            outcome, test = judge(
+                mutant, [item for item in chosen_items(mutant, session.items) if item not in self.broken]
+            )
             while outcome in KILLED and (item := self._fails_without(test, session.items)):
                 self.broken.append(item)
                 outcome, test = judge(mutant, [i for i in chosen_items(mutant, session.items) if i not in self.broken])
@@ -307,7 +316,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=150, help="mutants, the same number of each folder")
     parser.add_argument("--seed", type=int, default=0, help="which ones are drawn")
     parser.add_argument("--again", action="store_true", help="try those that survived before, too")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after this time; run it again later")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin nothing after this time; run it again later"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, a processor core each")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of the result rows")
     parser.add_argument("--only-table", action="store_true", help="run nothing")
@@ -318,7 +329,9 @@ def main() -> int:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["CI"] = "1"  # hypothesis draws the same examples each time
         plugin = Mutation(picked, arguments.rows, arguments.again, arguments.seconds, arguments.jobs)
-        pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *(str(ROOT / t) for t in TESTS)], plugins=[plugin])
+        pytest.main(
+            ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *(str(ROOT / t) for t in TESTS)], plugins=[plugin]
+        )
     known = results(arguments.rows)
     rows = [known[mutant.key] for mutant in picked if mutant.key in known]
     equivalent = equivalent_mutants()

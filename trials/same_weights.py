@@ -111,7 +111,9 @@ def main() -> int:
     digests: dict[str, str] = {}
     for name in given.only:
         digests[name] = digest(name)
-        verdict = "" if not before else "equal" if before.get(name) == digests[name] else f"DIFFERENT: was {before.get(name)}"
+        verdict = (
+            "" if not before else "equal" if before.get(name) == digests[name] else f"DIFFERENT: was {before.get(name)}"
+        )
         print(f"{name:16} {digests[name]}  {verdict}", flush=True)
     if given.write:
         given.write.write_text(json.dumps(digests, indent=1) + "\n")

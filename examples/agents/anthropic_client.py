@@ -1,7 +1,7 @@
 """A loop around the stock client of the anthropic package, over HTTP.
 
-    pip install 'turnwise[agents]'
-    turnwise train --env calculator --agent examples/agents/anthropic_client.py:solve
+pip install 'turnwise[agents]'
+turnwise train --env calculator --agent examples/agents/anthropic_client.py:solve
 """
 
 from anthropic import AsyncAnthropic
@@ -14,7 +14,9 @@ async def solve(task, client):
     messages = [{"role": "user", "content": task.prompt}]
     while True:
         reply = await stock.messages.create(model="policy", max_tokens=64, messages=messages, tools=tools)
-        messages.append({"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in reply.content]})
+        messages.append(
+            {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in reply.content]}
+        )
         calls = [block for block in reply.content if block.type == "tool_use"]
         if not calls:
             return await task.answer("".join(block.text for block in reply.content if block.type == "text"))

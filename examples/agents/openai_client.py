@@ -1,7 +1,7 @@
 """A loop around the stock client of the openai package, over HTTP.
 
-    pip install 'turnwise[agents]'
-    turnwise train --env calculator --agent examples/agents/openai_client.py:solve
+pip install 'turnwise[agents]'
+turnwise train --env calculator --agent examples/agents/openai_client.py:solve
 """
 
 from openai import AsyncOpenAI

@@ -226,7 +226,9 @@ def classes() -> dict[str, type]:
     return {name: cls for name, cls in made.items() if dataclasses.is_dataclass(cls)}
 
 
-@pytest.mark.parametrize("method, piece, argument, accepted, refused", LIMITS, ids=lambda x: str(x) if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "method, piece, argument, accepted, refused", LIMITS, ids=lambda x: str(x) if isinstance(x, str) else ""
+)
 def test_the_last_value_inside_is_accepted_and_the_first_outside_is_refused(method, piece, argument, accepted, refused):
     one = next(p for p in pieces_of(recipes.build(method)) if type(p).__name__ == piece)
     for value in accepted:

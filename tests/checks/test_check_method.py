@@ -33,7 +33,9 @@ def test_built_in_methods_pass(name):
     if name == "discopop":  # as published: its loss rises with the margin on a short stretch above 0
         assert all("reinforces failures" in problem for problem in report.problems), report.text()
         return
-    if name == "b_coder":  # while V is not fitted, Q of each sampled token is below its target: V less the likeliest one's lead
+    if (
+        name == "b_coder"
+    ):  # while V is not fitted, Q of each sampled token is below its target: V less the likeliest one's lead
         assert all("reinforces failures" in problem for problem in report.problems), report.text()
         return
     if name == "direct_advantage":  # its first batches teach the critic alone

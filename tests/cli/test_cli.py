@@ -177,7 +177,10 @@ def test_version(capsys):
         ("train grpo --bta 1", "did you mean '--beta'"),
         ("train ppo --beta 1", "unknown setting '--beta'"),
         ("train grpo --steps ten", "steps is 'ten', which is not int"),
-        ("train grpo --steps", "expected one argument; write --steps VALUE, or --steps=VALUE where it begins with a dash"),
+        (
+            "train grpo --steps",
+            "expected one argument; write --steps VALUE, or --steps=VALUE where it begins with a dash",
+        ),
         ("train grpo --staleness -1,keep", "--staleness=VALUE where it begins with a dash"),
         ("train grpo --steps 0", "write at least 1"),
         ("train grpo --clip -0.1", "clip low is -0.1"),
@@ -201,7 +204,10 @@ def test_version(capsys):
         ("train grpo --temperature -1", "temperature is -1"),
         ("train grpo --top-p 2", "--top-p is 2"),
         ("train grpo --checkpoint-every 0", "turnwise: --checkpoint-every is 0; write at least 1"),
-        ("train grpo --generator-seconds 0", "turnwise: --generator-seconds is 0.0; write a positive number of seconds"),
+        (
+            "train grpo --generator-seconds 0",
+            "turnwise: --generator-seconds is 0.0; write a positive number of seconds",
+        ),
         ("train grpo --schedule cosin", "did you mean 'cosine'"),
         ("train grpo --lr -1", "lr is -1"),
         ("train grpo --trackers tensorbord", "tensorbord"),

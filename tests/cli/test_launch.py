@@ -212,7 +212,9 @@ def test_the_objects_of_kubernetes(capsys):
     script = trainer["spec"]["template"]["spec"]["containers"][0]["command"][2]
     check_syntax(script)
     assert "--generator http://my-run-server-0.my-run-server:8800 --generator http://my-run-server-1." in script
-    assert "--name My_Run" in script and "set -- resume runs/My_Run" in script and script.endswith('exec turnwise "$@"\n')
+    assert (
+        "--name My_Run" in script and "set -- resume runs/My_Run" in script and script.endswith('exec turnwise "$@"\n')
+    )
 
 
 def test_a_pod_of_the_trainer_for_each_machine():
@@ -222,7 +224,12 @@ def test_a_pod_of_the_trainer_for_each_machine():
     pod = trainer["spec"]["template"]
     assert ranks["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     names = ("completionMode", "completions", "parallelism", "backoffLimit")
-    assert [trainer["spec"][name] for name in names] == ["Indexed", 2, 2, 6]  # restarts of all pods are counted together
+    assert [trainer["spec"][name] for name in names] == [
+        "Indexed",
+        2,
+        2,
+        6,
+    ]  # restarts of all pods are counted together
     assert pod["spec"]["subdomain"] == ranks["metadata"]["name"] == trainer["metadata"]["name"]
     (container,) = pod["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 3
@@ -291,10 +298,19 @@ def test_without_gpus_none_are_asked_for():
         (["slurm", "grpo", "--servers", "0"], "servers is 0"),
         (["slurm", "grpo", "--generator", "http://a:1"], "--generator is written by launch"),
         (["slurm", "grpo", "--cluster", "local"], "leave --cluster out, or write turnwise train"),
-        (["slurm", "grpo", "--port", "99999"], "--port is 99999, and the last server would listen on 99999; write at most 65535"),
+        (
+            ["slurm", "grpo", "--port", "99999"],
+            "--port is 99999, and the last server would listen on 99999; write at most 65535",
+        ),
         (["slurm", "grpo", "--nodes", "0"], "nodes is 0"),
-        (["slurm", "grpo", "--ranks", "6", "--nodes", "4"], "6 ranks cannot be divided among them evenly; write a multiple of 4"),
-        (["slurm", "grpo", "--ranks=2", "--nodes=2", "--port=65535"], "torchrun would listen on 65536; write at most 65534"),
+        (
+            ["slurm", "grpo", "--ranks", "6", "--nodes", "4"],
+            "6 ranks cannot be divided among them evenly; write a multiple of 4",
+        ),
+        (
+            ["slurm", "grpo", "--ranks=2", "--nodes=2", "--port=65535"],
+            "torchrun would listen on 65536; write at most 65534",
+        ),
         (["slurm", "grpo", "--partition", "a b"], "holds a space"),
         (["k8s", "grpo"], "--image NAME"),
     ],

@@ -93,7 +93,10 @@ def test_a_run_of_ones_own_is_configured_resumed_and_extended(shop, capsys):
         ("train shop:robust --env shop:Shop", "needs the argument 'db'"),
         ("train shop:robust --env shop:Shop,dbb=x", "did you mean 'db'"),
         ("train grpo --config run.yaml", "run.yaml line 1 has hyper-parameters of shop:robust, and the method is grpo"),
-        ("train --config wrong.yaml", "wrong.yaml line 2: shop:robust has no hyper-parameter 'clib'; did you mean 'clip'"),
+        (
+            "train --config wrong.yaml",
+            "wrong.yaml line 2: shop:robust has no hyper-parameter 'clib'; did you mean 'clip'",
+        ),
         ("train --config nowhere.yaml", "there is no config file nowhere.yaml"),
         ("train sapo+gigpoo", "did you mean 'gigpo'"),
         ("train sapo+hgpo --credit rloo", "name one credit"),
@@ -128,7 +131,9 @@ def test_the_effective_config_says_where_values_come_from(shop, capsys):
 
 
 def test_eval_reads_a_config_file(shop, capsys):
-    (shop / "e.yaml").write_text("env: guess\ndifficulty: [1]\neval_tasks: 3\nmethod: grpo\nmethod_options: {clip: 0.1}\n")
+    (shop / "e.yaml").write_text(
+        "env: guess\ndifficulty: [1]\neval_tasks: 3\nmethod: grpo\nmethod_options: {clip: 0.1}\n"
+    )
     code, out, _ = run(capsys, "eval", "--player", "oracle", "--config", "e.yaml", "--eval-tasks", "2", "--json")
     assert code == 0 and json.loads(out)["tasks"] == 2 and json.loads(out)["environment"] == "guess"
 
@@ -156,6 +161,7 @@ def test_json_is_alone_on_standard_output(shop):
 
 
 # -------------------------------------------------------------- cheap refusals
+
 
 def test_a_hub_that_does_not_answer_is_refused_soon(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path))

@@ -92,10 +92,29 @@ def test_a_file_that_is_none_is_refused(tmp_path):
 # ------------------------------------------------------------------ round trip
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=12) | st.sampled_from(
-    ["", "null", "~", "true", "no", "1e-5", "007", "a: b", "- x", "#x", "'", '"', "shop:Shop,db=x", "\u2028", "😀", "\x85\t\n"]
+    [
+        "",
+        "null",
+        "~",
+        "true",
+        "no",
+        "1e-5",
+        "007",
+        "a: b",
+        "- x",
+        "#x",
+        "'",
+        '"',
+        "shop:Shop,db=x",
+        "\u2028",
+        "😀",
+        "\x85\t\n",
+    ]
 )
 numbers = st.floats(allow_nan=False) | st.integers(-(10**20), 10**20)
-options = st.dictionaries(texts, texts | numbers | st.booleans() | st.none() | st.lists(numbers, max_size=2), max_size=3)
+options = st.dictionaries(
+    texts, texts | numbers | st.booleans() | st.none() | st.lists(numbers, max_size=2), max_size=3
+)
 FREE_TEXT = ("env", "model", "out", "name", "template", "demos", "data", "teacher", "device", "schedule")
 
 

@@ -93,8 +93,16 @@ def test_settings_survive_json():
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [(0, 0), (4, 4), ("4", 4), ("4,wait", 4), ("0,wait", 0), (" 4 , drop ", "4,drop"), ("1,keep", "1,keep"),
-     ("0, continuous", "0,continuous")],
+    [
+        (0, 0),
+        (4, 4),
+        ("4", 4),
+        ("4,wait", 4),
+        ("0,wait", 0),
+        (" 4 , drop ", "4,drop"),
+        ("1,keep", "1,keep"),
+        ("0, continuous", "0,continuous"),
+    ],
 )
 def test_staleness_is_a_number_and_what_happens_to_late_groups(given, kept):
     assert Settings(staleness=given).staleness == kept

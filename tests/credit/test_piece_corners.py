@@ -221,7 +221,9 @@ def test_logged_divergence_from_the_sampler_is_a_mean_over_tokens():
     assert found["kl/behaviour/k2"] == pytest.approx(mean(lambda d: d * d / 2), rel=1e-5)
     assert found["kl/behaviour"] == pytest.approx(mean(lambda d: math.exp(d) - 1 - d), rel=1e-5)
     weights = [math.exp(d) for d in moved]
-    assert found["ratio/ess/token"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) / len(weights), rel=1e-5)
+    assert found["ratio/ess/token"] == pytest.approx(
+        sum(weights) ** 2 / sum(w * w for w in weights) / len(weights), rel=1e-5
+    )
     assert found["ratio/over_2/token"] == pytest.approx(sum(w > 2 for w in weights) / len(weights))
     assert found["ratio/under_half/token"] == pytest.approx(sum(w < 0.5 for w in weights) / len(weights))
 

@@ -255,7 +255,9 @@ def test_spo_single_golden():
     batch, _ = packed(row(1.0, success=True))
     tracker = SuccessTracker(keep=RetentionByDrift(Fact("drift")))
     objective = replace(recipes.build("spo_single"), advantage=tracker).objective
-    first = tracker.memory_columns(tracker.initial_state(), told(batch, tries=(TRAJECTORY, [8.0]), solved=(TRAJECTORY, [6.0])))
+    first = tracker.memory_columns(
+        tracker.initial_state(), told(batch, tries=(TRAJECTORY, [8.0]), solved=(TRAJECTORY, [6.0]))
+    )
     assert [first[tracker, k].x.item() for k in "ab"] == near([5.7778, 2.2222], 1e-4)
     first = tracker.memory_columns(tracker.initial_state(), batch)
     assert [first[tracker, k].x.item() for k in "ab"] == [4.0, 4.0]

@@ -29,18 +29,6 @@ SEEDS = st.integers(0, 10**6)
 some = settings(deadline=None, max_examples=25)
 
 
-
-
-
-
-
-
-
-
-
-
-
-
 def surrogate(reference, advantage, keep=None, low=0.2, high=None, dual=None, over="token", kl=0.0):
     """−mean of min(ρA, clip(ρ)A) less kl · k3, one token at a time: of all kept tokens alike, or of each trajectory's."""
     high = low if high is None else high
@@ -206,8 +194,6 @@ def test_dcpo(keep, seed):
 # ------------------------------------------------------------------------- critics
 
 
-
-
 @pytest.mark.parametrize("baseline", [False, True])
 @pytest.mark.parametrize("gamma", [0.9, 0.3])
 @some
@@ -349,7 +335,11 @@ def test_verl_rank(hyper, seed, begun):
     names = {"follow": "a", "sharpness": "g"}
     expected = oracle.verl_rank(reference, state, stride=1, **{names.get(k, k): v for k, v in hyper.items()})
     batch, policy = from_oracle(reference)
-    kinds = {Signal.EFFECTIVE_RANK: "ER", Signal.EFFECTIVE_RANK_VELOCITY: "ERV", Signal.EFFECTIVE_RANK_ACCELERATION: "ERA"}
+    kinds = {
+        Signal.EFFECTIVE_RANK: "ER",
+        Signal.EFFECTIVE_RANK_VELOCITY: "ERV",
+        Signal.EFFECTIVE_RANK_ACCELERATION: "ERA",
+    }
     measured = {s: [0.0 if x is None else x[k] for x in expected.extra["signals"]] for s, k in kinds.items()}
     batch = batch.put({s: batch.tree.field(TRAJECTORY, x, torch.float64) for s, x in measured.items()})
     recipe = recipes.build("verl_rank", **hyper)
@@ -409,8 +399,6 @@ def test_gcpo(hyper, theirs, seed, by_calls):
     close(recipe.advantage.value(batch).x, expected.extra["reward"])
     close(credit(recipe, batch), expected.advantage)
     same_loss(recipe, batch, policy, reference, surrogate(reference, expected.advantage, over="row"))
-
-
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,9 @@ def test_a_critic_learns_first_and_is_frozen_then():
     assert all(torch.equal(p, again.trained[n]) for n, p in learner.trained.items())
 
 
-@pytest.mark.parametrize("name, wrong", [("digirl", {"share": 0.0}), ("oapl", {"beta": 0.0}), ("direct_advantage", {"warm": -1})])
+@pytest.mark.parametrize(
+    "name, wrong", [("digirl", {"share": 0.0}), ("oapl", {"beta": 0.0}), ("direct_advantage", {"warm": -1})]
+)
 def test_nonsense_is_refused(name, wrong):
     with pytest.raises(ValueError, match="write"):
         recipes.build(name, **wrong)

@@ -151,8 +151,12 @@ def test_hgpo_golden():
     ]  # at b: 1 above the mean of all, ½ below that of those who came from a
     term = HierarchyOfGroups(ReturnToGo(), history=1, scale=False)
     assert value(term, enrich_plain([group]))[1] == near(0.10, 1e-6)
-    assert value(HierarchyOfGroups(ReturnToGo(), 1, alpha=0.0, scale=False), [group])[1] == near(0.25, 1e-6)  # plain mean
-    assert value(HierarchyOfGroups(ReturnToGo(), 1, alpha=200.0, scale=False), [group])[1] == near(-0.5, 1e-6)  # the finest
+    assert value(HierarchyOfGroups(ReturnToGo(), 1, alpha=0.0, scale=False), [group])[1] == near(
+        0.25, 1e-6
+    )  # plain mean
+    assert value(HierarchyOfGroups(ReturnToGo(), 1, alpha=200.0, scale=False), [group])[1] == near(
+        -0.5, 1e-6
+    )  # the finest
 
 
 @settings(deadline=None, max_examples=10)

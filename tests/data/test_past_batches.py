@@ -30,7 +30,9 @@ def step_of(step: int, groups: int, size: int = 2) -> list[Group]:
     for g in range(groups):
         task = Task("test", 100 * step + g)
         turn = Turn((1,), (2,), (-0.5,), version=(step,))
-        made.append(Group(f"{step}-{g}", task, tuple(Trajectory(f"{step}-{g}.{i}", task, (turn,)) for i in range(size))))
+        made.append(
+            Group(f"{step}-{g}", task, tuple(Trajectory(f"{step}-{g}.{i}", task, (turn,)) for i in range(size)))
+        )
     return made
 
 
@@ -112,7 +114,9 @@ def test_when_the_reference_is_replaced(at, every):
 
 def learner_of(**settings):
     torch.manual_seed(0)
-    return LocalLearner(tiny_model(16, 1, hidden=32, layers=1, context=64), LearnerSettings(lr=1e-2, positions=64, **settings))
+    return LocalLearner(
+        tiny_model(16, 1, hidden=32, layers=1, context=64), LearnerSettings(lr=1e-2, positions=64, **settings)
+    )
 
 
 def test_after_the_reset_the_reference_is_the_policy_and_a_restart_keeps_it():
@@ -139,4 +143,6 @@ def test_adapters_and_ranks_are_refused():
     with pytest.raises(SettingError, match="--lora-rank 0"):
         requirements.check_requirements(recipes.build("remix"), chosen, EnvSpec.from_settings(chosen))
     with pytest.raises(SettingError, match="--ranks 1"):
-        requirements.check_ranks(recipes.build("remix"), Settings.of({"env": "calculator", "method": "remix", "ranks": 2}))
+        requirements.check_ranks(
+            recipes.build("remix"), Settings.of({"env": "calculator", "method": "remix", "ranks": 2})
+        )

@@ -130,7 +130,13 @@ def test_an_answer_that_is_no_text(tmp_path, value, text):
 
 
 def test_bad_rows_are_named_together(tmp_path):
-    rows = [{"prompt": "q"}, {"text": "q"}, {"prompt": [{"role": "robot", "content": "q"}]}, {"prompt": 3}, {"prompt": ""}]
+    rows = [
+        {"prompt": "q"},
+        {"text": "q"},
+        {"prompt": [{"role": "robot", "content": "q"}]},
+        {"prompt": 3},
+        {"prompt": ""},
+    ]
     with pytest.raises(SettingError) as raised:
         read_prompts(write(tmp_path / "a.jsonl", rows))
     message = str(raised.value)
@@ -141,7 +147,9 @@ def test_what_a_file_lacks_is_said_without_guessing(tmp_path):
     assert "neither completions nor pairs" in holds_prompts_only(write(tmp_path / "a.jsonl", ROWS))
     assert "2 rows with answer, prompt" in holds_prompts_only(tmp_path / "a.jsonl")
     assert not holds_prompts_only(write(tmp_path / "b.jsonl", [{"prompt": "q", "completion": "a"}]))
-    assert not holds_prompts_only(write(tmp_path / "c.jsonl", [{"messages": [*MESSAGES, {"role": "assistant", "content": "a"}]}]))
+    assert not holds_prompts_only(
+        write(tmp_path / "c.jsonl", [{"messages": [*MESSAGES, {"role": "assistant", "content": "a"}]}])
+    )
     assert holds_prompts_only(write(tmp_path / "d.jsonl", [{"messages": MESSAGES}]))
 
 

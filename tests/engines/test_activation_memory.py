@@ -29,8 +29,12 @@ def test_the_layers_keep_what_is_counted(mlp, keys):
     kept: list[torch.Tensor] = []
     ids, start = torch.arange(IDS) % 64, torch.tensor([0, IDS])
     with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        packed_forward.packed_states(learner.model, Sequences(ids, start, torch.arange(1), start[:0]), all_positions=True)
+        packed_forward.packed_states(
+            learner.model, Sequences(ids, start, torch.arange(1), start[:0]), all_positions=True
+        )
     sizes = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in kept) if s.data_ptr() not in own}
-    ends = 4 * IDS * 64 + 2 * 4 * IDS * 8 + 4 * 4 * IDS * 4 + 8 * IDS  # last norm, rotary angles, sums of attention, ids
+    ends = (
+        4 * IDS * 64 + 2 * 4 * IDS * 8 + 4 * 4 * IDS * 4 + 8 * IDS
+    )  # last norm, rotary angles, sums of attention, ids
     counted = shape.kept(IDS, 2, recompute=False)
     assert counted < sum(sizes.values()) <= counted + ends

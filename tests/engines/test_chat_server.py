@@ -109,7 +109,9 @@ def test_a_context_overflow_is_an_error_of_its_own():
 
 
 def test_an_unknown_model_is_answered_with_the_known_ones():
-    stub = ChatStub(lambda body: (404, {"error": {"message": "The model `n` does not exist"}}), models=("qwen", "llama"))
+    stub = ChatStub(
+        lambda body: (404, {"error": {"message": "The model `n` does not exist"}}), models=("qwen", "llama")
+    )
     server, (fault,) = ask(stub, model="qwem")
     assert "did you mean 'qwen'? known: llama, qwen" in str(fault)
     assert server.requests == 1 and server.fatal is fault

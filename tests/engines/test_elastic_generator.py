@@ -124,13 +124,18 @@ def test_with_none_left_one_that_comes_gets_the_base_and_the_published_adapters(
 
 def test_a_cluster_that_starts_no_server_is_told_with_the_reason():
     model = make(seed=2)
-    with pytest.raises(SettingError, match=r"no generator came up within 0\.5 s; http://127\.0\.0\.1:9: .*Connection refused"):
+    with pytest.raises(
+        SettingError, match=r"no generator came up within 0\.5 s; http://127\.0\.0\.1:9: .*Connection refused"
+    ):
         run(elastic(["http://127.0.0.1:9"], model, patience=0.5).join(1))
 
 
 def test_a_server_that_cannot_serve_the_run_is_refused_at_once():
     model = make(seed=2)
-    with served(make(seed=1), context=64) as server, pytest.raises(SettingError, match="it reads 64 ids, and the run needs 128"):
+    with (
+        served(make(seed=1), context=64) as server,
+        pytest.raises(SettingError, match="it reads 64 ids, and the run needs 128"),
+    ):
         run(elastic([server.url], model).join(1))
 
 

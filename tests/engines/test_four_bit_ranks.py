@@ -50,7 +50,9 @@ def test_a_rank_holds_packed_matrices_whole_and_shards_of_the_rest():
         for learner in (own, sharded.whole):
             assert all(torch.equal(t, packed(learner)[name]) for name, t in packed(local).items())
         assert len(packed_layers(own.model)) == 14 and sharded.parameter_count == local.parameter_count
-        assert [w for gather in ("block", "step") for w in differences(Case("ppo", gather, FOUR_BIT), pool, FLOAT32)] == []
+        assert [
+            w for gather in ("block", "step") for w in differences(Case("ppo", gather, FOUR_BIT), pool, FLOAT32)
+        ] == []
     finally:
         pool.close()
 

@@ -213,7 +213,9 @@ def test_the_first_update_reports_the_difference_from_the_generator(kit, positio
 def test_without_fresh_tokens_the_difference_is_nan(kit):
     learner = LocalLearner(kit.make_model())
     learner.version = 7
-    assert math.isnan(metrics_of_step(learner, recipes.build("grpo"), recorded(kit, learner), PolicyCheck())["policy_check"])
+    assert math.isnan(
+        metrics_of_step(learner, recipes.build("grpo"), recorded(kit, learner), PolicyCheck())["policy_check"]
+    )
 
 
 def test_a_separate_check_raises_before_the_update(kit):

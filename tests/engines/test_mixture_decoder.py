@@ -31,7 +31,12 @@ GPU = torch.cuda.is_available()
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no GPU")]
 MIXTURES = {
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "Qwen2Moe": {"num_experts": 8, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+    "Qwen2Moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    },
     "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 3, "mlp_only_layers": [0]},
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
 }
@@ -69,7 +74,9 @@ def turns_of(trajectories):
 
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_tokens_routes_and_log_probabilities_are_those_of_the_stock_forward(family, page, reference_kernels, monkeypatch):
+def test_tokens_routes_and_log_probabilities_are_those_of_the_stock_forward(
+    family, page, reference_kernels, monkeypatch
+):
     model, cache = make(family), CacheChoice(page=page)
     generator = make_generator(model, cache=cache)
     assert decoder_of(generator).experts.proven == (GROUPED, BATCHED)
@@ -91,7 +98,11 @@ def test_published_weights_of_experts_and_routers_take_effect(reference_kernels)
     before = play(generator)
     asyncio.run(generator.publish({n: p.detach() for n, p in other.named_parameters()}, 1))
     after, fresh = play(generator), play(make_generator(other))
-    assert [t.tokens for t in turns_of(after)] == [t.tokens for t in turns_of(fresh)] != [t.tokens for t in turns_of(before)]
+    assert (
+        [t.tokens for t in turns_of(after)]
+        == [t.tokens for t in turns_of(fresh)]
+        != [t.tokens for t in turns_of(before)]
+    )
     assert [t.routes for t in turns_of(after)] == [t.routes for t in turns_of(fresh)]
 
 
@@ -140,7 +151,9 @@ def test_an_implementation_with_other_logits_is_not_used(reference_kernels, monk
 
 
 def test_with_no_implementation_left_the_stock_forward_decodes_and_says_why(reference_kernels, monkeypatch):
-    monkeypatch.setattr(MixtureDecoder, "_capture_fault", lambda self: "operation not permitted when stream is capturing")
+    monkeypatch.setattr(
+        MixtureDecoder, "_capture_fault", lambda self: "operation not permitted when stream is capturing"
+    )
     generator = make_generator(make_mixture())
     assert generator.model_runner.graphs is None
     assert "grouped_mm: operation not permitted when stream is capturing" in generator.describe()
@@ -290,7 +303,12 @@ def test_a_replayed_graph_writes_the_routes_of_its_own_inputs(implementation, de
     buffer = torch.zeros(6, routing.routers, routing.k, dtype=torch.int16, device=device)
     position = torch.arange(6, device=device)[None]
     later = torch.full((6, 6), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16, device=device).triu(1)[None, None]
-    inputs = {"input_ids": ids, "position_ids": position, "attention_mask": later, "use_cache": False}  # no mask is made
+    inputs = {
+        "input_ids": ids,
+        "position_ids": position,
+        "attention_mask": later,
+        "use_cache": False,
+    }  # no mask is made
 
     def run():
         with routing.recording(buffer), using(expert_configs(model), implementation):

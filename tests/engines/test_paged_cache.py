@@ -301,7 +301,9 @@ def test_pages_of_enough_memory_give_the_bits_of_rows(kind: str, fast: bool):
     )
     if fast and kind in STEPPED:
         assert bits(rows) == bits(pages)
-    for a, b in zip(chain(*rows), chain(*pages), strict=True):  # a stock attention may sum gathered pages in another order
+    for a, b in zip(
+        chain(*rows), chain(*pages), strict=True
+    ):  # a stock attention may sum gathered pages in another order
         assert a.tokens == b.tokens and a.logp == pytest.approx(b.logp, abs=1e-5)
 
 

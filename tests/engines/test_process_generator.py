@@ -44,7 +44,9 @@ def weights_of(model):
 
 def exists(pid):
     """Whether the process runs. One that ended and that nobody has waited for yet does not."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout.strip()
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return bool(state) and not state.startswith("Z")
 
 

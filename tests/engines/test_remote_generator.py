@@ -34,7 +34,16 @@ LONG = Sampling(max_tokens=100)
 
 def plain(parts):
     return [
-        (list(p.tokens), list(p.logp), list(p.mass), list(p.version), list(p.entropy), list(p.confidence), list(p.kept), p.stop)
+        (
+            list(p.tokens),
+            list(p.logp),
+            list(p.mass),
+            list(p.version),
+            list(p.entropy),
+            list(p.confidence),
+            list(p.kept),
+            p.stop,
+        )
         for p in parts
     ]
 
@@ -89,7 +98,12 @@ def test_the_wait_for_another_dialogue_is_not_sampling():
 
 @pytest.mark.parametrize("value", [None, "long", [1.0]])
 def test_a_wait_that_is_no_number_is_a_fault_of_the_server(value):
-    choice = {"token_ids": [], "finish_reason": "stop", "logprobs": {"content": []}, "turnwise": {"seconds_held": value}}
+    choice = {
+        "token_ids": [],
+        "finish_reason": "stop",
+        "logprobs": {"content": []},
+        "turnwise": {"seconds_held": value},
+    }
     with pytest.raises(ServerFault, match="seconds_held that are no numbers"):
         read_part({"choices": [choice]}, frozenset())
 
@@ -190,7 +204,9 @@ def test_nobody_waits_for_a_cancelled_request():
 
 def test_too_many_open_files_are_no_fault_of_the_server():
     fault = OSError(errno.EMFILE, "Too many open files")
-    assert "this process has too many open files" in _words(fault, False, 1.0) and "ulimit -n" in _words(fault, False, 1.0)
+    assert "this process has too many open files" in _words(fault, False, 1.0) and "ulimit -n" in _words(
+        fault, False, 1.0
+    )
 
 
 def test_a_publication_does_not_wait_for_a_lost_server_that_says_nothing(monkeypatch):

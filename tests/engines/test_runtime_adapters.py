@@ -78,7 +78,10 @@ def test_a_request_in_flight_keeps_its_adapter_until_it_ends():
 @pytest.mark.parametrize(
     ("fake", "told"),
     [
-        (FakeVllm(lambda: make(seed=3), max_rank=RANK - 1), "greater than max_lora_rank 2; start it with --enable-lora"),
+        (
+            FakeVllm(lambda: make(seed=3), max_rank=RANK - 1),
+            "greater than max_lora_rank 2; start it with --enable-lora",
+        ),
         (FakeVllm(lambda: make(seed=9)), "it answers with other weights than version 1"),
     ],
     ids=["rank", "base"],

@@ -122,8 +122,16 @@ RAW, PROCESSED, MASK = {}, {"processed": True}, {"mask": True, "processed": True
         (RAW, {"temperature": 0.7}, "has --temperature 0.7; start it with --logprobs-mode processed_logprobs"),
         (MASK, {}, "would list the whole vocabulary with every token .* start it without that option"),
         (MASK, {"temperature": 0.7}, "start it without that option"),
-        (MASK, {"temperature": 0.0, "top_k": 5}, "no log-probabilities of greedy tokens; write a positive --temperature"),
-        ({**MASK, "paused": True}, {"top_p": 0.8}, "paused, as a run leaves it .* curl -X POST http://127.0.0.1:.*/resume"),
+        (
+            MASK,
+            {"temperature": 0.0, "top_k": 5},
+            "no log-probabilities of greedy tokens; write a positive --temperature",
+        ),
+        (
+            {**MASK, "paused": True},
+            {"top_p": 0.8},
+            "paused, as a run leaves it .* curl -X POST http://127.0.0.1:.*/resume",
+        ),
         ({"paused": True}, {}, ""),  # the first publication ends the pause
     ],
 )

@@ -92,7 +92,9 @@ def test_two_ranks_write_half_each(written):
     (path,) = checkpoints(folder / "policy")
     sizes = [file.stat().st_size for file in sorted(path.glob("shard-*.safetensors"))]
     assert len(sizes) == 2 and max(sizes) < 1.2 * min(sizes)
-    weights = [t for n, t in load_checkpoint(path).tensors.index.items() if n.startswith(("model/", "optimiser/exp_avg/"))]
+    weights = [
+        t for n, t in load_checkpoint(path).tensors.index.items() if n.startswith(("model/", "optimiser/exp_avg/"))
+    ]
     assert weights and all(len(t.slices) == 2 for t in weights)
 
 

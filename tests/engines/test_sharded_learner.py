@@ -165,7 +165,9 @@ def test_a_stopped_rank_is_named_when_a_message_does_not_fit_its_pipe(monkeypatc
         pool.host = object()  # rank 0 never comes to its own part
         process = pool.processes[0].number
         os.kill(process, signal.SIGSTOP)
-        with pytest.raises(RankFault, match="rank 1 does not answer: it has read nothing for 1 s: it is stopped or stuck"):
+        with pytest.raises(
+            RankFault, match="rank 1 does not answer: it has read nothing for 1 s: it is stopped or stuck"
+        ):
             pool.call("update", torch.zeros(1 << 21))
         assert not os.path.exists(f"/proc/{process}")
     finally:

@@ -36,6 +36,8 @@ def test_a_run_records_its_threads(monkeypatch, tmp_path):
         "steps": 1, "groups": 1, "group_size": 2, "max_tokens": 4, "context": 160, "eval_tasks": 1, "trackers": (),
     }  # fmt: skip
     messages = []
-    api.train(lambda event, facts: messages.append(facts.get("text")), out=str(tmp_path), name="run", threads=1, **small)
+    api.train(
+        lambda event, facts: messages.append(facts.get("text")), out=str(tmp_path), name="run", threads=1, **small
+    )
     assert json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["threads"] == 1
     assert "CPU threads: 1" in messages

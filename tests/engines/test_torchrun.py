@@ -145,7 +145,9 @@ def test_a_network_that_torch_cannot_use_is_named(monkeypatch):
     monkeypatch.setattr(rank_pool, "join_group", fails)
     monkeypatch.setattr(rank_pool, "NAMING_SECONDS", 0.1)
     pool = rank_pool.RankPool(2, torch.device("cpu"), joined=True)
-    with pytest.raises(RankFault, match=r"could not connect the ranks \(Gloo connectFullMesh failed\); GLOO_SOCKET_IFNAME"):
+    with pytest.raises(
+        RankFault, match=r"could not connect the ranks \(Gloo connectFullMesh failed\); GLOO_SOCKET_IFNAME"
+    ):
         pool._form_group(dist.HashStore())
     dead = SimpleNamespace(rank=1, lost_peer=False, how_it_ended=lambda: "was ended by SIGKILL")
     with pytest.raises(RankFault, match="rank 1 of 2 was ended by SIGKILL"):  # and the network has no part in it

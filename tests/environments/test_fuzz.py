@@ -79,7 +79,9 @@ def test_an_episode_that_hangs_is_a_fault_of_its_own():
 
 def test_equal_seeds_give_equal_actions():
     tools = load("lookup").tools
-    one, two = ([repr(adversarial_action(rng, None, tools)) for _ in range(30)] for rng in (random.Random(5), random.Random(5)))
+    one, two = (
+        [repr(adversarial_action(rng, None, tools)) for _ in range(30)] for rng in (random.Random(5), random.Random(5))
+    )
     assert one == two and len(set(one)) > 15
 
 

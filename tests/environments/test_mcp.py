@@ -38,13 +38,13 @@ def renew() -> str:
 
 server.run()
 '''
-SCORE = '''
+SCORE = """
 def score(task, answer, call):
     return float(call("stock", item=task["item"]) == task["left"])
 
 def wordy(task, answer, call):
     return "a lot"
-'''
+"""
 ROWS = [
     {"prompt": f"sell {n} {item}", "item": item, "left": str(there - n), "answer": "done",
      "calls": [{"name": "sell", "arguments": {"item": item, "count": n}}]}

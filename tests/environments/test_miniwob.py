@@ -70,7 +70,9 @@ def test_what_is_no_action_is_answered_and_the_turns_are_limited():
 
 
 @installed
-@pytest.mark.parametrize(("name", "words"), [("miniwob:click-tests", "click-test"), ("miniwob:click-test,turn=3", "turns")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("miniwob:click-tests", "click-test"), ("miniwob:click-test,turn=3", "turns")]
+)
 def test_an_unknown_task_or_option_is_refused(name, words):
     with pytest.raises(SettingError, match=words):
         make(name)

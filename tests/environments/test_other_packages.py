@@ -52,7 +52,9 @@ def succeeded(steps: list[Step]) -> bool:
     return bool(steps[-1].info.get("success"))
 
 
-@pytest.mark.parametrize(("name", "meant"), [("openspiel:kuhn_poker", "open_spiel:"), ("textwrld:custom", "textworld:")])
+@pytest.mark.parametrize(
+    ("name", "meant"), [("openspiel:kuhn_poker", "open_spiel:"), ("textwrld:custom", "textworld:")]
+)
 def test_a_misspelt_family_is_refused_with_the_one_it_resembles(name, meant):
     with pytest.raises(SettingError, match=f"did you mean {meant}"):
         environments.load(name)
@@ -162,7 +164,9 @@ def test_textarena_games_end(game):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("category", ["simple_python", "multiple", "parallel", "irrelevance", "live_simple", "multi_turn_base"])
+@pytest.mark.parametrize(
+    "category", ["simple_python", "multiple", "parallel", "irrelevance", "live_simple", "multi_turn_base"]
+)
 def test_reference_calls_are_right_and_others_are_wrong(category):
     cls = load(f"bfcl:{category}", "bfcl_eval")
     for split in ("train", "held_out"):
@@ -215,7 +219,9 @@ def test_a_wrong_member_is_refused_in_words(name):
         environments.load(name)
 
 
-@pytest.mark.parametrize("family", ["minigrid", "gymnasium", "open_spiel", "textarena", "scienceworld", "textworld", "bfcl"])
+@pytest.mark.parametrize(
+    "family", ["minigrid", "gymnasium", "open_spiel", "textarena", "scienceworld", "textworld", "bfcl"]
+)
 def test_a_family_without_its_package_says_how_to_install_it(family, monkeypatch):
     from turnwise.environments.families import adapter, scienceworld
 

@@ -104,4 +104,6 @@ def test_a_run_with_tools(tmp_path):
         out=str(tmp_path), name="run",
         steps=1, groups=2, group_size=2, cold_steps=2, eval_tasks=2, hidden=32, layers=1,
     )  # fmt: skip
-    assert run is not None and json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["tools"] == ["python"]
+    assert run is not None and json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["tools"] == [
+        "python"
+    ]

@@ -68,7 +68,12 @@ def test_the_number_is_said_only_when_asked():
 
 @pytest.mark.parametrize(
     "call",
-    [ToolCall("look", {}), ToolCall("look", {"order": "x"}), ToolCall("steal", {"order": 10}), ToolCall("look", {"order": 1000})],
+    [
+        ToolCall("look", {}),
+        ToolCall("look", {"order": "x"}),
+        ToolCall("steal", {"order": 10}),
+        ToolCall("look", {"order": 1000}),
+    ],
 )
 def test_a_wrong_call_is_answered_and_changes_nothing(call):
     env = started()

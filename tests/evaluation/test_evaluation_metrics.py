@@ -34,7 +34,9 @@ def test_rewards_have_intervals_and_success_is_absent_where_nobody_reports_it():
     low, high = found["reward_interval"]
     assert low < found["reward"] < high
     assert found["rewards"]["digit"]["mean"] == pytest.approx(0.55) and len(found["rewards"]["digit"]["interval"]) == 2
-    assert found["by_difficulty"]["2"]["reward"] == pytest.approx(1.6) and found["by_difficulty"]["2"]["success"] is None
+    assert (
+        found["by_difficulty"]["2"]["reward"] == pytest.approx(1.6) and found["by_difficulty"]["2"]["success"] is None
+    )
     assert "pass@k" not in found
 
 

@@ -40,7 +40,9 @@ def test_a_run_covers_as_many_pairs_as_it_can_and_a_failed_one_is_tried_alone(tm
     pairs = experience_pairs.all_pairs()
     experience_pairs.cover(pairs, {}, tmp_path / "rows.jsonl", float("inf"))
     rows = experience_pairs.read(tmp_path / "rows.jsonl")
-    assert set(rows) == set(pairs) and {pair for pair, row in rows.items() if row[0] == "refused"} == {tuple(sorted(bad))}
+    assert set(rows) == set(pairs) and {pair for pair, row in rows.items() if row[0] == "refused"} == {
+        tuple(sorted(bad))
+    }
     assert len(tried) < len(pairs) / 3
 
 
@@ -60,4 +62,8 @@ def test_the_page_counts_pairs_and_lists_what_did_not_run(tmp_path):
     )))  # fmt: skip
     text = experience_pairs.section(experience_pairs.read(keep))
     assert "| tried | 3 |" in text and "| run | 1 |" in text and "| failed | 1 |" in text
-    assert f"| needs hints | `{second[0]}` + `{second[1]}` |" in text and "| FAILED: y |" in text and "not tried yet" in text
+    assert (
+        f"| needs hints | `{second[0]}` + `{second[1]}` |" in text
+        and "| FAILED: y |" in text
+        and "not tried yet" in text
+    )

@@ -58,7 +58,9 @@ def test_rows_become_a_table_and_a_missing_file_does_not_hurt(tmp_path):
         {**good, "method": "hgpo", "after": 0.1, "interval": [0.0, 0.2]},
     )
     text = learning_report.page([good, failed, mended])
-    assert re.search(rf"\| gigpo \| keydoor \| {steps} \| states \| 10% \| 90% \| \+80 \[\+\d+, \+\d+\] \| yes \|", text)
+    assert re.search(
+        rf"\| gigpo \| keydoor \| {steps} \| states \| 10% \| 90% \| \+80 \[\+\d+, \+\d+\] \| yes \|", text
+    )
     assert (
         "1 of 2 methods that were run learn in every seed; not `hgpo`." in text and "Not run yet: `bilevel_gae`" in text
     )

@@ -35,7 +35,9 @@ def test_the_page_of_learning_is_made_from_its_rows():
 def test_the_tables_of_credit_are_made_from_their_rows():
     page = text_of("results-credit.md")
     assert page.count("<!-- rows ") == 5
-    assert page == credit_efficiency.with_tables(page), "run experiments/credit_efficiency.py --write docs/results-credit.md"
+    assert page == credit_efficiency.with_tables(page), (
+        "run experiments/credit_efficiency.py --write docs/results-credit.md"
+    )
 
 
 def test_a_change_has_the_error_of_both_evaluations():

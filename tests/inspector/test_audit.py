@@ -56,7 +56,9 @@ def test_a_baseline_without_a_dropped_sibling_is_named(tmp_path, batch):
     assert "baseline" in wrong
     values = {"logp": batch.logp.tolist(), "old_logp": batch.old_logp.tolist(), "mask": batch.mask.tolist()}
     file = tmp_path / "b.json"
-    file.write_text(json.dumps({**values, "advantages": alone.tolist(), "reward": reward.tolist(), "group": group.tolist()}))
+    file.write_text(
+        json.dumps({**values, "advantages": alone.tolist(), "reward": reward.tolist(), "group": group.tolist()})
+    )
     report = audit_batch(file, "dr_grpo")
     assert {d.check: d.size for d in report.deviations}["baseline"] == pytest.approx(0.25)
 
@@ -89,7 +91,9 @@ def test_packing_is_named_only_where_tokens_are_lost_or_see_another_example():
     assert not [d for d in trl_checks._packing(whole_examples) if d.size > AGREES]
     found = {d.check: d.size for d in trl_checks._packing(one_stream) if d.size > AGREES}
     assert found == {"packing, context": pytest.approx(12 / 22)}  # 8 (two cut) + 3 + 5 + 2 + 4 tokens, rows of 6
-    found = {d.check: d.size for d in trl_checks._packing(lambda e, *_: whole_examples(e[1:], 6, "")) if d.size > AGREES}
+    found = {
+        d.check: d.size for d in trl_checks._packing(lambda e, *_: whole_examples(e[1:], 6, "")) if d.size > AGREES
+    }
     assert found == {"packing, lost": pytest.approx(8 / 22)}
 
 
@@ -123,7 +127,9 @@ def test_trl_deviates_where_it_is_known_to_and_nowhere_else():
     assert found["baseline of dropped siblings", "mask_truncated_completions"] == pytest.approx(1 / 6)
     assert found["normaliser of an update", "dapo, two updates a generation"] > 0.1
     assert not [key for key in found if key[0] in ("mask", "padding", "ratio at step 0")]
-    assert [subject for check, subject in found if check == "loss"] == ["cispo, token ratio, epsilon_high = 0.2, against cispo"]
+    assert [subject for check, subject in found if check == "loss"] == [
+        "cispo, token ratio, epsilon_high = 0.2, against cispo"
+    ]
     assert ("micro-batch dependence", "dapo, parts of 4 and 2") not in found and min(found.values()) > AGREES
 
 

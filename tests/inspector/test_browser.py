@@ -25,7 +25,14 @@ uvicorn = pytest.importorskip("uvicorn")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 SIZES = ((420, 900), (1024, 768), (1600, 1000))
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-sync",
+    "--no-first-run",
+)
 SMALL = {
     "steps": 2, "groups": 2, "group_size": 4, "cold_steps": 2, "eval_tasks": 0, "layers": 1, "max_tokens": 12, "trackers": (),
 }  # fmt: skip

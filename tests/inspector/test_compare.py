@@ -139,7 +139,11 @@ def test_it_reproduces_the_projects_table(task):
         curve.append((row["tokens"], row["after"][0]))
         outcomes.append(RunOutcome("", row["method"], row["seed"], 100, "success", tuple(curve)))
     comparison = compare_outcomes(outcomes)
-    cells = [line.split(" | ") for line in (ROOT / "docs/results.md").read_text().splitlines() if line.startswith(f"| {task} |")]
+    cells = [
+        line.split(" | ")
+        for line in (ROOT / "docs/results.md").read_text().splitlines()
+        if line.startswith(f"| {task} |")
+    ]
     printed = {cell[1]: float(cell[5].partition("%")[0]) for cell in cells if cell[2:4] == ["3", "150"]}
     means = {label: 100 * sum(by_seed.values()) / len(by_seed) for label, by_seed in comparison.values.items()}
     assert len(printed) >= 3 and means == pytest.approx(printed, abs=0.7)  # rounded, and read at the smallest budget

@@ -102,7 +102,9 @@ def test_groups_dropped_for_their_age_are_no_matter_of_difficulty(tmp_path):
     assert "90 × older than staleness 2 allows" in finding.text
 
 
-@pytest.mark.parametrize("reason, told", [("older than staleness 2 allows", "--staleness N,wait"), ("no spread", "--difficulty")])
+@pytest.mark.parametrize(
+    "reason, told", [("older than staleness 2 allows", "--staleness N,wait"), ("no spread", "--difficulty")]
+)
 def test_a_step_without_groups_says_what_to_change_by_why_they_were_dropped(tmp_path, reason, told):
     plan = faults.healthy(1)
     for row in plan.rows[::3]:

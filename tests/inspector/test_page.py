@@ -55,7 +55,9 @@ def hostile(tmp_path_factory):
 
 def is_harmless(html: str) -> bool:
     tags = re.findall(r"<(script|img|iframe|object|b)\b[^>]*>", html)
-    inline = [t for t in re.findall(r"<script\b[^>]*>", html) if "/static/page.js" not in t and "application/json" not in t]
+    inline = [
+        t for t in re.findall(r"<script\b[^>]*>", html) if "/static/page.js" not in t and "application/json" not in t
+    ]
     return not inline and "img" not in tags and "b" not in tags and "\x1b" not in html and "\u202e" not in html
 
 
@@ -127,7 +129,9 @@ def test_histories_of_tasks():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("low, high", [(0.0, 1.5e-13), (0.9999990, 1.0000001), (0.0, 0.0), (-3.0, 5.0), (0.0, 250_000.0)])
+@pytest.mark.parametrize(
+    "low, high", [(0.0, 1.5e-13), (0.9999990, 1.0000001), (0.0, 0.0), (-3.0, 5.0), (0.0, 250_000.0)]
+)
 def test_axes_have_distinct_labels_and_lines_fill_the_chart(low, high):
     drawn = str(line_chart(LineChart("x", (Series("x", [1.0, 2.0], [low, high]),), "")))
     labels = re.findall(r'text-anchor="end">([^<]+)<', drawn)

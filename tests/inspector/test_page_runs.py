@@ -42,7 +42,9 @@ def runs(tmp_path_factory):
     api.train(method="dpo", out=str(out), name="pairs", quiet=True, data=str(out / "pairs.jsonl"), **SMALL)
     with pytest.raises(Crash):
         api.train(crash, method="grpo", out=str(out), name="crashed", **{**SMALL, "cold_steps": 1})
-    api.train(method="dr_grpo", out=str(out), name="tree", quiet=True, strategy="spo_tree,factors=2/2,segment=2", **SMALL)
+    api.train(
+        method="dr_grpo", out=str(out), name="tree", quiet=True, strategy="spo_tree,factors=2/2,segment=2", **SMALL
+    )
     readers = {name: RunReader(out / name) for name in ("pairs", "crashed", "tree")}
     yield readers
     for reader in readers.values():

@@ -28,7 +28,9 @@ ENOUGH = 10.0  # minutes, where something is found long before
 
 def episode(seed, reward, right, said="x"):
     actions = (Action(said),)
-    return ProbeEpisode(ProbeTask(seed), ({"role": "user", "content": "?"}, actions[0].message), actions, (reward,), right)
+    return ProbeEpisode(
+        ProbeTask(seed), ({"role": "user", "content": "?"}, actions[0].message), actions, (reward,), right
+    )
 
 
 def pay(*rewards):
@@ -198,7 +200,9 @@ def test_the_tiny_model_is_trained_and_its_paid_failures_are_judged():
     try:
         verdict, line = train_against(multi_turn.AlivePaid, math.inf, player, OraclePay({}, best=1.0), **small)
         assert line == "the tiny model was trained for 1 steps"
-        assert verdict is not None and verdict.example.reward > 1.0 and verdict.example.messages[1]["role"] == "assistant"
+        assert (
+            verdict is not None and verdict.example.reward > 1.0 and verdict.example.messages[1]["role"] == "assistant"
+        )
         nothing, line = train_against(multi_turn.AlivePaid, 0.0, player, OraclePay({}, best=1.0), **small)
         assert nothing is None and "before the tiny model's first step" in line
     finally:

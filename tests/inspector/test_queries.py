@@ -45,7 +45,13 @@ def test_steps_are_numbered_as_in_the_metrics(run):
 
 def test_groups_and_trajectories(run):
     first = run.groups(step=1)[0]
-    assert (first.trajectories, first.tokens, first.reward, first.reward_low, first.reward_high) == (2, 6, 0.5, 0.0, 1.0)
+    assert (first.trajectories, first.tokens, first.reward, first.reward_low, first.reward_high) == (
+        2,
+        6,
+        0.5,
+        0.0,
+        1.0,
+    )
     assert first.success == 0.5
     assert run.group("0").trajectories[1].turns[0].tokens == (3, 4, 5)
     assert [t.id for t in run.trajectories(step=2)] == ["2.0", "2.1", "3.0", "3.1"]

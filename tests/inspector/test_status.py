@@ -91,7 +91,9 @@ def test_a_killed_run(run, holder, capsys):
     assert main(["status", str(run)]) == 1
     said = capsys.readouterr().out
     assert ": killed" in said and f"its process {holder.pid} is dead" in said and "in the phase prepare" in said
-    assert "step      4 of 9, newest checkpoint at step 4" in said and f"turnwise resume {run}" in said  # the status knew step 0
+    assert (
+        "step      4 of 9, newest checkpoint at step 4" in said and f"turnwise resume {run}" in said
+    )  # the status knew step 0
     assert read_state(run).as_dict()["alive"] is False
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from turnwise.errors import SettingError, StoreError
-from turnwise.observe import JsonLines, TensorBoard, Trackers, read_rows, service
+from turnwise.observe.trackers import JsonLines, TensorBoard, Trackers, read_rows, service
 
 
 def test_rows_come_back(tmp_path):

@@ -244,7 +244,9 @@ def test_rollouts_beside_the_learner_are_no_part_of_the_sum(tmp_path, fake_time)
         thread.join()
     profile._finish_timing()
     page = profile.page()
-    assert "Concurrently, in the generator's thread or between steps: prefill 0.5000 s per step, decode 2.0000 s" in page
+    assert (
+        "Concurrently, in the generator's thread or between steps: prefill 0.5000 s per step, decode 2.0000 s" in page
+    )
     assert not any(name.startswith(("prefill", "decode")) for name in numbers(page))
     assert "prefill" not in profile.brief() and "decode" not in profile.brief()
 

@@ -10,10 +10,11 @@ import torch
 from rich.console import Console
 
 from turnwise.maths.statistics import wilson
-from turnwise.observe import JsonLines, LivePanel, PlainLog, comparison, curves, show_progress, table, transcript
 from turnwise.observe.metric_names import format_duration
-from turnwise.observe.plot import smooth
-from turnwise.observe.progress import sparkline
+from turnwise.observe.plot import curves, smooth
+from turnwise.observe.progress import LivePanel, PlainLog, show_progress, sparkline
+from turnwise.observe.report import comparison, table, transcript
+from turnwise.observe.trackers import JsonLines
 
 
 def console(terminal: bool) -> Console:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.observe.message_log import MessageLog
 from turnwise.observe.run_health import CONDITIONS, RunHealth, RunLimits
+from turnwise.observe.trackers import MessageLog
 
 LIMITS = RunLimits(max_tokens=12, context=192, group_size=8, temperature=0.9, lr=3e-4, mismatch_tolerance=1e-3)
 FINE = {
@@ -64,7 +64,9 @@ def test_failed_episodes_are_counted_by_reason_and_told_again_when_they_are_ten_
     dropped = {"trajectory: no answer within 30 s": 2, "trajectory: ValueError: x": 1, "zero variance": 5}
     health = RunHealth(LIMITS, dropped)
     (first,) = told(health, {})
-    assert first.text == "3 episodes failed and were not trained on, 32 were: 2 × no answer within 30 s; 1 × ValueError: x"
+    assert (
+        first.text == "3 episodes failed and were not trained on, 32 were: 2 × no answer within 30 s; 1 × ValueError: x"
+    )
     dropped["trajectory: ValueError: x"] = 20
     assert told(health, {}) == []
     dropped["trajectory: ValueError: x"] = 28
@@ -75,7 +77,11 @@ def test_a_mismatch_is_told_when_it_has_grown():
     health = RunHealth(LIMITS)
     assert told(health, {"policy_check": 1e-4}) == []
     (message,) = told(health, {"policy_check": 5e-4})
-    assert "differ by 0.0005" in message.text and "0.0001 at the start" in message.text and "stops at 0.001" in message.text
+    assert (
+        "differ by 0.0005" in message.text
+        and "0.0001 at the start" in message.text
+        and "stops at 0.001" in message.text
+    )
     assert told(RunHealth(LIMITS), {"policy_check": 5e-4}) == [], "large from the start: a matter of precision"
 
 
@@ -111,7 +117,7 @@ def test_messages_are_kept_once_and_passed_on(tmp_path):
     assert heard == ["message", "step", "message", "message"]
     rows = [json.loads(line) for line in (tmp_path / "messages.jsonl").read_text().splitlines()]
     assert [(row["step"], row["text"]) for row in rows] == [(0, "CPU threads: 1"), (3, "cut")]
-    assert log.told == {"turns cut by max_tokens": 0.6} and log.warnings == [{"step": 3, "text": "cut"}]
+    assert log.last_values == {"turns cut by max_tokens": 0.6} and log.warnings == [{"step": 3, "text": "cut"}]
 
 
 def test_a_resumed_run_forgets_the_messages_of_steps_it_takes_again(tmp_path):
@@ -121,7 +127,7 @@ def test_a_resumed_run_forgets_the_messages_of_steps_it_takes_again(tmp_path):
         log("step", {"stage": "learn", "step": step})
         log("message", {"level": "warning", "text": f"at {step}", "name": f"c{step}", "value": 1.0})
     again = MessageLog(path, lambda event, facts: None, start=4)
-    assert again.told == {"c2": 1.0}
+    assert again.last_values == {"c2": 1.0}
     again("message", {"level": "warning", "text": "at 2"})
     assert path.read_text().count("at 2") == 1 and "at 5" not in path.read_text()
 

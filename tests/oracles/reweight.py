@@ -55,7 +55,9 @@ def detached_ratio(token: Token) -> float:
 # REC: group-relative REINFORCE with clipping
 
 
-def rec_one_side(batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bool = True, cap: float = math.inf) -> Result:
+def rec_one_side(
+    batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bool = True, cap: float = math.inf
+) -> Result:
     """Keep what PPO would keep. extra["kept"]: one bool per token."""
     advantages = spread(batch, centred(batch))
     count = len(advantages)
@@ -74,7 +76,9 @@ def rec_one_side(batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bo
     return Result(advantages, loss, {"kept": kept})
 
 
-def rec_two_side(batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bool = True, cap: float = math.inf) -> Result:
+def rec_two_side(
+    batch: Batch, low: float = 0.2, high: float = 0.2, weighted: bool = True, cap: float = math.inf
+) -> Result:
     """Keep only ratios near one, whatever the advantage. extra["kept"]: one bool per token."""
     advantages = spread(batch, centred(batch))
     count = len(advantages)

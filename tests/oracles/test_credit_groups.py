@@ -32,18 +32,12 @@ from .result import Result
 SEEDS = range(10)
 
 
-
-
-
-
 def close(found: list[float], wanted: list[float], tolerance: float = 1e-5) -> None:
     assert found == pytest.approx(wanted, abs=tolerance, rel=tolerance)
 
 
 def rich(seed: int) -> Batch:
     return cg.enrich(random_batch(seed), seed)
-
-
 
 
 def advantages(found: list[float] | Result) -> list[float]:

@@ -73,12 +73,6 @@ def made(seed: int, **options) -> Batch:
     return enrich(random_batch(seed, **options), seed)
 
 
-
-
-
-
-
-
 def per_trajectory(batch: Batch, scored: list[float]) -> list[float]:
     return spread(batch, scored)
 
@@ -106,8 +100,6 @@ def test_shared_golden():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # GAE
-
-
 
 
 def test_gae_golden():

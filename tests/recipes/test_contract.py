@@ -213,7 +213,10 @@ def test_safe_with_a_state(seed, kl, threshold, hyper):
 
 @settings(deadline=None, max_examples=15)
 @given(
-    seed=st.integers(0, 10**6), hyper=drawn("epo"), step=st.integers(0, 90), half=st.integers(1, 60),
+    seed=st.integers(0, 10**6),
+    hyper=drawn("epo"),
+    step=st.integers(0, 90),
+    half=st.integers(1, 60),
     past=st.just(0.0) | st.floats(0.05, 1.5),
 )
 def test_epo_with_a_history(seed, hyper, step, half, past):
@@ -345,7 +348,9 @@ def test_statistics_are_the_same_before_and_after_the_backward_pass(name):
     """A learner asks for them when the gradient is on its way, others before they take it."""
     recipe, told = recipes.build(name), []
     for late in (False, True):
-        batch, leaves = random_policy(pack(records_of([[[3, 2], [4], [1, 2]], [[2], [5]]], 3, asks=recipe.requirements)), 3)
+        batch, leaves = random_policy(
+            pack(records_of([[[3, 2], [4], [1, 2]], [[2], [5]]], 3, asks=recipe.requirements)), 3
+        )
         objective = recipes.build(name).objective
         found = objective(objective.plan(objective.credit(batch)), policy_of(numbered(batch), leaves))
         if not late:

@@ -94,7 +94,7 @@ def test_a_wrong_pattern_is_refused_at_the_door():
 def test_json_schema(tmp_path):
     pytest.importorskip("jsonschema")
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    answers = ['{"a": 1}', '{"a": "x"}', "```json\n{\"a\": 2}\n```", "a", "[" * 5000, "{}"]
+    answers = ['{"a": 1}', '{"a": "x"}', '```json\n{"a": 2}\n```', "a", "[" * 5000, "{}"]
     assert scores("json_schema", answers, schema=schema) == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     (tmp_path / "s.json").write_text('{"type": "integer"}')
     assert scores(f"json_schema:file={tmp_path}/s.json", ["1", '"x"']) == [1.0, 0.0]
@@ -115,7 +115,14 @@ def test_math_and_an_expression_that_never_ends():
 def test_code_with_tests():
     tests = ["assert f(1) == 2", "assert f(2) == 3"]
     right = "Here:\n```python\ndef f(x):\n    return x + 1\n```"
-    answers = [right, "def f(x): return 2", "def f(x): return", "import os; os._exit(0)", "import sys; sys.exit(0)", "f ="]
+    answers = [
+        right,
+        "def f(x): return 2",
+        "def f(x): return",
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "f =",
+    ]
     assert scores("code", answers, tests=tests) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert scores("code:partial=yes", answers[:2], tests=tests) == [1.0, 0.5]
     assert scores("code:seconds=1", ["while True: pass"], tests="assert True") == [0.0]
@@ -124,7 +131,11 @@ def test_code_with_tests():
 @pytest.mark.slow
 def test_code_that_reads_and_prints():
     tests = '{"inputs": ["2", "5"], "outputs": ["4\\n", "10"]}'
-    assert scores("code", ["print(int(input()) * 2)", "print(4)", "import sys; sys.exit()"], tests=tests) == [1.0, 0.0, 0.0]
+    assert scores("code", ["print(int(input()) * 2)", "print(4)", "import sys; sys.exit()"], tests=tests) == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 # ------------------------------------------------------------------- majority
@@ -160,14 +171,21 @@ def test_where_one_answer_leads_order_does_not_matter(answers, rng):
 
 def test_a_vote_needs_no_reference_and_runs_in_its_process():
     assert scores("majority", ["it is #### 4", "\\boxed{4.0}", "5"]) == [1.0, 1.0, 0.0]
-    found = scores("majority:pattern=answer: *(\\w+)", ["answer: Rome", "answer: Oslo then answer: rome", "a call", "a call"])
+    found = scores(
+        "majority:pattern=answer: *(\\w+)", ["answer: Rome", "answer: Oslo then answer: rome", "a call", "a call"]
+    )
     assert found == [1.0, 1.0, 0.0, 0.0]  # the last match counts, and what does not match has no vote
     assert builtin.majority(["no", "no"], pattern="answer: (.*)") == [0.0, 0.0]
 
 
 def test_a_vote_reads_the_last_message_of_the_policy():
     said = lambda *texts: [{"role": "assistant", "content": t} for t in texts]  # noqa: E731
-    dialogues = [said("search", "answer: x"), [*said("answer: x"), {"role": "user", "content": "right."}], said("answer: y"), []]
+    dialogues = [
+        said("search", "answer: x"),
+        [*said("answer: x"), {"role": "user", "content": "right."}],
+        said("answer: y"),
+        [],
+    ]
     assert builtin.majority(dialogues, pattern="answer: (.*)") == [1.0, 1.0, 0.0, 0.0]
 
 

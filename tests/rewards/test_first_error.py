@@ -23,7 +23,7 @@ from turnwise.environments.builtin.calculator import Calculator
 from turnwise.errors import SettingError
 from turnwise.rewards.first_error import answer, count_steps, question, read_answer, step_index_reward, steps_of
 from turnwise.rollout.first_error_scorer import FirstErrorScorer
-from turnwise.training.judges import check_judge, reward_model_folder
+from turnwise.training.rewards import check_judge, reward_model_folder
 
 
 @given(st.data())

@@ -93,7 +93,9 @@ def test_the_rubric_and_the_mode_are_part_of_the_question():
 GOOD = '{"reason": "r", "score": 1}'
 
 
-@pytest.mark.parametrize("reply", [GOOD, f"  {GOOD}\n", f"```json\n{GOOD}\n```", f"```\n{GOOD}```", f"<think>0</think>{GOOD}"])
+@pytest.mark.parametrize(
+    "reply", [GOOD, f"  {GOOD}\n", f"```json\n{GOOD}\n```", f"```\n{GOOD}```", f"<think>0</think>{GOOD}"]
+)
 def test_forms_that_are_read(reply):
     question = JudgeQuestion.about("r", [said("x")], False)
     assert list(question.read(reply).values()) == [Verdict(1.0, "r")]

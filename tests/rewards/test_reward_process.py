@@ -15,7 +15,7 @@ from turnwise.rewards.process import CallFailed, ProcessSettings, ScoringPool
 from turnwise.rewards.samples import AnswerGroup, AnswerSample
 from turnwise.rewards.spec import RewardSpec, parse_rewards
 
-SOURCE = '''
+SOURCE = """
 import os, sys, time
 from fractions import Fraction
 
@@ -58,7 +58,7 @@ def needs_label(completion, label): return 1.0
 def takes_nothing(): return 1.0
 def all_columns(completions, **columns): return [float(len(columns["label"]))] * len(completions)
 BROKEN = 3
-'''
+"""
 LIMITS = RewardLimits(seconds=3.0, memory_mib=1024)
 
 
@@ -181,7 +181,11 @@ def test_a_function_that_cannot_be_called_is_refused_at_the_door(file, name, wor
 
 
 def test_a_module_that_fails_or_ends_while_imported_is_refused_in_words(tmp_path):
-    for source, words in (("1/0", "ZeroDivisionError"), ("import os; os._exit(9)", "exited with code 9"), ("def f(", "line 1")):
+    for source, words in (
+        ("1/0", "ZeroDivisionError"),
+        ("import os; os._exit(9)", "exited with code 9"),
+        ("def f(", "line 1"),
+    ):
         path = tmp_path / "broken.py"
         path.write_text(source)
         with pytest.raises(SettingError) as raised:

@@ -90,7 +90,11 @@ def test_every_turn_is_recorded_behind_exactly_the_ids_it_read(seed):
             chosen = list(rng.choice(histories))
             kind = rng.random()
             if kind < 0.15 and len(chosen) > 2:
-                chosen = [chosen[0], user("so far: nothing"), *chosen[-1:]] if chosen[-1]["role"] != "assistant" else chosen[:1]
+                chosen = (
+                    [chosen[0], user("so far: nothing"), *chosen[-1:]]
+                    if chosen[-1]["role"] != "assistant"
+                    else chosen[:1]
+                )
             elif kind < 0.3:
                 chosen = [{**m, "content": "rewritten"} if m["role"] == "assistant" else m for m in chosen]
             if chosen[-1]["role"] == "assistant":
@@ -125,7 +129,9 @@ def test_an_echo_with_other_ids_and_key_order_is_the_same_turn():
     def back(replies):
         call = replies[0].message["tool_calls"][0]
         arguments = json.dumps(json.loads(call["function"]["arguments"]), indent=2)
-        echo = {"tool_calls": [{"type": "function", "id": "other", "function": {"arguments": arguments, "name": "python"}}]}
+        echo = {
+            "tool_calls": [{"type": "function", "id": "other", "function": {"arguments": arguments, "name": "python"}}]
+        }
         reply = {"role": "tool", "tool_call_id": "other", "content": "6"}
         return [user("a"), {**echo, "role": "assistant", "content": ""}, reply]
 
@@ -154,7 +160,10 @@ def test_a_sub_agent_between_two_turns_of_its_parent():
     episode, _ = talk([user("a")], [user("sub")], lambda r: [user("a"), r[0].message, user("b")])
     assert dict(episode.lineage.causes) == {"opening": 1, "sub-agent": 1, "interleaved": 1}
     first, _, third = episode.turns
-    assert third.restart and list(third.context[: len(first.context) + len(first.tokens)]) == [*first.context, *first.tokens]
+    assert third.restart and list(third.context[: len(first.context) + len(first.tokens)]) == [
+        *first.context,
+        *first.tokens,
+    ]
 
 
 def test_two_answers_to_one_prompt_are_branches():

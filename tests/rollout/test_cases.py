@@ -65,7 +65,10 @@ def test_similar_cases_are_shown_by_outcome_after_one_plain_rollout():
     group, given = play(live, "red one")
     assert given[0] is None and len({s.text for s in given[1:]}) == 1 and given[1].recorded
     text = given[1].text
-    assert text.index("solved") < text.index("did 1.0") < text.index("failed") < text.index("did 2.0") and "did 0.0" not in text
+    assert (
+        text.index("solved") < text.index("did 1.0") < text.index("failed") < text.index("did 2.0")
+        and "did 0.0" not in text
+    )
     assert [bool(t.guidance) for t in group.trajectories] == [False, True, True, True]
     assert live.metrics()["guidance/cases"] == 3 and live.metrics()["guidance/cases_solved"] == 2
 

@@ -97,7 +97,9 @@ def test_rules_without_conditions_never_stop_and_a_penalty_never_pays():
     assert PruneRule().penalty([0.2] * 8, [0.1, *[0.8] * 7]) == pytest.approx(0.2 - 0.9 - 0.05)
 
 
-@pytest.mark.parametrize("wrong", [{"high": 0.0}, {"low_share": 1.0}, {"confident": 0.0}, {"least": 3, "most": 2}, {"window": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"high": 0.0}, {"low_share": 1.0}, {"confident": 0.0}, {"least": 3, "most": 2}, {"window": 0}]
+)
 def test_wrong_numbers_are_refused(wrong):
     with pytest.raises(RecipeError, match="need"):
         BranchRule(**wrong)

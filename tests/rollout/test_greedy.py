@@ -60,7 +60,9 @@ def test_without_a_baseline_the_group_is_not_trained_on():
 
 def test_the_sampled_rollouts_are_those_without_a_baseline():
     """Identity, with a real engine: the greedy rollout changes no other one, and equals a run at temperature 0."""
-    chosen = replace(resolve_settings({"env": "calculator"}), hidden=32, layers=1, slots=16, max_tokens=12, eval_tasks=2)
+    chosen = replace(
+        resolve_settings({"env": "calculator"}), hidden=32, layers=1, slots=16, max_tokens=12, eval_tasks=2
+    )
     env_spec = EnvSpec.from_settings(chosen)
     tokenizer = build.load_tokenizer(chosen, env_spec)
     renderer, model = Renderer(tokenizer), build.load_model(chosen, len(tokenizer))

@@ -82,7 +82,9 @@ def test_a_hint_is_guidance_and_not_the_answer(name):
 
 @pytest.mark.parametrize("env", ["guess", "nim"])
 def test_an_environment_without_hints_is_refused_at_the_door(env):
-    with pytest.raises(SettingError, match=r"a hint .* write --env calculator \(or countdown, keydoor, lookup, service"):
+    with pytest.raises(
+        SettingError, match=r"a hint .* write --env calculator \(or countdown, keydoor, lookup, service"
+    ):
         validate(RunPlan.from_settings(resolve_settings({"method": "guide", "env": env})))
 
 

@@ -48,7 +48,9 @@ def test_wrong_openings_and_small_groups_are_refused():
         ForcedModes(forced=3).check_group_size(4)
 
 
-Rows = st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([-1, 0, 1]), st.booleans()), min_size=2, max_size=8)
+Rows = st.lists(
+    st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([-1, 0, 1]), st.booleans()), min_size=2, max_size=8
+)
 
 
 @given(st.lists(Rows, min_size=1, max_size=3), st.floats(0.3, 4.0), st.floats(0.1, 0.9))

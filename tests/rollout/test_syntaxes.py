@@ -61,7 +61,10 @@ def comparable(calls):
     return json.dumps([[call.name, call.arguments] for call in calls], sort_keys=True)
 
 
-IN_A_LATER_CALL = [ToolCall("b", {}), ToolCall("a", {"a_x": "</seed:think>"})]  # ended a thought that nothing had opened
+IN_A_LATER_CALL = [
+    ToolCall("b", {}),
+    ToolCall("a", {"a_x": "</seed:think>"}),
+]  # ended a thought that nothing had opened
 
 
 @settings(deadline=None, max_examples=25)

@@ -108,7 +108,9 @@ def test_a_played_prefix_is_context_and_the_rest_is_sampled(share):
     given_ = asyncio.run(resolver.resolve(Support(share=share, played=True), Task("lookup", 1)))
     flat = [i for ids in given_.turns for i in ids]
     solution = asyncio.run(resolver.task_help(Task("lookup", 1))).solution
-    total = sum(len(world.renderer.encode_turn(world.renderer.turn_text(text, world.env_spec.tools))) for text in solution)
+    total = sum(
+        len(world.renderer.encode_turn(world.renderer.turn_text(text, world.env_spec.tools))) for text in solution
+    )
     assert len(flat) + len(given_.start) == min(int(share * total), total - 1)
     context = list(played.turns[0].context)
     assert context[len(context) - len(given_.start) :] == list(given_.start)
@@ -156,9 +158,7 @@ def levenshtein(a, b):
     """The textbook recursion, as an oracle."""
     if not a or not b:
         return len(a) + len(b)
-    return min(
-        levenshtein(a[1:], b) + 1, levenshtein(a, b[1:]) + 1, levenshtein(a[1:], b[1:]) + (a[0] != b[0])
-    )
+    return min(levenshtein(a[1:], b) + 1, levenshtein(a, b[1:]) + 1, levenshtein(a[1:], b[1:]) + (a[0] != b[0]))
 
 
 @given(st.lists(st.integers(0, 2), max_size=5), st.lists(st.integers(0, 2), max_size=5))

@@ -24,7 +24,9 @@ from turnwise.serve.sessions import Sessions  # noqa: E402
 
 pytestmark = pytest.mark.integration
 LIMITS = EpisodeLimits(turns=12, context=4000)
-READABLE = tuple(text for text in TEXTS if "broken" not in text)  # a reply to a call that was none has no place in that protocol
+READABLE = tuple(
+    text for text in TEXTS if "broken" not in text
+)  # a reply to a call that was none has no place in that protocol
 
 
 def new_episode(session=None, task=TASK):
@@ -102,7 +104,9 @@ def test_a_stock_anthropic_client_is_recorded_like_the_turn_loop(stream):
         task = Task("lookup", seed, "train", 1)
         sessions, session, world = await opened("lookup", task, seed, READABLE)
         functions = [tool["function"] for tool in world.tools]
-        tools = [{"name": f["name"], "description": f["description"], "input_schema": f["parameters"]} for f in functions]
+        tools = [
+            {"name": f["name"], "description": f["description"], "input_schema": f["parameters"]} for f in functions
+        ]
         async with http(sessions, library) as transport:
             client = anthropic.AsyncAnthropic(base_url="http://test", api_key=session.key, http_client=transport)
             messages = list(world.messages)
@@ -132,7 +136,10 @@ def as_openai(blocks):
 
 def as_blocks(messages):
     return [
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": m["tool_call_id"], "content": m["content"]}]}
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": m["tool_call_id"], "content": m["content"]}],
+        }
         if m["role"] == "tool" and "tool_call_id" in m
         else {"role": "user", "content": m["content"]}
         for m in messages

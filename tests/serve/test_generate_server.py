@@ -100,9 +100,7 @@ def test_a_reply_says_which_weights_sampled_which_tokens_and_keeps_every_bit():
 def test_a_request_without_a_dialogue_is_answered_and_repeats(server):
     status, first = ask(server.url, "/inference/v1/generate", params())
     _, second = ask(server.url, "/inference/v1/generate", params())
-    assert status == 200 and first["choices"] == [
-        {**second["choices"][0], "turnwise": first["choices"][0]["turnwise"]}
-    ]
+    assert status == 200 and first["choices"] == [{**second["choices"][0], "turnwise": first["choices"][0]["turnwise"]}]
     assert len(first["choices"][0]["token_ids"]) == 5
     assert first["choices"][0]["weight_versions"][0]["version"] == "initial"
 
@@ -113,7 +111,12 @@ def test_a_request_without_a_dialogue_is_answered_and_repeats(server):
         ("/inference/v1/generate", b"{", 400, "the body is not JSON"),
         ("/inference/v1/generate", b"[]", 400, "write a JSON object"),
         ("/inference/v1/generate", {"token_ids": [V], "sampling_params": {}}, 400, "this model has the ids"),
-        ("/inference/v1/generate", {"token_ids": [1] * 128, "sampling_params": {}}, 400, "the context of this server is 128"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1] * 128, "sampling_params": {}},
+            400,
+            "the context of this server is 128",
+        ),
         ("/inference/v1/generate", {**params(), "session": "s9"}, 409, "no run is attached"),
         ("/pause?mode=keep", {}, 400, "write abort or wait"),
         ("/start_weight_update", {}, 409, "POST /pause first"),
@@ -219,7 +222,9 @@ def test_a_fault_of_the_server_is_told_in_its_words(monkeypatch):
             raise RuntimeError("no memory is left")
 
         monkeypatch.setattr(server.host, "generate", fails)
-        status, body = ask(server.url, "/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}})
+        status, body = ask(
+            server.url, "/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+        )
     assert status == 500 and "RuntimeError: no memory is left" in str(body)
 
 

@@ -22,7 +22,23 @@ from turnwise.serve.server import serving
 pytestmark = pytest.mark.integration
 ASK = b'{"messages": [{"role": "user", "content": "a"}]}'
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/reward", "/step", "/v1/messages/count_tokens")
-JUNK = (None, True, -1, 1e308, "", "x", "\ud800", [], [[]], [None], {}, {"a": {}}, [{"role": "user"}], "a" * 1000, [1, "x"])
+JUNK = (
+    None,
+    True,
+    -1,
+    1e308,
+    "",
+    "x",
+    "\ud800",
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": {}},
+    [{"role": "user"}],
+    "a" * 1000,
+    [1, "x"],
+)
 FIELDS = (
     "messages", "input", "tools", "tool_choice", "max_tokens", "max_output_tokens", "n", "stop", "stop_sequences", "logprobs",
     "system", "instructions", "stream", "stream_options", "previous_response_id", "reward", "success", "message", "text",
@@ -35,7 +51,9 @@ def malformed(seed):
     rng = random.Random(seed)
     body = {name: rng.choice(JUNK) for name in rng.sample(FIELDS, rng.randint(1, 5))}
     if rng.random() < 0.3:
-        body["messages"] = [{"role": rng.choice(("user", "tool", "assistant", "robot", 7)), "content": rng.choice(JUNK)}]
+        body["messages"] = [
+            {"role": rng.choice(("user", "tool", "assistant", "robot", 7)), "content": rng.choice(JUNK)}
+        ]
     if rng.random() < 0.3:
         kind = rng.choice(("message", "function_call", "image", None))
         body["input"] = [{"type": kind, "role": "user", "name": rng.choice(JUNK)}]
@@ -73,7 +91,17 @@ def test_keys_of_others_and_guessed_ones_open_nothing():
         one, two = sessions.open(new_episode()), sessions.open(new_episode())
         app, ask = make_app(sessions), b'{"messages": [{"role": "user", "content": "a secret"}]}'
         await call(app, "POST", f"/s/{one.key}/v1/chat/completions", ask)
-        for key in ("", "x", one.key[:-1], one.key + "x", one.key.swapcase(), "../" + one.key, "the token", "%00", "é" * 40):
+        for key in (
+            "",
+            "x",
+            one.key[:-1],
+            one.key + "x",
+            one.key.swapcase(),
+            "../" + one.key,
+            "the token",
+            "%00",
+            "é" * 40,
+        ):
             head = [(b"authorization", f"Bearer {key}".encode())]
             status, _ = await call(app, "POST", "/v1/chat/completions", ask, head)
             assert status == 401, key

@@ -179,7 +179,9 @@ def test_a_function_that_is_not_async_runs_in_a_thread_and_reaches_its_episode_o
 
 
 def test_a_trained_run_is_served_and_finished_sessions_become_rows(tmp_path):
-    run = api.train(env="lookup", out=str(tmp_path), name="x", **{**SMALL, "steps": 1, "cold_steps": 1, "eval_tasks": 0})["run"]
+    run = api.train(
+        env="lookup", out=str(tmp_path), name="x", **{**SMALL, "steps": 1, "cold_steps": 1, "eval_tasks": 0}
+    )["run"]
     results, told = [], []
 
     def use(endpoint):
@@ -198,4 +200,6 @@ def test_a_trained_run_is_served_and_finished_sessions_become_rows(tmp_path):
     served = serve_run(run, "127.0.0.1:0", "", 60.0, told.append, use)
     assert results[0]["choices"] and served["sessions"] == 1 and "OPENAI_BASE_URL" in told[0]
     (row,) = map(json.loads, (tmp_path / "x" / "endpoint.jsonl").read_text().splitlines())
-    assert (row["name"], row["reward"], row["calls"]) == ("mine", 0.5, 2) and served["exactness"]["continued_share"] == 1.0
+    assert (row["name"], row["reward"], row["calls"]) == ("mine", 0.5, 2) and served["exactness"][
+        "continued_share"
+    ] == 1.0

@@ -19,7 +19,9 @@ from turnwise.store.shard_files import INDEX, StoredTensors, TensorSlice, read_i
 
 def example() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    bits = torch.tensor([0x7FC00001, -0x80000000, 1], dtype=torch.int32).view(torch.float32)  # a NaN's payload, −0, denormal
+    bits = torch.tensor([0x7FC00001, -0x80000000, 1], dtype=torch.int32).view(
+        torch.float32
+    )  # a NaN's payload, −0, denormal
     return {
         "model/w": torch.randn(7, 3, dtype=torch.float64),
         "model/half": torch.randn(5, 2, 2).bfloat16(),
@@ -88,7 +90,9 @@ def test_a_reader_opens_only_the_files_that_hold_its_part(tmp_path):
     stored = pickle.loads(pickle.dumps(load_checkpoint(tmp_path).tensors))  # as it reaches another process
     (path / "shard-00001-of-00002.safetensors").unlink()
     assert same_bits(stored.part("model/w", (4, 0), (3, 3)), example()["model/w"][4:])
-    with pytest.raises(StoreError, match=r"shard-00001-of-00002\.safetensors cannot be read.*; copy the file back, or remove"):
+    with pytest.raises(
+        StoreError, match=r"shard-00001-of-00002\.safetensors cannot be read.*; copy the file back, or remove"
+    ):
         stored["model/w"]
 
 
@@ -134,8 +138,14 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / SECOND).unlink(), rf"has no file {SECOND} .*; copy the file back, or remove .*step-00000002 to"),
-        (lambda path: flip(path / SECOND), rf"is damaged: {SECOND} does not match its checksum; copy the file back, or remove"),
+        (
+            lambda path: (path / SECOND).unlink(),
+            rf"has no file {SECOND} .*; copy the file back, or remove .*step-00000002 to",
+        ),
+        (
+            lambda path: flip(path / SECOND),
+            rf"is damaged: {SECOND} does not match its checksum; copy the file back, or remove",
+        ),
         (lambda path: flip(path / INDEX), rf"is damaged: {INDEX} does not match its checksum"),
     ],
 )

@@ -37,7 +37,10 @@ def chatml(assistant: str, tool: str = "<|im_start|>tool\n{{ m.content }}<|im_en
 def turns(user: str, assistant: str, tool: str, opening: str, system: str = "", head: str = "") -> str:
     """A template of four message formats and the beginning of an assistant turn."""
     return (
-        head + "{% for m in messages %}{% if m.role == 'system' %}" + (system or "{{ raise_exception('no system') }}") + ""
+        head
+        + "{% for m in messages %}{% if m.role == 'system' %}"
+        + (system or "{{ raise_exception('no system') }}")
+        + ""
         "{% elif m.role == 'user' %}" + user + "{% elif m.role == 'assistant' %}" + opening + assistant + ""
         "{% elif m.role == 'tool' %}" + (tool or "{{ raise_exception('no tool') }}") + "{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}" + opening + "{% endif %}"
@@ -49,15 +52,13 @@ ALTERNATE = (
     "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}{% endfor %}"
 )
 OBJECT = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
-PARAMETERS = (
-    "{% for k, v in f.arguments.items() %}<parameter={{ k }}>%s{{ v if v is string else v | tojson }}%s</parameter>\n{% endfor %}"
-)
+PARAMETERS = "{% for k, v in f.arguments.items() %}<parameter={{ k }}>%s{{ v if v is string else v | tojson }}%s</parameter>\n{% endfor %}"
 THOUGHT = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
 FORGETFUL = "{{ m.content.split('</think>')[-1].lstrip('\n') if not loop.last else m.content }}"
 PYTHON = "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %})"
 DSML = (
     '<｜DSML｜invoke name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}<｜DSML｜parameter name="{{ k }}" '
-    'string="{{ \'true\' if v is string else \'false\' }}">{{ v if v is string else v | tojson }}</｜DSML｜parameter>\n'
+    "string=\"{{ 'true' if v is string else 'false' }}\">{{ v if v is string else v | tojson }}</｜DSML｜parameter>\n"
     "{% endfor %}</｜DSML｜invoke>"
 )
 GEMMA_VALUE = "{{ q ~ v ~ q if v is string else v | tojson }}"

@@ -96,7 +96,10 @@ class SamplingVllm:
         self.mask, self.processed, self.paused, self.asked = mask, processed, paused, []
 
     def __call__(self, app):
-        routes = {"/v1/models": {"data": [{"id": "base", "max_model_len": 128}]}, "/is_paused": {"is_paused": self.paused}}
+        routes = {
+            "/v1/models": {"data": [{"id": "base", "max_model_len": 128}]},
+            "/is_paused": {"is_paused": self.paused},
+        }
 
         async def front(scope, receive, send):
             path = scope["path"]

@@ -38,7 +38,9 @@ def _play(socket: ServerConnection) -> None:
         elif "message" in data:
             answer = {"observation": {"echo": data["message"]}, "reward": 0.5, "done": False}
         elif not isinstance(data.get("number"), int):
-            socket.send(json.dumps({"type": "error", "data": {"message": "number is no integer", "code": "VALIDATION"}}))
+            socket.send(
+                json.dumps({"type": "error", "data": {"message": "number is no integer", "code": "VALIDATION"}})
+            )
             continue
         else:
             hint = "higher" if data["number"] < secret else "lower" if data["number"] > secret else "yes"

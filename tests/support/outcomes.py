@@ -13,4 +13,6 @@ def episode(key: str, task: Task, success: bool, turns: int = 1, tokens=(2, 3), 
 
 
 def group_of(task: Task, results, number: int = 0, turns: int = 1) -> Group:
-    return Group(str(number), task, tuple(episode(f"{number}.{i}", task, bool(r), turns) for i, r in enumerate(results)))
+    return Group(
+        str(number), task, tuple(episode(f"{number}.{i}", task, bool(r), turns) for i, r in enumerate(results))
+    )

@@ -42,7 +42,11 @@ def assert_same(out: Path, prefixes: tuple[str, ...]) -> None:
     """Weights bit for bit; rewards, gradients and the listed metrics in every step."""
     one, two = (load_file(out / name / "model" / "model.safetensors") for name in ("whole", "half"))
     assert all(torch.equal(one[key], two[key]) for key in one)
-    own = lambda row: {k: v for k, v in row.items() if k.startswith(prefixes) or k in ("tokens", "turns", "reward", "grad_norm")}  # noqa: E731
+
+    def own(row):
+        names = ("tokens", "turns", "reward", "grad_norm")
+        return {name: value for name, value in row.items() if name.startswith(prefixes) or name in names}
+
     whole, half = rows_of(out / "whole"), rows_of(out / "half")
     assert [own(row) for row in whole] == [own(row) for row in half] and len(whole) == STEPS
 

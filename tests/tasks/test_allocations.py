@@ -34,7 +34,9 @@ def taught(name: str, size: int = 4):
     for round_ in range(6):
         wave = tasks(8)
         for i, (task, n) in enumerate(zip(wave, live.sizes(wave))):
-            live.observe(group_of(task, [i % 3 == 0 or (i % 3 == 1 and (j + round_) % 2) for j in range(n)], turns=1 + i % 3))
+            live.observe(
+                group_of(task, [i % 3 == 0 or (i % 3 == 1 and (j + round_) % 2) for j in range(n)], turns=1 + i % 3)
+            )
     return live
 
 
@@ -71,7 +73,14 @@ def test_no_group_is_larger_than_the_largest(name):
 
 
 def test_nonsense_is_refused():
-    for spec in ("v0,least=0", "dart,easy=1", "brorl,width=0", "xrpo,first=1", "turn_control,percent=0", "rollout_gdro,floor=2"):
+    for spec in (
+        "v0,least=0",
+        "dart,easy=1",
+        "brorl,width=0",
+        "xrpo,first=1",
+        "turn_control,percent=0",
+        "rollout_gdro,floor=2",
+    ):
         with pytest.raises((SettingError, TurnwiseError)):
             piece("budget", spec)
 
@@ -136,9 +145,7 @@ def test_rounds_follow_the_priority_of_the_paper(spreads, spare):
     now, given_ = [4] * len(spreads), [0] * len(spreads)
     half = lambda n, s: student_quantile(0.95, n - 1) * s / math.sqrt(n)  # noqa: E731
     for _ in range(spare):
-        priority = [
-            half(n, s) - half(n + 1, s) + math.sqrt(math.log(1 + sum(now)) / n) for n, s in zip(now, spreads)
-        ]
+        priority = [half(n, s) - half(n + 1, s) + math.sqrt(math.log(1 + sum(now)) / n) for n, s in zip(now, spreads)]
         best = int(np.argmax(priority))
         now[best] += 1
         given_[best] += 1

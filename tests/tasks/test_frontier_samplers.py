@@ -93,7 +93,15 @@ def test_frontier_samplers_prefer_tasks_with_mixed_outcomes(name):
 
 
 def test_nonsense_is_refused():
-    for spec in ("vade,pool=0", "vade,fast=2", "fg_expo,width=0", "vade,poool=3", "vad", "sets,weights=a/b", "craft,review=1"):
+    for spec in (
+        "vade,pool=0",
+        "vade,fast=2",
+        "fg_expo,width=0",
+        "vade,poool=3",
+        "vad",
+        "sets,weights=a/b",
+        "craft,review=1",
+    ):
         with pytest.raises(SettingError):
             piece("sampler", spec).open(STREAM)
 

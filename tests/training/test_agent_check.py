@@ -31,7 +31,9 @@ def check(tmp_path, monkeypatch, name, **values):
 def test_a_good_agent_has_no_problems_and_what_was_tried_is_told(tmp_path, monkeypatch):
     report = check(tmp_path, monkeypatch, "solve")
     assert report.ok, report.text()
-    assert "policy oracle: 0 failed, mean reward 1.00" in report.text() and "the same calls and rewards" in report.text()
+    assert (
+        "policy oracle: 0 failed, mean reward 1.00" in report.text() and "the same calls and rewards" in report.text()
+    )
     assert "(100.0%) continued token for token" in report.text()
 
 

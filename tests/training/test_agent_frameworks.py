@@ -43,8 +43,12 @@ def test_an_agent_of_another_package_trains_with_its_code_unchanged(example, pac
 
 
 def test_an_agent_in_this_process_repeats_and_resumes_bit_for_bit(tmp_path):
-    whole = api.train(env="guess", agent=solve, out=str(tmp_path), name="whole", **{**SMALL, "steps": 3, "checkpoint_every": 1})
-    again = api.train(env="guess", agent=solve, out=str(tmp_path), name="again", **{**SMALL, "steps": 3, "checkpoint_every": 1})
+    whole = api.train(
+        env="guess", agent=solve, out=str(tmp_path), name="whole", **{**SMALL, "steps": 3, "checkpoint_every": 1}
+    )
+    again = api.train(
+        env="guess", agent=solve, out=str(tmp_path), name="again", **{**SMALL, "steps": 3, "checkpoint_every": 1}
+    )
     assert same(weights(whole), weights(again))
     asked = []
 
@@ -55,7 +59,9 @@ def test_an_agent_in_this_process_repeats_and_resumes_bit_for_bit(tmp_path):
         await solve(task, client)
 
     with pytest.raises(RunStopped):
-        api.train(env="guess", agent=stops, out=str(tmp_path), name="cut", **{**SMALL, "steps": 3, "checkpoint_every": 1})
+        api.train(
+            env="guess", agent=stops, out=str(tmp_path), name="cut", **{**SMALL, "steps": 3, "checkpoint_every": 1}
+        )
     resumed = api.resume(str(tmp_path / "cut"), agent=solve, quiet=True)
     assert same(weights(whole), weights(resumed))
     assert resumed["exactness"]["continued_share"] == 1.0

@@ -22,7 +22,14 @@ def test_counts_of_calls_restarts_and_tokens():
     found = certificate(
         [
             episode({"opening": 1.0, "continued": 3.0, "interleaved": 1.0, "sub-agent": 1.0}),
-            episode({"opening": 1.0, "template": 1.0, "differs/template": "at token 4: recorded 'a', now 'b'", "retries": 2.0}),
+            episode(
+                {
+                    "opening": 1.0,
+                    "template": 1.0,
+                    "differs/template": "at token 4: recorded 'a', now 'b'",
+                    "retries": 2.0,
+                }
+            ),
             episode({}, Status.FAILED, sampled=5, trained=False, reason="the agent did not end"),
         ]
     )

@@ -52,7 +52,9 @@ def test_the_estimate_of_a_simulated_run_is_within_a_tenth_whatever_the_stalenes
     real = asynchronous(steps, ahead, latency, update)
     settings = Settings(steps=steps, eval_tasks=0, staleness=ahead)
     expected = estimate(settings, {}, real[:taken], tasks=0)
-    wait = max(0.0, latency - ahead * update)  # of one step in ahead + 1: the run may end just before one, or just after
+    wait = max(
+        0.0, latency - ahead * update
+    )  # of one step in ahead + 1: the run may end just before one, or just after
     assert expected["seconds_of_run"] == pytest.approx(sum(real), rel=0.1, abs=wait)
 
 

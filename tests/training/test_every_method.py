@@ -56,7 +56,9 @@ def test_steps_and_a_crash_between_them(name, initial):
     if isinstance(recipe.control, CriticsFirst):  # three steps are too few for a whole warm-up
         recipe = replace(recipe, control=replace(recipe.control, warm=1))
     learner, objective = make(initial, recipe)
-    groups = [sampled_by(learner, records_of(shape, seed, asks=recipe.requirements)) for seed, shape in enumerate(SHAPES)]
+    groups = [
+        sampled_by(learner, records_of(shape, seed, asks=recipe.requirements)) for seed, shape in enumerate(SHAPES)
+    ]
     for step, batch in enumerate(groups):
         metrics = update_policy(learner, recipe, batch, step, objective)
         assert metrics["skipped"] == 0 and metrics["loss"] == metrics["loss"]

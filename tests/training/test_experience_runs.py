@@ -55,7 +55,9 @@ def test_what_the_environment_cannot_do_is_refused_with_the_reason(env, named, w
         api.train(**{**SMALL, "env": env}, **named, out=str(tmp_path))
 
 
-@pytest.mark.parametrize("named", [{"guidance": "xrpo"}, {"guidance": "ghpo"}, {"budget": "dart"}, {"strategy": "arpo"}])
+@pytest.mark.parametrize(
+    "named", [{"guidance": "xrpo"}, {"guidance": "ghpo"}, {"budget": "dart"}, {"strategy": "arpo"}]
+)
 def test_what_an_agent_of_its_own_cannot_take_is_refused(named, tmp_path):
     async def agent(task, client):
         return 0.0

@@ -16,7 +16,7 @@ import pytest
 from turnwise import environments
 from turnwise.cli.main import main
 from turnwise.environments.builtin.guess import Guess
-from turnwise.store.checkpoint import latest_step
+from turnwise.store.rundir import RunDir
 from turnwise.training import evaluate
 from turnwise.training.interrupt import RunStopped, StopSignals, in_background, run_async
 
@@ -38,7 +38,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path, number):
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    step = latest_step(tmp_path / "run" / "checkpoints")
+    step = RunDir(tmp_path / "run").step
     assert step >= 2
     assert f"stopped at step {step}, with a checkpoint" in errors and f"turnwise resume {tmp_path / 'run'}" in errors
     assert "Traceback" not in errors
@@ -50,7 +50,9 @@ def test_a_second_signal_does_not_wait_for_work_in_the_background():
 
     def endless() -> None:
         main = threading.main_thread().ident
-        while sys._current_frames()[main].f_code.co_name != "select":  # the event loop waits: this thread is fully started
+        while (
+            sys._current_frames()[main].f_code.co_name != "select"
+        ):  # the event loop waits: this thread is fully started
             time.sleep(0.001)
         for number in (signal.SIGTERM, signal.SIGINT):  # two of a kind could be delivered as one
             signal.pthread_kill(main, number)
@@ -88,9 +90,14 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_a_process_whose_update_goes_on_ends_with_the_signals_code(tmp_path):
     command = [sys.executable, "-c", COMPUTES_FOR_EVER, "train", *ARGUMENTS, "--staleness", "1", "--out", str(tmp_path)]
-    ended = subprocess.run([*command, "--name", "run"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, timeout=300)
+    ended = subprocess.run(
+        [*command, "--name", "run"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, timeout=300
+    )
     assert ended.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-    assert ended.stderr.endswith(f"`turnwise resume {tmp_path / 'run'}` continues it\n") and "Traceback" not in ended.stderr
+    assert (
+        ended.stderr.endswith(f"`turnwise resume {tmp_path / 'run'}` continues it\n")
+        and "Traceback" not in ended.stderr
+    )
 
 
 def test_outside_a_step_a_signal_stops_at_once():

@@ -87,7 +87,9 @@ def test_the_learner_of_a_cluster_is_checked_without_the_generators_that_are_els
     assert memory.memory_plan(far, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)).samplers == 0
     served = Settings(model=model, generator=("http://127.0.0.1:1",), dtype="bfloat16", micro_batch_tokens=4096)
     assert memory.memory_plan(served, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)).samplers == 0
-    assert memory.cache_room(memory.memory_plan(served, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)), 0) == 0
+    assert (
+        memory.cache_room(memory.memory_plan(served, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)), 0) == 0
+    )
     machine(monkeypatch, host=200 * GIB)
     check_memory(Settings(model=model, cluster="10.0.0.5:6379,generators=4", context=512), grpo, LlamaConfig(**EIGHT_B))
     near = Settings(model=model, cluster="local,generators=4", context=512)

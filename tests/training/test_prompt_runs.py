@@ -54,7 +54,20 @@ def trajectories(run: str) -> list:
 
 @pytest.mark.slow
 def test_a_command_trains_on_prompts(folder, capsys):
-    flags = ["--groups", "2", "--group-size", "4", "--eval-tasks", "4", "--cold-steps", "3", "--hidden", "32", "--threads", "1"]
+    flags = [
+        "--groups",
+        "2",
+        "--group-size",
+        "4",
+        "--eval-tasks",
+        "4",
+        "--cold-steps",
+        "3",
+        "--hidden",
+        "32",
+        "--threads",
+        "1",
+    ]
     words = ["train", "--data", "sums.jsonl", "--reward", "mine.py:score", "--reward", "0.5*mine.py:length", *flags]
     assert main([*words, "--steps", "2", "--max-tokens", "4", "--json"]) == 0
     out = capsys.readouterr()
@@ -77,10 +90,20 @@ def test_objects_given_in_python(folder):
 
     heard = []
     summary = train(
-        lambda kind, facts: heard.append(facts.get("text", "")), data=SUMS, reward=[mine, (0.5, "exact")], out="runs", **SMALL
+        lambda kind, facts: heard.append(facts.get("text", "")),
+        data=SUMS,
+        reward=[mine, (0.5, "exact")],
+        out="runs",
+        **SMALL,
     )
-    assert seen and summary["success_after"]["tasks"] == 4 and set(summary["success_after"]["rewards"]) == {"mine", "exact"}
-    assert any("cannot be killed" in text for text in heard) and any("in a process of its own" in text for text in heard)
+    assert (
+        seen
+        and summary["success_after"]["tasks"] == 4
+        and set(summary["success_after"]["rewards"]) == {"mine", "exact"}
+    )
+    assert any("cannot be killed" in text for text in heard) and any(
+        "in a process of its own" in text for text in heard
+    )
     files = list(Path("runs").glob("rows-*.jsonl"))
     assert len(files) == 1 and len(files[0].read_text().splitlines()) == len(SUMS)
 
@@ -97,7 +120,15 @@ def test_a_stopped_run_is_resumed_with_the_same_rows_and_function(folder):
     def mine(completion, answer):
         return float(completion == answer)
 
-    settings = {**SMALL, "steps": 3, "checkpoint_every": 1, "data": "sums.jsonl", "reward": mine, "out": "runs", "name": "a"}
+    settings = {
+        **SMALL,
+        "steps": 3,
+        "checkpoint_every": 1,
+        "data": "sums.jsonl",
+        "reward": mine,
+        "out": "runs",
+        "name": "a",
+    }
     with pytest.raises(Stop):
         train(stop_after_one, **settings)
     with pytest.raises(SettingError, match=r"resume\(run, reward=...\)"):
@@ -159,7 +190,10 @@ REFUSED = [
     ({}, "neither completions nor pairs; write --reward"),
     ({"eval_data": "sums.jsonl"}, "eval_data is given without"),
     ({"data": "", "env": "prompts"}, "write --data FILE and --reward"),
-    ({"reward": "exact", "data": [{"prompt": "a"}, {"prompt": "b"}]}, "requires 'answer', and no row has such a column"),
+    (
+        {"reward": "exact", "data": [{"prompt": "a"}, {"prompt": "b"}]},
+        "requires 'answer', and no row has such a column",
+    ),
     ({"reward": "regex:pattern=a", "data": [{"prompt": "a"}, {"prompt": "b"}]}, "the tiny model knows no language"),
 ]
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from turnwise.store.rundir import RunDir
-from turnwise.training import resume_changes
-from turnwise.training.resume_changes import STARTED, changes_since_start
+from turnwise.training import resume
+from turnwise.training.resume import STARTED, changes_since_start
 
 MACHINE = {"device": "cpu", "threads": 2}
 
@@ -39,8 +39,8 @@ def test_an_edited_setting_is_told_once_with_both_values(run_dir):
 
 
 def test_threads_device_and_packages_are_told(run_dir, monkeypatch):
-    versions = resume_changes.installed_versions()
-    monkeypatch.setattr(resume_changes, "installed_versions", lambda: {**versions, "torch": "9.9"})
+    versions = resume.installed_versions()
+    monkeypatch.setattr(resume, "installed_versions", lambda: {**versions, "torch": "9.9"})
     told = changes_since_start(run_dir, {"device": "cuda", "threads": 1})
     assert [text.split(" was ")[0] for text in told] == ["device", "threads", "torch"]
     assert "threads was 2 when the run was last started and is 1 now" in told[1]

@@ -7,7 +7,7 @@ import pytest
 from turnwise.errors import SettingError, StoreError
 from turnwise.store.rundir import RunDir
 from turnwise.store.sealed import write_sealed
-from turnwise.training.run_files import check_files, require_first_result
+from turnwise.training.resume import check_files, require_file
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def trained(run_dir, step=4):
 
 def test_a_first_start_needs_nothing(run_dir):
     check_files(run_dir, {"rows.jsonl": "abc"})
-    require_first_result(run_dir, run_dir.path / "evaluation_before.json")
+    require_file(run_dir, run_dir.path / "evaluation_before.json", "lost")
     with pytest.raises(SettingError, match=r"rows.jsonl has changed since this run began"):
         check_files(run_dir, {"rows.jsonl": "abd"})
 
@@ -38,10 +38,10 @@ def test_a_trained_run_without_its_ledger(run_dir):
 def test_the_result_before_training_is_not_measured_after_it(run_dir):
     path = run_dir.path / "evaluation_before.json"
     trained(run_dir)
-    with pytest.raises(StoreError, match="what the model achieved before training cannot be measured any more"):
-        require_first_result(run_dir, path)
+    with pytest.raises(StoreError, match=r"evaluation_before.json is missing.* step 4: it cannot be measured any more"):
+        require_file(run_dir, path, "it cannot be measured any more")
     write_sealed(path, {"summary": {}})
-    require_first_result(run_dir, path)
+    require_file(run_dir, path, "it cannot be measured any more")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"summary": 3}'])

@@ -37,7 +37,13 @@ def test_rewards_are_reported_everywhere(tmp_path, capsys):
     assert before["success"] is None and "reward" in after and set(after["rewards"]) == {"digit", "short"}
     rows = measures(before, after)
     assert not [name for name in rows if name.startswith("success")]
-    assert list(rows)[:5] == ["reward", "reward, difficulty 1", "reward, difficulty 2", "reward: digit", "reward: short"]
+    assert list(rows)[:5] == [
+        "reward",
+        "reward, difficulty 1",
+        "reward, difficulty 2",
+        "reward: digit",
+        "reward: short",
+    ]
     steps = read_rows(tmp_path / "run" / "metrics.jsonl")
     trained = [row for row in steps if "loss" in row]
     assert all(row["reward/mean"] == row["reward"] and "reward/digit" in row for row in trained)
@@ -52,7 +58,11 @@ def test_rewards_are_reported_everywhere(tmp_path, capsys):
     ("env", "settings", "words"),
     [
         ("Flat", {}, "no group had two different rewards in three steps (mean reward 0.5)"),
-        ("Paying", {"max_tokens": 1, "cold_steps": 0}, "of the turns were cut at 1 tokens; write a larger --max-tokens"),
+        (
+            "Paying",
+            {"max_tokens": 1, "cold_steps": 0},
+            "of the turns were cut at 1 tokens; write a larger --max-tokens",
+        ),
         ("Sometimes", {}, "ValueError: an even length"),
         ("Excessive", {"cold_steps": 8, "cold_lr": 0.01}, "e+30"),
     ],

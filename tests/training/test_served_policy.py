@@ -112,7 +112,11 @@ def test_a_flaky_server_costs_nothing_but_time():
 
     def flaky(body):
         attempts[body["seed"]] += 1
-        return {1: (429, {}), 2: None, 3: (500, {})}.get(attempts[body["seed"]]) if attempts[body["seed"]] < 4 else oracle(body)
+        return (
+            {1: (429, {}), 2: None, 3: (500, {})}.get(attempts[body["seed"]])
+            if attempts[body["seed"]] < 4
+            else oracle(body)
+        )
 
     result = evaluated(ChatStub(flaky), env="lookup", eval_tasks=6)
     assert result["success"] == 1 and result["failed"] == 0
@@ -235,7 +239,9 @@ def turn(content: str, *calls: tuple[str, str]) -> tuple[Action, str]:
 
 def kept(*roles: str) -> list[dict[str, str]]:
     """Messages of a dialogue; the model's own have the text of ``turn``."""
-    return [{"role": role, "content": "as kept" if role == "assistant" else f"{role} {n}"} for n, role in enumerate(roles)]
+    return [
+        {"role": role, "content": "as kept" if role == "assistant" else f"{role} {n}"} for n, role in enumerate(roles)
+    ]
 
 
 def test_every_reply_names_its_call():

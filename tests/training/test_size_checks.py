@@ -13,14 +13,21 @@ from turnwise.models.tiny import tiny_config, tiny_model
 from turnwise.training.size_checks import RANKS_PER_CORE, check_adapter_rank, check_rank_cores
 
 LLAMA = LlamaConfig(
-    vocab_size=64, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=1
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    num_hidden_layers=1,
 )
 
 
 def test_more_ranks_than_cores_can_serve_are_refused(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
     check_rank_cores(Settings(ranks=2 * RANKS_PER_CORE), "cpu")
-    with pytest.raises(SettingError, match=r"ranks is 64, and this machine has 2 processor cores.*write --ranks 2 or fewer"):
+    with pytest.raises(
+        SettingError, match=r"ranks is 64, and this machine has 2 processor cores.*write --ranks 2 or fewer"
+    ):
         check_rank_cores(Settings(ranks=64), "cpu")
     check_rank_cores(Settings(ranks=64), "cuda")
     check_rank_cores(Settings(ranks=64, cluster="local"), "cpu")
@@ -28,7 +35,9 @@ def test_more_ranks_than_cores_can_serve_are_refused(monkeypatch):
 
 def test_an_adapter_is_no_wider_than_the_narrowest_weight():
     check_adapter_rank(Settings(lora_rank=16), LLAMA)  # two heads of 8 keys
-    with pytest.raises(SettingError, match=r"lora_rank is 17, and the narrowest weights .* are 16 wide.*--lora-rank 16"):
+    with pytest.raises(
+        SettingError, match=r"lora_rank is 17, and the narrowest weights .* are 16 wide.*--lora-rank 16"
+    ):
         check_adapter_rank(Settings(lora_rank=17), LLAMA)
     with pytest.raises(SettingError, match=r"are 96 wide.*write --lora-rank 16"):
         check_adapter_rank(Settings(lora_rank=99999, hidden=192))

@@ -181,6 +181,9 @@ def test_nothing_is_sampled_that_is_not_trained_on_or_dropped(limit, late, count
 
 def test_late_groups_are_seen_in_each_of_the_three():
     """Or the properties above would hold for nothing."""
-    runs = {late: Simulated(StalenessPolicy(2, late), 3, 40, random.Random(4), 0.3, 0.2).run() for late in (WAIT, DROP, KEEP)}
+    runs = {
+        late: Simulated(StalenessPolicy(2, late), 3, 40, random.Random(4), 0.3, 0.2).run()
+        for late in (WAIT, DROP, KEEP)
+    }
     assert runs[DROP].evicted > 5 and max(runs[KEEP].ages) > 2 and max(runs[WAIT].ages) == 2
     assert runs[WAIT].clock > 1.5 * runs[DROP].clock, "waiting takes time"

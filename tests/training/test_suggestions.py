@@ -52,7 +52,15 @@ def test_a_trained_copy_of_the_tiny_model_keeps_its_settings(folder):
 
 @pytest.mark.parametrize(
     ("parameters", "lora", "rate"),
-    [(50e6, 0, 5e-5), (135e6, 0, 1e-5), (600e6, 8, 1e-4), (7e9, 0, 2e-6), (70e9, 0, 1e-6), (70e9, 16, 1e-5), (0, 0, 1e-5)],
+    [
+        (50e6, 0, 5e-5),
+        (135e6, 0, 1e-5),
+        (600e6, 8, 1e-4),
+        (7e9, 0, 2e-6),
+        (70e9, 0, 1e-6),
+        (70e9, 16, 1e-5),
+        (0, 0, 1e-5),
+    ],
 )
 def test_the_learning_rate_follows_the_size(parameters, lora, rate):
     found = suggest({"lora_rank": lora}, ModelFacts(int(parameters)), LOOKUP)[0]
@@ -97,7 +105,12 @@ def test_facts_are_read_without_the_weights(folder, tmp_path):
     parameters=st.integers(0, 10**12),
     positions=st.integers(0, 10**6),
     given_values=st.fixed_dictionaries(
-        {}, optional={"context": st.integers(1, 10**5), "max_tokens": st.integers(1, 10**5), "lora_rank": st.integers(0, 64)}
+        {},
+        optional={
+            "context": st.integers(1, 10**5),
+            "max_tokens": st.integers(1, 10**5),
+            "lora_rank": st.integers(0, 64),
+        },
     ),
 )
 def test_what_is_suggested_is_valid_and_fits_the_model(parameters, positions, given_values):

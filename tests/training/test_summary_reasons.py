@@ -8,7 +8,7 @@ from turnwise.config.settings import Settings
 from turnwise.rewards.judge import Verdict, as_text
 from turnwise.rewards.verdict_cache import StoredVerdicts, VerdictCache
 from turnwise.store.rundir import RunDir
-from turnwise.training.judges import CACHE
+from turnwise.training.rewards import CACHE
 from turnwise.training.summary import RunSummary
 
 BEFORE = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "5"}]
@@ -28,7 +28,9 @@ def test_the_judges_reasons_and_named_rewards_stand_under_each_transcript(tmp_pa
     with contextlib.closing(VerdictCache(tmp_path / CACHE)) as cache:
         verdicts = {as_text(BEFORE): Verdict(0.0, "five is\n# wrong"), as_text(AFTER): Verdict(1.0, "four is right")}
         cache.store("q", StoredVerdicts(verdicts))
-    said = written(tmp_path, row(BEFORE, 0.0, rewards={"judge": 0.0}), row(AFTER, 1.0, rewards={"judge": 1.0, "short": 0.5}))
+    said = written(
+        tmp_path, row(BEFORE, 0.0, rewards={"judge": 0.0}), row(AFTER, 1.0, rewards={"judge": 1.0, "short": 0.5})
+    )
     first, second = said.split("## After RL")
     assert "- reward judge: 0\n" in first and "the judge: five is" in first and "\n# wrong" not in first
     assert "- reward judge: 1\n- reward short: 0.5\n- the judge: four is right" in second

@@ -55,7 +55,9 @@ def demos_with(family: str, **settings):
     return renderer, demonstrations(tasks, spec.make, renderer, EpisodeLimits(turns=8, context=10**6), "oracle")
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mistral_v1", "mistral_v3", "phi3", "llama3", "gpt-oss", "glm", "qwen2.5"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "mistral_v1", "mistral_v3", "phi3", "llama3", "gpt-oss", "glm", "qwen2.5"]
+)
 def test_demonstrations_keep_their_tool_calls(family):
     """A template that refuses the role tool made all of them fail: "0 % succeed"."""
     renderer, demos = demos_with(family)
@@ -85,7 +87,9 @@ ROW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["qwen3_coder", "llama3", "kimi", "gpt-oss", "magistral", "deepseek_v31", "qwen2.5", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_coder", "llama3", "kimi", "gpt-oss", "magistral", "deepseek_v31", "qwen2.5", "gemma2"]
+)
 def test_rows_with_tool_calls_are_written_as_the_model_writes_them(family, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROW) + "\n")

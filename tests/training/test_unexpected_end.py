@@ -19,7 +19,7 @@ from turnwise.store.lock import ProcessLock
 from turnwise.store.resume import IssuedGroup, ResumePlan
 from turnwise.store.rundir import RunDir
 from turnwise.training import api
-from turnwise.training.unexpected_end import lock_run, resume_messages
+from turnwise.training.resume import resume_messages
 
 NOTHING = ResumePlan((), (), ())
 GROUP = IssuedGroup("g1", Task("guess", 1), 3, 3)
@@ -64,8 +64,8 @@ def test_a_forked_child_does_not_empty_the_lock_of_its_parent(tmp_path):
 
 
 def test_a_run_in_use_is_refused_before_anything_is_loaded(run_dir):
-    with lock_run(run_dir), pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
-        lock_run(run_dir)
+    with ProcessLock(run_dir.lock), pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
+        ProcessLock(run_dir.lock)
 
 
 def test_a_first_start_and_an_orderly_stop_tell_nothing(run_dir):
@@ -130,7 +130,9 @@ def test_a_killed_run_tells_so_once(tmp_path):
     api.resume(tmp_path / "run", listen, steps=done + 1)
     told = [text for text in texts if "did not end by itself" in text]
     assert len(told) == 1 and f"its process {process.pid}" in told[0] and f"its last step was {done}, at" in told[0]
-    where = [int(found[1]) for text in texts if (found := re.match(r"it continues from the checkpoint of step (\d+);", text))]
+    where = [
+        int(found[1]) for text in texts if (found := re.match(r"it continues from the checkpoint of step (\d+);", text))
+    ]
     assert len(where) == 1 and 3 <= where[0] <= done, "of step 3, or of a later one on a slow machine"
     recorded = (tmp_path / "run" / "messages.jsonl").read_text()
     assert "did not end by itself" in recorded

@@ -9,7 +9,7 @@ from turnwise.config.convert import convert
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError
 from turnwise.inspector.status.text import _component
-from turnwise.observe.message_log import MessageLog
+from turnwise.observe.trackers import MessageLog
 from turnwise.training.events import RunEvents, silent
 from turnwise.training.remote_generators import make_replicas
 from turnwise.training.run_facts import ServerFacts

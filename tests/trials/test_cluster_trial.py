@@ -66,7 +66,9 @@ def test_a_draw_that_was_undone_and_never_issued_again_is_seen(tmp_path):
 @pytest.mark.parametrize("after_the_last_step", [False, True])
 def test_an_undone_draw_is_owed_while_steps_follow(after_the_last_step, tmp_path):
     run = write_run(tmp_path)
-    with sqlite3.connect(run / "ledger.sqlite") as database:  # draw 5 is undone, and a later one was trained in its place
+    with sqlite3.connect(
+        run / "ledger.sqlite"
+    ) as database:  # draw 5 is undone, and a later one was trained in its place
         (end,) = database.execute("SELECT max(trained_at) FROM groups").fetchone()
         database.execute("UPDATE groups SET id = '1000' WHERE id = '5'")
         database.execute(

@@ -38,7 +38,12 @@ def clip(x: float, low: int = 0) -> float:
 def test_every_kind_of_fault_is_made_and_nothing_else():
     made = mutants(SOURCE, "algebra/piece.py")
     found = {(m.operator, m.function, m.before, m.after) for m in made}
-    assert ("comparison", "clip", "x < low", "x <= low") in found and ("comparison", "clip", "x < low", "x >= low") in found
+    assert ("comparison", "clip", "x < low", "x <= low") in found and (
+        "comparison",
+        "clip",
+        "x < low",
+        "x >= low",
+    ) in found
     assert ("sign", "clip", "-x", "x") in found and ("min/max", "clip", "min(x, LIMIT)", "max(x, LIMIT)") in found
     assert ("dropped factor", "Piece.twice", "2 * self.scale", "self.scale") in found
     assert ("constant", "Piece", "3.0", "6.0") in found and ("off by one", "clip", "0", "1") in found
@@ -55,7 +60,9 @@ def test_a_change_reaches_functions_defaults_and_constants_that_were_imported(mo
     exec(SOURCE, module.__dict__)
     clip, piece = module.clip, module.Piece
     assert (clip(-1.0), clip(5.0), piece().twice) == (1.0, 2.0, 6.0)
-    transplant(module, SOURCE.replace("-x", "x").replace("LIMIT = 2.0", "LIMIT = 4.0").replace("= 3.0", "= 5.0").encode())
+    transplant(
+        module, SOURCE.replace("-x", "x").replace("LIMIT = 2.0", "LIMIT = 4.0").replace("= 3.0", "= 5.0").encode()
+    )
     assert (clip(-1.0), clip(5.0), piece().twice) == (-1.0, 4.0, 10.0)
     assert module.clip is clip and module.Piece is piece
 

@@ -1,7 +1,7 @@
 """Measures ``turnwise probe-reward`` on environments with a planted loophole and on sound ones.
 
-    python -m trials.rewards.measure                              play all (about half an hour), one row each
-    python -m trials.rewards.measure --write docs/probe-reward.md  the table of the page from the rows
+python -m trials.rewards.measure                              play all (about half an hour), one row each
+python -m trials.rewards.measure --write docs/probe-reward.md  the table of the page from the rows
 """
 
 from __future__ import annotations

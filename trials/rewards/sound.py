@@ -189,7 +189,9 @@ class LuckyPayout(OneAnswer):
 
     def step(self, action: Action) -> Step:
         step = super().step(action)
-        return Step(step.messages, step.reward, True, info={"success": step.info["success"], "rewards": {"pay": step.reward}})
+        return Step(
+            step.messages, step.reward, True, info={"success": step.info["success"], "rewards": {"pay": step.reward}}
+        )
 
     def oracle(self) -> Action:
         return text_action(str(self.number + 1))

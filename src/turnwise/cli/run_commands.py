@@ -57,7 +57,7 @@ def resume(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", help="the run directory")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    from turnwise.training.extend import CHANGEABLE
+    from turnwise.training.resume import CHANGEABLE
 
     for f in fields(Settings):  # every setting is parsed, so that one that cannot change is refused with the reason
         help_ = f"{f.metadata['help']} [as before]" if f.name in CHANGEABLE else argparse.SUPPRESS

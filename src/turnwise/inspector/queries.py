@@ -29,8 +29,7 @@ from turnwise.inspector.queries_rows import (
     TaskRow,
     TrajectoryRow,
 )
-from turnwise.observe.message_log import MESSAGES
-from turnwise.observe.trackers import read_rows
+from turnwise.observe.trackers import MESSAGES, read_rows
 from turnwise.store import queries as ledger_queries
 from turnwise.store import token_columns as columns
 from turnwise.store.database import Database

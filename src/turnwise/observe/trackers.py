@@ -1,48 +1,24 @@
-"""Trackers: a JSON-lines file, TensorBoard, and several trackers as one.
+"""What a run writes while it goes on: metrics as JSON lines, TensorBoard files and for tracking services, and its messages.
 
-Does not know what the numbers mean. Services that need an account are in ``tracker_services``.
+Does not know what a number or a message means. Weights & Biases, MLflow and Trackio are imported where they are asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.core.protocols import Tracker
-from turnwise.errors import StoreError
+from turnwise.core.protocols import Listener, Tracker
+from turnwise.errors import SettingError, StoreError, nearest
 from turnwise.observe.metric_names import finite_number
 
-
-class JsonLines:
-    """One line per call: ``{"step": 3, "time": 1700000000.0, "reward": 0.5}``. A value that is not finite becomes null.
-
-    ``resume=s`` first removes the lines of steps ≥ s, which the resumed run writes again, so that nothing is logged twice.
-    """
-
-    def __init__(self, path: str | Path, resume: int | None = None) -> None:
-        self.path = Path(path)
-        try:
-            drop_rows_from(self.path, resume)
-            self._file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise StoreError(f"cannot write metrics to {self.path}: {error}") from error
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        row = {
-            "step": step,
-            "time": round(time.time(), 3),
-            **{name: finite_number(value) for name, value in metrics.items()},
-        }
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+MESSAGES = "messages.jsonl"
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
@@ -66,42 +42,142 @@ def drop_rows_from(path: Path, resume: int | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return
-    rows = read_rows(path)
-    earlier = [row for row in rows if resume is None or row["step"] < resume]
+    earlier = [row for row in read_rows(path) if resume is None or row["step"] < resume]
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in earlier), encoding="utf-8")
     os.replace(temporary, path)
+
+
+# ---------------------------------------------------------------------- messages
+
+
+class MessageLog:
+    """Keeps the messages of a run, one line each, with the step at which they were told: a listener that records and passes on.
+    A text is written once, however often it is sent. Messages of steps after ``start`` are removed, since those steps are taken
+    again."""
+
+    def __init__(self, path: Path, listen: Listener, start: int = 0) -> None:
+        drop_rows_from(path, start + 1)
+        self.path, self.listen, self.step = path, listen, start
+        self.rows = read_rows(path)
+        self.earlier = len(self.rows)  # told before this process began
+
+    def __call__(self, event: str, facts: Mapping[str, Any]) -> None:
+        if event == "message" and not any(row.get("text") == facts["text"] for row in self.rows):
+            row = {"step": self.step, "time": round(time.time(), 3), **facts}
+            self.rows.append(row)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        elif event == "step" and facts.get("stage") == "learn":
+            self.step = int(facts["step"])
+        self.listen(event, facts)
+
+    @property
+    def last_values(self) -> dict[str, float]:
+        """The last number of each rule that was told."""
+        return {row["name"]: float(row["value"]) for row in self.rows if "name" in row and "value" in row}
+
+    @property
+    def warnings(self) -> list[dict[str, Any]]:
+        """What a report repeats: step and text of everything that is more than information, and what was told before a resume."""
+        rows = [({"earlier": True} if n < self.earlier else {}, row) for n, row in enumerate(self.rows)]
+        return [{"step": r["step"], "text": r["text"], **mark} for mark, r in rows if r.get("level", "info") != "info"]
+
+
+# ----------------------------------------------------------------------- metrics
+
+
+class JsonLines:
+    """One line per call: ``{"step": 3, "time": 1700000000.0, "reward": 0.5}``. A value that is not finite becomes null.
+
+    ``resume=s`` first removes the lines of steps ≥ s, which the resumed run writes again, so that nothing is logged twice.
+    """
+
+    def __init__(self, path: str | Path, resume: int | None = None) -> None:
+        self.path = Path(path)
+        try:
+            drop_rows_from(self.path, resume)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise StoreError(f"cannot write metrics to {self.path}: {error}") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {"step": step, "time": round(time.time(), 3)}
+        self._file.write(json.dumps(row | {name: finite_number(value) for name, value in metrics.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class TensorBoard:
     """Event files under ``directory``. ``resume=s`` tells TensorBoard to discard steps ≥ s."""
 
     def __init__(self, directory: str | Path, resume: int | None = None) -> None:
-        self._writer = _writer(str(directory), resume)
+        self._writer: Any = None
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                warnings.warn("no TensorBoard files are written: install tensorboardX to get them", stacklevel=2)
+                return
+        self._writer = SummaryWriter(str(directory), purge_step=resume)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._writer is None:
-            return
-        for name, value in metrics.items():
-            finite = finite_number(value)
-            if finite is not None:
-                self._writer.add_scalar(name, finite, step)
+        for name, value in _finite(metrics).items() if self._writer is not None else ():
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
 
-def _writer(directory: str, resume: int | None) -> Any:
+class Service:
+    """A tracking service: ``log`` and ``close`` of its library."""
+
+    def __init__(self, name: str, log: Callable[..., object], close: Callable[[], object]) -> None:
+        self.name, self._log, self.close = name, log, close
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._log(_finite(metrics), step=step)
+
+
+def _wandb(wandb: Any, project: str, name: str, settings: dict[str, Any]) -> Service:
+    # the name is the id, so that a resumed run continues in the same place
+    run = wandb.init(project=project, name=name, id=name, config=settings, resume="allow")
+    return Service("wandb", run.log, run.finish)
+
+
+def _mlflow(mlflow: Any, project: str, name: str, settings: dict[str, Any]) -> Service:
+    mlflow.set_experiment(project)
+    mlflow.start_run(run_name=name)
+    mlflow.log_params({key: str(value)[:500] for key, value in settings.items()})
+    return Service("mlflow", mlflow.log_metrics, mlflow.end_run)
+
+
+def _trackio(trackio: Any, project: str, name: str, settings: dict[str, Any]) -> Service:
+    trackio.init(project=project, name=name, config=settings, resume="allow")
+    return Service("trackio", trackio.log, trackio.finish)
+
+
+SERVICES: dict[str, Callable[[Any, str, str, dict[str, Any]], Tracker]] = {
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
+}
+
+
+def service(kind: str, project: str, name: str, settings: Mapping[str, Any]) -> Tracker:
+    """``service("wandb", "turnwise", "first-try", {...})``"""
+    if kind not in SERVICES:
+        raise SettingError(f"there is no tracker {kind!r}: {nearest(kind, SERVICES)}")
     try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            warnings.warn("no TensorBoard files are written: install tensorboardX to get them", stacklevel=3)
-            return None
-    return SummaryWriter(directory, purge_step=resume)
+        library = importlib.import_module(kind)
+    except ImportError as error:
+        raise SettingError(f"tracking with {kind} needs it installed: pip install 'turnwise[{kind}]'") from error
+    return SERVICES[kind](library, project, name, dict(settings))
 
 
 class Trackers:
@@ -128,4 +204,10 @@ class Trackers:
 
 
 def _report(tracker: Tracker, error: Exception) -> None:
-    warnings.warn(f"{type(tracker).__name__} failed and is no longer used: {error!r}", stacklevel=3)
+    name = getattr(tracker, "name", type(tracker).__name__)
+    warnings.warn(f"{name} failed and is no longer used: {error!r}", stacklevel=3)
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    numbers = {name: finite_number(value) for name, value in metrics.items()}
+    return {name: value for name, value in numbers.items() if value is not None}

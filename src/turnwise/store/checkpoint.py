@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,13 +28,13 @@ from safetensors.torch import load_file, save_file
 
 from turnwise.errors import StoreError
 from turnwise.store.atomic import atomic_write, remove, remove_temporaries
+from turnwise.store.rundir import CHECKPOINT_NAME
 from turnwise.store.shard_files import ShardSource, advice, read_index, read_whole_file, write_index
 from turnwise.store.state_tree import TENSOR, pack, unpack
 
 FORMAT, SHARDED = 1, 2  # all tensors in one file; one file for each process
 TENSORS = "tensors.safetensors"
 MANIFEST = "manifest.json"
-DIRECTORY_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ def checkpoints(directory: str | Path) -> list[Path]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    paths = [path for path in directory.iterdir() if DIRECTORY_NAME.fullmatch(path.name) and path.is_dir()]
+    paths = [path for path in directory.iterdir() if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(paths, key=_step_and_attempt, reverse=True)
 
 
@@ -125,16 +124,10 @@ def latest(directory: str | Path) -> Path | None:
     return None
 
 
-def latest_step(directory: str | Path) -> int:
-    """The step of the newest checkpoint, not verified; 0 if there is none."""
-    paths = checkpoints(directory)
-    return int(paths[0].name.removeprefix("step-").partition(".")[0]) if paths else 0
-
-
 def load_checkpoint(path: str | Path) -> Checkpoint:
     """Load one checkpoint or, given the directory of all of them, the newest valid one. Tensors are on the CPU."""
     path = Path(path)
-    if DIRECTORY_NAME.fullmatch(path.name):
+    if CHECKPOINT_NAME.fullmatch(path.name):
         return _read(path, _verified_manifest(path, advice(path)))
     newest = load_latest(path)
     if newest is None:
@@ -232,7 +225,7 @@ def _digest(file: Path) -> list[Any]:
 
 def _step_and_attempt(path: Path) -> tuple[int, int]:
     """``step-00000012.1`` is step 12, attempt 1."""
-    match = DIRECTORY_NAME.fullmatch(path.name)
+    match = CHECKPOINT_NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1]), int(match[2] or 0)
 

@@ -24,6 +24,7 @@ RELEASE_OF_FORMAT = {
     1: "0.1",
     2: "0.2",
 }  # the release that writes and reads each format; format 1 has no number in run.json
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # step, and the attempt that replaced an earlier one
 PACKAGES = ("turnwise", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -98,6 +99,16 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def step(self) -> int:
+        """The step of the newest checkpoint, not verified; 0: there is none."""
+        names = [path.name for path in self.checkpoints.glob("step-*") if path.is_dir()]
+        return max((int(match[1]) for name in names if (match := CHECKPOINT_NAME.fullmatch(name))), default=0)
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "run.lock"
 
     @property
     def model(self) -> Path:

@@ -19,11 +19,11 @@ from turnwise.training import dry_run as dry_running
 from turnwise.training.cluster.options import check_cluster
 from turnwise.training.env_spec import EnvSpec, chosen_for_model, resolve_settings
 from turnwise.training.events import silent
-from turnwise.training.extend import changed_settings, extend
 from turnwise.training.given_rows import name_rewards
 from turnwise.training.inputs import GivenObjects, RunInputs, collect_inputs
 from turnwise.training.interrupt import Result, StopSignals, in_event_loop
 from turnwise.training.preflight import check_at_once, check_with_recipe
+from turnwise.training.resume import changed_settings, extend
 
 if TYPE_CHECKING:
     from turnwise.recipes.recipe import Recipe
@@ -116,7 +116,7 @@ def resume(
         _launch().check_resumed(run_dir, new, own, given)
     message = ""
     if changes:
-        settings, message = extend(run_dir, settings, changes, _launch().run_dir_step(run_dir))
+        settings, message = extend(run_dir, settings, changes)
     with _listener(listen, quiet) as shown:
         return _run(lambda stop: _launch().continue_run(run_dir, settings, own, given, shown, stop, message))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +43,10 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits
 from turnwise.training.asynchronous_check import AsynchronousPolicyCheck
 from turnwise.training.cluster.options import ClusterOptions
-from turnwise.training.judges import FIRST_ERROR, POLICY, reward_model_folder
 from turnwise.training.opponents import Opponents
 from turnwise.training.remote_generators import OWN_PROCESS, make_remote_generator
 from turnwise.training.requirements import check_ranks
+from turnwise.training.rewards import FIRST_ERROR, POLICY, reward_model_folder
 from turnwise.training.size_checks import check_rank_devices
 
 FP8 = torch.float8_e4m3fn
@@ -71,6 +72,13 @@ def select_threads(settings: Settings) -> int:
     if settings.threads:
         return settings.threads
     return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else measured_threads()
+
+
+def describe_machine(settings: Settings, threads: int) -> dict[str, Any]:
+    """What results depend on in the last bits: the GPU, or the instruction set of the CPU, and the number of threads."""
+    device = select_device(settings)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {"device": device.type, "processor": f"{platform.machine()} {name}", "threads": threads}
 
 
 @contextlib.contextmanager

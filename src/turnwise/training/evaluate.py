@@ -23,9 +23,8 @@ from turnwise.store.rundir import RunDir
 from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.events import silent
 from turnwise.training.interrupt import RunStopped, StopSignals, run_async
-from turnwise.training.judges import CACHE, chained, check_reachable, open_judge
 from turnwise.training.preflight import check_device, check_model_name
-from turnwise.training.scoring import Decode, open_scorer
+from turnwise.training.rewards import CACHE, Decode, chained, check_reachable, open_judge, open_scorer
 from turnwise.training.served_policy import ServedPolicy, evaluate_served, failures
 
 SPLITS = ("held_out", "train")
@@ -126,7 +125,7 @@ def _scorers(
 ) -> Iterator[GroupScorer | None]:
     """Reward functions and judge of an evaluation. ``folder``: a run's, where the judge's verdicts are kept."""
     s = env_spec.settings
-    with open_scorer(s, env_spec.env_class, {}, decode) as functions, open_judge(s, policy, folder, listen) as judge:
+    with open_scorer(s, {}, decode) as functions, open_judge(s, policy, folder, listen) as judge:
         yield chained(functions, judge)
 
 

@@ -13,6 +13,7 @@ from turnwise.environments import GIVEN_OBJECT
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
 from turnwise.store.checkpoint import verify_model
+from turnwise.store.lock import ProcessLock
 from turnwise.store.rundir import RunDir
 from turnwise.training import engines
 from turnwise.training.events import RunEvents
@@ -23,7 +24,6 @@ from turnwise.training.plan import RunPlan, validate
 from turnwise.training.preflight import check_model_name
 from turnwise.training.run_watch import watched
 from turnwise.training.trainer import Trainer
-from turnwise.training.unexpected_end import lock_run
 
 
 def start_run(
@@ -43,7 +43,7 @@ def start_run(
     if s.cluster:
         return _on_cluster(run_dir, Settings.of(recorded), notes, listen, stop)
     events = RunEvents(listen)
-    with lock_run(run_dir), watched(run_dir.path, events, s.env, s.steps):
+    with ProcessLock(run_dir.lock), watched(run_dir.path, events, s.env, s.steps):
         return Trainer(plan, run_dir, events, threads, stop, notes).run()
 
 
@@ -92,13 +92,13 @@ def continue_run(
     events = RunEvents(listen)
     if message:
         updates = plan.recipe.control.updates
-        factor = engines.learner_settings(plan.settings, plan.recipe).lr_factor(run_dir_step(run_dir) * updates)
+        factor = engines.learner_settings(plan.settings, plan.recipe).lr_factor(run_dir.step * updates)
         events.message(f"{message}; the next step has the learning rate {settings.lr * factor:.3g}")
     if run_dir.summary.is_file():
         return Trainer(plan, run_dir, events, plan.settings.threads, stop).run()
     if settings.cluster and not here:
         return _on_cluster(run_dir, settings, notes, listen, stop)
-    with lock_run(run_dir) as lock, watched(run_dir.path, events, settings.env, settings.steps):
+    with ProcessLock(run_dir.lock) as lock, watched(run_dir.path, events, settings.env, settings.steps):
         return Trainer(plan, run_dir, events, plan.settings.threads, stop, notes, died=lock.left_by).run()
 
 
@@ -115,12 +115,6 @@ def learn(path: Path, notes: Sequence[str], listen: Listener, stop: StopSignals)
     run_dir = RunDir.open(path)
     settings = Settings.of(run_dir.metadata()["settings"])
     return continue_run(run_dir, settings, None, GivenObjects(), listen, stop, notes=notes, here=True)
-
-
-def run_dir_step(run_dir: RunDir) -> int:
-    from turnwise.store.checkpoint import latest_step
-
-    return latest_step(run_dir.checkpoints) or 0
 
 
 def free_name(settings: Settings) -> str:

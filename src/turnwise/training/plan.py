@@ -20,8 +20,8 @@ from turnwise.training import build, engines, requirements
 from turnwise.training.data_sources import DataSources
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.inputs import GivenObjects
-from turnwise.training.judges import with_rubric_text
 from turnwise.training.memory_check import check_memory
+from turnwise.training.rewards import with_rubric_text
 from turnwise.training.run_recipe import make_recipe
 from turnwise.training.size_checks import check_adapter_rank, check_rank_cores, check_rank_devices
 

@@ -19,16 +19,15 @@ from turnwise.errors import SettingError, nearest
 from turnwise.models.fetch import resolve
 from turnwise.models.hub import check_model
 from turnwise.models.options import TINY, is_tiny, split_options
-from turnwise.observe.tracker_services import SERVICES
+from turnwise.observe.trackers import SERVICES
 from turnwise.recipes import signatures
 from turnwise.rollout.parsers.table import check_name
 from turnwise.store.rundir import check_run_name
 from turnwise.training.cluster.options import check_cluster
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.inputs import OWN, GivenObjects
-from turnwise.training.judges import check_judge
 from turnwise.training.remote_generators import check_generators
-from turnwise.training.scoring import check_reward_functions
+from turnwise.training.rewards import check_judge, check_reward_functions
 
 if TYPE_CHECKING:
     from turnwise.recipes.recipe import Recipe

@@ -15,7 +15,7 @@ from turnwise.observe.report import transcript
 from turnwise.observe.trackers import read_rows
 from turnwise.rewards.verdict_cache import VerdictCache
 from turnwise.store.rundir import RunDir
-from turnwise.training.judges import CACHE
+from turnwise.training.rewards import CACHE
 
 LEFT_OUT = ("tokens",)  # of an evaluation: the summary's own "tokens" are those of training
 

@@ -27,15 +27,12 @@ from turnwise.evaluation.preference import NOT_EVALUATED, as_evaluation, rank_pa
 from turnwise.models.fetch import resolve
 from turnwise.models.options import is_tiny
 from turnwise.models.saving import save_lossless
-from turnwise.observe.message_log import MESSAGES, MessageLog
 from turnwise.observe.profile import PAGE, Profile
 from turnwise.observe.run_health import RunHealth, RunLimits
-from turnwise.observe.tracker_services import service
-from turnwise.observe.trackers import JsonLines, TensorBoard, Trackers
+from turnwise.observe.trackers import MESSAGES, JsonLines, MessageLog, TensorBoard, Trackers, service
 from turnwise.store.checkpoint import (
     discard_after,
     keep_newest,
-    latest_step,
     load_latest,
     save_checkpoint,
     save_model,
@@ -45,24 +42,22 @@ from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
 from turnwise.store.sealed import check_digest, read_object, read_sealed, write_sealed
 from turnwise.store.write_behind import WriteBehindLedger
-from turnwise.training import build, engines, memory, scoring
+from turnwise.training import build, engines, memory
 from turnwise.training.certificate import run_certificate
 from turnwise.training.cold_start import cold_start
 from turnwise.training.collector import Collector, StalenessPolicy
 from turnwise.training.events import RunEvents
 from turnwise.training.interrupt import RunStopped, StopSignals
-from turnwise.training.judges import chained, open_judge
 from turnwise.training.loop import CheckpointSchedule, Loop, frozen_gc
 from turnwise.training.model_card import adapter_folder, write_cards
 from turnwise.training.plan import RunPlan
-from turnwise.training.resume_changes import changes_since_start, describe_machine
-from turnwise.training.run_files import check_files, is_evaluated, require_first_result
+from turnwise.training.resume import changes_since_start, check_files, is_evaluated, require_file, resume_messages
+from turnwise.training.rewards import chained, describe_functions, open_judge, open_scorer
 from turnwise.training.seats import seat_plan
 from turnwise.training.staleness_notes import staleness_notes
 from turnwise.training.summary import RunSummary, evaluation_metrics
 from turnwise.training.task_feed import TaskFeed
 from turnwise.training.task_scores import score_tasks
-from turnwise.training.unexpected_end import resume_messages
 
 COLD_STEPS = 100
 
@@ -101,13 +96,12 @@ class Trainer:
                 raise RankFault(f"{fault}; {self._stopped_message()}") from fault
 
     def _stopped_message(self) -> str:
-        step, path = latest_step(self.run_dir.checkpoints), self.run_dir.path
+        step, path = self.run_dir.step, self.run_dir.path
         saved = f"at step {step}, with a checkpoint" if step else "before its first checkpoint"
         return f"stopped {saved}; `turnwise resume {path}` continues it"
 
     def _run(self) -> dict[str, Any]:
-        start = latest_step(self.run_dir.checkpoints) or 0
-        self.messages = MessageLog(self.run_dir.path / MESSAGES, self.events.listen, start)
+        self.messages = MessageLog(self.run_dir.path / MESSAGES, self.events.listen, self.run_dir.step)
         self.events.listen = self.messages
         notice = getattr(self.env_spec.env_class, "notice", None)
         if notice is not None:
@@ -117,7 +111,7 @@ class Trainer:
             columns = ", ".join(f"{name} ({n} rows)" for name, n in sorted(self.plan.data.rows.unused_columns.items()))
             text = f"these columns hold neither numbers nor short texts and are not read: {columns}"
             self.events.message(text, "warning")
-        machine = describe_machine(engines.select_device(self.settings), self.threads)
+        machine = engines.describe_machine(self.settings, self.threads)
         for text in changes_since_start(self.run_dir, machine):
             self.events.message(text, "warning")
         for text in self.notes:
@@ -145,12 +139,12 @@ class Trainer:
         self.paths = {"generator": generator.describe(), "learner": learner.describe()}
         for name, path in self.paths.items():
             self.events.message(f"{name}: {path}")
-        rewards = scoring.open_scorer(s, self.env_spec.env_class, self.plan.given.rewards, self.renderer.decode)
+        rewards = open_scorer(s, self.plan.given.rewards, self.renderer.decode)
         judging = open_judge(s, policy, self.run_dir.path, self.events.listen)
         with engines.closing(learner, generator), rewards as functions, judging as self.judge:
             self.scorer = chained(functions, self.judge)
             judge = [self.judge.describe()] if self.judge else []
-            for text in (*self.plan.data.messages(), *scoring.describe(functions), *judge):
+            for text in (*self.plan.data.messages(), *describe_functions(functions), *judge):
                 self.events.message(text)
             return self.stop.run_loop(self._learn(learner, generator, tokenizer))
 
@@ -327,7 +321,7 @@ class Trainer:
         s = self.settings
         tolerance = engines.policy_check_tolerance(s)
         limits = RunLimits(s.max_tokens, s.context, self.recipe.budget.size, s.temperature, s.lr, tolerance)
-        return RunHealth(limits, collector.dropped, self.messages.told)
+        return RunHealth(limits, collector.dropped, self.messages.last_values)
 
     def _trackers(self, start: int) -> Trackers:
         return Trackers(
@@ -371,7 +365,8 @@ class Trainer:
         path, ranking = (self.run_dir.path / f"{kind}_{when}.json" for kind in ("evaluation", "ranking"))
         for file, wanted in ((path, self.settings.eval_tasks), (ranking, self.held_out)):
             if wanted and when == "before":
-                require_first_result(self.run_dir, file)
+                # what is measured now would be taken for the untrained model's result
+                require_file(self.run_dir, file, "what the model achieved before training cannot be measured any more")
         if self.held_out and not ranking.is_file():
             write_sealed(ranking, rank_pairs(learner, self.held_out))
         if not self.settings.eval_tasks and not self.held_out:

@@ -15,8 +15,8 @@ from typing import Any
 
 from turnwise.errors import SettingError, StoreError
 from turnwise.store.atomic import write_json
-from turnwise.store.checkpoint import DIRECTORY_NAME, checkpoints, verify
-from turnwise.store.rundir import RunDir
+from turnwise.store.checkpoint import checkpoints, verify
+from turnwise.store.rundir import CHECKPOINT_NAME, RunDir
 
 KEPT_FILES = ("metrics.jsonl", "messages.jsonl", "sources.json", "evaluation_before.json", "ranking_before.json")
 KEPT_FOLDERS = ("initial",)
@@ -26,7 +26,7 @@ QUIET = {"trackers": [], "eval_every": 0, "profile": False}  # settings that cha
 def nearest_checkpoint(run: RunDir, step: int) -> tuple[int, Path | None]:
     """The newest valid checkpoint that contains at most ``step`` steps; (0, None) if the run must begin at its start."""
     for path in checkpoints(run.checkpoints):
-        match = DIRECTORY_NAME.fullmatch(path.name)
+        match = CHECKPOINT_NAME.fullmatch(path.name)
         if match is None or int(match[1]) > step:
             continue
         with contextlib.suppress(StoreError):  # a damaged one: an older one serves

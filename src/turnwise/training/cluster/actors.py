@@ -33,7 +33,6 @@ from turnwise.errors import RankFault, TurnwiseError
 from turnwise.serve.policy_host import PolicyHost
 from turnwise.serve.server import LOOPBACK, listen_on, serve_app, url_of
 from turnwise.store.atomic import write_json
-from turnwise.store.checkpoint import latest_step
 from turnwise.store.rundir import RunDir
 from turnwise.training.cluster.directory import find_actors
 from turnwise.training.cluster.names import ENVIRONMENT, GENERATOR
@@ -145,7 +144,7 @@ class LearnerActor:
         try:
             return self._stop.run_in_thread(self._work)
         except RankFault as fault:
-            saved = latest_step(RunDir(self._path).checkpoints) or 0
+            saved = RunDir(self._path).step
             if saved <= _step_of_death(self._path):
                 raise
             write_json(self._path / RANK_DEATH, {"step": saved})

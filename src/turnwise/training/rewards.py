@@ -1,32 +1,115 @@
-"""The judge of a run from its settings: a served model or the policy itself, its rubric, its cache. Imports no torch."""
+"""What scores the groups of a run besides its environment: reward functions over rows of a file or episodes, and a judge.
+
+Imports no torch: functions are loaded and a judge is reached before anything else is. Knows no method.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from turnwise.config.settings import Settings
 from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import GroupScorer, Listener
+from turnwise.core.records import Group
 from turnwise.engines.remote.chat_server import ChatServer, RetryPolicy, find_model
 from turnwise.engines.remote.transport import ServerAddress
+from turnwise.environments.base import overrides
 from turnwise.errors import ServerFault, SettingError
+from turnwise.rewards.functions import RewardFunction, RewardLimits, check_rewards, open_rewards
 from turnwise.rewards.judge import DEFAULT_RUBRIC
+from turnwise.rewards.spec import parse_rewards
 from turnwise.rewards.verdict_cache import VerdictCache
 from turnwise.rollout.first_error_scorer import FirstErrorScorer
 from turnwise.rollout.judge_scorer import JudgeScorer
+from turnwise.rollout.reward_scorer import FunctionScorer
 from turnwise.rollout.scoring import ScorerChain
 from turnwise.training.events import silent
 from turnwise.training.interrupt import run_async
+from turnwise.training.prompt_data import prompt_data, uses_prompts
 
+Decode = Callable[[Sequence[int]], str]
+TASK_COLUMNS = ("difficulty", "seed", "split")
 POLICY = "policy"  # the judge is the policy that is trained
 FIRST_ERROR = "first_error:"  # begins the value that names the folder of a reward model of first wrong steps
 CACHE = "judge.sqlite"
 FILE_ENDINGS = (".txt", ".md")
 PARALLEL = 16
 PROBE = ({"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "yes"})
+
+
+def chained(*scorers: GroupScorer | None) -> GroupScorer | None:
+    """Those scorers that exist, one after the other; None if there are none."""
+    present = tuple(scorer for scorer in scorers if scorer is not None)
+    return ScorerChain(present) if len(present) > 1 else next(iter(present), None)
+
+
+# ---------------------------------------------------------------- reward functions
+
+
+def _open_functions(settings: Settings, objects: Mapping[str, Callable[..., Any]]) -> tuple[RewardFunction, ...]:
+    limits = RewardLimits(settings.reward_seconds, settings.reward_memory)
+    return open_rewards(parse_rewards(settings.reward), limits, objects)
+
+
+def check_reward_functions(settings: Settings, env_class: type, objects: Mapping[str, Callable[..., Any]]) -> None:
+    """Load every reward function once, and refuse what cannot be called with the columns there are."""
+    if uses_prompts(settings.as_dict()):
+        columns = prompt_data(settings.as_dict()).columns
+    else:
+        columns = frozenset((*TASK_COLUMNS, *(("answer", "ground_truth") if overrides(env_class, "answer") else ())))
+    functions = _open_functions(settings, objects)
+    try:
+        check_rewards(functions, columns)
+    finally:
+        for function in functions:
+            function.close()
+
+
+@contextlib.contextmanager
+def open_scorer(
+    settings: Settings, objects: Mapping[str, Callable[..., Any]], decode: Decode
+) -> Iterator[FunctionScorer | None]:
+    """The reward functions of a run, and the weight of its environment's own reward; None if nothing is to be scored."""
+    rows = uses_prompts(settings.as_dict())
+    if not settings.reward and (rows or not settings.judge):
+        yield None  # beside a judge alone, the environment's own reward is still weighed
+        return
+    data = prompt_data(settings.as_dict()) if rows else None
+
+    def columns(group: Group) -> tuple[Any, Mapping[str, Any]]:
+        """The prompt that a function may ask for, and its columns: those of the row, or what is known of a task."""
+        if data is not None:
+            row = data.row(group.task)
+            return (row.prompt if isinstance(row.prompt, str) else list(row.prompt)), row.columns
+        answer = next((decode(t.answer) for t in group.trajectories if t.answer), None)
+        named = {} if answer is None else {"answer": answer, "ground_truth": answer}
+        return None, {**named, **{name: getattr(group.task, name) for name in TASK_COLUMNS}}
+
+    scorer = FunctionScorer(
+        _open_functions(settings, objects),
+        columns,
+        settings.reward_seconds,
+        None if rows else settings.env_reward_weight,
+        None if settings.reward_failure == "fail" else float(settings.reward_failure),
+    )
+    with contextlib.closing(scorer):
+        yield scorer
+
+
+def describe_functions(scorer: FunctionScorer | None) -> list[str]:
+    """How each reward function is called, for the log."""
+    where = "in this process, where a call that hangs cannot be killed", "in a process of its own"
+    return [
+        f"reward {f.spec.name}, weight {f.spec.weight:g}: {f.signature.describe()}, {where[not f.runs_here]}"
+        for f in (scorer.functions if scorer is not None else ())
+    ]
+
+
+# ----------------------------------------------------------------------- the judge
 
 
 def with_rubric_text(settings: Settings) -> Settings:
@@ -53,10 +136,9 @@ def read_rubric(text: str) -> str:
 
 def check_judge(settings: Settings) -> None:
     """Refuse a judge that cannot be reached, or that gives no verdict on a small example."""
-    if not settings.judge or settings.judge == POLICY:
-        return
     if settings.judge.startswith(FIRST_ERROR):
         reward_model_folder(settings)
+    if not _is_served(settings):
         return
     rubric = read_rubric(settings.judge_rubric)
 
@@ -82,8 +164,12 @@ def reward_model_folder(settings: Settings) -> Path:
 
 def check_reachable(settings: Settings) -> None:
     """Refuse a served judge that does not answer; asks for no verdict."""
-    if settings.judge and settings.judge != POLICY and not settings.judge.startswith(FIRST_ERROR):
+    if _is_served(settings):
         run_async(connect(settings, silent))
+
+
+def _is_served(settings: Settings) -> bool:
+    return bool(settings.judge) and settings.judge != POLICY and not settings.judge.startswith(FIRST_ERROR)
 
 
 async def connect(settings: Settings, listen: Listener) -> ChatServer:
@@ -115,9 +201,3 @@ def open_judge(
     rubric = read_rubric(settings.judge_rubric)
     with contextlib.closing(JudgeScorer(judge, rubric, settings.judge_mode, settings.judge_weight, cache)) as scorer:
         yield scorer
-
-
-def chained(*scorers: GroupScorer | None) -> GroupScorer | None:
-    """Those scorers that exist, one after the other; None if there are none."""
-    present = tuple(scorer for scorer in scorers if scorer is not None)
-    return ScorerChain(present) if len(present) > 1 else next(iter(present), None)
