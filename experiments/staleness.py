@@ -50,8 +50,7 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 def train(settings: dict[str, Any]) -> None:
     """Train with a generator whose weights are ``lag`` steps old."""
     from turnwise.engines.generator.generator import LocalGenerator
-    from turnwise.evaluation.evaluator import Evaluator
-    from turnwise.evaluation.metrics import Evaluation
+    from turnwise.evaluation.evaluator import Evaluation, Evaluator
     from turnwise.training import api, build, engines
 
     lag = int(settings.pop("lag"))

@@ -26,11 +26,11 @@ from turnwise.credit.action_values import ConservativeQError
 from turnwise.engines.generator.logit_shift import steered, with_value_rows
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import RecipeError, SettingError
-from turnwise.evaluation.metrics import Evaluation
+from turnwise.evaluation.evaluator import Evaluation
+from turnwise.evaluation.policy_metrics import reranked
 from turnwise.rollout.strategies import ValueSteered
 from turnwise.training import api
 from turnwise.training.loop import update_policy
-from turnwise.training.reranking import reranked
 
 SEEDS = st.integers(0, 10**6)
 UNIT = st.floats(0.0, 1.0)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.core.records import Status, Stop, Task, Trajectory, Turn
-from turnwise.evaluation.metrics import Evaluation, interval
+from turnwise.evaluation.evaluator import Evaluation, interval
 
 
 def played(reward, success=None, rewards=None, difficulty=1, n=0, **turn):

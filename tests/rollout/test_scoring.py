@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.core.records import Fork, Group, Status, Task, Trajectory, Turn
-from turnwise.evaluation.evaluator import scored
-from turnwise.evaluation.metrics import Evaluation
+from turnwise.evaluation.evaluator import Evaluation, scored
 from turnwise.rollout.scoring import RewardScore, ScorerChain, apply_scores, scorable, scored_play
 
 TASK = Task("test", 1)

@@ -17,7 +17,7 @@ from turnwise import environments
 from turnwise.cli.main import main
 from turnwise.environments.builtin.guess import Guess
 from turnwise.store.rundir import RunDir
-from turnwise.training import evaluate
+from turnwise.training import evaluation
 from turnwise.training.interrupt import RunStopped, StopSignals, in_background, run_async
 
 ARGUMENTS = [
@@ -213,7 +213,7 @@ def test_a_signal_ends_an_evaluation_and_says_what_is_kept(number, monkeypatch, 
 
 
 def test_an_evaluation_that_is_stopped_names_the_verdicts_it_keeps(tmp_path):
-    assert "kept" not in evaluate._stopped_message(str(tmp_path), "", "")
+    assert "kept" not in evaluation._stopped_message(str(tmp_path), "", "")
     (tmp_path / "judge.sqlite").touch()
-    assert f"kept in {tmp_path / 'judge.sqlite'}" in evaluate._stopped_message(str(tmp_path), "", "")
-    assert "kept" not in evaluate._stopped_message(str(tmp_path), "oracle", ""), "a scripted player's are in memory"
+    assert f"kept in {tmp_path / 'judge.sqlite'}" in evaluation._stopped_message(str(tmp_path), "", "")
+    assert "kept" not in evaluation._stopped_message(str(tmp_path), "oracle", ""), "a scripted player's are in memory"

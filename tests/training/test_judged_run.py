@@ -15,7 +15,7 @@ from turnwise.cli.main import main
 from turnwise.engines.remote import chat_server
 from turnwise.errors import ServerFault, SettingError
 from turnwise.training import api
-from turnwise.training.evaluate import evaluate_policy
+from turnwise.training.evaluation import evaluate_policy
 
 ENV = "tests.support.judged:Unpaid"
 SMALL = {

@@ -23,8 +23,7 @@ from turnwise.errors import ServerFault, SettingError
 from turnwise.rollout.chat_session import NO_REPLY, as_sent, read_text
 from turnwise.rollout.parsers.table import SYNTAXES
 from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.evaluate import evaluate_policy
-from turnwise.training.served_policy import ServedPolicy, evaluate_served
+from turnwise.training.evaluation import ServedPolicy, evaluate_policy, evaluate_served
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -206,13 +205,13 @@ def test_a_served_policy_needs_no_torch():
     import subprocess
     import sys
 
-    code = "import sys, turnwise.training.served_policy, turnwise.training.evaluate; sys.exit('torch' in sys.modules)"
+    code = "import sys, turnwise.training.evaluation, turnwise.training.evaluation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_run_beside_a_served_model(monkeypatch, capsys):
     """The served model plays the run's tasks; the two results stand side by side."""
-    from turnwise.training import evaluate as module
+    from turnwise.training import evaluation as module
 
     settings = resolve_settings({"env": "lookup", "eval_tasks": 4, "max_tokens": 5})
     monkeypatch.setattr(module, "select_policy", lambda run, overrides: (settings, Path("some/run/model")))

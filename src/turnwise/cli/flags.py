@@ -14,7 +14,7 @@ from turnwise.errors import SettingError, nearest
 from turnwise.recipes import signatures
 
 if TYPE_CHECKING:
-    from turnwise.training.served_policy import ServedPolicy
+    from turnwise.training.evaluation import ServedPolicy
 
 FEW_FLAGS = 12  # that many are listed in a message
 NO_FLAGS = {"method", "method_options", "credit_options"}  # settings that are given in another way
@@ -154,7 +154,7 @@ def add_policy_flags(parser: argparse.ArgumentParser) -> None:
 
 def served_policy(namespace: argparse.Namespace) -> ServedPolicy | None:
     """What the flags of :func:`add_policy_flags` say; None if no served model is named."""
-    from turnwise.training.served_policy import ServedPolicy
+    from turnwise.training.evaluation import ServedPolicy
 
     if not namespace.policy:
         if namespace.policy_model or namespace.policy_key_env:

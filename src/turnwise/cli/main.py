@@ -69,7 +69,7 @@ def evaluate(argv: Sequence[str]) -> int:
     add_settings(parser, DEFAULT_METHOD)
     parser.add_argument("--config", default="", metavar="FILE", help=CONFIG_HELP)
     namespace = parser.parse(argv)
-    from turnwise.training.evaluate import compare_policies, evaluate_policy
+    from turnwise.training.evaluation import compare_policies, evaluate_policy
 
     run, split, served = namespace.run, namespace.split, served_policy(namespace)
     file = read_config(namespace.config) if namespace.config else ConfigFile("")

@@ -16,8 +16,8 @@ from turnwise.core.protocols import Generator, GroupScorer, Learner, Session
 from turnwise.core.records import Sampling, Task, Trajectory
 from turnwise.engines.expert_routing import free_routing
 from turnwise.errors import SettingError
-from turnwise.evaluation.evaluator import Evaluator
-from turnwise.evaluation.metrics import Evaluation
+from turnwise.evaluation.evaluator import Evaluation, Evaluator
+from turnwise.evaluation.policy_metrics import exact_metrics, reranked
 from turnwise.models import loading
 from turnwise.models.fetch import resolve
 from turnwise.models.options import is_tiny, split_options
@@ -29,10 +29,8 @@ from turnwise.rollout.renderer import CHATML, Renderer
 from turnwise.rollout.scripted import scripted_messages
 from turnwise.training.agents import agent_play
 from turnwise.training.env_spec import EnvSpec
-from turnwise.training.exact_metrics import exact_metrics
 from turnwise.training.interrupt import run_async
 from turnwise.training.requirements import check_cold_start
-from turnwise.training.reranking import reranked
 from turnwise.training.seats import SeatPlan
 
 transformers_logging.disable_progress_bar()  # our own progress display is enough

@@ -29,7 +29,7 @@ from turnwise.serve.sessions import OpenEpisode, Sessions
 from turnwise.store.queries import EpisodeFacts
 from turnwise.training.certificate import certificate
 from turnwise.training.env_spec import EnvSpec
-from turnwise.training.evaluate import select_policy
+from turnwise.training.evaluation import select_policy
 
 TURNS = 10_000  # of a session
 MAX_SESSIONS = 4096  # open at the same time

@@ -23,7 +23,7 @@ from turnwise.data.mixing import GroupSource, Mixture
 from turnwise.data.offline_source import split_held_out
 from turnwise.errors import RankFault, ServerFault
 from turnwise.evaluation.evaluator import Evaluator
-from turnwise.evaluation.preference import NOT_EVALUATED, as_evaluation, rank_pairs
+from turnwise.evaluation.policy_metrics import NOT_EVALUATED, as_evaluation, rank_pairs
 from turnwise.models.fetch import resolve
 from turnwise.models.options import is_tiny
 from turnwise.models.saving import save_lossless
