@@ -42,7 +42,6 @@ THOROUGH = (  # whole files, by how their path begins: the oracles' own tests, s
     "engines/test_candidates", "environments/test_players", "examples/", "integrations/test_verl_fit",
     "training/test_interrupt", "training/test_killed_run", "tools/test_misbehaviour", "tools/test_python", "tools/test_escape",
     "tools/test_scratch", "tools/test_attacks",
-    "test_docs",
 )  # fmt: skip
 INTEGRATION = ("integrations/test_trl", "integrations/test_verl.py")
 NO_GPU = {"no GPU", "needs a GPU"}  # reasons to skip a test that only a GPU can run
