@@ -32,7 +32,7 @@ from typing import Any
 import scaling_model
 
 from turnwise.bench.pipeline import EpisodeLoad, Pipeline, TurnLoad, simulate
-from turnwise.config.staleness import staleness_setting, steps_ahead
+from turnwise.config.values import Staleness
 from turnwise.core.seeds import stable_seed
 from turnwise.environments.builtin.calculator import Calculator
 from turnwise.environments.builtin.lookup import Lookup
@@ -128,7 +128,7 @@ def projection() -> list[str]:
 
 def _projected(gpus: int, staleness: int | str) -> Pipeline:
     card, weights, groups = scaling_model.H200, scaling_model.B7, GROUPS
-    generators = learners = gpus // 2 if steps_ahead(staleness) else gpus
+    generators = learners = gpus // 2 if Staleness.parse(staleness).limit else gpus
     length = PROMPT + TURNS * TOKENS * math.exp(SPREAD**2 / 2)
     decode = lambda n: scaling_model.decode_step(weights, card, 1, max(1.0, n / generators), length / 2)  # noqa: E731
     ids = groups * SIZE * length
@@ -170,7 +170,7 @@ def run_name(kind: str, staleness: int | str) -> str:
 def late_mean(run: RunReader, name: str, staleness: int | str = 0) -> float:
     """The mean of a metric over the steady part of a run: without its first quarter, the steps whose episodes were all issued at
     its start, and the last steps, during which fewer and fewer episodes remain."""
-    values, k = [value for _, value in run.series(name)], steps_ahead(staleness)
+    values, k = [value for _, value in run.series(name)], Staleness.parse(staleness).limit
     return statistics.mean(values[max(len(values) // 4, k + 1) : len(values) - k])
 
 
@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument(
         "--staleness",
-        type=staleness_setting,
+        type=lambda text: Staleness.parse(text).plain(),
         nargs="+",
         default=[0, CONTINUOUS, 1, 4],
         help="0 0,continuous 4 4,drop 4,keep",
@@ -314,8 +314,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="", help="a file of rows of --equal-time, to which new ones are added")
     options = parser.parse_args(argv)
     options.generator = tuple(options.generator)
-    if options.measure and (short := [k for k in options.staleness if options.steps < 3 * steps_ahead(k) + 4]):
-        least = 3 * steps_ahead(short[0]) + 4
+    if options.measure and (short := [k for k in options.staleness if options.steps < 3 * Staleness.parse(k).limit + 4]):
+        least = 3 * Staleness.parse(short[0]).limit + 4
         parser.error(
             f"--steps {options.steps} leaves no steady part at staleness {short[0]}: write --steps {least} or more"
         )

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.config.files import read_config
-from turnwise.config.render import render_config
+from turnwise.config.files import read_config, render_config
 from turnwise.config.settings import Settings, default_of, type_of
 from turnwise.errors import SettingError
 

@@ -104,8 +104,8 @@ def test_settings_survive_json():
     ],
 )
 def test_staleness_is_a_number_and_what_happens_to_late_groups(given, kept):
-    assert Settings(staleness=given).staleness == kept
-    assert Settings.of(json.loads(json.dumps(Settings(staleness=given).as_dict()))).staleness == kept
+    assert Settings(staleness=given).staleness.plain() == kept
+    assert Settings.of(json.loads(json.dumps(Settings(staleness=given).as_dict()))).staleness.plain() == kept
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from support.generators import make
 
 from turnwise import recipes
 from turnwise.config.settings import Settings
+from turnwise.config.values import ModelName
 from turnwise.core.records import Sampling
 from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.remote.replica import OURS, VLLM
 from turnwise.errors import SettingError
-from turnwise.models.options import is_tiny, split_options, with_options
 from turnwise.models.tiny import tiny_model
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits, PolicyHost
@@ -302,15 +302,18 @@ def test_a_teacher_has_no_cache(tmp_path):
 
 
 def test_options_stand_beside_each_other_and_the_later_one_wins():
-    assert split_options("a/b,routes=free,cache=pages") == ("a/b", {"routes": "free", "cache": "pages"})
-    assert with_options("tiny", {}) == "tiny" and with_options("a/b,routes=free", {"cache": "rows"}).count(",") == 2
-    assert is_tiny("tiny,cache=pages") and not is_tiny("tinys") and not is_tiny("a/tiny,cache=rows")
+    both = ModelName.parse("a/b,routes=free,cache=pages")
+    assert both == ModelName("a/b", "free", "pages") and str(both) == "a/b,routes=free,cache=pages"
+    rows = ModelName.parse("a/b,routes=free").with_options(ModelName.parse("x,cache=rows"))
+    assert str(rows) == "a/b,routes=free,cache=rows" and str(both.with_options(rows)).endswith("cache=rows")
+    tiny = [ModelName.parse(name).tiny for name in ("tiny", "tiny,cache=pages", "tinys", "a/tiny,cache=rows")]
+    assert tiny == [True, True, False, False]
 
 
 def test_a_run_directory_is_served_with_the_option(rows):
     served, folder = generator_server._select(f"{rows[0]},cache=pages", {})
-    assert served.model == "tiny,cache=pages" and folder == rows[0] / "model"
-    assert generator_server._select(str(rows[0]), {})[0].model == "tiny,cache=rows"
+    assert str(served.model) == "tiny,cache=pages" and folder == rows[0] / "model"
+    assert generator_server._select(str(rows[0]), {})[0].model == ModelName("tiny", cache="rows")
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from turnwise.config.settings import Settings
+from turnwise.config.values import Cluster
 from turnwise.core.protocols import Action
 from turnwise.errors import SettingError
 from turnwise.store.ledger import SqliteLedger
 from turnwise.training import api
 from turnwise.training.cluster.names import actor_name, number_of, run_key
-from turnwise.training.cluster.options import ClusterOptions, check_cluster
+from turnwise.training.cluster.options import check_cluster
 
 SMALL = {
     "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 4, "cold_batch": 8,
@@ -37,17 +38,17 @@ needs_ray = [
 
 
 def test_the_setting_is_read():
-    options = ClusterOptions.parse(
+    options = Cluster.parse(
         "10.0.0.5:6379,generators=8,environments=4,cpus=2,gpus=1,placement=spread,restarts=3"
     )
-    assert options == ClusterOptions("10.0.0.5:6379", 8, 4, 2, 1, "spread", 3) and not options.local
-    assert ClusterOptions.parse("local") == ClusterOptions("local")
+    assert options == Cluster("10.0.0.5:6379", 8, 4, 2, 1, "spread", 3) and not options.local
+    assert Cluster.parse("local") == Cluster("local")
 
 
 def test_environment_actors_are_counted_or_get_the_cpus_that_are_left():
-    assert ClusterOptions.parse("local,environments=3").environment_actors(2) == 3
-    assert ClusterOptions.parse("local").environment_actors(64) == 0
-    left = ClusterOptions.parse("10.0.0.5:6379,generators=4,cpus=2,environments=auto")
+    assert Cluster.parse("local,environments=3").environment_actors(2) == 3
+    assert Cluster.parse("local").environment_actors(64) == 0
+    left = Cluster.parse("10.0.0.5:6379,generators=4,cpus=2,environments=auto")
     assert left.environment_actors(32) == 32 - 4 * 2 - 1 and left.environment_actors(4) == 1
 
 
@@ -68,7 +69,7 @@ def test_environment_actors_are_counted_or_get_the_cpus_that_are_left():
 )
 def test_a_setting_that_is_none_is_refused(text, told):
     with pytest.raises(SettingError, match=told):
-        ClusterOptions.parse(text)
+        Cluster.parse(text)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray")
@@ -197,7 +198,7 @@ class TestRuns:
         def grow():
             run_dir = RunDir.open(tmp_path / "run")
             settings = Settings.of({**run_dir.metadata()["settings"], "cluster": "local,generators=2"})
-            more = ClusterRun(run_dir, settings, ClusterOptions.parse(settings.cluster), RunEvents())
+            more = ClusterRun(run_dir, settings, settings.cluster, RunEvents())
             more.start(print, ())  # the learner lives: it is not started again
 
         after_first_step = listener(1, grow, heard)

@@ -20,7 +20,7 @@ from turnwise.tasks.admission import AdmitAll, Balance, Spread
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import Uniform
 from turnwise.tasks.task_source import TaskStream
-from turnwise.training.collector import FAILED_IN_A_ROW, Collector, usable
+from turnwise.training.collector import FAILED_IN_A_ROW, Collector, StalenessPolicy, usable
 from turnwise.training.task_feed import TaskFeed
 
 SIZE = 2
@@ -81,7 +81,7 @@ def collector(play=None, *, groups=3, staleness=0, admission=None, max_draws=8, 
     sampler = TaskFeed(Uniform().open(TaskStream("test")), recipe.budget.open())
     play = play or Player()
     play.generator = Seeds()
-    facts = {"seed": 1, "staleness": staleness, "max_draws": max_draws, "steps": steps}
+    facts = {"seed": 1, "policy": StalenessPolicy.parse(staleness), "max_draws": max_draws, "steps": steps}
     return Collector(recipe, play.generator, sampler, Book(), play, **facts)
 
 

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from support.mixtures import make_mixture
 
+from turnwise.config.values import ModelName
 from turnwise.errors import SettingError
-from turnwise.models.options import split_options
 from turnwise.models.tiny import tiny_tokenizer
 from turnwise.store.ledger import SqliteLedger
 from turnwise.training import api
@@ -63,12 +63,12 @@ def test_an_option_of_the_model_frees_the_routers(folder, tmp_path):
 )
 def test_unknown_options_are_refused(model, message):
     with pytest.raises(SettingError, match=message):
-        split_options(model)
+        ModelName.parse(model)
 
 
 def test_options_are_split_from_names_and_not_from_folders(tmp_path, monkeypatch):
-    assert split_options("a/b") == ("a/b", {})
-    assert split_options("a/b,routes=free") == ("a/b", {"routes": "free"})
+    assert ModelName.parse("a/b") == ModelName("a/b")
+    assert ModelName.parse("a/b,routes=free") == ModelName("a/b", routes="free")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd,name=1").mkdir()
-    assert split_options("odd,name=1") == ("odd,name=1", {})
+    assert ModelName.parse("odd,name=1") == ModelName("odd,name=1")

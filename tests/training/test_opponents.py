@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.agent_runs import SMALL, same, weights
 
+from turnwise.config.values import Opponents
 from turnwise.core.records import Completion, Sampling, Stop, Task
 from turnwise.engines.generator.opponents import OpponentPool
 from turnwise.environments import load, make
@@ -21,7 +22,6 @@ from turnwise.store.checkpoint import load_checkpoint
 from turnwise.store.ledger import SqliteLedger
 from turnwise.training import api
 from turnwise.training.build import byte_tokenizer
-from turnwise.training.opponents import Opponents
 from turnwise.training.seats import own_seat
 
 GAME = {**SMALL, "cold_steps": 1, "cold_demos": 8, "steps": 4, "checkpoint_every": 1, "max_tokens": 6, "eval_tasks": 0}
@@ -162,7 +162,6 @@ def test_a_run_records_who_played_and_trains_no_token_of_the_opponent(opponents,
     [
         ("passed", "past"),
         ("scripted", "scripted:NAME"),
-        ("scripted:nobody", "oracle"),
         ("self,keep=2", "only `past`"),
         ("past,kep=2", "keep"),
         ("past,keep=0", "at least 1"),
@@ -181,6 +180,7 @@ def test_a_setting_that_names_nobody_is_refused(text, words):
         ({"env": "guess"}, "one seat"),
         ({"method": "arpo"}, "forks episodes"),
         ({"opponents": "past,every=x"}, "every"),
+        ({"opponents": "scripted:nobody"}, "oracle"),
     ],
 )
 def test_other_players_are_refused_where_there_are_none(changed, words, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.config.staleness import DROP, KEEP, WAIT
+from turnwise.config.values import DROP, KEEP, WAIT
 from turnwise.training.collector import StalenessPolicy
 
 

@@ -12,7 +12,6 @@ from turnwise.cli.run_flags import RunFlags, read_run_flags
 from turnwise.cli.serve_command import SETTINGS as OF_SERVERS
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError, nearest
-from turnwise.models.options import is_tiny
 
 KINDS = ("slurm", "k8s")
 ABOUT = (
@@ -97,9 +96,9 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
 
 def _serve_words(settings: Settings, run: RunFlags) -> list[str]:
     """Model and settings of a server: those that it shares with the run, where the user gave them."""
-    words = [settings.model]
+    words = [str(settings.model)]
     for f in fields(Settings):
-        if f.name in OF_SERVERS and (f.name in run.origins or (f.name == "env" and is_tiny(settings.model))):
+        if f.name in OF_SERVERS and (f.name in run.origins or (f.name == "env" and settings.model.tiny)):
             value = getattr(settings, f.name)
             words += [flag(f.name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     return words

@@ -133,7 +133,7 @@ def config(argv: Sequence[str]) -> int:
 
     about = "Print the effective settings as a config file: of a run directory, or of a method with flags and --config."
     run = read_run_flags("config", about, argv, own_flags)
-    from turnwise.config.render import render_config
+    from turnwise.config.files import render_config
     from turnwise.training.env_spec import resolve_settings
 
     settings = resolve_settings(run.values)
@@ -168,7 +168,7 @@ def _config_of_run(argv: Sequence[str]) -> int:
     parser.add_argument("run", help="a run directory, or a method followed by flags")
     parser.add_argument("--json", action="store_true", help="print the settings as JSON")
     namespace = parser.parse(argv)
-    from turnwise.config.render import render_config
+    from turnwise.config.files import render_config
     from turnwise.store.rundir import RunDir
 
     settings = Settings.of(RunDir.open(namespace.run).metadata()["settings"])

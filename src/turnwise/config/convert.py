@@ -1,25 +1,40 @@
-"""Converts a value to its declared type: one rule for flags, settings and hyper-parameters. Knows no setting's name."""
+"""Converts a value to its declared type and holds it to its declared limit: one rule for flags, settings, their options and
+hyper-parameters. Knows no setting's name."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import types
 import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import SettingError
+from turnwise.errors import SettingError, nearest
 
 EXAMPLES = {int: "a whole number, such as 4", float: "a number, such as 0.1 or 1e-5", bool: "true or false"}
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+LIMITS: dict[str, Callable[[Any], bool]] = {  # a limit is declared by the words that tell what to write
+    "at least 1": lambda value: value >= 1,
+    "0 or more": lambda value: value >= 0,
+    "0 or a positive number": lambda value: 0 <= value < math.inf,
+    "a positive number of seconds": lambda value: value > 0,
+    "a finite number": math.isfinite,
+    "a number between 0 and 1": lambda value: 0 < value < 1,
+    "a number from 0 to below 1": lambda value: 0 <= value < 1,
+    "a multiple of 16": lambda value: value >= 16 and value % 16 == 0,
+}
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
     """``value`` as ``kind``: text is parsed, anything else must already have the type."""
     try:
         return _convert(value, kind)
+    except SettingError:  # a type with a text of its own has said what to write
+        raise
     except (ValueError, TypeError, OverflowError):
         expected = (
             getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind).replace("typing.", "")
@@ -30,8 +45,18 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         raise SettingError(f"{name} is {value!r}, which is not {expected}{example}") from None
 
 
+def check_limit(name: str, value: Any, declared: Mapping[str, Any]) -> None:
+    """Refuse a value outside the ``limit`` or the ``choices`` that its field declares."""
+    if "choices" in declared and value not in declared["choices"]:
+        raise SettingError(f"{name} is {value!r}; {nearest(value, declared['choices'])}")
+    if "limit" in declared and not LIMITS[declared["limit"]](value):
+        raise SettingError(f"{name} is {value}; write {declared['limit']}")
+
+
 def _convert(value: Any, kind: Any) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if hasattr(kind, "parse"):  # a type that reads its own text
+        return value if isinstance(value, kind) else kind.parse(value)
     if origin in (types.UnionType, typing.Union):
         return _first(value, args)
     if origin is typing.Literal and value not in args:

@@ -20,6 +20,7 @@ from typing import Any
 from turnwise.config.convert import convert
 from turnwise.errors import SettingError, nearest
 
+GIVEN_OBJECT = "object:"  # begins the recorded name of what was given as an object, which no name refers to
 TYPED_ARGUMENTS = (bool, int, float, str)  # values that text can hold exactly
 
 

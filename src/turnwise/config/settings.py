@@ -1,36 +1,23 @@
-"""Every setting of a run, in one flat frozen record, shared by the command line, the Python API and run.json.
+"""Every setting of a run: frozen sections, and one record that is all of them, shared by the command line, the Python API and
+run.json. Names are flat (``lr``, ``eval_tasks``); a function that reads one section says so in its type.
 
 A method's own hyper-parameters are the arguments of its recipe function; here they are in ``method_options``. An
-environment may suggest some (``Environment.suggests``): they apply where the user gives none.
+environment may suggest some settings (``Environment.suggests``): they apply where the user gives none.
 """
 
+# ruff: noqa: RUF009  (the defaults are frozen values)
 from __future__ import annotations
 
 import functools
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
-from turnwise.config.convert import convert
-from turnwise.config.staleness import staleness_setting
+from turnwise.config.convert import check_limit, convert
+from turnwise.config.values import Cluster, ModelName, Opponents, SettingValue, Staleness
 from turnwise.errors import SettingError, nearest
 
-AT_LEAST_ONE = (
-    "ranks", "steps", "max_tokens", "context", "slots", "eval_samples", "checkpoint_every", "keep_checkpoints",
-    "max_draws", "reward_memory", "layers", "vocabulary", "cold_batch", "cold_demos",
-)  # fmt: skip
-AT_LEAST_ZERO = (
-    "groups", "group_size", "epochs", "minibatches", "max_turns", "history", "eval_tasks", "eval_every", "warmup",
-    "lora_rank", "micro_batch_tokens", "threads", "keep_tokens",
-)  # fmt: skip
-CHOICES = {
-    "schedule": ("constant", "linear", "cosine"),
-    "critic": ("shared", "separate"),
-    "dtype": ("auto", "float32", "bfloat16", "float64", "fp8", "nf4"),
-    "rollout_dtype": ("auto", "float32", "bfloat16", "float16", "fp8"),
-    "judge_mode": ("each", "group"),
-}
 OTHER_NAMES = {  # names of older releases and of other trainers, for the hint of an error message
     "positions": "micro_batch_tokens", "probe_tolerance": "mismatch_tolerance", "learning_rate": "lr",
     "max_steps": "steps", "num_generations": "group_size", "batch_size": "groups", "train_batch_size": "groups",
@@ -42,20 +29,55 @@ OTHER_NAMES = {  # names of older releases and of other trainers, for the hint o
 }  # fmt: skip
 
 
-def setting(default: Any, text: str) -> Any:
-    """A field of ``Settings`` with its default and its help text."""
-    return field(default=default, metadata={"help": text})
+def setting(default: Any, text: str, **declared: Any) -> Any:
+    """A setting with its default, its help text and, where it has one, its ``limit`` or its ``choices``."""
+    metadata = {"help": text, **declared}
+    return (
+        field(default_factory=dict, metadata=metadata) if default is dict else field(default=default, metadata=metadata)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """All settings of a run, flat and validated."""
+class MethodSection:
+    """The method, and which experience it learns from."""
 
-    # what to train
     method: str = setting("dr_grpo", "training method of `turnwise list`, or a recipe of your own: module:recipe")
+    method_options: dict[str, Any] = setting(dict, "hyper-parameters of the method")
+    credit: str = setting("", "method whose credit assignment replaces the method's own; empty: its own")
+    credit_options: dict[str, Any] = setting(dict, "hyper-parameters of the method named by credit")
+    sampler: str = setting(
+        "", "which task comes next: vade, fg_expo, craft ...; NAME,key=value; empty: the method's own"
+    )
+    budget: str = setting("", "rollouts and turns of each task: rollout_gdro, v0, dart ...; empty: the method's own")
+    strategy: str = setting("", "how the rollouts of a group grow: branch, arpo, spo_tree ...; empty: the method's own")
+    guidance: str = setting("", "help for hard tasks: ghpo, scaf, pope, prefix ...; empty: the method's own")
+    replay: str = setting("", "past trajectories mixed into a step: spear, arpo_gui ...; empty: the method's own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSection:
+    """The tasks, and who plays them."""
+
     env: str = setting(
         "calculator",
         "environment: a name of `turnwise environments`, module:Class or file.py:Class; ,key=value gives arguments",
+    )
+    difficulty: tuple[int, ...] = setting(
+        (1, 2, 3), "difficulties to train and evaluate on, unless the environment suggests others"
+    )
+    max_turns: int = setting(0, "maximum turns per episode; 0: the environment's own", limit="0 or more")
+    history: int = setting(0, "number of latest observations in a prompt, besides the task; 0: all", limit="0 or more")
+    env_seconds: float = setting(
+        30.0, "time limit of one call into the environment, in seconds", limit="a positive number of seconds"
+    )
+    isolate_env: bool = setting(
+        False,
+        "play episodes in other processes, so that an environment that crashes or freezes ends only its own episodes",
+    )
+    opponents: Opponents = setting(
+        Opponents(),
+        "who holds the other seats of a game: self (the policy, trained at every seat), past (older policies of this run: "
+        "past,keep=8,every=5,pool=spread), or scripted:random (or oracle, demonstrator)",
     )
     agent: str = setting(
         "",
@@ -65,121 +87,92 @@ class Settings:
     )
     agent_seconds: float = setting(300.0, "time limit of an agent's whole episode, in seconds")
     agent_address: str = setting("127.0.0.1:8700", "where agents that live elsewhere take episodes: HOST:PORT")
-    model: str = setting(
-        "tiny",
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The model and its chat format."""
+
+    model: ModelName = setting(
+        ModelName("tiny"),
         "a directory in Hugging Face format, a Hub id, smollm2 (after `turnwise model fetch`), or `tiny` (created here)",
     )
-    difficulty: tuple[int, ...] = setting(
-        (1, 2, 3), "difficulties to train and evaluate on, unless the environment suggests others"
+    teacher: ModelName = setting(
+        ModelName(), "teacher model with the same vocabulary: a directory in Hugging Face format, or a Hub id"
     )
-    credit: str = setting("", "method whose credit assignment replaces the method's own; empty: its own")
-    seed: int = setting(0, "random seed of the whole run")
-    threads: int = setting(0, "CPU threads of the learner and generator; 0: measured when the run starts")
-    ranks: int = setting(
-        1, "processes of this machine that share the learner's weights and work (FSDP2); 1: this process alone"
-    )
-    cluster: str = setting(
-        "",
-        "run on Ray: local, or HOST:PORT of a cluster, with ,generators=2,environments=4,cpus=1,gpus=0,placement=pack|spread,"
-        "restarts=100; empty: no cluster",
-    )
-    device: str = setting("auto", "cpu, cuda, or auto: cuda when present")
-    out: str = setting("runs", "directory that contains the run directories")
-    name: str = setting("", "name of the run directory; empty: made from method, environment, seed and a number")
     template: str = setting("", "chat template for a model without one: chatml, or a .jinja file")
-    template_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "variables of the chat template: enable_thinking=false,key=value"}
-    )
+    template_options: dict[str, Any] = setting(dict, "variables of the chat template: enable_thinking=false,key=value")
     tool_syntax: str = setting(
         "auto", "syntax of tool calls: hermes, llama3, mistral ...; auto: what the chat template writes"
     )
     describe_tools: bool = setting(False, "describe the tools in the first message if the chat template shows none")
-    # other data
-    demos: str = setting(
-        "", "demonstrations: a .jsonl file of dialogues, or a scripted policy of the environment (oracle, demonstrator)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinySection:
+    """The tiny model, and the cold start."""
+
+    hidden: int = setting(192, "width of the tiny model", limit="a multiple of 16")
+    layers: int = setting(2, "layers of the tiny model", limit="at least 1")
+    vocabulary: int = setting(512, "entries of the tiny tokenizer", limit="at least 1")
+    copying: bool = setting(
+        False,
+        "start attention heads of the tiny model as copying heads: it learns to copy sooner",
     )
-    demo_share: float = setting(0.2, "share of the batch for demonstrations that belong to no task of the environment")
+    cold_steps: int = setting(-1, "supervised steps before RL; -1: 100 for the tiny model, 0 for others")
+    cold_batch: int = setting(48, "demonstrations per supervised step", limit="at least 1")
+    cold_demos: int = setting(
+        2048, "maximum number of distinct demonstrations of the cold start; they are then repeated", limit="at least 1"
+    )
+    cold_lr: float = setting(3e-3, "learning rate of the cold start", limit="0 or a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Rows of files, and demonstrations."""
+
     data: str = setting(
         "",
         "rows of a file, or of a data set by folder or hub id (.jsonl, .csv, .parquet ...): with --reward, prompts to answer; "
         "without, preference pairs or dialogues to learn from, without rollouts",
     )
+    eval_data: str = setting("", "rows that are only evaluated on; empty: a share of --data is held out")
+    held_out_share: float = setting(
+        0.1, "share of the prompts of --data that is held out, by content", limit="a number from 0 to below 1"
+    )
+    tools: tuple[str, ...] = setting(
+        (), "tools for the prompts of --data: python (an isolated interpreter), file.py:function, module:function"
+    )
+    demos: str = setting(
+        "", "demonstrations: a .jsonl file of dialogues, or a scripted policy of the environment (oracle, demonstrator)"
+    )
+    demo_share: float = setting(
+        0.2,
+        "share of the batch for demonstrations that belong to no task of the environment",
+        limit="a number between 0 and 1",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSection:
+    """Reward functions, and a model as judge."""
+
     reward: tuple[str, ...] = setting(
         (),
         "reward functions: file.py:function, module:function, exact, majority, math, code, regex:pattern=X, json_schema; with "
         "weights as in 0.5*exact,my.py:score",
     )
-    tools: tuple[str, ...] = setting(
-        (), "tools for the prompts of --data: python (an isolated interpreter), file.py:function, module:function"
+    reward_seconds: float = setting(
+        10.0, "time limit of one call of a reward function, in seconds", limit="a positive number of seconds"
     )
-    eval_data: str = setting("", "rows that are only evaluated on; empty: a share of --data is held out")
-    held_out_share: float = setting(0.1, "share of the prompts of --data that is held out, by content")
-    reward_seconds: float = setting(10.0, "time limit of one call of a reward function, in seconds")
-    reward_memory: int = setting(4096, "memory limit of a process that runs a reward function, in MiB")
+    reward_memory: int = setting(
+        4096, "memory limit of a process that runs a reward function, in MiB", limit="at least 1"
+    )
     reward_failure: str = setting(
         "fail",
         "where a reward function raises, hangs or crashes: fail (the trajectory is dropped), or a number to give",
     )
     env_reward_weight: float = setting(1.0, "weight of the environment's own reward beside --reward")
-    teacher: str = setting(
-        "", "teacher model with the same vocabulary: a directory in Hugging Face format, or a Hub id"
-    )
-    # amount of training
-    steps: int = setting(100, "RL steps")
-    groups: int = setting(0, "tasks per step; 0: the method's own")
-    group_size: int = setting(0, "trajectories per task; 0: the method's own")
-    epochs: int = setting(0, "passes over each batch; 0: the method's own")
-    minibatches: int = setting(0, "optimiser steps per pass; 0: the method's own")
-    staleness: int | str = setting(
-        0,
-        "steps that rollouts may run ahead of training; 0: synchronous, reproducible; 0,continuous: synchronous, but no dialogue "
-        "waits for another's tools; N,drop drops groups that come late, N,keep trains on them, N alone waits for them",
-    )
-    max_draws: int = setting(8, "stop sampling for a batch after this many times the groups it needs")
-    # experience: pieces by name, NAME,key=value; `turnwise list --experience` shows all; empty: the method's own
-    sampler: str = setting(
-        "", "which task comes next: vade, fg_expo, craft ...; NAME,key=value; empty: the method's own"
-    )
-    budget: str = setting("", "rollouts and turns of each task: rollout_gdro, v0, dart ...; empty: the method's own")
-    strategy: str = setting("", "how the rollouts of a group grow: branch, arpo, spo_tree ...; empty: the method's own")
-    guidance: str = setting("", "help for hard tasks: ghpo, scaf, pope, prefix ...; empty: the method's own")
-    replay: str = setting("", "past trajectories mixed into a step: spear, arpo_gui ...; empty: the method's own")
-    # rollouts
-    temperature: float = setting(1.0, "sampling temperature")
-    top_p: float = setting(1.0, "nucleus sampling")
-    top_k: int = setting(0, "sample from the k most probable tokens; 0: off")
-    min_p: float = setting(0.0, "drop tokens less probable than this share of the most probable one")
-    max_tokens: int = setting(48, "maximum tokens sampled per turn")
-    max_turns: int = setting(0, "maximum turns per episode; 0: the environment's own")
-    context: int = setting(320, "maximum tokens of a dialogue")
-    opponents: str = setting(
-        "self",
-        "who holds the other seats of a game: self (the policy, trained at every seat), past (older policies of this run: "
-        "past,keep=8,every=5,pool=spread), or scripted:random (or oracle, demonstrator)",
-    )
-    history: int = setting(0, "number of latest observations in a prompt, besides the task; 0: all")
-    slots: int = setting(256, "dialogues in the KV cache at the same time")
-    rollout_dtype: str = setting(
-        "auto", "precision of rollouts: float32, bfloat16, float16, fp8, or auto: that of the learner"
-    )
-    generator: tuple[str, ...] = setting(
-        (),
-        "where to sample: addresses of servers (`turnwise serve`, `vllm serve`), http://HOST:PORT, or local: a process of its "
-        "own on the same device; empty: this process",
-    )
-    generator_key_env: str = setting("", "environment variable that holds the token of these servers; empty: none")
-    generator_seconds: float = setting(30.0, "seconds of silence after which a generator server is given up")
-    generator_weights: str = setting(
-        "",
-        "how weights reach servers: by a folder that both see, or to vLLM by nccl (GPU to GPU) or ipc (within one GPU); empty: "
-        "by shared memory of this machine",
-    )
-    env_seconds: float = setting(30.0, "time limit of one call into the environment, in seconds")
-    isolate_env: bool = setting(
-        False,
-        "play episodes in other processes, so that an environment that crashes or freezes ends only its own episodes",
-    )
-    # a model as judge
     judge: str = setting(
         "",
         "judge of finished episodes: http://HOST/v1, policy (itself), or first_error:FOLDER, a model that names a wrong step",
@@ -188,123 +181,178 @@ class Settings:
     judge_rubric: str = setting(
         "", "what the judge scores: words, or a .txt or .md file; empty: was the task done well?"
     )
-    judge_mode: str = setting("each", "each: every episode alone; group: all episodes of a task in one verdict")
-    judge_weight: float = setting(1.0, "factor of the judge's score, from 0 to 1, in the reward of the last turn")
-    judge_seconds: float = setting(120.0, "time limit of one reply of the judge, in seconds")
-    judge_key_env: str = setting("", "environment variable that holds the key of the judge's server; empty: no key")
-    # optimisation
-    lr: float = setting(3e-4, "learning rate")
-    schedule: str = setting("linear", "learning-rate schedule: constant, linear or cosine")
-    warmup: int = setting(3, "warm-up steps of the learning rate")
-    weight_decay: float = setting(0.0, "AdamW weight decay")
-    clip_norm: float = setting(1.0, "gradient norm is clipped to this")
-    critic: str = setting("shared", "shared: a value head on the policy's hidden states; separate: a model of its own")
-    value_lr: float = setting(1e-3, "learning rate of the critic")
-    micro_batch_tokens: int = setting(
-        0, "tokens per micro-batch; 0: 8192 on a CPU, 16384 on a GPU, 24576 on one with over 60 GiB"
+    judge_mode: str = setting(
+        "each", "each: every episode alone; group: all episodes of a task in one verdict", choices=("each", "group")
     )
+    judge_weight: float = setting(
+        1.0, "factor of the judge's score, from 0 to 1, in the reward of the last turn", limit="a finite number"
+    )
+    judge_seconds: float = setting(
+        120.0, "time limit of one reply of the judge, in seconds", limit="a positive number of seconds"
+    )
+    judge_key_env: str = setting("", "environment variable that holds the key of the judge's server; empty: no key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmountSection:
+    """Amount of training."""
+
+    steps: int = setting(100, "RL steps", limit="at least 1")
+    groups: int = setting(0, "tasks per step; 0: the method's own", limit="0 or more")
+    group_size: int = setting(0, "trajectories per task; 0: the method's own", limit="0 or more")
+    epochs: int = setting(0, "passes over each batch; 0: the method's own", limit="0 or more")
+    minibatches: int = setting(0, "optimiser steps per pass; 0: the method's own", limit="0 or more")
+    staleness: Staleness = setting(
+        Staleness(),
+        "steps that rollouts may run ahead of training; 0: synchronous, reproducible; 0,continuous: synchronous, but no dialogue "
+        "waits for another's tools; N,drop drops groups that come late, N,keep trains on them, N alone waits for them",
+    )
+    max_draws: int = setting(
+        8, "stop sampling for a batch after this many times the groups it needs", limit="at least 1"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSection:
+    """Sampling."""
+
+    temperature: float = setting(1.0, "sampling temperature")
+    top_p: float = setting(1.0, "nucleus sampling")
+    top_k: int = setting(0, "sample from the k most probable tokens; 0: off")
+    min_p: float = setting(0.0, "drop tokens less probable than this share of the most probable one")
+    max_tokens: int = setting(48, "maximum tokens sampled per turn", limit="at least 1")
+    context: int = setting(320, "maximum tokens of a dialogue", limit="at least 1")
+    slots: int = setting(256, "dialogues in the KV cache at the same time", limit="at least 1")
+    rollout_dtype: str = setting(
+        "auto",
+        "precision of rollouts: float32, bfloat16, float16, fp8, or auto: that of the learner",
+        choices=("auto", "float32", "bfloat16", "float16", "fp8"),
+    )
+    generator: tuple[str, ...] = setting(
+        (),
+        "where to sample: addresses of servers (`turnwise serve`, `vllm serve`), http://HOST:PORT, or local: a process of its "
+        "own on the same device; empty: this process",
+    )
+    generator_key_env: str = setting("", "environment variable that holds the token of these servers; empty: none")
+    generator_seconds: float = setting(
+        30.0, "seconds of silence after which a generator server is given up", limit="a positive number of seconds"
+    )
+    generator_weights: str = setting(
+        "",
+        "how weights reach servers: by a folder that both see, or to vLLM by nccl (GPU to GPU) or ipc (within one GPU); empty: "
+        "by shared memory of this machine",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSection:
+    """Optimisation."""
+
+    lr: float = setting(3e-4, "learning rate", limit="0 or a positive number")
+    schedule: str = setting(
+        "linear", "learning-rate schedule: constant, linear or cosine", choices=("constant", "linear", "cosine")
+    )
+    warmup: int = setting(3, "warm-up steps of the learning rate", limit="0 or more")
+    weight_decay: float = setting(0.0, "AdamW weight decay", limit="0 or a positive number")
+    clip_norm: float = setting(1.0, "gradient norm is clipped to this")
+    critic: str = setting(
+        "shared",
+        "shared: a value head on the policy's hidden states; separate: a model of its own",
+        choices=("shared", "separate"),
+    )
+    value_lr: float = setting(1e-3, "learning rate of the critic", limit="0 or a positive number")
+    lora_rank: int = setting(0, "train LoRA adapters of this rank; 0: all weights", limit="0 or more")
     dtype: str = setting(
         "auto",
         "precision of the learner's matrix products: float32, bfloat16, fp8 (as in fp8 rollouts), "
         "nf4 (auto, with frozen weights in 4 bits beside --lora-rank), or auto: bfloat16 on a GPU, else float32",
+        choices=("auto", "float32", "bfloat16", "float64", "fp8", "nf4"),
+    )
+    micro_batch_tokens: int = setting(
+        0, "tokens per micro-batch; 0: 8192 on a CPU, 16384 on a GPU, 24576 on one with over 60 GiB", limit="0 or more"
     )
     recompute: bool = setting(
         False, "gradient checkpointing: recompute layers in the backward pass (less memory, more time)"
     )
     offload: bool = setting(False, "keep the optimiser state in host memory between steps")
-    lora_rank: int = setting(0, "train LoRA adapters of this rank; 0: all weights")
     mismatch_tolerance: float = setting(
-        0.0, "largest mean log-probability difference between generator and learner; 0: set by their precision"
+        0.0,
+        "largest mean log-probability difference between generator and learner; 0: set by their precision",
+        limit="0 or more",
     )
-    # the tiny model and its cold start
-    hidden: int = setting(192, "width of the tiny model")
-    layers: int = setting(2, "layers of the tiny model")
-    vocabulary: int = setting(512, "entries of the tiny tokenizer")
-    copying: bool = setting(
-        False,
-        "start attention heads of the tiny model as copying heads: it learns to copy sooner",
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """Evaluation."""
+
+    eval_tasks: int = setting(
+        200, "held-out tasks to evaluate on before and after; 0: no evaluation", limit="0 or more"
     )
-    cold_steps: int = setting(-1, "supervised steps before RL; -1: 100 for the tiny model, 0 for others")
-    cold_batch: int = setting(48, "demonstrations per supervised step")
-    cold_demos: int = setting(
-        2048, "maximum number of distinct demonstrations of the cold start; they are then repeated"
-    )
-    cold_lr: float = setting(3e-3, "learning rate of the cold start")
-    # evaluation
-    eval_tasks: int = setting(200, "held-out tasks to evaluate on before and after; 0: no evaluation")
-    eval_samples: int = setting(1, "trajectories per held-out task (pass@k, majority@k)")
+    eval_samples: int = setting(1, "trajectories per held-out task (pass@k, majority@k)", limit="at least 1")
     eval_temperature: float = setting(1.0, "sampling temperature of the evaluation")
-    eval_every: int = setting(0, "steps between evaluations during training; 0: none")
-    # output
-    checkpoint_every: int = setting(20, "steps between checkpoints")
-    keep_checkpoints: int = setting(2, "number of checkpoints to keep")
-    keep_tokens: int = setting(200, "newest steps whose numbers of each token `turnwise view` can explain; 0: none")
+    eval_every: int = setting(0, "steps between evaluations during training; 0: none", limit="0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineSection:
+    """The machine."""
+
+    device: str = setting("auto", "cpu, cuda, or auto: cuda when present")
+    threads: int = setting(
+        0, "CPU threads of the learner and generator; 0: measured when the run starts", limit="0 or more"
+    )
+    ranks: int = setting(
+        1,
+        "processes of this machine that share the learner's weights and work (FSDP2); 1: this process alone",
+        limit="at least 1",
+    )
+    cluster: Cluster = setting(
+        Cluster(),
+        "run on Ray: local, or HOST:PORT of a cluster, with ,generators=2,environments=4,cpus=1,gpus=0,placement=pack|spread,"
+        "restarts=100; empty: no cluster",
+    )
+    seed: int = setting(0, "random seed of the whole run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSection:
+    """Output."""
+
+    out: str = setting("runs", "directory that contains the run directories")
+    name: str = setting("", "name of the run directory; empty: made from method, environment, seed and a number")
+    checkpoint_every: int = setting(20, "steps between checkpoints", limit="at least 1")
+    keep_checkpoints: int = setting(2, "number of checkpoints to keep", limit="at least 1")
+    keep_tokens: int = setting(
+        200, "newest steps whose numbers of each token `turnwise view` can explain; 0: none", limit="0 or more"
+    )
     profile: bool = setting(
         False, "time and trace a few steps; write profile.md and trace.json.gz to the run directory"
     )
     trackers: tuple[str, ...] = setting(
         ("tensorboard",), "trackers besides metrics.jsonl: tensorboard, wandb, mlflow, trackio"
     )
-    method_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "hyper-parameters of the method"})
-    credit_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "hyper-parameters of the method named by credit"}
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(
+    OutputSection, MachineSection, EvaluationSection, LearnerSection, RolloutSection, AmountSection,
+    RewardSection, DataSection, TinySection, ModelSection, EnvironmentSection, MethodSection,
+):  # fmt: skip
+    """All settings of a run, typed and checked. The sections stand in reverse, because a dataclass lists its last base first."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = getattr(self, f.name)
-            object.__setattr__(self, f.name, convert(f.name, value, type_of(f)))
-        self._split_method()
-        for name in AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise SettingError(f"{name} is {getattr(self, name)}; write at least 1")
-        for name in AT_LEAST_ZERO:
-            if getattr(self, name) < 0:
-                raise SettingError(f"{name} is {getattr(self, name)}; write 0 or more")
-        if self.hidden % 16 or self.hidden < 16:
-            raise SettingError(f"hidden is {self.hidden}; write a multiple of 16")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise SettingError(f"{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), choices)}")
-        for name in ("lr", "value_lr", "cold_lr", "weight_decay"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise SettingError(f"{name} is {getattr(self, name)}; write 0 or a positive number")
-        if self.mismatch_tolerance < 0:
-            raise SettingError(f"mismatch_tolerance is {self.mismatch_tolerance}; write 0 or a positive number")
-        for name in ("env_seconds", "judge_seconds", "generator_seconds"):
-            if not getattr(self, name) > 0:
-                raise SettingError(f"{name} is {getattr(self, name)}; write a positive number of seconds")
-        if not abs(self.judge_weight) < float("inf"):
-            raise SettingError(f"judge_weight is {self.judge_weight}; write a finite number")
-        self._check_rewards()
-        if not 0 < self.demo_share < 1:
-            raise SettingError(f"demo_share is {self.demo_share}; write a number between 0 and 1")
-        if self.credit_options and not self.credit:
-            raise SettingError("credit_options are given, but no credit; write --credit NAME")
-        object.__setattr__(self, "staleness", staleness_setting(self.staleness))
-
-    def _split_method(self) -> None:
-        """``method="sapo+hgpo"`` is the method sapo with the credit of hgpo."""
+            value = convert(f.name, getattr(self, f.name), type_of(f))
+            object.__setattr__(self, f.name, value)
+            check_limit(f.name, value, f.metadata)
         method, credit = split_method(self.method)
         if credit and self.credit not in ("", credit):
             raise SettingError(f"method is {self.method!r} and credit is {self.credit!r}; name one credit")
         object.__setattr__(self, "method", method)
         object.__setattr__(self, "credit", credit or self.credit)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Settings:
-        """From a mapping whose names may be wrong."""
-        names = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in names:
-                raise SettingError(f"no setting {key!r}; {known_setting(key, names)}")
-        return cls(**values)
-
-    def _check_rewards(self) -> None:
-        if not self.reward_seconds > 0:
-            raise SettingError(f"reward_seconds is {self.reward_seconds}; write a positive number of seconds")
-        if not 0 <= self.held_out_share < 1:
-            raise SettingError(f"held_out_share is {self.held_out_share}; write a number from 0 to below 1")
+        if self.credit_options and not self.credit:
+            raise SettingError("credit_options are given, but no credit; write --credit NAME")
         if self.reward_failure != "fail":
             convert("reward_failure", self.reward_failure, float)
         if self.eval_data and (not self.data or self.offline):
@@ -312,18 +360,37 @@ class Settings:
                 "eval_data is given without prompts to train on; write --data FILE and --reward FUNCTION"
             )
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Settings:
+        """From a mapping whose names may be wrong: flags, a file, arguments of ``train``, or what run.json records."""
+        names = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in names:
+                raise SettingError(f"no setting {key!r}; {known_setting(key, names)}")
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``of`` reads back to the same settings, in types of JSON and tuples."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: v.plain() if isinstance(v, SettingValue) else v for name, v in values.items()}
+
+    @property
+    def uses_prompts(self) -> bool:
+        """Whether the rows of ``data`` are the tasks: where rewards score answers to them, or an agent plays."""
+        return bool(self.data and (self.reward or self.judge or self.agent))
+
     @property
     def offline(self) -> bool:
         """Whether the run learns from the rows of ``data`` alone, without rollouts."""
-        return bool(self.data) and not (self.reward or self.judge or self.agent)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return bool(self.data) and not self.uses_prompts
 
     @property
     def title(self) -> str:
         """The method, and the method whose credit it uses: ``sapo+hgpo``."""
         return f"{self.method}+{self.credit}" if self.credit else self.method
+
+
+SECTIONS = Settings.__bases__[::-1]
 
 
 def split_method(name: str) -> tuple[str, str]:

@@ -25,7 +25,11 @@ class StatefulSampler(Protocol):
 class GroupSource(Protocol):
     """Where the groups of a step come from: rollouts, or the rows of a file."""
 
-    staleness: int | str  # 0: synchronous
+    @property
+    def synchronous(self) -> bool:
+        """Whether no rollouts run while the learner works."""
+        ...
+
     training: int  # groups the learner holds at this moment
     dropped: Counter[str]
     to_reissue: deque[tuple[str, Task]]  # groups in flight when the run was stopped

@@ -52,7 +52,7 @@ class OfflineSource:
     size: int
     sampler: ShuffledSampler
     ledger: LedgerProtocol
-    staleness: int | str = 0
+    synchronous: bool = True
     training: int = 0
     last_metrics: dict[str, float] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)

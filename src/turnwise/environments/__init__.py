@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any
 
 from turnwise.config.named_object import (
+    GIVEN_OBJECT,
     call_arguments,
     importable_name,
     join_arguments,
@@ -60,7 +61,6 @@ FAMILIES = {
 }  # a module whose ``environment(member)`` returns the class
 
 RUN_ARGUMENTS = ("difficulty", "split")  # arguments of a constructor that the run gives
-GIVEN_OBJECT = "object:"  # begins the recorded name of a class that no name refers to
 
 
 def load(name: str) -> type[Any]:

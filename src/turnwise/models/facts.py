@@ -15,7 +15,6 @@ from typing import Any
 
 from turnwise.errors import SettingError
 from turnwise.models.fetch import resolve
-from turnwise.models.options import name_of
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([mb])(?![a-z])", re.IGNORECASE)
@@ -45,7 +44,7 @@ def read_model_facts(model: str) -> ModelFacts:
     config = _read_json(folder / "config.json")
     config = config | (config["text_config"] if isinstance(config.get("text_config"), dict) else {})
     positions = next((int(config[name]) for name in POSITIONS if isinstance(config.get(name), int)), 0)
-    return ModelFacts(_count_parameters(folder) or _size_in_name(name_of(model)), positions)
+    return ModelFacts(_count_parameters(folder) or _size_in_name(model), positions)
 
 
 def stored_parameters(model: str) -> int:
@@ -56,7 +55,6 @@ def stored_parameters(model: str) -> int:
 
 def _folder(model: str) -> Path | None:
     """Where the files of a model are, or would be; None for a known model that is not fetched yet."""
-    model = name_of(model)
     try:
         folder = Path(resolve(model))
     except SettingError:

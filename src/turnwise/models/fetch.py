@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import SettingError, StoreError, nearest
-from turnwise.models.options import name_of
 from turnwise.store.atomic import atomic_write, remove
 
 HOME = "TURNWISE_MODELS"  # environment variable with the folder of models
@@ -75,8 +74,7 @@ def home(to: str = "") -> Path:
 
 
 def resolve(name: str) -> str:
-    """Resolve ``--model``: the folder of a fetched model, or the name itself (a folder, a hub id), without its options."""
-    name = name_of(name)
+    """Resolve ``--model``: the folder of a fetched model, or the name itself (a folder, a hub id)."""
     if name not in KNOWN:
         return name
     folder = home() / name

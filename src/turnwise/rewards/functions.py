@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from turnwise.config.named_object import GIVEN_OBJECT
 from turnwise.errors import SettingError
 from turnwise.rewards.conventions import RewardCall, RewardFailure, Signature
 from turnwise.rewards.process import MIB, CallFailed, ProcessSettings, ScoringPool
 from turnwise.rewards.samples import AnswerGroup, RewardOutcome
-from turnwise.rewards.spec import GIVEN_OBJECT, RewardSpec
+from turnwise.rewards.spec import RewardSpec
 
 
 @dataclass(frozen=True)

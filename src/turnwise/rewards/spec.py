@@ -31,7 +31,6 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
 VERDICTS = ("exact", "math", "code")
 COMPARING = ("majority",)  # these compare the answers of a group, so that an answer alone has no score
 ANSWERS = ("completion", "completions")
-GIVEN_OBJECT = "object:"  # begins the recorded name of a function that no name refers to
 WEIGHTED = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*\*\s*(.*)", re.DOTALL)
 OPTION = re.compile(r";(?=\w+=)")  # a semicolon inside a value, such as a pattern, does not separate
 SYNTAX = "write file.py:function, module:function or a built-in name, with a weight as in 0.5*exact"

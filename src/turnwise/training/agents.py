@@ -16,13 +16,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
-from turnwise.config.named_object import importable_name, load_object
+from turnwise.config.named_object import GIVEN_OBJECT, importable_name, load_object
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Action, Session
 from turnwise.core.records import Origin, Sampling, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.engines.sockets import allow_many_files
-from turnwise.environments import GIVEN_OBJECT
 from turnwise.environments.calls import call_environment
 from turnwise.errors import SettingError
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome

@@ -106,7 +106,7 @@ def resume(
     new = changed_settings(settings, changes)  # refuses before the engines are imported
     if changes or not run_dir.summary.is_file():
         check_cluster(new)
-        check_torchrun(new.ranks, new.cluster)
+        check_torchrun(new.ranks, bool(new.cluster))
     env_class = environments.name_of(env)[1] if env is not None and not isinstance(env, str) else None
     given = GivenObjects(env_class, rewards=name_rewards({"reward": reward}), agent=agent)
     own = _given_recipe(recipe, settings)

@@ -20,7 +20,6 @@ from turnwise.evaluation.evaluator import Evaluation, Evaluator
 from turnwise.evaluation.policy_metrics import exact_metrics, reranked
 from turnwise.models import loading
 from turnwise.models.fetch import resolve
-from turnwise.models.options import is_tiny, split_options
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.episode import Episode
@@ -43,11 +42,11 @@ CORPUS_WAVE = 100  # of them that are played at the same time
 
 def load_tokenizer(settings: Settings, env_spec: EnvSpec, path: Path | None = None) -> Any:
     """The tokenizer of a saved or given model. The tiny model takes its teacher's, or one trained on scripted dialogues."""
-    if path is None and is_tiny(settings.model) and not settings.teacher:
+    if path is None and settings.model.tiny and not settings.teacher:
         return tiny_tokenizer(
             tokenizer_corpus(env_spec), settings.vocabulary, getattr(env_spec.env_class, "symbols", "")
         )
-    source = str(path or resolve(settings.teacher if is_tiny(settings.model) else settings.model))
+    source = str(path or resolve((settings.teacher if settings.model.tiny else settings.model).name))
     tokenizer = loading.load_tokenizer(source)
     if settings.template:
         tokenizer.chat_template = _template(settings.template)
@@ -96,11 +95,11 @@ def tokenizer_corpus(env_spec: EnvSpec) -> list[str]:
 
 
 def load_model(settings: Settings, vocabulary: int, path: Path | None = None) -> PreTrainedModel:
-    if path is None and is_tiny(settings.model):
+    if path is None and settings.model.tiny:
         s = settings
         return tiny_model(vocabulary, s.seed, hidden=s.hidden, layers=s.layers, context=s.context, copying=s.copying)
-    model: PreTrainedModel = loading.load_causal_lm(str(path or resolve(settings.model)))
-    if split_options(settings.model)[1].get("routes") == "free":
+    model: PreTrainedModel = loading.load_causal_lm(str(path or resolve(settings.model.name)))
+    if settings.model.routes == "free":
         free_routing(model)
     return model
 

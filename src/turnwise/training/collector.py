@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from turnwise.config.staleness import CONTINUOUS, KEEP, WAIT, parse_staleness
+from turnwise.config.values import KEEP, WAIT, Staleness
 from turnwise.core.protocols import Generator, GroupScorer, LedgerProtocol, Session
 from turnwise.core.records import Group, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
@@ -32,36 +32,15 @@ FAILED_IN_A_ROW = 16  # groups without a usable trajectory before the run stops 
 
 
 @dataclass(frozen=True)
-class StalenessPolicy:
+class StalenessPolicy(Staleness):
     """``limit``: the most policy versions between the oldest token of a group and the step that trains on it. ``late``: what
     happens to a group that would exceed it, or how a synchronous run samples. A group that still runs counts from the step in
     which it was issued."""
-
-    limit: int
-    late: str = WAIT
-
-    @classmethod
-    def parse(cls, setting: int | str) -> StalenessPolicy:
-        return cls(*parse_staleness(setting))
-
-    @property
-    def synchronous(self) -> bool:
-        return self.limit == 0
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether batches of the generator may not depend on how long environments take: it samples the next turns once all
-        have answered."""
-        return self.synchronous and self.late != CONTINUOUS
 
     @property
     def reason(self) -> str:
         """Why the ledger says that a group was evicted."""
         return f"{TOO_OLD} {self.limit} allows"
-
-    def capacity(self, per_step: int, steps: int = 0) -> int:
-        """The most groups that are outstanding at any time. ``steps``: that the run still takes; 0: its end is not known."""
-        return per_step * (min(self.limit + 1, steps) if steps else self.limit + 1)
 
     def admit(self, running: int, outstanding: int, per_step: int, trainable: int | None = None) -> int:
         """How many groups to issue now. ``outstanding``: running, ready or in training. ``trainable``: how many groups the step
@@ -126,7 +105,7 @@ class Collector:
     ledger: LedgerProtocol
     play: EpisodeRunner
     seed: int
-    staleness: int | str = 0
+    policy: StalenessPolicy = StalenessPolicy()
     max_draws: int = 8
     scorer: GroupScorer | None = None  # rewards beside the environment's
     steps: int = 0  # of the whole run: no more groups are issued than they train on; 0: its end is not known
@@ -141,8 +120,9 @@ class Collector:
     failed_in_a_row: int = 0
     last_metrics: dict[str, float] = field(default_factory=dict)  # of the last step; adaptive strategies read them
 
-    def __post_init__(self) -> None:
-        self.policy = StalenessPolicy.parse(self.staleness)
+    @property
+    def synchronous(self) -> bool:
+        return self.policy.synchronous
 
     def issue(self, step: int) -> None:
         """Issue as many groups as staleness allows and the remaining steps can train on."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.config.settings import Settings
-from turnwise.config.staleness import steps_ahead
 from turnwise.core.protocols import Listener
 from turnwise.engines.sharded.torchrun import torchrun_rank
 from turnwise.training.process_memory import ChildMemory
@@ -53,7 +52,7 @@ def dry_run(train: Callable[..., dict[str, Any]], listen: Listener, settings: Ma
     values = dict(settings)
     with tempfile.TemporaryDirectory(dir=_shared_folder(str(settings.get("out", asked.out)))) as folder:
         tasks = min(EVAL_TASKS, asked.eval_tasks)
-        steps = min(asked.steps, MAX_STEPS, STEPS * (steps_ahead(asked.staleness) + 1))
+        steps = min(asked.steps, MAX_STEPS, STEPS * (asked.staleness.limit + 1))
         values |= {"out": folder, "name": "dry", "steps": steps, "eval_tasks": tasks, "eval_every": 0, "trackers": ()}
         times = StepTimes(listen)
         with ChildMemory() as children:
@@ -79,7 +78,7 @@ def steady_steps(seconds: Sequence[float], ahead: int) -> Sequence[float]:
 
 def estimate(asked: Settings, summary: Mapping[str, Any], steps: Sequence[float], tasks: int) -> dict[str, float]:
     """Seconds of one step, of all evaluations and of the whole run: the steps taken, and as many more as were asked for."""
-    each = statistics.mean(steady_steps(steps, steps_ahead(asked.staleness)))
+    each = statistics.mean(steady_steps(steps, asked.staleness.limit))
     stages = summary.get("seconds", {})
     during = len(range(asked.eval_every, asked.steps, asked.eval_every)) if asked.eval_every else 0
     evaluations = sum(stages.get(f"evaluate {when}", 0.0) for when in ("before", "after")) * (1 + during / 2)

@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedModel
 
 from turnwise.config.settings import Settings
-from turnwise.config.staleness import steps_ahead
 from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import Generator, Learner, PolicyCheckProtocol
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
@@ -42,8 +41,6 @@ from turnwise.rollout.local_chat import LocalChat
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits
 from turnwise.training.asynchronous_check import AsynchronousPolicyCheck
-from turnwise.training.cluster.options import ClusterOptions
-from turnwise.training.opponents import Opponents
 from turnwise.training.remote_generators import OWN_PROCESS, make_remote_generator
 from turnwise.training.requirements import check_ranks
 from turnwise.training.rewards import FIRST_ERROR, POLICY, reward_model_folder
@@ -127,7 +124,7 @@ def policy_check_tolerance(settings: Settings) -> float:
 def make_policy_check(settings: Settings, recipe: Recipe) -> PolicyCheckProtocol:
     """A recipe that adds noise to the layers needs a forward pass of its own for the check, an asynchronous run a sample."""
     check = (SeparatePolicyCheck if recipe.smoothing else PolicyCheck)(policy_check_tolerance(settings))
-    return AsynchronousPolicyCheck(check) if steps_ahead(settings.staleness) and not settings.offline else check
+    return AsynchronousPolicyCheck(check) if not (settings.staleness.synchronous or settings.offline) else check
 
 
 # -------------------------------------------------------------------- learner
@@ -285,7 +282,7 @@ def with_opponents(
     settings: Settings, generator: Generator, model: PreTrainedModel, renderer: Renderer
 ) -> tuple[Generator, SelfPlayGenerator | None]:
     """The generator of a run; where older policies hold other seats, beside one that has its own copy of the weights."""
-    setting = Opponents.parse(settings.opponents)
+    setting = settings.opponents
     if setting.kind != "past":
         return generator, None
     assert isinstance(generator, LocalGenerator), "drafts are refused before"
@@ -318,7 +315,7 @@ def make_policy_judge(
     positions = getattr(model.config, "max_position_embeddings", None) or JUDGE_CONTEXT
     context = min(int(positions), max(JUDGE_CONTEXT, settings.context))
     own = replace(settings, context=context, slots=1, eval_tasks=1, eval_samples=1)
-    mirror = make_local_generator(own, model, renderer, settings.staleness == 0, dialogues=1)
+    mirror = make_local_generator(own, model, renderer, settings.staleness.deterministic, dialogues=1)
     return MirroredGenerator(generator, mirror), lambda: LocalChat(mirror, renderer, context)
 
 
@@ -384,7 +381,7 @@ def actors_of(settings: Settings) -> tuple[Callable[[], Any], int]:
     """Where the generator actors of this run are at any time, and how many it should have."""
     from turnwise.training.cluster.directory import GeneratorDirectory  # late: imports ray
 
-    return GeneratorDirectory.of_this_actor().addresses, ClusterOptions.parse(settings.cluster).generators
+    return GeneratorDirectory.of_this_actor().addresses, settings.cluster.generators
 
 
 def make_learner(

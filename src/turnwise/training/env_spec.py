@@ -11,7 +11,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from turnwise import environments
+from turnwise.config.named_object import GIVEN_OBJECT
 from turnwise.config.settings import Settings, default_of
+from turnwise.config.values import TINY, ModelName
 from turnwise.core.records import Task
 from turnwise.environments import prompts
 from turnwise.environments.base import overrides
@@ -20,12 +22,10 @@ from turnwise.environments.isolated import HostPool, IsolatedEnvironment
 from turnwise.environments.process_pool import PROCESSES
 from turnwise.errors import SettingError, nearest
 from turnwise.models.facts import read_model_facts
-from turnwise.models.options import TINY, is_tiny
 from turnwise.rollout.episode import EpisodeLimits, FailedEnvironment
 from turnwise.rollout.scripted import SCRIPTED_POLICIES
 from turnwise.tasks.task_source import TaskList, TaskStream
 from turnwise.training.agents import Agent, load_agent
-from turnwise.training.cluster.options import ClusterOptions
 from turnwise.training.prompt_data import environment_class, prompt_data, uses_prompts
 from turnwise.training.suggestions import Suggestion, is_small, suggest
 
@@ -66,10 +66,10 @@ def suggestions(values: Mapping[str, Any], env_class: type | None = None) -> lis
                 f"{nearest(name, SUGGESTED)}"
             )
     turn_limit(env_class)  # refused at once
-    origin, model = f"environment {env_class.__name__}", values.get("model", defaults["model"])
+    origin, model = f"environment {env_class.__name__}", ModelName.parse(str(values.get("model", defaults["model"])))
     fitting: list[Suggestion] = []
-    if not is_tiny(model):
-        facts = read_model_facts(model)
+    if not model.tiny:
+        facts = read_model_facts(model.name)
         unfit = TINY_MODEL_ONLY if is_small(facts) else (*TINY_MODEL_ONLY, *SMALL_MODELS_ONLY)
         suggested = {name: value for name, value in suggested.items() if name not in unfit}
         fitting = [] if is_small(facts) else suggest({**suggested, **values}, facts, env_class)
@@ -79,14 +79,14 @@ def suggestions(values: Mapping[str, Any], env_class: type | None = None) -> lis
 
 def chosen_for_model(values: Mapping[str, Any], env_class: type | None = None) -> list[str]:
     """What is suggested for a model that is not the tiny one, in sentences: it differs from the defaults of the help text."""
-    if is_tiny(values.get("model", TINY)):
+    if ModelName.parse(str(values.get("model", TINY))).tiny:
         return []
     return [f"{s.name} is {s.value} ({s.origin})" for s in suggestions(values, env_class)]
 
 
 def episode_pool(settings: Settings) -> HostPool | None:
     """Where episodes play: in actors of the run's cluster, in processes of this machine, or None: in this process."""
-    if settings.cluster and ClusterOptions.parse(settings.cluster).environments and "ray" in sys.modules:
+    if settings.cluster.environments and "ray" in sys.modules:
         from turnwise.training.cluster.environment_pool import pool_of_learner  # late: imports ray
 
         if (pool := pool_of_learner()) is not None:
@@ -112,7 +112,7 @@ class EnvSpec:
         wrong = [d for d in settings.difficulty if d not in offered]
         if wrong:
             raise SettingError(f"{settings.env} has no difficulty {wrong[0]}; it offers {', '.join(map(str, offered))}")
-        if settings.isolate_env and settings.env.startswith((environments.GIVEN_OBJECT, prompts.NAME)):
+        if settings.isolate_env and settings.env.startswith((GIVEN_OBJECT, prompts.NAME)):
             raise SettingError(
                 f"isolate_env: another process cannot import {settings.env}; give a class by its name, module:Class"
             )

@@ -23,7 +23,6 @@ from turnwise.engines.remote.transport import ServerAddress
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
 from turnwise.evaluation.evaluator import Evaluation, evaluate, scored
-from turnwise.models.options import is_tiny
 from turnwise.rollout.chat_session import ChatSession
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.renderer import Renderer
@@ -153,13 +152,13 @@ def _local(
     else:
         check_device(settings.device)
         if folder is None:
-            if is_tiny(settings.model):
+            if settings.model.tiny:
                 raise SettingError(
                     "say what to evaluate: a run directory, --model PATH, --policy URL, or --player oracle"
                 )
             check_model_name(settings.model)
         evaluation = _model(env_spec, folder, split, Path(run) if run else None, listen)
-    return player or run or settings.model, settings, evaluation
+    return player or run or str(settings.model), settings, evaluation
 
 
 def _scripted(env_spec: EnvSpec, player: str, split: str, listen: Listener) -> Evaluation:

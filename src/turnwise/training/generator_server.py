@@ -16,11 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from turnwise.config.named_object import GIVEN_OBJECT
 from turnwise.config.settings import Settings
+from turnwise.config.values import ModelName
 from turnwise.engines.sockets import allow_many_files
-from turnwise.environments import GIVEN_OBJECT, prompts
+from turnwise.environments import prompts
 from turnwise.errors import SettingError, TurnwiseError
-from turnwise.models.options import is_tiny, split_options, with_options
 from turnwise.serve.policy_host import HostLimits, PolicyHost
 from turnwise.serve.server import listen_on, read_address, require_packages, serve_app, url_of
 from turnwise.store.rundir import RunDir
@@ -51,23 +52,23 @@ def serve_model(
 
 def _select(model: str, values: Mapping[str, Any]) -> tuple[Settings, Path | None]:
     """The settings, and the folder of the model where it belongs to a run."""
-    name, options = split_options(model)
-    if not (Path(name) / "run.json").is_file():
-        return resolve_settings({**values, "model": model}), None
-    run = RunDir.open(name)
+    named = ModelName.parse(model)
+    if not (Path(named.name) / "run.json").is_file():
+        return resolve_settings({**values, "model": named}), None
+    run = RunDir.open(named.name)
     folder = next((path for path in (run.model, run.path / "initial") if path.is_dir()), None)
     if folder is None:
         raise SettingError(
-            f"the run {name} has no model yet; serve the model it begins with, or tiny --env ENVIRONMENT"
+            f"the run {named.name} has no model yet; serve the model it begins with, or tiny --env ENVIRONMENT"
         )
     settings = Settings.of({**run.metadata()["settings"], **values})
-    return replace(settings, model=with_options(settings.model, options)), folder
+    return replace(settings, model=settings.model.with_options(named)), folder
 
 
 def train_command(settings: Settings, folder: Path | None) -> str:
     """A command whose run this server accepts: the model, and the settings that differ from what that command would choose."""
-    model = with_options(str(folder), split_options(settings.model)[1]) if folder else settings.model
-    names = (*SHARED, *(OF_TINY if is_tiny(model) else ()))
+    model = replace(settings.model, name=str(folder)) if folder else settings.model
+    names = (*SHARED, *(OF_TINY if model.tiny else ()))
     values = {name: getattr(settings, name) for name in dict.fromkeys(names)}
     if settings.env == prompts.NAME or settings.env.startswith(GIVEN_OBJECT):
         del values["env"]  # the user's own data or object: no flag of this command names it
@@ -78,7 +79,7 @@ def train_command(settings: Settings, folder: Path | None) -> str:
     chosen = replace(chosen, env=Settings().env)
     differing = {name: value for name, value in values.items() if value != getattr(chosen, name)}
     words = [word for name, value in differing.items() for word in (f"--{name.replace('_', '-')}", _flag_value(value))]
-    return shlex.join(["turnwise", "train", "--model", model, *words])
+    return shlex.join(["turnwise", "train", "--model", str(model), *words])
 
 
 def _flag_value(value: Any) -> str:
@@ -94,7 +95,7 @@ def make_policy_host(settings: Settings, folder: Path | None, name: str, own_con
     from turnwise.training import build, engines, memory
 
     s = settings
-    env_spec = EnvSpec.from_settings(s) if is_tiny(s.model) and folder is None else EnvSpec(s, object)
+    env_spec = EnvSpec.from_settings(s) if s.model.tiny and folder is None else EnvSpec(s, object)
     tokenizer = build.load_tokenizer(s, env_spec, folder)
     model = build.load_model(s, len(tokenizer), folder)
     renderer = build.make_renderer(s, tokenizer)
@@ -116,7 +117,7 @@ def make_policy_host(settings: Settings, folder: Path | None, name: str, own_con
 def _facts(settings: Settings, name: str, tokenizer: Any, model: Any, folder: Path | None) -> dict[str, Any]:
     """What a trainer compares with its own model."""
     config = model.config.get_text_config()
-    made = {key: getattr(settings, key) for key in OF_TINY} if is_tiny(settings.model) and folder is None else None
+    made = {key: getattr(settings, key) for key in OF_TINY} if settings.model.tiny and folder is None else None
     return {
         "model": name,
         "vocabulary": int(config.vocab_size),
@@ -124,7 +125,7 @@ def _facts(settings: Settings, name: str, tokenizer: Any, model: Any, folder: Pa
         "config": {key: getattr(config, key) for key in COMPARED if hasattr(config, key)},
         "weights": {key: list(p.shape) for key, p in model.named_parameters()},
         "tiny": made,
-        "cache": split_options(settings.model)[1].get("cache", ""),
+        "cache": settings.model.cache,
     }
 
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.named_object import importable_name
+from turnwise.config.named_object import GIVEN_OBJECT, importable_name
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError
-from turnwise.rewards.spec import GIVEN_OBJECT
 
 DEFAULT_OUT = Settings.__dataclass_fields__["out"].default
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise import environments
 from turnwise.config.files import ConfigFile, merge_config, read_config
-from turnwise.config.named_object import importable_name
+from turnwise.config.named_object import GIVEN_OBJECT, importable_name
+from turnwise.config.values import ModelName
 from turnwise.errors import SettingError
 from turnwise.training.agents import name_agent
 from turnwise.training.given_rows import name_rewards, name_rows
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from turnwise.recipes.recipe import Recipe
 
 OWN = "own"  # the recorded method of a run whose recipe was given as an object
-MODEL_OBJECT = environments.GIVEN_OBJECT
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,11 @@ def _name_env(values: dict[str, Any]) -> type | None:
 def _name_model(values: dict[str, Any], tokenizer: Any) -> Any:
     """Replace a model by a name that says that it was an object. The run keeps it in its folder ``initial``."""
     model = values.get("model", "")
-    if isinstance(model, str | Path):
+    if isinstance(model, str | Path | ModelName):
         if tokenizer is not None:
             raise SettingError(
                 "a tokenizer is given without a model object; write train(model=MODEL, tokenizer=TOKENIZER)"
             )
-        if isinstance(model, Path):
-            values["model"] = str(model)
         return None
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -108,5 +106,5 @@ def _name_model(values: dict[str, Any], tokenizer: Any) -> Any:
         )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise SettingError("a model object needs its tokenizer: train(model=MODEL, tokenizer=TOKENIZER)")
-    values["model"] = f"{MODEL_OBJECT}{type(model).__name__}"
+    values["model"] = f"{GIVEN_OBJECT}{type(model).__name__}"
     return model

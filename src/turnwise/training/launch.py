@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config.settings import Settings
+from turnwise.config.values import ModelName
 from turnwise.core.protocols import Listener
-from turnwise.environments import GIVEN_OBJECT
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
 from turnwise.store.checkpoint import verify_model
@@ -59,12 +59,12 @@ def check_resumed(run_dir: RunDir, settings: Settings, recipe: Recipe | None, gi
         verify_model(initial)
 
 
-def _check_first_model(run_dir: RunDir, model: str) -> None:
+def _check_first_model(run_dir: RunDir, model: ModelName) -> None:
     """Refuse a run that has no copy of its model yet, where the model is gone: resuming cannot name another."""
     try:
         check_model_name(model)
     except SettingError as fault:
-        if model.startswith(GIVEN_OBJECT):
+        if model.given_object:
             raise
         raise SettingError(
             f"the run {run_dir.path} has not copied its model yet, and the one that it began with is gone: {model}; put it back "

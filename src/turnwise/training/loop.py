@@ -19,7 +19,6 @@ from typing import Any
 
 from turnwise.algebra import diagnostics
 from turnwise.algebra.objective import Objective
-from turnwise.config.staleness import steps_ahead
 from turnwise.core.batch import Batch, pack
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY
@@ -135,7 +134,7 @@ class Loop:
         recorder = TokenRecorder(step, mixed) if self.keep_tokens else None
         hooks = (self.objective, self.policy_check, credited_batches.append, while_waiting, recorder)
         work = lambda: update_policy(self.learner, self.recipe, mixed, seed, *hooks)  # noqa: E731
-        metrics = await in_background(work) if steps_ahead(self.collector.staleness) else work()
+        metrics = await in_background(work) if not self.collector.synchronous else work()
         if recorder is not None:
             self.ledger.keep_tokens(recorder.columns, step, self.keep_tokens)
         self.mixture.observe(fresh, advantages, step)

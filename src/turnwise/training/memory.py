@@ -20,13 +20,9 @@ from turnwise.engines.learner.learner import LearnerSettings
 from turnwise.engines.memory import GIB, RECOMPUTE_FROM, MemoryPlan, ModelShape, describe_parts
 from turnwise.engines.sharded.torchrun import ranks_here
 from turnwise.errors import SettingError
-from turnwise.models.options import split_options
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.renderer import Renderer
 from turnwise.training import engines
-from turnwise.training.cluster.options import ClusterOptions
-from turnwise.training.collector import StalenessPolicy
-from turnwise.training.opponents import Opponents
 from turnwise.training.remote_generators import OWN_PROCESS
 
 USABLE = 0.9  # of the memory: the rest is fragments, libraries, CUDA graphs
@@ -39,7 +35,7 @@ def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
     device, budget = engines.select_device(settings), recipe.budget
     dtype, rollout = LearnerSettings(dtype=settings.dtype).compute_dtype(device), engines.rollout_dtype(settings)
     compute = torch.finfo(dtype).bits // 8
-    ahead = StalenessPolicy.parse(settings.staleness).capacity(budget.groups, settings.steps)
+    ahead = settings.staleness.capacity(budget.groups, settings.steps)
     dialogues = max(ahead * budget.size, settings.eval_tasks * settings.eval_samples)
     ids = engines.ids_per_micro_batch(settings)
     wanted = {Signal.REFERENCE} & recipe.objective.signals if not settings.lora_rank else set()
@@ -56,7 +52,7 @@ def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
         recompute=settings.recompute,
         offload=settings.offload and device.type == "cuda",
         shared_weights=device.type == "cpu"
-        and settings.staleness == 0
+        and settings.staleness.deterministic
         and not (settings.lora_rank or settings.generator or settings.cluster),
         four_bit=LearnerSettings(dtype=settings.dtype).four_bit,
         samplers=_samplers(settings, recipe, device),
@@ -70,11 +66,10 @@ def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
 def _samplers(settings: Settings, recipe: Recipe, device: torch.device) -> int:
     """Generators in the learner's memory. Servers have their own, and so have actors on a GPU or, perhaps, on another machine."""
     if settings.cluster:
-        options = ClusterOptions.parse(settings.cluster)
-        return options.generators if options.local and device.type == "cpu" else 0
+        return settings.cluster.generators if settings.cluster.local and device.type == "cpu" else 0
     if settings.generator and settings.generator != OWN_PROCESS:
         return 0
-    return 1 + (Opponents.parse(settings.opponents).kind == "past" or bool(recipe.precision.drafts))
+    return 1 + (settings.opponents.kind == "past" or bool(recipe.precision.drafts))
 
 
 def device_memory(device: torch.device) -> int:
@@ -93,7 +88,7 @@ def fit_memory(settings: Settings, plan: MemoryPlan, available: int) -> tuple[Se
     """Settings with which the estimate fits, and why they changed. What the user gave is never changed: the micro-batch becomes
     smaller, then layers are recomputed. Neither changes what is learned beyond rounding. A KV cache in pages takes what is left:
     only a few dialogues must fit."""
-    room, layout = int(USABLE * available), asked_layout(settings)
+    room, layout = int(USABLE * available), settings.model.cache
     if plan.fixed > room:
         bare = replace(plan, ids=0, dialogues=0)
         raise SettingError(
@@ -124,14 +119,9 @@ def in_pages(plan: MemoryPlan, room: int, layout: str) -> bool:
     return plan.total <= room or (layout != "rows" and cache_room(plan, room) >= least)
 
 
-def asked_layout(settings: Settings) -> str:
-    """``rows`` or ``pages`` where the model's option names one, else empty."""
-    return split_options(settings.model)[1].get("cache", "")
-
-
 def cache_choice(settings: Settings, recipe: Recipe, model: Any) -> CacheChoice:
     """The KV cache of a run: what the user asks for, else rows where they fit beside the rest, else pages of what is left."""
-    plan, page = memory_plan(settings, recipe, model), LAYOUTS.get(asked_layout(settings))
+    plan, page = memory_plan(settings, recipe, model), LAYOUTS.get(settings.model.cache)
     if plan.shape.parameters < TOLD_FROM or not plan.shape.layers:
         return CacheChoice(page=page)
     return CacheChoice(cache_room(plan, int(USABLE * device_memory(engines.select_device(settings)))), page)
@@ -149,7 +139,7 @@ def sampling_cache(settings: Settings, model: Any) -> CacheChoice:
     prefill = shape.activations(PREFILL_BUDGET_CUDA if on_gpu else PREFILL_BUDGET, dtype.itemsize, False)
     prefill //= max(1, shape.layers)
     available = min(int(USABLE * device_memory(device)), free_memory(device))
-    return CacheChoice(max(0, available - weights - prefill), LAYOUTS.get(asked_layout(settings)))
+    return CacheChoice(max(0, available - weights - prefill), LAYOUTS.get(settings.model.cache))
 
 
 def make_generator(
@@ -197,7 +187,7 @@ def report(settings: Settings, recipe: Recipe, model: Any) -> tuple[Settings, li
     available = device_memory(engines.select_device(settings))
     settings, change = fit_memory(settings, plan, available)
     parts, room = (plan := memory_plan(settings, recipe, model)).parts(), int(USABLE * available)
-    if asked_layout(settings) != "rows" and in_pages(plan, room, "pages"):
+    if settings.model.cache != "rows" and in_pages(plan, room, "pages"):
         parts["KV cache"] = min(parts["KV cache"], plan.samplers * cache_room(plan, room))
     about = f"{sum(parts.values()) / GIB:.1f} GiB: {describe_parts(parts)}"
     told = f"memory: about {about}; the device has {available / GIB:.1f}"

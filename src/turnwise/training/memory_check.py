@@ -16,10 +16,8 @@ from turnwise.errors import SettingError
 from turnwise.models import loading
 from turnwise.models.facts import stored_parameters
 from turnwise.models.fetch import resolve
-from turnwise.models.options import is_tiny, split_options, with_options
 from turnwise.recipes.recipe import Recipe
 from turnwise.training import engines, memory
-from turnwise.training.cluster.options import ClusterOptions
 
 LOADED = 4  # bytes of a weight while a model is loaded, on the host: it is read in float32
 
@@ -27,10 +25,10 @@ LOADED = 4  # bytes of a weight while a model is loaded, on the host: it is read
 def check_memory(settings: Settings, recipe: Recipe, config: Any) -> None:
     """Refuse a model that fits neither the device it is trained on nor the host it is read on. ``config``: that of the model. The
     learner of a cluster works on the machine of this command."""
-    shape = ModelShape.of(config, stored_parameters(settings.model) or parameters_of(config))
+    shape = ModelShape.of(config, stored_parameters(settings.model.name) or parameters_of(config))
     if shape.parameters < memory.TOLD_FROM or not shape.layers:
         return
-    if settings.cluster and settings.device == "auto" and not ClusterOptions.parse(settings.cluster).gpus:
+    if settings.cluster and settings.device == "auto" and not settings.cluster.gpus:
         settings = replace(settings, device="cpu")  # Ray hides the GPUs from actors that reserve none
     device, host = engines.select_device(settings), torch.device("cpu")
     memory.fit_memory(settings, memory.memory_plan(settings, recipe, shape), memory.device_memory(device))
@@ -44,10 +42,10 @@ def check_memory(settings: Settings, recipe: Recipe, config: Any) -> None:
 
 def check_resumed_memory(settings: Settings, recipe: Recipe, initial: Path) -> None:
     """``check_memory`` of a run that goes on. ``initial``: the model that it began with, once it is written."""
-    if not initial.is_dir() and is_tiny(settings.model):
+    if not initial.is_dir() and settings.model.tiny:
         return
-    source = with_options(str(initial), split_options(settings.model)[1]) if initial.is_dir() else settings.model
-    check_memory(replace(settings, model=source), recipe, loading.load_config(resolve(source)))
+    source = replace(settings.model, name=str(initial)) if initial.is_dir() else settings.model
+    check_memory(replace(settings, model=source), recipe, loading.load_config(resolve(source.name)))
 
 
 def parameters_of(config: Any) -> int:

@@ -13,7 +13,6 @@ from turnwise.config.settings import Settings, default_of
 from turnwise.core.text import printable_line
 from turnwise.errors import TurnwiseError
 from turnwise.models.fetch import KNOWN
-from turnwise.models.options import is_tiny, name_of
 from turnwise.recipes import catalogue
 from turnwise.store.atomic import atomic_write
 from turnwise.store.rundir import RunDir
@@ -42,7 +41,7 @@ def card(settings: Settings, summary: Mapping[str, Any], folder: Path) -> str:
     is_adapter = (folder / "adapter_config.json").is_file()
     parts = [
         _front_matter(settings, is_adapter),
-        f"# {printable_line(settings.model)} trained with {settings.title} on {printable_line(settings.env)}\n",
+        f"# {printable_line(str(settings.model))} trained with {settings.title} on {printable_line(settings.env)}\n",
         f"Trained by Turnwise for {summary['steps']} steps, seed {summary['seed']}, "
         f"{summary['tokens']} sampled tokens.\n",
         "## Method\n\n" + _method(settings),
@@ -58,7 +57,6 @@ def card(settings: Settings, summary: Mapping[str, Any], folder: Path) -> str:
 
 def base_licence(model: str) -> str:
     """The licence of the model that training began with, if its folder or our list of models names one; else empty."""
-    model = name_of(model)
     if model in KNOWN:
         return KNOWN[model].about.split(",")[-1].strip().lower()
     readme = Path(model) / CARD
@@ -72,9 +70,9 @@ def base_licence(model: str) -> str:
 
 def _front_matter(settings: Settings, is_adapter: bool) -> str:
     lines = ["---", "library_name: " + ("peft" if is_adapter else "transformers"), "pipeline_tag: text-generation"]
-    if licence := base_licence(settings.model):
+    if licence := base_licence(settings.model.name):
         lines.append(f"license: {licence}")
-    base = name_of(settings.model)
+    base = settings.model.name
     if "/" in base and not Path(base).exists():
         lines.append(f"base_model: {base}")
     return "\n".join([*lines, "tags:", "- turnwise", "- reinforcement-learning", "---\n"])
@@ -146,9 +144,9 @@ def _limits(settings: Settings, summary: Mapping[str, Any]) -> str:
         f"- One run, one seed ({summary['seed']}); the intervals do not cover the spread between runs.",
         "- Rewards can be gamed: read transcripts before you rely on the numbers.",
     ]
-    if not is_tiny(settings.model) and not base_licence(settings.model):
+    if not settings.model.tiny and not base_licence(settings.model.name):
         lines.append("- The licence of the base model is not known here; look it up before you pass this model on.")
-    if is_tiny(settings.model):
+    if settings.model.tiny:
         lines.append(
             "- A model of about a million parameters with a vocabulary made for this environment. It speaks no language."
         )

@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import Any
 
 from turnwise.config.settings import Settings
+from turnwise.config.values import ModelName
 from turnwise.data.offline_source import split_held_out
 from turnwise.errors import SettingError
 from turnwise.models import loading
 from turnwise.models.fetch import resolve
-from turnwise.models.options import is_tiny
 from turnwise.recipes.recipe import Recipe
 from turnwise.training import build, engines, requirements
 from turnwise.training.data_sources import DataSources
@@ -71,7 +71,7 @@ def validate(plan: RunPlan) -> None:
     requirements.check_requirements(recipe, settings, env_spec)
     has_rows = plan.data.rows is not None
     requirements.check_cold_start(settings, env_spec)
-    if not is_tiny(settings.model) or has_rows:
+    if not settings.model.tiny or has_rows:
         renderer = build.make_renderer(settings, plan.tokenizer)
         renderer.check_tools(env_spec.tools)
         groups = plan.data.groups(renderer)
@@ -79,10 +79,10 @@ def validate(plan: RunPlan) -> None:
             split_held_out(groups)  # refuses a file without rows
     if plan.given.model is not None:
         check_adapter_rank(settings, plan.given.model.config)
-    elif is_tiny(settings.model):
+    elif settings.model.tiny:
         check_adapter_rank(settings)
     else:
-        config = loading.load_config(resolve(settings.model))
+        config = loading.load_config(resolve(settings.model.name))
         check_adapter_rank(settings, config)
         check_memory(settings, recipe, config)
     if settings.teacher:
@@ -92,9 +92,9 @@ def validate(plan: RunPlan) -> None:
 def _check_teacher(plan: RunPlan) -> None:
     """Refuse a teacher that does not exist or has another vocabulary. A tiny model takes its teacher's tokenizer."""
     settings = plan.settings
-    teacher_settings = replace(settings, model=settings.teacher, teacher="")
+    teacher_settings = replace(settings, model=settings.teacher, teacher=ModelName())
     theirs = build.load_tokenizer(teacher_settings, plan.env_spec).get_vocab()
-    if is_tiny(settings.model):
+    if settings.model.tiny:
         build.make_renderer(settings, plan.tokenizer)
         return
     ours = plan.tokenizer.get_vocab()

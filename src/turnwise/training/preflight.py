@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnwise.config.settings import Settings
+from turnwise.config.values import ModelName
 from turnwise.core.records import Sampling
-from turnwise.environments import GIVEN_OBJECT
 from turnwise.errors import SettingError, nearest
 from turnwise.models.fetch import resolve
 from turnwise.models.hub import check_model
-from turnwise.models.options import TINY, is_tiny, split_options
 from turnwise.observe.trackers import SERVICES
 from turnwise.recipes import signatures
 from turnwise.rollout.parsers.table import check_name
@@ -65,8 +64,8 @@ def check_at_once(settings: Settings, given: GivenObjects) -> None:
     _check_packages(s)
     if given.model is None:
         check_model_name(s.model)
-    check_model_name(s.teacher or TINY)
-    if "cache" in split_options(s.teacher)[1]:
+    check_model_name(s.teacher)
+    if s.teacher.cache:
         raise SettingError("the teacher samples nothing, so it has no KV cache; write cache= after --model")
     check_name(s.tool_syntax)
     if s.template and s.template not in TEMPLATES and not Path(s.template).is_file():
@@ -132,13 +131,13 @@ def _check_four_bit(settings: Settings) -> None:
         raise SettingError("dtype nf4 needs bitsandbytes: pip install 'turnwise[quantized]'; or write --dtype auto")
 
 
-def check_model_name(name: str) -> None:
+def check_model_name(model: ModelName) -> None:
     """Refuse a model that cannot be loaded, as far as its name and its files show."""
-    if is_tiny(name):
+    if model.tiny or not model:
         return
-    if name.startswith(GIVEN_OBJECT):
+    if model.given_object:
         raise SettingError(
-            f"the model {name.removeprefix(GIVEN_OBJECT)} was given to train() as an object; write the folder `initial` of that "
+            f"the model {model.given_object} was given to train() as an object; write the folder `initial` of that "
             "run instead, or give it again in Python: train(model=MODEL, tokenizer=TOKENIZER)"
         )
-    check_model(resolve(name))
+    check_model(resolve(model.name))

@@ -20,7 +20,6 @@ from turnwise.engines.remote.token_wire import Reported
 from turnwise.engines.remote.transport import ServerAddress
 from turnwise.errors import ServerFault, SettingError
 from turnwise.models.fetch import resolve
-from turnwise.models.options import is_tiny, name_of, split_options
 from turnwise.training.interrupt import run_async
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def check_generators(settings: Settings, on_gpu: bool = False) -> None:
         )
     if not settings.generator:
         return
-    if getattr(settings, "opponents", "").startswith("past"):
+    if settings.opponents.kind == "past":
         raise SettingError(
             "--generator cannot sample for older policies; write --opponents self, or leave --generator out"
         )
@@ -111,10 +110,10 @@ def check_generators(settings: Settings, on_gpu: bool = False) -> None:
 
 def _compare_cache(settings: Settings, replica: Replica) -> None:
     """Refuse a layout of the KV cache that the server does not have: it was chosen when the server was started."""
-    wanted = split_options(settings.model)[1].get("cache")
+    wanted = settings.model.cache
     if not wanted or (replica.kind == OURS and replica.facts.get("cache") == wanted):
         return
-    name = name_of(settings.model)
+    name = settings.model.name
     if replica.kind == VLLM:
         raise SettingError(
             f"--generator {replica.url} is vLLM, whose KV cache a run cannot lay out; leave cache={wanted} out: --model {name}"
@@ -179,7 +178,7 @@ def _compare_files(settings: Settings, replica: Replica) -> None:
     theirs = replica.facts
     if replica.kind == VLLM:
         return
-    if is_tiny(settings.model):
+    if settings.model.tiny:
         made = theirs.get("tiny") or {}
         ours = json.loads(json.dumps({name: getattr(settings, name) for name in OF_TINY[:-1]}))
         differing = [name for name in ours if name in made and made[name] != ours[name]]
@@ -195,7 +194,7 @@ def _compare_files(settings: Settings, replica: Replica) -> None:
                 f"start it with the run's settings: turnwise serve tiny {' '.join(words)}"
             )
         return
-    folder = Path(resolve(settings.model))
+    folder = Path(resolve(settings.model.name))
     ours, config = _json(folder / "config.json"), theirs.get("config") or {}
     for name in COMPARED:
         if name in ours and name in config and ours[name] != config[name]:
@@ -214,7 +213,7 @@ def _compare_vocabulary(settings: Settings, replica: Replica, vocabulary: Mappin
         raise SettingError(
             f"--generator {replica.url} serves {replica.model}, whose tokenizer differs from that of {settings.model}: the same "
             f"ids would be other texts; start it with the run's model: turnwise serve {settings.model}"
-            + (f" --env {settings.env}" if is_tiny(settings.model) else "")
+            + (f" --env {settings.env}" if settings.model.tiny else "")
         )
 
 

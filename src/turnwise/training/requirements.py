@@ -19,7 +19,6 @@ from turnwise.engines.sharded.served import LearnerNeeds, unserved_reason
 from turnwise.engines.sharded.torchrun import check_torchrun
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
-from turnwise.models.options import is_tiny
 from turnwise.recipes.recipe import Recipe
 from turnwise.rewards.spec import COMPARING, parse_rewards
 from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline, Independent, Strategy
@@ -96,7 +95,7 @@ def check_precision(recipe: Recipe, settings: Settings) -> None:
 def check_ranks(recipe: Recipe, settings: Settings) -> None:
     """Refuse several ranks for a recipe that they cannot serve, ranks that would have nothing to do, and another number than
     torchrun has started."""
-    check_torchrun(settings.ranks, settings.cluster)
+    check_torchrun(settings.ranks, bool(settings.cluster))
     if settings.ranks == 1:
         return
     dtype = recipe.precision.learner if settings.dtype == "auto" else settings.dtype
@@ -138,7 +137,7 @@ def check_cold_start(settings: Settings, env_spec: EnvSpec) -> None:
     """Refuse a model that must first imitate, where nothing can be imitated."""
     if env_spec.can_demonstrate:
         return
-    if is_tiny(settings.model):
+    if settings.model.tiny:
         raise SettingError(
             f"the tiny model knows no language, and {settings.env} has no `demonstrate` and `oracle` to start it "
             "from; write both, or give a trained model with --model"

@@ -162,7 +162,7 @@ def extend(run_dir: RunDir, settings: Settings, changes: Mapping[str, Any]) -> t
             if path.is_file():
                 path.rename(path.with_stem(f"{path.stem}_{settings.steps}"))
     metadata = run_dir.metadata()
-    values = {name: getattr(new, name) for name in changes}
+    values = {name: new.as_dict()[name] for name in changes}
     change = {name: [metadata["settings"].get(name), value] for name, value in values.items()}
     metadata["settings"] = {**metadata["settings"], **values}
     metadata["changes"] = [*metadata.get("changes", []), {"after_step": done, **change}]

@@ -16,7 +16,6 @@ from turnwise.engines.generator.opponents import SelfPlayGenerator
 from turnwise.rollout.episode_start import OtherSeats
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, scripted_policy
-from turnwise.training.opponents import Opponents
 
 SeatPlan = Callable[[str, Task, Any, Session], OtherSeats]
 """(key, task, environment, session of the policy) -> who plays the other seats."""
@@ -30,7 +29,7 @@ def own_seat(env_class: type, task: Task) -> str:
 
 def seat_plan(settings: Settings, env_class: type, renderer: Renderer, generator: Any) -> SeatPlan | None:
     """Who plays the other seats of an episode; None: the policy plays all of them."""
-    opponents = Opponents.parse(settings.opponents)
+    opponents = settings.opponents
 
     def past(key: str, task: Task, environment: Any, session: Session) -> OtherSeats:
         assert isinstance(generator, SelfPlayGenerator)

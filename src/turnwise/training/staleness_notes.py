@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 from turnwise.algebra.piece import text
 from turnwise.config.settings import Settings
-from turnwise.config.staleness import KEEP
+from turnwise.config.values import KEEP, Staleness
 from turnwise.core.signals import Signal
 from turnwise.recipes.recipe import Recipe
-from turnwise.training.collector import StalenessPolicy
 
 
 def staleness_notes(settings: Settings, recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(level, text) of each message."""
-    policy = StalenessPolicy.parse(settings.staleness)
+    policy = settings.staleness
     if settings.offline or policy.deterministic:
         return
     if policy.synchronous:
@@ -36,7 +35,7 @@ def staleness_notes(settings: Settings, recipe: Recipe) -> Iterator[tuple[str, s
         yield _correction(policy, recipe)
 
 
-def _correction(policy: StalenessPolicy, recipe: Recipe) -> tuple[str, str]:
+def _correction(policy: Staleness, recipe: Recipe) -> tuple[str, str]:
     begin = f"staleness {policy.limit},{policy.late}: groups older than {policy.limit} versions are trained on, too"
     pieces = list(corrections(recipe))
     if pieces:

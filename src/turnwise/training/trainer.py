@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.staleness import steps_ahead
 from turnwise.core.protocols import Generator, Learner, Tracker
 from turnwise.core.records import Group
 from turnwise.core.signals import Signal
@@ -25,7 +24,6 @@ from turnwise.errors import RankFault, ServerFault
 from turnwise.evaluation.evaluator import Evaluator
 from turnwise.evaluation.policy_metrics import NOT_EVALUATED, as_evaluation, rank_pairs
 from turnwise.models.fetch import resolve
-from turnwise.models.options import is_tiny
 from turnwise.models.saving import save_lossless
 from turnwise.observe.profile import PAGE, Profile
 from turnwise.observe.run_health import RunHealth, RunLimits
@@ -128,8 +126,7 @@ class Trainer:
         self.renderer = build.make_renderer(self.settings, tokenizer)
         self._announce_template()
         s, budget = self.settings, self.recipe.budget
-        staleness = StalenessPolicy.parse(s.staleness)
-        dialogues, exact = staleness.capacity(budget.groups, s.steps) * budget.size, staleness.deterministic
+        dialogues, exact = s.staleness.capacity(budget.groups, s.steps) * budget.size, s.staleness.deterministic
         warn = partial(self.events.message, level="warning")
         generator = memory.make_generator(s, self.recipe, model, self.renderer, exact, dialogues, tell=warn)
         generator, self.opponents = engines.with_opponents(s, generator, model, self.renderer)
@@ -155,7 +152,7 @@ class Trainer:
             self.events.message(note)
         for warning in self.renderer.warnings(tools):
             self.events.message(warning, "warning")
-        if tools and not is_tiny(self.settings.model):
+        if tools and not self.settings.model.tiny:
             self.events.message(f"tool calls: the syntax {self.renderer.syntax.name}")
 
     def _initial(self) -> tuple[Any, Any]:
@@ -169,7 +166,7 @@ class Trainer:
     def _write_initial(self, folder: Path) -> None:
         s, tokenizer = self.settings, self.plan.tokenizer
         model = self.plan.given.model or build.load_model(s, len(tokenizer))
-        steps = (COLD_STEPS if is_tiny(s.model) else 0) if s.cold_steps < 0 else s.cold_steps
+        steps = (COLD_STEPS if s.model.tiny else 0) if s.cold_steps < 0 else s.cold_steps
         if steps:
             model = copy.deepcopy(model) if self.plan.given.model else model  # the caller's object stays as it is
             cold_start(s, self.env_spec, tokenizer, model, steps, self.events)
@@ -233,8 +230,8 @@ class Trainer:
         """Write the trained model and, where adapters were trained, these alone."""
         save_model(self.run_dir.model, lambda path: _write(path, learner.export, tokenizer.save_pretrained))
         if self.settings.lora_rank:
-            given = not is_tiny(self.settings.model) and self.settings.cold_steps < 1
-            base = resolve(self.settings.model) if given else str(self.run_dir.path / "initial")
+            given = not self.settings.model.tiny and self.settings.cold_steps < 1
+            base = resolve(self.settings.model.name) if given else str(self.run_dir.path / "initial")
             export = partial(learner.export_adapter, base=base)
             save_model(adapter_folder(self.run_dir), lambda path: _write(path, export, tokenizer.save_pretrained))
 
@@ -268,7 +265,7 @@ class Trainer:
             ledger,
             build.make_play(self.env_spec, self.renderer, build.sampling_settings(s), masked, seats),
             s.seed,
-            s.staleness,
+            StalenessPolicy(s.staleness.limit, s.staleness.late),
             s.max_draws,
             self.scorer,
             s.steps,
@@ -296,7 +293,7 @@ class Trainer:
             start = saved.step
             check_digest(self.run_dir.ledger, saved.state.get("ledger"), ledger.digest(start))
         discard_after(self.run_dir.checkpoints, start)
-        owed = ledger.resume(start, keep_finished=steps_ahead(s.staleness) > 0)
+        owed = ledger.resume(start, keep_finished=not s.staleness.synchronous)
         for text in resume_messages(self.run_dir, self.died, start, owed):
             self.events.message(text)
         collector.to_reissue = deque(

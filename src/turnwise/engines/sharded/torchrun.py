@@ -50,12 +50,12 @@ def ranks_here(ranks: int) -> int:
     return ranks if started is None else started.local_size
 
 
-def check_torchrun(ranks: int, cluster: str = "") -> None:
+def check_torchrun(ranks: int, on_cluster: bool = False) -> None:
     """Refuse a number of ranks that torchrun did not start."""
     started = torchrun_rank()
     if started is None:
         return
-    if cluster:
+    if on_cluster:
         raise SettingError("torchrun and --cluster both place the ranks of the learner; leave one of them out")
     if started.size != ranks:
         raise SettingError(

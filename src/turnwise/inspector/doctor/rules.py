@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from turnwise.config.staleness import steps_ahead
 from turnwise.inspector.doctor.facts import RunFacts
 from turnwise.observe.run_health import TOO_OLD
 
@@ -124,7 +123,7 @@ def _not_finite(facts: RunFacts) -> float:
 def _ratio_at_start(facts: RunFacts) -> float:
     """Distance of the ratio from 1 in the first step, before the policy has moved far."""
     ratios = facts.series("ratio")
-    return abs(ratios[0] - 1.0) if ratios and not steps_ahead(facts.settings.staleness) else math.nan
+    return abs(ratios[0] - 1.0) if ratios and facts.settings.staleness.synchronous else math.nan
 
 
 def _lr(facts: RunFacts) -> float:

@@ -110,7 +110,7 @@ def _check(settings: Settings, record: RunRecord, step: int, method: str, until:
         raise SettingError("--until belongs to --method: the run's own method is replayed for one step")
     if until and not step <= until <= settings.steps:
         raise SettingError(f"until is {until}; write a step from {step} to {settings.steps}, where the schedule ends")
-    if settings.staleness:
+    if not settings.staleness.deterministic:
         raise SettingError(
             f"this run sampled as its tools answered (staleness {settings.staleness}), so its rollouts depended on timing and "
             "cannot be repeated; a run with --staleness 0 can"

@@ -62,7 +62,7 @@ class GeneratorActor:
         here = ray.get_runtime_context().get_node_id() == learner_node
         made = Settings.of(settings)
         kept = Path(path) / "initial"  # the model the run began with, once the learner has made it
-        policy_host = make_policy_host(made, kept if kept.is_dir() else None, made.model, own_context=True)
+        policy_host = make_policy_host(made, kept if kept.is_dir() else None, str(made.model), own_context=True)
         self._token = secrets.token_urlsafe(24)
         listener = listen_on(LOOPBACK if here else ray.util.get_node_ip_address(), 0, self._token)
         self._url = url_of(listener)

@@ -23,6 +23,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from turnwise.config.settings import Settings
+from turnwise.config.values import Cluster
 from turnwise.core.protocols import Listener
 from turnwise.errors import ServerFault, SettingError
 from turnwise.store.atomic import write_json
@@ -31,7 +32,7 @@ from turnwise.store.sealed import read_object
 from turnwise.training.cluster.actors import EnvironmentActor, GeneratorActor, LearnerActor, LearnerNews, remove_helpers
 from turnwise.training.cluster.directory import find_actors
 from turnwise.training.cluster.names import ENVIRONMENT, GENERATOR, LEARNER, NAMESPACE, actor_name, run_key
-from turnwise.training.cluster.options import ClusterOptions, answers
+from turnwise.training.cluster.options import answers
 from turnwise.training.events import RunEvents
 from turnwise.training.interrupt import StopSignals
 
@@ -51,7 +52,7 @@ def run_on_cluster(
     stop: StopSignals,
 ) -> dict[str, Any]:
     """Run to the end on the cluster of the settings. Returns the summary."""
-    options = ClusterOptions.parse(settings.cluster)
+    options = settings.cluster
     with connected(options, run_dir.path, settings.ranks), stop.handled():
         run = ClusterRun(run_dir, settings, options, RunEvents(listen))
         try:
@@ -64,7 +65,7 @@ def run_on_cluster(
 
 
 @contextlib.contextmanager
-def connected(options: ClusterOptions, folder: Path, ranks: int = 1) -> Iterator[None]:
+def connected(options: Cluster, folder: Path, ranks: int = 1) -> Iterator[None]:
     """Connect to the cluster, or start one on this machine, with a CPU for each rank of the learner. A program that is connected
     already stays so."""
     if ray.is_initialized():
@@ -117,7 +118,7 @@ def _silence() -> None:
 class ClusterRun:
     """The actors of one run, as its driver sees them."""
 
-    def __init__(self, run_dir: RunDir, settings: Settings, options: ClusterOptions, events: RunEvents) -> None:
+    def __init__(self, run_dir: RunDir, settings: Settings, options: Cluster, events: RunEvents) -> None:
         self.run_dir, self.settings, self.options, self.events = run_dir, settings, options, events
         self.key, self.folder = run_key(run_dir.path), os.getcwd()
         self.owner = False  # whether this driver started the learner, or saw it end: then it removes the actors

@@ -1,81 +1,19 @@
-"""Whether a run is spread over actors of a Ray cluster: the setting ``cluster``.
-
-    local,generators=2,environments=2         a cluster of this machine, which ends with the command
-    10.0.0.5:6379,generators=8,gpus=1         a cluster that `ray start` made; the run goes on when the command dies
-
-Read and checked without torch and ray: `training.cluster.driver` starts the actors.
-"""
+"""Refuses a Ray cluster that is none, or that cannot run what the settings ask for. Imports neither torch nor ray."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import socket
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from turnwise.config.convert import convert
-from turnwise.environments import GIVEN_OBJECT, prompts
-from turnwise.errors import SettingError, nearest
+from turnwise.config.named_object import GIVEN_OBJECT
+from turnwise.environments import prompts
+from turnwise.errors import SettingError
 from turnwise.serve.server import require_packages
 from turnwise.training.inputs import OWN
 
 if TYPE_CHECKING:
     from turnwise.config.settings import Settings
-
-LOCAL = "local"
-PLACEMENTS = ("pack", "spread")
-AUTO = -1
-OPTIONS = {"generators": int, "environments": int, "cpus": int, "gpus": int, "placement": str, "restarts": int}
-
-
-@dataclass(frozen=True)
-class ClusterOptions:
-    """The setting, read. ``cpus`` and ``gpus`` are reserved for each generator, one CPU for each environment actor."""
-
-    address: str
-    generators: int = 1
-    environments: int = 0  # actors that play; AUTO: one for each CPU that is left; 0: the learner's process plays
-    cpus: int = 1
-    gpus: int = 0
-    placement: str = "pack"
-    restarts: int = 100  # of each actor, before it stays dead
-
-    @property
-    def local(self) -> bool:
-        return self.address == LOCAL
-
-    def environment_actors(self, cpus: int, ranks: int = 1) -> int:
-        """How many, on a cluster with so many CPUs."""
-        return max(1, cpus - self.generators * self.cpus - ranks) if self.environments == AUTO else self.environments
-
-    @classmethod
-    def parse(cls, text: str) -> ClusterOptions:
-        address, *pairs = text.split(",")
-        if address != LOCAL and not re.fullmatch(r"[\w.-]+:\d{1,5}", address):
-            raise SettingError(
-                f"cluster is {text!r}; write local, or the HOST:PORT of a cluster that `ray start` made; then ,key=value: "
-                f"{', '.join(OPTIONS)}"
-            )
-        options: dict[str, Any] = {}
-        for pair in pairs:
-            key, _, value = pair.partition("=")
-            if key not in OPTIONS:
-                raise SettingError(f"cluster has no option {key!r}; {nearest(key, OPTIONS)}")
-            auto = (key, value) == ("environments", "auto")
-            options[key] = AUTO if auto else convert(f"cluster: {key}", value, OPTIONS[key])
-        return cls(address, **options)._checked()
-
-    def _checked(self) -> ClusterOptions:
-        for name in ("generators", "cpus"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"cluster: {name} is {getattr(self, name)}; write at least 1")
-        for name in ("gpus", "restarts", "environments"):
-            if getattr(self, name) < 0 and (name, getattr(self, name)) != ("environments", AUTO):
-                raise SettingError(f"cluster: {name} is {getattr(self, name)}; write 0 or more")
-        if self.placement not in PLACEMENTS:
-            raise SettingError(f"cluster: placement is {self.placement!r}; {nearest(self.placement, PLACEMENTS)}")
-        return self
 
 
 def answers(address: str, seconds: float = 2.0) -> bool:
@@ -93,7 +31,7 @@ def check_cluster(settings: Settings) -> None:
     s = settings
     if not s.cluster:
         return
-    options = ClusterOptions.parse(s.cluster)
+    options = s.cluster
     if importlib.util.find_spec("ray") is None:
         raise SettingError("--cluster needs the package ray; write pip install 'turnwise[ray,serve]'")
     require_packages()
@@ -105,7 +43,7 @@ def check_cluster(settings: Settings) -> None:
         raise SettingError("--cluster starts generators of its own; leave --generator out, or --cluster")
     if s.offline:
         raise SettingError("a run that learns from the rows of --data samples nothing; leave --cluster out")
-    if s.opponents.startswith("past"):
+    if s.opponents.kind == "past":
         raise SettingError(
             "older policies are sampled by the learner's process, which a cluster does not do; leave --cluster out"
         )

@@ -1,0 +1,249 @@
+"""Settings whose text has parts (``4,drop``, ``past,keep=8``, ``local,generators=2``, ``tiny,cache=pages``), with fields.
+
+Each is read once, where the settings of a run are read, and writes itself as the shortest text that is read back to it. Nothing
+behind that looks at the text again. Knows what may be written, not what a run does with it.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from turnwise.config.convert import check_limit, convert
+from turnwise.config.named_object import GIVEN_OBJECT
+from turnwise.errors import SettingError, nearest
+
+WAIT, DROP, KEEP = LATE = ("wait", "drop", "keep")
+CONTINUOUS = "continuous"  # a synchronous run whose dialogues do not wait for each other's tools
+LOCAL = "local"  # a cluster of this machine
+TINY = "tiny"  # the model that a run makes itself
+MODEL_OPTION = re.compile(r"^(?P<name>.+),(?P<key>\w+)=(?P<value>[^,/]*)$", re.DOTALL)
+
+
+class SettingValue:
+    """A setting with parts."""
+
+    def plain(self) -> int | str:
+        """As run.json records it."""
+        return str(self)
+
+
+def option(default: Any, **declared: Any) -> Any:
+    """A part that is written ``key=value``, with its ``limit`` or ``choices``."""
+    return field(default=default, metadata={"option": True, **declared})
+
+
+def _options(setting: str, kind: Any, pairs: Sequence[str]) -> dict[str, Any]:
+    """The parts ``key=value`` by the declared fields of ``kind``."""
+    declared = {f.name: f.metadata for f in fields(kind) if f.metadata}
+    types, values = typing.get_type_hints(kind), {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key not in declared:
+            raise SettingError(f"{setting} has no option {key!r}; {nearest(key, declared)}")
+        values[key] = convert(f"{setting}: {key}", value, types[key])
+        if isinstance(values[key], int) or "choices" in declared[key]:  # "auto" is no number to limit
+            check_limit(f"{setting}: {key}", values[key], declared[key])
+    return values
+
+
+def _written(head: str, value: Any) -> str:
+    """The head and the options that are not as by default."""
+    given = [f"{f.name}={getattr(value, f.name)}" for f in fields(value) if f.metadata]
+    usual = {f"{f.name}={f.default}" for f in fields(value)}
+    return ",".join([head, *(pair for pair in given if pair not in usual)])
+
+
+@dataclass(frozen=True)
+class Staleness(SettingValue):
+    """``N``, ``N,wait``, ``N,drop``, ``N,keep`` or ``0,continuous``: the steps that rollouts may run ahead of training, and what
+    happens to groups that come late, or how a synchronous run samples."""
+
+    limit: int = 0
+    late: str = WAIT
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        number, comma, late = (part.strip() for part in str(value).partition(","))
+        late = late if comma else WAIT
+        if not number.isdecimal():
+            raise SettingError(
+                f"staleness is {value}; write 0 for synchronous, or a positive number of steps (4), which may be followed by "
+                "what happens to groups that come late: 4,wait 4,drop 4,keep; 0,continuous does not wait for slow tools"
+            )
+        if late not in (*LATE, CONTINUOUS):
+            raise SettingError(
+                f"staleness is {value!r}, and {late!r} does not say what to do; {nearest(late, (*LATE, CONTINUOUS))}"
+            )
+        if late == CONTINUOUS and int(number):
+            raise SettingError(
+                f"staleness is {value!r}, and rollouts that run ahead never wait for each other's tools; write {number}, or "
+                f"0,{CONTINUOUS} for a synchronous run"
+            )
+        if late in (DROP, KEEP) and not int(number):
+            raise SettingError(
+                f"staleness is {value!r}, and nothing comes late in a synchronous run; write 0, or 1,{late}"
+            )
+        return cls(int(number), late)
+
+    @property
+    def synchronous(self) -> bool:
+        return self.limit == 0
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether batches of the generator may not depend on how long environments take: it samples the next turns once all
+        have answered."""
+        return self.synchronous and self.late != CONTINUOUS
+
+    def capacity(self, per_step: int, steps: int = 0) -> int:
+        """The most groups that are outstanding at any time. ``steps``: that the run still takes; 0: its end is not known."""
+        return per_step * (min(self.limit + 1, steps) if steps else self.limit + 1)
+
+    def __str__(self) -> str:
+        return str(self.plain())
+
+    def plain(self) -> int | str:
+        """A number where training waits, as in releases that knew nothing else."""
+        return self.limit if self.late == WAIT else f"{self.limit},{self.late}"
+
+
+@dataclass(frozen=True)
+class Opponents(SettingValue):
+    """Who holds the seats that are not the policy's own, in environments of several agents.
+
+    self                        the current policy plays, and is trained on, every seat
+    past,keep=8,every=5         older policies of this run; ``pool=latest`` keeps the newest instead of spreading them
+    scripted:random             a scripted policy of the environment: oracle, random, demonstrator
+    """
+
+    kind: Literal["self", "past", "scripted"] = "self"
+    scripted: str = ""
+    keep: int = option(8, limit="at least 1")
+    every: int = option(5, limit="at least 1")
+    pool: str = option("spread", choices=("spread", "latest"))
+
+    @classmethod
+    def parse(cls, text: str) -> Opponents:
+        head, *pairs = text.split(",")
+        kind, _, name = head.partition(":")
+        kinds = ("self", "past", "scripted")
+        if kind not in kinds:
+            raise SettingError(f"opponents is {text!r}; {nearest(kind, kinds)}")
+        if (kind == "scripted") != bool(name):
+            raise SettingError(f"opponents is {text!r}; write scripted:NAME, such as scripted:random")
+        if pairs and kind != "past":
+            raise SettingError(f"opponents is {text!r}; only `past` takes options: keep, every, pool")
+        return cls(kind, name, **_options("opponents", cls, pairs))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return _written(f"{self.kind}:{self.scripted}" if self.scripted else self.kind, self)
+
+
+@dataclass(frozen=True)
+class Cluster(SettingValue):
+    """Whether a run is spread over actors of a Ray cluster; without an address it is not.
+
+    local,generators=2,environments=2         a cluster of this machine, which ends with the command
+    10.0.0.5:6379,generators=8,gpus=1         a cluster that `ray start` made; the run goes on when the command dies
+    """
+
+    address: str = ""
+    generators: int = option(1, limit="at least 1")
+    environments: int | Literal["auto"] = option(
+        0, limit="0 or more"
+    )  # actors that play; 0: the learner's process does
+    cpus: int = option(1, limit="at least 1")  # reserved for each generator; an environment actor takes one
+    gpus: int = option(0, limit="0 or more")
+    placement: str = option("pack", choices=("pack", "spread"))
+    restarts: int = option(100, limit="0 or more")  # of each actor, before it stays dead
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        address, *pairs = text.split(",")
+        if text and address != LOCAL and not re.fullmatch(r"[\w.-]+:\d{1,5}", address):
+            raise SettingError(
+                f"cluster is {text!r}; write local, or the HOST:PORT of a cluster that `ray start` made; then ,key=value: "
+                f"{', '.join(f.name for f in fields(cls) if f.metadata)}"
+            )
+        return cls(address, **_options("cluster", cls, pairs))
+
+    @property
+    def local(self) -> bool:
+        return self.address == LOCAL
+
+    def environment_actors(self, cpus: int, ranks: int = 1) -> int:
+        """How many, on a cluster with so many CPUs; ``auto``: one for each that is left."""
+        if self.environments == "auto":
+            return max(1, cpus - self.generators * self.cpus - ranks)
+        return self.environments
+
+    def __bool__(self) -> bool:
+        return bool(self.address)
+
+    def __str__(self) -> str:
+        return _written(self.address, self)
+
+
+@dataclass(frozen=True)
+class ModelName(SettingValue):
+    """A folder, a Hub id or a known name, and options after commas: ``Qwen/Qwen3-30B-A3B,routes=free,cache=pages``.
+
+    routes=recorded  the learner forces the experts that the sampler's routers chose (the default)
+    routes=free      its routers choose for themselves
+    cache=rows       whoever samples keeps its KV cache in rows, whether or not they fit
+    cache=pages      in pages, whether or not rows would fit (without the option: rows where they fit)
+    """
+
+    name: str = ""
+    routes: str = option("", choices=("recorded", "free"))
+    cache: str = option("", choices=("rows", "pages"))
+
+    @classmethod
+    def parse(cls, value: Any) -> ModelName:
+        if not isinstance(value, str | Path):
+            raise TypeError
+        name, options = str(value), {}  # type: str, dict[str, str]
+        declared = {f.name: f.metadata["choices"] for f in fields(cls) if f.metadata}
+        while (match := MODEL_OPTION.match(name)) and not Path(name).exists():  # a folder may have such a name
+            key, word = match["key"], match["value"]
+            if key not in declared:
+                raise SettingError(f"{key!r} is no option of a model; {nearest(key, declared)}")
+            if word not in declared[key]:
+                raise SettingError(f"the model's option {key} is {word!r}; write {' or '.join(declared[key])}")
+            if key in options:
+                raise SettingError(
+                    f"the model's option {key} is given twice: {word}, then {options[key]}; write it once"
+                )
+            name, options = match["name"], {key: word, **options}
+        _, comma, word = name.rpartition(",")
+        if comma and not Path(name).exists():
+            raise SettingError(
+                f"the model {name!r} is no folder, and {word!r} after its comma is no option; write NAME,cache=rows or "
+                "NAME,routes=free, without spaces"
+            )
+        return cls(name, **options)
+
+    @property
+    def tiny(self) -> bool:
+        """Whether a run makes its model itself."""
+        return self.name == TINY
+
+    @property
+    def given_object(self) -> str:
+        """The class of a model that was given to ``train`` as an object; empty otherwise."""
+        return self.name.removeprefix(GIVEN_OBJECT) if self.name.startswith(GIVEN_OBJECT) else ""
+
+    def with_options(self, other: ModelName) -> ModelName:
+        """This model with the options that ``other`` gives on top of its own."""
+        return ModelName(self.name, other.routes or self.routes, other.cache or self.cache)
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+    def __str__(self) -> str:
+        return _written(self.name, self)
