@@ -20,7 +20,7 @@ from typing import Any
 
 from turnwise.config.settings import Settings
 from turnwise.core.records import Group, Task, Trajectory, Turn
-from turnwise.inspector.doctor.diagnosis import diagnose
+from turnwise.inspector.doctor import diagnose
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
 from turnwise.store.sealed import write_sealed

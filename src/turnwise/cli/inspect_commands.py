@@ -34,7 +34,7 @@ def doctor(argv: Sequence[str]) -> int:
     parser.add_argument("run", help="a run directory; the run may still be going on")
     parser.add_argument("--json", action="store_true")
     namespace = parser.parse(argv)
-    from turnwise.inspector.doctor.diagnosis import diagnose
+    from turnwise.inspector.doctor import diagnose
 
     diagnosis = diagnose(namespace.run)
     print_json(diagnosis.as_dict()) if namespace.json else print(printable(diagnosis.text()))

@@ -21,7 +21,7 @@ from turnwise.core.protocols import Generator, GroupScorer, LedgerProtocol, Sess
 from turnwise.core.records import Group, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.errors import EnvironmentFault
-from turnwise.observe.run_health import TOO_OLD
+from turnwise.observe.rules import TOO_OLD
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.scoring import MAX_REWARD, scored_play
 from turnwise.rollout.strategies import EpisodeRunner, GroupRequest

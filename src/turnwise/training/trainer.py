@@ -26,7 +26,7 @@ from turnwise.evaluation.policy_metrics import NOT_EVALUATED, as_evaluation, ran
 from turnwise.models.fetch import resolve
 from turnwise.models.saving import save_lossless
 from turnwise.observe.profile import PAGE, Profile
-from turnwise.observe.run_health import RunHealth, RunLimits
+from turnwise.observe.rules import RunHealth, RunLimits
 from turnwise.observe.trackers import MESSAGES, JsonLines, MessageLog, TensorBoard, Trackers, service
 from turnwise.store.checkpoint import (
     discard_after,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.observe.run_health import CONDITIONS, RunHealth, RunLimits
+from turnwise.observe.rules import STEP_RULES, RunHealth, RunLimits
 from turnwise.observe.trackers import MessageLog
 
 LIMITS = RunLimits(max_tokens=12, context=192, group_size=8, temperature=0.9, lr=3e-4, mismatch_tolerance=1e-3)
@@ -57,7 +57,7 @@ def test_a_condition_is_told_once_with_its_number_and_a_setting(name):
 
 def test_every_condition_has_an_example():
     of_their_own = {"failed episodes", "growing mismatch"}
-    assert {c.name for c in CONDITIONS} == {*EXAMPLES, *of_their_own}
+    assert {c.name for c in STEP_RULES} == {*EXAMPLES, *of_their_own}
 
 
 def test_failed_episodes_are_counted_by_reason_and_told_again_when_they_are_ten_times_as_many():
@@ -135,5 +135,5 @@ def test_a_resumed_run_forgets_the_messages_of_steps_it_takes_again(tmp_path):
 def test_every_condition_is_documented():
     page = (Path(__file__).parents[2] / "docs" / "howto-watch.md").read_text(encoding="utf-8")
     names = [line.split(" | ")[0][2:] for line in page.splitlines() if line.startswith("| ")]
-    first = names.index(CONDITIONS[0].name)
-    assert names[first : first + len(CONDITIONS)] == [c.name for c in CONDITIONS]
+    first = names.index(STEP_RULES[0].name)
+    assert names[first : first + len(STEP_RULES)] == [c.name for c in STEP_RULES]

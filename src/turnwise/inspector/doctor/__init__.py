@@ -1,1 +1,0 @@
-"""Doctor: what is wrong with a run, with evidence and the setting to change."""

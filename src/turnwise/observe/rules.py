@@ -1,0 +1,543 @@
+"""One table of rules: when something keeps a run from learning, what to say about it, and what to change.
+
+A rule measures one step (``StepView``) or a whole run (``RunFacts``) and applies above its bound; NaN means that the run does not
+have the metric. The live run tells the rules of steps as it goes (``RunHealth``), once and again when the number has grown much;
+``turnwise doctor`` judges all of them over a run's directory. The order of ``RULES`` is that of the findings, causes first: an
+environment that fails explains missing rewards, not the reverse. Does not know how a metric is computed, nor who shows the words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from turnwise.observe.metric_names import finite_number
+
+if TYPE_CHECKING:
+    from turnwise.config.settings import Settings
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+REASONS = 3  # different reasons of dropped episodes in one message
+MISMATCH_GROWTH = 4.0  # times the mismatch of the first steps
+FIRST_STEPS = 3  # steps over which the first mismatch is averaged
+TREND_STEPS = 8  # steps below which first and last quarter are no trend
+TOO_OLD = "older than staleness"  # begins the reason of a group that was dropped for its age
+DROPPED, FAILED = "dropped/", "trajectory: "  # begin the metric of a reason, and the reason of a failed trajectory
+
+
+# ------------------------------------------------------------------ what a rule reads
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """The settings that messages quote."""
+
+    max_tokens: int
+    context: int
+    group_size: int
+    temperature: float
+    lr: float
+    mismatch_tolerance: float
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One step: its metrics, totals since the start, and the run's settings."""
+
+    metrics: Mapping[str, float]
+    limits: RunLimits
+    episodes: float  # trained on so far
+    skipped: float  # optimiser steps not taken so far
+    dropped: Mapping[str, int]  # groups and trajectories that were not trained on, by reason
+    first_mismatch: float
+
+    def value(self, name: str, default: float = math.nan) -> float:
+        number = finite_number(self.metrics.get(name))
+        return default if number is None else number
+
+    @property
+    def identical(self) -> bool:
+        """Whether groups of several trajectories had one answer each."""
+        answers = self.value("answers/distinct") * self.value("trajectories", 0.0)
+        return self.grouped and answers <= self.value("groups") + 0.5
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the step had groups of several trajectories."""
+        return self.value("trajectories", 0.0) > self.value("groups", 0.0) > 0
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Failed trajectories by reason."""
+        return {r.removeprefix(FAILED): n for r, n in self.dropped.items() if r.startswith(FAILED)}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A whole run. ``rows``: the metrics of each step of training, evaluations merged into them."""
+
+    name: str
+    settings: Settings
+    rows: Sequence[Mapping[str, float | None]]
+    drops: Mapping[str, int] = field(default_factory=dict)  # dropped groups by reason
+    trained_groups: int = 0
+    tasks: int = 0  # distinct tasks that were trained on
+    before: Mapping[str, Any] = field(default_factory=dict)  # summaries of the evaluations
+    after: Mapping[str, Any] = field(default_factory=dict)
+    finished: bool = True
+    mismatch_tolerance: float = 1e-3
+
+    def series(self, name: str) -> list[float]:
+        """The finite values of a metric, in order."""
+        return [value for row in self.rows if (value := finite_number(row.get(name))) is not None]
+
+    def mean(self, name: str) -> float:
+        return _mean(self.series(name))
+
+    def first(self, name: str) -> float:
+        """The mean over the first quarter of the run; NaN for a run that is too short or has no such metric."""
+        return self._quarter(name, self.rows[: max(2, len(self.rows) // 4)])
+
+    def last(self, name: str) -> float:
+        """The mean over the last quarter."""
+        return self._quarter(name, self.rows[-max(2, len(self.rows) // 4) :])
+
+    def _quarter(self, name: str, rows: Sequence[Mapping[str, float | None]]) -> float:
+        numbers = [finite_number(row.get(name)) for row in rows] if len(self.rows) >= TREND_STEPS else []
+        return _mean([number for number in numbers if number is not None])
+
+    def best(self, name: str) -> float:
+        """The highest mean over a quarter of the run."""
+        values, width = self.series(name), max(2, len(self.rows) // 4)
+        if len(values) < TREND_STEPS:
+            return math.nan
+        return max(_mean(values[n : n + width]) for n in range(len(values) - width + 1))
+
+    def evidence(self, names: Sequence[str]) -> dict[str, tuple[float, float]]:
+        """First and last value of each metric that was measured."""
+        return {name: (values[0], values[-1]) for name in names if (values := self.series(name))}
+
+    @property
+    def group_size(self) -> int:
+        pairs = [(finite_number(r.get("trajectories")), finite_number(r.get("groups"))) for r in self.rows]
+        sizes = [t / g for t, g in pairs if t and g]
+        return self.settings.group_size or round(_mean(sizes) if sizes else 0)
+
+    @cached_property
+    def views(self) -> list[StepView]:
+        """What the rules of steps read, step by step."""
+        s, views = self.settings, list[StepView]()
+        health = RunHealth(
+            RunLimits(s.max_tokens, s.context, self.group_size, s.temperature, s.lr, self.mismatch_tolerance)
+        )
+        for row in self.rows:
+            health.dropped = {k.removeprefix(DROPPED): round(n) for k, n in row.items() if k.startswith(DROPPED) and n}
+            views.append(health.view({name: math.nan if v is None else v for name, v in row.items()}))
+        return views
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Applies where ``measure`` is above ``bound``. ``says`` is what to tell, ``change`` what to do about it, ``evidence`` the
+    metrics to show. Of a step: told once it has applied for ``patience`` steps in a row, and again when the number is ``growth``
+    times the one told last."""
+
+    name: str
+    severity: str
+    measure: Callable[[Any], float]
+    bound: float
+    says: Callable[[Any, float], str]
+    change: str | Callable[[Any], str] = ""
+    evidence: tuple[str, ...] = ()
+    patience: int = 1
+    growth: float = math.inf
+    whole_run: bool = False  # measured on RunFacts; otherwise on each StepView
+
+    def cure(self, view: Any) -> str:
+        return self.change if isinstance(self.change, str) else self.change(view)
+
+
+of_run = partial(Rule, whole_run=True)
+
+
+# ------------------------------------------------------------- measures of a step
+
+
+def _no_spread(view: StepView) -> float:
+    """1 if no group had two different rewards and no token an advantage. Other data than rewards may give advantages."""
+    flat = view.grouped and view.value("groups/zero_variance", 0.0) == 1 and view.value("advantage/size") < 1e-12
+    return float(flat and not view.identical)
+
+
+def _zero_gradient(view: StepView) -> float:
+    """1 if the gradient is zero and neither equal rewards nor a skipped step explain it."""
+    explained = view.value("groups/zero_variance", 0.0) == 1 or view.value("skipped", 0.0) > 0
+    return float(view.value("grad_norm") == 0 and not explained)
+
+
+def _mismatch(view: StepView) -> float:
+    """The mismatch of generator and learner as a share of the tolerance, where it has grown since the run began."""
+    now = view.value("policy_check", 0.0)
+    return now / view.limits.mismatch_tolerance if now > MISMATCH_GROWTH * view.first_mismatch else 0.0
+
+
+def _slow_environment(view: StepView) -> float:
+    """How many times longer than sampling the environment takes per turn, if it is a noticeable time at all."""
+    answered, sampled = view.value("seconds/turn_answered", 0.0), view.value("seconds/turn_sampled", 0.0)
+    return answered / max(sampled, 1e-6) if answered > 0.5 else 0.0
+
+
+def _most(reasons: Mapping[str, int]) -> str:
+    """The most frequent reasons with their numbers."""
+    most = Counter(reasons).most_common()
+    named = "; ".join(f"{n} × {reason}" for reason, n in most[:REASONS])
+    return named + (f"; {len(most) - REASONS} other reasons" if len(most) > REASONS else "")
+
+
+def _against_drops(view: StepView) -> str:
+    """What to change, by the most frequent reason."""
+    if max(view.dropped, key=lambda reason: view.dropped[reason], default="").startswith(TOO_OLD):
+        return "let training wait for slow groups (--staleness N,wait), or raise N"
+    return "choose tasks that the model solves sometimes (--difficulty), or raise --group-size or --max-draws"
+
+
+# --------------------------------------------------------- measures of a whole run
+
+
+def _fall(facts: RunFacts, name: str) -> float:
+    """How far a metric fell from its best quarter to its last, as a share of that best."""
+    best, last = facts.best(name), facts.last(name)
+    return (best - last) / best if best > 0.1 else math.nan
+
+
+def _entropy_left(facts: RunFacts) -> float:
+    """1 over the share of the entropy that is left; only where the policy once had some."""
+    first, last = facts.first("entropy"), facts.last("entropy")
+    return first / max(last, 1e-9) if first > 0.1 else math.nan
+
+
+def _gap(facts: RunFacts) -> float:
+    """Success in training minus success on held-out tasks, at the end."""
+    held_out = facts.after.get("success")
+    return facts.last("success") - held_out if held_out is not None else math.nan
+
+
+def _regression(facts: RunFacts) -> float:
+    """The distance of the two intervals of held-out success where it fell; negative where they overlap."""
+    before, after = facts.before.get("interval"), facts.after.get("interval")
+    return float(before[0]) - float(after[1]) if before and after else math.nan
+
+
+def _paid_without_success(facts: RunFacts) -> float:
+    """Rise of the reward in a run whose success did not rise."""
+    rise = facts.last("reward") - facts.first("reward")
+    success = facts.last("success") - facts.first("success")
+    scale = max(abs(facts.first("reward")), 0.2)
+    return rise / scale if success <= 0.02 else math.nan
+
+
+def _longer_without_gain(facts: RunFacts) -> float:
+    growth = facts.last("tokens_per_turn") / max(facts.first("tokens_per_turn"), 1.0)
+    outcome = "success" if facts.series("success") else "reward"
+    return growth if facts.last(outcome) - facts.first(outcome) <= 0.05 else math.nan
+
+
+def _tool_errors(facts: RunFacts) -> float:
+    calls, errors = facts.last("tool_calls"), facts.last("tool_errors")
+    return errors / max(calls, errors) if max(calls, errors) > 0.2 else math.nan
+
+
+def _tools_given_up(facts: RunFacts) -> float:
+    return (
+        facts.first("tool_calls") / max(facts.last("tool_calls"), 1e-9) if facts.first("tool_calls") > 0.2 else math.nan
+    )
+
+
+def _drops(facts: RunFacts, too_old: bool) -> dict[str, int]:
+    """Dropped groups by reason: those that were too old, or those that admission or failures dropped; never a resume's own."""
+    drops = {reason: n for reason, n in facts.drops.items() if reason not in ("rolled back", "interrupted")}
+    return {reason: n for reason, n in drops.items() if reason.startswith(TOO_OLD) == too_old}
+
+
+def _dropped_share(facts: RunFacts, too_old: bool = False) -> float:
+    """Share of the groups that were dropped, of those and the ones that were trained on."""
+    dropped = sum(_drops(facts, too_old).values())
+    total = dropped + facts.trained_groups
+    return dropped / total if total >= 8 else math.nan
+
+
+def _repeated_tasks(facts: RunFacts) -> float:
+    return facts.trained_groups / facts.tasks if facts.tasks and facts.trained_groups >= 40 else math.nan
+
+
+def _slower(facts: RunFacts) -> float:
+    """Growth of the seconds per token from the first to the last quarter."""
+    first, last = (f("seconds") / max(f("tokens"), 1.0) for f in (facts.first, facts.last))
+    return last / first if first > 0 and facts.last("seconds") > 1.0 else math.nan
+
+
+def _part_of_step(facts: RunFacts, name: str) -> float:
+    whole = facts.mean("seconds")
+    return facts.mean(name) / whole if whole > 1.0 else math.nan
+
+
+def _gradient_clipped(facts: RunFacts) -> float:
+    """Median norm of the gradient in units of the norm it is clipped to."""
+    norms = sorted(facts.series("grad_norm"))
+    return norms[len(norms) // 2] / facts.settings.clip_norm if norms and facts.settings.clip_norm else math.nan
+
+
+def _not_finite(facts: RunFacts) -> float:
+    rows = [row for row in facts.rows if "loss" in row]
+    return sum(row["loss"] is None for row in rows) / len(rows) if rows else math.nan
+
+
+def _ratio_at_start(facts: RunFacts) -> float:
+    """Distance of the ratio from 1 in the first step, before the policy has moved far."""
+    ratios = facts.series("ratio")
+    return abs(ratios[0] - 1.0) if ratios and facts.settings.staleness.synchronous else math.nan
+
+
+def _lr(facts: RunFacts) -> float:
+    """Share of steps after the warm-up with a learning rate so small that float32 weights do not move."""
+    values = facts.series("lr")[facts.settings.warmup :]
+    values = values[: max(1, len(values) * 3 // 4)]  # a schedule ends at zero
+    return sum(value < 1e-9 for value in values) / len(values) if values else math.nan
+
+
+def _always_zero(facts: RunFacts) -> float:
+    values = facts.series("reward_max_abs")
+    return float(max(values) == 0) if len(values) >= 3 else math.nan
+
+
+def _unmoved(facts: RunFacts) -> float:
+    """1 if held-out success after training lies inside the interval from before."""
+    interval, after = facts.before.get("interval"), facts.after.get("success")
+    return float(interval[0] <= after <= interval[1]) if interval and after is not None else math.nan
+
+
+def _interval(facts: RunFacts) -> str:
+    low, high = facts.before.get("interval") or (math.nan, math.nan)
+    return f"{low:.0%} to {high:.0%}"
+
+
+# ------------------------------------------------------------------------ the table
+
+RULES = (
+    of_run("loss not finite", ERROR, _not_finite, 0.1,
+        lambda f, x: f"the loss was not a finite number in {x:.0%} of the steps; the largest reward is "
+        f"{max(f.series('reward_max_abs'), default=0):.3g}", "scale rewards to about 1, or lower --lr",
+        ("reward_max_abs", "grad_norm")),
+    Rule("skipped optimiser steps", WARNING, lambda v: v.skipped, 0.5,
+        lambda v, x: f"{x:.0f} optimiser steps were not taken, because the loss or the gradient was not finite (the largest "
+        f"reward is {v.value('reward_max_abs', 0.0):.3g})",
+        lambda v: f"scale rewards to about 1, or lower --lr (now {v.limits.lr:g})", ("skipped", "reward_max_abs"), growth=4.0),
+    of_run("rewards out of scale", WARNING, lambda f: max(f.series("reward_max_abs"), default=math.nan), 100.0,
+        lambda f, x: f"the largest reward is {x:.3g}", "scale rewards to about 1", ("reward_max_abs", "grad_norm")),
+    Rule("failed episodes", ERROR, lambda v: float(sum(v.failures.values())), 0.5,
+        lambda v, x: f"{x:.0f} episodes failed and were not trained on, {v.episodes:.0f} were: {_most(v.failures)}", growth=10.0),
+    Rule("unread tool calls", WARNING, lambda v: v.value("tool_calls/unread", 0.0), 0.05,
+        lambda v, x: f"{x:.2g} tool calls per episode were written in a syntax that is not read, so no tool was called",
+        "set the syntax with --tool-syntax, or give a chat template that shows the right one with --template",
+        ("tool_calls/unread", "tool_calls"), growth=2.0),
+    Rule("turns cut by max_tokens", WARNING, lambda v: v.value("truncated/turns_by_max_tokens", 0.0), 0.5,
+        lambda v, x: f"{x:.0%} of the turns were cut at {v.limits.max_tokens} tokens", "write a larger --max-tokens",
+        ("truncated/turns_by_max_tokens", "tokens_per_turn"), growth=1.5),
+    Rule("episodes cut by context", WARNING, lambda v: v.value("truncated/episodes_by_context", 0.0), 0.25,
+        lambda v, x: f"{x:.0%} of the episodes filled the context window of {v.limits.context} tokens",
+        "write a larger --context, or a smaller --max-tokens or --history", ("truncated/episodes_by_context",), growth=1.5),
+    Rule("episodes cut by max_turns", WARNING, lambda v: v.value("truncated/episodes_by_max_turns", 0.0), 0.5,
+        lambda v, x: f"{x:.0%} of the episodes ended at the limit of turns", "write a larger --max-turns",
+        ("truncated/episodes_by_max_turns", "turns"), growth=1.5),
+    of_run("groups of one", ERROR,
+        lambda f: float(f.group_size == 1 and f.mean("advantage/size") < 1e-9), 0.5,
+        lambda f, x: "each group has one trajectory, and its advantage relative to itself is 0", "--group-size",
+        ("trajectories", "groups", "advantage/size")),
+    of_run("learning rate zero", ERROR, _lr, 0.5,
+        lambda f, x: f"the learning rate was below 1e-9 in {x:.0%} of the steps, so the weights did not move",
+        "--lr, --warmup", ("lr", "grad_norm")),
+    of_run("ratio not 1 at the first step", ERROR, _ratio_at_start, 0.1,
+        lambda f, x: f"the importance ratio was {f.series('ratio')[0]:.3g} in the first step, where sampler and learner hold the "
+        "same weights", "--rollout-dtype, --temperature (the one that samples must be recorded), or fewer --epochs",
+        ("ratio", "mismatch/mean_abs", "policy_check")),
+    Rule("growing mismatch", WARNING, _mismatch, 0.3,
+        lambda v, x: f"log-probabilities of generator and learner differ by {v.value('policy_check'):.2g} on average, "
+        f"{v.first_mismatch:.2g} at the start; the run stops at {v.limits.mismatch_tolerance:.2g}",
+        "compute rollouts in the precision of the learner (--rollout-dtype, --dtype)", ("policy_check",), growth=2.0),
+    of_run("sampler and learner differ", WARNING, lambda f: f.mean("mismatch/mean_abs"), 0.02,
+        lambda f, x: f"log-probabilities at sampling and in the learner differ by {x:.2g} per token on average",
+        "--rollout-dtype as --dtype, or a method that corrects the mismatch", ("mismatch/mean_abs", "ratio/ess/token")),
+    of_run("stale data", WARNING,
+        lambda f: f.last("staleness") if f.last("ratio/ess/token") < 0.9 else math.nan, 0.9,
+        lambda f, x: f"tokens were {x:.1f} steps old when they were trained on, and the effective share of the tokens is "
+        f"{f.last('ratio/ess/token'):.0%}", "--staleness, or a method that corrects for age",
+        ("staleness", "staleness/oldest", "ratio/ess/token")),
+    of_run("groups too old", WARNING, lambda f: _dropped_share(f, too_old=True), 0.2,
+        lambda f, x: f"{x:.0%} of the groups were thrown away because later ones overtook them: "
+        f"{_most(_drops(f, True))}; what was sampled for them is lost",
+        "--staleness N,wait (training waits for them) or a higher N; shorter episodes (--max-turns, --max-tokens), a faster "
+        "environment, or fewer --groups at once", ("staleness", "staleness/oldest", "seconds/rollout", "seconds/learn")),
+    of_run("nothing is ever rewarded", ERROR, _always_zero, 0.5,
+        lambda f, x: f"every reward of all {len(f.rows)} steps was 0", "--difficulty, --reward, or a model that can do the task",
+        ("reward_max_abs", "groups/zero_variance")),
+    Rule("identical answers", ERROR, lambda v: float(v.identical), 0.5,
+        lambda v, x: "all answers to the same task were identical in two steps",
+        lambda v: f"raise --temperature (now {v.limits.temperature:g}), or lower --lr (now {v.limits.lr:g}) if they once "
+        "differed",
+        ("answers/distinct", "entropy"), patience=2),
+    Rule("no spread of rewards", ERROR, _no_spread, 0.5,
+        lambda v, x: f"no group had two different rewards in three steps (mean reward {v.value('reward', 0.0):.3g}), so there "
+        "was nothing to learn from",
+        lambda v: "choose tasks that the model solves sometimes (--difficulty, or a method whose sampler does), or raise "
+        f"--group-size (now {v.limits.group_size}) or --temperature (now {v.limits.temperature:g})",
+        ("groups/zero_variance", "reward"), patience=3),
+    Rule("zero gradient", ERROR, _zero_gradient, 0.5,
+        lambda v, x: "the gradient was exactly zero in three steps, although rewards differ (the largest is "
+        f"{v.value('reward_max_abs', 0.0):.3g})",
+        lambda v: f"scale rewards to about 1, and see clip_share (now {v.value('clip_share', 0.0):.0%}) and the method's clip "
+        "and mask settings (`turnwise explain METHOD`)", ("grad_norm", "clip_share"), patience=3),
+    of_run("most groups dropped", WARNING, _dropped_share, 0.6,
+        lambda f, x: f"{x:.0%} of the sampled groups were dropped: {_most(_drops(f, False))}",
+        "--difficulty, or another sampler of tasks", ("groups", "tasks_drawn")),
+    Rule("no group to train on", ERROR, lambda v: float(v.value("groups") == 0), 0.5,
+        lambda v, x: "a step had no group that could be trained on; dropped since the start: "
+        f"{_most(v.dropped) or 'none'}", _against_drops, ("groups",)),
+    of_run("entropy collapse", WARNING, _entropy_left, 10.0,
+        lambda f, x: f"the entropy fell from {f.first('entropy'):.3g} to {f.last('entropy'):.3g}; answers stop differing",
+        "--temperature, --lr, or a method with an entropy term or a higher upper clip", ("entropy", "answers/distinct")),
+    of_run("entropy grows", WARNING, lambda f: f.last("entropy") / max(f.first("entropy"), 1e-2), 2.5,
+        lambda f, x: f"the entropy grew from {f.first('entropy'):.3g} to {f.last('entropy'):.3g}: the policy becomes noise",
+        "--lr, or the weight of the method's entropy term", ("entropy", "reward")),
+    of_run("most tokens clipped", WARNING, lambda f: f.last("clip_share"), 0.4,
+        lambda f, x: f"{x:.0%} of the tokens have no gradient, because their ratio is outside the method's bounds",
+        "--lr, --epochs, --minibatches, or the method's clip", ("clip_share", "ratio", "kl/behaviour")),
+    of_run("large policy steps", WARNING, lambda f: f.mean("kl/behaviour"), 0.2,
+        lambda f, x: f"the policy moves by a KL divergence of {x:.2g} per token within a step", "--lr, --epochs",
+        ("kl/behaviour", "ratio", "lr")),
+    of_run("gradient clipped hard", WARNING, _gradient_clipped, 20.0,
+        lambda f, x: f"the median gradient norm is {x:.0f} times --clip-norm {f.settings.clip_norm:g}: its size never counts",
+        "--clip-norm, or scale rewards to about 1", ("grad_norm", "advantage/size", "reward_max_abs")),
+    of_run("reward collapsed", ERROR, lambda f: _fall(f, "reward"), 0.5,
+        lambda f, x: f"the reward fell from {f.best('reward'):.3g} to {f.last('reward'):.3g}",
+        "--lr, or a KL penalty of the method", ("reward", "entropy", "kl/behaviour", "lr")),
+    of_run("reward rises, success does not", WARNING, _paid_without_success, 0.3,
+        lambda f, x: f"the reward rose from {f.first('reward'):.3g} to {f.last('reward'):.3g} and success went from "
+        f"{f.first('success'):.0%} to {f.last('success'):.0%}: the reward pays for something else", "--reward; see probe-reward",
+        ("reward", "success", "tokens_per_turn")),
+    of_run("tools given up", WARNING, _tools_given_up, 5.0,
+        lambda f, x: f"tool calls fell from {f.first('tool_calls'):.2g} to {f.last('tool_calls'):.2g} per episode",
+        "--lr, or a reward that needs the tool", ("tool_calls", "success", "reward")),
+    of_run("tool calls fail", WARNING, _tool_errors, 0.6,
+        lambda f, x: f"{x:.0%} of the tool calls end in an error", "--tool-syntax, --describe-tools, --cold-steps",
+        ("tool_errors", "tool_calls")),
+    of_run("answers grow longer without gain", WARNING, _longer_without_gain, 1.8,
+        lambda f, x: f"turns became {x:.1f} times longer ({f.first('tokens_per_turn'):.0f} to {f.last('tokens_per_turn'):.0f} "
+        "tokens) and the outcome did not improve", "--max-tokens, or a method without length bias in its average",
+        ("tokens_per_turn", "success", "reward")),
+    of_run("tasks too easy", WARNING,
+        lambda f: f.mean("groups/all_succeed") if f.first("success") > 0.9 else math.nan, 0.7,
+        lambda f, x: f"{x:.0%} of the groups succeed entirely, so they have no gradient", "--difficulty",
+        ("groups/all_succeed", "success", "groups/zero_variance")),
+    of_run("tasks too hard", WARNING, lambda f: f.mean("groups/all_fail"), 0.8,
+        lambda f, x: f"{x:.0%} of the groups fail entirely, so they have no gradient", "--difficulty, --group-size, --demos",
+        ("groups/all_fail", "success", "groups/zero_variance")),
+    of_run("few distinct answers", WARNING, lambda f: 1.0 - f.mean("answers/distinct"), 0.7,
+        lambda f, x: f"only {1 - x:.0%} of the answers to a task differ", "--temperature, --top-p, --top-k",
+        ("answers/distinct", "entropy")),
+    of_run("few tasks repeated", WARNING,
+        lambda f: _repeated_tasks(f) if _gap(f) > 0.2 else math.nan, 4.0,
+        lambda f, x: f"{f.trained_groups} groups came from {f.tasks} tasks, and held-out success is {_gap(f):.0%} lower than in "
+        "training", "more tasks (--data), or fewer --steps", ("success", "eval/success")),
+    of_run("held-out success lower than in training", WARNING, _gap, 0.3,
+        lambda f, x: f"success is {f.last('success'):.0%} in training and {f.after.get('success', 0):.0%} on held-out tasks",
+        "more tasks, --difficulty as in the evaluation, --eval-temperature", ("success", "eval/success")),
+    of_run("held-out success fell", ERROR, _regression, 0.0,
+        lambda f, x: f"held-out success was {f.before.get('success', 0):.0%} before training and "
+        f"{f.after.get('success', 0):.0%} after it", "--lr, --steps; keep an earlier checkpoint", ("reward", "eval/success")),
+    of_run("history rewritten", WARNING, lambda f: f.mean("restarts"), 0.5,
+        lambda f, x: f"the chat template rewrites history {x:.2g} times per episode, so prompts are read again each time",
+        "--template, --template-options, --history", ("restarts", "turns")),
+    of_run("only pushed down", WARNING,
+        lambda f: 1 - f.mean("gradient_share/positive_advantage"), 0.95,
+        lambda f, x: f"{x:.0%} of the gradient lowers probabilities; hardly anything is made more likely",
+        "--difficulty, --group-size, or a method that weighs signs", ("gradient_share/positive_advantage", "success")),
+    Rule("slow environment", WARNING, _slow_environment, 4.0,
+        lambda v, x: f"the environment takes {v.value('seconds/turn_answered'):.2g} s per turn, sampling "
+        f"{v.value('seconds/turn_sampled'):.2g} s", "make `step` faster or async, do not let dialogues wait for each other's "
+        "tools (--staleness 0,continuous), or let rollouts run ahead (--staleness 1)",
+        ("seconds/turn_answered", "seconds/turn_sampled"), patience=2, growth=4.0),
+    of_run("steps become slower", WARNING, _slower, 3.0,
+        lambda f, x: f"a token takes {x:.1f} times as long as in the beginning", "--isolate-env; look for leaks in its code",
+        ("seconds", "tokens", "seconds/turn_answered")),
+    of_run("learner takes the time", WARNING, lambda f: _part_of_step(f, "seconds/learn"), 0.85,
+        lambda f, x: f"{x:.0%} of a step is the update", "--micro-batch-tokens, --dtype, fewer --epochs",
+        ("seconds/learn", "seconds/rollout")),
+    of_run("publishing takes the time", WARNING, lambda f: _part_of_step(f, "seconds/publish"), 0.3,
+        lambda f, x: f"{x:.0%} of a step is the transfer of weights to the sampler", "--staleness 1, or more --groups per step",
+        ("seconds/publish", "seconds")),
+    of_run("not finished", NOTE, lambda f: float(not f.finished), 0.5,
+        lambda f, x: f"the run has no summary; it recorded {len(f.rows)} of {f.settings.steps} steps", "turnwise resume", ()),
+    of_run("no measurable learning", NOTE, _unmoved, 0.5,
+        lambda f, x: f"held-out success after training ({f.after.get('success', 0):.0%}) lies in the interval from before "
+        f"({_interval(f)})", "--steps, --eval-tasks", ("reward", "success")),
+)  # fmt: skip
+STEP_RULES = tuple(rule for rule in RULES if not rule.whole_run)
+
+
+# ------------------------------------------------------------------------ live runs
+
+
+@dataclass(frozen=True)
+class HealthMessage:
+    """One message: which rule, its number, and what to tell the user."""
+
+    name: str
+    value: float
+    text: str
+
+
+@dataclass
+class RunHealth:
+    """Observes one step after the other. ``told``: rules told before a resume, with their numbers."""
+
+    limits: RunLimits
+    dropped: Mapping[str, int] = field(default_factory=dict)  # the collector's live counts
+    told: dict[str, float] = field(default_factory=dict)
+    _held: Counter[str] = field(default_factory=Counter)  # steps in a row
+    _episodes: float = 0.0
+    _skipped: float = 0.0
+    _mismatches: list[float] = field(default_factory=list)  # of the first steps
+
+    def view(self, metrics: Mapping[str, float]) -> StepView:
+        """What the rules read of one step; call it once for each step, in order."""
+        self._episodes += finite_number(metrics.get("trajectories")) or 0.0
+        self._skipped += finite_number(metrics.get("skipped")) or 0.0
+        mismatch = finite_number(metrics.get("policy_check"))
+        if mismatch is not None and len(self._mismatches) < FIRST_STEPS:
+            self._mismatches.append(mismatch)
+        first = sum(self._mismatches) / len(self._mismatches) if self._mismatches else math.inf
+        return StepView(metrics, self.limits, self._episodes, self._skipped, self.dropped, first)
+
+    def observe(self, metrics: Mapping[str, float]) -> list[HealthMessage]:
+        """The messages that the metrics of one step give rise to."""
+        view, messages = self.view(metrics), list[HealthMessage]()
+        for rule in STEP_RULES:
+            value = rule.measure(view)
+            if not value > rule.bound:  # also for NaN: the metric is absent
+                self._held[rule.name] = 0
+                continue
+            self._held[rule.name] += 1
+            before = self.told.get(rule.name)
+            if self._held[rule.name] >= rule.patience and (before is None or value >= rule.growth * before):
+                self.told[rule.name] = value
+                text = "; ".join(filter(None, (rule.says(view, value), rule.cure(view))))
+                messages.append(HealthMessage(rule.name, value, text))
+        return messages
