@@ -13,8 +13,7 @@ from support.episodes import RENDERER, FixedSession
 from turnwise.core.protocols import Action, ToolCall
 from turnwise.core.records import Sampling, Status, Task
 from turnwise.environments import isolated
-from turnwise.environments.isolated import IsolatedEnvironment
-from turnwise.environments.process_pool import PROCESSES
+from turnwise.environments.isolated import PROCESSES, IsolatedEnvironment
 from turnwise.environments.worker import decode_action, encode_action
 from turnwise.rollout.episode import Episode, EpisodeLimits
 
@@ -28,7 +27,7 @@ def processes(monkeypatch):
         "PYTHONPATH", os.path.dirname(os.path.dirname(__file__))
     )  # where the process finds tests/support
     yield
-    isolated.stop_workers()
+    PROCESSES.stop()
 
 
 def play(*names, limits=LIMITS):
@@ -56,8 +55,8 @@ def test_it_plays_as_in_this_process():
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        ("Exits", "ended its process (exit code 3) during step"),
-        ("Crashes", "ended its process (SIGABRT) during step"),
+        ("Exits", "process ended with status 3 during step"),
+        ("Crashes", "process was ended by SIGABRT during step"),
         ("HoldsTheInterpreter", "no answer within 4 s"),
         ("Spins", "no answer within 3.2 s (at misbehaving.py, line"),
         ("Odd", "step returned 'nonsense'; expected a Step"),
@@ -72,7 +71,7 @@ def test_what_it_does_costs_one_episode(cls, words):
 
 def test_the_others_of_a_process_that_was_ended_go_on_elsewhere():
     one, other, third = play(f"{HERE}:Exits", f"{HERE}:Patient", f"{HERE}:Spins")
-    assert "ended its process (exit code 3) during step" in one.reason and "tried 3 times" in one.reason
+    assert "process ended with status 3 during step" in one.reason and "tried 3 times" in one.reason
     assert (other.status, other.reason, other.reward) == (Status.TRUNCATED, "turn limit", 1.5)
     assert "no answer within" in third.reason
 
@@ -140,7 +139,7 @@ def test_a_built_in_environment_with_a_state_key_plays():
 def test_processes_are_shared_and_replaced():
     play(*[f"{HERE}:Patient"] * 10)
     assert len(PROCESSES.workers) == 2  # eight episodes in one, two in another
-    assert {worker.episodes for worker in PROCESSES.workers} == {0}
+    assert {worker.users for worker in PROCESSES.workers} == {0}
     play(f"{HERE}:Exits")
     play(f"{HERE}:Patient")
     assert not any(worker.ended or worker.alone for worker in PROCESSES.workers)

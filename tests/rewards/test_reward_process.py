@@ -94,7 +94,7 @@ def group(*texts: str, prompt="question", **columns) -> AnswerGroup:
         ("loop", "no answer within 3 s"),
         ("sleep", "no answer within 3 s"),
         ("integer", "no answer within 3 s"),
-        ("exit", "exited with code 3"),
+        ("exit", "ended with status 3"),
         ("leave", "SystemExit"),
         ("memory", "MemoryError"),
         ("deep", "RecursionError"),
@@ -183,7 +183,7 @@ def test_a_function_that_cannot_be_called_is_refused_at_the_door(file, name, wor
 def test_a_module_that_fails_or_ends_while_imported_is_refused_in_words(tmp_path):
     for source, words in (
         ("1/0", "ZeroDivisionError"),
-        ("import os; os._exit(9)", "exited with code 9"),
+        ("import os; os._exit(9)", "ended with status 9"),
         ("def f(", "line 1"),
     ):
         path = tmp_path / "broken.py"
@@ -200,7 +200,7 @@ def test_an_argument_that_cannot_be_pickled_fails_in_words(reward):
 def test_a_process_killed_from_outside_costs_one_call(file):
     pool = ScoringPool(ProcessSettings("math:sqrt", "test", seconds=5), size=1)
     assert pool.call(args=(4,)) == {"value": 2.0}
-    os.kill(pool._idle[0]._process.pid, signal.SIGKILL)
+    os.kill(pool.processes.workers[0].process.pid, signal.SIGKILL)
     try:
         assert pool.call(args=(9,)) == {"value": 3.0}
     except CallFailed as fault:  # the signal arrived while the call was on its way
@@ -212,7 +212,7 @@ def test_a_process_killed_from_outside_costs_one_call(file):
 def test_nothing_of_the_pool_outlives_close(file):
     pool = ScoringPool(ProcessSettings("math:sqrt", "test", seconds=5), size=2)
     pool.call(args=(4,))
-    pid = pool._idle[0]._process.pid
+    pid = pool.processes.workers[0].process.pid
     pool.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -7,7 +7,7 @@ import json
 import pytest
 from support.agent_runs import SMALL, same, solve, weights
 
-from turnwise.environments.process_pool import PROCESSES
+from turnwise.environments.isolated import PROCESSES
 from turnwise.errors import SettingError
 from turnwise.training import api
 

@@ -11,7 +11,7 @@ from turnwise.cli.main import main
 from turnwise.core.protocols import Step
 from turnwise.core.records import Task
 from turnwise.environments.base import Environment, overrides, text_action, user_message
-from turnwise.environments.isolated import IsolatedEnvironment, stop_workers
+from turnwise.environments.isolated import PROCESSES, IsolatedEnvironment
 from turnwise.errors import SettingError
 from turnwise.rollout.scripted import scripted_messages
 from turnwise.training.build import load_tokenizer
@@ -107,4 +107,4 @@ def test_a_scripted_policy_in_another_process_plays_the_same():
     try:
         assert played(True) == played(False)
     finally:
-        stop_workers()
+        PROCESSES.stop()

@@ -170,7 +170,7 @@ def test_a_crash_costs_only_its_trajectories_or_gets_a_number(folder):
     settings = {**SMALL, "data": "sums.jsonl", "reward": "mine.py:crash", "out": "runs"}
     train(**settings, name="a", eval_data="")
     rewards = {t.reason for t in trajectories("runs/a")}
-    assert "reward crash: its process exited with code 1" in rewards
+    assert "reward crash: its process ended with status 1" in rewards
     train(**settings, name="b", reward_failure="-1")
     assert {t.reward for t in trajectories("runs/b")} == {1.0, -1.0}
 

@@ -3,11 +3,16 @@ Python run costs its own episode, not the run: a process that does not answer wi
 
 ``IsolatedEnvironment`` has the methods of an environment as coroutines. If the process of an episode dies, the episode goes on in
 another one: the calls so far are repeated there, and must give the same replies. An episode that has moved as often as its
-pool allows fails with the last reason. Knows pools and the calls of one episode; not where processes are.
+pool allows fails with the last reason.
+
+Processes of this machine play up to ``EPISODES_PER_PROCESS`` episodes each. An episode whose process died in the middle of its
+call may have ended it: it gets a process of its own for its next attempt, so that it cannot end those of others again. Actors of
+a cluster (``training.cluster``) are another pool.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -19,10 +24,12 @@ from typing import Any, Protocol
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
 from turnwise.environments.calls import with_timeout
-from turnwise.environments.process_pool import PROCESSES
-from turnwise.environments.worker import HostLost, decode_action, encode_action, plain
+from turnwise.environments.worker import READY, HostLost, decode_action, encode_action, plain
 from turnwise.errors import EnvironmentFault
+from turnwise.workers.process import SharedWorkers, Worker, WorkerLost
 
+EPISODES_PER_PROCESS = 8
+START_SECONDS = 120.0  # to import an environment: no call's limit counts that
 INNER_LIMIT = 0.8  # of the limit: the process itself interrupts a call first, and is killed only if it cannot
 MOVE_SECONDS = 300.0  # beside the limit of a call: to wait for a place, and to repeat the calls so far
 REPEATED = ("reset", "step", "restore", "scripted_action")  # what changes the state of an episode
@@ -53,15 +60,68 @@ class HostPool(Protocol):
     def leave(self, host: Any) -> None: ...
 
 
+class EnvironmentProcess(Worker):
+    """A process that plays episodes; any number of calls at a time."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("turnwise.environments.worker", name)
+        self.name, self._ready = name, self.ask(READY)
+
+    async def started(self) -> None:
+        """Wait until the process has imported the environment."""
+        if self._ready.done():
+            return  # where the process is gone, the first call says how
+        try:
+            # shielded: other episodes wait for the same answer
+            await with_timeout(asyncio.shield(asyncio.wrap_future(self._ready)), START_SECONDS)
+        except WorkerLost as lost:
+            raise HostLost(f"the environment's process {lost} during the import of {self.name}", suspect=True) from None
+        except EnvironmentFault:
+            self.kill(f"was killed, because the import of {self.name} took longer than {START_SECONDS:g} s")
+            raise EnvironmentFault(f"the import of {self.name} took longer than {START_SECONDS:g} s") from None
+
+    def turn(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    async def request(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a call. Raises ``HostLost`` where the process dies first."""
+        was_lost, method = bool(self.ended), request["method"]
+        try:
+            reply: dict[str, Any] = json.loads(await self.exchange(json.dumps(request, default=plain).encode()))
+        except asyncio.CancelledError:  # the limit has passed, or the run stops
+            self.kill(f"was killed, because {method} neither answered nor could be interrupted")
+            raise
+        except WorkerLost as lost:
+            suspect = not (was_lost or self.killed)  # one that we killed ended for a call that never ends
+            raise HostLost(f"the environment's process {lost} during {method}", suspect) from None
+        if "lost" in reply:
+            raise HostLost(reply["lost"])
+        return reply
+
+
+class ProcessPool(SharedWorkers[EnvironmentProcess]):
+    """Processes of this machine, as many as the episodes need."""
+
+    moves = 2  # of an episode, to a process of its own: then it is to blame
+
+    async def place(self, name: str, alone: bool) -> EnvironmentProcess:
+        """A living process with room for an episode; a new one if there is none."""
+        process = self.take(name, alone=alone)
+        try:
+            await process.started()
+        except BaseException:
+            self.leave(process)
+            raise
+        return process
+
+
+PROCESSES = ProcessPool(EnvironmentProcess, EPISODES_PER_PROCESS)
+"""Those of this process."""
+
 _keys = itertools.count()
 _life = uuid.uuid4().hex[:12]  # hosts that outlive this process tell its episodes from those of an earlier one
 moved: deque[str] = deque(maxlen=1000)
 """Why episodes of this process moved, for whoever tells it."""
-
-
-def stop_workers() -> None:
-    """Kill all processes of this one that play episodes."""
-    PROCESSES.stop()
 
 
 class IsolatedEnvironment:

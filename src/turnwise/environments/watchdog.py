@@ -30,7 +30,8 @@ SIGNAL = getattr(signal, "SIGURG", None)  # ignored by default and used by nobod
 EXIT_CODE = 70
 CARRIERS = (
     os.path.dirname(asyncio.__file__),
-    *(os.path.join(os.path.dirname(__file__), name) for name in ("isolated.py", "process_pool.py", "calls.py")),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "workers"),
+    *(os.path.join(os.path.dirname(__file__), name) for name in ("isolated.py", "calls.py")),
 )
 """Code that waits on behalf of an environment: its lines say nothing about it."""
 

@@ -1,4 +1,4 @@
-"""The process in which isolated environments play: reads one request per line, answers with one line (``python -m`` this module).
+"""The program of a process in which isolated environments play, and what it says in JSON.
 
 A request names an episode, a method and its arguments. Several episodes play at the same time, each call under its limit.
 Whatever an environment prints goes to standard error. Does not know who asks, nor why.
@@ -6,16 +6,11 @@ Whatever an environment prints goes to standard error. Does not know who asks, n
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import ctypes
 import json
-import os
 import random
-import signal
-import sys
-import threading
-from typing import Any, TextIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 from turnwise import environments
 from turnwise.config.named_object import import_from_current_folder
@@ -23,6 +18,7 @@ from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_messages, read_step
 from turnwise.errors import EnvironmentFault
+from turnwise.workers.child import end_with_parent, serve_concurrently
 
 
 class HostLost(EnvironmentFault):
@@ -33,8 +29,7 @@ class HostLost(EnvironmentFault):
         self.suspect = suspect
 
 
-READY = -1  # id of the first line, written when the environment is imported
-PARENT_DEATH_SIGNAL = 1  # prctl(PR_SET_PDEATHSIG)
+READY = b"ready"  # the first request, answered when the environment is imported
 
 
 def encode_action(action: Action) -> dict[str, Any]:
@@ -71,17 +66,17 @@ class EpisodeWorker:
         self.episodes: dict[str, Any] = {}
         self.rngs: dict[str, random.Random] = {}
 
-    async def answer(self, request: dict[str, Any]) -> str:
-        """The reply to a request, as one line of JSON."""
-        reply: dict[str, Any] = {"id": request.pop("id", 0)}
+    async def answer(self, line: str | bytes) -> str:
+        """The reply to a request; both are JSON."""
+        request: dict[str, Any] = json.loads(line)
         if request["method"] != "make" and request["episode"] not in self.episodes:
-            return json.dumps({**reply, "lost": "the process that played the episode was started again"})
+            return json.dumps({"lost": "the process that played the episode was started again"})
         try:
-            reply["value"] = await self._perform(**request)
-            reply["agent"] = str(getattr(self.episodes.get(request["episode"]), "agent", "agent"))
-            return json.dumps(reply, default=plain)
+            value = await self._perform(**request)
+            agent = str(getattr(self.episodes.get(request["episode"]), "agent", "agent"))
+            return json.dumps({"value": value, "agent": agent}, default=plain)
         except Exception as fault:
-            return json.dumps({"id": reply["id"], "fault": f"{type(fault).__name__}: {fault}"})
+            return json.dumps({"fault": f"{type(fault).__name__}: {fault}"})
 
     async def _perform(self, episode: str, method: str, args: list[Any], seconds: float) -> Any:
         if method == "make":
@@ -113,36 +108,16 @@ class EpisodeWorker:
         return encode_action(action)
 
 
-def _write(replies: TextIO, line: str) -> None:
-    replies.write(line + "\n")
-    replies.flush()
-
-
-def main() -> None:
-    with contextlib.suppress(Exception):  # Linux: do not outlive the parent, even in a call that never lets Python run
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)
+def main(descriptor: int, name: str) -> None:
+    end_with_parent()
     import_from_current_folder()
     with contextlib.suppress(
         Exception
-    ):  # imports may take long and count for no call; the first episode reports a fault
-        environments.load(sys.argv[1])
-    loop, worker = asyncio.new_event_loop(), EpisodeWorker()
-    _write(replies, json.dumps({"id": READY}))
+    ):  # an import may take long and counts for no call; the first episode reports a fault
+        environments.load(name)
+    worker = EpisodeWorker()
 
-    async def handle(request: dict[str, Any]) -> None:
-        _write(replies, await worker.answer(request))
+    async def answer(payload: bytes) -> bytes:
+        return b"{}" if payload == READY else (await worker.answer(payload)).encode()
 
-    def read() -> None:
-        for line in sys.stdin.buffer:
-            asyncio.run_coroutine_threadsafe(handle(json.loads(line)), loop)
-        os._exit(0)  # the parent is gone: wait for no thread
-
-    threading.Thread(target=read, daemon=True).start()
-    loop.run_forever()
-
-
-if __name__ == "__main__":
-    main()
+    serve_concurrently(Connection(descriptor), answer)

@@ -1,47 +1,25 @@
 """The program of a reward process: loads one function, then scores groups until its socket closes.
 
-A frame is a 4-byte length and data. What arrives is pickled, by our own process; what is sent is JSON, because this process reads
-text that a model wrote. Standard output goes to standard error, so that a function may print. Knows no pool and no time limit
-except the processor time after which it ends by itself, in case nobody is left to kill it.
+What arrives is pickled, by our own process; what is sent is JSON, because this process reads text that a model wrote. Standard
+output goes to standard error, so that a function may print. Knows no pool and no time limit except the processor time after which
+it ends by itself, in case nobody is left to kill it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import socket
-import struct
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 from turnwise.config.named_object import import_from_current_folder, load_object
 from turnwise.errors import TurnwiseError
 from turnwise.rewards import builtin
 from turnwise.rewards.conventions import RewardCall, RewardFailure, Signature, as_json
+from turnwise.workers.child import serve
 
 CPU_GRACE = 30  # seconds of processor time beyond the limit of a call
-
-
-def receive(channel: socket.socket) -> bytes:
-    """The next frame; empty when the other side is gone."""
-    header = _exactly(channel, 4)
-    return _exactly(channel, struct.unpack(">I", header)[0]) if header else b""
-
-
-def _exactly(channel: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = channel.recv(min(size - len(data), 1 << 20))
-        if not part:
-            return b""
-        data += part
-    return bytes(data)
-
-
-def send(channel: socket.socket, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
-    channel.sendall(struct.pack(">I", len(data)) + data)
 
 
 def load(request: dict[str, Any]) -> Any:
@@ -95,30 +73,35 @@ def _limit_cpu(seconds: float) -> None:
         pass
 
 
-def main() -> None:
-    channel = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    import_from_current_folder()
-    first = pickle.loads(receive(channel))
-    _limit_memory(first["memory_bytes"])
-    try:
-        function = load(first)
-        signature = Signature.of(function)
-    except TurnwiseError as fault:
-        send(channel, {"refused": str(fault)})
-        return
-    except BaseException as fault:
-        send(channel, {"refused": f"{first['what']}: {type(fault).__name__}: {fault}"[:400]})
-        return
-    fields = {name: getattr(signature, name) for name in ("parameters", "required", "takes_any", "is_async")}
-    send(channel, {"signature": fields})
-    while data := receive(channel):
+class Guest:
+    """Answers requests; the first one names the function."""
+
+    def __init__(self) -> None:
+        self.function: Any = None
+        self.options: dict[str, Any] = {}
+
+    def answer(self, data: bytes) -> bytes:
         try:
             request = pickle.loads(data)
         except Exception as fault:
-            send(channel, {"fault": f"a column cannot be sent to the reward process: {type(fault).__name__}: {fault}"})
-            continue
-        reply = answer(function, first["options"], request)
+            text = f"a column cannot be sent to the reward process: {type(fault).__name__}: {fault}"
+            return json.dumps({"fault": text}).encode()
+        reply = self._begin(request) if self.function is None else answer(self.function, self.options, request)
         sys.stdout.flush()
-        send(channel, reply)
+        return json.dumps(reply).encode()
+
+    def _begin(self, request: dict[str, Any]) -> dict[str, Any]:
+        _limit_memory(request["memory_bytes"])
+        try:
+            self.function, self.options = load(request), request["options"]
+            signature = Signature.of(self.function)
+        except TurnwiseError as fault:
+            return {"refused": str(fault)}
+        except BaseException as fault:
+            return {"refused": f"{request['what']}: {type(fault).__name__}: {fault}"[:400]}
+        return {"signature": {n: getattr(signature, n) for n in ("parameters", "required", "takes_any", "is_async")}}
+
+
+def main(descriptor: int) -> None:
+    import_from_current_folder()
+    serve(Connection(descriptor), Guest().answer)

@@ -11,17 +11,16 @@ other than 0 fails the episode, with the last line of standard error.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import os
-import signal
 from typing import Any
 
 from turnwise.errors import EnvironmentFault
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, read_outcome, within
 from turnwise.rollout.agent_task import AgentTask
 from turnwise.serve.server import EndpointHost
+from turnwise.workers.process import exit_words, kill_group
 
 MAX_OUTPUT = 1 << 20  # bytes that are kept of what a process prints
 PARALLEL = 32  # processes at the same time
@@ -64,13 +63,12 @@ class ProcessAgent:
         try:
             output, errors = await process.communicate(task.encode())
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             await process.wait()
             raise
         if process.returncode:
-            last = errors.decode(errors="replace").strip().splitlines()
-            raise EnvironmentFault(f"the agent exited with {process.returncode}: {(last or ['no message'])[-1][:300]}")
+            last_line = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
+            raise EnvironmentFault(f"the agent {exit_words(process.returncode, last_line)}")
         return output[-MAX_OUTPUT:]
 
 

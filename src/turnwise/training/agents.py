@@ -21,7 +21,6 @@ from turnwise.config.settings import Settings
 from turnwise.core.protocols import Action, Session
 from turnwise.core.records import Origin, Sampling, Task, Trajectory
 from turnwise.core.seeds import stable_seed
-from turnwise.engines.sockets import allow_many_files
 from turnwise.environments.calls import call_environment
 from turnwise.errors import SettingError
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome
@@ -31,6 +30,7 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, next_action, scripted_policy
 from turnwise.rollout.strategies import EpisodeRunner
 from turnwise.serve.server import EndpointHost, listen_on, read_address, require_packages
+from turnwise.workers.sockets import allow_many_files
 
 DEMONSTRATION = 120.0  # seconds that a demonstration may take
 EXTERNAL = "external"  # the name of agents that live elsewhere

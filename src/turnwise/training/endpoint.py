@@ -19,7 +19,6 @@ from typing import Any
 from turnwise.core.protocols import Generator
 from turnwise.core.records import Sampling, Task, Trajectory
 from turnwise.core.seeds import stable_seed
-from turnwise.engines.sockets import allow_many_files
 from turnwise.errors import SettingError
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, within
 from turnwise.rollout.episode import EpisodeLimits
@@ -30,6 +29,7 @@ from turnwise.store.queries import EpisodeFacts
 from turnwise.training.certificate import certificate
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.evaluation import select_policy
+from turnwise.workers.sockets import allow_many_files
 
 TURNS = 10_000  # of a session
 MAX_SESSIONS = 4096  # open at the same time

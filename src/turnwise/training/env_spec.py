@@ -18,8 +18,7 @@ from turnwise.core.records import Task
 from turnwise.environments import prompts
 from turnwise.environments.base import overrides
 from turnwise.environments.contract import turn_limit
-from turnwise.environments.isolated import HostPool, IsolatedEnvironment
-from turnwise.environments.process_pool import PROCESSES
+from turnwise.environments.isolated import PROCESSES, HostPool, IsolatedEnvironment
 from turnwise.errors import SettingError, nearest
 from turnwise.models.facts import read_model_facts
 from turnwise.rollout.episode import EpisodeLimits, FailedEnvironment

@@ -19,7 +19,6 @@ from typing import Any
 from turnwise.config.named_object import GIVEN_OBJECT
 from turnwise.config.settings import Settings
 from turnwise.config.values import ModelName
-from turnwise.engines.sockets import allow_many_files
 from turnwise.environments import prompts
 from turnwise.errors import SettingError, TurnwiseError
 from turnwise.serve.policy_host import HostLimits, PolicyHost
@@ -28,6 +27,7 @@ from turnwise.store.rundir import RunDir
 from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.preflight import check_device, check_model_name
 from turnwise.training.remote_generators import COMPARED, OF_TINY, vocabulary_digest
+from turnwise.workers.sockets import allow_many_files
 
 SHARED = ("env", "difficulty", "max_turns", "context", "template", "tool_syntax")  # with the runs it samples for
 EVERY_ADDRESS = ("0.0.0.0", "::")

@@ -12,8 +12,8 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from turnwise.engines.piped_process import PipedProcess, PipeStuck
 from turnwise.errors import GeneratorLost
+from turnwise.workers.process import WorkerProcess, WorkerStuck
 
 WORKER = "turnwise.engines.own_process.worker"
 START_SECONDS = 300.0  # until the process has imported torch and built its generator
@@ -25,7 +25,7 @@ class WorkerLink:
     that does not read its pipe is given up."""
 
     def __init__(self, seconds: float) -> None:
-        self._worker = PipedProcess(WORKER, seconds)
+        self._worker = WorkerProcess(WORKER, seconds=seconds)
         self._lock = threading.Lock()
 
     @property
@@ -41,7 +41,7 @@ class WorkerLink:
         with self._lock:
             try:
                 self._worker.send_bytes(data)
-            except PipeStuck as stuck:
+            except WorkerStuck as stuck:
                 raise GeneratorLost(f"the generator process does not answer: {stuck}") from None
             except OSError:
                 raise self.lost() from None

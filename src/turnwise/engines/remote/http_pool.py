@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from turnwise.engines.remote.transport import CONNECT_SECONDS, HttpReply, ServerAddress, in_daemon_thread
-from turnwise.engines.sockets import keep_alive
 from turnwise.errors import ServerFault
+from turnwise.workers.sockets import keep_alive
 
 IDLE_SECONDS = 2.0  # after which a connection is not used again: servers close idle ones, some after five seconds
 HEADERS = {"Accept": "application/json", "Content-Type": "application/json", "User-Agent": "turnwise"}

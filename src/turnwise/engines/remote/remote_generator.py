@@ -24,8 +24,8 @@ from turnwise.engines.remote.replica import VLLM, RemoteLimits, Replica, Replica
 from turnwise.engines.remote.token_wire import Reported, SampledPart
 from turnwise.engines.remote.transport import in_daemon_thread
 from turnwise.engines.remote.weight_files import WeightFolder
-from turnwise.engines.sockets import allow_many_files
 from turnwise.errors import GeneratorLost, ServerFault, SettingError
+from turnwise.workers.sockets import allow_many_files
 
 REJOIN_SECONDS = 1.0  # for which a publication waits for lost servers that may be back
 Decode = Callable[[list[int]], str]

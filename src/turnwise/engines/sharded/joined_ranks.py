@@ -33,8 +33,8 @@ from torch.distributed.rendezvous import rendezvous
 from turnwise.engines.sharded import messages
 from turnwise.engines.sharded.rank_files import remove_copies
 from turnwise.engines.sharded.torchrun import TorchrunRank
-from turnwise.engines.sockets import keep_alive, set_timeout
 from turnwise.errors import RankFault
+from turnwise.workers.sockets import keep_alive, set_timeout
 
 WAIT_FOR_RUN = datetime.timedelta(days=7)  # rank 0 may download and prepare a model first; torchrun ends us if it fails
 HELLO_SECONDS = 10.0  # until a connection that does not say which rank it is is closed

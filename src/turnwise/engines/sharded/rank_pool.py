@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from turnwise.engines.piped_process import PipedProcess, PipeStuck
 from turnwise.engines.sharded import messages
 from turnwise.engines.sharded.joined_ranks import JoinedRank, accept_ranks, open_store, shared_interface
 from turnwise.engines.sharded.torchrun import TorchrunRank, check_torchrun, torchrun_rank
 from turnwise.errors import RankFault, SettingError, TurnwiseError
+from turnwise.workers.process import WorkerProcess, WorkerStuck
 
 WORKER = "turnwise.engines.sharded.worker"
 START_SECONDS = 300.0  # until a rank has imported torch and built its part of the model
@@ -63,11 +63,11 @@ def join_group(store: dist.Store, device: torch.device, rank: int, size: int, ow
             del os.environ[interface]
 
 
-class _Rank(PipedProcess):
+class _Rank(WorkerProcess):
     """The process of another rank."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(WORKER, ANSWER_SECONDS)
+        super().__init__(WORKER, seconds=ANSWER_SECONDS)
         self.rank = rank
 
     @property
@@ -79,7 +79,7 @@ class _Rank(PipedProcess):
         """``RankFault`` where it reads nothing: a message that does not fit the pipe's buffer waits for its reader."""
         try:
             self.send_bytes(messages.encode(message))
-        except PipeStuck as stuck:
+        except WorkerStuck as stuck:
             raise RankFault(f"rank {self.rank} does not answer: {stuck}") from None
 
 

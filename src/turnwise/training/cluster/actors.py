@@ -96,7 +96,7 @@ class EnvironmentActor:
         self.worker = EpisodeWorker()
 
     async def answer(self, request: str) -> str:
-        return await self.worker.answer(json.loads(request))
+        return await self.worker.answer(request)
 
     async def forget(self) -> None:
         """Drop all episodes: the learner that played them is gone."""

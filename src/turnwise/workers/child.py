@@ -1,0 +1,60 @@
+"""The other end of ``workers.process``: what a worker does with its socket. Knows frames; not what they mean."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+
+from turnwise.workers.process import NUMBER
+
+PARENT_DEATH_SIGNAL = 1  # prctl(PR_SET_PDEATHSIG)
+
+
+def end_with_parent() -> None:
+    """Linux: do not outlive the thread that started this process, even in a call that never lets Python run."""
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def serve(connection: Connection, answer: Callable[[bytes], bytes]) -> None:
+    """Answer one request after the other, in this thread, until the socket closes."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            frame = connection.recv_bytes()
+            if len(frame) > NUMBER.size:  # otherwise a request was given up, which has its answer already
+                connection.send_bytes(frame[: NUMBER.size] + answer(frame[NUMBER.size :]))
+
+
+def serve_concurrently(connection: Connection, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
+    """Answer all requests at the same time, in an event loop of this thread. A request that its asker gives up is cancelled.
+    Never returns: when the socket closes, the process ends, whatever its threads do."""
+    loop, tasks = asyncio.new_event_loop(), dict[bytes, asyncio.Task[None]]()
+
+    async def respond(number: bytes, payload: bytes) -> None:
+        reply = number + await answer(payload)
+        with contextlib.suppress(OSError):  # the asker has ended, and the reader ends this process
+            connection.send_bytes(reply)
+
+    def take(number: bytes, payload: bytes) -> None:
+        if payload:
+            tasks[number] = loop.create_task(respond(number, payload))
+            tasks[number].add_done_callback(lambda _: tasks.pop(number, None))
+        elif number in tasks:
+            tasks[number].cancel()
+
+    def read() -> None:
+        """In a thread: whoever asks never waits because this process computes."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                frame = connection.recv_bytes()
+                loop.call_soon_threadsafe(take, frame[: NUMBER.size], frame[NUMBER.size :])
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    loop.run_forever()

@@ -1,0 +1,263 @@
+"""A process that works for this one, at the other end of a socket: start it, ask it, notice that it is stuck, say how it ended.
+
+Every child of ours but the sandboxed interpreter is one: the generator of ``--generator local``, hosts of isolated environments,
+reward functions, ranks of a learner. A kind is a module with ``main(descriptor, *arguments)``, which takes its end of the socket
+with ``workers.child``.
+
+``WorkerProcess`` is the process and frames of bytes in both directions, for those whose messages go by turns: a pool of ranks
+(``engines/sharded/rank_pool.py``) sends to all, polls ``connection`` and asks ``how_it_ended`` of each that is silent. ``Worker``
+answers any number of requests at a time. ``SharedWorkers`` replaces those that died. Ray is another way to start the same
+programs (``training/cluster``). Knows processes and bytes; not what messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from turnwise.workers.sockets import set_timeout
+
+STUCK_SECONDS = 60.0  # until a write that nobody reads is given up
+END_SECONDS = 2.0  # for a process whose socket closed to show how it ended
+MAX_ANSWER = 1 << 28  # bytes: more, and a worker that a model's text misled would fill this process's memory
+NUMBER = struct.Struct(
+    ">Q"
+)  # which request a frame belongs to; nothing behind it: nobody waits for the answer any longer
+# modules are imported where this process finds them; PYTHONPATH stays as it is, for what the worker itself starts
+BOOT = (
+    "import importlib, json, sys; sys.path[:], module, arguments = json.loads(sys.argv[1]); "
+    "sys.exit(importlib.import_module(module).main(*arguments))"
+)
+
+
+class WorkerStuck(OSError):
+    """The process has read nothing for too long: it is stopped or stuck."""
+
+
+class WorkerLost(Exception):
+    """The process ended before it answered; the message says how, and continues a sentence about the process."""
+
+
+def exit_words(status: int, last_line: str = "") -> str:
+    """How a process ended: ``was ended by SIGKILL``, ``ended with status 3: KeyError: 'x'``."""
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"was ended by signal {-status}"
+    return f"ended with status {status}" + (f": {last_line}" if last_line else "")
+
+
+def kill_group(process: int) -> None:
+    """Kill a process that leads a session, and everything it started."""
+    with contextlib.suppress(OSError):
+        os.killpg(process, signal.SIGKILL)
+
+
+class WorkerProcess:
+    """Runs ``main`` of ``module`` with its end of the socket and ``arguments``. ``seconds``: until a write that nobody reads
+    raises ``WorkerStuck``; a message that does not fit the socket's buffer waits for its reader. ``quiet``: what it prints is
+    kept, and its last line told with its end; otherwise it is printed to standard error.
+
+    It ends with this process, however that ends: its socket closes."""
+
+    def __init__(self, module: str, *arguments: Any, seconds: float = STUCK_SECONDS, quiet: bool = True) -> None:
+        ours, theirs = socket.socketpair()
+        set_timeout(ours, socket.SO_SNDTIMEO, seconds)
+        self.seconds = seconds
+        self.log = tempfile.TemporaryFile() if quiet else None  # noqa: SIM115 (closed with the process)
+        with theirs:
+            start = json.dumps([list(map(str, sys.path)), module, [theirs.fileno(), *arguments]])
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, start],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self.log or 2,
+                stderr=self.log,
+                start_new_session=True,  # Ctrl-C is for the run, which then ends this process
+            )
+        self.connection = Connection(ours.detach())
+
+    def send_bytes(self, data: Any) -> None:
+        """After ``WorkerStuck`` half a message may be in the socket: the process is of no use any longer."""
+        try:
+            self.connection.send_bytes(data)
+        except BlockingIOError:
+            raise WorkerStuck(f"it has read nothing for {self.seconds:.0f} s: it is stopped or stuck") from None
+
+    def how_it_ended(self) -> str:
+        """How the process ended, in words; empty while it runs."""
+        status = self.process.poll()
+        return "" if status is None else exit_words(status, self._last_line())
+
+    def _last_line(self) -> str:
+        if self.log is None or self.log.closed:
+            return ""
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def close(self) -> None:
+        """End the process and everything it started."""
+        self.connection.close()
+        if self.process.poll() is None:  # afterwards its number may be another's
+            kill_group(self.process.pid)
+        self.process.wait()
+        if self.log is not None:
+            self.log.close()
+
+
+class Worker(WorkerProcess):
+    """Answers requests of any thread or event loop, many at a time, each with bytes."""
+
+    def __init__(self, module: str, *arguments: Any, seconds: float = STUCK_SECONDS, quiet: bool = False) -> None:
+        super().__init__(module, *arguments, seconds=seconds, quiet=quiet)
+        self.ended = ""  # why it takes no more requests, in words
+        self.killed = False  # by us: no request is to blame for its end
+        self.users = 0  # that a pool gave it to
+        self.alone = False  # whether its user must not share it
+        self._pending: dict[int, Future[bytes]] = {}
+        self._numbers, self._outbox = itertools.count(), SimpleQueue[bytes]()
+        for target in (self._read, self._write):
+            threading.Thread(target=target, daemon=True, name="turnwise-worker").start()
+
+    def ask(self, payload: bytes) -> Future[bytes]:
+        """The answer, once it comes; ``WorkerLost`` where the process ends first. Cancelling it tells the process."""
+        answer: Future[bytes] = Future()
+        number = next(self._numbers)
+        self._pending[number] = answer
+        self._outbox.put(NUMBER.pack(number) + payload)
+        if self.ended:  # perhaps before the answer was among those that its end fails
+            self._settle(number, lost=True)
+        answer.add_done_callback(lambda done: self._drop(number) if done.cancelled() else None)
+        return answer
+
+    async def exchange(self, payload: bytes) -> bytes:
+        """``ask``, in an event loop."""
+        return await asyncio.wrap_future(self.ask(payload))
+
+    def call(self, payload: bytes, seconds: float) -> bytes:
+        """``ask``, in a thread that waits. A process that does not answer within ``seconds`` is killed."""
+        try:
+            return self.ask(payload).result(seconds)
+        except TimeoutError:
+            self.kill(f"gave no answer within {seconds:g} s")
+            raise
+        except WorkerLost:
+            raise
+        except BaseException:  # interrupted: what it does for this request, it would do for nobody
+            self.kill("was interrupted")
+            raise
+
+    def kill(self, reason: str) -> None:
+        """End the process; ``reason`` continues a sentence about it."""
+        self.ended, self.killed = self.ended or reason, True
+        if self.process.poll() is None:
+            kill_group(self.process.pid)
+
+    def close(self) -> None:
+        self.kill("was ended")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=5)
+
+    def _drop(self, number: int) -> None:
+        if self._pending.pop(number, None) is not None:
+            self._outbox.put(NUMBER.pack(number))
+
+    def _settle(self, number: int, payload: bytes = b"", lost: bool = False) -> None:
+        answer = self._pending.pop(number, None)
+        if answer is None or not answer.set_running_or_notify_cancel():
+            return  # nobody waits
+        answer.set_exception(WorkerLost(self.ended)) if lost else answer.set_result(payload)
+
+    def _write(self) -> None:
+        """In a thread: a socket whose reader is stuck would block whoever asks."""
+        try:
+            while not self.ended:
+                self.send_bytes(self._outbox.get())
+        except WorkerStuck:
+            self.kill(f"has read nothing for {self.seconds:.0f} s: it is stopped or stuck")
+        except (OSError, ValueError):
+            pass  # it has ended, which the reader says
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                frame = self.connection.recv_bytes(MAX_ANSWER)
+                self._settle(NUMBER.unpack_from(frame)[0], frame[NUMBER.size :])
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill("closed its socket")
+            self.process.wait()
+        self.ended = self.ended or self.how_it_ended()
+        self._outbox.put(b"")  # wakes the writer
+        for number in tuple(self._pending):
+            self._settle(number, lost=True)
+        self.connection.close()
+        if self.log is not None:
+            self.log.close()
+
+
+AnyWorker = TypeVar("AnyWorker", bound=Worker)
+
+
+class SharedWorkers(Generic[AnyWorker]):
+    """As many workers as their users need. ``start`` makes one; ``share``: how many users one may have at a time. A worker that
+    died is not given again."""
+
+    def __init__(self, start: Callable[..., AnyWorker], share: int = 1) -> None:
+        self.workers: list[AnyWorker] = []
+        self._start, self._share, self._lock, self._owner = start, share, threading.Lock(), os.getpid()
+        _pools.add(self)
+
+    def take(self, *arguments: Any, alone: bool = False) -> AnyWorker:
+        """A living worker with room, or a new one, started with ``arguments``. ``alone``: one that nobody else has."""
+        with self._lock:
+            self.workers[:] = [worker for worker in self.workers if not worker.ended and worker.process.poll() is None]
+            most = 1 if alone else self._share
+            worker = next((w for w in self.workers if w.users < most and not w.alone), None)
+            if worker is None:
+                worker = self._start(*arguments)
+                self.workers.append(worker)
+            worker.users += 1
+            worker.alone = alone
+            return worker
+
+    def leave(self, worker: AnyWorker) -> None:
+        with self._lock:
+            worker.users -= 1
+            worker.alone = worker.alone and worker.users > 0
+
+    def stop(self) -> None:
+        """End the workers. Later users get new ones, which end with the program."""
+        with self._lock:
+            workers, self.workers = self.workers, []
+        if os.getpid() == self._owner:  # not in a fork of it
+            for worker in workers:
+                worker.close()
+
+
+_pools: weakref.WeakSet[SharedWorkers[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_pools() -> None:
+    for pool in list(_pools):
+        pool.stop()
