@@ -407,11 +407,11 @@ def test_turn_ppo_with_one_token_turns_is_token_ppo():
 @pytest.mark.parametrize(
     "name, options, words",
     [
-        ("grpo", {"clip": -0.1}, "clip low is -0.1"),
+        ("grpo", {"clip": -0.1}, "Clip: low is -0.1"),
         ("grpo", {"beta": -1.0}, "weight of"),
         ("ppo", {"gamma": 1.5}, "gamma is 1.5"),
-        ("dapo", {"cache": 0}, "overlong"),
-        ("dapo", {"dual": 0.5}, "dual clip"),
+        ("dapo", {"cache": 0}, "OverlongPenalty: cache is 0"),
+        ("dapo", {"dual": 0.5}, "dual is 0.5; write a number > 1, or None"),
         ("dr_grpo", {"length": 0}, "length is 0"),
         ("grpo", {"bta": 1}, "did you mean 'beta'"),
         ("grop", {}, "did you mean 'grpo'"),

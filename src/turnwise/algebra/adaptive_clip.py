@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from turnwise.algebra.advantage import answer_gain
 from turnwise.algebra.entropy import NormalisedEntropy
 from turnwise.algebra.gate import Gate
-from turnwise.algebra.piece import MicroBatchView, StepView, check
+from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.ratio import mismatch
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field, where
+from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
 
@@ -27,11 +28,9 @@ def clipped(
 class ProximalClip(Gate):
     """Clip to c ± eps, c = sg[π_prox/μ]: off-policy data get a window centred on the policy at the batch's start."""
 
-    eps: float = 0.2
+    reads = frozenset({Signal.PROXIMAL})
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.PROXIMAL})
+    eps: float = 0.2
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         centre = mismatch(view, TOKEN).exp()
@@ -60,24 +59,17 @@ class BalancedClip(Gate):
     First the upper bound rises to ``high_end``, then the lower to ``low_end``. ``statistic``: what a token contributes,
     its "gradient" ρ|A| unless clipped, or the "value" |min(ρA, clip(ρ)A)| (which a higher lower bound never decreases)."""
 
+    reads_before_step = frozenset({Signal.LOGP})
+
     share: float = 0.4
-    low: float = 0.6
-    high: float = 1.2
-    low_end: float = 0.9
+    low: float = number(0.6, least=0, most="low_end")
+    high: float = number(1.2, least=1, most="high_end")
+    low_end: float = number(0.9, most=1)
     high_end: float = 3.0
     low_step: float = 0.02
     high_step: float = 0.05
     dual: float | None = 3.0
-    statistic: str = "gradient"
-
-    def __post_init__(self) -> None:
-        check(0 <= self.low <= self.low_end <= 1, f"need 0 <= low <= low_end <= 1, got {self.low}, {self.low_end}")
-        check(1 <= self.high <= self.high_end, f"need 1 <= high <= high_end, got {self.high}, {self.high_end}")
-        check(self.statistic in ("gradient", "value"), f"no statistic {self.statistic!r}; write gradient or value")
-
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset({Signal.LOGP})
+    statistic: str = choice("gradient", "value")
 
     def plan(self, view: StepView) -> dict[object, Field]:
         rho, adv = view.ratio.at(TOKEN).x, view.advantage.at(TOKEN).x
@@ -125,13 +117,11 @@ class InformationClip(Gate):
 
     z is the standardised increase of the gold answer's log-probability; the answering turn has c = 1."""
 
+    reads = frozenset({Signal.ANSWER_LOGP})
+
     beta: float = 0.3
     low: float = 0.2
     high: float = 0.2
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.ANSWER_LOGP})
 
     def plan(self, view: StepView) -> dict[object, Field]:
         tree = view.batch.tree

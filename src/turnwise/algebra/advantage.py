@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from turnwise.algebra.peers import PeerSpec, resolve_peers
-from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths import returns
 from turnwise.maths.lazy_torch import torch
@@ -44,12 +44,10 @@ class Standardise(Term):
 class LeaveOneOut(Term):
     """A = v − mean of the *other* peers; a single peer is compared with 0."""
 
+    compares_peers = True
+
     value: Term = field(default_factory=Outcome)
     peers: PeerSpec = GROUP
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         v = self.value(batch)
@@ -62,17 +60,12 @@ class SoftBaseline(Term):
 
     ``shrink`` divides by 1 + τ; ``mean`` takes the mean as the baseline, the limit τ → ∞, and shrinks by τ all the same."""
 
-    tau: float = 1.0
+    compares_peers = True
+
+    tau: float = number(1.0, above=0)
     shrink: bool = False
     mean: bool = False
     value: Term = field(default_factory=Outcome)
-
-    def __post_init__(self) -> None:
-        check(self.tau > 0, f"tau is {self.tau}; write a positive number")
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         v = self.value(batch)
@@ -113,16 +106,11 @@ class InformationGain(Term):
 
     zⱼ is the increase of the answer's log-probability, standardised among turns of equal index; 0 for the last turn."""
 
+    reads = frozenset({Signal.ANSWER_LOGP})
+    compares_peers = True
+
     gamma: float = 1.0
     eps: float = 1e-6
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.ANSWER_LOGP})
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         z, tree = answer_gain(batch, self.eps), batch.tree

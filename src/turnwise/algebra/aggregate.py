@@ -7,22 +7,22 @@ Micro-batches and ranks then just sum. An item without kept tokens does not coun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from turnwise.algebra.piece import check
+from turnwise.algebra.piece import Piece
 from turnwise.core.levels import TRAJECTORY, Field, Level
+from turnwise.core.limits import number
 
 
-class Aggregate(Protocol):
+class Aggregate(Piece):
     """Interface: the weight of every token in the average that a step optimises."""
 
     def __call__(self, kept: Field) -> Field:
         """``kept``: 1 for each token that is trained on, 0 for the others, float64 at TOKEN."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Aggregate):
     """Mean over the tokens inside each item of the level, then over the items.
 
     TOKEN: all tokens have equal weight. TRAJECTORY: all trajectories, whatever their length. GROUP: all tasks."""
@@ -35,16 +35,13 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(Aggregate):
     """Sum over the tokens of each item of the level, mean over the items; ``length`` divides by a further constant.
 
     ``Sum(TRAJECTORY)`` weighs log π(trajectory); ``Sum(TRAJECTORY, length=L)`` is the unbiased constant-length mean."""
 
     over: Level = TRAJECTORY
-    length: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(self.length > 0, f"length is {self.length}; write a positive number of tokens")
+    length: float = number(1.0, above=0)
 
     def __call__(self, kept: Field) -> Field:
         return kept / (items(kept.sum(self.over)) * self.length)

@@ -13,6 +13,7 @@ from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, TURN, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
 
@@ -41,14 +42,8 @@ class Control(Piece):
 class Passes(Control):
     """``epochs`` passes over the batch of ``minibatches`` optimiser steps each: whole groups, in a seeded order."""
 
-    epochs: int = 1
-    minibatches: int = 1
-
-    def __post_init__(self) -> None:
-        check(
-            self.epochs >= 1 and self.minibatches >= 1,
-            f"passes of {self.epochs} epochs, {self.minibatches} mini-batches; both must be at least 1",
-        )
+    epochs: int = number(1, least=1)
+    minibatches: int = number(1, least=1)
 
     @property
     def updates(self) -> int:
@@ -78,15 +73,16 @@ class CriticsFirst(Control):
     A bootstrapped critic learns the value of states near the end first and of early states last; until then it prefers actions
     that end the episode soon. No penalty moves the policy in the steps of the critics."""
 
-    passes: int = 10
-    warm: int = 0
-    epochs: int = 1
+    passes: int = number(10, least=0)
+    warm: int = number(0, least=0)
+    epochs: int = number(1, least=1)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        critics_learn = self.passes >= 1 or not self.warm
         check(
-            self.passes >= 0 and self.warm >= 0 and self.epochs >= 1 and (self.passes >= 1 or not self.warm),
-            f"{self.passes} passes of the critics, {self.warm} batches for the critics only, {self.epochs} epochs of both; write "
-            "at least 0, 0 and 1, and at least 1 pass where some batches are for the critics only",
+            critics_learn,
+            f"{self.warm} batches are for the critics only, and they have no pass; write passes=1 or more",
         )
 
     @property
@@ -111,10 +107,7 @@ class LastTurnFirst(Control):
     Turns are treated as agents updated one after another, so each update accounts for the later ones. Turns from index
     ``turns`` − 1 on are updated together."""
 
-    turns: int = 10
-
-    def __post_init__(self) -> None:
-        check(self.turns >= 1, f"turns is {self.turns}; write at least 1")
+    turns: int = number(10, least=1)
 
     @property
     def updates(self) -> int:

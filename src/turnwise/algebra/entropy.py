@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import Piece, StepView, check
+from turnwise.algebra.piece import Piece, StepView
 from turnwise.core.levels import Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
 
@@ -14,14 +15,9 @@ from turnwise.maths.lazy_torch import torch
 class NormalisedEntropy(Piece):
     """h = (x − q)/s with x = log H, q its ρ-quantile, s = √mean (x − q)²; each side then scaled to reach ±1."""
 
-    quantile: float = 0.8
+    reads = frozenset({Signal.OLD_ENTROPY})
 
-    def __post_init__(self) -> None:
-        check(0 <= self.quantile <= 1, f"the quantile is {self.quantile}; write a number in [0, 1]")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_ENTROPY})
+    quantile: float = number(0.8, least=0, most=1)
 
     def plan(self, view: StepView) -> dict[object, Field]:
         return {self: view[Signal.OLD_ENTROPY].map(self._normalise)}

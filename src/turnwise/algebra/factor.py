@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 from turnwise.algebra.entropy import NormalisedEntropy
-from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check
+from turnwise.algebra.piece import MicroBatchView, Piece, StepView
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour, mismatch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, Level, where
+from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 
 
@@ -24,15 +25,10 @@ class Factor(Piece):
 class TruncatedImportance(Factor):
     """min(π_prox/μ, cap): corrects the mismatch between sampler and learner, by token or by the product over a level."""
 
-    cap: float = 2.0
+    reads = frozenset({Signal.PROXIMAL})
+
+    cap: float = number(2.0, above=0, why="inf for none")
     level: Level = TOKEN
-
-    def __post_init__(self) -> None:
-        check(self.cap > 0, f"the cap is {self.cap}; write a positive number, or inf for none")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.PROXIMAL})
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return mismatch(view, self.level).exp().clamp(high=self.cap)
@@ -55,17 +51,11 @@ class DampEntropyChange(Factor):
     Ω = (A/π_old) π (1 − π)(log π + H);  linear: from ``high`` at the smallest |Ω| of the step down to ``low`` at the largest;
     exponential: clip(exp(−k|Ω|), low, 1), k = −ln(low) / max(|Ω|max, 0.02)."""
 
-    low: float = 0.8
+    reads_before_step = frozenset({Signal.LOGP, Signal.ENTROPY})
+
+    low: float = number(0.8, above=0, most="high")
     high: float = 1.2
-    form: str = "linear"
-
-    def __post_init__(self) -> None:
-        check(0 < self.low <= self.high, f"need 0 < low <= high, got {self.low}, {self.high}")
-        check(self.form in ("linear", "exponential"), f"no form {self.form!r}; write linear or exponential")
-
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset({Signal.LOGP, Signal.ENTROPY})
+    form: str = choice("linear", "exponential")
 
     def plan(self, view: StepView) -> dict[object, Field]:
         p, old = (x.exp().clamp(low=1e-8) for x in (view.logp, behaviour(view.batch)))
@@ -89,13 +79,11 @@ class ReferenceDivergence(Factor):
 
     d is the squared Hellinger distance, H̄ the entropy over log |V|. The mean over a trajectory is 1."""
 
+    reads_before_step = frozenset({Signal.HELLINGER, Signal.ENTROPY})
+
     kappa: float = 1.0
     tau: float = 0.5
     vocabulary: int = 0  # 0: the policy's own, from the learner
-
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset({Signal.HELLINGER, Signal.ENTROPY})
 
     def plan(self, view: StepView) -> dict[object, Field]:
         size = self.vocabulary or float(view.batch[Column.VOCABULARY_SIZE].item)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import NOTHING, MicroBatchView, check
+from turnwise.algebra.piece import NOTHING, MicroBatchView
 from turnwise.algebra.ratio import Ratio, moved
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, Partition, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
 
@@ -22,14 +23,10 @@ class Fibration(Ratio):
     ``domains`` splits the drift into that of the domain, of the group inside it and of the trajectory inside that, each
     gated separately. Groups and domains span micro-batches, so the ratio is then computed over the whole step."""
 
-    plus: float = 0.12
-    minus: float = 0.05
-    eps: float = 0.04
+    plus: float = number(0.12, least=0)
+    minus: float = number(0.05, least=0)
+    eps: float = number(0.04, least=0)
     domains: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("plus", "minus", "eps"):
-            check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; write a number >= 0")
 
     @property
     def couples_trajectories(self) -> bool:

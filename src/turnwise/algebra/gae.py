@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import is_last, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths import returns
 
@@ -23,17 +23,11 @@ class GAE(Term):
     A turn's reward is on its last token. ``bootstrap``: the value after the last token of a truncated episode is the value
     before it (extended GAE); otherwise it is 0. At TOKEN."""
 
-    gamma: float = 1.0
-    lam: float = 0.95
+    reads = frozenset({Signal.OLD_VALUE})
+
+    gamma: float = number(1.0, least=0, most=1)
+    lam: float = number(0.95, least=0, most=1)
     bootstrap: bool = False
-
-    def __post_init__(self) -> None:
-        check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
-        check(0 <= self.lam <= 1, f"lambda is {self.lam}; write a number in [0, 1]")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_VALUE})
 
     def __call__(self, batch: Batch) -> Field:
         v, last = batch[Signal.OLD_VALUE], is_last(batch, TOKEN)
@@ -47,12 +41,10 @@ class GAE(Term):
 class LambdaReturn(Term):
     """The critic's regression target: A + v, with A from GAE. At TOKEN."""
 
+    reads = frozenset({Signal.OLD_VALUE})
+
     gamma: float = 1.0
     lam: float = 0.95
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_VALUE})
 
     def __call__(self, batch: Batch) -> Field:
         return GAE(self.gamma, self.lam)(batch) + batch[Signal.OLD_VALUE]

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from turnwise.algebra.factor import Factor
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check, text
+from turnwise.algebra.piece import MicroBatchView, Piece, StepView, text
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.maths.lazy_torch import torch
 
 
@@ -84,14 +85,9 @@ class Clip(Gate):
 
     ``dual`` c > 1 also bounds ρ from above where A < 0 (there, PPO's minimum has no floor)."""
 
-    low: float = 0.2
-    high: float = 0.2
-    dual: float | None = None
-
-    def __post_init__(self) -> None:
-        check(0 <= self.low <= 1, f"clip low is {self.low}; write a number in [0, 1]: ratios below 1 − low are cut")
-        check(self.high >= 0, f"clip high is {self.high}; write a number >= 0: ratios above 1 + high are cut")
-        check(self.dual is None or self.dual > 1, f"dual clip is {self.dual}; write a number > 1, or None for off")
+    low: float = number(0.2, least=0, most=1, why="ratios below 1 − low are cut")
+    high: float = number(0.2, least=0, why="ratios above 1 + high are cut")
+    dual: float | None = number(None, above=1)
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return where(adv > 0, rho.clamp(high=1 + self.high), rho.clamp(1 - self.low, self.dual))
@@ -115,10 +111,7 @@ class CappedWeight(Gate):
     """w = sg[clip(ρ, low, high)] with the gradient of log π: the *weight* is capped, and every token keeps its gradient."""
 
     high: float
-    low: float = 0.0
-
-    def __post_init__(self) -> None:
-        check(0 <= self.low <= self.high, f"a cap needs 0 <= low <= high, got low {self.low}, high {self.high}")
+    low: float = number(0.0, least=0, most="high")
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return rho.detach().clamp(self.low, self.high) * score_function(view)
@@ -128,14 +121,10 @@ class CappedWeight(Gate):
 class GammaWeight(Gate):
     """w = sg[ρᵏ exp(λ(1 − ρ))] with the gradient of log π: 1 at ρ = 1, falling on both sides; (k, λ) by the sign of A."""
 
-    rise: float = 2.0
-    decay: float = 3.0
-    rise_negative: float = 3.0
-    decay_negative: float = 2.0
-
-    def __post_init__(self) -> None:
-        least = min(self.rise, self.decay, self.rise_negative, self.decay_negative)
-        check(least >= 0, f"an exponent or a decay is {least}; write numbers >= 0")
+    rise: float = number(2.0, least=0)
+    decay: float = number(3.0, least=0)
+    rise_negative: float = number(3.0, least=0)
+    decay_negative: float = number(2.0, least=0)
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         at = rho.detach().at(TOKEN)
@@ -151,11 +140,8 @@ class GammaWeight(Gate):
 class SigmoidGate(Gate):
     """w = (4/τ) σ(τ(ρ − 1)), τ by the sign of A: a soft clip whose gradient decays with the distance from 1."""
 
-    pos: float = 1.0
-    neg: float = 1.05
-
-    def __post_init__(self) -> None:
-        check(self.pos > 0 and self.neg > 0, f"temperatures {self.pos}, {self.neg}; write positive numbers")
+    pos: float = number(1.0, above=0)
+    neg: float = number(1.05, above=0)
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         tau = where(adv > 0, self.pos, self.neg).to(rho.x.dtype)
@@ -202,12 +188,9 @@ class RatioRegression(Gate):
     Inside the bounds the gradient is that of ρA; outside it points back, where a clip would have none."""
 
     by: Term
-    temperature: float
+    temperature: float = number(above=0)
     low: float = 0.3
     high: float = 0.3
-
-    def __post_init__(self) -> None:
-        check(self.temperature > 0, f"the temperature is {self.temperature}; write a positive number")
 
     def plan(self, view: StepView) -> dict[object, Field]:
         return {self: self.by(view.batch)}

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check
+from turnwise.algebra.piece import MicroBatchView, Piece, StepView
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, moved
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
 
@@ -54,10 +55,7 @@ class DivideByClippingBias(Gradient):
 
     ∇J_clip = ∇J − C: the more the clip distorts the gradient, the shorter the step."""
 
-    floor: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(self.floor > 0, f"the floor is {self.floor}; write a positive number")
+    floor: float = number(1.0, above=0)
 
     def side_losses(
         self, weight: Field, rho: Field, gated: Field, adv: Field, view: MicroBatchView
@@ -81,11 +79,9 @@ class ScaleByEffectiveSamples(Gradient):
     """lr ← lr √min(1, (ESS/B) / base), ESS = (Σw)² / Σw² of the trajectories' product ratios π/μ: a small effective sample
     size gives a small step."""
 
-    base: float = 1.0
+    reads_before_step = frozenset({Signal.LOGP})
 
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset({Signal.LOGP})
+    base: float = 1.0
 
     def plan(self, view: StepView) -> dict[object, Field]:
         tree = view.batch.tree
@@ -103,10 +99,7 @@ class ScaleByEffectiveSamples(Gradient):
 class ScaleBySignalToNoise(Gradient):
     """lr ← lr |g|² / (|g|² + Var), Var from the gradients of ``shares`` equal parts of the groups."""
 
-    shares: int = 4
-
-    def __post_init__(self) -> None:
-        check(self.shares >= 2, f"shares is {self.shares}; a variance needs at least 2")
+    shares: int = number(4, least=2, why="a variance needs two")
 
     def side_losses(
         self, weight: Field, rho: Field, gated: Field, adv: Field, view: MicroBatchView

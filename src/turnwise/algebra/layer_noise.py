@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import Piece, check
+from turnwise.algebra.piece import Piece
+from turnwise.core.limits import number
 
 
 @dataclass(frozen=True)
 class LayerNoise(Piece):
     """h ← h + σ e, e ~ N(0, 1), at the input of every decoder layer, in update passes only; σ is learned per layer."""
 
-    sigma: float = 1e-6
-    rate: float = 5e-4  # learning rate of log σ
-
-    def __post_init__(self) -> None:
-        check(self.sigma > 0, f"sigma is {self.sigma}; write a positive number")
-        check(self.rate >= 0, f"the rate of sigma is {self.rate}; write a number >= 0")
+    sigma: float = number(1e-6, above=0)
+    rate: float = number(5e-4, least=0)  # learning rate of log σ
 
 
 __all__ = ["LayerNoise"]

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check, text
+from turnwise.algebra.piece import MicroBatchView, Piece, StepView, text
 from turnwise.algebra.ratio import Ratio, behaviour, mismatch, moved
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Level, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
 
@@ -122,17 +123,12 @@ class BinaryKL(Mask):
 class MismatchWithin(Mask):
     """low ≤ π_prox/μ ≤ high: learner and sampler agree. By token, by the product or by the geometric mean over a level."""
 
-    low: float
-    high: float
+    reads = frozenset({Signal.PROXIMAL})
+
+    low: float = number(least=0, most="high")
+    high: float = number(least=0)
     level: Level = TOKEN
     mean: bool = False
-
-    def __post_init__(self) -> None:
-        check(0 <= self.low <= self.high, f"need 0 <= low <= high, got {self.low}, {self.high}")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.PROXIMAL})
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         log = mismatch(view).mean(self.level) if self.mean else mismatch(view, self.level)
@@ -143,11 +139,9 @@ class MismatchWithin(Mask):
 class MismatchKLBelow(Mask):
     """Trajectories whose mean k3 of learner against sampler, mean (ρ − 1 − log ρ), is at most ``limit``."""
 
-    limit: float = 1e-2
+    reads = frozenset({Signal.PROXIMAL})
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.PROXIMAL})
+    limit: float = 1e-2
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return mismatch(view).map(lambda x: torch.expm1(x) - x).mean(TRAJECTORY) <= self.limit
@@ -157,11 +151,9 @@ class MismatchKLBelow(Mask):
 class TokenVeto(Mask):
     """Trajectories in which no token has π_prox/μ below ``floor``."""
 
-    floor: float = 1e-4
+    reads = frozenset({Signal.PROXIMAL})
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.PROXIMAL})
+    floor: float = 1e-4
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return mismatch(view).exp().min(TRAJECTORY) >= self.floor
@@ -171,11 +163,9 @@ class TokenVeto(Mask):
 class OffPolicySequenceMask(Mask):
     """Masks trajectories with A < 0 that have become unlikely, mean (log μ − log π) > limit; keeps all others."""
 
-    limit: float = 0.5
+    reads_before_step = frozenset({Signal.LOGP})
 
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset({Signal.LOGP})
+    limit: float = 0.5
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         decrease = -moved(view).detach().mean(TRAJECTORY)
@@ -204,12 +194,12 @@ class SmallPredictedChange(Mask):
     m_H = A²s₁ + ½A·A²(s₁² − s₂ + s₃²),  m_F = ½A²s₁²;  kept where |m_H| < objective and m_F < policy.
     s₁ = Σv²q, s₂ = Σπv²q², s₃ = Σπvq with v = onehot − π, q = lr·P·h² (P the optimiser's preconditioner)."""
 
+    reads_before_step = frozenset(
+        {Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN}
+    )
+
     objective: float = 1e-2
     policy: float = 1e-4
-
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset({Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN})
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         s1, s2, s3 = (
@@ -225,15 +215,13 @@ class CovarianceClip(Mask):
     """All but a few tokens, drawn at random among those whose (A − mean A)(log π − mean log π) is in (low, high)
     and which a clip of ``clip_low``, ``clip_high`` would not mask anyway."""
 
+    reads_before_step = frozenset({Signal.LOGP})
+
     fraction: float = 2e-4
     low: float = 1.0
     high: float = 5.0
     clip_low: float = 1.0
     clip_high: float = 1.0
-
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset({Signal.LOGP})
 
     def plan(self, view: StepView) -> dict[object, Field]:
         adv, rho = view.advantage.at(TOKEN), view.ratio.at(TOKEN)
@@ -255,17 +243,9 @@ class HighestEntropy(Mask):
     """The tokens whose entropy is at least its (1 − share)-quantile over the step: the points where the
     policy decides how to go on."""
 
-    share: float = 0.2
+    reads_before_step = frozenset({Signal.ENTROPY})
 
-    def __post_init__(self) -> None:
-        check(
-            0 < self.share <= 1,
-            f"share is {self.share}; write a number in (0, 1]: which part of the tokens is trained on",
-        )
-
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset({Signal.ENTROPY})
+    share: float = number(0.2, above=0, most=1, why="which part of the tokens is trained on")
 
     def plan(self, view: StepView) -> dict[object, Field]:
         entropy = view[Signal.ENTROPY].detach()

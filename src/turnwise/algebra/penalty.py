@@ -16,6 +16,7 @@ from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Importance, moved
 from turnwise.algebra.term import Term
 from turnwise.algebra.weight import Weight
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, where
+from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import ESTIMATORS
 from turnwise.maths.lazy_torch import torch
@@ -49,7 +50,7 @@ class WeightedPenalty(Piece):
     rows: Mask | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weight, Weight):
+        if not isinstance(self.weight, Weight):  # the message names the penalty: a method may have several
             check(self.weight >= 0, f"the weight of {self.penalty!r} is {self.weight}; write a number >= 0")
 
 
@@ -60,12 +61,9 @@ class KL(Penalty):
     ``to``: another frozen policy instead: PREVIOUS, PROXIMAL. ``corrected`` multiplies by the ratio π/μ, so that the gradient
     of k3 (and k1) is that of the reverse KL also on off-policy data."""
 
-    estimator: str = "k3"
+    estimator: str = choice(*ESTIMATORS, default="k3")
     to: Signal = Signal.REFERENCE
     corrected: bool = False
-
-    def __post_init__(self) -> None:
-        check(self.estimator in ESTIMATORS, f"no KL estimator {self.estimator!r}; known: {', '.join(ESTIMATORS)}")
 
     @property
     def reads(self) -> frozenset[Signal]:
@@ -97,11 +95,9 @@ class RatioVariance(Penalty):
 class HighCovarianceDrift(Penalty):
     """|log π − log μ| on the few tokens with the largest (A − mean A)(log π − mean log π), 0 on the others."""
 
-    fraction: float = 2e-3
+    reads_before_step = frozenset({Signal.LOGP})
 
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset({Signal.LOGP})
+    fraction: float = 2e-3
 
     def plan(self, view: StepView) -> dict[object, Field]:
         cov = covariance(view)
@@ -123,9 +119,7 @@ class HighCovarianceDrift(Penalty):
 class NegativeEntropy(Penalty):
     """−H: the entropy bonus, as a cost."""
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.ENTROPY})
+    reads = frozenset({Signal.ENTROPY})
 
     def __call__(self, view: MicroBatchView) -> Field:
         return -view[Signal.ENTROPY]
@@ -139,13 +133,11 @@ class EntropyBand(Penalty):
     """scale · ([low·H̄ − H]₊ + [H − high·H̄]₊) with H̄ the mean entropy of past batches at the same turn index: the entropy
     neither explodes nor collapses. The first batch has no cost."""
 
+    reads = frozenset({Signal.ENTROPY, Signal.OLD_ENTROPY})
+
     low: float = 0.0
     high: float = 2.0
     scale: float = 1.0
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.ENTROPY, Signal.OLD_ENTROPY})
 
     def initial_state(self) -> State:
         return {f"{kind}{k}": 0.0 for k in range(TURNS) for kind in ("sum", "count")}
@@ -184,16 +176,11 @@ class ClippedValueLoss(Penalty):
 
     ``finished``: only on episodes that were not truncated (their return is known), as a mean over those tokens."""
 
+    reads = frozenset({Signal.VALUE, Signal.OLD_VALUE})
+
     target: Term
-    clip: float = 0.5
+    clip: float = number(0.5, above=0, why="inf for off")
     finished: bool = False
-
-    def __post_init__(self) -> None:
-        check(self.clip > 0, f"the value clip is {self.clip}; write a positive number, or inf for off")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.VALUE, Signal.OLD_VALUE})
 
     def plan(self, view: StepView) -> dict[object, Field]:
         columns: dict[object, Field] = {self: self.target(view.batch).at(TOKEN)}
@@ -213,11 +200,9 @@ class ClippedValueLoss(Penalty):
 class SquaredValueError(Penalty):
     """(v − G)²: regression of the value head without a clip."""
 
-    target: Term
+    reads = frozenset({Signal.VALUE})
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.VALUE})
+    target: Term
 
     def plan(self, view: StepView) -> dict[object, Field]:
         return {self: self.target(view.batch).at(TOKEN)}
@@ -230,11 +215,9 @@ class SquaredValueError(Penalty):
 class MedianValueError(Penalty):
     """softplus(G − u) − ½(G − u): the second head learns a soft median of the return."""
 
-    target: Term
+    reads = frozenset({Signal.SECOND_VALUE})
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.SECOND_VALUE})
+    target: Term
 
     def plan(self, view: StepView) -> dict[object, Field]:
         return {self: self.target(view.batch).at(TOKEN)}
@@ -248,13 +231,11 @@ class MedianValueError(Penalty):
 class TwoHeadValueError(Penalty):
     """Huber error of two value heads against the outcome, the larger of v and of v clipped around its old value."""
 
+    reads = frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE})
+
     target: Term
     clip: float = 0.2
     delta: float = 0.5
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE})
 
     def plan(self, view: StepView) -> dict[object, Field]:
         return {self: self.target(view.batch).at(TOKEN)}

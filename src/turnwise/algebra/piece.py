@@ -14,6 +14,7 @@ from typing import Any
 
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, Field
+from turnwise.core.limits import check_limits
 from turnwise.core.signals import Signal
 from turnwise.errors import RecipeError
 from turnwise.maths.lazy_torch import torch
@@ -24,7 +25,13 @@ State = dict[str, Any]
 
 
 class Piece:
-    """Interface. A piece is a frozen dataclass; ``parts`` finds the pieces inside its fields."""
+    """Interface. A piece is a frozen dataclass; ``parts`` finds the pieces inside its fields.
+
+    What a piece reads, requires and accepts is declared: ``reads = frozenset({Signal.PROXIMAL})`` beside its fields, or a
+    property where it depends on them; the limits of a field with ``number`` and ``choice`` of ``core/limits.py``."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
 
     @property
     def reads(self) -> frozenset[Signal]:

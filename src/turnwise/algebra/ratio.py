@@ -103,9 +103,7 @@ class PerToken(Ratio):
 class OnPolicy(Ratio):
     """ρ = 1 with the gradient of log π: the data is treated as on-policy."""
 
-    @property
-    def corrects_off_policy(self) -> bool:
-        return False
+    corrects_off_policy = False
 
     def __call__(self, view: MicroBatchView) -> Field:
         return (view.logp - view.logp.detach()).exp()

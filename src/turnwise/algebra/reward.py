@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from turnwise.algebra.piece import State, StepView, check
+from turnwise.algebra.piece import State, StepView
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.errors import SignalError
 from turnwise.maths.lazy_torch import torch
@@ -51,13 +52,7 @@ class OverlongPenalty(Term):
     """
 
     limit: int
-    cache: int
-
-    def __post_init__(self) -> None:
-        check(
-            0 < self.cache <= self.limit,
-            f"overlong needs 0 < cache <= limit, got cache {self.cache}, limit {self.limit}",
-        )
+    cache: int = number(above=0, most="limit")
 
     def __call__(self, batch: Batch) -> Field:
         n = batch.tree.size(TOKEN, TRAJECTORY).to(batch.reward.x.dtype)
@@ -78,9 +73,7 @@ class OnLastToken(Term):
 class NegativeReferenceKL(Term):
     """−k1 = log π_ref − log π_prox of each token, before the update: as a reward its gradient is that of the KL."""
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.PROXIMAL, Signal.REFERENCE})
+    reads = frozenset({Signal.PROXIMAL, Signal.REFERENCE})
 
     def __call__(self, batch: Batch) -> Field:
         return batch[Signal.REFERENCE] - batch[Signal.PROXIMAL]

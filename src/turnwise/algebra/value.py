@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, where
+from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.maths import returns
 from turnwise.maths.lazy_torch import torch
@@ -48,12 +48,8 @@ class Constant(Term):
 class ReturnToGo(Term):
     """Gₖ = rₖ + γ Gₖ₊₁ over the turns of a trajectory, or over its sampled tokens (a turn's reward is on its last one)."""
 
-    gamma: float = 1.0
-    level: Level = TURN
-
-    def __post_init__(self) -> None:
-        check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
-        check(self.level in (TOKEN, TURN), f"returns run over TOKEN or TURN, not {self.level!r}")
+    gamma: float = number(1.0, least=0, most=1)
+    level: Level = choice(TOKEN, TURN, default=TURN)
 
     def __call__(self, batch: Batch) -> Field:
         r = batch.reward.sum(TURN) if self.level == TURN else token_reward(batch)  # token rewards summed by turn
@@ -86,9 +82,7 @@ class MedianCentred(Term):
 class SecondValue(Term):
     """The second value head's estimate when the batch was collected. At TOKEN."""
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_SECOND_VALUE})
+    reads = frozenset({Signal.OLD_SECOND_VALUE})
 
     def __call__(self, batch: Batch) -> Field:
         return batch[Signal.OLD_SECOND_VALUE]
@@ -98,14 +92,9 @@ class SecondValue(Term):
 class SoftMinValue(Term):
     """V = −a (logsumexp(−v/a) − log 2) of two value heads, before the first token of a trajectory: between min and mean."""
 
-    temperature: float = 0.5
+    reads = frozenset({Signal.OLD_VALUE, Signal.OLD_SECOND_VALUE})
 
-    def __post_init__(self) -> None:
-        check(self.temperature > 0, f"the temperature of SoftMinValue is {self.temperature}; write a positive number")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_VALUE, Signal.OLD_SECOND_VALUE})
+    temperature: float = number(0.5, above=0)
 
     def __call__(self, batch: Batch) -> Field:
         first = where(batch.tree.index(TOKEN, TRAJECTORY) < 1, 1.0, 0.0)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import Piece, State, StepView, check
+from turnwise.algebra.piece import Piece, State, StepView
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, moved
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import k2
 from turnwise.maths.lazy_torch import torch
@@ -33,13 +34,11 @@ def batch_index(view: StepView) -> float:
 class DualVariable(Weight):
     """λ ← max(0, λ + rate (mean (ρ − 1)² − target)) after each step: the multiplier of a bound on the ratio's variance."""
 
+    reads_before_step = frozenset({Signal.LOGP})
+
     initial: float = 0.04
     target: float = 0.02
     rate: float = 0.01
-
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset({Signal.LOGP})
 
     def initial_state(self) -> State:
         return {"lambda": self.initial}
@@ -79,11 +78,8 @@ class DecayingWeight(Weight):
     """scale · (1 + exp(−rate · t / half)), t batches so far: decays from 2 · scale to scale."""
 
     scale: float
-    half: int = 50
+    half: int = number(50, above=0)
     rate: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(self.half > 0, f"half is {self.half}; write a positive number of steps")
 
     def __call__(self, view: StepView) -> Field:
         value = self.scale * (1 + math.exp(-self.rate * batch_index(view) / self.half))
@@ -105,18 +101,13 @@ class KLController(Weight):
     """c (K − θ) max(½, 2/(H + 0.1)) once the smoothed KL K exceeds θ, else 0. A PID controller sets θ from the
     reward's velocity: a rising reward allows more KL, a stalling one less; low entropy makes the weight larger."""
 
+    reads_before_step = frozenset({Signal.LOGP, Signal.ENTROPY})
+    reads = frozenset({Signal.REFERENCE})
+
     penalty: float = 0.1
     gains: tuple[float, float, float] = (0.3, 0.01, 0.05)
     goal: float = 1e-3  # target reward velocity
     warmup: int = 10
-
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset({Signal.LOGP, Signal.ENTROPY})
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.REFERENCE})
 
     def initial_state(self) -> State:
         return {"kl": 0.0, "reward": 0.0, "error": 0.0, "integral": 0.0, "threshold": 0.3, "steps": 0.0}

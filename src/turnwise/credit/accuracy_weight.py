@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import StepView, check
+from turnwise.algebra.piece import StepView
 from turnwise.algebra.weight import Weight
 from turnwise.core.levels import BATCH, TRAJECTORY, Field
+from turnwise.core.limits import number
 from turnwise.maths.lazy_torch import torch
 
 
@@ -14,10 +15,7 @@ from turnwise.maths.lazy_torch import torch
 class AccuracyWeight(Weight):
     """scale · (1 + tanh(mean reward of the step)) / 2: the more often the policy succeeds, the closer it is held."""
 
-    scale: float
-
-    def __post_init__(self) -> None:
-        check(self.scale >= 0, f"the weight of the KL is {self.scale}; write 0 or more")
+    scale: float = number(least=0)
 
     def __call__(self, view: StepView) -> Field:
         accuracy = view.batch.reward.sum(TRAJECTORY).mean(BATCH).to(torch.float64)

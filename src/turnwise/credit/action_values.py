@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import MicroBatchView, StepView, check
+from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.value import is_last, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths import returns
 from turnwise.maths.lazy_torch import torch
@@ -28,16 +29,11 @@ class ConservativeQError(Penalty):
 
     ``ranks_by`` and ``rank`` order finished answers by Σ Q(s, a) − γ V(s′), the rewards that Q implies."""
 
-    alpha: float = 1.0
-    gamma: float = 1.0
+    reads = frozenset({Signal.VALUE, Signal.MODE_LOGP, Signal.OLD_VALUE, Signal.REFERENCE_MODE_GAP})
+    ranks_by = frozenset({Signal.LOGP, Signal.MODE_LOGP, Signal.VALUE})
 
-    def __post_init__(self) -> None:
-        check(self.alpha > 0, f"alpha is {self.alpha}; write a positive number: the temperature of Q")
-        check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.VALUE, Signal.MODE_LOGP, Signal.OLD_VALUE, Signal.REFERENCE_MODE_GAP})
+    alpha: float = number(1.0, above=0, why="the temperature of Q")
+    gamma: float = number(1.0, least=0, most=1)
 
     def plan(self, view: StepView) -> dict[object, Field]:
         batch = view.batch
@@ -50,11 +46,6 @@ class ConservativeQError(Penalty):
     def q(self, view: MicroBatchView | Mapping[Signal, Field]) -> Field:
         return self.alpha * (view[Signal.LOGP] - view[Signal.MODE_LOGP]) + view[Signal.VALUE]
 
-    @property
-    def ranks_by(self) -> frozenset[Signal]:
-        """The signals of finished answers that ``rank`` reads."""
-        return frozenset({Signal.LOGP, Signal.MODE_LOGP, Signal.VALUE})
-
     def rank(self, batch: Batch) -> Field:
         """Of several answers the one with the largest number is to be taken. At TRAJECTORY."""
         after = following(batch[Signal.VALUE], batch)
@@ -65,17 +56,10 @@ class ConservativeQError(Penalty):
 class ActionValueError(Penalty):
     """(Q − G)², Gₜ = rₜ + γ ((1 − λ) Q̄ₜ₊₁ + λ Gₜ₊₁) over the sampled tokens of a trajectory; Q̄: the value before the batch."""
 
-    gamma: float = 1.0
-    lam: float = 0.95
+    reads = frozenset({Signal.ACTION_VALUE, Signal.OLD_ACTION_VALUE})
 
-    def __post_init__(self) -> None:
-        for name in ("gamma", "lam"):
-            value = getattr(self, name)
-            check(0 <= value <= 1, f"{name} is {value}; write a number in [0, 1]")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.ACTION_VALUE, Signal.OLD_ACTION_VALUE})
+    gamma: float = number(1.0, least=0, most=1)
+    lam: float = number(0.95, least=0, most=1)
 
     def plan(self, view: StepView) -> dict[object, Field]:
         batch, old = view.batch, view.batch[Signal.OLD_ACTION_VALUE]

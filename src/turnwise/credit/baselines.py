@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Partition, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.multi_reward import named_reward
 from turnwise.credit.order import lower_median
@@ -26,16 +26,11 @@ class StandardiseByMedian(Term):
     non-zero A by members / members with A ≠ 0. ``fallback`` uses d = 1 where d = 0: that is the case whenever most
     returns are equal, and the others then get ±1/ε."""
 
-    eps: float = 1e-3
+    compares_peers = True
+
+    eps: float = number(1e-3, above=0)
     rescale: bool = False
     fallback: bool = False
-
-    def __post_init__(self) -> None:
-        check(self.eps > 0, f"eps is {self.eps}; write a positive number")
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         r = named_reward(batch, None)
@@ -63,13 +58,11 @@ class StandardiseByMeanDeviation(Term):
 
     ``summed`` is n (v − mean)/(Σ |v − mean| + ε): the same with an ε that is n times smaller."""
 
+    compares_peers = True
+
     value: Term = field(default_factory=Outcome)
     eps: float = 1e-4
     summed: bool = False
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         v = self.value(batch).to(torch.float64)
@@ -87,12 +80,9 @@ class DifficultyWeighted(Term):
     alone."""
 
     term: Term
-    softness: float = 2.0
+    softness: float = number(2.0, above=0)
     accuracy: str | None = None
     valid_tokens: bool = True
-
-    def __post_init__(self) -> None:
-        check(self.softness > 0, f"the softness is {self.softness}; write a positive number")
 
     @property
     def requires(self) -> frozenset[str]:
@@ -122,16 +112,11 @@ class LeaveOneOutProbeBaseline(Term):
     ``normalise`` then applies (A − mean)/(std + ε) over the batch. A rollout without others gets 0 and stays out of
     that mean and std."""
 
+    reads = frozenset({Signal.REWARD_PROBE})
+    compares_peers = True
+
     normalise: bool = True
     eps: float = 1e-6
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.REWARD_PROBE})
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         r, probe = named_reward(batch, None), batch[Signal.REWARD_PROBE].to(torch.float64)
@@ -148,9 +133,7 @@ class ProbeBaseline(Term):
     """A = R − V, V the mean of a probe's predictions from the other rollouts of the group, or from this one where it is
     alone."""
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.REWARD_PROBE})
+    reads = frozenset({Signal.REWARD_PROBE})
 
     def __call__(self, batch: Batch) -> Field:
         r, probe = named_reward(batch, None), batch[Signal.REWARD_PROBE].to(torch.float64)
@@ -174,11 +157,9 @@ class LengthWeightedBaseline(Term):
     """A = R − Σ n R / Σ n over the group, n the tokens of a trajectory: the baseline of least variance when the squared norm
     of a trajectory's score grows with its length."""
 
-    value: Term = field(default_factory=Outcome)
+    compares_peers = True
 
-    @property
-    def compares_peers(self) -> bool:
-        return True
+    value: Term = field(default_factory=Outcome)
 
     def __call__(self, batch: Batch) -> Field:
         v = self.value(batch)
@@ -192,13 +173,11 @@ class BestAboveSecond(Term):
 
     The gradient of the expected maximum of a group. ``scale=False`` leaves the division out."""
 
+    compares_peers = True
+
     value: Term = field(default_factory=Outcome)
     scale: bool = True
     eps: float = 1e-6
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         v = self.value(batch)
@@ -230,11 +209,9 @@ class OptimalTokenBaseline(Term):
     """A = G − Σ G W / Σ W over the trajectories of the group at the same token index; G the reward to go, W the running sum of
     1 − 2π + Σₐ π(a)², the squared norm of ∂ log π / ∂ logits. Where one trajectory alone has that index, the baseline is 0."""
 
-    eps: float = 1e-8
+    reads = frozenset({Signal.PROXIMAL, Signal.COLLISION})
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.PROXIMAL, Signal.COLLISION})
+    eps: float = 1e-8
 
     def __call__(self, batch: Batch) -> Field:
         tree = batch.tree

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.gate import Gate
-from turnwise.algebra.piece import MicroBatchView, check
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import Importance, Ratio
 from turnwise.core.levels import Field, where
+from turnwise.core.limits import choice, number
 from turnwise.credit.selectors import FromOrigin
 
 if TYPE_CHECKING:
@@ -33,13 +34,9 @@ class ShapedProbability(Ratio):
     ``ratio``: p/(p + shape), which keeps a gradient on rare tokens (f′(0) = 1/shape); ``none``: p; ``power``: p^power;
     ``log``: log p; ``same``: 1 with the gradient of log p, as if the policy had sampled the token."""
 
-    kind: str = "ratio"
-    shape: float = 0.1
+    kind: str = choice(*SHAPES, default="ratio")
+    shape: float = number(0.1, above=0)
     power: float = 0.5
-
-    def __post_init__(self) -> None:
-        check(self.kind in SHAPES, f"no shape {self.kind!r}; write one of {', '.join(SHAPES)}")
-        check(self.shape > 0, f"shape is {self.shape}; write a positive number")
 
     def __call__(self, view: MicroBatchView) -> Field:
         return view.logp.map(lambda x: SHAPES[self.kind](x, self.shape, self.power))

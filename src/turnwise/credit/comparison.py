@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import MicroBatchView, check
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.credit.fact import Fact
 from turnwise.credit.pairs import LabelledPairs, PairSelector
 from turnwise.credit.preference import (
@@ -35,15 +36,13 @@ class GapOrderLoss(Penalty):
     the first has the larger ``gap``: a larger quality gap must have a larger margin. ``family`` and ``gap`` are facts.
     At BATCH."""
 
+    requires = frozenset({"fact family", "fact gap"})
+
     beta: float = 0.1
     pairs: PairSelector = field(default_factory=LabelledPairs)
     score: TrajectoryScore = field(default_factory=LogRatioScore)
 
     couples_trajectories = True
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"fact family", "fact gap"})
 
     def __call__(self, view: MicroBatchView) -> Field:
         sign = self.pairs.sign(view.batch)
@@ -61,9 +60,7 @@ class RevisionGroups(PairSelector):
     """Groups of six: chosen and rejected (fact ``chosen`` 1, 0), each as an answer, as a revision of the rejected and
     as a revision of the chosen (fact ``revises`` 0, 1, 2)."""
 
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"pairs", "fact revises"})
+    requires = frozenset({"pairs", "fact revises"})
 
     def role(self, batch: Batch, chosen: int, revises: int) -> Field:
         """Trajectories with these values of the facts ``chosen`` and ``revises``."""
@@ -96,14 +93,11 @@ class RevisionLoss(Penalty):
     answers that leave little to revise, the second trains the reviser: one network, two prompts. At GROUP."""
 
     beta: float = 0.1
-    alpha: float = 0.5
+    alpha: float = number(0.5, least=0, most=1)
     score: TrajectoryScore = field(default_factory=LogRatioScore)
     pairs: RevisionGroups = field(default_factory=RevisionGroups)
 
     couples_trajectories = True
-
-    def __post_init__(self) -> None:
-        check(0 <= self.alpha <= 1, f"alpha is {self.alpha}; write a number in [0, 1]")
 
     def __call__(self, view: MicroBatchView) -> Field:
         score = self.score(view)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from turnwise.algebra.adaptive_clip import clipped
 from turnwise.algebra.gate import Gate
-from turnwise.algebra.piece import MicroBatchView, check
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
 
@@ -22,19 +23,14 @@ class UncertaintyShaped(Term):
     """A(1 + boost·S) + bonus·(S − mean of S in the group), S = clip(by_entropy·z(H) + by_doubt·z(1 − p), ±most): tokens at which
     the policy was uncertain weigh more. z standardises over all sampled tokens of the batch."""
 
+    reads = frozenset({Signal.OLD_ENTROPY})
+
     term: Term
     boost: float = 0.1
     bonus: float = 0.0
     by_entropy: float = 1.0
     by_doubt: float = 1.0
-    most: float = 2.0
-
-    def __post_init__(self) -> None:
-        check(self.most > 0, f"most is {self.most}; write a positive number")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_ENTROPY})
+    most: float = number(2.0, above=0)
 
     def __call__(self, batch: Batch) -> Field:
         doubt = 1 - behaviour(batch).exp()
@@ -55,14 +51,10 @@ class TailConfidenceClip(Gate):
     """Clip to 1 ± ε with one ε for each trajectory: ε = least + (most − least)·σ(steep·(1 − c)), c the mean p of its last
     ``tail`` tokens. The less sure its end was, the wider the window."""
 
-    least: float = 0.05
-    most: float = 0.2
+    least: float = number(0.05, least=0, most="most")
+    most: float = number(0.2, most=1)
     steep: float = 4.0
-    tail: int = 16
-
-    def __post_init__(self) -> None:
-        check(0 <= self.least <= self.most <= 1, f"need 0 <= least <= most <= 1, got {self.least}, {self.most}")
-        check(self.tail >= 1, f"the tail has {self.tail} tokens; write at least 1")
+    tail: int = number(16, least=1)
 
     def bound(self, batch: Batch) -> Field:
         """ε of each trajectory."""

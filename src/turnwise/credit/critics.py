@@ -9,11 +9,12 @@ from turnwise.algebra.factor import Factor
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import MicroBatchView, check
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import number
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.peers import shift_turns
@@ -51,14 +52,9 @@ class UtteranceCriticError(Penalty):
     The value after the last turn is 0. One cost per turn; turns without tokens have none. V learns from fresh turns alone: the
     action of a replayed turn is an older policy's."""
 
-    gamma: float = 0.9
+    reads = frozenset({*TURN_CRITIC, *TURN_CRITIC_TARGET})
 
-    def __post_init__(self) -> None:
-        check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({*TURN_CRITIC, *TURN_CRITIC_TARGET})
+    gamma: float = number(0.9, least=0, most=1)
 
     def __call__(self, view: MicroBatchView) -> Field:
         q, q_twin, v, v_twin = (view[s] for s in TURN_CRITIC)
@@ -75,14 +71,9 @@ class UtteranceQError(Penalty):
     """Σ over both critics of (Q − r − γ V̄(s′))²; the value after the last turn is 0. One cost per turn that an environment
     answered: give it ``rows=RecordedActions()``."""
 
-    gamma: float = 0.9
+    reads = frozenset({Signal.Q, Signal.SECOND_Q, Signal.TARGET_V, Signal.TARGET_SECOND_V})
 
-    def __post_init__(self) -> None:
-        check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.Q, Signal.SECOND_Q, Signal.TARGET_V, Signal.TARGET_SECOND_V})
+    gamma: float = number(0.9, least=0, most=1)
 
     def __call__(self, view: MicroBatchView) -> Field:
         reward = view.batch.reward.sum(TURN)
@@ -95,9 +86,7 @@ class UtteranceQError(Penalty):
 class UtteranceVError(Penalty):
     """Σ over both critics of (V − Q̄(s, a))², a the turn of the present policy: give it ``rows=PresentActions(...)``."""
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.V, Signal.SECOND_V, Signal.TARGET_Q, Signal.TARGET_SECOND_Q})
+    reads = frozenset({Signal.V, Signal.SECOND_V, Signal.TARGET_Q, Signal.TARGET_SECOND_Q})
 
     def __call__(self, view: MicroBatchView) -> Field:
         one = (view[Signal.V] - view.batch[Signal.TARGET_Q]) ** 2
@@ -136,9 +125,7 @@ def sampled_again(batch: Batch) -> Field:
 class TokenBaselineError(Penalty):
     """(A − b)²: trains the token-level value b on the utterance advantage of its turn."""
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({*TURN_CRITIC, Signal.VALUE})
+    reads = frozenset({*TURN_CRITIC, Signal.VALUE})
 
     def __call__(self, view: MicroBatchView) -> Field:
         return (utterance_advantage(view) - view[Signal.VALUE]) ** 2
@@ -155,11 +142,9 @@ class TurnValueDifference(Term):
     A turn without tokens is no step: the turn before it continues with what follows. ``probability``: V is the sigmoid of the
     estimate. At TURN."""
 
-    probability: bool = False
+    reads = frozenset({Signal.OLD_VALUE})
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_VALUE})
+    probability: bool = False
 
     def __call__(self, batch: Batch) -> Field:
         tree, value = batch.tree, batch[Signal.OLD_VALUE]
@@ -187,14 +172,9 @@ class ZeroGate(Gate):
 class AdvantageRegressionError(Penalty):
     """(A/β − Σ over the turn of log π − log π_ref)²: 0 where π ∝ π_ref exp(A/β). One cost per turn."""
 
-    beta: float = 0.1
+    reads = frozenset({Signal.REFERENCE})
 
-    def __post_init__(self) -> None:
-        check(self.beta > 0, f"beta is {self.beta}; write a positive number")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.REFERENCE})
+    beta: float = number(0.1, above=0)
 
     def __call__(self, view: MicroBatchView) -> Field:
         log_ratio = (view.logp - view[Signal.REFERENCE]).sum(TURN)
@@ -206,10 +186,7 @@ class StatesWithSpread(Mask):
     """Turns in states whose advantages span at least ``min_spread``, over all turns with tokens that the group took
     there."""
 
-    min_spread: float = 0.0
-
-    def __post_init__(self) -> None:
-        check(self.min_spread >= 0, f"min_spread is {self.min_spread}; write a number >= 0")
+    min_spread: float = number(0.0, least=0)
 
     @property
     def requires(self) -> frozenset[str]:

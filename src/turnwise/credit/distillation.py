@@ -6,11 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import MicroBatchView, check
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.selectors import Selector
 from turnwise.maths.lazy_torch import torch
@@ -23,6 +24,8 @@ class TeacherLogRatio(Term):
     π_old is the sampler or, with ``proximal``, the policy at the start of this batch. λ > 1 extrapolates beyond the
     teacher."""
 
+    requires = frozenset({"teacher"})
+
     lam: float = 1.0
     proximal: bool = False
 
@@ -30,10 +33,6 @@ class TeacherLogRatio(Term):
     def reads(self) -> frozenset[Signal]:
         anchors = {Signal.REFERENCE: self.lam != 1, Signal.PROXIMAL: self.proximal}
         return frozenset({Signal.TEACHER, *(s for s, used in anchors.items() if used)})
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"teacher"})
 
     def __call__(self, batch: Batch) -> Field:
         teacher = batch[Signal.TEACHER]
@@ -56,10 +55,7 @@ class PerplexityWeighted(Term):
     selector: Selector
     signal: Signal = Signal.PROXIMAL
     favour_high: bool = True
-    tau: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(self.tau > 0, f"tau is {self.tau}; write a positive number")
+    tau: float = number(1.0, above=0)
 
     @property
     def reads(self) -> frozenset[Signal]:
@@ -83,20 +79,14 @@ class OneTokenRolloutLoss(Penalty):
     """−(matches · log π(y) + negative · Σ log π(a))/K: of K candidates drawn at each token those equal to the token
     earn 1, the others ``negative``; their Σ is the signal CANDIDATE_LOGP."""
 
-    candidates: int = 256
-    negative: float = -0.1
+    reads = frozenset({Signal.CANDIDATE_MATCHES, Signal.CANDIDATE_LOGP})
 
-    def __post_init__(self) -> None:
-        check(self.candidates >= 1, f"candidates is {self.candidates}; write at least 1")
-        check(self.negative <= 0, f"negative is {self.negative}; write 0 or less: it is what a wrong token earns")
+    candidates: int = number(256, least=1)
+    negative: float = number(-0.1, most=0, why="it is what a wrong token earns")
 
     @property
     def draws_candidates(self) -> int:
         return self.candidates
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.CANDIDATE_MATCHES, Signal.CANDIDATE_LOGP})
 
     def __call__(self, view: MicroBatchView) -> Field:
         hits = view[Signal.CANDIDATE_MATCHES].to(view.logp.x.dtype)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.piece import MicroBatchView, StepView, check
+from turnwise.algebra.piece import MicroBatchView, Piece, StepView
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.selectors import HasTokens, Selector
 from turnwise.maths.lazy_torch import torch
@@ -24,19 +25,12 @@ DECIMALS = 6  # scores that differ by rounding are equal: then hashes decide, wh
 
 
 @dataclass(frozen=True)
-class ShareSchedule:
+class ShareSchedule(Piece):
     """A share that moves linearly from ``start`` to ``end`` over ``steps`` batches, then stays."""
 
-    start: float
-    end: float
-    steps: int = 100
-
-    def __post_init__(self) -> None:
-        check(
-            0 < self.start <= 1 and 0 < self.end <= 1,
-            f"a share from {self.start} to {self.end}; write two numbers in (0, 1]: which part is trained on",
-        )
-        check(self.steps >= 1, f"steps is {self.steps}; write at least 1: the batches until the last share is reached")
+    start: float = number(above=0, most=1, why="which part is trained on")
+    end: float = number(above=0, most=1, why="which part is trained on")
+    steps: int = number(100, least=1, why="the batches until the last share is reached")
 
     def share(self, batch: Batch) -> float:
         """The share of this batch."""
@@ -88,14 +82,12 @@ class LargestAdvantageEntropy(Mask):
     """The share of the tokens with the largest |A|·H, H the entropy at the start of the batch, among the tokens of ``within``;
     True outside of it, where ``within`` decides."""
 
+    reads = frozenset({Signal.OLD_ENTROPY})
+
     kept: ShareSchedule
     within: Selector = field(default_factory=HasTokens)
 
     reason = "small |A| times entropy"
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_ENTROPY})
 
     def plan(self, view: StepView) -> dict[object, Field]:
         batch = view.batch
@@ -115,19 +107,11 @@ class LargestAdvantageEntropy(Mask):
 class HighestEntropyTurns(Mask):
     """The turns of each group whose mean token entropy, at the start of the batch, is among the highest ``share``."""
 
-    share: float = 0.8
+    reads = frozenset({Signal.OLD_ENTROPY})
+
+    share: float = number(0.8, above=0, most=1, why="which part of a group's turns is trained on")
 
     reason = "a turn of low entropy"
-
-    def __post_init__(self) -> None:
-        check(
-            0 < self.share <= 1,
-            f"share is {self.share}; write a number in (0, 1]: which part of a group's turns is trained on",
-        )
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_ENTROPY})
 
     def plan(self, view: StepView) -> dict[object, Field]:
         batch, tree = view.batch, view.batch.tree

@@ -10,6 +10,7 @@ from turnwise.algebra.term import Term
 from turnwise.algebra.value import is_last
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
 
@@ -28,7 +29,9 @@ class EffectiveRankPotential(Term):
     w = β · explore + (1 − β) · exploit, β = σ(sharpness · rel of the acceleration). μ ← (1 − rate) μ + rate · batch
     mean, after the batch is credited; before the first batch Φ = 0. At TRAJECTORY."""
 
-    rate: float = 0.3
+    reads = frozenset(SIGNALS.values())
+
+    rate: float = number(0.3, least=0, most=1)
     sharpness: float = 2.0
     explore: tuple[float, ...] = (0.0, 0.0, 1.0)
     exploit: tuple[float, ...] = (0.0, 1.0, 0.0)
@@ -37,13 +40,9 @@ class EffectiveRankPotential(Term):
     updates_after_credit = True
 
     def __post_init__(self) -> None:
-        check(0 <= self.rate <= 1, f"follow is {self.rate}; write a number in [0, 1]")
+        super().__post_init__()
         for name, weights in (("explore", self.explore), ("exploit", self.exploit)):
             check(len(weights) == 3, f"{name} has {len(weights)} weights; write three: of push, speed and rank")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset(SIGNALS.values())
 
     def initial_state(self) -> State:
         return {"seen": 0.0, **dict.fromkeys(SIGNALS, 0.0)}
@@ -77,11 +76,8 @@ class CappedBonus(Term):
 
     term: Term
     bonus: Term
-    kappa: float = 2.0
+    kappa: float = number(2.0, above=0, why="inf for no bonus")
     every_token: bool = False
-
-    def __post_init__(self) -> None:
-        check(self.kappa > 0, f"kappa is {self.kappa}; write a positive number, or inf for no bonus")
 
     def __call__(self, batch: Batch) -> Field:
         a = self.term(batch)

@@ -23,11 +23,9 @@ class ForkingTurnPairs(PairSelector):
     """The pairs of ``pairs`` whose trajectories fork: at the first turn with another state or action, the state is the same
     and known, and both turns have tokens."""
 
-    pairs: PairSelector = field(default_factory=BestWorstPairs)
+    requires = frozenset({"state"})
 
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"state"})
+    pairs: PairSelector = field(default_factory=BestWorstPairs)
 
     def sign(self, batch: Batch) -> Field:
         forks = where(self.forking_turns(batch), 1.0, 0.0).sum(TRAJECTORY)
@@ -66,11 +64,9 @@ def _first_difference(columns: tuple[list[int], list[int], list[int]], a: int, b
 class ForkingTurnScore(TrajectoryScore):
     """s = Σ over the forking turn of log π − log π_ref; 0 for a trajectory without one."""
 
-    pairs: ForkingTurnPairs
+    reads = frozenset({Signal.REFERENCE})
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.REFERENCE})
+    pairs: ForkingTurnPairs
 
     def __call__(self, view: MicroBatchView) -> Field:
         return where(self.pairs.forking_turns(view.batch), view.logp - view[Signal.REFERENCE], 0.0).sum(TRAJECTORY)

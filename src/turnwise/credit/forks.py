@@ -183,9 +183,7 @@ def _parent_index(batch: Batch) -> Tensor:
 class ForkTerm(Term):
     """Base of terms that read the forks of a group."""
 
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"forks"})
+    requires = frozenset({"forks"})
 
 
 @dataclass(frozen=True)
@@ -218,12 +216,10 @@ class TreeValueDifference(ForkTerm):
     V of a leaf is its return, V of a cut the mean over its branches of V where they end. ``scale`` divides by the std
     of those V plus ε."""
 
+    compares_peers = True
+
     scale: bool = False
     eps: float = 1e-8
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         forks = ForkTree(batch)
@@ -249,9 +245,7 @@ class MonteCarloValueDifference(ForkTerm):
     V after the last token is the return; V at a trajectory's start is the mean of the *others* that start there. The
     first segment gets 0 where there are no others."""
 
-    @property
-    def compares_peers(self) -> bool:
-        return True
+    compares_peers = True
 
     def __call__(self, batch: Batch) -> Field:
         forks = ForkTree(batch)

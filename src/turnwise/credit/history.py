@@ -6,11 +6,12 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import State, StepView, check
+from turnwise.algebra.piece import State, StepView
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.selectors import FromOrigin
 from turnwise.maths.divergences import k3
@@ -28,15 +29,11 @@ class ImprovementWeighted(Term):
     it."""
 
     term: Term
-    window: int = 3
-    damp: float = 0.5
+    window: int = number(3, least=1)
+    damp: float = number(0.5, least=0, most=1)
     eps: float = 1e-6
 
     updates_after_credit = True
-
-    def __post_init__(self) -> None:
-        check(self.window >= 1, f"the window is {self.window}; write at least 1 batch")
-        check(0 <= self.damp <= 1, f"damp is {self.damp}; write a number in [0, 1]")
 
     def initial_state(self) -> State:
         return {"means": []}
@@ -77,19 +74,12 @@ class RetentionByKL(Term):
 
     The KL of an update is measured on the batch after it: mean k3 of the log-probabilities before and after."""
 
-    low: float = 0.875
-    high: float = 0.96
-    window: int = 20
-    target: float = 0.01
+    reads = frozenset({Signal.PROXIMAL, Signal.PREVIOUS})
 
-    def __post_init__(self) -> None:
-        check(0 <= self.low <= self.high <= 1, f"need 0 <= low <= high <= 1, got {self.low}, {self.high}")
-        check(self.window >= 1, f"the window is {self.window}; write at least 1 update")
-        check(self.target > 0, f"the target is {self.target}; write a positive KL")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.PROXIMAL, Signal.PREVIOUS})
+    low: float = number(0.875, least=0, most="high")
+    high: float = number(0.96, most=1)
+    window: int = number(20, least=1)
+    target: float = number(0.01, above=0)
 
     def initial_state(self) -> State:
         return {"batches": 0, "kl": []}
@@ -114,17 +104,11 @@ class RetentionByKL(Term):
 class CappedEntropyBonus(Term):
     """Aₜ = A + min(|A|/γ, weight · Hₜ): a bonus for uncertain tokens, bounded by A. At TOKEN."""
 
+    reads = frozenset({Signal.OLD_ENTROPY})
+
     term: Term
-    gamma: float = 0.4
-    weight: float = 2.0
-
-    def __post_init__(self) -> None:
-        check(self.gamma > 0, f"gamma is {self.gamma}; write a positive number")
-        check(self.weight >= 0, f"the weight of the entropy is {self.weight}; write a number >= 0")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_ENTROPY})
+    gamma: float = number(0.4, above=0)
+    weight: float = number(2.0, least=0)
 
     def __call__(self, batch: Batch) -> Field:
         a, entropy = self.term(batch).at(TOKEN), batch[Signal.OLD_ENTROPY]

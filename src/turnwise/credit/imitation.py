@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from turnwise.algebra.factor import Factor
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import MicroBatchView, StepView, check
+from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.weight import Weight, batch_index
 from turnwise.core.levels import BATCH, Field
+from turnwise.core.limits import choice, number
 from turnwise.maths.lazy_torch import torch
 
 TOKEN_WEIGHTS: dict[str, Callable[[Field], Field]] = {
@@ -26,12 +27,8 @@ class WeightedNegativeLogLikelihood(Penalty):
     """−sg[w] min(log π, log cutoff). w = 1 (``none``), p(1 − p) (``phi``: tokens the policy is uncertain about) or p
     (``is``: as if the policy had sampled the token). Tokens more likely than ``cutoff`` have no gradient."""
 
-    weight: str = "none"
-    cutoff: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(self.weight in TOKEN_WEIGHTS, f"no weight {self.weight!r}; write one of {', '.join(TOKEN_WEIGHTS)}")
-        check(0 < self.cutoff <= 1, f"cutoff is {self.cutoff}; write a probability, 1 for off")
+    weight: str = choice(*TOKEN_WEIGHTS, default="none")
+    cutoff: float = number(1.0, above=0, most=1, why="a probability, 1 for off")
 
     def __call__(self, view: MicroBatchView) -> Field:
         logp = view.logp if self.cutoff == 1 else view.logp.clamp(high=math.log(self.cutoff))
@@ -42,15 +39,10 @@ class WeightedNegativeLogLikelihood(Penalty):
 class WarmupCosine(Weight):
     """peak·t/warmup during ``warmup``, then half a cosine of ``decay`` steps down to ``valley``, constant afterwards."""
 
-    warmup: int = 0
-    decay: int = 200
-    peak: float = 0.9
-    valley: float = 0.05
-
-    def __post_init__(self) -> None:
-        check(self.warmup >= 0 and self.decay >= 0, f"{self.warmup} and {self.decay} steps; write 0 or more")
-        for value in (self.peak, self.valley):
-            check(0 <= value <= 1, f"a share of imitation of {value}; write a number in [0, 1]")
+    warmup: int = number(0, least=0)
+    decay: int = number(200, least=0)
+    peak: float = number(0.9, least=0, most=1)
+    valley: float = number(0.05, least=0, most=1)
 
     def at(self, t: float) -> float:
         """The weight at step t."""

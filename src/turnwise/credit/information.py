@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from turnwise.algebra.piece import check
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import is_last
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.peers import shift_turns
@@ -23,18 +23,10 @@ class AnswerProbabilityGain(Term):
     """rₖ = pₖ₊₁ − pₖ, the increase of the gold answer's probability p (geometric mean of its tokens) by turn k; the
     last turn earns ``weight`` · R instead. At TURN."""
 
-    weight: float = 1.0
+    reads = frozenset({Signal.ANSWER_LOGP})
+    requires = frozenset({"answer"})
 
-    def __post_init__(self) -> None:
-        check(self.weight >= 0, f"the weight of the answer is {self.weight}; write a number >= 0")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.ANSWER_LOGP})
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"answer"})
+    weight: float = number(1.0, least=0)
 
     def __call__(self, batch: Batch) -> Field:
         p = batch[Signal.ANSWER_LOGP].exp()
@@ -50,16 +42,11 @@ class FeedbackInformationGain(Term):
     ``shared``: divided by the number of tokens of turn k. Exactly 0 where there was no feedback, none of it was masked,
     or no token follows."""
 
+    reads = frozenset({Signal.LOGP_WITHOUT_FEEDBACK})
+    requires = frozenset({"feedback"})
+
     shared: bool = True
     answered: Term = field(default_factory=lambda: Fact("feedback", TURN, missing=1.0))
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.LOGP_WITHOUT_FEEDBACK})
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"feedback"})
 
     def __call__(self, batch: Batch) -> Field:
         log_ratio = (behaviour(batch) - batch[Signal.LOGP_WITHOUT_FEEDBACK]).mean(TURN)  # 0 for a turn without tokens
@@ -90,12 +77,10 @@ def feedback_was_masked(batch: Batch) -> Field:
 class StandardiseNonZero(Term):
     """(v − mean)/(std + ε) over the values of a group that are not 0; zeros stay 0."""
 
+    compares_peers = True
+
     value: Term
     eps: float = 1e-6
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         v = self.value(batch)
@@ -123,10 +108,7 @@ class LowSpreadGate(Term):
     """g · term, g = σ(−std of R in the group / temperature): ½ where returns are equal, near 0 where they differ."""
 
     term: Term
-    temperature: float = 0.05
-
-    def __post_init__(self) -> None:
-        check(self.temperature > 0, f"the gate's temperature is {self.temperature}; write a positive number")
+    temperature: float = number(0.05, above=0)
 
     def __call__(self, batch: Batch) -> Field:
         spread = batch.reward.sum(TRAJECTORY).std(GROUP)
@@ -138,10 +120,7 @@ class ExponentialDecay(Term):
     """exp(−rate · t) · term, t batches so far."""
 
     term: Term
-    rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        check(self.rate >= 0, f"the rate is {self.rate}; write a number >= 0")
+    rate: float = number(0.0, least=0)
 
     def __call__(self, batch: Batch) -> Field:
         return (-self.rate * batch[Column.BATCH_INDEX]).exp() * self.term(batch)

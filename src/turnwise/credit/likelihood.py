@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import check
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.multi_reward import named_reward
 from turnwise.credit.order import ordered_pairs, rank_in_group
@@ -25,10 +25,7 @@ class UnlikelinessReward(Term):
     """R (1 − β k/n), k the likelihood rank of a trajectory among the n of its group, 0 for the least likely: rarer
     successes earn more."""
 
-    beta: float = 0.25
-
-    def __post_init__(self) -> None:
-        check(0 <= self.beta <= 1, f"beta is {self.beta}; write a number in [0, 1]")
+    beta: float = number(0.25, least=0, most=1)
 
     def __call__(self, batch: Batch) -> Field:
         r = named_reward(batch, None)
@@ -41,12 +38,8 @@ class NoveltyBonus(Term):
     and mean l that of the group: a bonus for unexpected good trajectories."""
 
     term: Term
-    weight: float = 2.5
-    cap: float = 0.5
-
-    def __post_init__(self) -> None:
-        check(self.weight >= 0, f"the weight of novelty is {self.weight}; write a number >= 0")
-        check(self.cap >= 0, f"the cap of novelty is {self.cap}; write a number >= 0")
+    weight: float = number(2.5, least=0)
+    cap: float = number(0.5, least=0)
 
     def __call__(self, batch: Batch) -> Field:
         a, logp = self.term(batch), mean_logp(batch)
@@ -62,26 +55,14 @@ class PairwiseCalibration(Term):
     ``scaled`` keeps the factor 1/τ. A right trajectory with reference perplexity above ``high`` and a wrong one below
     ``low`` get 0, but stay in the pairs of others."""
 
-    tau: float = 0.6
-    high: float = 2.5
-    low: float = 1.05
+    reads = frozenset({Signal.REFERENCE})
+    requires = frozenset({"verdict"})
+    compares_peers = True
+
+    tau: float = number(0.6, above=0)
+    high: float = number(2.5, least=0)
+    low: float = number(1.05, least=0)
     scaled: bool = False
-
-    def __post_init__(self) -> None:
-        check(self.tau > 0, f"tau is {self.tau}; write a positive number")
-        check(self.low >= 0 and self.high >= 0, f"perplexities {self.low}, {self.high}; write numbers >= 0")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.REFERENCE})
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"verdict"})
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         tree, logp, right = batch.tree, mean_logp(batch).x, batch.success.x > 0.5

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.credit.fact import Fact
 from turnwise.maths.lazy_torch import torch
 
@@ -18,12 +18,8 @@ class CheapestModePays(Term):
     rollouts of mode 0 succeed at a rate of at least ``easy``; p is the success rate of all forced rollouts. R is an outcome
     between 0 and 1; without forced rollouts every mode gets it. At TRAJECTORY."""
 
-    alpha: float = 2.0
-    easy: float = 0.5
-
-    def __post_init__(self) -> None:
-        check(self.alpha > 0, f"alpha is {self.alpha}; write a positive number")
-        check(0 < self.easy <= 1, f"easy is {self.easy}; write a rate in (0, 1]")
+    alpha: float = number(2.0, above=0)
+    easy: float = number(0.5, above=0, most=1)
 
     def __call__(self, batch: Batch) -> Field:
         outcome = batch.reward.sum(TRAJECTORY)

@@ -13,6 +13,7 @@ from turnwise.algebra.piece import Piece, check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, where
+from turnwise.core.limits import choice, number
 from turnwise.errors import SignalError
 from turnwise.maths.lazy_torch import torch
 
@@ -65,12 +66,10 @@ class WeightedRewards(Piece):
 class SumOfStandardised(Term):
     """A = Σₖ wₖ (Rᵏ − meanᵏ)/(stdᵏ + ε) within the group: rewards of different scales weigh alike."""
 
+    compares_peers = True
+
     rewards: WeightedRewards = field(default_factory=WeightedRewards)
     eps: float = 1e-4
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         return sum_fields(w * ((r - r.mean(GROUP)) / (r.std(GROUP) + self.eps)) for w, r in self.rewards(batch))
@@ -80,12 +79,10 @@ class SumOfStandardised(Term):
 class CentredOverTotalStd(Term):
     """A = Σₖ wₖ (Rᵏ − meanᵏ) / (Σₖ wₖ stdᵏ + ε) within the group: a reward weighs as much as it varies there."""
 
+    compares_peers = True
+
     rewards: WeightedRewards = field(default_factory=WeightedRewards)
     eps: float = 1e-6
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         rewards = self.rewards(batch)
@@ -99,14 +96,8 @@ class StandardiseOverBatch(Term):
     ("none")."""
 
     term: Term
-    over: str = "rows"
+    over: str = choice("rows", "tokens", "none")
     eps: float = 1e-4
-
-    def __post_init__(self) -> None:
-        check(
-            self.over in ("rows", "tokens", "none"),
-            f"cannot standardise over {self.over!r}; write rows, tokens or none",
-        )
 
     def __call__(self, batch: Batch) -> Field:
         a = self.term(batch)
@@ -127,16 +118,11 @@ class BetaNormalised(Term):
     r in [0, 1] is the reward rescaled from [bottom, top]. α = max(1, 1 + a/3), β = max(1, 1 + b/3), and Beta(a, b) has
     the mean and variance of p over the groups. 1/f is capped at 10⁶; p of 0 or 1 gives 0."""
 
+    compares_peers = True
+
     rewards: WeightedRewards = field(default_factory=lambda: WeightedRewards(None))
-    bottom: float = 0.0
+    bottom: float = number(0.0, below="top")
     top: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(self.bottom < self.top, f"rewards between {self.bottom} and {self.top}; write bottom < top")
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         rewards = self.rewards(batch)
@@ -176,11 +162,8 @@ def rescale_to_unit(value: Field, bottom: float, top: float) -> Field:
 class UnitOutcome(Term):
     """The return rescaled from [bottom, top] to [0, 1]."""
 
-    bottom: float = 0.0
+    bottom: float = number(0.0, below="top")
     top: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(self.bottom < self.top, f"rewards between {self.bottom} and {self.top}; write bottom < top")
 
     def __call__(self, batch: Batch) -> Field:
         return rescale_to_unit(named_reward(batch, None), self.bottom, self.top)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.pairs import LabelledAnswers, LabelledPairs, PairSelector
 from turnwise.credit.preference import (
@@ -36,10 +37,7 @@ class ReverseKLLoss(PairLoss):
     """KL(q ‖ p) of two outcomes: q = (σ(βd), σ(−βd)) is the policy's, p = (1 − ε, ε) the label's."""
 
     beta: float
-    eps: float = 1e-3
-
-    def __post_init__(self) -> None:
-        check(0 < self.eps < 1, f"eps is {self.eps}; write a number in (0, 1): the label's probability of being wrong")
+    eps: float = number(1e-3, above=0, below=1, why="the label's probability of being wrong")
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         right, wrong = (logsigmoid(sign * self.beta * (chosen - rejected)) for sign in (1, -1))
@@ -91,10 +89,7 @@ class BlendedLoss(PairLoss):
     """(1 − m)(−log σ(x)) + m exp(−x), x = βd, m = σ(x/τ): logistic for wrong orders, exponential for right ones."""
 
     beta: float
-    tau: float = 0.05
-
-    def __post_init__(self) -> None:
-        check(self.tau > 0, f"tau is {self.tau}; write a positive number")
+    tau: float = number(0.05, above=0)
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         x = self.beta * (chosen - rejected)
@@ -121,15 +116,13 @@ class SortedPreferenceLoss(Penalty):
     First-order stochastic dominance instead of an order within each pair. ``paired``: the margins of the policy against the
     margins of the reference; otherwise the chosen against the rejected."""
 
+    reads = frozenset({Signal.REFERENCE})
+
     loss: PairLoss
     paired: bool = True
     pairs: PairSelector = field(default_factory=LabelledPairs)
 
     couples_trajectories = True
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.REFERENCE})
 
     def __call__(self, view: MicroBatchView) -> Field:
         sign = self.pairs.sign(view.batch)
@@ -153,19 +146,14 @@ class ProspectLoss(Penalty):
 
     s is the log-ratio to the reference; z, the point of no gain and no loss, has no gradient. At TRAJECTORY."""
 
-    beta: float
+    reads = frozenset({Signal.REFERENCE})
+
+    beta: float = number(above=0)
     desirable: float = 1.0
     undesirable: float = 1.0
     pairs: PairSelector = field(default_factory=LabelledPairs)
 
     couples_trajectories = True
-
-    def __post_init__(self) -> None:
-        check(self.beta > 0, f"beta is {self.beta}; write a positive number")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.REFERENCE})
 
     def __call__(self, view: MicroBatchView) -> Field:
         sign = self.pairs.sign(view.batch)

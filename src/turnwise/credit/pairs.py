@@ -60,9 +60,7 @@ class LabelledPairs(PairSelector):
 class LabelledAnswers(PairSelector):
     """Every trajectory with the fact ``chosen``, 1 (good) or 0 (bad): both sides of a pair, or answers without another side."""
 
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"pairs", "labels"})
+    requires = frozenset({"pairs", "labels"})
 
     def sign(self, batch: Batch) -> Field:
         label = Fact("chosen", missing=-1.0)(batch)
@@ -130,11 +128,9 @@ class WinRate(Term):
     """Mean of P(this trajectory is preferred to another of its group), from the facts ``beats_0``, ``beats_1`` ..., one
     per other; without them the larger value wins and a tie is ½. 0 without others. At TRAJECTORY."""
 
-    value: Term = field(default_factory=Outcome)
+    compares_peers = True
 
-    @property
-    def compares_peers(self) -> bool:
-        return True
+    value: Term = field(default_factory=Outcome)
 
     def __call__(self, batch: Batch) -> Field:
         ranked = self._ranked(batch)

@@ -11,6 +11,7 @@ from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition
+from turnwise.core.limits import choice
 from turnwise.maths import segments
 from turnwise.maths.lazy_torch import torch
 
@@ -26,11 +27,8 @@ class SameTask(Peers):
     """All of a task: each trajectory once (``unit="trajectory"``), or once per turn, so that long episodes weigh more.
     ``mark``: turns with and without the mark are separate peers (not with ``unit="trajectory"``)."""
 
-    unit: str = "trajectory"
+    unit: str = choice(*UNITS, default="trajectory")
     mark: Term | None = None
-
-    def __post_init__(self) -> None:
-        check(self.unit in UNITS, f"rows is {self.unit!r}; write {' or '.join(UNITS)}")
 
     def __call__(self, batch: Batch) -> Partition:
         level = UNITS[self.unit]
@@ -42,10 +40,7 @@ class SameTask(Peers):
 class SameAgent(Peers):
     """Turns of one agent in one game: a game is the task (``group``), or all tasks of a kind (``domain``)."""
 
-    game: str = "group"
-
-    def __post_init__(self) -> None:
-        check(self.game in ("group", "domain"), f"game is {self.game!r}; write group or domain")
+    game: str = choice("group", "domain")
 
     def __call__(self, batch: Batch) -> Partition:
         game = batch.group if self.game == "group" else batch.domain
@@ -68,11 +63,11 @@ class RandomGroups(Peers):
     """Random groups of ``size`` turns from the batch, a task or a trajectory. −1: one group of all."""
 
     size: int = 16
-    within: str = "batch"
+    within: str = choice(*POOLS, default="batch")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check(self.size == -1 or self.size > 0, f"size is {self.size}; write a positive number of turns, or -1 for all")
-        check(self.within in POOLS, f"within is {self.within!r}; write {', '.join(POOLS)}")
 
     def __call__(self, batch: Batch) -> Partition:
         tree, pool = batch.tree, POOLS[self.within]

@@ -14,6 +14,7 @@ from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import NOTHING, MicroBatchView, Piece, check
 from turnwise.algebra.ratio import behaviour
 from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.pairs import LabelledPairs, PairSelector
 from turnwise.errors import nearest
@@ -60,11 +61,8 @@ class LogRatioScore(TrajectoryScore):
 class MixedReferenceScore(TrajectoryScore):
     """s = Σₜ log π − (τ/η) log π_ref − (1 − τ/η) log μ: a reference between the frozen policy and the sampler μ."""
 
-    eta: float
-    tau: float
-
-    def __post_init__(self) -> None:
-        check(0 <= self.tau <= self.eta and self.eta > 0, f"need 0 <= tau <= eta, got tau {self.tau}, eta {self.eta}")
+    eta: float = number(above=0)
+    tau: float = number(least=0, most="eta")
 
     @property
     def reads(self) -> frozenset[Signal]:
@@ -79,7 +77,7 @@ class MixedReferenceScore(TrajectoryScore):
 # ---------------------------------------------------------------------- losses
 
 
-class PairLoss:
+class PairLoss(Piece):
     """Interface: the loss of each pair from the scores w of the chosen and l of the rejected."""
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -90,11 +88,8 @@ class PairLoss:
 class LogisticLoss(PairLoss):
     """−log σ(β(w − l) − margin)."""
 
-    beta: float
+    beta: float = number(above=0)
     margin: float = 0.0
-
-    def __post_init__(self) -> None:
-        check(self.beta > 0, f"beta is {self.beta}; write a positive number")
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return -logsigmoid(self.beta * (chosen - rejected) - self.margin)
@@ -114,10 +109,7 @@ class HingeLoss(PairLoss):
 class SquaredMarginLoss(PairLoss):
     """(w − l − 1/(2β))²: regresses the margin onto a target."""
 
-    beta: float
-
-    def __post_init__(self) -> None:
-        check(self.beta > 0, f"beta is {self.beta}; write a positive number")
+    beta: float = number(above=0)
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return (chosen - rejected - 1 / (2 * self.beta)) ** 2
@@ -138,10 +130,7 @@ class SeparateLogisticLoss(PairLoss):
 class SeparateSquaredLoss(PairLoss):
     """(w − 1/(2β))² + (l + 1/(2β))²: regresses each side onto its own target."""
 
-    beta: float
-
-    def __post_init__(self) -> None:
-        check(self.beta > 0, f"beta is {self.beta}; write a positive number")
+    beta: float = number(above=0)
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return (chosen - 0.5 / self.beta) ** 2 + (rejected + 0.5 / self.beta) ** 2
@@ -152,10 +141,7 @@ class LabelSmoothed(PairLoss):
     """(1 − ε) ℓ(w, l) + ε ℓ(l, w): label smoothing for labels that may be wrong."""
 
     loss: PairLoss
-    eps: float
-
-    def __post_init__(self) -> None:
-        check(0 <= self.eps <= 1, f"the smoothing is {self.eps}; write a number in [0, 1]")
+    eps: float = number(least=0, most=1)
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         unflipped = self.loss(chosen, rejected)
@@ -168,12 +154,8 @@ class FlipCorrected(PairLoss):
     the loss of the true labels. Unbounded below without ``bound``."""
 
     loss: PairLoss
-    flip: float = 0.1
-    bound: float = math.inf
-
-    def __post_init__(self) -> None:
-        check(0 <= self.flip < 0.5, f"flip is {self.flip}; write a rate in [0, 0.5)")
-        check(self.bound > 0, f"bound is {self.bound}; write a positive number, or inf for none")
+    flip: float = number(0.1, least=0, below=0.5)
+    bound: float = number(math.inf, above=0, why="inf for none")
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         d = (chosen - rejected).clamp(-self.bound, self.bound)

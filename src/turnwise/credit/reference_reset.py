@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import MicroBatchView, check
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.core.levels import Field
+from turnwise.core.limits import number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,14 +21,8 @@ class ResetReference(Penalty):
     replaced again after each further ``every`` batches. 0: never."""
 
     penalty: Penalty
-    at: int = 50
-    every: int = 0
-
-    def __post_init__(self) -> None:
-        check(
-            self.at >= 0 and self.every >= 0,
-            f"the reference is reset at {self.at} and every {self.every} batches; write 0 (never) or more",
-        )
+    at: int = number(50, least=0, why="0 for never")
+    every: int = number(0, least=0, why="0 for never")
 
     @property
     def couples_trajectories(self) -> bool:  # type: ignore[override]

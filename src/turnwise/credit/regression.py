@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import MicroBatchView, StepView, check
+from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.ratio import moved
 from turnwise.algebra.weight import Weight, batch_index
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, TRAJECTORY, Field
+from turnwise.core.limits import number
 from turnwise.maths.lazy_torch import torch
 
 
@@ -17,10 +18,7 @@ from turnwise.maths.lazy_torch import torch
 class SamplerRegressionError(Penalty):
     """(β Σ over the trajectory of log π − log μ, minus A)²: 0 where π ∝ μ exp(A/β). One cost per trajectory."""
 
-    beta: float = 1e-3
-
-    def __post_init__(self) -> None:
-        check(self.beta > 0, f"beta is {self.beta}; write a positive number")
+    beta: float = number(1e-3, above=0)
 
     def __call__(self, view: MicroBatchView) -> Field:
         log_ratio = moved(view).sum(TRAJECTORY)
@@ -32,13 +30,9 @@ class ActiveBatches(Weight):
     """``scale`` from batch ``begin`` on and before batch ``end`` (0: no end), 0 otherwise. What has weight 0 has no gradient: a
     critic whose loss has ended stays as it is."""
 
-    scale: float = 1.0
-    begin: int = 0
-    end: int = 0
-
-    def __post_init__(self) -> None:
-        check(self.scale >= 0, f"scale is {self.scale}; write a number >= 0")
-        check(self.begin >= 0 and self.end >= 0, f"batches {self.begin} to {self.end}; write 0 or more")
+    scale: float = number(1.0, least=0)
+    begin: int = number(0, least=0)
+    end: int = number(0, least=0)
 
     def __call__(self, view: StepView) -> Field:
         now = batch_index(view)

@@ -12,6 +12,7 @@ from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import number
 from turnwise.credit.peers import shift_turns
 from turnwise.maths.lazy_torch import torch
 
@@ -25,14 +26,9 @@ class SameRecentStates(Peers):
 
     A turn with a shorter history, or an unknown state in it, has no peers."""
 
-    states: int = 1
+    requires = frozenset({"state"})
 
-    def __post_init__(self) -> None:
-        check(self.states > 0, f"the number of states is {self.states}; write 1 for the present one alone, or more")
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"state"})
+    states: int = number(1, above=0, why="1 for the present one alone")
 
     def __call__(self, batch: Batch) -> Partition:
         return turns_with_same_keys(batch, *(shift_turns(batch.state, -k, UNKNOWN) for k in range(self.states)))
@@ -44,14 +40,9 @@ class SameTransition(Peers):
 
     Positions before the first turn are equal to each other. A turn with an unknown state in any of these has no peers."""
 
-    window: int = 3
+    requires = frozenset({"state"})
 
-    def __post_init__(self) -> None:
-        check(self.window >= 0, f"the window is {self.window}; write a number of states >= 0")
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"state"})
+    window: int = number(3, least=0)
 
     def __call__(self, batch: Batch) -> Partition:
         tree = batch.tree
@@ -92,26 +83,21 @@ class HierarchyOfGroups(Term):
     Aₙ = (v − mean)/(population std + ε), or without ``scale`` v − mean. Levels without peers, or with v at the mean,
     get no weight. ``with_episode`` adds the term ``episode`` as level 0."""
 
+    requires = frozenset({"state"})
+    compares_peers = True
+
     value: Term
-    history: int = 2
-    alpha: float = 1.0
+    history: int = number(2, least=0)
+    alpha: float = number(1.0, least=0)
     scale: bool = True
     with_episode: bool = False
     episode: Term = field(default_factory=Standardise)
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check(self.history >= 0, f"the history is {self.history}; write a number of states >= 0")
-        fits = self.alpha >= 0 and self.alpha * math.log(self.history + 2) < 700
-        check(fits, f"alpha is {self.alpha}; write a number >= 0 for which (history + 2)^alpha is finite")
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"state"})
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
+        super().__post_init__()
+        finite = self.alpha * math.log(self.history + 2) < 700
+        check(finite, f"alpha is {self.alpha}; write a number for which (history + 2)^alpha is finite")
 
     def __call__(self, batch: Batch) -> Field:
         batch = replace(batch, reward=batch.reward.to(torch.float64))

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from turnwise.algebra.advantage import SoftBaseline, Standardise
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.piece import MicroBatchView, check
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.reward import on_last_turn
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import number
 from turnwise.credit.fact import Fact
 from turnwise.maths import segments
 from turnwise.maths.lazy_torch import torch
@@ -32,15 +33,10 @@ class PaidAtEnd(Term):
 class CentredOnGroup(Term):
     """A = v − mean of the group; with ``tau``, v − its soft maximum τ log mean exp(v/τ)."""
 
+    compares_peers = True
+
     value: Term
-    tau: float | None = None
-
-    def __post_init__(self) -> None:
-        check(self.tau is None or self.tau > 0, f"tau is {self.tau}; write a positive number, or None for the mean")
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
+    tau: float | None = number(None, above=0)
 
     def __call__(self, batch: Batch) -> Field:
         centred = Standardise(self.value, scale=False) if self.tau is None else SoftBaseline(self.tau, value=self.value)
@@ -53,12 +49,9 @@ class AmplifiedPositive(Term):
 
     term: Term
     value: Term
-    alpha: float = 3.0
+    alpha: float = number(3.0, least=0)
     best: float = 1.0
     perfect: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(self.alpha >= 0, f"alpha is {self.alpha}; write a number >= 0")
 
     def __call__(self, batch: Batch) -> Field:
         a = self.term(batch)
@@ -73,10 +66,7 @@ class AmplifiedPositive(Term):
 class ProbabilityBelow(Mask):
     """Tokens with a probability below ``limit`` at sampling time."""
 
-    limit: float = 0.9
-
-    def __post_init__(self) -> None:
-        check(self.limit > 0, f"the limit is {self.limit}; write a probability, or more than 1 for every token")
+    limit: float = number(0.9, above=0, why="a probability, or more than 1 for every token")
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return behaviour(view.batch).exp() < self.limit
@@ -96,10 +86,7 @@ class NonZeroAdvantage(Mask):
 class SampledSegments(Mask):
     """At most ``limit`` random segments of each trajectory; a turn with the fact ``memory`` ends a segment. None: all."""
 
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        check(self.limit is None or self.limit >= 1, f"segments is {self.limit}; write at least 1, or None for all")
+    limit: int | None = number(None, least=1)
 
     @property
     def requires(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, Partition, where
+from turnwise.core.limits import number
 from turnwise.credit.fact import Fact
 from turnwise.credit.tracker import Solved
 from turnwise.maths.lazy_torch import torch
@@ -158,11 +159,8 @@ class SolvedGroups(Selector):
 class FailedGroups(Selector):
     """Groups whose sampled trajectories have similar and low returns: std < ``max_std`` and mean < ``max_mean``."""
 
-    max_std: float = 0.05
+    max_std: float = number(0.05, above=0)
     max_mean: float = 0.2
-
-    def __post_init__(self) -> None:
-        check(self.max_std > 0, f"max_std is {self.max_std}; write a positive number")
 
     def select(self, batch: Batch) -> Field:
         weight, r = where(FromOrigin("policy").select(batch), 1.0, 0.0), batch.reward.sum(TRAJECTORY)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import NOTHING, MicroBatchView, State, StepView, check
+from turnwise.algebra.piece import NOTHING, MicroBatchView, State, StepView
 from turnwise.algebra.ratio import Importance, Ratio
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
@@ -22,6 +22,7 @@ from turnwise.algebra.weight import Weight, batch_index
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, where
+from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.imitation import cosine_decay
@@ -37,16 +38,11 @@ class ToolCallBonus(Term):
 
     ``per_turn``: n is the number of turns that call a tool, however many calls each makes."""
 
+    requires = frozenset({"tools"})
+
     rate: float = 0.1
-    horizon: float = 200.0
+    horizon: float = number(200.0, above=0)
     per_turn: bool = True
-
-    def __post_init__(self) -> None:
-        check(self.horizon > 0, f"the horizon is {self.horizon}; write a positive number of steps")
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"tools"})
 
     def __call__(self, batch: Batch) -> Field:
         if self.per_turn:
@@ -67,12 +63,8 @@ class PastMedian(Term):
 
     value: Term = field(default_factory=Outcome)
     selector: Selector = field(default_factory=lambda: FromOrigin("policy"))
-    window: int = 10240
-    statistic: str = "mean"
-
-    def __post_init__(self) -> None:
-        check(self.window > 0, f"window is {self.window}; write a positive number of groups")
-        check(self.statistic in STATISTICS, f"no statistic {self.statistic!r}; write {' or '.join(STATISTICS)}")
+    window: int = number(10240, above=0)
+    statistic: str = choice(*STATISTICS, default="mean")
 
     def initial_state(self) -> State:
         return {"means": []}
@@ -132,15 +124,10 @@ class NonNegativeReplay(Selector):
     """Replayed trajectories at most ``oldest`` steps old with a mean advantage ≥ 0: the largest power of two of them,
     at most ``size``, in the order of their seeds."""
 
-    oldest: int = 5
-    size: int = 2048
+    requires = frozenset({"replay"})
 
-    def __post_init__(self) -> None:
-        check(self.oldest >= 0 and self.size >= 1, f"oldest is {self.oldest}, size {self.size}; write >= 0 and >= 1")
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"replay"})
+    oldest: int = number(5, least=0)
+    size: int = number(2048, least=1)
 
     def select(self, batch: Batch) -> Field:
         tree = batch.tree
@@ -162,13 +149,10 @@ class DropHighCovariance(Mask):
     leaves without a gradient are not eligible. A fraction of 0 drops nothing."""
 
     selector: Selector
-    fraction: float = 0.02
+    fraction: float = number(0.02, least=0, most=1)
     low: float = 2.0
     high: float = 60.0
     clip: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        check(0 <= self.fraction <= 1, f"the fraction is {self.fraction}; write a number in [0, 1]")
 
     @property
     def reads_before_step(self) -> frozenset[Signal]:
@@ -218,11 +202,8 @@ class ReplayLoss(Penalty):
 class CosineWarmup(Weight):
     """scale · (1 − cos(πt/T))/2, t batches so far; from T = ``steps`` on, scale."""
 
-    scale: float = 1.0
-    steps: float = 100.0
-
-    def __post_init__(self) -> None:
-        check(self.scale >= 0 and self.steps > 0, f"scale {self.scale}, steps {self.steps}; write >= 0 and > 0")
+    scale: float = number(1.0, least=0)
+    steps: float = number(100.0, above=0)
 
     def __call__(self, view: StepView) -> Field:
         share = (1 - math.cos(math.pi * min(batch_index(view), self.steps) / self.steps)) / 2

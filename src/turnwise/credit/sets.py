@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from turnwise.algebra.gate import Clip, Gate
 from turnwise.algebra.peers import Peers
-from turnwise.algebra.piece import MicroBatchView, StepView, check
+from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.credit.multi_reward import UnitOutcome, named_reward
 from turnwise.credit.stratified import SameFact
 from turnwise.maths import segments
@@ -30,16 +31,11 @@ class SetAdvantage(Term):
     | i] = rᵢ (K − Σ_{c≠cᵢ} a) + (n−1)/(N−1) Σ_{j≠i} rⱼ (K − Σ_{c≠cᵢ,cⱼ} b), K the number of classes; its mean over i is
     the mean over all sets."""
 
-    size: int = 4
+    compares_peers = True
+
+    size: int = number(4, least=1)
     same: Peers = field(default_factory=lambda: SameFact("key", "words"))
     value: Term = field(default_factory=UnitOutcome)
-
-    def __post_init__(self) -> None:
-        check(self.size >= 1, f"sets of {self.size}; write a size of at least 1")
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         tree, r, same = batch.tree, self.value(batch).to(torch.float64), self.same(batch)
@@ -125,11 +121,8 @@ class ClipEachPart(Gate):
     exactly, it is 0."""
 
     part: Term
-    low: float = 0.2
-    high: float = 0.2
-
-    def __post_init__(self) -> None:
-        Clip(self.low, self.high)  # raises its own error for bad bounds
+    low: float = number(0.2, least=0, most=1, why="ratios below 1 − low are cut")
+    high: float = number(0.2, least=0, why="ratios above 1 + high are cut")
 
     def plan(self, view: StepView) -> dict[object, Field]:
         return {self: self.part(view.batch)}

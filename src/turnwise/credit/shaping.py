@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import State, StepView, check
+from turnwise.algebra.piece import State, StepView
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.segments import rank_by_value
@@ -24,9 +25,7 @@ class UsedAction(Term):
     """1 for a trajectory that used the auxiliary action: the fact ``action`` where recorded, else whether it called a
     tool."""
 
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"tools"})
+    requires = frozenset({"tools"})
 
     def __call__(self, batch: Batch) -> Field:
         called = where(batch.tool_calls.max(TRAJECTORY) > 0, 1.0, 0.0)
@@ -42,15 +41,10 @@ class GroupContrast(Term):
     exceeds that of the others by more than ``threshold``, − where it falls short by more. 0 where all or none used
     it."""
 
+    compares_peers = True
+
     used: Term
-    threshold: float = 0.0
-
-    def __post_init__(self) -> None:
-        check(self.threshold >= 0, f"the threshold is {self.threshold}; write a number >= 0")
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
+    threshold: float = number(0.0, least=0)
 
     def __call__(self, batch: Batch) -> Field:
         outcome = batch.reward.sum(TRAJECTORY).to(torch.float64)
@@ -65,10 +59,7 @@ class GroupContrast(Term):
 class NormalisedLength(Term):
     """min(1, n / longest), n the sampled tokens of a trajectory."""
 
-    longest: int = 1024
-
-    def __post_init__(self) -> None:
-        check(self.longest >= 1, f"longest is {self.longest}; write at least 1 token")
+    longest: int = number(1024, least=1)
 
     def __call__(self, batch: Batch) -> Field:
         return (batch.tree.size(TOKEN, TRAJECTORY).to(torch.float64) / self.longest).clamp(high=1.0)
@@ -81,16 +72,11 @@ class ToolEfficiencyReward(Term):
     f = sin(π m / (m + n)), which is 1 at m = n; where n = 0, cos(π m / (2m + slack)). ``cosine_only``: always the
     cosine."""
 
+    requires = frozenset({"tools"})
+
     scale: float = 1.0
-    slack: float = 4.0
+    slack: float = number(4.0, above=0)
     cosine_only: bool = False
-
-    def __post_init__(self) -> None:
-        check(self.slack > 0, f"slack is {self.slack}; write a positive number of calls")
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"tools"})
 
     def initial_state(self) -> State:
         return {"tasks": {}}
@@ -129,14 +115,9 @@ class FlawPenalisedOutcome(Term):
 
     The fact ``error`` is the position of the error, −1 for none; failed trajectories need not be checked."""
 
-    penalty: float = 1.0
+    requires = frozenset({"fact error"})
 
-    def __post_init__(self) -> None:
-        check(self.penalty >= 0, f"the penalty is {self.penalty}; write a number >= 0")
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"fact error"})
+    penalty: float = number(1.0, least=0)
 
     def __call__(self, batch: Batch) -> Field:
         solved = Solved()(batch)
@@ -149,12 +130,10 @@ class TokenEntropyReward(Term):
     """helpful · H / max H − stable · |H − mean H| in the group, H the entropy of the token frequencies of a
     trajectory."""
 
+    compares_peers = True
+
     helpful: float = 1.0
     stable: float = 1.0
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         tree = batch.tree
@@ -177,15 +156,10 @@ class ShapleyInformationGain(Term):
     the turn fact ``uncovered`` has bit k set for each piece k in the answer. ``first_time_only``: pieces from earlier
     turns do not count."""
 
-    temperature: float = 2.0
+    requires = frozenset({"turn fact question", "turn fact uncovered", "fact worth 0"})
+
+    temperature: float = number(2.0, above=0)
     first_time_only: bool = False
-
-    def __post_init__(self) -> None:
-        check(self.temperature > 0, f"the temperature is {self.temperature}; write a positive number")
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"turn fact question", "turn fact uncovered", "fact worth 0"})
 
     def __call__(self, batch: Batch) -> Field:
         count = sum(name.startswith("worth ") for name in batch.facts)
@@ -207,15 +181,13 @@ class QuestionReward(Term):
     """Reward of each token of a turn: α G + β G · solved for a question, γ · solved for the answer, both plus ``form``
     times the turn fact ``format``; 0 for other turns. At TURN."""
 
+    requires = frozenset({"turn fact question", "turn fact answer"})
+
     gain: Term
     alpha: float = 2.0
     beta: float = 1.0
     gamma: float = 3.0
     form: float = 1.0
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"turn fact question", "turn fact answer"})
 
     def __call__(self, batch: Batch) -> Field:
         fact = lambda name: Fact(name, TURN, missing=0.0)(batch)  # noqa: E731
@@ -232,16 +204,10 @@ class FlowOutlierScore(Term):
     """Distance of a token's hidden states from the flow of good ones, rescaled to [0, 1] within its trajectory; kept
     only above ``threshold`` and for the ``top`` highest (earlier ones first), else 0. At TOKEN."""
 
-    threshold: float = 0.6
-    top: int = 15
+    reads = frozenset({Signal.FLOW_DEVIATION})
 
-    def __post_init__(self) -> None:
-        check(0 <= self.threshold <= 1, f"the threshold is {self.threshold}; write a number in [0, 1]")
-        check(self.top >= 0, f"top is {self.top}; write a number of tokens")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.FLOW_DEVIATION})
+    threshold: float = number(0.6, least=0, most=1)
+    top: int = number(15, least=0)
 
     def __call__(self, batch: Batch) -> Field:
         tree, raw = batch.tree, batch[Signal.FLOW_DEVIATION].to(torch.float64)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import MicroBatchView, StepView, check
+from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome, ReturnToGo
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import number
 from turnwise.core.signals import TURN_CRITIC, Signal
 from turnwise.credit.downsampling import DECIMALS, ceiling
 from turnwise.credit.selectors import HasTokens, Selector
@@ -36,9 +37,7 @@ class StepCrossEntropy(Penalty):
     """Cross-entropy of a step's value to whether its trajectory has a positive return. On the first token of each turn:
     average it with ``Sum(TURN)``."""
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.VALUE})
+    reads = frozenset({Signal.VALUE})
 
     def plan(self, view: StepView) -> dict[object, Field]:
         return {self: (Outcome()(view.batch) > 0).to(torch.float64)}
@@ -53,15 +52,10 @@ class StepCrossEntropy(Penalty):
 class GoodSteps(Term):
     """1 for each step with V(o′) − V(o) − cost + r + G > 0, G the discounted return from this step on; 0 for the others."""
 
-    gamma: float = 0.5
+    reads = frozenset({Signal.OLD_VALUE})
+
+    gamma: float = number(0.5, least=0, most=1)
     cost: float = 0.05
-
-    def __post_init__(self) -> None:
-        check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_VALUE})
 
     def __call__(self, batch: Batch) -> Field:
         before, after = step_values(batch)
@@ -74,9 +68,7 @@ class GoodSteps(Term):
 class OutcomeAboveValue(Term):
     """R − V(o₀): how much better a trajectory ended than its first state promised. At TRAJECTORY."""
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_VALUE})
+    reads = frozenset({Signal.OLD_VALUE})
 
     def __call__(self, batch: Batch) -> Field:
         value = batch[Signal.OLD_VALUE].map(torch.sigmoid)
@@ -88,13 +80,10 @@ class OutcomeAboveValue(Term):
 class TopOfBatch(Selector):
     """The share of the trajectories with the largest ``by``, at least one; those without tokens do not count."""
 
-    share: float = 0.1
+    share: float = number(0.1, above=0, most=1, why="which part is trained on")
     by: Term = field(default_factory=Outcome)
 
     reason = "another trajectory did better than its task promised"
-
-    def __post_init__(self) -> None:
-        check(0 < self.share <= 1, f"share is {self.share}; write a number in (0, 1]: which part is trained on")
 
     def select(self, batch: Batch) -> Field:
         rows = HasTokens().select(batch).x.nonzero().squeeze(1)
@@ -111,17 +100,12 @@ class BestActionOfState(Mask):
     """Of the turns that a group took in one state, the one with the largest A = max(Q, Q′) − max(V, V′), if A > ``least``.
     Critics of the moment before the step."""
 
+    requires = frozenset({"state"})
+    reads_before_step = frozenset(TURN_CRITIC)
+
     least: float = 0.1
 
     reason = "another action of the state is better, or none is good enough"
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"state"})
-
-    @property
-    def reads_before_step(self) -> frozenset[Signal]:
-        return frozenset(TURN_CRITIC)
 
     def plan(self, view: StepView) -> dict[object, Field]:
         batch, tree = view.batch, view.batch.tree

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.peers import Peers
-from turnwise.algebra.piece import check
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.credit.multi_reward import named_reward
 from turnwise.credit.order import rank_in_group
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 class SameCount(Peers):
     """Trajectories of one group with the same number of tool calls, or of turns."""
 
-    what: str = "tool_calls"
-
-    def __post_init__(self) -> None:
-        check(self.what in ("tool_calls", "turns"), f"cannot count {self.what!r}; write tool_calls or turns")
+    what: str = choice("tool_calls", "turns")
 
     @property
     def requires(self) -> frozenset[str]:
@@ -48,10 +45,7 @@ class SameFact(Peers):
     actions)."""
 
     name: str
-    otherwise: str = "outcome"
-
-    def __post_init__(self) -> None:
-        check(self.otherwise in ("outcome", "words"), f"no key {self.otherwise!r}; write outcome or words")
+    otherwise: str = choice("outcome", "words")
 
     def __call__(self, batch: Batch) -> Partition:
         recorded = batch.facts.get(self.name)
@@ -90,12 +84,9 @@ def _codes(x: Tensor) -> Tensor:
 class Blend(Term):
     """share · left + (1 − share) · right."""
 
-    share: float
     left: Term
     right: Term
-
-    def __post_init__(self) -> None:
-        check(0 <= self.share <= 1, f"the share is {self.share}; write a number in [0, 1]")
+    share: float = number(least=0, most=1)
 
     def __call__(self, batch: Batch) -> Field:
         return self.share * self.left(batch) + (1 - self.share) * self.right(batch)
@@ -109,25 +100,15 @@ class ConditionalAdvantage(Term):
     ``mu=None`` is the mean return of the batch. ``alpha`` scales, in the first bracket only, the returns of the high half
     ("length": below 1, long answers lose) or of the low half ("entropy"). A group of one gets 0."""
 
-    mu: float | None = 1.0
-    alpha: float = 1.0
-    metric: str = "entropy"
+    compares_peers = True
 
-    def __post_init__(self) -> None:
-        check(
-            self.mu is None or 0 <= self.mu <= 1,
-            f"mu is {self.mu}; write a number in [0, 1], or None for the mean reward",
-        )
-        check(self.alpha >= 0, f"alpha is {self.alpha}; write a number >= 0")
-        check(self.metric in ("entropy", "length"), f"no metric {self.metric!r}; write entropy or length")
+    mu: float | None = number(1.0, least=0, most=1)
+    alpha: float = number(1.0, least=0)
+    metric: str = choice("entropy", "length")
 
     @property
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.OLD_ENTROPY}) if self.metric == "entropy" else frozenset()
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         r, tree = named_reward(batch, None), batch.tree
@@ -151,12 +132,9 @@ class LengthDampedGroups(Term):
     damped, one without wrong answers is not; ``lenient`` swaps both."""
 
     term: Term
-    damp: float = 0.1
+    damp: float = number(0.1, least=0)
     threshold: float = 0.5
     lenient: bool = False
-
-    def __post_init__(self) -> None:
-        check(self.damp >= 0, f"damp is {self.damp}; write a number >= 0")
 
     def __call__(self, batch: Batch) -> Field:
         length = batch.tree.size(TOKEN, TRAJECTORY).to(torch.float64)
@@ -181,12 +159,10 @@ class PublicBaseline(Term):
     The turn fact ``function`` names the function; without it each agent is its own function. ``scale`` divides by the
     std. A single return gets 0."""
 
+    compares_peers = True
+
     scale: bool = False
     eps: float = 1e-6
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         tree, recorded = batch.tree, batch.facts.get("function")

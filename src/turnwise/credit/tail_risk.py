@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from turnwise.algebra.piece import State, StepView, check
+from turnwise.algebra.piece import State, StepView
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, Partition, where
+from turnwise.core.limits import choice, number
 from turnwise.credit.multi_reward import named_reward
 from turnwise.credit.order import random_group_order, rank_in_group, segment_quantile
 from turnwise.maths import segments
@@ -63,29 +64,19 @@ class TailRisk(Term):
     q), or the mean of both ("mix"). ``share``: "uniform" gives every member all of it; "std" divides by the std of its
     task; "sum-mean" distributes it by R − mean of the task; "score" gives right ones ½ of it, wrong ones 1½."""
 
-    bundle: int = 5
-    a: float = 0.2
-    b: float = 0.8
-    omega: float = 1.5
-    eta: float = 0.1
-    mode: str = "track"
-    share: str = "sum-mean"
+    compares_peers = True
+
+    bundle: int = number(5, least=1)
+    a: float = number(0.2, above=0, below="b")
+    b: float = number(0.8, below=1)
+    omega: float = number(1.5, least=0)
+    eta: float = number(0.1, least=0)
+    mode: str = choice("batch", "track", "mix", default="track")
+    share: str = choice("uniform", "std", "sum-mean", "score", default="sum-mean")
     baseline: bool = False
     eps: float = 1e-6
 
     updates_after_credit = True
-
-    def __post_init__(self) -> None:
-        check(self.bundle >= 1, f"bundles of {self.bundle} tasks; write at least 1")
-        check(0 < self.a < self.b < 1, f"levels a = {self.a}, b = {self.b}; write 0 < a < b < 1")
-        check(self.omega >= 0 and self.eta >= 0, f"omega {self.omega}, eta {self.eta}; write numbers >= 0")
-        check(self.mode in ("batch", "track", "mix"), f"no mode {self.mode!r}; write batch, track or mix")
-        shares = ("uniform", "std", "sum-mean", "score")
-        check(self.share in shares, f"no share {self.share!r}; write one of {', '.join(shares)}")
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     @property
     def requires(self) -> frozenset[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from turnwise.algebra.piece import State, StepView, check
+from turnwise.algebra.piece import State, StepView
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Constant
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.maths.lazy_torch import torch
@@ -37,13 +38,10 @@ class SuccessTracker(Term):
 
     result: Term = field(default_factory=Solved)
     keep: Term = field(default_factory=lambda: Constant(1.0))
-    strength: float = 8.0
+    strength: float = number(8.0, above=0)
     average: bool = False
 
     updates_after_credit = True
-
-    def __post_init__(self) -> None:
-        check(self.strength > 0, f"strength is {self.strength}; write a positive number of visits")
 
     def initial_state(self) -> State:
         return {"tasks": {}}
@@ -83,13 +81,9 @@ class RetentionByDrift(Term):
     """ρ = clip(2^{−D/half}, low, high): the share of a tracker's counts kept after a policy drift D."""
 
     drift: Term
-    half: float = 0.06
-    low: float = 0.875
-    high: float = 0.96
-
-    def __post_init__(self) -> None:
-        check(self.half > 0, f"half is {self.half}; write the drift that halves the counts, a positive number")
-        check(0 <= self.low <= self.high <= 1, f"need 0 <= low <= high <= 1, got {self.low}, {self.high}")
+    half: float = number(0.06, above=0, why="the drift that halves the counts")
+    low: float = number(0.875, least=0, most="high")
+    high: float = number(0.96, most=1)
 
     def __call__(self, batch: Batch) -> Field:
         return self.drift(batch).map(lambda d: torch.exp2(-d / self.half)).clamp(self.low, self.high)
@@ -102,11 +96,9 @@ class DriftSinceVisit(Term):
     By the triangle inequality it is at least the mean |log π − log π_then| it stands for, had each step's batch shown
     the same tokens. No old trajectory has to be stored and scored again."""
 
-    updates_after_credit = True
+    reads = frozenset({Signal.PROXIMAL, Signal.PREVIOUS})
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.PROXIMAL, Signal.PREVIOUS})
+    updates_after_credit = True
 
     def initial_state(self) -> State:
         return {"travelled": 0.0, "tasks": {}}

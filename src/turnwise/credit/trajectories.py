@@ -37,6 +37,8 @@ class MinimumVarianceBaseline(Term):
     b* minimises the variance of the gradient. ``offpolicy``: w = π_prox(y)/μ(y), the product over the trajectory.
     ``scale`` divides by the population std of the group. A group of one gets 0."""
 
+    compares_peers = True
+
     offpolicy: bool = False
     scale: bool = False
     eps: float = 1e-6
@@ -44,10 +46,6 @@ class MinimumVarianceBaseline(Term):
     @property
     def reads(self) -> frozenset[Signal]:
         return frozenset({Signal.GRADIENT_NORM} | ({Signal.PROXIMAL} if self.offpolicy else set()))
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         outcome = batch.reward.sum(TRAJECTORY)
@@ -80,13 +78,11 @@ class GuidedAdvantage(Term):
     """Unguided trajectories get their z-score among themselves; guided ones get ``alpha`` where their z-score in the
     whole group exceeds ``margin``, else 0."""
 
+    compares_peers = True
+
     alpha: float = 1.0
     margin: float = 0.05
     eps: float = 1e-6
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         outcome, tree = batch.reward.sum(TRAJECTORY), batch.tree
@@ -103,13 +99,11 @@ class EarlyToolBonus(Term):
     p is the token at which the first turn with a call starts, L the length; means over those trajectories of the group.
     δ < 0 rewards early calls."""
 
+    requires = frozenset({"verdict", "tools"})
+
     term: Term
     delta: float = -2.0
     k: float = 0.7
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({"verdict", "tools"})
 
     def __call__(self, batch: Batch) -> Field:
         a, tree = self.term(batch), batch.tree

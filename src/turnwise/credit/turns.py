@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from turnwise.algebra.aggregate import items
+from turnwise.algebra.aggregate import Aggregate, items
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.peers import PeerSpec, resolve_peers
-from turnwise.algebra.piece import MicroBatchView, check
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import is_last, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.peers import shift_turns
@@ -27,10 +28,7 @@ class SumToGo(Term):
     """Sₖ = xₖ + γ Sₖ₊₁ over the turns (or tokens) of a trajectory, for any term x at that level."""
 
     term: Term
-    gamma: float = 1.0
-
-    def __post_init__(self) -> None:
-        check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
+    gamma: float = number(1.0, least=0, most=1)
 
     def __call__(self, batch: Batch) -> Field:
         value = self.term(batch)
@@ -51,10 +49,7 @@ class ReturnUntilMismatch(Term):
     """Gₖ = rₖ + γ eₖ eₖ₊₁ Gₖ₊₁, e = ``match`` of the turn: later rewards count only up to the first mismatch. At TURN."""
 
     match: Term
-    gamma: float = 0.5
-
-    def __post_init__(self) -> None:
-        check(0 <= self.gamma <= 1, f"gamma is {self.gamma}; write a number in [0, 1]")
+    gamma: float = number(0.5, least=0, most=1)
 
     def __call__(self, batch: Batch) -> Field:
         matched = (self.match(batch) > 0.5).to(torch.float64)
@@ -66,9 +61,7 @@ class ReturnUntilMismatch(Term):
 class OldValue(Term):
     """The critic's estimate when the batch was collected. At TOKEN."""
 
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_VALUE})
+    reads = frozenset({Signal.OLD_VALUE})
 
     def __call__(self, batch: Batch) -> Field:
         return batch[Signal.OLD_VALUE]
@@ -79,17 +72,11 @@ class BiLevelGAE(Term):
     """Bi-level GAE: first over turns at their last tokens with ``turn_gamma``, then inside each turn with ``gamma``,
     where the last token's reward is the turn's return A + v. Turns without tokens are skipped. At TOKEN."""
 
-    gamma: float = 1.0
-    lam: float = 0.95
-    turn_gamma: float = 0.95
+    reads = frozenset({Signal.OLD_VALUE})
 
-    def __post_init__(self) -> None:
-        for name in ("gamma", "lam", "turn_gamma"):
-            check(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; write a number in [0, 1]")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.OLD_VALUE})
+    gamma: float = number(1.0, least=0, most=1)
+    lam: float = number(0.95, least=0, most=1)
+    turn_gamma: float = number(0.95, least=0, most=1)
 
     def __call__(self, batch: Batch) -> Field:
         tree, v = batch.tree, batch[Signal.OLD_VALUE]
@@ -121,16 +108,11 @@ class LeaveOneOutAtTurn(Term):
 
     In each case the baseline is independent of the trajectory it is for, so the gradient stays unbiased."""
 
+    compares_peers = True
+
     value: Term
-    absent: str = "out"
+    absent: str = choice(*ABSENT, default="out")
     valid: Term = field(default_factory=lambda: Fact("valid", TURN, missing=1.0))
-
-    def __post_init__(self) -> None:
-        check(self.absent in ABSENT, f"absent is {self.absent!r}; write {', '.join(ABSENT)}")
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         v, tree = self.value(batch), batch.tree
@@ -193,7 +175,7 @@ class GroupStdAbove(Mask):
 
 
 @dataclass(frozen=True)
-class MeanOfTurnMeans:
+class MeanOfTurnMeans(Aggregate):
     """Mean over the tokens of each turn, then over the turns of each trajectory, then over the trajectories."""
 
     def __call__(self, kept: Field) -> Field:

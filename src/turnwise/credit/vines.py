@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from turnwise.algebra.gae import GAE
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import MicroBatchView, check
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import moved
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.forks import ForkTerm, ForkTree
 from turnwise.credit.multi_reward import rescale_to_unit
@@ -37,28 +38,19 @@ class VineSetAdvantage(ForkTerm):
     Of the vines of a state ``sets`` random sets of ``size`` are drawn; fewer vines form one set. A vine in no set gets
     ``otherwise``. Seeds of trajectories decide, so packing does not matter."""
 
-    size: int = 4
-    sets: int = 4
-    window: int = 5
-    bottom: float = 0.0
+    compares_peers = True
+
+    size: int = number(4, least=1)
+    sets: int = number(4, least=1)
+    window: int = number(5, least=0)
+    bottom: float = number(0.0, below="top")
     top: float = 1.0
     otherwise: Term = field(default_factory=GAE)
     same: SameFact = field(default_factory=lambda: SameFact("key", "words"))
 
-    def __post_init__(self) -> None:
-        check(
-            self.size >= 1 and self.sets >= 1, f"{self.sets} sets of {self.size}; write at least 1 set of 1 trajectory"
-        )
-        check(self.window >= 0, f"a window of {self.window} turns; write 0 or more")
-        check(self.bottom < self.top, f"rewards between {self.bottom} and {self.top}; write bottom < top")
-
     @property
     def reads(self) -> frozenset[Signal]:
         return self.otherwise.reads
-
-    @property
-    def compares_peers(self) -> bool:
-        return True
 
     def __call__(self, batch: Batch) -> Field:
         credit, counted = self.set_credit(batch)
@@ -88,8 +80,8 @@ def draw_sets(batch: Batch, peers: Partition, size: int, sets: int) -> list[Tens
     """For each set, which trajectories are its members: ``size`` random ones of every class, or all of fewer. [K] bool each."""
     by_seed = torch.argsort(batch.seed.x, stable=True)
     found = []
-    for number in range(sets):
-        order = by_seed[torch.argsort(_hashed(batch.seed.x, number)[by_seed], stable=True)]
+    for n in range(sets):
+        order = by_seed[torch.argsort(_hashed(batch.seed.x, n)[by_seed], stable=True)]
         rank = segments.rank_within(peers.label[order], peers.count)
         found.append(torch.empty_like(order).index_copy(0, order, rank) < size)
     return found

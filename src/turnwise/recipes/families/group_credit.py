@@ -189,7 +189,7 @@ def stratified_grpo(
     Sure of: the formula (third-party notes), alpha (unverified).
     """
     return Recipe(
-        advantage=Blend(alpha, Standardise(Outcome(), SameCount(by), eps=eps), Standardise(eps=eps)),
+        advantage=Blend(Standardise(Outcome(), SameCount(by), eps=eps), Standardise(eps=eps), share=alpha),
         gate=Clip(clip, clip),
     )
 
