@@ -36,7 +36,7 @@ settings.register_profile("thorough", max_examples=15, print_blob=True, **BUSY)
 settings.load_profile("test")
 
 THOROUGH = (  # whole files, by how their path begins: the oracles' own tests, sweeps over methods, training runs, sandboxes
-    "oracles/", "bench/test_bench", "experiments/", "training/test_every_method", "training/test_other_data",
+    "oracles/", "bench/test_bench", "experiments/", "training/test_other_data",
     "training/test_one_file_grpo", "observe/test_profile", "credit/test_others", "credit/test_preferences",
     "engines/test_cuda", "engines/test_gauges", "engines/test_critics", "engines/test_asking", "engines/test_hidden",
     "engines/test_candidates", "environments/test_players", "examples/", "integrations/test_verl_fit",

@@ -34,7 +34,12 @@ from trials.mutants import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("algebra", "credit")
-TESTS = ("tests/algebra", "tests/credit", "tests/recipes/test_contract.py", "tests/data/test_past_batches.py")
+TESTS = (
+    "tests/algebra", "tests/credit", "tests/recipes/test_contract.py", "tests/recipes/test_every_method.py",
+    "tests/data/test_past_batches.py",
+)  # fmt: skip
+SWEEPS = ("test_contract", "test_every_method")  # their tests are chosen by the method they are about
+TIERS = {"test": ["-m", "not thorough"], "thorough": ["--hypothesis-profile=thorough"]}  # of the Makefile
 ROWS = ROOT / "trials/results/mutations.jsonl"
 EQUIVALENT = ROOT / "trials/results/equivalent_mutants.json"
 METHODS = 4  # whose tests are run for a mutant
@@ -140,8 +145,8 @@ def chosen_items(mutant: Mutant, items: list[Any]) -> list[Any]:
     free = [item for item in items if not words[item] & set(recipes.METHODS)]
     room, _, file = mutant.file[:-3].rpartition("/")
     near = {item.module for item in items if _imports(item.module, f"turnwise.{room}.{file}")}
-    mine += [item for item in items if item.module in near and item.module.__name__ != "test_contract"]
-    ordered = sorted(dict.fromkeys(mine), key=lambda item: "contract_packing" in item.name)
+    mine += [item for item in items if item.module in near and item.module.__name__ not in SWEEPS]
+    ordered = sorted(dict.fromkeys(mine), key=lambda item: "test_oracle" not in item.name and item.module.__name__ in SWEEPS)
     return list(dict.fromkeys([*ordered, *free]))
 
 
@@ -167,11 +172,13 @@ class Mutation:
         self.jobs = jobs
         self.broken: list[Any] = []  # tests that fail without any change, on this machine
 
+    @pytest.hookimpl(trylast=True)  # after hypothesis has loaded the profile of the tier
     def pytest_configure(self) -> None:
         """A failing example is not made smaller: that it fails is enough."""
         from hypothesis import Phase, settings
 
-        settings.register_profile("mutation", settings.default, phases=(Phase.explicit, Phase.generate))
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("mutation", settings.default, phases=phases, derandomize=True)
         settings.load_profile("mutation")
 
     def pytest_runtestloop(self, session: Any) -> bool:
@@ -315,6 +322,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trials.mutations", description=(__doc__ or "").split("\n\n", 1)[1])
     parser.add_argument("--count", type=int, default=150, help="mutants, the same number of each folder")
     parser.add_argument("--seed", type=int, default=0, help="which ones are drawn")
+    parser.add_argument("--tier", choices=TIERS, default="thorough", help="by which tests they are to be noticed")
     parser.add_argument("--again", action="store_true", help="try those that survived before, too")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin nothing after this time; run it again later"
@@ -327,11 +335,10 @@ def main() -> int:
     picked = drawn_mutants(arguments.count, arguments.seed)
     if not arguments.only_table:
         os.environ["OMP_NUM_THREADS"] = "1"
-        os.environ["CI"] = "1"  # hypothesis draws the same examples each time
         plugin = Mutation(picked, arguments.rows, arguments.again, arguments.seconds, arguments.jobs)
-        pytest.main(
-            ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *(str(ROOT / t) for t in TESTS)], plugins=[plugin]
-        )
+        files = [str(ROOT / name) for name in TESTS]
+        options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *TIERS[arguments.tier]]
+        pytest.main([*options, *files], plugins=[plugin])
     known = results(arguments.rows)
     rows = [known[mutant.key] for mutant in picked if mutant.key in known]
     equivalent = equivalent_mutants()

@@ -92,15 +92,6 @@ def test_list_as_json_names_every_method(capsys):
     assert [row["method"] for row in json.loads(capsys.readouterr().out)] == list(recipes.METHODS)
 
 
-@pytest.mark.parametrize("name", recipes.METHODS)
-def test_explain(name, capsys):
-    assert main(["explain", name, "--json"]) == 0
-    entry = json.loads(capsys.readouterr().out)
-    assert entry["name"] == name and entry["paper"] and entry["slots"]["advantage"]
-    assert main(["explain", name]) == 0
-    assert "Paper:" in capsys.readouterr().out
-
-
 def test_diff(capsys):
     assert main(["diff", "grpo", "gspo", "--json"]) == 0
     assert {row["slot"] for row in json.loads(capsys.readouterr().out)} == {"ratio", "gate", "penalties"}
@@ -147,16 +138,6 @@ def test_help_shows_where_the_method_is_written_and_how_lists_are(capsys):
     assert "METHOD written first" in train and "hyper-parameters [dr_grpo]" in train
     assert "empty: this process; several: separated by commas, or the flag repeated []" in train
     assert "[1,2,3]" in serve and "[(" not in serve
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", recipes.METHODS)
-def test_train_help_shows_the_methods_own_settings(name, capsys):
-    with pytest.raises(SystemExit):
-        main(["train", name, "--help"])
-    out = capsys.readouterr().out
-    assert all("--" + parameter.replace("_", "-") in out for parameter in recipes.parameters(name))
-    assert "--group-size" in out
 
 
 def test_version(capsys):

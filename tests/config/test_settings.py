@@ -20,11 +20,6 @@ def test_there_are_at_most_a_hundred():
     assert len(fields(Settings)) - 1 + len(recipes.parameters(method)) <= MOST  # method_options is not a knob itself
 
 
-def test_no_method_has_a_knob_that_a_setting_already_has():
-    settings = {f.name for f in fields(Settings)}
-    assert {name: twice for name in recipes.METHODS if (twice := settings & set(recipes.parameters(name)))} == {}
-
-
 def test_every_setting_says_what_it_does_and_its_default_fits_its_type():
     assert [f.name for f in fields(Settings) if len(f.metadata["help"]) <= 5] == []
     assert [f.name for f in fields(Settings) if convert(f.name, default_of(f), type_of(f)) != default_of(f)] == []

@@ -1,4 +1,4 @@
-"""Every method against its independent oracle, and the one contract all methods pass."""
+"""Every method against its independent oracle, and identities between methods."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import agents, objectives, offpolicy, records, reweight, selection, shelf, trust, values
-from support.batches import COUNTS, from_oracle, oracle_name, records_of
+from support.batches import from_oracle, oracle_name, records_of
 from support.drawn import DRAWN, ELSEWHERE, drawn, for_oracle
 from support.proven import PROVEN_ELSEWHERE
 
 from turnwise import recipes
 from turnwise.checks.loss import gradient as loss_and_gradient
-from turnwise.checks.synthetic import numbered, policy_of, random_policy
+from turnwise.checks.synthetic import random_policy
 from turnwise.core.batch import pack
-from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
 from turnwise.recipes.recipe import Recipe
 
@@ -87,6 +87,12 @@ def agree(mine, theirs, policy, reference, value=True, terms=0.0):
         expected = torch.tensor(records.gradients(reference, theirs, oracle_name(signal)), dtype=torch.float64)
         found = torch.zeros_like(expected) if found is None else found
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def gradient(recipe, batch, leaves):
+    """Loss and gradients of a whole batch."""
+    result = loss_and_gradient(recipe.objective, batch, leaves, lambda b: [b])
+    return result.loss, result.of
 
 
 def tied(reference, advantage, fraction) -> bool:
@@ -167,8 +173,8 @@ def test_remax_with_a_baseline_of_zero_is_reinforce():
     recipe = recipes.build("remax")
     batch, leaves = random_policy(pack(records_of([[[2], [1, 3]], [[2, 2]]], 5, asks=recipe.requirements)), 5)
     batch = dataclasses.replace(batch, facts={"greedy_reward": batch.tree.full(TRAJECTORY, 0.0, torch.float64)})
-    left = gradient(recipe, batch, leaves, lambda b: [b])
-    right = gradient(recipes.build("reinforce"), batch, leaves, lambda b: [b])
+    left = gradient(recipe, batch, leaves)
+    right = gradient(recipes.build("reinforce"), batch, leaves)
     torch.testing.assert_close(left[1][Signal.LOGP], right[1][Signal.LOGP])
 
 
@@ -308,82 +314,11 @@ def test_bapo_bounds(seed, hyper):
     assert bounds == pytest.approx(offpolicy.bapo(reference, **for_oracle("bapo", hyper)).extra["bounds"])
 
 
-# --------------------------------------------------------------------- contract
-
-
-def gradient(recipe, batch, leaves, parts):
-    """Sum of loss and gradients over a cut of the batch into micro-batches of whole trajectories."""
-    found = loss_and_gradient(recipe.objective, batch, leaves, parts)
-    return found.loss, found.of
-
-
-@pytest.mark.parametrize("name", recipes.METHODS)
-@settings(deadline=None, max_examples=15)
-@given(counts=COUNTS, seed=st.integers(0, 10**6), cut=st.integers(1, 40), data=st.data())
-def test_contract_packing_and_micro_batches(name, counts, seed, cut, data):
-    """Finite; at a level; the same under any packing order and any cut into micro-batches, to 1e-10 in float64."""
-    recipe = recipes.build(name)
-    batch, leaves = random_policy(pack(records_of(counts, seed, asks=recipe.requirements)), seed)
-    credited = recipe.objective.credit(batch)["advantage"]
-    assert credited.level <= GROUP and torch.isfinite(credited.x).all()
-    whole, grads = gradient(recipe, batch, leaves, lambda b: [b])
-    assert torch.isfinite(whole)
-    split, split_grads = gradient(recipe, batch, leaves, lambda b: b.split(cut))
-    torch.testing.assert_close(split, whole, rtol=1e-10, atol=1e-10)
-    order = data.draw(st.permutations(range(batch.tree.count(TRAJECTORY))))
-    shuffled = numbered(batch).select(order)
-    moved = {s: f.x.detach().requires_grad_() for s, f in policy_of(shuffled, leaves).items()}
-    again, again_grads = gradient(recipe, shuffled, moved, lambda b: [b])
-    torch.testing.assert_close(again, whole, rtol=1e-5, atol=1e-5)  # rewards are float32: sums depend on their order
-    for signal, g in grads.items():
-        torch.testing.assert_close(split_grads[signal], g, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(
-            again_grads[signal], policy_of(shuffled, {signal: g})[signal].x, rtol=1e-4, atol=1e-6
-        )
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", recipes.METHODS)
-def test_statistics_are_the_same_before_and_after_the_backward_pass(name):
-    """A learner asks for them when the gradient is on its way, others before they take it."""
-    recipe, told = recipes.build(name), []
-    for late in (False, True):
-        batch, leaves = random_policy(
-            pack(records_of([[[3, 2], [4], [1, 2]], [[2], [5]]], 3, asks=recipe.requirements)), 3
-        )
-        objective = recipes.build(name).objective
-        found = objective(objective.plan(objective.credit(batch)), policy_of(numbered(batch), leaves))
-        if not late:
-            told.append(dict(found.stats))
-        for side in found.side_losses.values():
-            if side.requires_grad:
-                torch.autograd.grad(side, list(leaves.values()), retain_graph=True, allow_unused=True)
-        if found.loss.requires_grad:
-            found.loss.backward()
-        if late:
-            told.append(dict(found.stats))
-    assert told[0].keys() == told[1].keys()
-    for key, value in told[0].items():
-        late, early = torch.as_tensor(told[1][key]), torch.as_tensor(value)
-        torch.testing.assert_close(late, early, rtol=1e-12, atol=1e-12, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", recipes.METHODS)
-def test_recipe_is_a_short_frozen_expression(name):
-    source = inspect.getsource(recipes.method(name))
-    body = source.split('"""')[-1]
-    assert len([line for line in body.splitlines() if line.strip()]) <= 12
-    recipe = recipes.build(name)
-    assert recipe == recipes.build(name) and hash(recipe) == hash(recipes.build(name))
-    doc = inspect.getdoc(recipes.method(name))
-    assert "Paper:" in doc and "Settings:" in doc and "Sure of:" in doc
-
-
 def test_gspo_is_grpo_ratio_for_one_token():
     """Identity: with one token in each trajectory the sequence ratio is the token ratio."""
     batch, leaves = random_policy(pack(records_of([[[1], [1], [1]], [[1], [1]]], 3)), 3)
-    left = gradient(recipes.build("gspo", low=0.2, high=0.2), batch, leaves, lambda b: [b])
-    right = gradient(recipes.build("grpo", clip=0.2, beta=0.0), batch, leaves, lambda b: [b])
+    left = gradient(recipes.build("gspo", low=0.2, high=0.2), batch, leaves)
+    right = gradient(recipes.build("grpo", clip=0.2, beta=0.0), batch, leaves)
     torch.testing.assert_close(left[0], right[0])
     torch.testing.assert_close(left[1][Signal.LOGP], right[1][Signal.LOGP])
 
@@ -399,8 +334,8 @@ def test_dr_grpo_is_scaled_rloo_on_policy():
 def test_turn_ppo_with_one_token_turns_is_token_ppo():
     """Identity: one token for each turn makes the turn ratio the token ratio (same averaging and lambda)."""
     batch, leaves = random_policy(pack(records_of([[[1, 1, 1]], [[1, 1, 1]]], 7)), 7)
-    left = gradient(recipes.build("turn_ppo", lam=0.9), batch, leaves, lambda b: [b])
-    right = gradient(recipes.build("ppo", lam=0.9), batch, leaves, lambda b: [b])
+    left = gradient(recipes.build("turn_ppo", lam=0.9), batch, leaves)
+    right = gradient(recipes.build("ppo", lam=0.9), batch, leaves)
     torch.testing.assert_close(left[1][Signal.LOGP], right[1][Signal.LOGP])
 
 
