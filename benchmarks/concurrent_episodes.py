@@ -27,7 +27,7 @@ from turnwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from turnwise.rollout.episode import Episode, EpisodeLimits
 from turnwise.rollout.renderer import Renderer
 from turnwise.training.events import RunEvents
-from turnwise.training.run_watch import RunWatch
+from turnwise.training.watch import RunWatch
 
 REPLY = "the door is still closed; there is a key on the table and a window to the left"
 KINDS = ("async", "thread")

@@ -22,9 +22,18 @@ from turnwise.engines.generator.model_runner import ModelRunner
 from turnwise.engines.generator.scheduler import Scheduler
 from turnwise.engines.learner.cuda_graphs import CapturedLayers
 from turnwise.engines.learner.learner import LocalLearner
-from turnwise.observe import span_timer
-from turnwise.observe.profile import PAGE, SPANS, TRACE, Profile, operators, timed_backward, timed_optimisers, windows
-from turnwise.observe.span_timer import SpanTimer
+from turnwise.observe import profile
+from turnwise.observe.profile import (
+    PAGE,
+    SPANS,
+    TRACE,
+    Profile,
+    SpanTimer,
+    operators,
+    timed_backward,
+    timed_optimisers,
+    windows,
+)
 from turnwise.training.api import train
 from turnwise.training.collector import Collector
 from turnwise.training.loop import Loop
@@ -84,7 +93,7 @@ class FakeTime:
 @pytest.fixture
 def fake_time(monkeypatch) -> FakeTime:
     fake = FakeTime()
-    monkeypatch.setattr(span_timer, "time", fake)
+    monkeypatch.setattr(profile, "time", fake)
     return fake
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from turnwise.config.settings import Settings
 from turnwise.training.dry_run import STEPS, describe, dry_run, estimate, memory_figures, steady_steps
-from turnwise.training.process_memory import ChildMemory, descendants, process_bytes
+from turnwise.training.watch import ChildMemory, descendants, process_bytes
 
 MIB = 1 << 20
 

@@ -8,13 +8,11 @@ from turnwise.cli.main import main
 from turnwise.config.convert import convert
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError
-from turnwise.inspector.status.text import _component
 from turnwise.observe.trackers import MessageLog
 from turnwise.training.events import RunEvents, silent
 from turnwise.training.remote_generators import make_replicas
-from turnwise.training.run_facts import ServerFacts
-from turnwise.training.run_watch import STALL_SECONDS, RunWatch
-from turnwise.training.waiting import RunMoment, component_states
+from turnwise.training.status import component_row
+from turnwise.training.watch import STALL_SECONDS, RunMoment, RunWatch, ServerFacts, component_states
 
 
 def test_the_seconds_of_stages_add_up(monkeypatch):
@@ -76,7 +74,7 @@ def test_rows_of_the_status_align_whatever_their_names():
         for name in ("learner", "server http://127.0.0.1:8811")
     ]
     width = max(len(row["name"]) for row in rows)
-    assert len({_component(row, width).index("DOING") for row in rows}) == 1
+    assert len({component_row(row, width).index("DOING") for row in rows}) == 1
 
 
 @pytest.mark.parametrize(("lost", "told"), [("", ["the run moves again"]), ("no connection", [])])

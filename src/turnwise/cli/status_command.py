@@ -28,8 +28,7 @@ def status(argv: Sequence[str]) -> int:
     namespace = parser.parse(argv)
     import json
 
-    from turnwise.inspector.status.run_state import newest_messages, read_state
-    from turnwise.inspector.status.text import status_text
+    from turnwise.training.status import newest_messages, read_state, status_text
 
     while True:
         state = read_state(namespace.run)

@@ -9,18 +9,18 @@ trace come from different steps wherever a run has two.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import inspect
 import json
 import resource
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from turnwise.observe.span_timer import SpanPath, SpanTimer
 
 PAGE, TRACE = "profile.md", "trace.json.gz"
 TOP = 15
@@ -62,8 +62,47 @@ ROW_TITLES = {  # of the self time of a span
 }
 
 
-def _row_path(path: SpanPath) -> SpanPath:
-    return (CAPTURE,) if CAPTURE in path else path
+SpanPath = tuple[str, ...]
+"""The names of a span and of the spans around it, outermost first."""
+
+
+@dataclass
+class SpanTimer:
+    """Self time (without the spans inside it) and number of calls of nested spans, by path. Each thread has its own stack. Does
+    not know what the timed calls do, nor who reads the times."""
+
+    seconds: dict[SpanPath, float] = field(default_factory=lambda: defaultdict(float))
+    calls: Counter[SpanPath] = field(default_factory=Counter)
+    running: bool = False
+    synchronize: Callable[[], None] = lambda: None  # waits for the device at the end of a span
+    annotate: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # names the span in a trace
+    _local: threading.local = field(default_factory=threading.local)
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        if not self.running:
+            yield
+            return
+        stack: list[list[Any]] = self._local.__dict__.setdefault("stack", [])
+        path = (*(stack[-1][0] if stack else ()), name)
+        frame: list[Any] = [path, 0.0]  # path, and seconds in the spans inside it
+        stack.append(frame)
+        start = time.perf_counter()
+        try:
+            with self.annotate(name):
+                yield
+                self.synchronize()
+        finally:
+            seconds = time.perf_counter() - start
+            stack.pop()
+            self.seconds[path] += seconds - frame[1]
+            self.calls[path] += 1
+            if stack:
+                stack[-1][1] += seconds
+
+    def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, coroutine function or generator function, timed."""
+        return wrapped_call(call, lambda: self.span(name))
 
 
 def windows(start: int, steps: int) -> tuple[range, range]:
@@ -121,7 +160,8 @@ class Profile:
             stack.enter_context(timed_backward(self.timer))
             stack.enter_context(timed_optimisers(self.timer))
             stack.enter_context(patched_attribute(loop, "report", self._report_and_advance(loop.report)))
-            stack.enter_context(patched_attribute(loop, "after_step", self._evaluations(loop.after_step)))
+            evaluations = {step: self.timer.wrap("evaluate", run) for step, run in loop.after_step.items()}
+            stack.enter_context(patched_attribute(loop, "after_step", evaluations))
             self._begin_step(loop.start + 1)
             try:
                 yield
@@ -134,13 +174,9 @@ class Profile:
         *inner, last = method.split(".")
         for part in inner:
             owner = getattr(owner, part, None)
-        if callable(
-            getattr(owner, last, None)
-        ):  # another engine may lack this method: its time then counts for the caller
+        # another engine may lack this method: its time then counts for the caller
+        if callable(getattr(owner, last, None)):
             stack.enter_context(patched_attribute(owner, last, self.timer.wrap(name, getattr(owner, last))))
-
-    def _evaluations(self, after_step: Mapping[int, Callable[[], Any]]) -> dict[int, Callable[[], Any]]:
-        return {step: self.timer.wrap("evaluate", evaluation) for step, evaluation in after_step.items()}
 
     def _report_and_advance(self, report: Callable[[int, Mapping[str, float]], None]) -> Callable[..., None]:
         """A step ends with its report; what follows belongs to the next step."""
@@ -162,7 +198,10 @@ class Profile:
         if step == self.timed.start:
             self.timer.seconds.clear()
             self.timer.calls.clear()
-            self._reset_peak_memory()
+            if self.cuda:
+                import torch
+
+                torch.cuda.reset_peak_memory_stats()
         if step == self.timed.stop:
             self._finish_timing()
         if step == self.traced.start:
@@ -197,26 +236,23 @@ class Profile:
 
     # ----------------------------------------------------------------- the page
 
-    def _reset_peak_memory(self) -> None:
-        if self.cuda:
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
-
     def _finish_timing(self) -> None:
         """Store the times; spans of traced steps after them must not be added."""
         seconds, calls = self.timer.seconds, self.timer.calls
         self.timer.seconds, self.timer.calls = defaultdict(float), Counter()
         self._times, self._calls = defaultdict(float), Counter()
         for path, self_time in seconds.items():
-            self._times[_row_path(path)] += self_time
+            row = (CAPTURE,) if CAPTURE in path else path
+            self._times[row] += self_time
             if CAPTURE not in path[:-1]:  # a backward pass inside a capture is not a call of its own
-                self._calls[_row_path(path)] += calls[path]
+                self._calls[row] += calls[path]
 
     def page(self) -> str:
         steps, last = len(self.timed), self.timed.stop - 1
         rate = f"{self.tokens / self.total:,.0f} sampled tokens/s" if self.total else ""
-        traced_too = " These steps were also traced, which slows them." if set(self.timed) & set(self.traced) else ""
+        traced = self.traced
+        traced_steps = str(traced.start) if len(traced) == 1 else f"{traced.start} to {traced.stop - 1}"
+        traced_too = " These steps were also traced, which slows them." if set(self.timed) & set(traced) else ""
         return "\n".join(
             [
                 f"# Where the time of a step goes{': ' + self.title if self.title else ''}",
@@ -232,7 +268,7 @@ class Profile:
                 ),
                 "",
                 *self._concurrent_lines(),
-                f"The most expensive operators of step{'s' * (len(self.traced) > 1)} {_step_range(self.traced)} "
+                f"The most expensive operators of step{'s' * (len(traced) > 1)} {traced_steps} "
                 f"({'on the device' if self.cuda else 'on the CPU'}, self time; the whole trace is in `{TRACE}`, for "
                 "`chrome://tracing` or Perfetto):",
                 "",
@@ -306,10 +342,6 @@ def operators(events: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list
     return sorted(((name, calls[name], time) for name, time in self_time.items()), key=lambda row: -row[2])
 
 
-def _step_range(steps: range) -> str:
-    return str(steps.start) if len(steps) == 1 else f"{steps.start} to {steps.stop - 1}"
-
-
 @contextlib.contextmanager
 def timed_backward(timer: SpanTimer) -> Iterator[None]:
     """Time every backward pass inside the block.
@@ -349,6 +381,43 @@ def timed_optimisers(timer: SpanTimer) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+# ---------------------------------------------------------- calls seen from outside
+
+
+def wrapped_call(
+    call: Callable[..., Any], around: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    """The same function, coroutine function or generator function inside ``around()``; of a generator, each of its steps."""
+    if inspect.iscoroutinefunction(call):
+
+        @functools.wraps(call)
+        async def in_coroutine(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return await call(*args, **kwargs)
+
+        return in_coroutine
+    if inspect.isgeneratorfunction(call):
+
+        @functools.wraps(call)
+        def in_generator(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            inner, exhausted = call(*args, **kwargs), object()
+            while True:
+                with around():
+                    item = next(inner, exhausted)
+                if item is exhausted:
+                    return
+                yield item
+
+        return in_generator
+
+    @functools.wraps(call)
+    def in_function(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return call(*args, **kwargs)
+
+    return in_function
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Listener
 from turnwise.engines.sharded.torchrun import torchrun_rank
-from turnwise.training.process_memory import ChildMemory
+from turnwise.training.watch import ChildMemory
 
 SETS = ("steps", "eval_tasks", "eval_every", "trackers", "staleness", "checkpoint_every")
 STEPS = 3  # of a synchronous run: the first warms up and is not counted

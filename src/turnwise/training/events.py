@@ -7,22 +7,16 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from turnwise.core.protocols import Listener
+
+if TYPE_CHECKING:
+    from turnwise.training.watch import RunWatch
 
 
 def silent(event: str, facts: Mapping[str, Any]) -> None:
     """A listener that shows nothing."""
-
-
-class LoopWatch(Protocol):
-    """Reads the parts of a run from another thread."""
-
-    @property
-    def parts(self) -> Any: ...
-
-    def over(self, loop: Any) -> contextlib.AbstractContextManager[None]: ...
 
 
 @dataclass
@@ -31,7 +25,7 @@ class RunEvents:
 
     listen: Listener = silent
     seconds: dict[str, float] = field(default_factory=dict)
-    watch: LoopWatch | None = None
+    watch: RunWatch | None = None
     _inside: float = 0.0  # seconds of the stages that have ended inside the present one
 
     @contextlib.contextmanager

@@ -22,8 +22,8 @@ from turnwise.training.interrupt import StopSignals
 from turnwise.training.memory_check import check_resumed_memory
 from turnwise.training.plan import RunPlan, validate
 from turnwise.training.preflight import check_model_name
-from turnwise.training.run_watch import watched
 from turnwise.training.trainer import Trainer
+from turnwise.training.watch import watched
 
 
 def start_run(

@@ -18,22 +18,26 @@ from safetensors.torch import load_file
 
 from turnwise.environments.calls import call_environment, call_here
 from turnwise.environments.isolated import moved
-from turnwise.observe.activity import Activity, RunningCall
-from turnwise.observe.run_status import read_status, write_status
-from turnwise.training import api, launch, run_watch
+from turnwise.training import api, launch, watch
 from turnwise.training.events import RunEvents
-from turnwise.training.run_facts import (
+from turnwise.training.status import read_status, write_status
+from turnwise.training.watch import (
+    Activity,
     GeneratorFacts,
     GroupFacts,
     OutsideCalls,
     RankFacts,
+    RunMoment,
+    RunningCall,
     RunParts,
     ServerFacts,
+    component_states,
+    culprit,
     outside_calls,
     process_state,
+    suspects,
+    watched,
 )
-from turnwise.training.run_watch import watched
-from turnwise.training.waiting import RunMoment, component_states, culprit, suspects
 
 SMALL = {
     "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 2, "cold_batch": 4,
@@ -231,8 +235,8 @@ def fake_loop(**values):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(run_watch, "STALL_SECONDS", 0.4)
-    monkeypatch.setattr(run_watch, "PERIOD", 0.05)
+    monkeypatch.setattr(watch, "STALL_SECONDS", 0.4)
+    monkeypatch.setattr(watch, "PERIOD", 0.05)
 
 
 def until(condition, seconds=20.0):
@@ -286,7 +290,7 @@ def test_what_progresses_is_not_stuck(tmp_path, quick):
             time.sleep(0.05)
             events.step("cold start", step, 20, {"tokens": 3.0})
             longest = max(longest, time.monotonic() - began)
-        assert told() == [] or longest > run_watch.STALL_SECONDS / 2, "unless the machine itself stood still"
+        assert told() == [] or longest > watch.STALL_SECONDS / 2, "unless the machine itself stood still"
 
 
 def test_a_long_update_is_named_while_others_move(tmp_path, quick):
@@ -337,7 +341,7 @@ def test_parts_that_do_not_exist_yet_report_nothing():
 
 @pytest.mark.slow
 def test_a_watched_run_is_the_same_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_watch, "PERIOD", 0.002)  # looks as often as it can
+    monkeypatch.setattr(watch, "PERIOD", 0.002)  # looks as often as it can
     api.train(**SMALL, out=str(tmp_path), name="watched", quiet=True)
     monkeypatch.setattr(launch, "watched", lambda *_: contextlib.nullcontext())
     api.train(**SMALL, out=str(tmp_path), name="alone", quiet=True)
@@ -364,8 +368,8 @@ class Hanging(Guess):
 """
 PROGRAM = """
 import sys
-from turnwise.training import run_watch
-run_watch.STALL_SECONDS = 3.0
+from turnwise.training import watch
+watch.STALL_SECONDS = 3.0
 from turnwise.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -13,19 +13,18 @@ import time
 import pytest
 
 from turnwise.cli.main import main
-from turnwise.inspector.status.run_state import read_state
-from turnwise.observe.run_status import write_status
 from turnwise.store.lock import ProcessLock, lock_holder
 from turnwise.store.rundir import RunDir
 from turnwise.training.events import RunEvents
-from turnwise.training.run_watch import watched
+from turnwise.training.status import read_state, write_status
+from turnwise.training.watch import watched
 
 HOLDER = """
 import sys, time
 from pathlib import Path
 from turnwise.store.lock import ProcessLock
 from turnwise.training.events import RunEvents
-from turnwise.training.run_watch import watched
+from turnwise.training.watch import watched
 
 run = Path(sys.argv[1])
 with ProcessLock(run / "run.lock"), watched(run, RunEvents(), "shop", 9):
@@ -154,7 +153,7 @@ def test_watch_ends_with_the_run(run, capsys):
 
 
 def test_warnings_are_repeated(run, capsys):
-    rows = [{"text": "fine", "level": "info"}, {"text": "not fine", "level": "warning"}]
+    rows = [{"step": 1, "text": "fine", "level": "info"}, {"step": 2, "text": "not fine", "level": "warning"}]
     (run / "messages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{cut")
     main(["status", str(run)])
     said = capsys.readouterr().out

@@ -1,1 +1,0 @@
-"""What a run is doing at this moment, read from another process."""
