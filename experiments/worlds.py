@@ -42,7 +42,7 @@ class Followed(KeyDoor):
     facts = ("match",)
 
     def step(self, action: Action) -> Step:
-        expected = "" if self._is_over() else self.oracle().text
+        expected = "" if self.done else self.oracle().text
         return with_facts(super().step(action), match=float(action.text.strip().lower().rstrip(".") == expected))
 
 
@@ -87,11 +87,12 @@ class Duel(Nim):
     difficulties = (1,)
     opponent: random.Random
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        heaps = sample_problem(lambda rng: (rng.randint(1, MAX_HEAP), rng.randint(1, MAX_HEAP)), seed, self.split, str)
-        self.start, self.heaps, self.moves, self.lost = heaps, list(heaps), 0, None
+    def begin(self, seed: int) -> Sequence[Message]:
         self.opponent = random.Random(f"opponent/{seed}")
-        return [user_message(self._view())]
+        return super().begin(seed)
+
+    def _sample(self, seed: int) -> tuple[int, int]:
+        return sample_problem(lambda rng: (rng.randint(1, MAX_HEAP), rng.randint(1, MAX_HEAP)), seed, self.split)
 
     def step(self, action: Action) -> Step:
         step = super().step(action)

@@ -12,8 +12,7 @@ import pyspiel
 
 from turnwise import environments
 from turnwise.core.records import Task
-from turnwise.environments.families.game_tree import decision_states, exploitability
-from turnwise.environments.families.game_words import legal_words, prompt
+from turnwise.environments.families.open_spiel import decision_states, exploitability, legal_words, prompt
 from turnwise.errors import SettingError
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
@@ -94,7 +93,7 @@ def test_questions_cover_every_decision_and_large_games_have_none():
 def test_the_average_of_policies_is_weighted_by_their_own_moves():
     """Two policies of the first player that agree nowhere: one always bets, one passes and then bets. After pass and bet only the
     second is ever there, so the average bets there."""
-    from turnwise.environments.families.game_tree import average_policy
+    from turnwise.environments.families.open_spiel import average_policy
 
     game = pyspiel.load_game("kuhn_poker")
 

@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from turnwise.core.protocols import Action
-from turnwise.environments.families.browser import BROWSERS
+from turnwise.environments.families.miniwob import BROWSERS
 from turnwise.errors import SettingError
 
 missing = [name for name in ("miniwob", "playwright") if importlib.util.find_spec(name) is None]

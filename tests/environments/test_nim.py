@@ -40,7 +40,7 @@ def test_a_perfect_player_on_both_sides_wins_for_the_favourite(difficulty):
     for seed in range(20):
         env = Nim(difficulty=difficulty)
         env.reset(seed)
-        while not env.over:
+        while not env.done:
             step = env.step(env.oracle())
         assert step.terminated and step.info["success"]
 

@@ -10,8 +10,7 @@ import pytest
 import turnwise
 from turnwise.core.protocols import Action, ToolCall
 from turnwise.environments.base import text_action, tool_action
-from turnwise.environments.prompt_tools import MAX_CALLS, MAX_TURNS, tool_prompts
-from turnwise.environments.prompts import PromptProblem, prompt_class
+from turnwise.environments.prompts import MAX_CALLS, MAX_TURNS, PromptProblem, prompt_class, tool_prompts
 from turnwise.errors import EnvironmentFault, SettingError
 
 ROWS = {"train": {0: PromptProblem(({"role": "user", "content": "6 times 7?"},), "42")}, "held_out": {}}

@@ -93,7 +93,7 @@ class TestWithThePackage:
             ("composite", "no dataset 'composite'"),
             ("countdown", "would execute model output"),
             ("chain_sum,max_term=2", "did you mean 'max_terms'"),
-            ("chain_sum,2", "write field=value"),
+            ("chain_sum,2", "write key=value"),
             ("chain_sum,seed=2", "set by the run"),
             ("chain_sum,min_terms=4", "max_terms must be >= min_terms"),
         ],

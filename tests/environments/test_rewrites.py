@@ -9,8 +9,7 @@ import re
 import pytest
 
 from turnwise import environments
-from turnwise.environments.builtin.calculator import QUESTIONS, Calculator, make_problem
-from turnwise.environments.builtin.rewrites import REWRITES, TERMS, reworded
+from turnwise.environments.builtin.calculator import QUESTIONS, REWRITES, TERMS, Calculator, make_problem, reworded
 from turnwise.errors import SettingError
 
 

@@ -10,10 +10,13 @@ An environment knows nothing of tokens, log-probabilities or losses.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
@@ -45,15 +48,14 @@ class Environment(ABC):
     facts: ClassVar[tuple[str, ...]] = ()  # names of the numbers or labels that ``info["facts"]`` of a step may hold
     inline: ClassVar[bool] = False  # no plain method ever blocks: they are called directly, without a thread
     suggests: ClassVar[Mapping[str, Any]] = {}  # settings that apply where the user gives none: {"history": 1}
-    suggests_for_models: ClassVar[
-        Mapping[str, Any]
-    ] = {}  # the same with a model that is not small: {"max_tokens": 256}
+    # the same with a model that is not small: {"max_tokens": 256}
+    suggests_for_models: ClassVar[Mapping[str, Any]] = {}
     deterministic: ClassVar[bool] = False  # the same actions lead to the same state: forks may replay them
     wordings: ClassVar[int] = 1  # how many wordings of a task ``reset`` can show
     wording: int = 0  # which of them this episode shows; set before ``reset``
-    symbols: ClassVar[str] = (
-        ""  # regular expression of texts that the tiny tokenizer must not merge with their neighbours
-    )
+    # a regular expression of texts that the tiny tokenizer must not merge with their neighbours
+    symbols: ClassVar[str] = ""
+    oracle_share: ClassVar[float] = 0.5  # of the turns of a demonstration
 
     def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
         if difficulty not in self.difficulties:
@@ -126,8 +128,8 @@ class Environment(ABC):
 
     def demonstrate(self, rng: random.Random) -> Action:
         """The next action of an *imperfect* demonstrator, so that a cold start leaves something to learn. Default: ``oracle``
-        with probability 0.5, otherwise ``random_action``."""
-        return self.oracle() if rng.random() < 0.5 else self.random_action(rng)
+        with probability ``oracle_share``, otherwise ``random_action``."""
+        return self.oracle() if rng.random() < self.oracle_share else self.random_action(rng)
 
 
 def overrides(cls: Any, name: str) -> bool:
@@ -136,55 +138,102 @@ def overrides(cls: Any, name: str) -> bool:
     return callable(method) and method is not getattr(Environment, name, None)
 
 
-class SingleAnswerEnvironment(Environment):
-    """An episode that ends with one final answer, right or wrong, or at the turn limit."""
+class Episode(Environment):
+    """An episode that ends by itself, or has failed at the turn limit.
 
-    limits: ClassVar[Mapping[int, int]]  # turns by difficulty
+    A subclass writes ``begin`` and ``act``; this class counts the turns, and answers what comes after the end."""
+
+    limits: ClassVar[Mapping[int, int]] = {}  # turns by difficulty, where they differ
     seed: int
-    turns: int  # taken so far
-    final_answer: str  # empty until it is given
+    turns: int = 0  # taken so far
+    done: bool = False
+    success: bool = False  # of an episode that is done
 
     def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
         super().__init__(difficulty=difficulty, split=split)
-        self.max_turns = self.limits[difficulty]
+        self.max_turns = self.limits.get(difficulty, self.max_turns)
 
-    def begin(self, seed: int) -> None:
-        """Reset to the first turn. A subclass also samples the problem of this seed."""
-        self.seed, self.turns, self.final_answer = seed, 0, ""
-
-    @property
     @abstractmethod
-    def correct_answer(self) -> str:
-        """The final answer that is rewarded."""
+    def begin(self, seed: int) -> Sequence[Message]:
+        """Set up the task of this seed; returns the first messages."""
 
-    @property
+    @abstractmethod
+    def act(self, action: Action) -> Step:
+        """Apply an action of an episode that goes on."""
+
     def succeeded(self) -> bool:
-        return self.final_answer == self.correct_answer
+        """Whether an episode that is cut off at the turn limit has succeeded all the same."""
+        return False
 
-    @property
-    def is_over(self) -> bool:
-        return bool(self.final_answer) or self.turns >= self.max_turns
+    def reset(self, seed: int) -> Sequence[Message]:
+        self.seed, self.turns, self.done, self.success = seed, 0, False, False
+        return self.begin(seed)
 
-    def reply(
-        self, messages: Sequence[Message], reward: float = 0.0, facts: Mapping[str, float] | None = None, **counts: int
-    ) -> Step:
-        """A step with the ``facts`` of the turn; the last step of the episode also has ``info["success"]``."""
-        info: dict[str, Any] = {
-            **counts,
-            **({"facts": facts} if facts else {}),
-            **({"success": self.succeeded} if self.is_over else {}),
-        }
-        return Step(messages, reward, bool(self.final_answer), self.is_over and not self.final_answer, info)
+    def step(self, action: Action) -> Step:
+        if self.done:
+            return Step([user_message("it is over.")], terminated=True, info={"success": self.success})
+        self.turns += 1
+        step = self.act(action)
+        if not (step.terminated or step.truncated) and self.turns >= self.max_turns:
+            step = replace(step, truncated=True, info={"success": self.succeeded(), **step.info})
+        self.done = bool(step.terminated or step.truncated)
+        self.success = self.done and bool(step.info.get("success"))
+        return step
+
+
+class SavedEpisode(Episode):
+    """An episode that can be branched: ``saved`` names what ``act`` changes, each with the type that reads it from JSON."""
+
+    saved: ClassVar[Mapping[str, Callable[[Any], Any]]]
 
     def snapshot(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in ("difficulty", "split", "seed", "turns")}
-        return {**state, "said": self.final_answer}
+        names = ("difficulty", "split", "seed", "turns", "done", "success")
+        state = {name: getattr(self, name) for name in names}
+        return state | {name: read(getattr(self, name)) for name, read in self.saved.items()}  # copies of what changes
 
     def restore(self, snapshot: Any) -> None:
-        self.difficulty, self.split = snapshot["difficulty"], snapshot["split"]
-        self.max_turns = self.limits[self.difficulty]
-        self.begin(snapshot["seed"])
-        self.turns, self.final_answer = snapshot["turns"], snapshot["said"]
+        state = dict(snapshot)
+        self.difficulty, self.split = state["difficulty"], state["split"]
+        self.max_turns = self.limits.get(self.difficulty, self.max_turns)
+        self.begin(state["seed"])
+        for name, value in state.items():
+            setattr(self, name, self.saved[name](value) if name in self.saved else value)
+
+
+class WrappedEnvironment(Environment):
+    """A class that is put before an environment to change its episodes: ``class KeyDoorPath(ExpertPath, KeyDoor)``."""
+
+    def plain_step(self, action: Action) -> Step:
+        """The step of the environment itself."""
+        step = super().step(action)  # type: ignore[safe-super]
+        assert isinstance(step, Step), f"{type(self).__name__}: its step must not be async"
+        return step
+
+
+class AnsweredEnvironment(Environment):
+    """A question with a reference answer, from which the scripted policies follow."""
+
+    @abstractmethod
+    def answer(self) -> str: ...
+
+    @abstractmethod
+    def other_answer(self, rng: random.Random) -> str:
+        """The answer of a random question."""
+
+    def oracle(self) -> Action:
+        return text_action(self.answer())
+
+    def random_action(self, rng: random.Random) -> Action:
+        return text_action(self.other_answer(rng))
+
+    def demonstrate(self, rng: random.Random) -> Action:
+        """Right in half of the episodes. Otherwise a near miss of a whole number, so that an imitator must still read the
+        question, or the answer of a random one."""
+        if rng.random() < 0.5:
+            return self.oracle()
+        if re.fullmatch(r"-?[0-9]{1,9}", self.answer()):
+            return text_action(str(int(self.answer()) + rng.choice((-10, -2, -1, 1, 2, 10))))
+        return self.random_action(rng)
 
 
 Problem = TypeVar("Problem")
@@ -207,12 +256,41 @@ def sample_problem(
     raise RuntimeError(f"no {split} problem found for seed {seed}: too few different problems")
 
 
-def tool_action(tool: str, **arguments: Any) -> Action:
-    """An action that calls one tool, in the format the renderer parses."""
-    import json
+def split_by_content(tasks: Iterable[Problem], content: Callable[[Problem], str]) -> dict[str, list[Problem]]:
+    """Listed tasks by split. Where one split would be empty, it has the tasks of the other."""
+    splits: dict[str, list[Problem]] = {split: [] for split in SPLITS}
+    for task in tasks:
+        splits["held_out" if is_held_out(content(task)) else "train"].append(task)
+    train, held_out = splits.values()
+    return {"train": train or held_out, "held_out": held_out or train}
 
-    text = f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
-    return Action(text=text, calls=(ToolCall(tool, arguments),))
+
+def read_json_lines(path: str, expected: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file, one in each line, each after the words that say where it stands; ``expected`` shows in a refusal
+    what to write."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise SettingError(f"{path} cannot be read: {fault}") from None
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if not line.strip():
+                continue
+            raise SettingError(f"{where}: not JSON; write {expected} in each line") from None
+        if not isinstance(row, dict):
+            raise SettingError(f"{where}: not an object; write {expected}")
+        yield where, row
+
+
+# ---- actions and messages
+
+
+def plain_words(text: str) -> str:
+    """A text without case and final dot, as commands are compared."""
+    return text.strip().lower().rstrip(".")
 
 
 def text_action(text: str) -> Action:
@@ -220,6 +298,30 @@ def text_action(text: str) -> Action:
     return Action(text=text)
 
 
+def call_action(*calls: ToolCall) -> Action:
+    """An action that makes these calls, in the format the renderer parses."""
+    written = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
+    return Action("".join(f"<tool_call>{text}</tool_call>" for text in written), calls)
+
+
+def tool_action(tool: str, **arguments: Any) -> Action:
+    """An action that calls one tool."""
+    return call_action(ToolCall(tool, arguments))
+
+
 def user_message(text: str) -> Message:
     """An observation as a user message, for environments without tools."""
     return {"role": "user", "content": text}
+
+
+def tool_message(name: str, text: str, id: str = "") -> Message:
+    """The reply of a tool; ``id`` is that of the call, where it has one."""
+    message: Message = {"role": "tool", "name": name, "content": text}
+    return message | ({"tool_call_id": id} if id else {})
+
+
+def tool_schema(name: str, description: str, **types: str) -> dict[str, Any]:
+    """The OpenAI schema of a tool that needs all its arguments: ``tool_schema("search", "find notes", query="string")``."""
+    properties = {key: {"type": kind} for key, kind in types.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

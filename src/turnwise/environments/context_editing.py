@@ -9,30 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from turnwise.core.protocols import Action, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import user_message
+from turnwise.environments.base import tool_schema, user_message
 
 MAX_NOTES = 400  # characters
-KEEP: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "keep",
-        "description": "forget everything but the task and these notes",
-        "parameters": {"type": "object", "properties": {"notes": {"type": "string"}}, "required": ["notes"]},
-    },
-}
-DROP: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "drop",
-        "description": "forget the oldest turns",
-        "parameters": {"type": "object", "properties": {"turns": {"type": "integer"}}, "required": ["turns"]},
-    },
-}
-EDITING_TOOLS = (KEEP, DROP)
+EDITING_TOOLS = (
+    tool_schema("keep", "forget everything but the task and these notes", notes="string"),
+    tool_schema("drop", "forget the oldest turns", turns="integer"),
+)
 
 
 class EditRefused(Exception):
@@ -60,20 +46,15 @@ class ContextEditor:
 
     def apply(self, call: ToolCall) -> list[Message]:
         """Make the edit of a call; the new context, to which the environment adds its reply."""
-        edits = {"keep": self._keep, "drop": self._drop}
-        if call.name not in edits:
+        notes, turns = call.arguments.get("notes"), call.arguments.get("turns")
+        if call.name == "keep":
+            if not isinstance(notes, str) or not notes.strip() or len(notes) > self.max_notes:
+                raise EditRefused(f"error: notes must be a text of at most {self.max_notes} characters")
+            self.notes, self.exchanges = " ".join(notes.split()), []
+        elif call.name == "drop":
+            if not isinstance(turns, int) or isinstance(turns, bool) or not 1 <= turns <= len(self.exchanges):
+                raise EditRefused(f"error: turns must be a number from 1 to {len(self.exchanges)}")
+            self.exchanges = self.exchanges[turns:]
+        else:
             raise EditRefused(f"error: no tool {call.name[:40]}")
-        edits[call.name](call)
         return self.context
-
-    def _keep(self, call: ToolCall) -> None:
-        notes = call.arguments.get("notes")
-        if not isinstance(notes, str) or not notes.strip() or len(notes) > self.max_notes:
-            raise EditRefused(f"error: notes must be a text of at most {self.max_notes} characters")
-        self.notes, self.exchanges = " ".join(notes.split()), []
-
-    def _drop(self, call: ToolCall) -> None:
-        turns = call.arguments.get("turns")
-        if not isinstance(turns, int) or isinstance(turns, bool) or not 1 <= turns <= len(self.exchanges):
-            raise EditRefused(f"error: turns must be a number from 1 to {len(self.exchanges)}")
-        self.exchanges = self.exchanges[turns:]

@@ -13,16 +13,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, is_held_out
+from turnwise.environments.base import Environment, read_json_lines, split_by_content
 from turnwise.environments.equivalence import check_rule, equivalent
-from turnwise.errors import SettingError, nearest
-
-OPTIONS = ("rule", "likeness")
+from turnwise.environments.families.adapter import member_class, split_options
+from turnwise.errors import SettingError
 
 
 class DemonstratedTurn(Environment):
@@ -30,7 +28,9 @@ class DemonstratedTurn(Environment):
 
     expert_turns: ClassVar[bool] = True
     max_turns = 1
-    turns: ClassVar[Mapping[str, Sequence[tuple[list[Message], Action]]]] = {}  # by split: history, recorded action
+    turns: ClassVar[
+        Mapping[str, Sequence[tuple[str, list[Message], Action]]]
+    ] = {}  # by split: dialogue, history, action
     seeds: ClassVar[Mapping[str, Sequence[int]]] = {}
     rule: ClassVar[str] = "arguments"
     likeness: ClassVar[float] = 0.8
@@ -38,7 +38,7 @@ class DemonstratedTurn(Environment):
 
     def reset(self, seed: int) -> Sequence[Message]:
         listed = self.turns[self.split]
-        history, self.expected = listed[seed % len(listed)]
+        _, history, self.expected = listed[seed % len(listed)]
         return list(history)
 
     def step(self, action: Action) -> Step:
@@ -52,51 +52,25 @@ class DemonstratedTurn(Environment):
 @cache
 def environment(member: str) -> type[DemonstratedTurn]:
     """The class of a file, with options after commas."""
-    path, *words = member.split(",")
-    options = dict(word.partition("=")[::2] for word in words)
-    for key in options:
-        if key not in OPTIONS:
-            raise SettingError(f"demonstrated:{path} has no option {key!r}; {nearest(key, OPTIONS)}")
-    try:
-        rule, likeness = options.get("rule", "arguments"), float(options.get("likeness", 0.8))
-    except ValueError:
-        raise SettingError(f"likeness is {options['likeness']!r}; write a number in (0, 1]") from None
+    path, options = split_options("demonstrated", member, ("rule", "likeness"))
+    rule, likeness = str(options.get("rule", "arguments")), options.get("likeness", 0.8)
     check_rule(rule, likeness)
     tools: dict[str, dict[str, Any]] = {}
-    turns: dict[str, list[tuple[list[Message], Action]]] = {"train": [], "held_out": []}
-    for line, row in enumerate(_rows(path), start=1):
+    turns: list[tuple[str, list[Message], Action]] = []  # the whole dialogue, the messages before the turn, the turn
+    for where, row in read_json_lines(path, '{"messages": [...]}'):
         messages = row.get("messages")
         if not isinstance(messages, list):
-            raise SettingError(f"{path}, line {line}: no messages; write a list of chat messages")
-        split = "held_out" if is_held_out(json.dumps(messages, sort_keys=True)) else "train"
+            raise SettingError(f"{where}: no messages; write a list of chat messages")
+        content = json.dumps(messages, sort_keys=True)
         at = [k for k, message in enumerate(messages) if k and message.get("role") == "assistant"]
-        turns[split] += [(messages[:k], _action(messages[k], f"{path}, line {line}")) for k in at]
+        turns += [(content, messages[:k], _action(messages[k], where)) for k in at]
         tools |= {tool["function"]["name"]: tool for tool in row.get("tools") or ()}
-    if not any(turns.values()):
+    if not turns:
         raise SettingError(f"{path} holds no assistant turn that follows another message")
-    for split, other in (("train", "held_out"), ("held_out", "train")):  # a file of few dialogues may leave one empty
-        turns[split] = turns[split] or turns[other]
-    seeds = {split: range(len(listed)) for split, listed in turns.items()}
-    body = {"turns": turns, "seeds": seeds, "tools": tuple(tools.values()), "rule": rule, "likeness": likeness}
-    return type(
-        "DemonstratedTurn", (DemonstratedTurn,), {**body, "__module__": __name__, "__doc__": f"Turns of {path}."}
-    )
-
-
-def _rows(path: str) -> list[dict[str, Any]]:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise SettingError(f"demonstrated:{path} cannot be read: {fault}") from None
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            raise SettingError(f"{path}, line {number}: not JSON; write one dialogue in each line") from None
-        if not isinstance(rows[-1], dict):
-            raise SettingError(f"{path}, line {number}: not an object; write {{'messages': [...]}}")
-    return rows
+    splits = split_by_content(turns, lambda turn: turn[0])
+    seeds = {split: range(len(listed)) for split, listed in splits.items()}
+    body = {"turns": splits, "seeds": seeds, "tools": tuple(tools.values()), "rule": rule, "likeness": likeness}
+    return member_class("demonstrated", member, DemonstratedTurn, f"Turns of {path}.", **body)
 
 
 def _action(message: Message, where: str) -> Action:
@@ -111,6 +85,3 @@ def _action(message: Message, where: str) -> Action:
             raise SettingError(f"{where}: arguments of {function.get('name')!r} are not JSON") from None
         calls.append(ToolCall(str(function.get("name")), dict(arguments)))
     return Action(text=str(message.get("content") or ""), calls=tuple(calls))
-
-
-__all__ = ["DemonstratedTurn", "environment"]

@@ -17,13 +17,13 @@ from typing import Any
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, user_message
+from turnwise.environments.base import WrappedEnvironment, plain_words, user_message
 from turnwise.errors import SettingError
 
 VARIANTS = 8  # different dreams of one transition: what the observation hides may differ between tasks
 
 
-class Dreamed(Environment):
+class Dreamed(WrappedEnvironment):
     """``horizon``: the most steps that are dreamed in an episode."""
 
     dreaming: bool
@@ -53,11 +53,9 @@ class Dreamed(Environment):
 
     def step(self, action: Action) -> Step:
         if not self.dreaming:
-            step = super().step(action)  # type: ignore[safe-super]
-            assert isinstance(step, Step), f"{type(self).__name__}: its step must not be async"
-            return step
+            return self.plain_step(action)
         self.dreamed += 1
-        self.seen = self.predict(self.seen, action.text.strip().lower().rstrip("."), self.variant)
+        self.seen = self.predict(self.seen, plain_words(action.text), self.variant)
         done = self.judge(self.seen)
         over = not done and self.dreamed >= self.horizon
         info: dict[str, Any] = {"success": done} if done or over else {}

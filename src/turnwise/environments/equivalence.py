@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.core.protocols import Action
+from turnwise.environments.base import plain_words
 from turnwise.errors import SettingError, nearest
 
 RULES = ("exact", "arguments", "names")
@@ -31,18 +32,17 @@ def equivalent(action: Action, expected: Action, rule: str = "arguments", likene
     if rule == "names":
         return True
     if not expected.calls:
-        return _plain(action.text) == _plain(expected.text) or (
-            rule == "arguments" and alike(action.text, expected.text, likeness)
-        )
+        exact, other = (" ".join(plain_words(text).split()) for text in (expected.text, action.text))
+        return exact == other or (rule == "arguments" and alike(action.text, expected.text, likeness))
     pairs = [(a.arguments, b.arguments) for a, b in zip(action.calls, expected.calls)]
     return all(a == b if rule == "exact" else same_value(a, b, likeness) for a, b in pairs)
 
 
-def check_rule(rule: str, likeness: float) -> None:
+def check_rule(rule: str, likeness: Any) -> None:
     """Refuse an unknown rule, and a likeness that no text has."""
     if rule not in RULES:
         raise SettingError(f"rule is {rule!r}; {nearest(rule, RULES)}")
-    if not 0 < likeness <= 1:
+    if not isinstance(likeness, int | float) or not 0 < likeness <= 1:
         raise SettingError(f"likeness is {likeness}; write a number in (0, 1]")
 
 
@@ -64,7 +64,7 @@ def same_value(a: Any, b: Any, likeness: float = 0.8) -> bool:
 
 def alike(a: str, b: str, likeness: float) -> bool:
     """Whether two texts are equal but for case, spaces and punctuation, or similar enough."""
-    a, b = _normal(a), _normal(b)
+    a, b = (" ".join(re.sub(r"[^\w\s]", " ", text.lower()).split()) for text in (a, b))
     return a == b or difflib.SequenceMatcher(None, a, b, autojunk=False).ratio() >= likeness
 
 
@@ -80,14 +80,3 @@ def _number(value: Any) -> float | None:
             return float(word == "true")
         value = word if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", word) else None
     return None if value is None or isinstance(value, Mapping) or _is_list(value) else float(value)
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.lower().split()).rstrip(".")
-
-
-def _normal(text: str) -> str:
-    return " ".join(re.sub(r"[^\w\s]", " ", text.lower()).split())
-
-
-__all__ = ["RULES", "alike", "check_rule", "equivalent", "same_value"]

@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment
+from turnwise.environments.base import WrappedEnvironment, plain_words
 from turnwise.environments.builtin.keydoor import MOVES, WORDS, KeyDoor
 from turnwise.environments.builtin.lookup import ANSWER, Lookup
 from turnwise.errors import SettingError
 
 
-class ExpertPath(Environment):
+class ExpertPath(WrappedEnvironment):
     """Put before an environment with an ``oracle`` and a plain ``step``: ``class KeyDoorPath(ExpertPath, KeyDoor)``."""
 
     facts: ClassVar[tuple[str, ...]] = ("match",)
@@ -43,41 +43,28 @@ class ExpertPath(Environment):
             f"{type(self).__name__} does not say which actions are of one kind: write `action_kind`"
         )
 
-    def same_action(self, action: Action, expected: Action) -> bool:
-        return _words(action) == _words(expected)
-
     def reset(self, seed: int) -> Sequence[Message]:
         self.read, self.patched = list(super().reset(seed)), 0  # type: ignore[safe-super]
         return list(self.read)
 
     def step(self, action: Action) -> Step:
         if self.split != "train":
-            return self._plain_step(action)
+            return self.plain_step(action)
         expected = self.oracle()
-        matched = self.same_action(action, expected)
-        reward = self._reward(action, expected, matched)
+        matched, kind = _words(action) == _words(expected), self.action_kind(action)
+        likeness = 1.0 if matched else 0.5 if kind == self.action_kind(expected) else 0.1
+        reward = 0.0 if kind is None else 0.1 + 0.9 * likeness
         if not matched and self.patches >= 0 and self.patched >= self.patches:
             return Step([], reward, truncated=True, info={"success": False, "facts": {"match": 0.0}})
         self.patched += not matched
         taken = action if matched else expected
-        step = self._plain_step(taken)
+        step = self.plain_step(taken)
         context = None if matched else [*self.read, taken.message]
         self.read += [taken.message, *step.messages]
         info = {**step.info, "facts": {**step.info.get("facts", {}), "match": float(matched)}}
         if step.terminated or step.truncated:
             info["success"] = bool(info.get("success")) and not self.patched
         return Step(step.messages, reward, step.terminated, step.truncated, info, context)
-
-    def _plain_step(self, action: Action) -> Step:
-        step = super().step(action)  # type: ignore[safe-super]
-        assert isinstance(step, Step), f"{type(self).__name__}: its step must not be async"
-        return step
-
-    def _reward(self, action: Action, expected: Action, matched: bool) -> float:
-        kind = self.action_kind(action)
-        if kind is None:
-            return 0.0
-        return 0.1 + 0.9 * (1.0 if matched else 0.5 if kind == self.action_kind(expected) else 0.1)
 
     def snapshot(self) -> dict[str, Any]:
         return {"plain": super().snapshot(), "read": self.read, "patched": self.patched}
@@ -89,7 +76,7 @@ class ExpertPath(Environment):
 
 def _words(action: Action) -> object:
     """An action for comparison: its calls, or its text without case and final dot."""
-    return [(c.name, c.arguments) for c in action.calls] or action.text.strip().lower().rstrip(".")
+    return [(c.name, c.arguments) for c in action.calls] or plain_words(action.text)
 
 
 class KeyDoorPath(ExpertPath, KeyDoor):

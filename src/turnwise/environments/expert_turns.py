@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment
+from turnwise.environments.base import WrappedEnvironment
 from turnwise.environments.builtin.keydoor import KeyDoor
 from turnwise.environments.builtin.lookup import Lookup
 from turnwise.environments.equivalence import check_rule, equivalent
 from turnwise.errors import SettingError
 
 
-class ExpertTurns(Environment):
+class ExpertTurns(WrappedEnvironment):
     """Put before an environment with an ``oracle`` and a plain ``step``: ``class KeyDoorTurns(ExpertTurns, KeyDoor)``.
 
     ``demonstrations``: how many there are; a seed chooses one of them and one of its turns. ``rule`` and ``likeness``: which turn
@@ -59,7 +59,7 @@ class ExpertTurns(Environment):
         read = list(super().reset(number))  # type: ignore[safe-super]
         for _ in range(self.turn_index):
             action = self.oracle()
-            read += [action.message, *self._plain_step(action).messages]
+            read += [action.message, *self.plain_step(action).messages]
         self.expected = self.oracle()
         return read
 
@@ -68,7 +68,7 @@ class ExpertTurns(Environment):
         twin = type(self)(difficulty=self.difficulty, split=self.split)
         super(ExpertTurns, twin).reset(number)  # type: ignore[safe-super]
         for turns in range(1, self.max_turns + 1):
-            step = twin._plain_step(twin.oracle())
+            step = twin.plain_step(twin.oracle())
             if step.terminated:
                 return turns
             if step.truncated:
@@ -77,14 +77,9 @@ class ExpertTurns(Environment):
 
     def step(self, action: Action) -> Step:
         if self.split != "train":
-            return self._plain_step(action)
+            return self.plain_step(action)
         good = self.acceptable(action)
         return Step([], float(good), terminated=True, info={"success": good})
-
-    def _plain_step(self, action: Action) -> Step:
-        step = super().step(action)  # type: ignore[safe-super]
-        assert isinstance(step, Step), f"{type(self).__name__}: its step must not be async"
-        return step
 
     def snapshot(self) -> dict[str, Any]:
         state = {"plain": super().snapshot()}
@@ -103,7 +98,7 @@ class KeyDoorTurns(ExpertTurns, KeyDoor):
         if super().acceptable(action):
             return True
         state, left = self.state, self.turns_to_solve()
-        KeyDoor.step(self, action)
+        self.act(action)  # moves the state and nothing else
         nearer = self.turns_to_solve() < left
         self.state = state
         return nearer and self.rule != "exact"

@@ -8,7 +8,6 @@ reward is that of the step index, from −1 to 1. Rows are divided between the s
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -17,31 +16,27 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, is_held_out, text_action
+from turnwise.environments.base import Environment, read_json_lines, split_by_content, text_action
 from turnwise.errors import SettingError
 from turnwise.rewards.first_error import NO_ERROR, answer, count_steps, question, read_answer, step_index_reward
 
 
 @lru_cache(maxsize=8)
-def read_rows(path: str, changed: int) -> dict[str, tuple[tuple[tuple[str, ...], int], ...]]:
+def read_rows(path: str, changed: int) -> dict[str, list[tuple[tuple[str, ...], int]]]:
     """The rows of a file by split. ``changed``: when the file was last written, so that a new one is read again."""
-    found: dict[str, list[tuple[tuple[str, ...], int]]] = {"train": [], "held_out": []}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    rows, expected = [], "{lines: [...], error: 2}"
+    for where, row in read_json_lines(path, expected):
         try:
-            row = json.loads(line)
             lines, error = tuple(map(str, row["lines"])), int(row["error"])
         except (ValueError, KeyError, TypeError):
-            raise SettingError(
-                f"{path}, line {number} has no `lines` and `error`; write {{lines: [...], error: 2}}"
-            ) from None
+            raise SettingError(f"{where} has no `lines` and `error`; write {expected}") from None
         if not NO_ERROR <= error < max(1, count_steps(lines)):
-            raise SettingError(
-                f"{path}, line {number}: error is {error}, and the episode has {count_steps(lines)} steps"
-            )
-        found["held_out" if is_held_out(" ".join(lines)) else "train"].append((lines, error))
-    if not all(found.values()):
+            raise SettingError(f"{where}: error is {error}, and the episode has {count_steps(lines)} steps")
+        rows.append((lines, error))
+    splits = split_by_content(rows, lambda row: " ".join(row[0]))
+    if not rows or splits["train"] is splits["held_out"]:
         raise SettingError(f"{path} has too few different rows for two splits; write more episodes")
-    return {split: tuple(rows) for split, rows in found.items()}
+    return splits
 
 
 class FirstError(Environment):
@@ -63,9 +58,9 @@ class FirstError(Environment):
         return question(self.lines)
 
     def step(self, action: Action) -> Step:
-        said = read_answer(action.text)
-        reward = step_index_reward(count_steps(self.lines), self.error, said)
-        return Step([], reward, terminated=True, info={"success": said == self.error})
+        verdict = read_answer(action.text)
+        reward = step_index_reward(count_steps(self.lines), self.error, verdict)
+        return Step([], reward, terminated=True, info={"success": verdict == self.error})
 
     def answer(self) -> str:
         return answer(self.error)

@@ -1,27 +1,31 @@
 """Prompts of a file as an environment: one prompt, one answer. What the answer earns is said by reward functions, not here.
 
     prompt_class({"train": {0: problem, ...}, "held_out": {...}})    a class; a task's seed is the number of its row
+    tool_prompts(prompt_class(...), ("python", "search.py:search"))  its episodes may call tools before they answer
 
 Where every row has a reference answer, the class has scripted policies that give it, so that a model that knows no language can
-begin by imitating them. Knows no file and no reward.
+begin by imitating them. With tools, a turn with calls is answered by their results, and the first turn without a call is the
+answer. Knows no file and no reward.
 """
 
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from turnwise.config.named_object import load_object
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, text_action
+from turnwise.environments.base import AnsweredEnvironment, Environment, tool_message
 from turnwise.errors import EnvironmentFault, SettingError
+from turnwise.tools import SandboxSession, Toolbox, python_tool
 
 NAME = "prompts"  # of the environment in tasks and settings
-INTEGER = re.compile(r"-?[0-9]{1,9}")
-NEAR_MISSES = (-10, -2, -1, 1, 2, 10)
+PYTHON = "python"  # the tool that is no function of the user's: an isolated interpreter
+MAX_TURNS = 6  # with tools
+MAX_CALLS = 8  # per turn; each may take the tool's whole time limit
 
 
 @dataclass(frozen=True)
@@ -55,30 +59,63 @@ class PromptEnvironment(Environment):
         return Step(terminated=True, info={"tool_calls": len(action.calls), "tool_errors": len(action.faults)})
 
 
-class AnsweredPromptEnvironment(PromptEnvironment):
+class AnsweredPromptEnvironment(AnsweredEnvironment, PromptEnvironment):
     """Every row has a reference answer."""
 
     def answer(self) -> str:
-        assert self.problem.answer is not None
-        return self.problem.answer
+        return str(self.problem.answer)
 
-    def oracle(self) -> Action:
-        return text_action(self.answer())
+    def other_answer(self, rng: random.Random) -> str:
+        return str(self.problems["train"][rng.choice(self.seeds["train"])].answer)
 
-    def random_action(self, rng: random.Random) -> Action:
-        """The reference answer of a random row."""
-        other = self.problems["train"][rng.choice(self.seeds["train"])]
-        assert other.answer is not None
-        return text_action(other.answer)
 
-    def demonstrate(self, rng: random.Random) -> Action:
-        """Right in half of the episodes. Otherwise a near miss of a whole number, so that an imitator must still read the
-        prompt, or the answer of a random row."""
-        if rng.random() < 0.5:
-            return self.oracle()
-        if INTEGER.fullmatch(self.answer()):
-            return text_action(str(int(self.answer()) + rng.choice(NEAR_MISSES)))
-        return self.random_action(rng)
+class ToolPromptEnvironment(PromptEnvironment):
+    """One prompt, calls of tools, one answer."""
+
+    max_turns = MAX_TURNS
+    inline = False
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = ()  # of the user
+    with_python: ClassVar[bool] = False
+
+    def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
+        super().__init__(difficulty=difficulty, split=split)
+        self.turn = self.failed_code = 0
+        self.session: SandboxSession | None = None
+
+        async def python(code: str) -> str:
+            """Run Python and see what it prints."""
+            if self.session is None:
+                self.session = python_tool().open()
+            result = await self.session.arun(code)
+            self.failed_code += not result.ok
+            return result.output.strip() or "(nothing printed)"
+
+        self.toolbox = Toolbox([*([python] if self.with_python else []), *self.functions])
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        messages = super().reset(seed)
+        if self.problem.tools:
+            raise EnvironmentFault("the row has tools of its own, which --tools cannot run; leave one of them out")
+        self.tools = self.toolbox.schemas
+        return messages
+
+    async def step(self, action: Action) -> Step:  # type: ignore[override]
+        self.turn += 1
+        if not (action.calls or action.faults):
+            return Step(terminated=True)
+        if len(action.calls) > MAX_CALLS:
+            refusal = f"error: {len(action.calls)} calls at once; at most {MAX_CALLS}"
+            messages, errors = [tool_message(call.name, refusal) for call in action.calls], len(action.calls)
+        else:
+            failed_before = self.failed_code
+            messages, errors = await self.toolbox.arun(action)
+            errors += self.failed_code - failed_before
+        info = {"tool_calls": len(action.calls) + len(action.faults), "tool_errors": errors}
+        return Step(messages, truncated=self.turn >= self.max_turns, info=info)
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
 
 
 def prompt_class(problems: Mapping[str, Mapping[int, PromptProblem]], verdict: bool = False) -> type[PromptEnvironment]:
@@ -86,14 +123,24 @@ def prompt_class(problems: Mapping[str, Mapping[int, PromptProblem]], verdict: b
     answered = all(p.answer is not None for rows in problems.values() for p in rows.values())
     base = AnsweredPromptEnvironment if answered else PromptEnvironment
     seeds = {split: tuple(rows) for split, rows in problems.items()}
-    body = {
-        "problems": problems,
-        "seeds": seeds,
-        "verdict": verdict,
-        "__doc__": "Prompts of a file.",
-        "__module__": __name__,
-    }
-    return type(NAME, (base,), body)
+    body = {"problems": problems, "seeds": seeds, "verdict": verdict}
+    return type(NAME, (base,), {**body, "__doc__": "Prompts of a file.", "__module__": __name__})
+
+
+def tool_prompts(base: type[PromptEnvironment], names: Sequence[str]) -> type[PromptEnvironment]:
+    """The prompts of ``base`` with these tools."""
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingError(f"the tool {name!r} is named twice; write it once")
+        if name != PYTHON and ":" not in name:
+            raise SettingError(f"no tool {name!r}; write python, module:function or file.py:function")
+    functions = tuple(load_object(name, f"tool {name!r}", callable, "function") for name in names if name != PYTHON)
+    body: dict[str, Any] = {"functions": functions, "with_python": PYTHON in names, "__doc__": base.__doc__}
+    if PYTHON in names:
+        body["notice"] = staticmethod(lambda: f"python tool: {python_tool().describe()}")
+    made = type(base.__name__, (ToolPromptEnvironment, base), {**body, "__module__": base.__module__})
+    made()  # a function that cannot be shown to a model is refused here, not in the first episode
+    return made
 
 
 def environment(member: str) -> type[PromptEnvironment]:

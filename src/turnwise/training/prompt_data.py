@@ -16,7 +16,7 @@ from turnwise.core.records import Task
 from turnwise.data.files import digest
 from turnwise.data.prompts import PromptFile, PromptRow, read_prompts, split_rows
 from turnwise.environments import prompts
-from turnwise.environments.prompt_tools import tool_prompts
+from turnwise.environments.prompts import tool_prompts
 from turnwise.errors import SettingError
 from turnwise.rewards.spec import parse_rewards
 

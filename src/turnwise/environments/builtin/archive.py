@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, sample_problem, text_action, tool_action, user_message
+from turnwise.environments.base import Episode, plain_words, sample_problem, text_action, tool_action, user_message
 from turnwise.environments.context_editing import EDITING_TOOLS, ContextEditor, EditRefused
 
 PAGES = {1: 4, 2: 6, 3: 8}  # by difficulty
@@ -48,11 +48,12 @@ class Register:
         return ", ".join(self.marked)
 
 
-class Archive(Environment):
+class Archive(Episode):
     """Read, keep notes, answer."""
 
     difficulties = (1, 2, 3)
-    max_turns = PAGES[3] + SPARE_TURNS
+    limits: ClassVar[Mapping[int, int]] = {difficulty: pages + SPARE_TURNS for difficulty, pages in PAGES.items()}
+    max_turns = limits[3]
     tools: Sequence[dict[str, Any]] = EDITING_TOOLS
     inline = True
     suggests: ClassVar[Mapping[str, Any]] = {
@@ -63,18 +64,14 @@ class Archive(Environment):
     register: Register
     editor: ContextEditor
     page: int  # pages read
-    turns: int
-    done: bool
 
     def __init__(self, *, difficulty: int = 1, split: str = "train", editing: bool = True) -> None:
         super().__init__(difficulty=difficulty, split=split)
         self.editing, self.tools = editing, EDITING_TOOLS if editing else ()
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        self.register = sample_problem(self._sample, seed, self.split, str)
-        self.page, self.turns, self.done = 1, 0, False
-        task = user_message(f"find the names with {MARK}.")
-        page = user_message(self._page())
+    def begin(self, seed: int) -> Sequence[Message]:
+        self.register, self.page = sample_problem(self._sample, seed, self.split), 0
+        task, page = user_message(f"find the names with {MARK}."), self._next_page()
         self.editor = ContextEditor([task], MAX_NOTES, exchanges=[[page]])
         return [task, page]
 
@@ -85,82 +82,58 @@ class Archive(Environment):
         marked = sorted(rng.sample(range(len(names)), MARKED))
         return Register(pages, tuple(names[n] for n in marked))
 
-    def _page(self) -> str:
-        """The current page, or the question behind the last."""
+    def _next_page(self) -> Message:
+        """Turn the page; behind the last stands the question."""
+        self.page = min(self.page, len(self.register.pages)) + 1
         if self.page > len(self.register.pages):
-            return "the end. which?"
+            return user_message("the end. which?")
         entries = ", ".join(MARK * (name in self.register.marked) + name for name in self.register.pages[self.page - 1])
-        return f"page {self.page}: {entries}"
+        return user_message(f"page {self.page}: {entries}")
 
-    def step(self, action: Action) -> Step:
-        if self.done:
-            return Step([user_message("it is over.")], terminated=True)
-        self.turns += 1
-        if action.calls or action.faults:
-            return self._edit(action)
-        if match := ANSWER.search(action.text[-40:].strip().lower()):
-            return self._answer({match[1], match[2]})
-        if action.text.strip().lower().rstrip(".") != "next":
-            return self._reply(action, f"{HELP}.", tool_errors=1)
-        self.page += 1
-        return self._reply(action, self._page())
-
-    def _edit(self, action: Action) -> Step:
-        """The first call edits the context; the next page follows in the same turn."""
+    def act(self, action: Action) -> Step:
+        match = ANSWER.search(action.text[-40:].strip().lower())
+        if match and not (action.calls or action.faults):
+            right = sum(name in match.groups() for name in self.register.marked)
+            text = f"{right} of {MARKED} are right: {self.register.answer}."
+            return Step([user_message(text)], right / MARKED, terminated=True, info={"success": right == MARKED})
+        counts: dict[str, int] = {}
         try:
-            if action.faults or not self.editing:
+            if action.faults or (action.calls and not self.editing):
                 raise EditRefused(f"error: {action.faults[0][:80] if action.faults else 'there are no tools'}")
-            context = self.editor.apply(action.calls[0])
+            if action.calls:  # the first call edits the context; the next page follows in the same turn
+                context, page = self.editor.apply(action.calls[0]), self._next_page()
+                self.editor.exchanges.append([page])  # what follows an edit belongs to no exchange before it
+                return Step([page], info={"tool_calls": 1}, context=context)
+            if plain_words(action.text) != "next":
+                raise EditRefused(f"{HELP}.")
+            reply = self._next_page()
         except EditRefused as refusal:
-            return self._reply(action, str(refusal), tool_calls=len(action.calls), tool_errors=1)
-        self.page += 1
-        page = [user_message(self._page())]
-        return self._bounded(Step(page, info={"tool_calls": 1}, context=context), page)
-
-    def _reply(self, action: Action, text: str, **counts: int) -> Step:
-        message = user_message(text)
-        self.editor.record(action, [message])
-        return self._bounded(Step([message], info=counts), [])
-
-    def _bounded(self, step: Step, unread: list[Message]) -> Step:
-        """At the turn limit an unfinished episode has failed. ``unread``: what follows an edit belongs to no exchange."""
-        self.page = min(self.page, len(self.register.pages) + 1)
-        self.editor.exchanges += [unread] if unread else []
-        self.done = self.turns >= PAGES[self.difficulty] + SPARE_TURNS
-        return Step(step.messages, 0.0, False, True, {**step.info, "success": False}) if self.done else step
-
-    def _answer(self, names: set[str]) -> Step:
-        self.done = True
-        right = sum(name in names for name in self.register.marked)
-        text = f"{right} of {MARKED} are right: {self.register.answer}."
-        return Step([user_message(text)], right / MARKED, True, False, {"success": right == MARKED})
+            reply, counts = user_message(str(refusal)), {"tool_calls": len(action.calls), "tool_errors": 1}
+        self.editor.record(action, [reply])
+        return Step([reply], info=counts)
 
     def answer(self) -> str:
         return f"answer: {self.register.answer}"
 
     # ---- scripted policies
-    @property
-    def _found(self) -> list[str]:
-        """The marked names that can still be read: in the notes, or on pages that were not forgotten."""
-        pages = " ".join(message["content"] for exchange in self.editor.exchanges for message in exchange)
-        return [name for name in self.register.marked if name in self.editor.notes or f"{MARK}{name}" in pages]
-
     def oracle(self) -> Action:
         """Keep the marked names; tidy up before pages pile up. Without tools, go on."""
-        found = self._found
+        # what can still be read: in the notes, or on pages that were not forgotten
+        pages = " ".join(message["content"] for exchange in self.editor.exchanges for message in exchange)
+        marked = [name for name in self.register.marked if name in self.editor.notes or f"{MARK}{name}" in pages]
         if self.page > len(self.register.pages):
-            return text_action("answer: " + ", ".join([*found, NAMES[0], NAMES[1]][:MARKED]))
-        is_new = any(name not in self.editor.notes for name in found)
+            return text_action("answer: " + ", ".join([*marked, NAMES[0], NAMES[1]][:MARKED]))
+        is_new = any(name not in self.editor.notes for name in marked)
         if not self.editing or not (is_new or len(self.editor.exchanges) >= PAGES_KEPT):
             return text_action("next")
-        return tool_action("keep", notes=", ".join(found) or "none")
+        return tool_action("keep", notes=", ".join(marked) or "none")
 
     def random_action(self, rng: random.Random) -> Action:
         """Goes on, keeps any name of the page, forgets a page, or answers anything."""
         if self.page > len(self.register.pages):
             return text_action(f"answer: {', '.join(rng.sample(NAMES, MARKED))}")
-        kept = tool_action("keep", notes=rng.choice(self.register.pages[self.page - 1]))
-        edits = [kept, tool_action("drop", turns=1)] if self.editing else []
+        keep = tool_action("keep", notes=rng.choice(self.register.pages[self.page - 1]))
+        edits = [keep, tool_action("drop", turns=1)] if self.editing else []
         return rng.choice([text_action("next"), *edits])
 
     def demonstrate(self, rng: random.Random) -> Action:

@@ -16,24 +16,24 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, sample_problem, text_action, tool_action, user_message
-from turnwise.environments.builtin.rewrites import REWRITES, WordProblem, reworded
+from turnwise.environments.base import (
+    Environment,
+    sample_problem,
+    text_action,
+    tool_action,
+    tool_message,
+    tool_schema,
+    user_message,
+)
 from turnwise.errors import SettingError
 from turnwise.tools import SandboxSession, python_tool
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "python",
-        "description": "Run Python and see what it prints.",
-        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
-    },
-}
+TOOL = tool_schema("python", "Run Python and see what it prints.", code="string")
 
 # (question, expression) over the numbers a..d; each difficulty adds one operation
 QUESTIONS: dict[int, tuple[tuple[str, str], ...]] = {
@@ -59,7 +59,25 @@ QUESTIONS: dict[int, tuple[tuple[str, str], ...]] = {
 WHO = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn")
 WHAT = ("pens", "nuts", "eggs", "cups", "figs", "keys")
 MAX_CALLS = 4  # per turn
-_ANSWER = re.compile(r"answer:\s*(-?\d[\d,]*\.?\d*|[A-Za-z_]\w*)")
+STYLES = {"good": 28, "guess": 22, "wrong": 24, "broken": 16, "mended": 10}  # of demonstrations, in percent
+
+
+@dataclass(frozen=True)
+class WordProblem:
+    """A question, the expression that solves it, and the values of its names."""
+
+    question: str
+    expression: str
+    numbers: tuple[tuple[str, int], ...]  # (name, value)
+
+    @property
+    def answer(self) -> int:
+        # the expression comes from a template, never from a model
+        return int(eval(self.expression, {"__builtins__": {}}, dict(self.numbers)))
+
+    @property
+    def bindings(self) -> str:
+        return ";".join(f"{name}={value}" for name, value in self.numbers)
 
 
 def make_problem(rng: random.Random, difficulty: int) -> WordProblem:
@@ -70,6 +88,57 @@ def make_problem(rng: random.Random, difficulty: int) -> WordProblem:
     return WordProblem(question.format(**words), expression, numbers)
 
 
+# ------------------------------------------------------------------ wordings
+
+PLACES = ("the harbour", "the old mill", "the night market", "the hill farm")
+EVENTS = ("Rain stops the ferry", "A band plays", "The clerk counts the stock", "Guests wait for tea")
+TERMS = ("gimble", "dorve", "quill", "zand")
+FREE_NAMES = ("p", "q")  # no template uses them
+
+
+def background(problem: WordProblem, rng: random.Random) -> WordProblem:
+    """Tell a story before the problem."""
+    story = f"{rng.choice(EVENTS)} at {rng.choice(PLACES)}."
+    return WordProblem(f"{story} {problem.question}", problem.expression, problem.numbers)
+
+
+def term(problem: WordProblem, rng: random.Random) -> WordProblem:
+    """Define a word for the asked quantity, and ask for the word."""
+    word, asked = rng.choice(TERMS), re.search(r"How many( \w+)??( are left)?\?$", problem.question)
+    assert asked is not None, problem.question
+    defined = f"A {word} is how many{asked[1] or ''} there are at the end."
+    rest = problem.question[: asked.start()]
+    return WordProblem(f"{defined} {rest}What is the {word}?", problem.expression, problem.numbers)
+
+
+def sub_problem(problem: WordProblem, rng: random.Random) -> WordProblem:
+    """Take the value of one name away and give a sum or a difference that has it. The name is then unknown to the interpreter."""
+    name, value = rng.choice(problem.numbers)
+    p, q = FREE_NAMES
+    if rng.random() < 0.5:
+        part = rng.randint(1, value - 1)
+        given, words, sign = ((p, part), (q, value - part)), f"{name} is {p}={part} plus {q}={value - part}.", "+"
+    else:
+        part = rng.randint(12, 98)
+        given, words, sign = ((p, value + part), (q, part)), f"{name} is {p}={value + part} minus {q}={part}.", "-"
+    question = problem.question.replace(f"{name}={value}", name)
+    expression = re.sub(rf"\b{name}\b", f"({p}{sign}{q})", problem.expression)
+    numbers = (*(pair for pair in problem.numbers if pair[0] != name), *given)
+    return WordProblem(f"{words} {question}", expression, numbers)
+
+
+REWRITES = (background, term, sub_problem)  # wordings 1, 2 and 3; wording 0 is the original
+
+
+def reworded(problem: WordProblem, wording: int) -> WordProblem:
+    """Wording ``wording`` of a problem, always the same. The answer is the original's."""
+    if not wording:
+        return problem
+    written = REWRITES[wording - 1](problem, random.Random(f"rewrite/{wording}/{problem.question}"))
+    assert written.answer == problem.answer, (problem, written)
+    return written
+
+
 class Calculator(Environment):
     """``reset`` states a problem, calls of ``python`` are executed, ``answer: X`` ends the episode."""
 
@@ -78,21 +147,22 @@ class Calculator(Environment):
     tools: Sequence[dict[str, Any]] = (TOOL,)
     wordings = 1 + len(REWRITES)
     facts: ClassVar[tuple[str, ...]] = ("error",)  # the first wrong turn so far, −1 for none
+    problem: WordProblem
 
     def __init__(self, *, difficulty: int = 1, split: str = "train", rewrites: int = 0) -> None:
         super().__init__(difficulty=difficulty, split=split)
         if not 0 <= rewrites <= len(REWRITES):
             raise SettingError(f"rewrites is {rewrites}; write 0 to {len(REWRITES)}")
         self.rewrites = rewrites if split == "train" else 0  # held-out questions stay as they are
-        self.problem: WordProblem | None = None
         self.replies: list[tuple[str, bool]] = []  # (output of the interpreter, whether it ran without an error)
         self.session: SandboxSession | None = None
         self.style = ""
         self.turn, self.first_error = 0, -1
 
     def reset(self, seed: int) -> list[Message]:
-        make = lambda rng: make_problem(rng, self.difficulty)  # noqa: E731
-        plain = sample_problem(make, seed, self.split, key=lambda problem: problem.expression + problem.bindings)
+        plain = sample_problem(
+            lambda rng: make_problem(rng, self.difficulty), seed, self.split, lambda p: p.expression + p.bindings
+        )
         drawn = random.Random(f"wording/{seed}").randrange(1 + self.rewrites)
         self.problem = reworded(plain, (self.wording or drawn) % self.wordings)
         return [user_message(self.problem.question)]
@@ -106,11 +176,11 @@ class Calculator(Environment):
 
     async def _step(self, action: Action) -> Step:
         self.turn += 1
-        answers = _ANSWER.findall(action.text)
+        answers = re.findall(r"answer:\s*(-?\d[\d,]*\.?\d*|[A-Za-z_]\w*)", action.text)
         if action.calls or action.faults:
             step = await self._run(action)
         elif answers:
-            right = await self._value(answers[-1]) == self._problem.answer
+            right = await self._value(answers[-1]) == self.problem.answer
             return Step([], float(right), terminated=True, info={"success": right})
         else:
             step = Step([user_message("Call python or write answer: X")], info={"tool_errors": 1})
@@ -119,8 +189,7 @@ class Calculator(Environment):
         return step
 
     async def _run(self, action: Action) -> Step:
-        messages: list[Message] = [{"role": "tool", "name": "python", "content": fault} for fault in action.faults]
-        errors = len(action.faults)
+        messages, errors = [tool_message("python", fault) for fault in action.faults], len(action.faults)
         for number, request in enumerate(action.calls):
             code = request.arguments.get("code")
             if number >= MAX_CALLS:  # each may take the tool's whole time limit
@@ -132,7 +201,7 @@ class Calculator(Environment):
                 reply, ok = result.output.strip() or "(nothing printed)", result.ok
             self.replies.append((reply, ok))
             errors += not ok
-            messages.append({"role": "tool", "name": "python", "content": reply})
+            messages.append(tool_message("python", reply))
         return Step(messages, info={"tool_calls": len(action.calls) + len(action.faults), "tool_errors": errors})
 
     async def _value(self, answer: str) -> float:
@@ -149,7 +218,7 @@ class Calculator(Environment):
     async def _interpreter(self) -> SandboxSession:
         if self.session is None:
             self.session = python_tool().open()
-            await self.session.arun(self._problem.bindings)
+            await self.session.arun(self.problem.bindings)
         return self.session
 
     def close(self) -> None:
@@ -157,21 +226,16 @@ class Calculator(Environment):
             self.session.close()
 
     def answer(self) -> str:
-        return str(self._problem.answer)
+        return str(self.problem.answer)
 
     def hint(self) -> str:
         """The expression to compute, without its value."""
-        return f"compute t={self._problem.expression};t"
+        return f"compute t={self.problem.expression};t"
 
     def hints(self) -> list[str]:
         """The tool, the names that occur, the expression."""
-        names = ", ".join(name for name, _ in self._problem.numbers)
+        names = ", ".join(name for name, _ in self.problem.numbers)
         return ["call python", f"combine {names} in python", self.hint()]
-
-    @property
-    def _problem(self) -> WordProblem:
-        assert self.problem is not None, "reset first"
-        return self.problem
 
     @staticmethod
     def notice() -> str:
@@ -182,41 +246,35 @@ class Calculator(Environment):
     def oracle(self) -> Action:
         if self.replies and self.replies[-1][1]:
             return text_action("answer: t")
-        return tool_action("python", code=f"t={self._problem.expression};t")
+        return tool_action("python", code=f"t={self.problem.expression};t")
 
     def random_action(self, rng: random.Random) -> Action:
         if rng.random() < 0.5:
             return text_action(f"answer: {rng.choice(['t', rng.randint(100, 9999)])}")
-        names = [name for name, _ in self._problem.numbers]
+        names = [name for name, _ in self.problem.numbers]
         return tool_action("python", code=f"t={rng.choice(names)}{rng.choice('+-*')}{rng.choice(names)};t")
 
     def demonstrate(self, rng: random.Random) -> Action:
         """About a third of the episodes is correct; the others guess, compute a wrong expression, or write invalid code and
         ignore the error."""
-        self.style = (
-            self.style or rng.choices(("good", "guess", "wrong", "broken", "mended"), weights=(28, 22, 24, 16, 10))[0]
-        )
-        right = self._problem.expression
-        if not self.replies:
-            return self._first_call(right, rng)
-        if self.replies[-1][1]:
+        self.style = self.style or rng.choices(tuple(STYLES), weights=tuple(STYLES.values()))[0]
+        expression = self.problem.expression
+        if self.replies and self.replies[-1][1]:
             return text_action("answer: t")
-        if self.style == "mended":
-            return tool_action("python", code=f"t={right};t")
-        return text_action(f"answer: {rng.choice(['t', self._guess(rng)])}")
-
-    def _first_call(self, right: str, rng: random.Random) -> Action:
-        if self.style == "guess":
-            return text_action(f"answer: {self._guess(rng)}")
-        if self.style == "wrong":
-            right = _wrong_expression(right, rng)
-        if self.style in ("broken", "mended"):
-            right = _invalid_expression(right, rng)
-        return tool_action("python", code=f"t={right};t")
+        if self.replies and self.style != "mended":
+            return text_action(f"answer: {rng.choice(['t', self._guess(rng)])}")
+        if not self.replies:
+            if self.style == "guess":
+                return text_action(f"answer: {self._guess(rng)}")
+            if self.style == "wrong":
+                expression = _wrong_expression(expression, rng)
+            if self.style in ("broken", "mended"):
+                expression = _invalid_expression(expression, rng)
+        return tool_action("python", code=f"t={expression};t")
 
     def _guess(self, rng: random.Random) -> int:
         """A rounded number of about the right magnitude."""
-        rough = self._problem.answer * rng.uniform(0.5, 1.5)
+        rough = self.problem.answer * rng.uniform(0.5, 1.5)
         return max(100, int(round(rough, 1 - len(str(int(rough))))))
 
 

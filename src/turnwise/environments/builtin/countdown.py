@@ -7,10 +7,11 @@ by a tree walk: model output is never executed. Does not store how the target wa
 from __future__ import annotations
 
 import ast
+import operator
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -24,7 +25,9 @@ ORACLE_SHARE = {1: 0.32, 2: 0.4, 3: 0.42}  # of a demonstrator's actions; random
 TARGETS = range(1, 100)
 MAX_LENGTH = 120  # characters; also bounds the nesting depth of the parser
 ALLOWED = re.compile(r"[0-9+\-*/() ]+")
-OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
 
 Term = tuple[int, str]  # a value and its expression
 
@@ -58,12 +61,8 @@ class Countdown(Environment):
         self.problem = sample_problem(lambda rng: make_problem(rng, self.difficulty), seed, self.split, lambda p: p.key)
         shift = self.wording % len(self.problem.numbers)
         numbers = " ".join(map(str, [*self.problem.numbers[shift:], *self.problem.numbers[:shift]]))
-        return [
-            user_message(
-                f"numbers: {numbers}. target: {self.problem.target}. "
-                "use each number exactly once with + - * / and ( ). say only the expression."
-            )
-        ]
+        rules = "use each number exactly once with + - * / and ( ). say only the expression."
+        return [user_message(f"numbers: {numbers}. target: {self.problem.target}. {rules}")]
 
     def step(self, action: Action) -> Step:
         legal, right = 1.0, False
@@ -89,7 +88,7 @@ class Countdown(Environment):
         return ("combine two numbers first", self.hint(), f"it begins {solution[: len(solution) // 2]}")
 
     def oracle(self) -> Action:
-        return text_action(solve(self.problem))
+        return text_action(self.answer())
 
     def random_action(self, rng: random.Random) -> Action:
         """A random legal expression of the given numbers."""
@@ -136,16 +135,9 @@ def _value(node: ast.expr) -> Fraction:
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
         raise IllegalExpression("use only + - * / between two numbers")
     left, right = _value(node.left), _value(node.right)
-    match OPERATORS[type(node.op)]:
-        case "+":
-            return left + right
-        case "-":
-            return left - right
-        case "*":
-            return left * right
-    if right == 0:
+    if isinstance(node.op, ast.Div) and right == 0:
         raise IllegalExpression("it divides by 0")
-    return left / right
+    return OPERATORS[type(node.op)](left, right)
 
 
 @lru_cache(maxsize=4096)

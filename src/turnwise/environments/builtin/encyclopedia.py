@@ -3,17 +3,26 @@
 Names are invented, so no fact is known from pretraining. All worlds share the same names with different meanings, so memorised
 facts of other worlds are wrong. Worlds are immutable, cached and shared between episodes.
 
+Notes are found by BM25, the Okapi ranking function:
+
+    score(q, d) = Σ_{t ∈ q} idf(t) · tf(t, d) / (tf(t, d) + k1 · (1 − b + b · |d| / mean |d|))
+    idf(t)      = ln(1 + (N − n(t) + ½) / (n(t) + ½))
+
+(Robertson and Zaragoza 2009; the idf is Lucene's, which is never negative, and the constant factor k1 + 1 is omitted,
+as in Lucene: it changes no ranking.) A word is a run of letters and digits, in lower case; twice in the query counts twice.
+
 Does not know how questions are scored, nor turns.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-
-from turnwise.environments.builtin.search import BM25Index
 
 WORLDS = 400  # per split: too many to memorise
 COUNTS = {"company": 6, "person": 12, "city": 6, "land": 2}
@@ -26,6 +35,43 @@ RELATIONS = {
 CONSONANTS, VOWELS = "bdfgklmprstvz", "aeiou"  # no n: "name" would be a name
 NAMES = 32  # in total; a world uses as many as ``COUNTS`` adds up to
 SYMBOLS = rf"\b[{CONSONANTS}][{VOWELS}][{CONSONANTS}][{VOWELS}]\b|(?:{'|'.join(sum(RELATIONS.values(), ()))}) "
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, in lower case."""
+    return re.findall(r"\w+", text.lower())
+
+
+class BM25Index:
+    """``BM25Index(["a red cat", "a dog"]).top("red", 1) == [0]``"""
+
+    def __init__(self, documents: Sequence[str], k1: float = 1.5, b: float = 0.75) -> None:
+        assert k1 >= 0 and 0 <= b <= 1, (k1, b)
+        split = [words(document) for document in documents]
+        mean = sum(map(len, split)) / max(len(split), 1)
+        self.size = len(split)
+        self._weights: dict[str, dict[int, float]] = defaultdict(dict)  # word -> document -> its term of the score
+        document_frequency = Counter(word for document in split for word in set(document))
+        for number, document in enumerate(split):
+            norm = k1 * (1 - b + b * len(document) / mean) if mean else 0.0
+            for word, tf in Counter(document).items():
+                n = document_frequency[word]
+                idf = math.log(1 + (self.size - n + 0.5) / (n + 0.5))
+                self._weights[word][number] = idf * tf / (tf + norm)
+
+    def scores(self, query: str) -> list[float]:
+        """One score per document."""
+        out = [0.0] * self.size
+        for word in words(query):
+            for number, weight in self._weights.get(word, {}).items():
+                out[number] += weight
+        return out
+
+    def top(self, query: str, count: int) -> list[int]:
+        """The documents with the highest scores above 0, best first; ties go to the earlier document."""
+        scores = self.scores(query)
+        matching = [number for number, score in enumerate(scores) if score > 0]
+        return sorted(matching, key=lambda number: -scores[number])[:count]
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import SingleAnswerEnvironment, sample_problem, text_action, user_message
+from turnwise.environments.base import SavedEpisode, sample_problem, text_action, user_message
 
 FEATURES = (("big", "small"), ("red", "blue", "green", "black"), ("ball", "box", "cup", "hat"))
 ATTRIBUTES = tuple(word for feature in FEATURES for word in feature)
@@ -72,17 +72,17 @@ def solvable(things: Sequence[str], questions: int) -> bool:
 @lru_cache(maxsize=1024)
 def problem_of(difficulty: int, split: str, seed: int) -> GuessProblem:
     """Cached, because a whole group of episodes starts from one seed."""
-    return sample_problem(lambda rng: _make(rng, difficulty), seed, split, lambda problem: problem.key)
+
+    def make(rng: random.Random) -> GuessProblem:
+        while True:
+            things = tuple(rng.sample(THINGS, CANDIDATES[difficulty]))
+            if solvable(things, QUESTIONS[difficulty]):
+                return GuessProblem(things, rng.choice(things))
+
+    return sample_problem(make, seed, split, lambda problem: problem.key)
 
 
-def _make(rng: random.Random, difficulty: int) -> GuessProblem:
-    while True:
-        things = tuple(rng.sample(THINGS, CANDIDATES[difficulty]))
-        if solvable(things, QUESTIONS[difficulty]):
-            return GuessProblem(things, rng.choice(things))
-
-
-class Guess(SingleAnswerEnvironment):
+class Guess(SavedEpisode):
     """Reward 1 for the right guess within the turn limit, else 0."""
 
     difficulties = (1, 2, 3)
@@ -91,52 +91,38 @@ class Guess(SingleAnswerEnvironment):
     facts = ("question", "answer")
     inline = True
     suggests: ClassVar[Mapping[str, Any]] = {
-        "difficulty": (1, 2),
-        "history": 1,
-        "context": 96,
-        "max_tokens": 8,
-        "copying": True,
-        "cold_batch": 32,
-    }
+        "difficulty": (1, 2), "history": 1, "context": 96, "max_tokens": 8, "copying": True, "cold_batch": 32,
+    }  # fmt: skip
     symbols: ClassVar[str] = rf"(?:, | not | )?(?:{'|'.join(ATTRIBUTES)})| [a-l]\b"
+    saved: ClassVar[Mapping[str, Any]] = {"remaining": tuple}
     problem: GuessProblem
     remaining: tuple[str, ...]
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        self.begin(seed)
-        return [{"role": "system", "content": PROMPT}, user_message(self._status())]
-
-    def begin(self, seed: int) -> None:
-        super().begin(seed)
+    def begin(self, seed: int) -> Sequence[Message]:
         self.problem = problem_of(self.difficulty, self.split, seed)
         self.remaining = self.problem.candidates
+        return [{"role": "system", "content": PROMPT}, user_message(self._status())]
 
-    def step(self, action: Action) -> Step:
-        if self.is_over:
-            return self._answer("it is over.")
-        self.turns += 1
+    def act(self, action: Action) -> Step:
         text = action.text.strip().lower()
         if (question := ASK.fullmatch(text)) and question[1] in ATTRIBUTES:
-            return self._reply_to_question(question[1])
+            attribute, yes = question[1], has(self.problem.hidden, question[1])
+            matching, others = divide(self.remaining, attribute)
+            self.remaining = matching if yes else others
+            reply = f"it is {'' if yes else 'not '}{attribute}. {self._status()}"
+            return Step([user_message(reply)], info={"tool_errors": 0, "facts": {"question": 1.0}})
         if (guess := GUESS.fullmatch(text)) and guess[1] in self._letters():
-            self.final_answer = guess[1]
-            text = "right." if self.succeeded else f"wrong: {self.correct_answer}."
-            return self._answer(text, reward=float(self.succeeded), fact="answer")
-        return self._answer(f"say: is it WORD? or: guess LETTER. {self._status()}", errors=1)
-
-    def _reply_to_question(self, attribute: str) -> Step:
-        yes = has(self.problem.hidden, attribute)
-        matching, others = divide(self.remaining, attribute)
-        self.remaining = matching if yes else others
-        return self._answer(f"it is {'' if yes else 'not '}{attribute}. {self._status()}", fact="question")
+            right = guess[1] == self.correct_answer
+            reply = "right." if right else f"wrong: {self.correct_answer}."
+            info = {"tool_errors": 0, "facts": {"answer": 1.0}, "success": right}
+            return Step([user_message(reply)], float(right), terminated=True, info=info)
+        reply = f"say: is it WORD? or: guess LETTER. {self._status()}"
+        return Step([user_message(reply)], info={"tool_errors": 1})
 
     def _status(self) -> str:
         """The candidates still possible, and the number of turns left."""
-        listed = ", ".join(f"{thing} {self._letter(thing)}" for thing in self.remaining)
-        return f"{listed}. {self.max_turns - self.turns} left."
-
-    def _answer(self, text: str, reward: float = 0.0, errors: int = 0, fact: str = "") -> Step:
-        return self.reply([user_message(text)], reward, {fact: 1.0} if fact else None, tool_errors=errors)
+        candidates = ", ".join(f"{thing} {self._letter(thing)}" for thing in self.remaining)
+        return f"{candidates}. {self.max_turns - self.turns} left."
 
     @property
     def correct_answer(self) -> str:
@@ -154,13 +140,6 @@ class Guess(SingleAnswerEnvironment):
     def state_key(self) -> str:
         return ", ".join(sorted(self.remaining))
 
-    def snapshot(self) -> dict[str, Any]:
-        return super().snapshot() | {"remaining": list(self.remaining)}
-
-    def restore(self, snapshot: Any) -> None:
-        super().restore(snapshot)
-        self.remaining = tuple(snapshot["remaining"])
-
     def oracle(self) -> Action:
         """Halve until one candidate is left; in the last turn, guess the first possible one."""
         last = self.turns >= self.max_turns - 1
@@ -169,14 +148,13 @@ class Guess(SingleAnswerEnvironment):
         return text_action(f"is it {best_question(self.remaining)}?")
 
     def random_action(self, rng: random.Random) -> Action:
-        if rng.random() < 0.5:
-            return text_action(f"guess {rng.choice(self._letters())}")
-        return text_action(f"is it {rng.choice(ATTRIBUTES)}?")
+        return self._blind(rng, guess=rng.random() < 0.5)
 
     def demonstrate(self, rng: random.Random) -> Action:
         """The oracle in 45 % of the turns; otherwise a random question, or in the last turn a random guess."""
         if rng.random() < 0.45:
             return self.oracle()
-        if self.turns >= self.max_turns - 1:
-            return text_action(f"guess {rng.choice(self._letters())}")
-        return text_action(f"is it {rng.choice(ATTRIBUTES)}?")
+        return self._blind(rng, guess=self.turns >= self.max_turns - 1)
+
+    def _blind(self, rng: random.Random, guess: bool) -> Action:
+        return text_action(f"guess {rng.choice(self._letters())}" if guess else f"is it {rng.choice(ATTRIBUTES)}?")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, sample_problem, text_action, user_message
+from turnwise.environments.base import SavedEpisode, plain_words, sample_problem, text_action, user_message
 
 Cell = tuple[int, int]  # column, row; row 0 is the north edge
 
@@ -135,56 +135,36 @@ def _with_pillars(empty: GridLayout, size: GridSize, rng: random.Random) -> Grid
             return layout
 
 
-class KeyDoor(Environment):
+class KeyDoor(SavedEpisode):
     """Actions are single words; observations describe the surroundings."""
 
     difficulties = (1, 2, 3)
-    max_turns = SIZES[3].turns
+    limits: ClassVar[Mapping[int, int]] = {difficulty: size.turns for difficulty, size in SIZES.items()}
+    max_turns = limits[3]
     inline = True
+    oracle_share = 0.42  # somewhat less than half of the demonstrations reach the goal
     suggests: ClassVar[Mapping[str, Any]] = {
-        "difficulty": (1,),
-        "history": 1,
-        "context": 96,
-        "max_tokens": 4,
-        "cold_batch": 8,
-        "cold_steps": 60,
-    }
+        "difficulty": (1,), "history": 1, "context": 96, "max_tokens": 4, "cold_batch": 8, "cold_steps": 60,
+    }  # fmt: skip
     symbols: ClassVar[str] = r"(?:, |[.] | )?(?:north|east|south|west|here|key|door|goal|wall|held|locked|open|take) ?"
-    seed: int
-    turns: int
+    saved: ClassVar[Mapping[str, Any]] = {"state": lambda values: GridState(tuple(values[0]), *values[1:])}
     layout: GridLayout
     state: GridState
 
-    def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
-        super().__init__(difficulty=difficulty, split=split)
-        self.max_turns = SIZES[difficulty].turns
-
-    def reset(self, seed: int) -> Sequence[Message]:
-        self._begin(seed)
+    def begin(self, seed: int) -> Sequence[Message]:
+        self.layout = layout_of(self.difficulty, self.split, seed)
+        self.state = GridState(self.layout.start)
         return [{"role": "system", "content": PROMPT}, user_message(view(self.layout, self.state))]
 
-    def step(self, action: Action) -> Step:
-        if self._is_over():
-            return self._step("it is over.", 0.0, 0)
-        self.turns += 1
-        word = action.text.strip().lower().rstrip(".")
-        if word not in WORDS:
-            return self._step(f"that is no move. {view(self.layout, self.state)}", 0.0, 1)
-        before, self.state = self.state, transition(self.layout, self.state, word)
-        if self.state == before:
-            return self._step(f"you cannot. {view(self.layout, self.state)}", 0.0, 1)
-        return self._step(view(self.layout, self.state), float(self._succeeded()), 0)
-
-    def _step(self, text: str, reward: float, errors: int) -> Step:
-        success, over = self._succeeded(), self._is_over()
-        info: dict[str, Any] = {"tool_errors": errors} | ({"success": success} if over else {})
-        return Step([user_message(text)], reward, terminated=success, truncated=over and not success, info=info)
-
-    def _succeeded(self) -> bool:
-        return self.state.at == self.layout.goal
-
-    def _is_over(self) -> bool:
-        return self._succeeded() or self.turns >= self.max_turns
+    def act(self, action: Action) -> Step:
+        word, before, complaint = plain_words(action.text), self.state, "that is no move. "
+        if word in WORDS:
+            self.state = transition(self.layout, before, word)
+            complaint = "you cannot. " if self.state == before else ""
+        arrived = self.state.at == self.layout.goal
+        info = {"tool_errors": int(bool(complaint)), **({"success": True} if arrived else {})}
+        reply = user_message(complaint + view(self.layout, self.state))
+        return Step([reply], float(arrived), terminated=arrived, info=info)
 
     def hint(self) -> str:
         """The direction of the goal, which is not visible from the first room."""
@@ -203,52 +183,27 @@ class KeyDoor(Environment):
 
     def _shortest_way(self) -> list[str]:
         """The moves of the scripted policy from here to the goal."""
-        distance, state, moves = distances_of(self.layout), self.state, list[str]()
+        state, moves = self.state, list[str]()
         while state.at != self.layout.goal:
-            moves.append(min(WORDS, key=lambda word: distance[transition(self.layout, state, word)]))
+            moves.append(_best_word(self.layout, state))
             state = transition(self.layout, state, moves[-1])
         return moves
 
     def state_key(self) -> str:
         """The agent's position, key and door; not the turn, so that a state visited twice has one key."""
-        at, (held, opened) = self.state.at, (self.state.held, self.state.opened)
-        return f"{at[0]} {at[1]} {'key' if held else '-'} {'open' if opened else '-'}"
-
-    def snapshot(self) -> dict[str, Any]:
-        state = self.state
-        return {
-            "difficulty": self.difficulty,
-            "split": self.split,
-            "seed": self.seed,
-            "turns": self.turns,
-            "at": list(state.at),
-            "held": state.held,
-            "opened": state.opened,
-        }
-
-    def restore(self, snapshot: Any) -> None:
-        self.difficulty, self.split = snapshot["difficulty"], snapshot["split"]
-        self.max_turns = SIZES[self.difficulty].turns
-        self._begin(snapshot["seed"])
-        column, row = snapshot["at"]
-        self.state = GridState((column, row), snapshot["held"], snapshot["opened"])
-        self.turns = snapshot["turns"]
-
-    def _begin(self, seed: int) -> None:
-        self.seed, self.turns = seed, 0
-        self.layout = layout_of(self.difficulty, self.split, seed)
-        self.state = GridState(self.layout.start)
+        (column, row), held, opened = self.state
+        return f"{column} {row} {'key' if held else '-'} {'open' if opened else '-'}"
 
     def oracle(self) -> Action:
-        distance = distances_of(self.layout)
-        return text_action(min(WORDS, key=lambda word: distance[transition(self.layout, self.state, word)]))
+        return text_action(_best_word(self.layout, self.state))
 
     def random_action(self, rng: random.Random) -> Action:
         return text_action(rng.choice(WORDS))
 
-    def demonstrate(self, rng: random.Random) -> Action:
-        """The oracle in 42 % of the turns, otherwise random: somewhat less than half of the episodes reach the goal."""
-        return self.oracle() if rng.random() < 0.42 else self.random_action(rng)
+
+def _best_word(layout: GridLayout, state: GridState) -> str:
+    distance = distances_of(layout)
+    return min(WORDS, key=lambda word: distance[transition(layout, state, word)])
 
 
 def view(layout: GridLayout, state: GridState) -> str:

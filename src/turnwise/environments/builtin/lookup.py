@@ -3,7 +3,7 @@
 The note of each hop names what the next query must contain, so an agent has to read before it can continue. The difficulty is
 the number of hops. Reward 1 for the right final ``answer: NAME``, else 0.
 
-Does not know how notes are ranked (``search``) nor how a world is generated (``encyclopedia``).
+Does not know how notes are ranked nor how a world is generated (``encyclopedia``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import SingleAnswerEnvironment, sample_problem, text_action, tool_action, user_message
+from turnwise.environments.base import (
+    SavedEpisode,
+    sample_problem,
+    text_action,
+    tool_action,
+    tool_message,
+    tool_schema,
+    user_message,
+)
 from turnwise.environments.builtin.encyclopedia import (
     RELATIONS,
     SYMBOLS,
@@ -34,101 +42,71 @@ EARLY_ANSWER = {1: 0.5, 2: 0.3, 3: 0.2}  # probability per turn of a demonstrati
 ORACLE_SHARE = 0.8  # of the other turns of a demonstration
 ALL_RELATIONS = sorted({relation for each in RELATIONS.values() for relation in each})
 HELP = "call search, or say answer: NAME"
-SEARCH = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "find notes",
-        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
-    },
-}
 
 
-class Lookup(SingleAnswerEnvironment):
+class Lookup(SavedEpisode):
     """Search, read, search again, answer."""
 
     difficulties = (1, 2, 3)
-    limits: ClassVar[Mapping[int, int]] = {
-        hops: 2 * hops + 2 for hops in difficulties
-    }  # twice the minimum of one search per hop and the answer
+    # twice the minimum of one search per hop and the answer
+    limits: ClassVar[Mapping[int, int]] = {hops: 2 * hops + 2 for hops in difficulties}
     max_turns = limits[3]
-    tools: Sequence[dict[str, Any]] = (SEARCH,)
+    tools: Sequence[dict[str, Any]] = (tool_schema("search", "find notes", query="string"),)
     facts: ClassVar[tuple[str, ...]] = (
         "question",
         "answer",
         "uncovered",
-    )  # uncovered: bit k, the note of hop k is found
+    )  # bit k of uncovered: the note of hop k is found
     inline = True
     suggests: ClassVar[Mapping[str, Any]] = {
-        "difficulty": (1, 2),
-        "context": 192,
-        "max_tokens": 12,
-        "copying": True,
-        "cold_steps": 60,
-        "cold_demos": 2880,
-    }
+        "difficulty": (1, 2), "context": 192, "max_tokens": 12, "copying": True, "cold_steps": 60, "cold_demos": 2880,
+    }  # fmt: skip
     symbols: ClassVar[str] = SYMBOLS
-    notes_read: dict[int, None]  # note numbers in the order of their latest reading
+    saved: ClassVar[Mapping[str, Any]] = {"notes_read": list}
+    notes_read: list[int]  # their numbers, in the order of their latest reading
     world: FictionalWorld
     question: Question
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        self.begin(seed)
+    def begin(self, seed: int) -> Sequence[Message]:
+        def sample(rng: random.Random) -> tuple[FictionalWorld, Question]:
+            world = fictional_world(self.split, rng.randrange(WORLDS))
+            return world, sample_question(world, self.difficulty, rng)
+
+        self.notes_read = []
+        self.world, self.question = sample_problem(sample, seed, self.split, lambda drawn: drawn[1].content)
         return [user_message(f"{self.question.text} use search, then say answer: NAME")]
 
-    def begin(self, seed: int) -> None:
-        super().begin(seed)
-        self.notes_read = {}
-        self.world, self.question = sample_problem(
-            self._sample_question, seed, self.split, lambda drawn: drawn[1].content
-        )
-
-    def step(self, action: Action) -> Step:
-        if self.is_over:
-            return self._reply([user_message("it is over.")])
-        self.turns += 1
-        if action.calls or action.faults:
-            return self._run_calls(action)
+    def act(self, action: Action) -> Step:
+        counts = {"tool_calls": len(action.calls), "tool_errors": 0}
+        if action.calls or action.faults:  # one message per call, and one per call that could not be parsed
+            read_before = set(self.notes_read)
+            replies = [self._search(call, number) for number, call in enumerate(action.calls)]
+            replies += [(tool_message("search", f"error: {f[:MAX_QUERY]}"), 1) for f in action.faults[:MAX_CALLS]]
+            fresh = [note in self.notes_read and note not in read_before for note in self.path]
+            uncovered = float(sum(2**hop for hop, is_new in enumerate(fresh) if is_new))
+            counts["tool_errors"] = sum(error for _, error in replies)
+            info = counts | {"facts": {"question": 1.0, "uncovered": uncovered}}
+            return Step([message for message, _ in replies], info=info)
         if answer := ANSWER.search(action.text[-MAX_QUERY:].strip().lower()):
-            self.final_answer = answer[1]
-            text = "right." if self.succeeded else f"wrong: it is {self.correct_answer}."
-            return self._reply([user_message(text)], reward=float(self.succeeded), facts={"answer": 1.0})
-        return self._reply([user_message(f"{HELP}.")], errors=1)
-
-    def _run_calls(self, action: Action) -> Step:
-        """One tool message per call, and one per call that could not be parsed."""
-        read_before = set(self.notes_read)
-        results = [self._search(call, number) for number, call in enumerate(action.calls)]
-        results += [(_result("search", f"error: {fault[:MAX_QUERY]}"), 1) for fault in action.faults[:MAX_CALLS]]
-        errors = sum(error for _, error in results)
-        found = [note in self.notes_read and note not in read_before for note in self.path]
-        facts = {"question": 1.0, "uncovered": float(sum(2**hop for hop, is_new in enumerate(found) if is_new))}
-        return self._reply([message for message, _ in results], calls=len(action.calls), errors=errors, facts=facts)
+            right = answer[1] == self.correct_answer
+            text = "right." if right else f"wrong: it is {self.correct_answer}."
+            info = counts | {"facts": {"answer": 1.0}, "success": right}
+            return Step([user_message(text)], float(right), terminated=True, info=info)
+        return Step([user_message(f"{HELP}.")], info=counts | {"tool_errors": 1})
 
     def _search(self, call: ToolCall, number: int) -> tuple[Message, int]:
+        """The reply to call ``number`` of a turn, and 1 if it is an error."""
         query = call.arguments.get("query")
         if call.name != "search":
-            return _result(call.name, "error: the only tool is search", call.id), 1
+            return tool_message(call.name, "error: the only tool is search", call.id), 1
         if not isinstance(query, str) or not query.strip() or len(query) > MAX_QUERY:
-            return _result("search", "error: query must be a few words", call.id), 1
+            return tool_message("search", "error: query must be a few words", call.id), 1
         if number >= MAX_CALLS:
-            return _result("search", f"error: at most {MAX_CALLS} calls at once", call.id), 1
-        found = self.world.index.top(query, RESULTS)
-        for note in found:  # move to the end
-            self.notes_read.pop(note, None)
-            self.notes_read[note] = None
-        text = "\n".join(self.world.notes[note] for note in found) or "nothing found"
-        return _result("search", text, call.id), 0
-
-    def _reply(
-        self,
-        messages: list[Message],
-        reward: float = 0.0,
-        calls: int = 0,
-        errors: int = 0,
-        facts: Mapping[str, float] | None = None,
-    ) -> Step:
-        return self.reply(messages, reward, facts, tool_calls=calls, tool_errors=errors)
+            return tool_message("search", f"error: at most {MAX_CALLS} calls at once", call.id), 1
+        notes = self.world.index.top(query, RESULTS)
+        self.notes_read = [*(note for note in self.notes_read if note not in notes), *notes]
+        text = "\n".join(self.world.notes[note] for note in notes) or "nothing found"
+        return tool_message("search", text, call.id), 0
 
     @property
     def correct_answer(self) -> str:
@@ -156,17 +134,6 @@ class Lookup(SingleAnswerEnvironment):
         """The numbers of the notes that have been read."""
         return " ".join(map(str, sorted(self.notes_read)))
 
-    def snapshot(self) -> dict[str, Any]:
-        return super().snapshot() | {"seen": list(self.notes_read)}
-
-    def restore(self, snapshot: Any) -> None:
-        super().restore(snapshot)
-        self.notes_read = dict.fromkeys(snapshot["seen"])
-
-    def _sample_question(self, rng: random.Random) -> tuple[FictionalWorld, Question]:
-        world = fictional_world(self.split, rng.randrange(WORLDS))
-        return world, sample_question(world, self.difficulty, rng)
-
     @property
     def path(self) -> list[int]:
         """The notes that lead to the answer, in order."""
@@ -186,8 +153,7 @@ class Lookup(SingleAnswerEnvironment):
 
     def demonstrate(self, rng: random.Random) -> Action:
         """Often answers before all notes are read, and sometimes searches for the wrong relation."""
-        last = next(reversed(self.notes_read), None)
-        name = self.question.names[0] if last is None else self._last_name(last)
+        name = self._last_name(self.notes_read[-1]) if self.notes_read else self.question.names[0]
         complete = all(note in self.notes_read for note in self.path)
         if not complete and rng.random() < EARLY_ANSWER[self.difficulty]:
             return text_action(f"answer: {name}")
@@ -202,8 +168,3 @@ class Lookup(SingleAnswerEnvironment):
 
 def _search_action(relation: str, name: str) -> Action:
     return tool_action("search", query=f"{relation} of {name}")
-
-
-def _result(tool: str, text: str, id: str = "") -> Message:
-    message: Message = {"role": "tool", "name": tool, "content": text}
-    return message | ({"tool_call_id": id} if id else {})

@@ -9,7 +9,6 @@ In the spirit of tau-bench, written for small models. The customer knows neither
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,16 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, sample_problem, text_action, tool_action, user_message
+from turnwise.environments.base import (
+    SavedEpisode,
+    plain_words,
+    sample_problem,
+    text_action,
+    tool_action,
+    tool_message,
+    tool_schema,
+    user_message,
+)
 
 RULES = (
     "you serve customers. ask for the order number, look the order up, act, then say done or sorry. "
@@ -34,18 +42,11 @@ MAX_CALLS = 4  # in one turn
 FINAL = ("done", "sorry")
 
 
-def tool(name: str, description: str, **more: str) -> dict[str, Any]:
-    """The schema of a tool that takes an order's number, and texts."""
-    properties = {"order": {"type": "integer"}, **{key: {"type": kind} for key, kind in more.items()}}
-    parameters = {"type": "object", "properties": properties, "required": list(properties)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
 TOOLS = (
-    tool("look", "read an order"),
-    tool("cancel", "cancel an order"),
-    tool("refund", "pay the price back"),
-    tool("move", "send to another city", city="string"),
+    tool_schema("look", "read an order", order="integer"),
+    tool_schema("cancel", "cancel an order", order="integer"),
+    tool_schema("refund", "pay the price back", order="integer"),
+    tool_schema("move", "send to another city", order="integer", city="string"),
 )
 
 
@@ -110,107 +111,89 @@ def describe(order: Mapping[str, Any]) -> str:
     return f"{order['item']} of {order['customer']} to {order['city']}, {state}"
 
 
-class CustomerService(Environment):
+class CustomerService(SavedEpisode):
     """One conversation."""
 
     difficulties = (1, 2, 3)
-    max_turns = TURNS * 3
+    limits: ClassVar[Mapping[int, int]] = {difficulty: TURNS * difficulty for difficulty in difficulties}
+    max_turns = limits[3]
     tools: Sequence[dict[str, Any]] = TOOLS
     inline = True
     suggests: ClassVar[Mapping[str, Any]] = {
         "difficulty": (1, 2), "context": 320, "max_tokens": 14, "copying": True, "cold_steps": 150, "cold_batch": 24,
+    }  # fmt: skip
+    saved: ClassVar[Mapping[str, Any]] = {
+        "request": int, "asked": bool, "looked": bool,
+        "database": lambda orders: {int(number): dict(order) for number, order in orders.items()},
     }  # fmt: skip
     task: ServiceTask
     database: Database
     request: int  # number of the present one
     asked: bool  # whether the customer has said its order number
     looked: bool
-    turns: int
-    done: bool
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        self.task = sample_problem(self._sample, seed, self.split, str)
-        self.database, self.request, self.turns, self.done = self.task.start(), 0, 0, False
-        self.asked = self.looked = False
-        self.seed, self.max_turns = seed, TURNS * self.difficulty
-        return [
-            {"role": "system", "content": RULES},
-            user_message(f"i am {self.task.customer}. {self._current.text}"),
-        ]
+    def begin(self, seed: int) -> Sequence[Message]:
+        self.task = sample_problem(self._sample, seed, self.split)
+        self.database, self.request, self.asked, self.looked = self.task.start(), 0, False, False
+        greeting = user_message(f"i am {self.task.customer}. {self._current.text}")
+        return [{"role": "system", "content": RULES}, greeting]
 
     def _sample(self, rng: random.Random) -> ServiceTask:
         numbers, customer = rng.sample(range(10, 100), ORDERS), rng.choice(PEOPLE)
-        items = rng.sample(ITEMS, ORDERS)
-        orders = {n: _order(rng, item, customer) for n, item in zip(numbers, items)}
-        requests = [_request(rng, n, orders[n]["item"]) for n in numbers[: self.difficulty]]
+        orders: Database = {}
+        for number, item in zip(numbers, rng.sample(ITEMS, ORDERS)):
+            owner = customer if rng.random() < 0.75 else rng.choice([p for p in PEOPLE if p != customer])
+            state, city = rng.choice(("open", "came")), rng.choice(CITIES)
+            days = rng.randint(1, MAX_DAYS)
+            orders[number] = {"item": item, "customer": owner, "city": city, "state": state, "days": days}
+        requests = []
+        for number in numbers[: self.difficulty]:
+            wish = rng.choice(WISHES)
+            city = rng.choice(CITIES) if wish == "move" else ""
+            requests.append(ServiceRequest(wish, number, orders[number]["item"], city))
         return ServiceTask(customer, tuple(requests), orders)
 
     @property
     def _current(self) -> ServiceRequest:
         return self.task.requests[min(self.request, len(self.task.requests) - 1)]
 
-    def step(self, action: Action) -> Step:
-        if self.done:
-            return Step([user_message("it is over.")], terminated=True)
-        self.turns += 1
+    def act(self, action: Action) -> Step:
         if action.calls or action.faults:
             replies = [self._call(call) for call in action.calls[:MAX_CALLS]]
-            replies += [(_reply("", f"error: {fault[:80]}"), True) for fault in action.faults[:MAX_CALLS]]
+            replies += [(tool_message("", f"error: {fault[:80]}"), True) for fault in action.faults[:MAX_CALLS]]
             counts = {"tool_calls": len(action.calls), "tool_errors": sum(failed for _, failed in replies)}
-            return self._bounded(Step([message for message, _ in replies], info=counts))
-        return self._bounded(self._customer(action.text.strip().lower().rstrip(".")))
-
-    def _call(self, call: ToolCall) -> tuple[Message, bool]:
-        number, city = call.arguments.get("order"), call.arguments.get("city", "")
-        known = {tool["function"]["name"] for tool in TOOLS}
-        order = self.database.get(number) if isinstance(number, int) else None
-        if call.name not in known or order is None or (call.name == "move" and city not in CITIES):
-            problem = "no such order" if call.name in known and order is None else "no such tool or city"
-            return _reply(call.name, f"error: {problem}", call.id), True
-        if call.name == "look":
-            self.looked = self.looked or number == self._current.order
-            return _reply("look", describe(order), call.id), False
-        perform(call.name, order, str(city))
-        return _reply(call.name, "ok", call.id), False
-
-    def _customer(self, text: str) -> Step:
-        """The customer's reply: the number, the next request, or a farewell."""
-        if text in FINAL:
+            return Step([message for message, _ in replies], info=counts)
+        # the customer answers: the number, the next request, or a farewell
+        words = plain_words(action.text)
+        if words in FINAL:
             self.request += 1
             self.asked = self.looked = False
             if self.request < len(self.task.requests):
                 return Step([user_message(self._current.text)])
-            self.done = True
             right = self.database == self.task.goal
-            return Step([user_message("bye.")], float(right), True, False, {"success": right})
-        if "number" in text:
+            return Step([user_message("bye.")], float(right), terminated=True, info={"success": right})
+        if "number" in words:
             self.asked = True
             return Step([user_message(f"it is {self._current.order}.")])
         return Step([user_message("please help me.")], info={"tool_errors": 1})
 
-    def _bounded(self, step: Step) -> Step:
-        """A conversation that is not over at the turn limit has failed."""
-        if self.done or self.turns < self.max_turns:
-            return step
-        self.done = True
-        return Step(step.messages, 0.0, False, True, {**step.info, "success": False})
+    def _call(self, call: ToolCall) -> tuple[Message, bool]:
+        """The tool's reply, and whether it is an error."""
+        number, city = call.arguments.get("order"), call.arguments.get("city", "")
+        offered = call.name in (tool["function"]["name"] for tool in TOOLS)
+        order = self.database.get(number) if isinstance(number, int) else None
+        if not offered or order is None or (call.name == "move" and city not in CITIES):
+            problem = "no such order" if offered and order is None else "no such tool or city"
+            return tool_message(call.name, f"error: {problem}", call.id), True
+        if call.name == "look":
+            self.looked = self.looked or number == self._current.order
+            return tool_message("look", describe(order), call.id), False
+        perform(call.name, order, str(city))
+        return tool_message(call.name, "ok", call.id), False
 
     def state_key(self) -> str:
         changed = [(n, order) for n, order in sorted(self.database.items()) if order != self.task.orders[n]]
         return f"{self.request} {self.asked} {self.looked} {changed}"
-
-    def snapshot(self) -> dict[str, Any]:
-        names = ("difficulty", "split", "seed", "request", "asked", "looked", "turns", "done")
-        orders = [[n, dict(order)] for n, order in self.database.items()]
-        return {name: getattr(self, name) for name in names} | {"orders": orders}
-
-    def restore(self, snapshot: Any) -> None:
-        state = copy.deepcopy(dict(snapshot))
-        self.difficulty, self.split = state["difficulty"], state["split"]
-        self.reset(state["seed"])
-        self.database = dict(state.pop("orders"))
-        for name, value in state.items():
-            setattr(self, name, value)
 
     def hint(self) -> str:
         return "look the order up before you act, and say sorry where the rules forbid it."
@@ -241,27 +224,5 @@ class CustomerService(Environment):
         return rng.choice([_act(self._current), text_action("sorry")])
 
 
-def _order(rng: random.Random, item: str, customer: str) -> dict[str, Any]:
-    owner = customer if rng.random() < 0.75 else rng.choice([p for p in PEOPLE if p != customer])
-    state = rng.choice(("open", "came"))
-    return {
-        "item": item,
-        "customer": owner,
-        "city": rng.choice(CITIES),
-        "state": state,
-        "days": rng.randint(1, MAX_DAYS),
-    }
-
-
-def _request(rng: random.Random, number: int, item: str) -> ServiceRequest:
-    wish = rng.choice(WISHES)
-    return ServiceRequest(wish, number, item, rng.choice(CITIES) if wish == "move" else "")
-
-
 def _act(request: ServiceRequest) -> Action:
     return tool_action(request.wish, order=request.order, **({"city": request.city} if request.city else {}))
-
-
-def _reply(name: str, text: str, id: str = "") -> Message:
-    message: Message = {"role": "tool", "name": name, "content": text}
-    return message | ({"tool_call_id": id} if id else {})

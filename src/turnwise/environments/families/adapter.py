@@ -1,5 +1,5 @@
-"""What adapters of families share: the import of an optional package, ``NAME,key=value`` options, worlds in which an action is
-one of a list of words.
+"""What adapters of families share: the import of an optional package, ``NAME,key=value`` options, the class of a member, worlds
+in which an action is one of a list of words, games of several seats.
 
 Knows no package.
 """
@@ -10,34 +10,39 @@ import importlib
 import json
 import random
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from turnwise.core.protocols import Action, Step
-from turnwise.core.records import Message
-from turnwise.environments.base import Environment, text_action, user_message
-from turnwise.errors import SettingError
+from turnwise.environments.base import Environment, Episode, plain_words, text_action, user_message
+from turnwise.errors import SettingError, nearest
 
 LISTED = 24  # actions that a message lists; the others are counted
+Kind = TypeVar("Kind", bound=type[Environment])
 
 
-def import_package(module: str, family: str, install: str) -> Any:
-    """An optional module, or a message that says how to install it: by an extra's name, or by the words of a command."""
+def import_package(module: str, family: str, install: str = "") -> Any:
+    """An optional module, or a message that says how to install it: by the extra of the family's name, by another extra, or by
+    the words of a command."""
     try:
         return importlib.import_module(module)
     except ImportError as missing:
-        command = f"pip install {install}" if " " in install else f"pip install 'turnwise[{install}]'"
+        command = f"pip install {install}" if " " in install else f"pip install 'turnwise[{install or family}]'"
         raise SettingError(f"{family}:... needs a package ({missing}); write {command}") from missing
 
 
-def split_options(family: str, spec: str) -> tuple[str, dict[str, Any]]:
-    """``"NAME,size=3"`` as the name and its options; values are JSON, or text where they are not."""
+def split_options(family: str, spec: str, allowed: Collection[str] | None = None) -> tuple[str, dict[str, Any]]:
+    """``"NAME,size=3"`` as the name and its options; values are JSON, or text where they are not. ``allowed``: which options
+    there are, where the adapter and not the package decides that."""
     name, *pairs = spec.split(",")
     options: dict[str, Any] = {}
     for pair in pairs:
         key, sign, text = pair.partition("=")
         if not sign:
             raise SettingError(f"{family}:{name} is followed by {pair!r}; write key=value, separated by commas")
+        if allowed is not None and key not in allowed:
+            hint = nearest(key, allowed) if allowed else "leave it out"
+            raise SettingError(f"{family}:{name} has no option {key!r}; {hint}")
         try:
             options[key] = json.loads(text)
         except ValueError:
@@ -49,6 +54,18 @@ def split_options(family: str, spec: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+def require_offered(name: str, offered: Collection[str], where: str) -> None:
+    """Refuse a name that is not offered; ``where`` says what has no such name."""
+    if name not in offered:
+        raise SettingError(f"{where} {name!r}; {nearest(name, list(offered))}")
+
+
+def member_class(family: str, spec: str, base: Kind, about: str, **attributes: Any) -> Kind:
+    """The class of a member of a family: a subclass of ``base`` with these attributes."""
+    body = {"__doc__": about, "__module__": base.__module__, **attributes}
+    return type(f"{family}:{spec}", (base,), body)  # type: ignore[return-value]
+
+
 def world_seed(seed: int, split: str) -> int:
     """The seed of a generated world: even for training, odd for held-out tasks, so that no seed is in both splits."""
     return 2 * (seed % 2**30) + (split != "train")
@@ -56,8 +73,8 @@ def world_seed(seed: int, split: str) -> int:
 
 def clean_word(text: str) -> str:
     """An action as its world spells it: one line, lower case, without a final stop."""
-    lines = text.strip().lower().splitlines()
-    return " ".join(lines[-1].strip().rstrip(".").split()) if lines else ""
+    lines = text.strip().splitlines()
+    return " ".join(plain_words(lines[-1]).split()) if lines else ""
 
 
 def listed(actions: Sequence[str]) -> str:
@@ -66,46 +83,57 @@ def listed(actions: Sequence[str]) -> str:
     return " | ".join(actions[:LISTED]) + more
 
 
-class WordWorld(Environment):
+class WordWorld(Episode):
     """A world in which an action is one of the texts in ``legal()``. Any other text is answered with the legal ones and costs a
     turn."""
-
-    turns: int = 0
 
     @abstractmethod
     def legal(self) -> Sequence[str]:
         """The actions of the current state."""
 
     @abstractmethod
-    def act(self, word: str) -> Step:
+    def move(self, word: str) -> Step:
         """Apply a legal action."""
 
-    @abstractmethod
-    def begin(self, seed: int) -> Sequence[Message]:
-        """Start the episode; returns its first messages."""
-
-    def reset(self, seed: int) -> Sequence[Message]:
-        self.turns = 0
-        return self.begin(seed)
-
-    def step(self, action: Action) -> Step:
-        self.turns += 1
+    def act(self, action: Action) -> Step:
         word = clean_word(action.text)
-        if word not in self.legal():
-            return self.refuse(action)
-        step = self.act(word)
-        return step if step.terminated or step.truncated else self._bounded(step)
+        return self.move(word) if word in self.legal() else self.refuse()
 
-    def refuse(self, action: Action) -> Step:
+    def refuse(self) -> Step:
         """The answer to a text that is no action."""
         text = f"that is no action. write one of: {listed(self.legal())}"
-        return self._bounded(Step([user_message(text)], 0.0, info={"tool_errors": 1}))
-
-    def _bounded(self, step: Step) -> Step:
-        """At the turn limit an unfinished episode has failed."""
-        if self.turns < self.max_turns:
-            return step
-        return Step(step.messages, step.reward, False, True, {"success": False, **step.info})
+        return Step([user_message(text)], info={"tool_errors": 1})
 
     def random_action(self, rng: random.Random) -> Action:
         return text_action(rng.choice(list(self.legal())))
+
+
+class SeatedGame(Episode):
+    """A game of several seats. The policy holds all of them, or one where ``opponent`` says who holds the others."""
+
+    opponent: ClassVar[str] = "self"
+    seats: ClassVar[int]
+    first_seat: ClassVar[int] = 0  # how the package counts them
+    rng: random.Random  # of chance and of scripted seats
+    seat: int  # the policy's own, where the others are scripted
+
+    @classmethod
+    def seat_name(cls, number: int) -> str:
+        return f"player {number + cls.first_seat}"
+
+    def sit_down(self, seed: int) -> int:
+        """Draw the policy's seat; returns the seed of the match."""
+        number = world_seed(seed, self.split)
+        self.rng, self.seat = random.Random(number), number // 2 % self.seats
+        return number
+
+    def is_scripted(self, number: int) -> bool:
+        return self.opponent != "self" and number != self.seat
+
+    def pay(self, mover: int, returns: Mapping[int, float], text: str, errors: int = 0) -> Step:
+        """The last step pays each seat; a scripted seat earns nothing that is trained on."""
+        earned = {number: 0.0 if self.is_scripted(number) else float(value) for number, value in returns.items()}
+        paid = {self.seat_name(n): value for n, value in earned.items() if n != mover and not self.is_scripted(n)}
+        success = returns.get(0 if self.opponent == "self" else self.seat, 0) > 0
+        info = {"success": success, "tool_errors": errors, "paid": paid}
+        return Step([user_message(text)], earned.get(mover, 0.0), terminated=True, info=info)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
+import inspect
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -23,9 +24,8 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, is_held_out, user_message
-from turnwise.environments.families.adapter import import_package, split_options
-from turnwise.errors import SettingError, nearest
+from turnwise.environments.base import Environment, Episode, call_action, split_by_content, tool_message
+from turnwise.environments.families.adapter import import_package, member_class, require_offered, split_options
 
 FILES = "BFCL_v4_{}.json"
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string", "String": "string"}
@@ -44,10 +44,13 @@ class CallEnvironment(Environment):
     entry: Entry
 
     def reset(self, seed: int) -> Sequence[Message]:
-        entries = self.entries["train" if self.split == "train" else "held_out"]
-        self.entry = entries[seed % len(entries)]
+        self.choose(seed)
         self.tools = tuple(tool_schema(function) for function in self.entry["function"])
         return list(self.entry["question"][0])
+
+    def choose(self, seed: int) -> None:
+        entries = self.entries[self.split]
+        self.entry = entries[seed % len(entries)]
 
     def step(self, action: Action) -> Step:
         right = not action.faults and calls_match(action.calls, self.entry.get("ground_truth", []))
@@ -56,7 +59,7 @@ class CallEnvironment(Environment):
 
     def oracle(self) -> Action:
         calls = [reference_call(reference) for reference in self.entry.get("ground_truth", [])]
-        return action_of(calls) if calls else Action("None of these tools fits.")
+        return call_action(*calls) if calls else Action("None of these tools fits.")
 
     def demonstrate(self, rng: random.Random) -> Action:
         """The reference, but one call in ten is not made."""
@@ -64,47 +67,44 @@ class CallEnvironment(Environment):
         made = [call for call in action.calls if rng.random() >= MISSED]
         if len(made) == len(action.calls):
             return action
-        return action_of(made) if made else Action("done")
+        return call_action(*made) if made else Action("done")
 
 
-class ProgramEnvironment(CallEnvironment):
+class ProgramEnvironment(Episode, CallEnvironment):
     """Several requests in a row, answered by calls into simulated programs. A turn without a call ends a request."""
 
     max_turns = 40
     suggests: ClassVar[Mapping[str, Any]] = {"context": 8192, "max_tokens": 128}
     programs: dict[str, Any]
     request: int
+    calls: int  # in this request
     planned: list[ToolCall]  # what the oracle has left to call in this request
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        entries = self.entries["train" if self.split == "train" else "held_out"]
-        self.entry = entries[seed % len(entries)]
-        self.programs, self.request, self.calls, self.done = start_programs(self.entry), 0, 0, False
+    def begin(self, seed: int) -> Sequence[Message]:
+        self.choose(seed)
+        self.programs, self.request, self.calls = start_programs(self.entry), 0, 0
         self.tools = tuple(tool_schema(function) for function in program_functions(self.entry))
         self.planned = self._reference(0)
         return list(self.entry["question"][0])
 
-    def step(self, action: Action) -> Step:
-        if self.done:
-            return Step([user_message("it is over.")], 0.0, terminated=True)
+    def act(self, action: Action) -> Step:
         if action.calls and self.calls < MAX_CALLS:
-            replies = [self._reply(call) for call in action.calls]
-            failed = sum(failed for _, failed in replies)
-            return Step([m for m, _ in replies], info={"tool_calls": len(replies), "tool_errors": failed})
+            messages, errors = [], 0
+            for call in action.calls:
+                self.calls += 1
+                if self.planned and self.planned[0].name == call.name:
+                    self.planned.pop(0)
+                text, failed = run_call(self.programs, call)
+                messages.append(tool_message(call.name, text[:MAX_REPLY]))
+                errors += failed
+            return Step(messages, info={"tool_calls": len(messages), "tool_errors": errors})
         self.request, self.calls = self.request + 1, 0
+        counts = {"tool_errors": len(action.faults)}
         if self.request < len(self.entry["question"]):
             self.planned = self._reference(self.request)
-            return Step(list(self.entry["question"][self.request]), info={"tool_errors": len(action.faults)})
-        self.done = True
+            return Step(list(self.entry["question"][self.request]), info=counts)
         right = states(self.programs) == self._reference_states()
-        return Step([], float(right), terminated=True, info={"success": right, "tool_errors": len(action.faults)})
-
-    def _reply(self, call: ToolCall) -> tuple[Message, bool]:
-        self.calls += 1
-        if self.planned and self.planned[0].name == call.name:
-            self.planned.pop(0)
-        text, failed = run_call(self.programs, call)
-        return {"role": "tool", "name": call.name, "content": text[:MAX_REPLY]}, failed
+        return Step([], float(right), terminated=True, info=counts | {"success": right})
 
     def _reference(self, request: int) -> list[ToolCall]:
         return [parse_call(text, self.programs) for text in self.entry["ground_truth"][request]]
@@ -117,16 +117,10 @@ class ProgramEnvironment(CallEnvironment):
         return states(programs)
 
     def oracle(self) -> Action:
-        return action_of(self.planned[:1]) if self.planned else Action("done")
+        return call_action(self.planned[0]) if self.planned else Action("done")
 
 
 # ------------------------------------------------------------------ calls
-
-
-def action_of(calls: Sequence[ToolCall]) -> Action:
-    """An action that makes these calls."""
-    written = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
-    return Action("".join(f"<tool_call>{text}</tool_call>" for text in written), tuple(calls))
 
 
 def tool_schema(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,9 +141,9 @@ def json_types(schema: Any) -> Any:
 
 
 def reference_call(reference: Mapping[str, Mapping[str, Sequence[Any]]]) -> ToolCall:
-    """The call of a reference answer with the first value of each argument; "" means that it may be left out."""
+    """The call of a reference answer with the first value of each argument."""
     (name, arguments), *_ = reference.items()
-    return ToolCall(name, {key: first_value(values[0]) for key, values in arguments.items() if required(values)})
+    return ToolCall(name, first_value(arguments))
 
 
 def required(values: Sequence[Any]) -> bool:
@@ -158,10 +152,10 @@ def required(values: Sequence[Any]) -> bool:
 
 
 def first_value(value: Any) -> Any:
-    """A reference value; the values inside an object are lists of choices, too."""
+    """A reference value, where the values inside an object are lists of choices."""
     if isinstance(value, list):
         return [first_value(item) for item in value]
-    return {k: first_value(v[0]) for k, v in value.items() if required(v)} if isinstance(value, dict) else value
+    return {k: first_value(v[0]) for k, v in value.items() if required(v)} if isinstance(value, Mapping) else value
 
 
 def calls_match(calls: Sequence[ToolCall], references: Sequence[Mapping[str, Any]]) -> bool:
@@ -181,15 +175,13 @@ def call_matches(call: ToolCall, reference: Mapping[str, Any]) -> bool:
     (name, arguments), *_ = reference.items()
     if call.name not in (name, name.replace(".", "_")) or not set(call.arguments) <= set(arguments):
         return False
-    return all(
-        any(value_matches(call.arguments[key], v) for v in values) if key in call.arguments else not required(values)
-        for key, values in arguments.items()
-    )
+    return value_matches(dict(call.arguments), arguments)
 
 
 def value_matches(given: Any, wanted: Any) -> bool:
-    """Whether a value fits one of the reference: texts without case, spaces and punctuation, whole numbers as decimals."""
-    if isinstance(wanted, dict):
+    """Whether a value fits one of the reference: texts without case, spaces and punctuation, whole numbers as decimals, each
+    value of an object one of several choices."""
+    if isinstance(wanted, Mapping):
         return isinstance(given, dict) and all(
             any(value_matches(given[key], v) for v in choices) if key in given else not required(choices)
             for key, choices in wanted.items()
@@ -243,8 +235,6 @@ def states(programs: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_call(text: str, programs: Mapping[str, Any]) -> ToolCall:
     """``"mv(source='a', destination='b')"`` as a call; positional arguments are named by the function's signature."""
-    import inspect
-
     node = ast.parse(text, mode="eval").body
     assert isinstance(node, ast.Call), text
     name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
@@ -256,15 +246,10 @@ def parse_call(text: str, programs: Mapping[str, Any]) -> ToolCall:
 
 def program_functions(entry: Entry) -> list[dict[str, Any]]:
     """The descriptions of the functions that an entry offers."""
-    documents = importlib.import_module(
-        "bfcl_eval.constants.executable_backend_config"
-    ).MULTI_TURN_FUNC_DOC_FILE_MAPPING
-    found = [
-        f
-        for name in entry["involved_classes"]
-        for f in read_lines(data_folder() / "multi_turn_func_doc" / documents[name])
-    ]
-    return [f for f in found if f["name"] not in entry.get("excluded_function", ())]
+    backends = importlib.import_module("bfcl_eval.constants.executable_backend_config")
+    folder, documents = data_folder() / "multi_turn_func_doc", backends.MULTI_TURN_FUNC_DOC_FILE_MAPPING
+    functions = [f for name in entry["involved_classes"] for f in read_lines(folder / documents[name])]
+    return [f for f in functions if f["name"] not in entry.get("excluded_function", ())]
 
 
 # ------------------------------------------------------------------- files
@@ -282,22 +267,16 @@ def read_lines(path: Path) -> list[Entry]:
 @cache
 def environment(spec: str) -> type[CallEnvironment]:
     """The class of a category."""
-    name, options = split_options("bfcl", spec)
-    folder = data_folder()
-    prefix, suffix = FILES.split("{}")
+    name, _ = split_options("bfcl", spec, ())
+    folder, (prefix, suffix) = data_folder(), FILES.split("{}")
+    categories = sorted(p.name.removeprefix(prefix).removesuffix(suffix) for p in folder.glob(FILES.format("*")))
     unsupported = ("java", "web_search", "memory", "format_sensitivity", "long_context", "miss_func")
-    offered = sorted(p.name.removeprefix(prefix).removesuffix(suffix) for p in folder.glob(FILES.format("*")))
-    offered = [category for category in offered if not any(word in category for word in unsupported)]
-    if name not in offered:
-        raise SettingError(f"bfcl has no category {name!r}; {nearest(name, offered)}")
-    if options:
-        raise SettingError(f"bfcl:{name} takes no options; leave out {next(iter(options))!r}")
+    offered = [category for category in categories if not any(word in category for word in unsupported)]
+    require_offered(name, offered, "bfcl has no category")
     entries, answers = read_lines(folder / FILES.format(name)), folder / "possible_answer" / FILES.format(name)
     if answers.is_file():
         truth = {row["id"]: row["ground_truth"] for row in read_lines(answers)}
         entries = [{**entry, "ground_truth": truth[entry["id"]]} for entry in entries if entry["id"] in truth]
-    splits = {
-        split: [e for e in entries if is_held_out(e["id"]) == (split == "held_out")] for split in ("train", "held_out")
-    }
     base = ProgramEnvironment if name.startswith("multi_turn") else CallEnvironment
-    return type(f"bfcl:{spec}", (base,), {"entries": splits, "__doc__": f"{name} of BFCL.", "__module__": __name__})
+    splits = split_by_content(entries, lambda entry: str(entry["id"]))
+    return member_class("bfcl", spec, base, f"{name} of BFCL.", entries=splits)

@@ -18,8 +18,16 @@ from typing import Any, ClassVar
 from turnwise.core.protocols import Step
 from turnwise.core.records import Message
 from turnwise.environments.base import user_message
-from turnwise.environments.families.adapter import WordWorld, import_package, listed, split_options, world_seed
-from turnwise.errors import SettingError, nearest
+from turnwise.environments.families.adapter import (
+    WordWorld,
+    import_package,
+    listed,
+    member_class,
+    require_offered,
+    split_options,
+    world_seed,
+)
+from turnwise.errors import SettingError
 
 NAMES = {  # actions in the order of the package
     "FrozenLake": ("left", "down", "right", "up"),
@@ -45,23 +53,20 @@ class GymnasiumEnvironment(WordWorld):
     threshold: ClassVar[float | None]
     world: Any
     total: float
-    done: bool
 
     def begin(self, seed: int) -> Sequence[Message]:
-        self.world, self.total, self.done = type(self).make(), 0.0, False
+        self.world, self.total = type(self).make(), 0.0
         observation, _ = self.world.reset(seed=world_seed(seed, self.split))
         return [user_message(f"{self._view(observation)}\nsay {listed(self.words)}")]
 
     def legal(self) -> Sequence[str]:
         return self.words
 
-    def act(self, word: str) -> Step:
-        if self.done:
-            return Step([user_message("it is over.")], 0.0, terminated=True)
+    def move(self, word: str) -> Step:
         observation, reward, terminated, truncated, _ = self.world.step(self.words.index(word))
         self.total += float(reward)
-        self.done = terminated or truncated
-        info = {"success": self.total >= self.threshold} if self.done and self.threshold is not None else {}
+        judged = (terminated or truncated) and self.threshold is not None
+        info = {"success": self.total >= self.threshold} if judged else {}
         return Step([user_message(self._view(observation))], float(reward), terminated, truncated, info)
 
     def _view(self, observation: Any) -> str:
@@ -92,15 +97,21 @@ def in_words(observation: Any) -> str:
 def environment(spec: str) -> type[GymnasiumEnvironment]:
     """The class of an id, with options of the world's constructor."""
     name, options = split_options("gymnasium", spec)
-    gymnasium = import_package("gymnasium", "gymnasium", "gymnasium")
-    if name not in gymnasium.registry:
-        raise SettingError(f"gymnasium has no world {name!r}; {nearest(name, list(gymnasium.registry))}")
+    gymnasium = import_package("gymnasium", "gymnasium")
+    require_offered(name, gymnasium.registry, "gymnasium has no world")
+    entry = gymnasium.registry[name]
+    module, _, attribute = str(entry.entry_point).partition(":")
+    try:
+        modes = getattr(import_package(module, "gymnasium"), attribute).metadata.get("render_modes", ())
+    except (SettingError, AttributeError):
+        modes = ()
+    if "ansi" in modes:  # it draws itself as text
+        options = {"render_mode": "ansi", **options}
 
     def make() -> Any:
-        drawn = {"render_mode": "ansi"} if _draws_text(gymnasium, name) else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return gymnasium.make(name, disable_env_checker=True, **drawn, **options)
+            return gymnasium.make(name, disable_env_checker=True, **options)
 
     try:
         world = make()
@@ -108,24 +119,11 @@ def environment(spec: str) -> type[GymnasiumEnvironment]:
         raise SettingError(f"gymnasium:{spec} cannot be made: {str(fault).splitlines()[0]}") from fault
     if not isinstance(world.action_space, gymnasium.spaces.Discrete):
         raise SettingError(f"gymnasium:{name} has the actions {world.action_space}; only discrete ones can be words")
-    count = int(world.action_space.n)
-    words = NAMES.get(name.split("-")[0], ())
-    entry = gymnasium.registry[name]
-    body = {
-        "make": staticmethod(make),
-        "words": words if len(words) == count else tuple(f"action {n}" for n in range(count)),
-        "threshold": entry.reward_threshold,
-        "max_turns": entry.max_episode_steps or TURNS,
-        "__doc__": f"{name} of Gymnasium.",
-        "__module__": __name__,
-    }
-    return type(f"gymnasium:{spec}", (GymnasiumEnvironment,), body)
-
-
-def _draws_text(gymnasium: Any, name: str) -> bool:
-    module, _, attribute = str(gymnasium.registry[name].entry_point).partition(":")
-    try:
-        cls = getattr(import_package(module, "gymnasium", "gymnasium"), attribute)
-    except (SettingError, AttributeError):
-        return False
-    return "ansi" in getattr(cls, "metadata", {}).get("render_modes", ())
+    words, count = NAMES.get(name.split("-")[0], ()), int(world.action_space.n)
+    return member_class(
+        "gymnasium", spec, GymnasiumEnvironment, f"{name} of Gymnasium.",
+        make=staticmethod(make),
+        words=words if len(words) == count else tuple(f"action {n}" for n in range(count)),
+        threshold=entry.reward_threshold,
+        max_turns=entry.max_episode_steps or TURNS,
+    )  # fmt: skip

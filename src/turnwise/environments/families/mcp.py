@@ -12,11 +12,17 @@ unless ``reset`` names a tool that makes it new. A tenth of the rows, by a hash 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
+import os
 import random
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,23 +30,116 @@ from typing import Any, ClassVar
 from turnwise.config.named_object import load_object
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, text_action, user_message
+from turnwise.environments.base import (
+    HELD_OUT_SHARE,
+    Episode,
+    call_action,
+    read_json_lines,
+    text_action,
+    tool_action,
+    tool_message,
+    user_message,
+)
 from turnwise.environments.contract import is_finite
-from turnwise.environments.families.adapter import import_package, split_options
-from turnwise.environments.families.bfcl import action_of
-from turnwise.environments.families.mcp_server import McpServer
-from turnwise.errors import EnvironmentFault, SettingError, nearest
+from turnwise.environments.families.adapter import import_package, member_class, require_offered, split_options
+from turnwise.errors import EnvironmentFault, SettingError
 
 OPTIONS = ("tasks", "reward", "reset", "turns")
-HELD_OUT_SHARE = 10
 MAX_CALLS = 8  # in one turn
 MAX_REPLY = 4000  # characters of a tool's reply
 TURNS = 8
+SECONDS = 60.0  # for the start of a server, and for one call
+LAST_WORDS = 300  # characters of a server's standard error that a message quotes
 Row = Mapping[str, Any]
 Score = Callable[..., Any]
 
 
-class McpEnvironment(Environment):
+@cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of this process; a forked child has none of its parent's threads, so it makes its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="mcp").start()
+    return loop
+
+
+class McpServer:
+    """A server process over standard input and output, for callers that block: ``tools`` as it lists them, ``call`` until
+    ``close``.
+
+    The client of the package ``mcp`` is asynchronous, and a connection must be closed by the task that opened it. So one event
+    loop in a thread holds all connections, each in a task of its own."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self.loop = _loop(os.getpid())
+        self.words = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed in close()
+        self.session: Any = None
+        self.closing = asyncio.Event()
+        self.started: asyncio.Future[list[dict[str, Any]]] = self.loop.create_future()
+        self.connection = asyncio.run_coroutine_threadsafe(self._connect(), self.loop)
+        self.tools = self._wait(asyncio.wait_for(self.started, None), "did not start")
+
+    async def _connect(self) -> None:
+        """Hold the connection until ``close``. The task that opens it closes it."""
+        mcp = import_package("mcp", "mcp")
+        stdio = import_package("mcp.client.stdio", "mcp")
+        program, *arguments = shlex.split(self.command)
+        parameters = mcp.StdioServerParameters(command=program, args=arguments)
+        try:
+            connected = stdio.stdio_client(parameters, errlog=self.words)
+            async with connected as streams, mcp.ClientSession(*streams) as self.session:
+                await self.session.initialize()
+                listed = await self.session.list_tools()
+                self.started.set_result([tool.model_dump(by_alias=True) for tool in listed.tools])
+                await self.closing.wait()
+        except BaseException as fault:
+            if self.started.done():
+                raise
+            self.started.set_exception(EnvironmentFault(str(_innermost(fault))))
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """The text of a tool's reply, and whether it reports an error. A refusal of the server is such a reply, too."""
+        return self._wait(self._call(name, dict(arguments)), f"did not answer {name}")
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        error_type = import_package("mcp.shared.exceptions", "mcp").MCPError
+        try:
+            result = (await self.session.call_tool(name, arguments)).model_dump(by_alias=True)
+        except error_type as refusal:
+            if self.connection.done():  # the process is gone
+                raise
+            return str(refusal), True
+        texts = [block.get("text") or f"({block.get('type')})" for block in result["content"]]
+        return "\n".join(texts), bool(result.get("isError"))
+
+    def _wait(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.loop).result(SECONDS)
+        except FutureTimeout:
+            fault: Any = f"no reply within {SECONDS:g} s"
+        except Exception as caught:
+            fault = _innermost(caught)
+        self.words.seek(0)
+        words = " ".join(self.words.read().split())
+        quoted = f" (it wrote: ...{words[-LAST_WORDS:]})" if words else ""
+        raise EnvironmentFault(f"the MCP server `{self.command}` {what}: {fault}{quoted}")
+
+    def close(self) -> None:
+        """End the process."""
+        self.loop.call_soon_threadsafe(self.closing.set)
+        with contextlib.suppress(Exception):  # a server that dies badly is gone as well
+            self.connection.result(SECONDS)
+        self.words.close()
+
+
+def _innermost(fault: BaseException) -> BaseException:
+    """The first real cause in the groups that the package's task groups raise."""
+    while isinstance(fault, BaseExceptionGroup):
+        fault = fault.exceptions[0]
+    return fault
+
+
+class McpEnvironment(Episode):
     """One task. ``environment`` makes a subclass for each server."""
 
     suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 64}
@@ -52,53 +151,42 @@ class McpEnvironment(Environment):
     server: McpServer | None = None
     row: Row
     planned: list[ToolCall]  # what the oracle has left to call
-    done: bool
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        rows = self.rows["train" if self.split == "train" else "held_out"]
-        self.row, self.turns, self.done = rows[seed % len(rows)], 0, False
+    def begin(self, seed: int) -> Sequence[Message]:
+        rows = self.rows[self.split]
+        self.row = rows[seed % len(rows)]
         self.planned = [ToolCall(call["name"], dict(call.get("arguments", {}))) for call in self.row.get("calls", [])]
-        self.server = take_server(self.idle, self.command)
-        if self.reset_tool:
-            _, failed = self.server.call(self.reset_tool, {})
-            if failed:
-                raise EnvironmentFault(f"the tool {self.reset_tool!r} of `{self.command}` reports an error")
+        try:
+            self.server = self.idle.pop()  # atomic
+        except IndexError:
+            self.server = McpServer(self.command)
+        if self.reset_tool and self.server.call(self.reset_tool, {})[1]:
+            raise EnvironmentFault(f"the tool {self.reset_tool!r} of `{self.command}` reports an error")
         return [user_message(str(self.row["prompt"]))]
 
-    def step(self, action: Action) -> Step:
-        if self.done:
-            return Step([user_message("it is over.")], 0.0, terminated=True)
-        self.turns += 1
-        wrong = [_reply("", f"error: {fault[:200]}") for fault in action.faults[:MAX_CALLS]]
-        if not action.calls and not wrong:
-            return self._end(action.text.strip(), terminated=True)
-        replies = [self._call(call) for call in action.calls[:MAX_CALLS]]
-        counts = {"tool_calls": len(action.calls), "tool_errors": len(wrong) + sum(failed for _, failed in replies)}
-        messages = [message for message, _ in replies] + wrong
-        return (
-            self._end("", terminated=False, **counts) if self.turns >= self.max_turns else Step(messages, info=counts)
-        )
-
-    def _call(self, call: ToolCall) -> tuple[Message, bool]:
+    def act(self, action: Action) -> Step:
         assert self.server is not None, "reset starts the server"
-        if self.planned and self.planned[0].name == call.name:
-            self.planned.pop(0)
-        text, failed = self.server.call(call.name, call.arguments)
-        return _reply(call.name, text[:MAX_REPLY], call.id), failed
+        if not action.calls and not action.faults:
+            return self._end(action.text.strip(), terminated=True)
+        messages, errors = [], len(action.faults[:MAX_CALLS])
+        for call in action.calls[:MAX_CALLS]:
+            if self.planned and self.planned[0].name == call.name:
+                self.planned.pop(0)
+            text, failed = self.server.call(call.name, call.arguments)
+            messages.append(tool_message(call.name, text[:MAX_REPLY], call.id))
+            errors += failed
+        messages += [tool_message("", f"error: {fault[:200]}") for fault in action.faults[:MAX_CALLS]]
+        counts = {"tool_calls": len(action.calls), "tool_errors": errors}
+        return self._end("", False, **counts) if self.turns >= self.max_turns else Step(messages, info=counts)
 
     def _end(self, answer: str, terminated: bool, **counts: int) -> Step:
-        self.done = True
-        value = type(self).score(self.row, answer, self._ask)
+        server = self.server
+        assert server is not None
+        value = type(self).score(self.row, answer, lambda name, **arguments: server.call(name, arguments)[0])
         value = float(value) if isinstance(value, bool) else value
         if not is_finite(value):
             raise EnvironmentFault(f"the reward function of `{self.command}` returned {value!r}; return a number")
-        info = {"success": value >= 1, **counts}
-        return Step([], float(value), terminated, not terminated, info)
-
-    def _ask(self, name: str, **arguments: Any) -> str:
-        """For the reward function: the text of a tool's reply."""
-        assert self.server is not None
-        return self.server.call(name, arguments)[0]
+        return Step([], float(value), terminated, not terminated, {"success": value >= 1, **counts})
 
     def close(self) -> None:
         server, self.server = self.server, None
@@ -110,25 +198,12 @@ class McpEnvironment(Environment):
     # ---- scripted policies
     def oracle(self) -> Action:
         """The row's calls, then its answer."""
-        return action_of(self.planned[:1]) if self.planned else text_action(str(self.row.get("answer", "done")))
+        return call_action(self.planned[0]) if self.planned else text_action(str(self.row.get("answer", "done")))
 
     def random_action(self, rng: random.Random) -> Action:
         """A tool without arguments, or an answer."""
         names = [tool["function"]["name"] for tool in self.tools]
-        return text_action("done") if rng.random() < 0.5 else action_of([ToolCall(rng.choice(names), {})])
-
-
-def take_server(idle: list[McpServer], command: str) -> McpServer:
-    """A server that no episode uses, or a new one."""
-    try:
-        return idle.pop()  # atomic
-    except IndexError:
-        return McpServer(command)
-
-
-def _reply(name: str, text: str, id: str = "") -> Message:
-    message: Message = {"role": "tool", "name": name, "content": text}
-    return message | ({"tool_call_id": id} if id else {})
+        return text_action("done") if rng.random() < 0.5 else tool_action(rng.choice(names))
 
 
 def compare_answer(task: Row, answer: str, call: Any) -> float:
@@ -136,61 +211,46 @@ def compare_answer(task: Row, answer: str, call: Any) -> float:
     return float(" ".join(answer.lower().split()) == " ".join(str(task["answer"]).lower().split()))
 
 
-# ------------------------------------------------------------------ the class of a command
-
-
 @cache
 def environment(spec: str) -> type[McpEnvironment]:
     """The class of a server's command with its options. Starts the server once, for its list of tools."""
-    import_package("mcp", "mcp", "mcp")
-    command, options = split_options("mcp", spec)
-    for key in options:
-        if key not in OPTIONS:
-            raise SettingError(f"mcp:... has no option {key!r}; {nearest(key, OPTIONS)}; a comma ends the command")
+    import_package("mcp", "mcp")
+    command, options = split_options("mcp", spec, OPTIONS)  # a comma ends the command
     rows = read_rows(str(options.get("tasks", "")))
-    score = _score(str(options.get("reward", "")), rows)
-    turns, reset_tool = options.get("turns", TURNS), str(options.get("reset", ""))
+    reward, reset_tool, turns = (
+        str(options.get("reward", "")),
+        str(options.get("reset", "")),
+        options.get("turns", TURNS),
+    )
+    if not reward and not all("answer" in row for row in rows):
+        raise SettingError("mcp:... needs reward=file.py:function, or an answer in every row of its tasks")
+    score = load_object(reward, f"reward {reward!r} of mcp:...", callable, "function") if reward else compare_answer
     if not isinstance(turns, int) or turns < 1:
         raise SettingError(f"mcp:...: turns is {turns!r}; write a whole number of at least 1")
-    tools, server = _tools(command)
-    if reset_tool and reset_tool not in tools:
-        server.close()
-        raise SettingError(f"mcp:...: reset names no tool of the server; {nearest(reset_tool, tools)}")
-    idle = [server] if reset_tool else []
-    if not reset_tool:
-        server.close()
-    has_reference = all("calls" in row or "answer" in row for row in rows)
-    body = {
-        "command": command,
-        "tools": [schema for name, schema in tools.items() if name != reset_tool],
-        "rows": split_rows(rows),
-        "score": staticmethod(score),
-        "reset_tool": reset_tool,
-        "idle": idle,
-        "max_turns": turns,
-        "__doc__": f"Tools of the MCP server {command}.",
-        "__module__": __name__,
-        **({} if has_reference else {"oracle": Environment.oracle}),
-    }
-    return type(f"mcp:{spec}", (McpEnvironment,), body)
-
-
-def _tools(command: str) -> tuple[dict[str, dict[str, Any]], McpServer]:
-    """The schemas of a server's tools by name, and the server."""
     try:
         if not shlex.split(command):
             raise ValueError("it is empty")
         server = McpServer(command)
     except (ValueError, EnvironmentFault) as fault:
         raise SettingError(f"mcp:{command} cannot be used: {fault}") from fault
-    tools = {tool["name"]: tool_schema(tool) for tool in server.tools}
-    if not tools:
+    tools = {tool["name"]: openai_schema(tool) for tool in server.tools}
+    idle = [server] if reset_tool in tools else []
+    if not idle:
         server.close()
+    if not tools:
         raise SettingError(f"the MCP server `{command}` lists no tools")
-    return tools, server
+    if reset_tool:
+        require_offered(reset_tool, tools, "mcp:...: the server has no tool")
+    has_reference = all("calls" in row or "answer" in row for row in rows)
+    return member_class(
+        "mcp", spec, McpEnvironment, f"Tools of the MCP server {command}.",
+        command=command, rows=split_rows(rows), score=staticmethod(score), reset_tool=reset_tool, idle=idle,
+        tools=[schema for name, schema in tools.items() if name != reset_tool], max_turns=turns,
+        **({} if has_reference else {"oracle": Episode.oracle}),
+    )  # fmt: skip
 
 
-def tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+def openai_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool of an MCP server in the OpenAI form."""
     parameters = {"properties": {}, **tool["inputSchema"], "type": "object"}
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
@@ -202,15 +262,9 @@ def read_rows(path: str) -> list[Row]:
     if not path or not Path(path).is_file():
         raise SettingError(f"mcp:... needs tasks=FILE.jsonl with one prompt per line; {path or 'it'} is no file")
     rows: list[Row] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as fault:
-            raise SettingError(f"{path} line {number} is not JSON: {fault}") from fault
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise SettingError(f'{path} line {number} has no prompt; write {{"prompt": "..."}}')
+    for where, row in read_json_lines(path, '{"prompt": "..."}'):
+        if not isinstance(row.get("prompt"), str):
+            raise SettingError(f'{where} has no prompt; write {{"prompt": "..."}}')
         rows.append(row)
     if len(rows) < 2:
         raise SettingError(f"{path} holds {len(rows)} tasks; write at least 2: a share of them is held out")
@@ -222,12 +276,3 @@ def split_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
     ordered = sorted(rows, key=lambda row: hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest())
     count = max(1, len(rows) // HELD_OUT_SHARE)
     return {"train": ordered[count:], "held_out": ordered[:count]}
-
-
-def _score(name: str, rows: Sequence[Row]) -> Score:
-    if name:
-        score: Score = load_object(name, f"reward {name!r} of mcp:...", callable, "function")
-        return score
-    if all("answer" in row for row in rows):
-        return compare_answer
-    raise SettingError("mcp:... needs reward=file.py:function, or an answer in every row of its tasks")

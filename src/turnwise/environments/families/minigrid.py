@@ -16,8 +16,15 @@ from typing import Any, ClassVar
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
 from turnwise.environments.base import text_action, user_message
-from turnwise.environments.families.adapter import WordWorld, import_package, split_options, world_seed
-from turnwise.errors import SettingError, nearest
+from turnwise.environments.families.adapter import (
+    WordWorld,
+    import_package,
+    member_class,
+    require_offered,
+    split_options,
+    world_seed,
+)
+from turnwise.errors import SettingError
 
 ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle")  # in the package's order; "done" is left out
 AGENT = (3, 6)  # its cell in the view; it looks towards row 0
@@ -37,10 +44,9 @@ class MiniGridEnvironment(WordWorld):
     world: Any
     bot: Any  # None until the oracle is first asked
     advice: str  # its next action
-    done: bool
 
     def begin(self, seed: int) -> Sequence[Message]:
-        self.world, self.bot, self.done = type(self).make(), None, False
+        self.world, self.bot = type(self).make(), None
         self.observation, _ = self.world.reset(seed=world_seed(seed, self.split))
         self.max_turns = int(self.world.unwrapped.max_steps)  # some worlds set it for each mission
         return [user_message(f"{self._view()}\nsay {', '.join(ACTIONS)}")]
@@ -48,13 +54,13 @@ class MiniGridEnvironment(WordWorld):
     def legal(self) -> Sequence[str]:
         return ACTIONS
 
-    def act(self, word: str) -> Step:
+    def move(self, word: str) -> Step:
         action = ACTIONS.index(word)
         self.observation, reward, terminated, truncated, _ = self.world.step(action)
-        self.done = terminated or truncated
-        if self.bot is not None and not self.done:
+        ended = terminated or truncated
+        if self.bot is not None and not ended:
             self._plan(action)
-        info = {"success": reward > 0} if self.done else {}
+        info = {"success": reward > 0} if ended else {}
         return Step([user_message(self._view())], float(reward), terminated, truncated, info)
 
     def _view(self) -> str:
@@ -82,7 +88,7 @@ class MiniGridEnvironment(WordWorld):
             self.advice = ACTIONS[int(self.bot.replan(taken))]
         except (
             Exception
-        ):  # the bot asserts that a mission can still be solved; a random action may have made it impossible
+        ):  # the bot asserts that a mission can be solved, and a random action may have made it impossible
             self.bot, self.advice = None, "forward"
 
 
@@ -90,7 +96,8 @@ def visible_objects(image: Any) -> list[tuple[int, str]]:
     """(distance, description) of each object in a view, and of the wall straight ahead."""
     from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT
 
-    found: list[tuple[int, str]] = []
+    objects: list[tuple[int, str]] = []
+    walls: list[tuple[int, str]] = []
     for x in range(image.shape[0]):
         for y in range(image.shape[1]):
             kind = IDX_TO_OBJECT[int(image[x, y, 0])]
@@ -99,28 +106,23 @@ def visible_objects(image: Any) -> list[tuple[int, str]]:
                 continue
             state = f"{DOORS[int(image[x, y, 2])]} " if kind == "door" else ""
             colour = "" if kind in ("wall", "lava") else f"{IDX_TO_COLOR[int(image[x, y, 1])]} "
-            found.append((ahead + abs(side), f"{state}{colour}{kind}{_place(ahead, side)}"))
-    walls = [item for item in found if "wall" in item[1]]
-    return [item for item in found if "wall" not in item[1]] + ([min(walls)] if walls else [])
-
-
-def _place(ahead: int, side: int) -> str:
-    parts = [f" {ahead} ahead"] if ahead else []
-    parts += [f" {abs(side)} {'right' if side > 0 else 'left'}"] if side else []
-    return "".join(parts) or " here"
+            place = f" {ahead} ahead" if ahead else ""
+            place += f" {abs(side)} {'right' if side > 0 else 'left'}" if side else ""
+            seen = (ahead + abs(side), f"{state}{colour}{kind}{place or ' here'}")
+            (walls if kind == "wall" else objects).append(seen)
+    return objects + ([min(walls)] if walls else [])
 
 
 @cache
 def environment(spec: str) -> type[MiniGridEnvironment]:
     """The class of an id such as ``BabyAI-GoToObj-v0``, with options of its constructor."""
     name, options = split_options("minigrid", spec)
-    gymnasium = import_package("gymnasium", "minigrid", "minigrid")
-    import_package("minigrid", "minigrid", "minigrid")
-    generator = import_package("minigrid.envs.babyai.core.roomgrid_level", "minigrid", "minigrid")
+    gymnasium = import_package("gymnasium", "minigrid")
+    import_package("minigrid", "minigrid")
+    generator = import_package("minigrid.envs.babyai.core.roomgrid_level", "minigrid")
     generator.print = lambda *_: None  # it prints every layout that it rejects
     offered = [key for key, entry in gymnasium.registry.items() if "minigrid" in str(entry.entry_point)]
-    if name not in offered:
-        raise SettingError(f"minigrid has no world {name!r}; {nearest(name, offered)}")
+    require_offered(name, offered, "minigrid has no world")
 
     def make() -> Any:
         with warnings.catch_warnings():
@@ -133,12 +135,9 @@ def environment(spec: str) -> type[MiniGridEnvironment]:
         limit = 2 * int(world.unwrapped.max_steps)
     except (TypeError, ValueError) as fault:
         raise SettingError(f"minigrid:{spec} cannot be made: {fault}") from fault
-    body: dict[str, Any] = {
-        "make": staticmethod(make),
-        "max_turns": limit,
-        "__doc__": f"{name} of minigrid.",
-        "__module__": __name__,
-    }
-    if not name.startswith("BabyAI"):
-        body["oracle"] = WordWorld.oracle  # only BabyAI missions have a bot
-    return type(f"minigrid:{spec}", (MiniGridEnvironment,), body)
+    # only BabyAI missions have a bot
+    oracle = {} if name.startswith("BabyAI") else {"oracle": WordWorld.oracle}
+    about = f"{name} of minigrid."
+    return member_class(
+        "minigrid", spec, MiniGridEnvironment, about, make=staticmethod(make), max_turns=limit, **oracle
+    )

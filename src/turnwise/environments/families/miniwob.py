@@ -13,21 +13,35 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import queue
 import random
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, text_action, user_message
-from turnwise.environments.families.adapter import split_options, world_seed
-from turnwise.environments.families.browser import Browser, shared_browser
-from turnwise.errors import EnvironmentFault, SettingError, nearest
+from turnwise.environments.base import Episode, text_action, user_message
+from turnwise.environments.families.adapter import (
+    import_package,
+    member_class,
+    require_offered,
+    split_options,
+    world_seed,
+)
+from turnwise.errors import EnvironmentFault, SettingError
 
 OPTIONS = ("turns", "browser")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FLAGS = (
+    "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run",
+)  # fmt: skip
 TURNS = 8
 MAX_ELEMENTS, MAX_LABEL = 40, 40
 ACTION = re.compile(r"(click|type|select) +([0-9]+)(?: +(.*))?", re.IGNORECASE)
@@ -53,7 +67,49 @@ ELEMENTS = """limits => { const found = [];
   return found; }"""
 
 
-class MiniwobEnvironment(Environment):
+class Browser:
+    """The headless browser of this process. A thread of its own drives it, because Playwright's objects belong to the thread that
+    made them; ``call`` runs a function there and waits for the result."""
+
+    def __init__(self, program: str) -> None:
+        self.program = program
+        self.jobs: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True, name="turnwise-browser").start()
+
+    def call(self, work: Callable[[Any], Any], seconds: float = 60.0) -> Any:
+        result: Future[Any] = Future()
+        self.jobs.put((work, result))
+        return result.result(seconds)
+
+    def _serve(self) -> None:
+        from playwright.sync_api import sync_playwright
+
+        flags = [*FLAGS, *(["--no-sandbox"] if os.geteuid() == 0 else [])]  # its own sandbox refuses to start for root
+        with sync_playwright() as playwright:
+            browser = None
+            while True:
+                work, result = self.jobs.get()
+                try:
+                    browser = browser or playwright.chromium.launch(executable_path=self.program, args=flags)
+                    result.set_result(work(browser))
+                except Exception as fault:  # of one page: the others go on
+                    result.set_exception(fault)
+
+
+@cache
+def shared_browser(program: str) -> Browser:
+    """The browser of this process; ``program`` names one that is not on the path."""
+    import_package("playwright.sync_api", "miniwob")
+    path = shutil.which(program) if program else next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        raise SettingError(
+            f"miniwob:... needs a browser, and there is no {program or BROWSERS[0]}; install one (Debian: apt install "
+            "chromium), or write browser=PATH"
+        )
+    return Browser(path)
+
+
+class MiniwobEnvironment(Episode):
     """One page. ``environment`` makes a subclass for each task."""
 
     suggests: ClassVar[Mapping[str, Any]] = {"context": 512, "max_tokens": 16, "history": 1}
@@ -62,41 +118,33 @@ class MiniwobEnvironment(Environment):
     page: Any = None
     task: str
     elements: list[list[str]]
-    turns: int
-    done: bool
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        self.turns, self.done = 0, False
-        self.task, self.elements = self.browser.call(lambda browser: self._open(browser, world_seed(seed, self.split)))
+    def begin(self, seed: int) -> Sequence[Message]:
+        self.browser.call(lambda browser: self._open(browser, world_seed(seed, self.split)))
         return [user_message(self.task), user_message(self._view())]
 
-    def _open(self, browser: Any, seed: int) -> tuple[str, list[list[str]]]:
+    def _open(self, browser: Any, seed: int) -> None:
         """In the browser's thread."""
         self.page = browser.new_page()
         self.page.set_default_timeout(2000)
         self.page.goto(self.page_file.as_uri())
-        task = str(self.page.evaluate(START, str(seed)))
+        self.task = " ".join(str(self.page.evaluate(START, str(seed))).split())
         self.page.wait_for_function(READY)
-        return " ".join(task.split()), self.page.evaluate(ELEMENTS, [MAX_ELEMENTS, MAX_LABEL])
+        self.elements = self.page.evaluate(ELEMENTS, [MAX_ELEMENTS, MAX_LABEL])
 
     def _view(self) -> str:
         lines = [f"{n} {kind} {json.dumps(words)}{ticked}" for n, (kind, words, ticked) in enumerate(self.elements, 1)]
         return "\n".join([*lines, HELP])
 
-    def step(self, action: Action) -> Step:
-        if self.done:
-            return Step([user_message("it is over.")], 0.0, terminated=True)
-        self.turns += 1
-        match = ACTION.fullmatch(action.text.strip())
-        if match is None or not 1 <= int(match[2]) <= len(self.elements):
-            return self._bounded(Step([user_message(f"that is no action.\n{self._view()}")], info={"tool_errors": 1}))
-        outcome, fault = self.browser.call(lambda _: self._act(match[1].lower(), int(match[2]), match[3] or ""))
-        if outcome["done"]:
-            self.done = True
-            reward = float(outcome["reward"])
-            return Step([user_message("it is over.")], reward, True, False, {"success": reward > 0})
-        info = {"tool_errors": 1} if fault else {}
-        return self._bounded(Step([user_message(f"{fault}\n{self._view()}" if fault else self._view())], info=info))
+    def act(self, action: Action) -> Step:
+        match, fault = ACTION.fullmatch(action.text.strip()), "that is no action."
+        if match and 1 <= int(match[2]) <= len(self.elements):
+            outcome, fault = self.browser.call(lambda _: self._act(match[1].lower(), int(match[2]), match[3] or ""))
+            if outcome["done"]:
+                reward = float(outcome["reward"])
+                return Step([user_message("it is over.")], reward, terminated=True, info={"success": reward > 0})
+        text = f"{fault}\n{self._view()}" if fault else self._view()
+        return Step([user_message(text)], info={"tool_errors": 1} if fault else {})
 
     def _act(self, kind: str, number: int, words: str) -> tuple[dict[str, Any], str]:
         """In the browser's thread: what the page says after the action, and why it could not be made."""
@@ -114,12 +162,6 @@ class MiniwobEnvironment(Environment):
         if not outcome["done"]:
             self.elements = self.page.evaluate(ELEMENTS, [MAX_ELEMENTS, MAX_LABEL])
         return outcome, fault
-
-    def _bounded(self, step: Step) -> Step:
-        if self.turns < self.max_turns:
-            return step
-        self.done = True
-        return Step(step.messages, 0.0, False, True, {**step.info, "success": False})
 
     def close(self) -> None:
         page, self.page = self.page, None
@@ -144,22 +186,12 @@ class MiniwobEnvironment(Environment):
 @cache
 def environment(spec: str) -> type[MiniwobEnvironment]:
     """The class of a task's name."""
-    name, options = split_options("miniwob", spec)
-    for key in options:
-        if key not in OPTIONS:
-            raise SettingError(f"miniwob:{name} has no option {key!r}; {nearest(key, OPTIONS)}")
+    name, options = split_options("miniwob", spec, OPTIONS)
     folder = pages()
-    offered = sorted(page.stem for page in folder.glob("*.html"))
-    if name not in offered:
-        raise SettingError(f"MiniWoB++ has no task {name!r}; {nearest(name, offered)}")
-    body = {
-        "page_file": folder / f"{name}.html",
-        "browser": shared_browser("miniwob", "miniwob", str(options.get("browser", ""))),
-        "max_turns": int(options.get("turns", TURNS)),
-        "__doc__": f"{name} of MiniWoB++.",
-        "__module__": __name__,
-    }
-    return type(f"miniwob:{spec}", (MiniwobEnvironment,), body)
+    require_offered(name, sorted(page.stem for page in folder.glob("*.html")), "MiniWoB++ has no task")
+    browser, turns = shared_browser(str(options.get("browser", ""))), int(options.get("turns", TURNS))
+    about, file = f"{name} of MiniWoB++.", folder / f"{name}.html"
+    return member_class("miniwob", spec, MiniwobEnvironment, about, page_file=file, browser=browser, max_turns=turns)
 
 
 def pages() -> Path:

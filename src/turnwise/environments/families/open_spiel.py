@@ -13,41 +13,48 @@ more players; chance moves are drawn from the seed.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
 from turnwise.environments.base import AnswerChances, PolicyQuestion, text_action, user_message
-from turnwise.environments.families.adapter import WordWorld, import_package, split_options, world_seed
-from turnwise.environments.families.game_tree import decision_states, exploitability
-from turnwise.environments.families.game_words import bet_by_card, legal_words, prompt, seat_name
-from turnwise.errors import SettingError, nearest
+from turnwise.environments.families.adapter import (
+    SeatedGame,
+    WordWorld,
+    clean_word,
+    import_package,
+    listed,
+    member_class,
+    require_offered,
+    split_options,
+)
+from turnwise.errors import SettingError
 
 OPPONENTS = ("self", "random", "optimal")
 DEMONSTRATORS = ("random", "cards")
+SOLVED = ("kuhn_poker", "leduc_poker")  # small enough for CFR in seconds
 CFR_ITERATIONS = 300
+CARDS = ("J", "Q", "K")
+MAX_NODES = 20_000  # a game with more is not enumerated
+ActionProbabilities = Callable[[str, Sequence[str]], Mapping[str, float]]
+"""(prompt, legal actions) -> probability of each."""
 
 
-class GameEnvironment(WordWorld):
+class GameEnvironment(SeatedGame, WordWorld):
     """One match. ``environment`` makes a subclass for each game."""
 
     suggests: ClassVar[Mapping[str, Any]] = {
         "context": 160, "max_tokens": 10, "hidden": 128, "copying": True, "cold_steps": 120, "cold_batch": 24,
     }  # fmt: skip
+    first_seat = 1
     game: ClassVar[Any]
-    opponent: ClassVar[str] = "self"
     demonstrator: ClassVar[str] = "random"
     state: Any
-    rng: random.Random
-    seat: int  # the policy's own, where the others are scripted
-    finished: bool
 
     def begin(self, seed: int) -> Sequence[Message]:
-        number = world_seed(seed, self.split)
-        self.rng, self.finished = random.Random(number), False
-        self.seat = number // 2 % self.game.num_players()
+        self.sit_down(seed)
         for _ in range(100):  # scripted seats may end a match before the policy moves: deal again
             self.state = self.game.new_initial_state()
             self._advance()
@@ -58,38 +65,29 @@ class GameEnvironment(WordWorld):
     @property
     def agent(self) -> str:
         """Whose turn it is."""
-        return seat_name(max(0, self.state.current_player()))
+        return self.seat_name(max(0, self.state.current_player()))
 
     def legal(self) -> Sequence[str]:
         return legal_words(self.state)
 
-    def act(self, word: str) -> Step:
-        if self.finished:
-            return Step([user_message("it is over.")], 0.0, terminated=True)
+    def move(self, word: str) -> Step:
         mover = self.state.current_player()
         self.state.apply_action(self.state.legal_actions()[self.legal().index(word)])
         self._advance()
         if not self.state.is_terminal():
-            return Step([user_message(prompt(self.state))], 0.0, context=())  # a seat reads only what it knows
+            return Step([user_message(prompt(self.state))], context=())  # a seat reads only what it knows
         return self._end(mover, list(self.state.returns()))
 
-    def refuse(self, action: Action) -> Step:
+    def refuse(self) -> Step:
         """An illegal move loses: its player gets the game's lowest return, the others share it."""
-        mover = max(0, self.state.current_player())
-        lowest, others = self.game.min_utility(), self.game.num_players() - 1
-        returns = [-lowest / others] * self.game.num_players()
+        mover, lowest = max(0, self.state.current_player()), self.game.min_utility()
+        returns = [-lowest / (self.seats - 1)] * self.seats
         returns[mover] = lowest
         return self._end(mover, returns, errors=1)
 
     def _end(self, mover: int, returns: list[float], errors: int = 0) -> Step:
-        """The last step pays each seat; a scripted seat earns nothing that is trained on."""
-        self.finished = True
-        own = [n for n in range(len(returns)) if self.opponent == "self" or n == self.seat]
-        paid = {seat_name(n): returns[n] for n in own if n != mover}
-        best = self.seat if self.opponent != "self" else 0
-        info = {"success": returns[best] > 0, "tool_errors": errors, "paid": paid}
-        text = f"it is over: {', '.join(f'{seat_name(n)} {value:+g}' for n, value in enumerate(returns))}."
-        return Step([user_message(text)], returns[mover] if mover in own else 0.0, True, False, info)
+        results = ", ".join(f"{self.seat_name(n)} {value:+g}" for n, value in enumerate(returns))
+        return self.pay(mover, dict(enumerate(returns)), f"it is over: {results}.", errors)
 
     def _advance(self) -> None:
         """Play chance moves and scripted seats until the policy is to move."""
@@ -97,14 +95,14 @@ class GameEnvironment(WordWorld):
             if self.state.is_chance_node():
                 actions, weights = zip(*self.state.chance_outcomes())
                 self.state.apply_action(self.rng.choices(actions, weights)[0])
-            elif self.opponent != "self" and self.state.current_player() != self.seat:
-                self.state.apply_action(self._scripted())
-            else:
+            elif not self.is_scripted(self.state.current_player()):
                 return
+            elif self.opponent == "random":
+                self.state.apply_action(int(self.rng.choice(self.state.legal_actions())))
+            else:
+                self.state.apply_action(self._equilibrium_move())
 
-    def _scripted(self) -> int:
-        if self.opponent == "random":
-            return int(self.rng.choice(self.state.legal_actions()))
+    def _equilibrium_move(self) -> int:
         policy = equilibrium(self.game.get_type().short_name).action_probabilities(self.state)
         return int(self.rng.choices(list(policy), list(policy.values()))[0])
 
@@ -113,14 +111,14 @@ class GameEnvironment(WordWorld):
         """A move of an equilibrium, for games small enough to solve; a random one otherwise."""
         if self.game.get_type().short_name not in SOLVED:
             return self.random_action(self.rng)
-        policy = equilibrium(self.game.get_type().short_name).action_probabilities(self.state)
-        chosen = self.rng.choices(list(policy), list(policy.values()))[0]
-        return text_action(self.legal()[self.state.legal_actions().index(int(chosen))])
+        return text_action(self.legal()[self.state.legal_actions().index(self._equilibrium_move())])
 
     def demonstrate(self, rng: random.Random) -> Action:
-        if self.demonstrator == "cards":
-            return text_action("bet" if rng.random() < bet_by_card(self.state) else "pass")
-        return self.random_action(rng)
+        if self.demonstrator == "random":
+            return self.random_action(rng)
+        # Kuhn poker by a player who knows the order of the cards and nothing else: bets in 1/4, 1/2, 3/4 of the turns
+        card = int(self.state.information_state_string(self.state.current_player())[0])
+        return text_action("bet" if rng.random() < (card + 1) / (len(CARDS) + 1) else "pass")
 
     # ---- what is known of a policy without playing
     @classmethod
@@ -133,13 +131,8 @@ class GameEnvironment(WordWorld):
     def policy_metrics(cls, chances: AnswerChances) -> Mapping[str, float]:
         """Exploitability, and the mean probability of texts that are no legal action."""
         unlisted = sum(1 - sum(answers.values()) for answers in chances.values()) / len(chances)
-        return {
-            "exploitability": exploitability(cls.game, lambda text, _: chances[text]),
-            "unlisted": max(0.0, unlisted),
-        }
-
-
-SOLVED = ("kuhn_poker", "leduc_poker")  # small enough for CFR in seconds
+        loss = exploitability(cls.game, lambda text, _: chances[text])
+        return {"exploitability": loss, "unlisted": max(0.0, unlisted)}
 
 
 @cache
@@ -158,35 +151,158 @@ def equilibrium(name: str) -> Any:
 def environment(spec: str) -> type[GameEnvironment]:
     """The class of a game's short name; ``opponent`` says who holds the other seats, further options are the game's own."""
     name, options = split_options("open_spiel", spec)
-    pyspiel = import_package("pyspiel", "open_spiel", "open_spiel")
+    pyspiel = import_package("pyspiel", "open_spiel")
     opponent, demonstrator = str(options.pop("opponent", "self")), str(options.pop("demonstrator", "random"))
-    if opponent not in OPPONENTS:
-        raise SettingError(f"open_spiel:{name} has no opponent {opponent!r}; {nearest(opponent, OPPONENTS)}")
+    require_offered(opponent, OPPONENTS, f"open_spiel:{name} has no opponent")
     if opponent == "optimal" and name not in SOLVED:
         raise SettingError(f"opponent=optimal is there for {', '.join(SOLVED)}; write opponent=random or leave it out")
-    if demonstrator not in DEMONSTRATORS:
-        raise SettingError(
-            f"open_spiel:{name} has no demonstrator {demonstrator!r}; {nearest(demonstrator, DEMONSTRATORS)}"
-        )
+    require_offered(demonstrator, DEMONSTRATORS, f"open_spiel:{name} has no demonstrator")
     if demonstrator == "cards" and name != "kuhn_poker":
         raise SettingError(f"demonstrator=cards is there for kuhn_poker, not {name}; leave it out")
-    offered = pyspiel.registered_names()
-    if name not in offered:
-        raise SettingError(f"OpenSpiel has no game {name!r}; {nearest(name, offered)}")
+    require_offered(name, pyspiel.registered_names(), "OpenSpiel has no game")
     try:
         game = pyspiel.load_game(name, options) if options else pyspiel.load_game(name)
     except Exception as fault:  # SpielError, or a missing parameter
         raise SettingError(f"open_spiel:{spec} cannot be made: {str(fault).splitlines()[0]}") from fault
-    kind = game.get_type()
-    if kind.dynamics != kind.dynamics.SEQUENTIAL or game.num_players() < 2:
+    kind, seats = game.get_type(), game.num_players()
+    if kind.dynamics != kind.dynamics.SEQUENTIAL or seats < 2:
         raise SettingError(f"open_spiel:{name} is not a game of turns for two or more players; choose another")
-    body = {
-        "game": game,
-        "opponent": opponent,
-        "demonstrator": demonstrator,
-        "agents": tuple(map(seat_name, range(game.num_players()))) if opponent == "self" else (),
-        "max_turns": game.max_game_length(),
-        "__doc__": f"{name} of OpenSpiel.",
-        "__module__": __name__,
-    }
-    return type(f"open_spiel:{spec}", (GameEnvironment,), body)
+    return member_class(
+        "open_spiel", spec, GameEnvironment, f"{name} of OpenSpiel.",
+        game=game, opponent=opponent, demonstrator=demonstrator, seats=seats, max_turns=game.max_game_length(),
+        agents=tuple(map(GameEnvironment.seat_name, range(seats))) if opponent == "self" else (),
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------ states in words
+
+
+def legal_words(state: Any) -> list[str]:
+    """The legal actions as words, in the order of the game."""
+    player = state.current_player()
+    return [clean_word(state.action_to_string(player, action)).rstrip(";") for action in state.legal_actions()]
+
+
+def prompt(state: Any) -> str:
+    """What the player to move knows, and may do."""
+    player, kind = state.current_player(), state.get_game().get_type()
+    if kind.short_name == "kuhn_poker":
+        text = state.information_state_string(player)
+        said = " ".join({"p": "pass", "b": "bet"}[letter] for letter in text[1:])
+        knowledge = f"card {CARDS[int(text[0])]}" + (f", said {said}" if said else "")
+    elif has_perfect_information(state.get_game()) and kind.provides_observation_string:
+        knowledge = " / ".join(state.observation_string(player).strip().splitlines())
+    elif kind.provides_information_state_string:
+        knowledge = " ".join(state.information_state_string(player).split())
+    else:
+        knowledge = " ".join(str(state).split())
+    return f"{GameEnvironment.seat_name(player)}: {knowledge}\nsay {listed(legal_words(state))}"
+
+
+# ------------------------------------------------------------------ exact numbers by enumeration
+#
+# Games of imperfect information are left to the package. In games of perfect information it tells apart positions that only
+# their history distinguishes (294,778 in tic-tac-toe); here equal positions are one, so that small board games can be solved.
+
+
+def has_perfect_information(game: Any) -> bool:
+    kind = game.get_type()
+    return bool(kind.information == kind.information.PERFECT_INFORMATION)
+
+
+def decision_states(game: Any) -> list[Any]:
+    """One state for each position (perfect information) or history (imperfect) in which a player moves; empty for large games."""
+    seen: set[str] = set()
+    states: list[Any] = []
+    stack = [game.new_initial_state()]
+    while stack:
+        state = stack.pop()
+        key = position(state) if has_perfect_information(game) else state.history_str()
+        if key in seen or state.is_terminal():
+            continue
+        seen.add(key)
+        if len(seen) > MAX_NODES:
+            return []
+        if not state.is_chance_node():
+            states.append(state)
+        stack += [state.child(action) for action in state.legal_actions()]
+    return states
+
+
+def position(state: Any) -> str:
+    return f"{state.current_player()} {state}"
+
+
+def exploitability(game: Any, policy: ActionProbabilities) -> float:
+    """How much a best response wins against ``policy``, on average over the seats: 0 at an equilibrium. Probabilities of legal
+    actions are scaled to sum to 1."""
+    if has_perfect_information(game):
+        seats = range(game.num_players())
+        gains = [seat_value(game, policy, n, best=True) - seat_value(game, policy, n, best=False) for n in seats]
+        return float(sum(gains) / len(gains))
+    from open_spiel.python import policy as policies
+    from open_spiel.python.algorithms import exploitability as measure
+
+    table = policies.TabularPolicy(game)
+    for index, state in enumerate(table.states):
+        row = table.action_probability_array[index]
+        row[:] = 0
+        for action, chance in probabilities(state, policy).items():
+            row[action] = chance
+    return float(measure.exploitability(game, table))
+
+
+def average_policy(game: Any, policies: Sequence[ActionProbabilities]) -> ActionProbabilities:
+    """The policy that plays one of ``policies``, drawn before the game: at each decision their probabilities, weighted by how
+    often the player's own moves of each lead there."""
+    table: dict[str, dict[str, float]] = {}
+    for policy in policies:
+        seen: set[str] = set()  # a player's information state once, not once for each history of the others
+        stack = [(game.new_initial_state(), (1.0,) * game.num_players())]
+        while stack:
+            state, reach = stack.pop()
+            if state.is_terminal():
+                continue
+            if state.is_chance_node():
+                stack += [(state.child(action), reach) for action in state.legal_actions()]
+                continue
+            player, text = state.current_player(), prompt(state)
+            chances = probabilities(state, policy)
+            if text not in seen:
+                seen.add(text)
+                row = table.setdefault(text, {})
+                for word, chance in zip(legal_words(state), chances.values()):
+                    row[word] = row.get(word, 0.0) + reach[player] * chance
+            for action, chance in chances.items():
+                after = (*reach[:player], reach[player] * chance, *reach[player + 1 :])
+                stack.append((state.child(action), after))
+    return lambda text, words: table[text]
+
+
+def probabilities(state: Any, policy: ActionProbabilities) -> dict[int, float]:
+    """The probability of each legal action; equal ones where the policy gives none of them any."""
+    words, actions = legal_words(state), state.legal_actions()
+    chances = policy(prompt(state), words)
+    total = sum(chances[word] for word in words)
+    return {a: chances[word] / total if total > 0 else 1 / len(words) for word, a in zip(words, actions)}
+
+
+def seat_value(game: Any, policy: ActionProbabilities, seat: int, best: bool) -> float:
+    """The value of a game of perfect information for one seat: where ``best``, that seat plays a best response; all other
+    decisions are the policy's."""
+    values: dict[str, float] = {}
+
+    def value(state: Any) -> float:
+        if state.is_terminal():
+            return float(state.returns()[seat])
+        key = position(state)
+        if key not in values:
+            after = {action: value(state.child(action)) for action in state.legal_actions()}
+            if best and state.current_player() == seat:
+                values[key] = max(after.values())
+            else:
+                chances = dict(state.chance_outcomes()) if state.is_chance_node() else probabilities(state, policy)
+                values[key] = sum(chances[action] * worth for action, worth in after.items())
+        return values[key]
+
+    return value(game.new_initial_state())

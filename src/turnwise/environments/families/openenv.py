@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import json
 import random
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-from turnwise.core.protocols import Action, Step, ToolCall
+from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, text_action, tool_action, user_message
+from turnwise.environments.base import Episode, text_action, tool_action, user_message
 from turnwise.environments.contract import is_finite
-from turnwise.environments.families.adapter import import_package, split_options, world_seed
-from turnwise.errors import EnvironmentFault, SettingError, nearest
+from turnwise.environments.families.adapter import import_package, member_class, split_options, world_seed
+from turnwise.errors import EnvironmentFault, SettingError
 
 OPTIONS = ("turns", "success", "goal", "seconds")
 OWN_FIELDS = ("metadata",)  # of the package's base classes: no part of an action or of what is told
@@ -31,7 +30,7 @@ MAX_TEXT = 4000  # characters of an observation
 TURNS, SECONDS = 16, 30.0
 
 
-class OpenEnvEnvironment(Environment):
+class OpenEnvEnvironment(Episode):
     """One session of a server. ``environment`` makes a subclass for each address."""
 
     suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 64}
@@ -41,38 +40,37 @@ class OpenEnvEnvironment(Environment):
     success_at: ClassVar[float | None] = None
     seconds: ClassVar[float] = SECONDS
     socket: Any = None
-    turns: int
-    total: float
-    done: bool
+    total: float  # of the rewards so far
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        client = import_package("websockets.sync.client", "openenv", "openenv")
+    def begin(self, seed: int) -> Sequence[Message]:
+        client = import_package("websockets.sync.client", "openenv")
         address = "ws" + self.url.removeprefix("http") + "/ws"
         try:
             self.socket = client.connect(address, open_timeout=self.seconds, proxy=None)
         except Exception as fault:  # refused, timed out, no such host, or the server is full
             raise EnvironmentFault(f"no session of {self.url}: {fault}") from fault
-        self.turns, self.total, self.done = 0, 0.0, False
+        self.total = 0.0
         answer = self._ask("reset", {"seed": world_seed(seed, self.split)})
         if isinstance(answer, str):
             raise EnvironmentFault(f"{self.url} cannot reset: {answer}")
         text = tell(answer["observation"])
         return [user_message(f"{self.goal}\n{text}" if self.goal else text)]
 
-    def step(self, action: Action) -> Step:
-        if self.done:
-            return Step([user_message("it is over.")], 0.0, terminated=True)
-        self.turns += 1
-        read = self._read(action)
-        answer = read if isinstance(read, str) else self._ask("step", read)
+    def act(self, action: Action) -> Step:
+        values = self._read(action)
+        answer = values if isinstance(values, str) else self._ask("step", values)
         if isinstance(answer, str):
-            return self._bounded(Step([user_message(f"error: {answer[:400]}")], info={"tool_errors": 1}))
-        reward = answer.get("reward") or 0.0
-        if not is_finite(float(reward)):
+            return Step([user_message(f"error: {answer[:400]}")], info={"tool_errors": 1})
+        reward = float(answer.get("reward") or 0.0)
+        if not is_finite(reward):
             raise EnvironmentFault(f"{self.url} pays {reward!r}; a reward is a finite number")
-        self.total += float(reward)
-        step = Step([user_message(tell(answer["observation"]))], float(reward), info={"tool_calls": len(action.calls)})
-        return self._end(step, True) if answer.get("done") else self._bounded(step)
+        self.total += reward
+        done = bool(answer.get("done"))
+        info = {"tool_calls": len(action.calls), **({"success": self.succeeded()} if done else {})}
+        return Step([user_message(tell(answer["observation"]))], reward, terminated=done, info=info)
+
+    def succeeded(self) -> bool:
+        return self.total > 0 if self.success_at is None else self.total >= self.success_at
 
     def _read(self, action: Action) -> dict[str, Any] | str:
         """The action as the server reads it, or what is wrong with it."""
@@ -80,7 +78,7 @@ class OpenEnvEnvironment(Environment):
         if action.faults:
             return action.faults[0]
         if action.calls:
-            call: ToolCall = action.calls[0]
+            call = action.calls[0]
             return dict(call.arguments) if call.name == "act" else f"there is no tool {call.name[:40]!r}; call act"
         return {field: action.text} if field else "call the tool act"
 
@@ -99,14 +97,6 @@ class OpenEnvEnvironment(Environment):
         if not isinstance(content.get("observation"), dict):
             raise EnvironmentFault(f"{self.url} sends no observation: {str(content)[:120]}")
         return content
-
-    def _bounded(self, step: Step) -> Step:
-        return self._end(step, False) if self.turns >= self.max_turns else step
-
-    def _end(self, step: Step, terminated: bool) -> Step:
-        self.done = True
-        success = self.total > 0 if self.success_at is None else self.total >= self.success_at
-        return Step(step.messages, step.reward, terminated, not terminated, {**step.info, "success": success})
 
     def random_action(self, rng: random.Random) -> Action:
         values = {name: sample(rule, rng) for name, rule in fields(self.action_schema).items()}
@@ -127,9 +117,9 @@ def fields(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def text_field(schema: Mapping[str, Any]) -> str:
     """The field of actions that are one text; empty where they are more."""
-    own = fields(schema)
-    only = next(iter(own), "")
-    return only if len(own) == 1 and own[only].get("type") == "string" and "enum" not in own[only] else ""
+    names = fields(schema)
+    only = next(iter(names), "")
+    return only if len(names) == 1 and names[only].get("type") == "string" and "enum" not in names[only] else ""
 
 
 def sample(rule: Mapping[str, Any], rng: random.Random) -> Any:
@@ -149,20 +139,19 @@ def sample(rule: Mapping[str, Any], rng: random.Random) -> Any:
 
 def tell(observation: Mapping[str, Any]) -> str:
     """An observation as text."""
-    own = {name: value for name, value in observation.items() if name not in OWN_FIELDS}
-    texts = [value for value in own.values() if isinstance(value, str)]
-    if len(own) == len(texts) == 1:
+    values = {name: value for name, value in observation.items() if name not in OWN_FIELDS}
+    texts = [value for value in values.values() if isinstance(value, str)]
+    if len(values) == len(texts) == 1:
         return str(texts[0])[:MAX_TEXT]
-    words = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in own.items())
+    words = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items())
     return "\n".join(words)[:MAX_TEXT]
 
 
 def act_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The tool by which the policy acts."""
     required = [name for name in schema.get("required", ()) if name not in OWN_FIELDS]
-    own = fields(schema)
     shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    parameters = {"type": "object", "properties": own, "required": required, **shared}
+    parameters = {"type": "object", "properties": fields(schema), "required": required, **shared}
     description = str(schema.get("description", "act in the world")).strip().splitlines()[0]
     return {"type": "function", "function": {"name": "act", "description": description, "parameters": parameters}}
 
@@ -170,29 +159,19 @@ def act_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def environment(spec: str) -> type[OpenEnvEnvironment]:
     """The class of a server's address."""
-    import_package("websockets", "openenv", "openenv")
-    url, options = split_options("openenv", spec)
+    import_package("websockets", "openenv")
+    url, options = split_options("openenv", spec, OPTIONS)
     url = url.rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise SettingError(f"openenv:{url} is no address; write openenv:http://HOST:PORT")
-    for key in options:
-        if key not in OPTIONS:
-            raise SettingError(f"openenv:... has no option {key!r}; {nearest(key, OPTIONS)}")
-    seconds = float(options.get("seconds", SECONDS))
+    seconds, success = float(options.get("seconds", SECONDS)), options.get("success")
     schema = action_schema(url, seconds)
-    success = options.get("success")
-    body = {
-        "url": url,
-        "action_schema": schema,
-        "tools": () if text_field(schema) else (act_tool(schema),),
-        "max_turns": int(options.get("turns", TURNS)),
-        "success_at": None if success is None else float(success),
-        "goal": str(options.get("goal", "")),
-        "seconds": seconds,
-        "__doc__": f"The environment of the OpenEnv server {url}.",
-        "__module__": __name__,
-    }
-    return type(f"openenv:{spec}", (OpenEnvEnvironment,), body)
+    return member_class(
+        "openenv", spec, OpenEnvEnvironment, f"The environment of the OpenEnv server {url}.",
+        url=url, action_schema=schema, tools=() if text_field(schema) else (act_tool(schema),),
+        max_turns=int(options.get("turns", TURNS)), seconds=seconds, goal=str(options.get("goal", "")),
+        success_at=None if success is None else float(success),
+    )  # fmt: skip
 
 
 def action_schema(url: str, seconds: float) -> Mapping[str, Any]:
@@ -201,7 +180,7 @@ def action_schema(url: str, seconds: float) -> Mapping[str, Any]:
     try:
         with opener.open(f"{url}/schema", timeout=seconds) as answer:
             schema = json.loads(answer.read())["action"]
-    except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError) as fault:
+    except (OSError, ValueError, KeyError, TypeError) as fault:
         raise SettingError(
             f"no OpenEnv server answers at {url}/schema ({fault}); start it, or mend the address"
         ) from fault

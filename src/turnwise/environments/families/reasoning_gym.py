@@ -13,17 +13,17 @@ which of them execute an answer as a program.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, sample_problem, text_action, user_message
+from turnwise.environments.base import AnsweredEnvironment, Environment, sample_problem, user_message
+from turnwise.environments.families.adapter import import_package, member_class, split_options
 from turnwise.errors import SettingError, nearest
 from turnwise.rewards.process import CallFailed, ProcessSettings, ScoringPool
 
@@ -33,8 +33,6 @@ MAX_ANSWER = 4000  # characters: some scores take long for longer answers
 SCORE_SECONDS = 2.0  # for the score of one answer
 SCORING_PROCESSES = 2
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-INTEGER = re.compile(r"-?[0-9]{1,9}")
-NEAR_MISSES = (-10, -2, -1, 1, 2, 10)
 ANSWER_FORMAT = "Say only the answer, or end with <answer>ANSWER</answer>."
 RUN_FIELDS = ("seed", "size")  # configuration fields that the run sets
 RUN_ANSWERS = frozenset(
@@ -51,7 +49,7 @@ class ReasoningGymEnvironment(Environment):
 
     max_turns = 1
     suggests: ClassVar[Mapping[str, Any]] = {"difficulty": (1,)}
-    spec: ClassVar[str]  # name and fields of the dataset
+    dataset: ClassVar[str]  # its name and fields
     levels: ClassVar[Mapping[int, Callable[[], Any]]]  # by difficulty: returns its dataset, generated at the first call
     entry: Entry
 
@@ -70,37 +68,22 @@ class ReasoningGymEnvironment(Environment):
         """The dataset's score, from a process that can be killed: some parsers compute for minutes on a short answer."""
         if not answer or len(answer) > MAX_ANSWER:
             return 0.0
+        level = (self.dataset, self.difficulty)
         try:
-            reply = scoring_pool().call(
-                (self.spec, self.difficulty), args=(self.spec, self.difficulty, answer, self.entry)
-            )
+            reply = scoring_pool().call(level, args=(*level, answer, self.entry))
         except CallFailed:  # the dataset's parser failed on model output, or did not end: a wrong answer
             return 0.0
         return float(reply["value"])
 
 
-class AnsweredReasoningGymEnvironment(ReasoningGymEnvironment):
-    """A question with a reference answer, which gives it ``answer`` and scripted policies."""
+class AnsweredReasoningGymEnvironment(AnsweredEnvironment, ReasoningGymEnvironment):
+    """A question with a reference answer."""
 
     def answer(self) -> str:
         return str(self.entry["answer"])
 
-    def oracle(self) -> Action:
-        return text_action(self.answer())
-
-    def random_action(self, rng: random.Random) -> Action:
-        """The reference answer of a random question."""
-        return text_action(str(dataset_entry(self.levels[self.difficulty], rng.randrange(PROBLEMS))["answer"]))
-
-    def demonstrate(self, rng: random.Random) -> Action:
-        """Right in half of the episodes. Otherwise a near miss of a whole number, so that an imitator must still read the
-        question, or a random answer."""
-        if rng.random() < 0.5:
-            return self.oracle()
-        reference = self.answer()
-        if INTEGER.fullmatch(reference):
-            return text_action(str(int(reference) + rng.choice(NEAR_MISSES)))
-        return self.random_action(rng)
+    def other_answer(self, rng: random.Random) -> str:
+        return str(dataset_entry(self.levels[self.difficulty], rng.randrange(PROBLEMS))["answer"])
 
 
 @cache
@@ -149,57 +132,32 @@ def environment(spec: str) -> type[ReasoningGymEnvironment]:
     """The class of ``DATASET`` or ``DATASET,field=value,...``."""
     name, *pairs = spec.split(",")
     factory = import_factory()
-    datasets = factory.DATASETS
-    offered = sorted(set(datasets) - RUN_ANSWERS - {"composite"})
     if name in RUN_ANSWERS:
         raise SettingError(f"reasoning_gym:{name} would execute model output as a program; choose another dataset")
+    offered = sorted(set(factory.DATASETS) - RUN_ANSWERS - {"composite"})
     if name not in offered:
         raise SettingError(f"reasoning-gym has no dataset {name!r}; {nearest(name, offered)}; write reasoning_gym:NAME")
-    make, config = datasets[name]
-    values = {**parse_fields(name, config, pairs), "seed": SEED, "size": PROBLEMS}
+    make, config = factory.DATASETS[name]
+    for key in (pair.partition("=")[0] for pair in pairs):
+        if key in RUN_FIELDS:
+            raise SettingError(f"reasoning_gym:{name}: {key} is set by the run; leave it out")
+    allowed = [field.name for field in fields(config) if field.name not in RUN_FIELDS]
+    values = {**split_options("reasoning_gym", spec, allowed)[1], "seed": SEED, "size": PROBLEMS}
     curriculum = factory.create_curriculum(name) if factory.has_curriculum(name) else None
-    configs = level_configs(name, config, curriculum, values)
-    levels: dict[int, Callable[[], Any]] = {n: lazy(make, config) for n, config in enumerate(configs, start=1)}
-    base = ReasoningGymEnvironment if dataset_entry(levels[1], 0)["answer"] is None else AnsweredReasoningGymEnvironment
-    body = {
-        "spec": spec,
-        "difficulties": tuple(levels),
-        "levels": levels,
-        "__doc__": f"{name} of reasoning-gym.",
-        "__module__": __name__,
+    # each dataset is generated at its first use
+    levels: dict[int, Callable[[], Any]] = {
+        number: lru_cache(maxsize=1)(partial(make, level))
+        for number, level in enumerate(level_configs(name, config, curriculum, values), start=1)
     }
-    return type(f"reasoning_gym:{spec}", (base,), body)
+    base = ReasoningGymEnvironment if dataset_entry(levels[1], 0)["answer"] is None else AnsweredReasoningGymEnvironment
+    about = f"{name} of reasoning-gym."
+    return member_class("reasoning_gym", spec, base, about, dataset=spec, difficulties=tuple(levels), levels=levels)
 
 
 def import_factory() -> Any:
     """The module ``reasoning_gym.factory``, which holds the table of datasets."""
-    try:
-        import reasoning_gym  # noqa: F401 - registers the datasets
-        from reasoning_gym import factory
-    except ImportError as missing:
-        raise SettingError(
-            f"reasoning_gym:... needs the package reasoning-gym ({missing}); write pip install 'turnwise[reasoning]'"
-        ) from missing
-    return factory
-
-
-def parse_fields(name: str, config: type[Any], pairs: Sequence[str]) -> dict[str, Any]:
-    """``["max_terms=2"]`` as fields of the configuration."""
-    allowed = [f.name for f in fields(config) if f.name not in RUN_FIELDS]
-    values: dict[str, Any] = {}
-    for pair in pairs:
-        key, sign, text = pair.partition("=")
-        if not sign:
-            raise SettingError(f"reasoning_gym:{name} is followed by {pair!r}; write field=value, separated by commas")
-        if key in RUN_FIELDS:
-            raise SettingError(f"reasoning_gym:{name}: {key} is set by the run; leave it out")
-        if key not in allowed:
-            raise SettingError(f"reasoning_gym:{name} has no field {key!r}; {nearest(key, allowed)}")
-        try:
-            values[key] = json.loads(text)
-        except ValueError:  # not JSON: a plain string
-            values[key] = text
-    return values
+    import_package("reasoning_gym", "reasoning_gym", "reasoning")  # registers the datasets
+    return import_package("reasoning_gym.factory", "reasoning_gym", "reasoning")
 
 
 def level_configs(name: str, config: type[Any], curriculum: Any, values: Mapping[str, Any]) -> list[Any]:
@@ -235,8 +193,3 @@ def validated(config: Any) -> Any:
     if hasattr(config, "validate"):
         config.validate()
     return config
-
-
-def lazy(make: Callable[[Any], Any], config: Any) -> Callable[[], Any]:
-    """A function that returns ``make(config)``, evaluated at its first call."""
-    return lru_cache(maxsize=1)(lambda: make(config))

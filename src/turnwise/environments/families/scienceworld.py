@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, text_action, user_message
-from turnwise.environments.families.adapter import import_package, split_options
-from turnwise.errors import SettingError, nearest
+from turnwise.environments.base import Episode, text_action, user_message
+from turnwise.environments.families.adapter import import_package, member_class, require_offered, split_options
+from turnwise.errors import SettingError
 
 TURNS = 60
 ASIDES = ("look around", "inventory", "task", "wait1")  # what a demonstrator does beside the gold path
@@ -40,9 +40,7 @@ class Simulators:
         with self.lock:
             if self.idle:
                 return self.idle.pop()
-        return import_package("scienceworld", "scienceworld", "scienceworld").ScienceWorldEnv(
-            "", envStepLimit=10 * TURNS
-        )
+        return import_package("scienceworld", "scienceworld").ScienceWorldEnv("", envStepLimit=10 * TURNS)
 
     def give_back(self, simulator: Any) -> None:
         with self.lock:
@@ -57,41 +55,38 @@ class Simulators:
 SIMULATORS = Simulators()
 
 
-class ScienceWorldEnvironment(Environment):
+class ScienceWorldEnvironment(Episode):
     """One variation of one task. ``environment`` makes a subclass for each task."""
 
     max_turns = TURNS
+    oracle_share = 0.8  # demonstrations are the gold path with an aside in one of five turns
     suggests: ClassVar[Mapping[str, Any]] = {"context": 2048, "max_tokens": 24, "history": 4}
     task: ClassVar[str]
     simplification: ClassVar[str]
     variations: ClassVar[Mapping[str, Sequence[int]]]  # by split
     simulator: Any = None
     score: float
-    done: bool
     path: list[str]  # what is left of the gold path
 
-    def reset(self, seed: int) -> Sequence[Message]:
+    def begin(self, seed: int) -> Sequence[Message]:
         self.simulator = SIMULATORS.take()
-        variations = self.variations["train" if self.split == "train" else "held_out"]
+        variations = self.variations[self.split]
         self.simulator.load(self.task, variations[seed % len(variations)], self.simplification, generateGoldPath=True)
         observation, info = self.simulator.reset()
-        self.score, self.done, self.turns = 0.0, False, 0
-        self.path = list(self.simulator.get_gold_action_sequence())
+        self.score, self.path = 0.0, list(self.simulator.get_gold_action_sequence())
         return [user_message(f"{info['taskDesc'].strip()}\n{observation.strip()}")]
 
-    def step(self, action: Action) -> Step:
-        if self.done:
-            return Step([user_message("it is over.")], 0.0, terminated=True)
+    def act(self, action: Action) -> Step:
         text = " ".join(action.text.split())[:200]
         observation, _, over, info = self.simulator.step(text or "look around")
-        self.turns += 1
         if self.path and text == self.path[0]:
             self.path.pop(0)
-        score = max(0, int(info["score"])) / 100
-        reward, self.score = score - self.score, score
-        self.done = bool(over) or self.turns >= TURNS
-        facts = {"success": score >= 1} if self.done else {}
-        return Step([user_message(observation.strip())], reward, bool(over), self.done and not over, facts)
+        before, self.score = self.score, max(0, int(info["score"])) / 100
+        facts = {"success": self.succeeded()} if over else {}
+        return Step([user_message(observation.strip())], self.score - before, bool(over), info=facts)
+
+    def succeeded(self) -> bool:
+        return self.score >= 1
 
     def close(self) -> None:
         if self.simulator is not None:
@@ -105,34 +100,20 @@ class ScienceWorldEnvironment(Environment):
     def random_action(self, rng: random.Random) -> Action:
         return text_action(rng.choice(ASIDES))
 
-    def demonstrate(self, rng: random.Random) -> Action:
-        """The gold path, with an aside in one of five turns."""
-        return self.random_action(rng) if rng.random() < 0.2 else self.oracle()
-
 
 @cache
 def environment(spec: str) -> type[ScienceWorldEnvironment]:
     """The class of a task's name; ``simplification`` as in the package ("easy", or a list of its names)."""
-    name, options = split_options("scienceworld", spec)
-    simplification = str(options.pop("simplification", "easy"))
-    if options:
-        raise SettingError(f"scienceworld:{name} has no option {next(iter(options))!r}; write simplification=easy")
+    name, options = split_options("scienceworld", spec, ["simplification"])
+    simplification = str(options.get("simplification", "easy"))
     if shutil.which("java") is None:
         raise SettingError("scienceworld:... needs Java (a program `java`); install a Java runtime, version 8 or later")
     simulator = SIMULATORS.take()
     try:
-        names = list(simulator.get_task_names())
-        if name not in names:
-            raise SettingError(f"ScienceWorld has no task {name!r}; {nearest(name, names)}")
+        require_offered(name, list(simulator.get_task_names()), "ScienceWorld has no task")
         simulator.load(name, 0, simplification, generateGoldPath=False)
         variations = {"train": simulator.get_variations_train(), "held_out": simulator.get_variations_test()}
     finally:
         SIMULATORS.give_back(simulator)
-    body = {
-        "task": name,
-        "simplification": simplification,
-        "variations": variations,
-        "__doc__": f"{name} of ScienceWorld.",
-        "__module__": __name__,
-    }
-    return type(f"scienceworld:{spec}", (ScienceWorldEnvironment,), body)
+    about, task = f"{name} of ScienceWorld.", {"task": name, "simplification": simplification, "variations": variations}
+    return member_class("scienceworld", spec, ScienceWorldEnvironment, about, **task)

@@ -14,15 +14,15 @@ import random
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, text_action, user_message
-from turnwise.environments.families.adapter import import_package, split_options
-from turnwise.errors import SettingError, nearest
+from turnwise.environments.base import SPLITS, Episode, text_action, user_message
+from turnwise.environments.families.adapter import import_package, member_class, split_options
+from turnwise.errors import SettingError
 
 CUSTOM = "custom"
 OPTIONS = {"rooms": 1, "objects": 3, "quest": 1, "games": 10}
@@ -32,7 +32,7 @@ ONE_CALL = threading.Lock()  # all games of a process share the package's parser
 STATUS_LINE = re.compile(r"\n>\s.*?$", re.DOTALL)  # the prompt of the interpreter and its status line
 
 
-class TextWorldEnvironment(Environment):
+class TextWorldEnvironment(Episode):
     """One game. ``environment`` makes a subclass for each file or generator."""
 
     max_turns = TURNS
@@ -41,30 +41,24 @@ class TextWorldEnvironment(Environment):
     game: Any = None
     state: Any
     score: float
-    done: bool
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        textworld = import_package("textworld", "textworld", "textworld")
-        files = self.files["train" if self.split == "train" else "held_out"]
+    def begin(self, seed: int) -> Sequence[Message]:
+        textworld = import_package("textworld", "textworld")
+        files = self.files[self.split]
         infos = textworld.EnvInfos(admissible_commands=True, policy_commands=True, won=True, lost=True, max_score=True)
         with ONE_CALL:
             self.game = textworld.start(str(files[seed % len(files)]()), infos)
             self.state = self.game.reset()
-        self.score, self.turns, self.done = 0.0, 0, False
+        self.score = 0.0
         return [user_message(_readable(self.state.feedback))]
 
-    def step(self, action: Action) -> Step:
-        if self.done:
-            return Step([user_message("it is over.")], 0.0, terminated=True)
+    def act(self, action: Action) -> Step:
         command = " ".join(action.text.split())[:200] or "look"
         with ONE_CALL:
             self.state, score, over = self.game.step(command)
-        self.turns += 1
-        score = score / (self.state.max_score or 1)
-        reward, self.score = score - self.score, score
-        self.done = bool(over) or self.turns >= TURNS
-        info = {"success": bool(self.state.won)} if self.done else {}
-        return Step([user_message(_readable(self.state.feedback))], reward, bool(over), self.done and not over, info)
+        before, self.score = self.score, score / (self.state.max_score or 1)
+        info = {"success": bool(self.state.won)} if over else {}
+        return Step([user_message(_readable(self.state.feedback))], self.score - before, bool(over), info=info)
 
     def close(self) -> None:
         if self.game is not None:
@@ -81,15 +75,14 @@ class TextWorldEnvironment(Environment):
 
 def _readable(feedback: str) -> str:
     """The text of a reply without the interpreter's banner and status line."""
-    text = STATUS_LINE.sub("", feedback)
-    lines = [line.strip() for line in text.splitlines()]
-    kept = [line for line in lines if line and not set(line) <= set("$\\/|_ .'`")]
-    return "\n".join(line for line in kept if "\\" not in line and "$$" not in line)
+    lines = [line.strip() for line in STATUS_LINE.sub("", feedback).splitlines()]
+    texts = [line for line in lines if line and not set(line) <= set("$\\/|_ .'`")]
+    return "\n".join(line for line in texts if "\\" not in line and "$$" not in line)
 
 
 def generated(number: int, rooms: int, objects: int, quest: int) -> Path:
     """The file of a generated game, made at its first use."""
-    textworld = import_package("textworld", "textworld", "textworld")
+    textworld = import_package("textworld", "textworld")
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "turnwise" / "textworld"
     path = folder / f"rooms{rooms}-objects{objects}-quest{quest}-{number}.z8"
     if not path.is_file():
@@ -109,38 +102,30 @@ def generated(number: int, rooms: int, objects: int, quest: int) -> Path:
 @cache
 def environment(spec: str) -> type[TextWorldEnvironment]:
     """The class of a game file, or of ``custom`` with options of the generator."""
-    name, options = split_options("textworld", spec)
-    import_package("textworld", "textworld", "textworld")
-    files = _generator(options) if name == CUSTOM else _file(name, options)
-    body = {"files": files, "__doc__": f"TextWorld, {name}.", "__module__": __name__}
-    return type(f"textworld:{spec}", (TextWorldEnvironment,), body)
-
-
-def _file(name: str, options: Mapping[str, Any]) -> dict[str, list[Callable[[], Path]]]:
+    name, options = split_options("textworld", spec, OPTIONS)
+    import_package("textworld", "textworld")
     path = Path(name)
-    if not path.is_file():
+    if name == CUSTOM:
+        files = _generated_files(options)
+    elif not path.is_file():
         raise SettingError(
             f"there is no game file {name}; write textworld:FILE.z8, or textworld:custom for generated games"
         )
-    if options:
+    elif options:
         raise SettingError(f"textworld:{name} takes no options; only textworld:custom does")
-    return {split: [lambda: path] for split in ("train", "held_out")}
+    else:
+        files = {split: [lambda: path] for split in SPLITS}
+    return member_class("textworld", spec, TextWorldEnvironment, f"TextWorld, {name}.", files=files)
 
 
-def _generator(options: Mapping[str, Any]) -> dict[str, list[Callable[[], Path]]]:
+def _generated_files(options: Mapping[str, Any]) -> dict[str, list[Callable[[], Path]]]:
     for key, value in options.items():
-        if key not in OPTIONS:
-            raise SettingError(f"textworld:custom has no option {key!r}; {nearest(key, OPTIONS)}")
         if not isinstance(value, int) or value < 1:
             raise SettingError(f"textworld:custom: {key} is {value!r}; write a whole number of at least 1")
     values = {**OPTIONS, **options}
     count = values.pop("games")
     if count < 2:
         raise SettingError(f"textworld:custom: games is {count}; write at least 2: one of them is held out")
-    makers = [_lazily(number, values) for number in range(1, count + 1)]
+    makers: list[Callable[[], Path]] = [partial(generated, number, **values) for number in range(1, count + 1)]
     held_out = max(1, count // HELD_OUT_SHARE)
     return {"train": makers[held_out:], "held_out": makers[:held_out]}
-
-
-def _lazily(number: int, values: Mapping[str, int]) -> Callable[[], Path]:
-    return lambda: generated(number, **values)

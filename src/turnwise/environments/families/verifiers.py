@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, is_held_out
+from turnwise.environments.base import Environment, split_by_content, user_message
 from turnwise.environments.contract import is_finite
-from turnwise.environments.families.adapter import import_package, split_options
-from turnwise.errors import EnvironmentFault, SettingError, nearest
+from turnwise.environments.families.adapter import import_package, member_class, split_options
+from turnwise.errors import EnvironmentFault, SettingError
 
 OPTIONS = ("tasks", "success")
 TASKS = 1000  # of a taskset that are read
@@ -36,16 +36,16 @@ class VerifiersEnvironment(Environment):
     tasks: ClassVar[Mapping[str, Sequence[Any]]]  # by split
     success_at: ClassVar[float] = 1.0
     task: Any
-    asked: list[Message]
+    prompt: list[Message]
 
     def reset(self, seed: int) -> Sequence[Message]:
-        tasks = self.tasks["train" if self.split == "train" else "held_out"]
+        tasks = self.tasks[self.split]
         self.task = tasks[seed % len(tasks)]
-        self.asked = prompt(self.task.data)
-        return self.asked
+        self.prompt = prompt(self.task.data)
+        return self.prompt
 
     async def step(self, action: Action) -> Step:
-        trace = make_trace(self.task, [*self.asked, {"role": "assistant", "content": action.text}])
+        trace = make_trace(self.task, [*self.prompt, {"role": "assistant", "content": action.text}])
         await self.task.score(trace)
         if not is_finite(trace.reward):
             raise EnvironmentFault(f"the rewards of {type(self.task).__name__} add up to {trace.reward!r}")
@@ -56,10 +56,10 @@ class VerifiersEnvironment(Environment):
 
 def prompt(data: Any) -> list[Message]:
     """The first messages of a task."""
-    told = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str):
-        return [*told, {"role": "user", "content": data.prompt}]
-    return [*told, *(message.model_dump(exclude_none=True) for message in data.prompt)]
+        return [*system, user_message(data.prompt)]
+    return [*system, *(message.model_dump(exclude_none=True) for message in data.prompt)]
 
 
 def make_trace(task: Any, messages: Sequence[Message]) -> Any:
@@ -78,37 +78,21 @@ def make_trace(task: Any, messages: Sequence[Message]) -> Any:
 @cache
 def environment(spec: str) -> type[VerifiersEnvironment]:
     """The class of a taskset's name."""
-    name, options = split_options("verifiers", spec)
-    import_package("verifiers.v1", "verifiers", "verifiers")
-    loaders = importlib.import_module("verifiers.v1.utils.loaders")
-    for key in options:
-        if key not in OPTIONS:
-            raise SettingError(f"verifiers:{name} has no option {key!r}; {nearest(key, OPTIONS)}")
+    name, options = split_options("verifiers", spec, OPTIONS)
+    vf = import_package("verifiers.v1", "verifiers")
+    loaders, generic = (importlib.import_module(f"verifiers.v1.utils.{part}") for part in ("loaders", "generic"))
     try:
         kind = loaders.taskset_class(name)
-        taskset = kind(config_type(kind)(id=name))
-        tasks = list(islice(taskset, int(options.get("tasks", TASKS))))
+        config = generic.concrete_type(kind, vf.TasksetConfig) or vf.TasksetConfig
+        tasks = list(islice(kind(config(id=name)), int(options.get("tasks", TASKS))))
     except Exception as fault:  # not installed, no taskset inside, or its data cannot be had
         raise SettingError(f"verifiers:{name} cannot be loaded: {str(fault).splitlines()[0][:200]}") from fault
     if not tasks:
         raise SettingError(f"verifiers:{name} has no tasks")
     check_task(name, tasks[0])
-    split = {where: [t for t in tasks if is_held_out(t.key) == (where != "train")] for where in ("train", "held_out")}
-    body = {
-        "tasks": {where: found or tasks for where, found in split.items()},
-        "success_at": float(options.get("success", 1.0)),
-        "__doc__": f"The taskset {name} of verifiers.",
-        "__module__": __name__,
-    }
-    return type(f"verifiers:{spec}", (VerifiersEnvironment,), body)
-
-
-def config_type(kind: type[Any]) -> type[Any]:
-    """The class of a taskset's configuration."""
-    generic = importlib.import_module("verifiers.v1.utils.generic")
-    base = importlib.import_module("verifiers.v1").TasksetConfig
-    found: type[Any] = generic.concrete_type(kind, base) or base
-    return found
+    splits, success = split_by_content(tasks, lambda task: str(task.key)), float(options.get("success", 1.0))
+    about = f"The taskset {name} of verifiers."
+    return member_class("verifiers", spec, VerifiersEnvironment, about, tasks=splits, success_at=success)
 
 
 def check_task(name: str, task: Any) -> None:
