@@ -138,7 +138,7 @@ def overrides(cls: Any, name: str) -> bool:
     return callable(method) and method is not getattr(Environment, name, None)
 
 
-class Episode(Environment):
+class LimitedEpisode(Environment):
     """An episode that ends by itself, or has failed at the turn limit.
 
     A subclass writes ``begin`` and ``act``; this class counts the turns, and answers what comes after the end."""
@@ -181,7 +181,7 @@ class Episode(Environment):
         return step
 
 
-class SavedEpisode(Episode):
+class SavedEpisode(LimitedEpisode):
     """An episode that can be branched: ``saved`` names what ``act`` changes, each with the type that reads it from JSON."""
 
     saved: ClassVar[Mapping[str, Callable[[Any], Any]]]

@@ -17,7 +17,14 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Episode, plain_words, sample_problem, text_action, tool_action, user_message
+from turnwise.environments.base import (
+    LimitedEpisode,
+    plain_words,
+    sample_problem,
+    text_action,
+    tool_action,
+    user_message,
+)
 from turnwise.environments.context_editing import EDITING_TOOLS, ContextEditor, EditRefused
 
 PAGES = {1: 4, 2: 6, 3: 8}  # by difficulty
@@ -48,7 +55,7 @@ class Register:
         return ", ".join(self.marked)
 
 
-class Archive(Episode):
+class Archive(LimitedEpisode):
     """Read, keep notes, answer."""
 
     difficulties = (1, 2, 3)

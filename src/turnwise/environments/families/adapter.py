@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from turnwise.core.protocols import Action, Step
-from turnwise.environments.base import Environment, Episode, plain_words, text_action, user_message
+from turnwise.environments.base import Environment, LimitedEpisode, plain_words, text_action, user_message
 from turnwise.errors import SettingError, nearest
 
 LISTED = 24  # actions that a message lists; the others are counted
@@ -83,7 +83,7 @@ def listed(actions: Sequence[str]) -> str:
     return " | ".join(actions[:LISTED]) + more
 
 
-class WordWorld(Episode):
+class WordWorld(LimitedEpisode):
     """A world in which an action is one of the texts in ``legal()``. Any other text is answered with the legal ones and costs a
     turn."""
 
@@ -108,7 +108,7 @@ class WordWorld(Episode):
         return text_action(rng.choice(list(self.legal())))
 
 
-class SeatedGame(Episode):
+class SeatedGame(LimitedEpisode):
     """A game of several seats. The policy holds all of them, or one where ``opponent`` says who holds the others."""
 
     opponent: ClassVar[str] = "self"

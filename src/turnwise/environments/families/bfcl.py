@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, Episode, call_action, split_by_content, tool_message
+from turnwise.environments.base import Environment, LimitedEpisode, call_action, split_by_content, tool_message
 from turnwise.environments.families.adapter import import_package, member_class, require_offered, split_options
 
 FILES = "BFCL_v4_{}.json"
@@ -70,7 +70,7 @@ class CallEnvironment(Environment):
         return call_action(*made) if made else Action("done")
 
 
-class ProgramEnvironment(Episode, CallEnvironment):
+class ProgramEnvironment(LimitedEpisode, CallEnvironment):
     """Several requests in a row, answered by calls into simulated programs. A turn without a call ends a request."""
 
     max_turns = 40

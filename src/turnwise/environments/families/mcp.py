@@ -32,7 +32,7 @@ from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
 from turnwise.environments.base import (
     HELD_OUT_SHARE,
-    Episode,
+    LimitedEpisode,
     call_action,
     read_json_lines,
     text_action,
@@ -139,7 +139,7 @@ def _innermost(fault: BaseException) -> BaseException:
     return fault
 
 
-class McpEnvironment(Episode):
+class McpEnvironment(LimitedEpisode):
     """One task. ``environment`` makes a subclass for each server."""
 
     suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 64}
@@ -246,7 +246,7 @@ def environment(spec: str) -> type[McpEnvironment]:
         "mcp", spec, McpEnvironment, f"Tools of the MCP server {command}.",
         command=command, rows=split_rows(rows), score=staticmethod(score), reset_tool=reset_tool, idle=idle,
         tools=[schema for name, schema in tools.items() if name != reset_tool], max_turns=turns,
-        **({} if has_reference else {"oracle": Episode.oracle}),
+        **({} if has_reference else {"oracle": LimitedEpisode.oracle}),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Episode, text_action, user_message
+from turnwise.environments.base import LimitedEpisode, text_action, user_message
 from turnwise.environments.families.adapter import (
     import_package,
     member_class,
@@ -109,7 +109,7 @@ def shared_browser(program: str) -> Browser:
     return Browser(path)
 
 
-class MiniwobEnvironment(Episode):
+class MiniwobEnvironment(LimitedEpisode):
     """One page. ``environment`` makes a subclass for each task."""
 
     suggests: ClassVar[Mapping[str, Any]] = {"context": 512, "max_tokens": 16, "history": 1}

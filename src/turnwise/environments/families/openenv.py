@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Episode, text_action, tool_action, user_message
+from turnwise.environments.base import LimitedEpisode, text_action, tool_action, user_message
 from turnwise.environments.contract import is_finite
 from turnwise.environments.families.adapter import import_package, member_class, split_options, world_seed
 from turnwise.errors import EnvironmentFault, SettingError
@@ -30,7 +30,7 @@ MAX_TEXT = 4000  # characters of an observation
 TURNS, SECONDS = 16, 30.0
 
 
-class OpenEnvEnvironment(Episode):
+class OpenEnvEnvironment(LimitedEpisode):
     """One session of a server. ``environment`` makes a subclass for each address."""
 
     suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 64}

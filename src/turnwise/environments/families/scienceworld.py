@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Episode, text_action, user_message
+from turnwise.environments.base import LimitedEpisode, text_action, user_message
 from turnwise.environments.families.adapter import import_package, member_class, require_offered, split_options
 from turnwise.errors import SettingError
 
@@ -55,7 +55,7 @@ class Simulators:
 SIMULATORS = Simulators()
 
 
-class ScienceWorldEnvironment(Episode):
+class ScienceWorldEnvironment(LimitedEpisode):
     """One variation of one task. ``environment`` makes a subclass for each task."""
 
     max_turns = TURNS

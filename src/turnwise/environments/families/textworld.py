@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import SPLITS, Episode, text_action, user_message
+from turnwise.environments.base import SPLITS, LimitedEpisode, text_action, user_message
 from turnwise.environments.families.adapter import import_package, member_class, split_options
 from turnwise.errors import SettingError
 
@@ -32,7 +32,7 @@ ONE_CALL = threading.Lock()  # all games of a process share the package's parser
 STATUS_LINE = re.compile(r"\n>\s.*?$", re.DOTALL)  # the prompt of the interpreter and its status line
 
 
-class TextWorldEnvironment(Episode):
+class TextWorldEnvironment(LimitedEpisode):
     """One game. ``environment`` makes a subclass for each file or generator."""
 
     max_turns = TURNS
