@@ -28,10 +28,9 @@ from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Sum
 from turnwise.algebra.gate import Clip
 from turnwise.algebra.penalty import KL, WeightedPenalty
-from turnwise.algebra.weight import StepSchedule
 from turnwise.core.levels import TRAJECTORY
-from turnwise.credit.peers import SameAgent
-from turnwise.credit.turns import AgentReturnToGo
+from turnwise.recipes.families.trust_region import StepSchedule
+from turnwise.recipes.families.turn_credit import AgentReturnToGo, SameAgent
 from turnwise.recipes.recipe import Recipe
 
 SETTINGS: dict[str, Any] = {

@@ -15,7 +15,7 @@ from support.batches import from_oracle
 from turnwise.algebra.penalty import KL
 from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.core.signals import Signal
-from turnwise.credit.accuracy_weight import AccuracyWeight
+from turnwise.recipes.families.trust_region import AccuracyWeight
 
 NAMES = {"k1": KL("k1"), "k2": KL("k2"), "k3": KL("k3"), "k3+": KL("k3+"), "weighted k3": KL("k3", corrected=True)}
 

@@ -6,15 +6,14 @@ import pytest
 from support.batches import records_of
 
 from turnwise import recipes
-from turnwise.algebra.adaptive_clip import BalancedClip, InformationClip, WideningClip
-from turnwise.algebra.factor import DampEntropyChange
-from turnwise.algebra.fibration import Fibration
-from turnwise.algebra.gae import LambdaReturn
-from turnwise.algebra.gate import GammaWeight, RatioRegression, SigmoidGate
-from turnwise.algebra.mask import CovarianceClip, InsideOrFarOutside, quota
-from turnwise.algebra.value import SecondValue
-from turnwise.algebra.weight import DualVariable, KLController
+from turnwise.algebra.gate import RatioRegression
+from turnwise.algebra.value import LambdaReturn
 from turnwise.core.batch import pack
+from turnwise.recipes.families.actor_critic import KLController, SecondValue
+from turnwise.recipes.families.entropy import CovarianceClip, DampEntropyChange, quota
+from turnwise.recipes.families.off_policy import GammaWeight, InsideOrFarOutside
+from turnwise.recipes.families.tool_agents import InformationClip
+from turnwise.recipes.families.trust_region import BalancedClip, DualVariable, Fibration, SigmoidGate, WideningClip
 
 
 @pytest.mark.parametrize(

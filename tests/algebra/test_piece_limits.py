@@ -14,6 +14,7 @@ from support.piece_defaults import DEFAULTS
 
 import turnwise.algebra
 import turnwise.credit
+import turnwise.recipes.families
 from turnwise import recipes
 from turnwise.errors import TurnwiseError
 
@@ -217,9 +218,9 @@ def pieces_of(value: Any) -> Iterator[Any]:
 
 
 def classes() -> dict[str, type]:
-    """Public dataclasses of both rooms, by name."""
+    """Public dataclasses of the rooms of pieces, by name."""
     made = {}
-    for room in (turnwise.algebra, turnwise.credit):
+    for room in (turnwise.algebra, turnwise.credit, turnwise.recipes.families):
         for found in pkgutil.iter_modules(room.__path__):
             module = importlib.import_module(f"{room.__name__}.{found.name}")
             made |= {n: c for n, c in vars(module).items() if isinstance(c, type) and c.__module__ == module.__name__}

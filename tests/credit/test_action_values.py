@@ -22,12 +22,12 @@ from turnwise.core.batch import pack
 from turnwise.core.levels import TOKEN, Field
 from turnwise.core.records import Group, Sampling, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
-from turnwise.credit.action_values import ConservativeQError
 from turnwise.engines.generator.logit_shift import steered, with_value_rows
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import RecipeError, SettingError
 from turnwise.evaluation.evaluator import Evaluation
 from turnwise.evaluation.policy_metrics import reranked
+from turnwise.recipes.families.values import ConservativeQError
 from turnwise.rollout.strategies import ValueSteered
 from turnwise.training import api
 from turnwise.training.loop import update_policy

@@ -18,7 +18,7 @@ from turnwise.checks.synthetic import random_policy
 from turnwise.core.batch import pack
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import Signal
-from turnwise.credit.downsampling import ceiling, max_variance_subset
+from turnwise.recipes.families.selection import ceiling, max_variance_subset
 
 
 def steps_of(name: str, batch, clock: int = 0, **hyper):

@@ -12,11 +12,9 @@ from support.proven import GROUPS
 
 from turnwise import recipes
 from turnwise.core.levels import TRAJECTORY, TURN, Field
-from turnwise.credit.multi_reward import WeightedRewards, named_reward
-from turnwise.credit.sets import SetAdvantage
-from turnwise.credit.stratified import SameFact, action_hash, last_turn_fact
-from turnwise.credit.tail_risk import BundledRollouts, TailRisk
+from turnwise.credit.fact import SameFact, action_hash, last_turn_fact, named_reward
 from turnwise.errors import SignalError
+from turnwise.recipes.families.group_credit import BundledRollouts, SetAdvantage, TailRisk, WeightedRewards
 
 LONE = {"v0", "mssr", "copo", "gdpo"}  # need no siblings, or compare over the batch as well
 ALIKE = {"risk_po": {"bundle": 1}}

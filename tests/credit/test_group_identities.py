@@ -19,13 +19,17 @@ from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.value import Outcome
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
-from turnwise.credit.baselines import StandardiseByMeanDeviation
-from turnwise.credit.history import CappedEntropyBonus
-from turnwise.credit.likelihood import NoveltyBonus, PairwiseCalibration
-from turnwise.credit.multi_reward import beta_log_density, fit_beta
-from turnwise.credit.sets import answer_entropy
-from turnwise.credit.stratified import SameFact
-from turnwise.credit.tail_risk import TailRisk
+from turnwise.credit.fact import SameFact
+from turnwise.recipes.families.group_credit import (
+    CappedEntropyBonus,
+    NoveltyBonus,
+    PairwiseCalibration,
+    StandardiseByMeanDeviation,
+    TailRisk,
+    answer_entropy,
+    beta_log_density,
+    fit_beta,
+)
 
 
 def test_medians_golden():

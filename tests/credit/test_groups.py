@@ -17,7 +17,7 @@ from support.proven import GROUPS
 from turnwise import recipes
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
-from turnwise.credit.tail_risk import LEVELS
+from turnwise.recipes.families.group_credit import LEVELS
 
 QUANTILES = [0.1 * i + 0.0123456 for i in range(19)]  # between the scores: no ties to be decided
 

@@ -17,7 +17,7 @@ from turnwise.algebra.peers import Peers, Same
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import ReturnToGo
 from turnwise.core.levels import GROUP, TRAJECTORY, TURN, Field, Partition
-from turnwise.credit.turns import LeaveOneOutAtTurn
+from turnwise.recipes.families.turn_credit import LeaveOneOutAtTurn
 
 SEEDS = st.integers(0, 10**6)
 

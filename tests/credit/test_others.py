@@ -23,10 +23,15 @@ from turnwise.algebra.ratio import Importance, OnPolicy
 from turnwise.algebra.value import Constant
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
-from turnwise.credit.by_origin import ShapedProbability
-from turnwise.credit.imitation import WarmupCosine, WeightedNegativeLogLikelihood, cosine_decay
-from turnwise.credit.selectors import FromOrigin, PatchFailedGroups, UnrewardedGroups
-from turnwise.credit.self_imitation import PastMedian
+from turnwise.credit.selectors import FromOrigin
+from turnwise.credit.self_imitation import PastMedian, cosine_decay
+from turnwise.recipes.families.experts_and_replay import (
+    PatchFailedGroups,
+    ShapedProbability,
+    UnrewardedGroups,
+    WarmupCosine,
+    WeightedNegativeLogLikelihood,
+)
 from turnwise.recipes.recipe import Recipe
 
 SEEDS = st.integers(0, 10**6)

@@ -15,24 +15,22 @@ from support.batches import from_oracle, records_of
 
 from turnwise import recipes
 from turnwise.algebra import diagnostics
-from turnwise.algebra.adaptive_clip import BalancedClip
-from turnwise.algebra.control import LastTurnFirst
-from turnwise.algebra.factor import DampEntropyChange
-from turnwise.algebra.mask import InsideOrFarOutside, OneSided
+from turnwise.algebra.mask import OneSided
 from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.term import Term
-from turnwise.algebra.weight import KLController
 from turnwise.core.batch import pack
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import Signal
-from turnwise.credit.forks import ForkTree
 from turnwise.credit.metrics import measure_credit
 from turnwise.credit.preference import LabelledPairs, LogRatioScore, chosen_and_rejected, ranking_metrics
-from turnwise.credit.same_state import SameRecentStates
-from turnwise.credit.segments import AmplifiedPositive
-from turnwise.credit.tail_risk import LEVELS, TailRisk
 from turnwise.credit.tracker import Solved
-from turnwise.credit.trajectories import FallbackAboveLimit
+from turnwise.recipes.families.actor_critic import KLController
+from turnwise.recipes.families.entropy import DampEntropyChange, FallbackAboveLimit
+from turnwise.recipes.families.group_credit import LEVELS, TailRisk
+from turnwise.recipes.families.off_policy import InsideOrFarOutside
+from turnwise.recipes.families.segment_credit import AmplifiedPositive, ForkTree
+from turnwise.recipes.families.trust_region import BalancedClip, LastTurnFirst
+from turnwise.recipes.families.turn_credit import SameRecentStates
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.value import Constant
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
-from turnwise.credit.pairs import BestWorstPairs, LabelledPairs, WinRate
-from turnwise.credit.preference import LogRatioScore, ideal_ranking, ranking_metrics
+from turnwise.credit.preference import BestWorstPairs, LabelledPairs, LogRatioScore, ideal_ranking, ranking_metrics
+from turnwise.recipes.families.preferences import WinRate
 from turnwise.recipes.recipe import Recipe
 
 SEEDS = st.integers(0, 10**6)

@@ -27,11 +27,16 @@ from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.records import Group
 from turnwise.core.records import Trajectory as Episode
 from turnwise.core.signals import TURN_CRITIC, Signal
-from turnwise.credit.effective_rank import CappedBonus
 from turnwise.credit.fact import Fact
-from turnwise.credit.forks import ForkTree, MeanOverPaths, PathReturn
-from turnwise.credit.shaping import ShapleyInformationGain, ToolEfficiencyReward
-from turnwise.credit.tracker import DriftSinceVisit, RetentionByDrift, SuccessTracker
+from turnwise.credit.tracker import SuccessTracker
+from turnwise.recipes.families.reward_shaping import (
+    CappedBonus,
+    DriftSinceVisit,
+    RetentionByDrift,
+    ShapleyInformationGain,
+    ToolEfficiencyReward,
+)
+from turnwise.recipes.families.segment_credit import ForkTree, MeanOverPaths, PathReturn
 from turnwise.tasks.samplers import UncertaintySampler
 from turnwise.tasks.task_source import TaskStream
 

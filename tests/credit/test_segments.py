@@ -22,8 +22,9 @@ from turnwise.algebra.penalty import WeightedPenalty
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import TURN_CRITIC, Signal
 from turnwise.credit.fact import Fact
-from turnwise.credit.segments import segment_index
-from turnwise.credit.tracker import RetentionByDrift, Solved, SuccessTracker
+from turnwise.credit.tracker import Solved, SuccessTracker
+from turnwise.recipes.families.reward_shaping import RetentionByDrift
+from turnwise.recipes.families.segment_credit import segment_index
 
 SEEDS = st.integers(0, 10**6)
 some = settings(deadline=None, max_examples=25)

@@ -17,23 +17,26 @@ from support.turn_helpers import converted, credit, critic, enrich_plain, made, 
 
 from turnwise import recipes
 from turnwise.algebra.advantage import Standardise, Whiten
-from turnwise.algebra.gae import GAE, LambdaReturn
 from turnwise.algebra.reward import EnvironmentReward, NegativeReferenceKL, OnLastToken
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import ReturnToGo
+from turnwise.algebra.value import GAE, LambdaReturn, ReturnToGo
 from turnwise.core.batch import pack
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
-from turnwise.credit.information import (
+from turnwise.recipes.families.turn_credit import (
     AnswerProbabilityGain,
+    BiLevelGAE,
     FeedbackInformationGain,
+    HierarchyOfGroups,
     LowSpreadGate,
+    OldValue,
+    RandomGroups,
+    ReturnUntilMismatch,
+    SameRecentStates,
+    SameTransition,
     feedback_was_masked,
 )
-from turnwise.credit.peers import RandomGroups
-from turnwise.credit.same_state import HierarchyOfGroups, SameRecentStates, SameTransition
-from turnwise.credit.turns import BiLevelGAE, OldValue, ReturnUntilMismatch
 
 SEEDS = st.integers(0, 10**6)
 

@@ -17,7 +17,7 @@ from turnwise import recipes
 from turnwise.algebra.objective import Objective
 from turnwise.core.levels import TOKEN
 from turnwise.core.signals import Signal
-from turnwise.credit.peers import SameAgent, SameTask
+from turnwise.recipes.families.turn_credit import SameAgent, SameTask
 
 CASES = [
     *((name, {}) for name in TURNS),

@@ -19,13 +19,13 @@ from support.segment_helpers import close, credit, slopes
 from support.untrained import Untrained
 
 from turnwise import recipes
-from turnwise.algebra.gae import GAE
+from turnwise.algebra.value import GAE
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.records import Status
 from turnwise.core.signals import Signal
-from turnwise.credit.vines import VineSetAdvantage, draw_sets, same_start
 from turnwise.errors import RecipeError, SettingError
 from turnwise.recipes.experience import piece
+from turnwise.recipes.families.segment_credit import VineSetAdvantage, draw_sets, same_start
 from turnwise.rollout.strategies import Independent
 from turnwise.rollout.strategies.vines import Vines
 

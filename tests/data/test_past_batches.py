@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from support.batches import records_of
 
 from turnwise import recipes
+from turnwise.algebra.penalty import ResetReference
 from turnwise.config.settings import Settings
 from turnwise.core.batch import pack
 from turnwise.core.records import Group, Origin, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
-from turnwise.credit.reference_reset import ResetReference
 from turnwise.data.replay import PastBatches
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import RecipeError, SettingError

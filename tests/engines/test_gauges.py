@@ -10,7 +10,7 @@ import torch
 from oracles import reweight
 
 from turnwise import recipes
-from turnwise.algebra.layer_noise import LayerNoise
+from turnwise.algebra.gradient import LayerNoise
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
 from turnwise.core.signals import Signal
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.algebra.weight import step_schedule
+from turnwise.recipes.families.trust_region import step_schedule
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 

@@ -12,9 +12,9 @@ from support.untrained import Untrained
 from turnwise.core.batch import pack
 from turnwise.core.levels import TRAJECTORY
 from turnwise.core.records import Group, Status, Task, Trajectory, Turn
-from turnwise.credit.modes import CheapestModePays
 from turnwise.errors import RecipeError, SettingError
 from turnwise.recipes.experience import piece
+from turnwise.recipes.families.reward_shaping import CheapestModePays
 from turnwise.rollout.strategies import Independent
 from turnwise.rollout.strategies.modes import ForcedModes
 

@@ -1,6 +1,6 @@
 """Advantages: a value compared among peers, at the level of that value.
 
-Who earned what inside a trajectory is decided in ``credit/``; this module holds what any method may use.
+Who earned what inside a trajectory is decided by pieces beside their recipes; this module holds what any method may use.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from turnwise.algebra.peers import PeerSpec, resolve_peers
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.core.batch import Batch
-from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.levels import BATCH, GROUP, TOKEN, Field
 from turnwise.core.limits import number
-from turnwise.core.signals import Signal
-from turnwise.maths import returns
-from turnwise.maths.lazy_torch import torch
 
 
 @dataclass(frozen=True)
@@ -98,41 +95,3 @@ class DivideByBatchStd(Term):
     def __call__(self, batch: Batch) -> Field:
         a = self.term(batch)
         return a / (a.std(BATCH) + self.eps)
-
-
-@dataclass(frozen=True)
-class InformationGain(Term):
-    """Dₖ = 1/√(n−k) Σ_{j≥k} γ^{j−k} zⱼ: the discounted information that turns from k on give about the gold answer.
-
-    zⱼ is the increase of the answer's log-probability, standardised among turns of equal index; 0 for the last turn."""
-
-    reads = frozenset({Signal.ANSWER_LOGP})
-    compares_peers = True
-
-    gamma: float = 1.0
-    eps: float = 1e-6
-
-    def __call__(self, batch: Batch) -> Field:
-        z, tree = answer_gain(batch, self.eps), batch.tree
-        remaining = tree.size(TURN, TRAJECTORY) - 1 - tree.index(TURN, TRAJECTORY)  # turns before the answer
-        last = (tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1).x
-        total = z.map(lambda x: returns.discounted(x, self.gamma, last))
-        return where(remaining > 0, total / remaining.to(z.x.dtype).clamp(low=1) ** 0.5, 0.0)
-
-
-def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
-    """Each turn's increase of the gold answer's log-probability, standardised among turns of equal index; 0 for a last turn
-    and for a turn without peers."""
-    score, tree = batch[Signal.ANSWER_LOGP], batch.tree
-    final = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
-    after = torch.cat([score.x[1:], score.x[:1]])  # turns of a trajectory are adjacent: the next turn's score
-    gain = Field(tree, TURN, torch.where(final.x, 0.0, after - score.x))
-    index = tree.index(TURN, TRAJECTORY)
-    peers = Partition.by(tree, TURN, batch.group, index, final.to(torch.int64))
-    z = (gain - gain.mean(peers)) / (gain.std(peers) + eps)
-    return where(final, 0.0, z)
-
-
-__all__ = [
-    "DivideByBatchStd", "InformationGain", "LeaveOneOut", "SoftBaseline", "Standardise", "Whiten", "answer_gain",
-]  # fmt: skip

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from turnwise.algebra.piece import Piece, check, text
-from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
-from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, TURN, Field, where
+from turnwise.core.levels import BATCH, GROUP, Field
 from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
@@ -97,33 +96,3 @@ class CriticsFirst(Control):
         critics_only = batch.put(freeze_policy=batch.tree.full(BATCH, 1.0))
         yield from [critics_only] * self.passes
         yield from [batch] * (self.epochs if float(batch[Column.BATCH_INDEX].item) >= self.warm else 0)
-
-
-@dataclass(frozen=True)
-class LastTurnFirst(Control):
-    """One step for each turn index, from the last to the first; the credit of earlier turns is multiplied by how far the
-    later ones moved: Mₖ₋₁ = Mₖ · π_new(turn k)/μ(turn k), by the geometric mean over the turn's tokens.
-
-    Turns are treated as agents updated one after another, so each update accounts for the later ones. Turns from index
-    ``turns`` − 1 on are updated together."""
-
-    turns: int = number(10, least=1)
-
-    @property
-    def updates(self) -> int:
-        return self.turns
-
-    def optimizer_steps(self, batch: Batch, seed: int, measure: Measure) -> Iterator[Batch]:
-        index = batch.tree.index(TURN, TRAJECTORY).clamp(high=self.turns - 1)
-        credit = batch[Column.ADVANTAGE]
-        credit = credit.mean(TRAJECTORY) if credit.level < TRAJECTORY else credit
-        for k in range(int(index.x.max()) if index.x.numel() else -1, -1, -1):
-            here = index.map(lambda x: x == k)  # noqa: B023
-            yield batch.put(advantage=credit, updated_turns=here)
-            if k:
-                logp = measure(batch, frozenset({Signal.LOGP}))[Signal.LOGP]
-                step = (logp - behaviour(batch)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).mean(TURN)
-                credit = credit * where(here, step, 0.0).sum(TRAJECTORY).exp()
-
-
-__all__ = ["Control", "CriticsFirst", "LastTurnFirst", "Measure", "Passes"]

@@ -1,20 +1,22 @@
-"""Gates: how a ratio limits the update. A gate turns (ρ, A) into a weight w so that the gain is always w · A.
+"""Gates and factors: how a ratio limits the update. A gate turns (ρ, A) into a weight w so that the gain is always w · A; a
+factor multiplies a gate and carries no gradient.
 
 A gate times a factor is a gate, and so is a masked gate: ``Clip(0.2, 0.28) * TruncatedImportance(2.0)``,
-``ScoreFunction().where(TwoSided())``. A gate does not know how its gains are averaged.
+``ScoreFunction().where(OneSided())``. A gate does not know how its gains are averaged.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from turnwise.algebra.factor import Factor
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.piece import MicroBatchView, Piece, StepView, text
+from turnwise.algebra.ratio import mismatch
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
-from turnwise.core.levels import TOKEN, TRAJECTORY, Field, where
+from turnwise.core.levels import TOKEN, Field, Level, where
 from turnwise.core.limits import number
+from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
 
 
@@ -58,17 +60,6 @@ class Masked(Gate):
     def as_text(self) -> str:
         inner = text(self.gate)
         return f"({inner}).where({text(self.mask)})" if " " in inner else f"{inner}.where({text(self.mask)})"
-
-
-@dataclass(frozen=True)
-class ByGuidance(Gate):
-    """One gate for guided trajectories, another for those sampled by the plain policy."""
-
-    guided: Gate
-    plain: Gate
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return where(view.batch.guided, self.guided(rho, adv, view), self.plain(rho, adv, view))
 
 
 @dataclass(frozen=True)
@@ -118,52 +109,6 @@ class CappedWeight(Gate):
 
 
 @dataclass(frozen=True)
-class GammaWeight(Gate):
-    """w = sg[ρᵏ exp(λ(1 − ρ))] with the gradient of log π: 1 at ρ = 1, falling on both sides; (k, λ) by the sign of A."""
-
-    rise: float = number(2.0, least=0)
-    decay: float = number(3.0, least=0)
-    rise_negative: float = number(3.0, least=0)
-    decay_negative: float = number(2.0, least=0)
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        at = rho.detach().at(TOKEN)
-        power, decay = (
-            where(adv.at(TOKEN) >= 0, up, down)
-            for up, down in ((self.rise, self.rise_negative), (self.decay, self.decay_negative))
-        )
-        log = power * at.clamp(low=1e-8).log() + decay * (1 - at)
-        return log.exp() * score_function(view)
-
-
-@dataclass(frozen=True)
-class SigmoidGate(Gate):
-    """w = (4/τ) σ(τ(ρ − 1)), τ by the sign of A: a soft clip whose gradient decays with the distance from 1."""
-
-    pos: float = number(1.0, above=0)
-    neg: float = number(1.05, above=0)
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        tau = where(adv > 0, self.pos, self.neg).to(rho.x.dtype)
-        return 4 / tau * (tau * (rho - 1)).map(torch.sigmoid)
-
-
-@dataclass(frozen=True)
-class GeometricMeanClip(Gate):
-    """w = exp( mean over the trajectory of clipped log ρ ): each token is clipped in log space, on one side
-    by the sign of A."""
-
-    low: float = 0.4
-    high: float = 0.4
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        sequence = adv if adv.level >= TRAJECTORY else adv.mean(TRAJECTORY)
-        log_rho = rho.log()
-        clipped = where(sequence > 0, log_rho.clamp(high=self.high), log_rho.clamp(low=-self.low))
-        return where(sequence.map(lambda a: a != 0), clipped, log_rho).mean(TRAJECTORY).exp()
-
-
-@dataclass(frozen=True)
 class ClipByOutcome(Gate):
     """w = sg[clip(ρ, low, high)] with the gradient of log π, and one window for outcomes ≥ 0, another for those below.
 
@@ -201,7 +146,38 @@ class RatioRegression(Gate):
         return -(rho - target).abs() * adv.map(torch.sign)
 
 
-__all__ = [
-    "ByGuidance", "CappedWeight", "Clip", "ClipByOutcome", "Gate", "GeometricMeanClip", "Masked", "NoGate",
-    "RatioRegression", "Scaled", "ScoreFunction", "SigmoidGate",
-]  # fmt: skip
+def clipped(
+    rho: Field, adv: Field, low: Field | float, high: Field | float, dual: Field | float | None = None
+) -> Field:
+    """The weight of a clip to [low, high], bounds of the ratio itself: A > 0 is bounded from above, the rest from below."""
+    field = lambda x: x if isinstance(x, Field) else rho.detach() * 0 + x  # noqa: E731
+    below = rho.maximum(field(low))
+    return where(adv > 0, rho.minimum(field(high)), below if dual is None else below.minimum(field(dual)))
+
+
+class Factor(Piece):
+    """Interface: a weight for each token of a micro-batch, detached."""
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TruncatedImportance(Factor):
+    """min(π_prox/μ, cap): corrects the mismatch between sampler and learner, by token or by the product over a level."""
+
+    reads = frozenset({Signal.PROXIMAL})
+
+    cap: float = number(2.0, above=0, why="inf for none")
+    level: Level = TOKEN
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return mismatch(view, self.level).exp().clamp(high=self.cap)
+
+
+@dataclass(frozen=True)
+class ZeroGate(Gate):
+    """w = 0: the policy-gradient term vanishes; a penalty reads the advantage instead."""
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return rho.map(torch.zeros_like)

@@ -16,11 +16,10 @@ from turnwise.algebra.aggregate import Aggregate, Mean
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.gradient import Gradient, Grads, PlainGradient, Scales
 from turnwise.algebra.mask import AllTokens, Mask
-from turnwise.algebra.penalty import Penalty, WeightedPenalty
+from turnwise.algebra.penalty import Penalty, Weight, WeightedPenalty
 from turnwise.algebra.piece import NOTHING, Memory, MicroBatchView, Piece, StepView
 from turnwise.algebra.ratio import Ratio
 from turnwise.algebra.term import Term
-from turnwise.algebra.weight import Weight
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field

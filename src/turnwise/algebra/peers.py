@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from turnwise.algebra.piece import Piece
 from turnwise.core.batch import Batch
-from turnwise.core.levels import Level, Partition
+from turnwise.core.levels import TOKEN, TRAJECTORY, Level, Partition
 
 
 class Peers(Piece):
@@ -38,4 +38,12 @@ def resolve_peers(peers: PeerSpec, batch: Batch) -> Level | Partition:
     return peers if isinstance(peers, Level) else peers(batch)
 
 
-__all__ = ["PeerSpec", "Peers", "Same", "resolve_peers"]
+@dataclass(frozen=True)
+class SameTokenIndex(Peers):
+    """The t-th sampled tokens of a task's trajectories; ``apart`` False: all sampled tokens of the task."""
+
+    apart: bool = True
+
+    def __call__(self, batch: Batch) -> Partition:
+        index = batch.tree.index(TOKEN, TRAJECTORY)
+        return Partition.by(batch.tree, TOKEN, batch.group, index if self.apart else index * 0)

@@ -1,6 +1,5 @@
-"""Penalties: further losses beside the gain. A penalty is a cost for each token, subtracted from the gain.
-
-A penalty does not know its weight; ``weight.py`` holds weights that change during a run.
+"""Penalties: further losses beside the gain. A penalty is a cost for each token, subtracted from the gain; its weight is a
+number, or a ``Weight`` that changes during a run.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.aggregate import Aggregate
-from turnwise.algebra.mask import Mask, covariance, quota
-from turnwise.algebra.piece import MicroBatchView, Piece, State, StepView, check
+from turnwise.algebra.mask import Mask
+from turnwise.algebra.piece import MicroBatchView, Piece, StepView, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Importance, moved
 from turnwise.algebra.term import Term
-from turnwise.algebra.weight import Weight
-from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field, where
+from turnwise.algebra.value import Outcome
+from turnwise.core.columns import Column
+from turnwise.core.levels import TOKEN, TURN, Field, where
 from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import ESTIMATORS
@@ -84,93 +84,6 @@ class SquaredLogRatio(Penalty):
 
 
 @dataclass(frozen=True)
-class RatioVariance(Penalty):
-    """(ρ − 1)²: the ratio has mean 1, so this is its variance; half of it approximates the KL to the behaviour policy."""
-
-    def __call__(self, view: MicroBatchView) -> Field:
-        return (moved(view).exp() - 1) ** 2
-
-
-@dataclass(frozen=True)
-class HighCovarianceDrift(Penalty):
-    """|log π − log μ| on the few tokens with the largest (A − mean A)(log π − mean log π), 0 on the others."""
-
-    reads_before_step = frozenset({Signal.LOGP})
-
-    fraction: float = 2e-3
-
-    def plan(self, view: StepView) -> dict[object, Field]:
-        cov = covariance(view)
-        n = quota(self.fraction, cov)
-        selected = torch.zeros_like(cov.x)
-        shuffled = torch.argsort(view.batch.uniform_draws().x)  # break ties at random, independently of the packing
-        order = shuffled[torch.argsort(cov.x[shuffled].double().round(decimals=9), descending=True, stable=True)]
-        selected[order[:n]] = 1.0
-        return {self: Field(cov.tree, TOKEN, selected)}
-
-    def __call__(self, view: MicroBatchView) -> Field:
-        return view[self] * moved(view).abs()
-
-
-# -------------------------------------------------------------------- entropy
-
-
-@dataclass(frozen=True)
-class NegativeEntropy(Penalty):
-    """−H: the entropy bonus, as a cost."""
-
-    reads = frozenset({Signal.ENTROPY})
-
-    def __call__(self, view: MicroBatchView) -> Field:
-        return -view[Signal.ENTROPY]
-
-
-TURNS = 32  # turn indices with their own mean entropy; later turns share the last
-
-
-@dataclass(frozen=True)
-class EntropyBand(Penalty):
-    """scale · ([low·H̄ − H]₊ + [H − high·H̄]₊) with H̄ the mean entropy of past batches at the same turn index: the entropy
-    neither explodes nor collapses. The first batch has no cost."""
-
-    reads = frozenset({Signal.ENTROPY, Signal.OLD_ENTROPY})
-
-    low: float = 0.0
-    high: float = 2.0
-    scale: float = 1.0
-
-    def initial_state(self) -> State:
-        return {f"{kind}{k}": 0.0 for k in range(TURNS) for kind in ("sum", "count")}
-
-    def next_state(self, state: State, view: StepView) -> State:
-        tree = view.batch.tree
-        index = tree.index(TURN, TRAJECTORY).at(TOKEN).x.clamp(max=TURNS - 1)
-        entropy = view[Signal.OLD_ENTROPY].x.double()
-        sums = torch.zeros(TURNS, dtype=torch.float64, device=index.device).index_add(0, index, entropy).tolist()
-        counts = torch.bincount(index, minlength=TURNS).tolist()
-        for k in range(TURNS):
-            state[f"sum{k}"] += sums[k]
-            state[f"count{k}"] += counts[k]
-        return state
-
-    def plan(self, view: StepView) -> dict[object, Field]:
-        """H̄ for each turn, −1 where no earlier batch had one."""
-        tree = view.batch.tree
-        past = lambda k: view[self, f"sum{k}"].item / max(1.0, view[self, f"count{k}"].item)  # noqa: E731
-        means = [past(k) if view[self, f"count{k}"].item else -1.0 for k in range(TURNS)]
-        table = torch.tensor(means, dtype=torch.float64, device=tree.device)
-        return {self: Field(tree, TURN, table[tree.index(TURN, TRAJECTORY).x.clamp(max=TURNS - 1)])}
-
-    def __call__(self, view: MicroBatchView) -> Field:
-        h, mean = view[Signal.ENTROPY], view[self].to(view[Signal.ENTROPY].x.dtype)
-        outside = (self.low * mean - h).clamp(low=0.0) + (h - self.high * mean).clamp(low=0.0)
-        return self.scale * where(mean >= 0, outside, 0.0)
-
-
-# --------------------------------------------------------------------- critics
-
-
-@dataclass(frozen=True)
 class ClippedValueLoss(Penalty):
     """½ max( (v − G)², (clip(v, v_old ± clip) − G)² ): the critic's regression to its target G, with PPO's value clip.
 
@@ -197,67 +110,6 @@ class ClippedValueLoss(Penalty):
 
 
 @dataclass(frozen=True)
-class SquaredValueError(Penalty):
-    """(v − G)²: regression of the value head without a clip."""
-
-    reads = frozenset({Signal.VALUE})
-
-    target: Term
-
-    def plan(self, view: StepView) -> dict[object, Field]:
-        return {self: self.target(view.batch).at(TOKEN)}
-
-    def __call__(self, view: MicroBatchView) -> Field:
-        return (view[Signal.VALUE] - view[self]) ** 2
-
-
-@dataclass(frozen=True)
-class MedianValueError(Penalty):
-    """softplus(G − u) − ½(G − u): the second head learns a soft median of the return."""
-
-    reads = frozenset({Signal.SECOND_VALUE})
-
-    target: Term
-
-    def plan(self, view: StepView) -> dict[object, Field]:
-        return {self: self.target(view.batch).at(TOKEN)}
-
-    def __call__(self, view: MicroBatchView) -> Field:
-        x = view[self] - view[Signal.SECOND_VALUE]
-        return x.map(torch.nn.functional.softplus) - 0.5 * x
-
-
-@dataclass(frozen=True)
-class TwoHeadValueError(Penalty):
-    """Huber error of two value heads against the outcome, the larger of v and of v clipped around its old value."""
-
-    reads = frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE})
-
-    target: Term
-    clip: float = 0.2
-    delta: float = 0.5
-
-    def plan(self, view: StepView) -> dict[object, Field]:
-        return {self: self.target(view.batch).at(TOKEN)}
-
-    def __call__(self, view: MicroBatchView) -> Field:
-        heads = ((Signal.VALUE, Signal.OLD_VALUE), (Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE))
-        left, right = (self._head(view[new], view[old], view[self]) for new, old in heads)
-        return left + right
-
-    def _head(self, v: Field, old: Field, target: Field) -> Field:
-        near = old + (v - old).clamp(-self.clip, self.clip)
-        return self._huber(v - target).maximum(self._huber(near - target))
-
-    def _huber(self, x: Field) -> Field:
-        size = x.abs()
-        return where(size <= self.delta, 0.5 * x * x, self.delta * (size - 0.5 * self.delta))
-
-
-# ------------------------------------------------------------------- imitation
-
-
-@dataclass(frozen=True)
 class NegativeLogLikelihood(Penalty):
     """−log π: without a gain this is supervised learning on the batch."""
 
@@ -265,8 +117,56 @@ class NegativeLogLikelihood(Penalty):
         return -view.logp
 
 
-__all__ = [
-    "KL", "ClippedValueLoss", "EntropyBand", "HighCovarianceDrift", "MedianValueError", "NegativeEntropy",
-    "NegativeLogLikelihood", "Penalty", "RatioVariance", "SquaredLogRatio", "SquaredValueError", "TwoHeadValueError",
-    "WeightedPenalty",
-]  # fmt: skip
+class Weight(Piece):
+    """Interface: one number for a whole step, computed in ``plan``."""
+
+    def __call__(self, view: StepView) -> Field:
+        raise NotImplementedError
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: self(view)}
+
+
+def batch_index(view: StepView) -> float:
+    """How many batches were credited before this one."""
+    return float(view[Column.BATCH_INDEX].item)
+
+
+@dataclass(frozen=True)
+class ResetReference(Penalty):
+    """``penalty``, but the policy before batch ``at`` (counted from 0) is the reference from that batch on; with ``every`` it is
+    replaced again after each further ``every`` batches. 0: never."""
+
+    penalty: Penalty
+    at: int = number(50, least=0, why="0 for never")
+    every: int = number(0, least=0, why="0 for never")
+
+    @property
+    def couples_trajectories(self) -> bool:  # type: ignore[override]
+        return self.penalty.couples_trajectories
+
+    def resets_reference(self, batch_index: int) -> bool:
+        later = self.every > 0 and batch_index > self.at and (batch_index - self.at) % self.every == 0
+        return (batch_index > 0 and batch_index == self.at) or later
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        return self.penalty(view)
+
+    def metrics(self, view: MicroBatchView) -> Mapping[str, Tensor]:
+        return self.penalty.metrics(view)
+
+
+@dataclass(frozen=True)
+class StepCrossEntropy(Penalty):
+    """Cross-entropy of a step's value to whether its trajectory has a positive return. On the first token of each turn:
+    average it with ``Sum(TURN)``."""
+
+    reads = frozenset({Signal.VALUE})
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: (Outcome()(view.batch) > 0).to(torch.float64)}
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        value = view[Signal.VALUE]
+        first = view.batch.tree.index(TOKEN, TURN) < 1
+        return where(first, value.map(torch.nn.functional.softplus) - view[self] * value, 0.0)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from turnwise.algebra.piece import NOTHING, MicroBatchView, Piece
 from turnwise.core.batch import Batch
-from turnwise.core.levels import TOKEN, TRAJECTORY, Field, Level, Tree
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field, Level
 from turnwise.core.signals import Signal
-from turnwise.maths.lazy_torch import torch
 
 LOG_RATIO_LIMIT = 20.0  # e²⁰ is far outside any trust region; larger values only overflow
 
@@ -107,47 +106,3 @@ class OnPolicy(Ratio):
 
     def __call__(self, view: MicroBatchView) -> Field:
         return (view.logp - view.logp.detach()).exp()
-
-
-# -------------------------------------------------------------- along a prefix
-
-
-@dataclass(frozen=True)
-class PrefixProduct(Ratio):
-    """ρₜ = sg[Π_{i<t} ρᵢ] ρₜ: the exact weight of a token given its prefix, with the token's own gradient."""
-
-    cap: float = 10.0
-
-    def __call__(self, view: MicroBatchView) -> Field:
-        prefix = moved(view).detach().running_sum(TRAJECTORY)
-        return (prefix + view.logp - view.logp.detach()).clamp(-LOG_RATIO_LIMIT, self.cap).exp()
-
-
-@dataclass(frozen=True)
-class PrefixMinimum(Ratio):
-    """ρₜ = sg[min_{i<t} ρᵢ] ρₜ, 1 for the first: the smallest ratio stands for the prefix, so it cannot explode."""
-
-    def __call__(self, view: MicroBatchView) -> Field:
-        log_ratio = moved(view)
-        least = log_ratio.detach().map(lambda x: _earlier_minimum(x, view.batch.tree))
-        return (least + log_ratio).exp()
-
-
-def _earlier_minimum(x: torch.Tensor, tree: Tree) -> torch.Tensor:
-    """The smallest earlier value in the same trajectory, 0 for its first token; log₂ n passes instead of a loop."""
-    owner = tree.ancestor(TOKEN, TRAJECTORY)
-    shifted = lambda v, n, fill: torch.nn.functional.pad(v[:-n], (n, 0), value=fill)  # noqa: E731
-    low = torch.where(shifted(owner, 1, -1) == owner, shifted(x, 1, torch.inf), torch.inf) if x.numel() else x
-    shift = 1
-    while shift < x.numel():
-        low = torch.minimum(
-            low, torch.where(shifted(owner, shift, -1) == owner, shifted(low, shift, torch.inf), torch.inf)
-        )
-        shift *= 2
-    return torch.where(torch.isinf(low), 0.0, low)
-
-
-__all__ = [
-    "LOG_RATIO_LIMIT", "Importance", "OnPolicy", "PerToken", "PrefixMinimum", "PrefixProduct", "Product", "Ratio",
-    "behaviour", "mismatch", "moved",
-]  # fmt: skip

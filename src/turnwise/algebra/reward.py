@@ -108,7 +108,11 @@ class RunningNormalised(Term):
         return on_last_turn(scaled.clamp(-self.limit, self.limit).to(outcome.x.dtype))
 
 
-__all__ = [
-    "EnvironmentReward", "NamedReward", "NegativeReferenceKL", "OnLastToken", "OverlongPenalty", "RunningNormalised",
-    "on_last_turn",
-]  # fmt: skip
+@dataclass(frozen=True)
+class PaidAtEnd(Term):
+    """A trajectory's value, paid at its last turn."""
+
+    value: Term
+
+    def __call__(self, batch: Batch) -> Field:
+        return on_last_turn(self.value(batch))

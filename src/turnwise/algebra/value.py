@@ -1,6 +1,5 @@
-"""Values: the numbers that advantages compare: the outcome of a trajectory, its return to go, a critic's estimate.
-
-Generalised advantage estimation is in ``gae.py``. A value does not know what it is compared with.
+"""Values: the numbers that advantages compare: the outcome of a trajectory, its return to go, a critic's estimate, and
+generalised advantage estimation. A value does not know what it is compared with.
 """
 
 from __future__ import annotations
@@ -78,34 +77,6 @@ class MedianCentred(Term):
         return (r - r.median(GROUP)) / (r.std(GROUP) + self.eps)
 
 
-@dataclass(frozen=True)
-class SecondValue(Term):
-    """The second value head's estimate when the batch was collected. At TOKEN."""
-
-    reads = frozenset({Signal.OLD_SECOND_VALUE})
-
-    def __call__(self, batch: Batch) -> Field:
-        return batch[Signal.OLD_SECOND_VALUE]
-
-
-@dataclass(frozen=True)
-class SoftMinValue(Term):
-    """V = −a (logsumexp(−v/a) − log 2) of two value heads, before the first token of a trajectory: between min and mean."""
-
-    reads = frozenset({Signal.OLD_VALUE, Signal.OLD_SECOND_VALUE})
-
-    temperature: float = number(0.5, above=0)
-
-    def __call__(self, batch: Batch) -> Field:
-        first = where(batch.tree.index(TOKEN, TRAJECTORY) < 1, 1.0, 0.0)
-        heads = [
-            (batch[s] * first.to(batch[s].x.dtype)).sum(TRAJECTORY) for s in (Signal.OLD_VALUE, Signal.OLD_SECOND_VALUE)
-        ]
-        a = self.temperature
-        stacked = torch.stack([-h.x / a for h in heads])
-        return heads[0].map(lambda _: -a * (torch.logsumexp(stacked, 0) - torch.log(stacked.new_tensor(2.0))))
-
-
 def is_last(batch: Batch, level: Level) -> torch.Tensor:
     """Which items of a level are the last of their trajectory."""
     tree = batch.tree
@@ -130,7 +101,56 @@ def token_reward(batch: Batch) -> Field:
     return tree.field(TOKEN, zeros.index_add(0, target[has_tokens], batch.reward.x[has_tokens]))
 
 
-__all__ = [
-    "Constant", "MedianCentred", "Outcome", "ReturnToGo", "SecondValue", "SoftMinValue", "SpreadTo",
-    "SumOverTrajectory", "is_last", "token_reward",
-]  # fmt: skip
+@dataclass(frozen=True)
+class GAE(Term):
+    """δₜ = rₜ + γ vₜ₊₁ − vₜ,  Aₜ = δₜ + γλ Aₜ₊₁, over the *sampled* tokens of a trajectory; context is skipped.
+
+    A turn's reward is on its last token. ``bootstrap``: the value after the last token of a truncated episode is the value
+    before it (extended GAE); otherwise it is 0. At TOKEN."""
+
+    reads = frozenset({Signal.OLD_VALUE})
+
+    gamma: float = number(1.0, least=0, most=1)
+    lam: float = number(0.95, least=0, most=1)
+    bootstrap: bool = False
+
+    def __call__(self, batch: Batch) -> Field:
+        v, last = batch[Signal.OLD_VALUE], is_last(batch, TOKEN)
+        r = token_reward(batch).to(v.x.dtype)
+        if self.bootstrap:
+            r = r + where(batch.truncated.at(TOKEN) & Field(batch.tree, TOKEN, last), self.gamma * v, 0.0)
+        return v.map(lambda x: returns.gae(r.x, x, self.gamma, self.lam, last))
+
+
+@dataclass(frozen=True)
+class LambdaReturn(Term):
+    """The critic's regression target: A + v, with A from GAE. At TOKEN."""
+
+    reads = frozenset({Signal.OLD_VALUE})
+
+    gamma: float = 1.0
+    lam: float = 0.95
+
+    def __call__(self, batch: Batch) -> Field:
+        return GAE(self.gamma, self.lam)(batch) + batch[Signal.OLD_VALUE]
+
+
+@dataclass(frozen=True)
+class SumToGo(Term):
+    """Sₖ = xₖ + γ Sₖ₊₁ over the turns (or tokens) of a trajectory, for any term x at that level."""
+
+    term: Term
+    gamma: float = number(1.0, least=0, most=1)
+
+    def __call__(self, batch: Batch) -> Field:
+        value = self.term(batch)
+        return value.map(lambda x: returns.discounted(x, self.gamma, is_last(batch, value.level)))
+
+
+def shift_turns(value: Field, by: int, missing: float) -> Field:
+    """For each turn, the value ``by`` turns later (earlier if negative) in its trajectory; ``missing`` where there is
+    none."""
+    tree = value.tree
+    index = tree.index(TURN, TRAJECTORY).x + by
+    exists = (index >= 0) & (index < tree.size(TURN, TRAJECTORY).at(TURN).x)
+    return value.map(lambda x: torch.where(exists, torch.roll(x, -by), missing))  # turns of a trajectory are adjacent

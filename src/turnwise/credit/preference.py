@@ -1,22 +1,27 @@
-"""Preference losses: how each side of a pair is scored, and the loss of a pair. Does not know where pairs come from.
+"""Preferences: which two trajectories of a group are compared, how each side is scored, and the loss of a pair.
 
+A labelled pair is a group of two whose facts ``chosen`` are 1 and 0. Each side has its own context, so two answers to one
+prompt and one answer under two prompts are both pairs. Other pairs are formed among the sampled trajectories of a group.
 The losses couple trajectories: they are differentiated over the whole step, before it is split into micro-batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import NOTHING, MicroBatchView, Piece, check
-from turnwise.algebra.ratio import behaviour
+from turnwise.algebra.term import Term
+from turnwise.algebra.value import Outcome
+from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
 from turnwise.core.limits import number
 from turnwise.core.signals import Signal
-from turnwise.credit.pairs import LabelledPairs, PairSelector
+from turnwise.credit.fact import Fact
+from turnwise.credit.selectors import BestOfGroup, FromOrigin, Selector
 from turnwise.errors import nearest
 from turnwise.maths.gradients import without_gradient
 from turnwise.maths.lazy_torch import torch
@@ -28,6 +33,79 @@ if TYPE_CHECKING:
 def logsigmoid(x: Tensor) -> Tensor:
     """log σ(x), without underflow."""
     return torch.nn.functional.logsigmoid(x)
+
+
+# ---------------------------------------------------------------------- pairs
+
+
+class PairSelector(Selector):
+    """Interface: at most one pair per group."""
+
+    def sign(self, batch: Batch) -> Field:
+        """+1 for the chosen, −1 for the rejected, 0 for the others. At TRAJECTORY."""
+        raise NotImplementedError
+
+    def select(self, batch: Batch) -> Field:
+        return self.sign(batch).abs() > 0
+
+
+@dataclass(frozen=True)
+class LabelledPairs(PairSelector):
+    """Groups of two, one with the fact ``chosen`` 1 and one with 0. ``having``, ``without``: the name of another fact
+    that the pair must, or must not, carry (0 counts as absent)."""
+
+    having: str = ""
+    without: str = ""
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset({"pairs"} | ({f"fact {self.having}"} if self.having else set()))
+
+    def sign(self, batch: Batch) -> Field:
+        label = Fact("chosen", missing=-1.0)(batch)
+        chosen, rejected = (where(label.map(lambda x: x == 1), 1.0, 0.0), where(label.map(lambda x: x == 0), 1.0, 0.0))
+        one_each = (chosen.sum(GROUP) * rejected.sum(GROUP)).map(lambda n: n == 1)
+        pair = one_each & label.peer_count(GROUP).map(lambda n: n == 2)
+        for name, expected in ((self.having, True), (self.without, False)):
+            if name:
+                recorded = Fact(name, missing=0.0)(batch).abs().max(GROUP) > 0
+                pair = pair & (recorded if expected else ~recorded)
+        return where(pair, chosen - rejected, 0.0)
+
+
+@dataclass(frozen=True)
+class BestWorstPairs(PairSelector):
+    """The best and the worst of the selected trajectories of a group, where they differ."""
+
+    value: Term = field(default_factory=Outcome)
+    selector: Selector = field(default_factory=lambda: FromOrigin("policy"))
+
+    def sign(self, batch: Batch) -> Field:
+        value = self.value(batch).to(torch.float64)
+        top, bottom = (
+            where(BestOfGroup(self.selector, term).select(batch), 1.0, 0.0) for term in (self.value, -1.0 * self.value)
+        )
+        gap = ((top - bottom) * value).sum(GROUP)
+        return where(gap > 0, top - bottom, 0.0)
+
+
+SOURCES: dict[str, PairSelector] = {"told": LabelledPairs(), "formed": BestWorstPairs()}
+
+
+def pairs_from(source: str) -> PairSelector:
+    """``told``: pairs labelled by the data; ``formed``: the best and the worst of each group."""
+    check(source in SOURCES, f"no source of pairs {source!r}; {nearest(source, SOURCES)}")
+    return SOURCES[source]
+
+
+@dataclass(frozen=True)
+class ChosenSide(Selector):
+    """The chosen trajectory of each pair."""
+
+    pairs: PairSelector
+
+    def select(self, batch: Batch) -> Field:
+        return self.pairs.sign(batch) > 0
 
 
 # ---------------------------------------------------------------------- scores
@@ -57,23 +135,6 @@ class LogRatioScore(TrajectoryScore):
         return x.mean(TRAJECTORY) if self.mean else x.sum(TRAJECTORY)
 
 
-@dataclass(frozen=True)
-class MixedReferenceScore(TrajectoryScore):
-    """s = Σₜ log π − (τ/η) log π_ref − (1 − τ/η) log μ: a reference between the frozen policy and the sampler μ."""
-
-    eta: float = number(above=0)
-    tau: float = number(least=0, most="eta")
-
-    @property
-    def reads(self) -> frozenset[Signal]:
-        return frozenset({Signal.REFERENCE}) if self.tau else NOTHING
-
-    def __call__(self, view: MicroBatchView) -> Field:
-        share = self.tau / self.eta
-        x = view.logp - (1 - share) * behaviour(view.batch)
-        return (x - share * view[Signal.REFERENCE] if self.tau else x).sum(TRAJECTORY)
-
-
 # ---------------------------------------------------------------------- losses
 
 
@@ -96,26 +157,6 @@ class LogisticLoss(PairLoss):
 
 
 @dataclass(frozen=True)
-class HingeLoss(PairLoss):
-    """max(0, 1 − β(w − l))."""
-
-    beta: float
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return (1 - self.beta * (chosen - rejected)).clamp(min=0.0)
-
-
-@dataclass(frozen=True)
-class SquaredMarginLoss(PairLoss):
-    """(w − l − 1/(2β))²: regresses the margin onto a target."""
-
-    beta: float = number(above=0)
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return (chosen - rejected - 1 / (2 * self.beta)) ** 2
-
-
-@dataclass(frozen=True)
 class SeparateLogisticLoss(PairLoss):
     """−log σ(βw − shift) − log σ(shift − βl): classifies each side by itself."""
 
@@ -124,43 +165,6 @@ class SeparateLogisticLoss(PairLoss):
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return -logsigmoid(self.beta * chosen - self.shift) - logsigmoid(self.shift - self.beta * rejected)
-
-
-@dataclass(frozen=True)
-class SeparateSquaredLoss(PairLoss):
-    """(w − 1/(2β))² + (l + 1/(2β))²: regresses each side onto its own target."""
-
-    beta: float = number(above=0)
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return (chosen - 0.5 / self.beta) ** 2 + (rejected + 0.5 / self.beta) ** 2
-
-
-@dataclass(frozen=True)
-class LabelSmoothed(PairLoss):
-    """(1 − ε) ℓ(w, l) + ε ℓ(l, w): label smoothing for labels that may be wrong."""
-
-    loss: PairLoss
-    eps: float = number(least=0, most=1)
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        unflipped = self.loss(chosen, rejected)
-        return (1 - self.eps) * unflipped + self.eps * self.loss(rejected, chosen) if self.eps else unflipped
-
-
-@dataclass(frozen=True)
-class FlipCorrected(PairLoss):
-    """((1 − ε) ℓ(d) − ε ℓ(−d))/(1 − 2ε), d = w − l clipped to ±bound: over labels flipped at rate ε its expectation is
-    the loss of the true labels. Unbounded below without ``bound``."""
-
-    loss: PairLoss
-    flip: float = number(0.1, least=0, below=0.5)
-    bound: float = number(math.inf, above=0, why="inf for none")
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        d = (chosen - rejected).clamp(-self.bound, self.bound)
-        zero = torch.zeros_like(d)
-        return ((1 - self.flip) * self.loss(d, zero) - self.flip * self.loss(zero, d)) / (1 - 2 * self.flip)
 
 
 # ----------------------------------------------------------------- the pair loss
@@ -226,29 +230,3 @@ def ideal_ranking(view: MicroBatchView, pairs: PairSelector, beta: float, agree:
     chosen, rejected = chosen_and_rejected(view[Signal.REFERENCE].sum(TRAJECTORY), pairs.sign(view.batch))
     shift = math.log(agree / (1 - agree)) / beta
     return where(chosen - rejected + shift > 0, 1.0, 0.0)
-
-
-# ------------------------------------------------------------------------ kinds
-
-KINDS: dict[str, tuple[Callable[[float], PairLoss], TrajectoryScore]] = {
-    "sigmoid": (LogisticLoss, LogRatioScore()),
-    "hinge": (HingeLoss, LogRatioScore()),
-    "ipo": (SquaredMarginLoss, LogRatioScore(mean=True)),
-    "bco": (SeparateLogisticLoss, LogRatioScore()),
-    "sppo": (SeparateSquaredLoss, LogRatioScore()),
-}
-
-
-def preference_loss(kind: str, beta: float, smoothing: float, pairs: PairSelector) -> PreferenceLoss:
-    """The usual losses by name, on the implicit reward."""
-    check(kind in KINDS, f"no kind {kind!r}; {nearest(kind, KINDS)}")
-    loss, score = KINDS[kind]
-    return PreferenceLoss(LabelSmoothed(loss(beta), smoothing), score, pairs)
-
-
-__all__ = [
-    "KINDS", "FlipCorrected", "HingeLoss", "LabelSmoothed", "LogRatioScore", "LogisticLoss", "MixedReferenceScore",
-    "PairLoss", "PreferenceLoss", "SeparateLogisticLoss", "SeparateSquaredLoss", "SquaredMarginLoss",
-    "TrajectoryScore", "chosen_and_rejected", "ideal_ranking", "mean_over_pairs", "preference_loss",
-    "ranking_metrics",
-]  # fmt: skip

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.peers import Peers
 from turnwise.algebra.piece import MicroBatchView, StepView, check
+from turnwise.algebra.ratio import Importance, Ratio
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
-from turnwise.core.columns import Column
-from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, Partition, where
-from turnwise.core.limits import number
-from turnwise.credit.fact import Fact
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field, Partition, where
 from turnwise.credit.tracker import Solved
 from turnwise.maths.lazy_torch import torch
 
@@ -87,14 +85,6 @@ class FromOrigin(Selector):
 
 
 @dataclass(frozen=True)
-class Unguided(Selector):
-    """Sampled without a hint and at the policy's own temperature."""
-
-    def select(self, batch: Batch) -> Field:
-        return ~batch.guided
-
-
-@dataclass(frozen=True)
 class Succeeded(Selector):
     """Successful by the environment's verdict; without a verdict, those with a positive return."""
 
@@ -110,74 +100,7 @@ class HasTokens(Selector):
         return batch.tree.size(TOKEN, TRAJECTORY) > 0
 
 
-@dataclass(frozen=True)
-class MaxAge(Selector):
-    """Stored at most ``steps`` training steps ago (fact ``age``; a trajectory without an age counts as fresh)."""
-
-    steps: int = 10
-
-    def select(self, batch: Batch) -> Field:
-        return Fact("age", missing=0.0)(batch) <= self.steps
-
-
-@dataclass(frozen=True)
-class NonZero(Selector):
-    """Trajectories on which ``term`` is not 0."""
-
-    term: Term
-
-    def select(self, batch: Batch) -> Field:
-        return self.term(batch).map(lambda x: x != 0)
-
-
-@dataclass(frozen=True)
-class PositiveAdvantage(Selector):
-    """Trajectories with a positive advantage on at least one token."""
-
-    def select(self, batch: Batch) -> Field:
-        a = batch[Column.ADVANTAGE]
-        return (a.max(TRAJECTORY) if a.level < TRAJECTORY else a.at(TRAJECTORY)) > 0
-
-
 # --------------------------------------------------------------------- by group
-
-
-@dataclass(frozen=True)
-class SolvedGroups(Selector):
-    """Groups in which more than a share ``threshold`` of the trajectories selected by ``counted`` succeeded."""
-
-    threshold: float = 0.0
-    counted: Selector = field(default_factory=lambda: FromOrigin("policy"))
-
-    def select(self, batch: Batch) -> Field:
-        weight = where(self.counted.select(batch), 1.0, 0.0)
-        solved_share = (weight * Solved()(batch)).sum(GROUP) / weight.sum(GROUP).clamp(low=1.0)
-        return (solved_share > self.threshold).at(TRAJECTORY)
-
-
-@dataclass(frozen=True)
-class FailedGroups(Selector):
-    """Groups whose sampled trajectories have similar and low returns: std < ``max_std`` and mean < ``max_mean``."""
-
-    max_std: float = number(0.05, above=0)
-    max_mean: float = 0.2
-
-    def select(self, batch: Batch) -> Field:
-        weight, r = where(FromOrigin("policy").select(batch), 1.0, 0.0), batch.reward.sum(TRAJECTORY)
-        n = weight.sum(GROUP)
-        mean = (weight * r).sum(GROUP) / n.clamp(low=1.0)
-        std = ((weight * (r - mean) ** 2).sum(GROUP) / (n - 1).clamp(low=1.0)) ** 0.5
-        return ((n > 0) & (std < self.max_std) & (mean < self.max_mean)).at(TRAJECTORY)
-
-
-@dataclass(frozen=True)
-class UnrewardedGroups(Selector):
-    """Groups whose sampled trajectories all have return 0."""
-
-    def select(self, batch: Batch) -> Field:
-        weight = where(FromOrigin("policy").select(batch), 1.0, 0.0)
-        total_reward = (weight * batch.reward.sum(TRAJECTORY).abs()).sum(GROUP)
-        return ((weight.sum(GROUP) > 0) & (total_reward <= 0)).at(TRAJECTORY)
 
 
 @dataclass(frozen=True)
@@ -203,32 +126,6 @@ class BestOfGroup(Selector):
         return Field(batch.tree, TRAJECTORY, selected)
 
 
-@dataclass(frozen=True)
-class LatestOfGroup(Selector):
-    """One trajectory per group: the one stored last (fact ``age``); trajectories without an age come last."""
-
-    selector: Selector
-
-    def select(self, batch: Batch) -> Field:
-        return BestOfGroup(self.selector, -1.0 * Fact("age", missing=torch.inf)).select(batch)
-
-
-@dataclass(frozen=True)
-class PatchFailedGroups(Selector):
-    """The sampled trajectories; in a ``failed`` group with a trajectory in ``pool``, one of ``pool`` replaces a sampled
-    one.
-
-    Seeds decide which one is taken and which one it replaces."""
-
-    failed: Selector
-    pool: Selector
-
-    def select(self, batch: Batch) -> Field:
-        sampled, substitute = FromOrigin("policy").select(batch), BestOfGroup(self.pool).select(batch)
-        patched = self.failed.select(batch) & (where(substitute, 1.0, 0.0).sum(GROUP) > 0)
-        return (sampled & ~(patched & BestOfGroup(FromOrigin("policy")).select(batch))) | (substitute & patched)
-
-
 # ------------------------------------------------------------------ combinations
 
 
@@ -246,19 +143,6 @@ class AllOf(Selector):
 
 
 @dataclass(frozen=True)
-class AnyOf(Selector):
-    """Trajectories that at least one selector selects."""
-
-    selectors: tuple[Selector, ...]
-
-    def select(self, batch: Batch) -> Field:
-        selected = self.selectors[0].select(batch)
-        for selector in self.selectors[1:]:
-            selected = selected | selector.select(batch)
-        return selected
-
-
-@dataclass(frozen=True)
 class Not(Selector):
     """Trajectories that the selector does not select."""
 
@@ -268,8 +152,13 @@ class Not(Selector):
         return ~self.selector.select(batch)
 
 
-__all__ = [
-    "AllOf", "AnyOf", "BestOfGroup", "FailedGroups", "FromOrigin", "HasTokens", "LatestOfGroup", "MaxAge", "NonZero",
-    "Not", "OnSelected", "PatchFailedGroups", "PositiveAdvantage", "SelectedPeers", "Selector", "SolvedGroups",
-    "Succeeded", "Unguided", "UnrewardedGroups",
-]  # fmt: skip
+@dataclass(frozen=True)
+class RatioByOrigin(Ratio):
+    """One ratio on the trajectories of ``origin``, another on the others."""
+
+    origin: FromOrigin
+    selected: Ratio
+    others: Ratio = field(default_factory=Importance)
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        return where(self.origin.select(view.batch), self.selected(view), self.others(view))

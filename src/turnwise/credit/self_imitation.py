@@ -13,19 +13,16 @@ from dataclasses import dataclass, field
 
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.penalty import Penalty
+from turnwise.algebra.penalty import Penalty, Weight, batch_index
 from turnwise.algebra.piece import NOTHING, MicroBatchView, State, StepView
 from turnwise.algebra.ratio import Importance, Ratio
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
-from turnwise.algebra.weight import Weight, batch_index
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, where
 from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
-from turnwise.credit.fact import Fact
-from turnwise.credit.imitation import cosine_decay
 from turnwise.credit.selectors import FromOrigin, SelectedPeers, Selector
 from turnwise.maths.lazy_torch import torch
 
@@ -89,55 +86,7 @@ class PastMedian(Term):
         return batch[self, "median"]
 
 
-@dataclass(frozen=True)
-class Excess(Term):
-    """max(value − threshold, 0), in the dtype of the value."""
-
-    value: Term
-    threshold: Term
-
-    def __call__(self, batch: Batch) -> Field:
-        value = self.value(batch)
-        return (value - self.threshold(batch).to(value.x.dtype)).clamp(low=0.0)
-
-
-@dataclass(frozen=True)
-class RecalibratedReturn(Term):
-    """value − baseline, the advantage of a replayed trajectory today; ``scale`` divides by spread + ε."""
-
-    value: Term
-    baseline: Term
-    spread: Term
-    scale: bool = False
-    eps: float = 1e-6
-
-    def __call__(self, batch: Batch) -> Field:
-        advantage = self.value(batch) - self.baseline(batch)
-        return advantage / (self.spread(batch) + self.eps) if self.scale else advantage
-
-
 # -------------------------------------------------------------------- selection
-
-
-@dataclass(frozen=True)
-class NonNegativeReplay(Selector):
-    """Replayed trajectories at most ``oldest`` steps old with a mean advantage ≥ 0: the largest power of two of them,
-    at most ``size``, in the order of their seeds."""
-
-    requires = frozenset({"replay"})
-
-    oldest: int = number(5, least=0)
-    size: int = number(2048, least=1)
-
-    def select(self, batch: Batch) -> Field:
-        tree = batch.tree
-        good = (batch[Column.ADVANTAGE].at(TOKEN).mean(TRAJECTORY) >= 0) & (tree.size(TOKEN, TRAJECTORY) > 0)
-        eligible = (batch.replayed & good & (Fact("age", missing=0.0)(batch) <= self.oldest)).x
-        limit = min(int(eligible.sum()), self.size)
-        number = 1 << (limit.bit_length() - 1) if limit else 0
-        order = torch.where(eligible, batch.seed.x, torch.iinfo(torch.int64).max)
-        kept = torch.zeros_like(eligible).index_fill(0, torch.argsort(order, stable=True)[:number], True)
-        return Field(tree, TRAJECTORY, kept)
 
 
 @dataclass(frozen=True)
@@ -210,7 +159,6 @@ class CosineWarmup(Weight):
         return view.batch.tree.full(BATCH, self.scale * share, torch.float64)
 
 
-__all__ = [
-    "CosineWarmup", "DropHighCovariance", "Excess", "NonNegativeReplay", "PastMedian", "RecalibratedReturn",
-    "ReplayLoss", "ToolCallBonus",
-]  # fmt: skip
+def cosine_decay(t: float, horizon: float) -> float:
+    """½(1 + cos(πt/horizon)): 1 at t = 0, 0 from the horizon on."""
+    return 0.5 * (1 + math.cos(math.pi * t / horizon)) if t <= horizon else 0.0

@@ -9,9 +9,8 @@ from turnwise.algebra.piece import State, StepView
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Constant
 from turnwise.core.batch import Batch
-from turnwise.core.levels import BATCH, GROUP, TRAJECTORY, Field, where
+from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
 from turnwise.core.limits import number
-from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.maths.lazy_torch import torch
 
@@ -76,53 +75,6 @@ class SuccessTracker(Term):
         return (a / (a + b)).to(batch.reward.x.dtype)
 
 
-@dataclass(frozen=True)
-class RetentionByDrift(Term):
-    """ρ = clip(2^{−D/half}, low, high): the share of a tracker's counts kept after a policy drift D."""
-
-    drift: Term
-    half: float = number(0.06, above=0, why="the drift that halves the counts")
-    low: float = number(0.875, least=0, most="high")
-    high: float = number(0.96, most=1)
-
-    def __call__(self, batch: Batch) -> Field:
-        return self.drift(batch).map(lambda d: torch.exp2(-d / self.half)).clamp(self.low, self.high)
-
-
-@dataclass(frozen=True)
-class DriftSinceVisit(Term):
-    """D = Σ over the steps since a task was last visited of mean |log π − log π_previous|; 0 for a new task. At GROUP.
-
-    By the triangle inequality it is at least the mean |log π − log π_then| it stands for, had each step's batch shown
-    the same tokens. No old trajectory has to be stored and scored again."""
-
-    reads = frozenset({Signal.PROXIMAL, Signal.PREVIOUS})
-
-    updates_after_credit = True
-
-    def initial_state(self) -> State:
-        return {"travelled": 0.0, "tasks": {}}
-
-    def memory_columns(self, state: State, batch: Batch) -> dict[object, Field]:
-        then = [state["tasks"].get(task, float("nan")) for task in task_keys(batch)]
-        return {
-            (self, "travelled"): batch.tree.full(BATCH, state["travelled"], torch.float64),
-            (self, "then"): batch.tree.field(GROUP, then, torch.float64),
-        }
-
-    def _now(self, batch: Batch) -> Field:
-        step = (batch[Signal.PROXIMAL] - batch[Signal.PREVIOUS]).abs().mean(BATCH)
-        return batch[self, "travelled"] + step.to(torch.float64)
-
-    def next_state(self, state: State, view: StepView) -> State:
-        now = float(self._now(view.batch).item)
-        return {"travelled": now, "tasks": {**state["tasks"], **dict.fromkeys(task_keys(view.batch), now)}}
-
-    def __call__(self, batch: Batch) -> Field:
-        at_visit = batch[self, "then"]
-        return where(at_visit.map(torch.isnan), 0.0, self._now(batch) - at_visit)
-
-
 def _of_group(value: Field) -> Field:
     """A coarser value unchanged, a finer one as its mean over the group."""
     return value.to(torch.float64).at(GROUP) if value.level >= GROUP else value.to(torch.float64).mean(GROUP)
@@ -131,6 +83,3 @@ def _of_group(value: Field) -> Field:
 def task_keys(batch: Batch) -> tuple[str, ...]:
     """The key of each group's task; its index where tasks are unnamed."""
     return batch.task_keys or tuple(map(str, batch.group.x.tolist()))
-
-
-__all__ = ["DriftSinceVisit", "RetentionByDrift", "Solved", "SuccessTracker", "task_keys"]

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from turnwise import recipes
-from turnwise.algebra.gae import GAE
 from turnwise.algebra.objective import Objective
 from turnwise.algebra.penalty import ClippedValueLoss
 from turnwise.algebra.reward import EnvironmentReward, OverlongPenalty
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import ReturnToGo
+from turnwise.algebra.value import GAE, ReturnToGo
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TURN, Field

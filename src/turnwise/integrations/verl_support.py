@@ -14,16 +14,14 @@ from turnwise import recipes
 from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import Passes
-from turnwise.algebra.gae import GAE
 from turnwise.algebra.gradient import PlainGradient
 from turnwise.algebra.mask import AllTokens, InformativeGroups
 from turnwise.algebra.peers import Same
-from turnwise.algebra.penalty import KL, ClippedValueLoss, WeightedPenalty
+from turnwise.algebra.penalty import KL, ClippedValueLoss, Weight, WeightedPenalty
 from turnwise.algebra.piece import Piece
 from turnwise.algebra.reward import EnvironmentReward, NamedReward, NegativeReferenceKL, OnLastToken, RunningNormalised
 from turnwise.algebra.term import Plus, Term, Times
-from turnwise.algebra.value import Outcome
-from turnwise.algebra.weight import Weight
+from turnwise.algebra.value import GAE, Outcome
 from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.core.signals import Signal
 from turnwise.errors import SettingError

@@ -9,8 +9,15 @@ from turnwise.algebra.penalty import NegativeLogLikelihood, Penalty, WeightedPen
 from turnwise.algebra.ratio import OnPolicy
 from turnwise.algebra.value import Constant
 from turnwise.core.levels import GROUP, TOKEN
-from turnwise.credit.pairs import ChosenSide, PairSelector, pairs_from
-from turnwise.credit.preference import LogRatioScore, PairLoss, PreferenceLoss, TrajectoryScore
+from turnwise.credit.preference import (
+    ChosenSide,
+    LogRatioScore,
+    PairLoss,
+    PairSelector,
+    PreferenceLoss,
+    TrajectoryScore,
+    pairs_from,
+)
 from turnwise.recipes.recipe import Recipe
 
 Source = Literal["told", "formed"]

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields
 from turnwise.algebra.aggregate import Aggregate, Mean
 from turnwise.algebra.control import Control, Passes
 from turnwise.algebra.gate import Gate, NoGate
-from turnwise.algebra.gradient import Gradient, PlainGradient
-from turnwise.algebra.layer_noise import LayerNoise
+from turnwise.algebra.gradient import Gradient, LayerNoise, PlainGradient
 from turnwise.algebra.mask import AllTokens, Mask
 from turnwise.algebra.objective import Objective
 from turnwise.algebra.penalty import WeightedPenalty

@@ -51,8 +51,10 @@ METHODS: dict[str, Callable[..., Recipe]] = {
     name: function
     for family in FAMILIES
     for name, function in vars(family).items()
-    if inspect.isfunction(function) and function.__module__ == family.__name__
+    if inspect.isfunction(function)
+    and (function.__module__, function.__annotations__.get("return")) == (family.__name__, "Recipe")
 }
+"""A function of a family that returns a recipe is a method; its pieces and their helpers stand beside it."""
 
 
 def method(name: str) -> Callable[..., Recipe]:

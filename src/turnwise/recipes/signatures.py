@@ -55,7 +55,8 @@ def typed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 @cache
 def _functions() -> dict[str, ast.FunctionDef]:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.py"))]
-    return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
+    functions = (node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {f.name: f for f in functions if f.returns is not None and ast.unparse(f.returns) == "Recipe"}
 
 
 def _parameters(function: ast.FunctionDef) -> Parameters:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from turnwise.algebra.objective import Objective
+from turnwise.algebra.penalty import Weight
 from turnwise.algebra.piece import MicroBatchView, text
-from turnwise.algebra.weight import Weight
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, Field

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean
-from turnwise.algebra.gae import GAE, LambdaReturn
 from turnwise.algebra.gate import Clip, RatioRegression
 from turnwise.algebra.gradient import DivideByClippingBias
-from turnwise.algebra.penalty import (
-    KL,
-    ClippedValueLoss,
-    MedianValueError,
-    SquaredValueError,
-    TwoHeadValueError,
-    WeightedPenalty,
-)
-from turnwise.algebra.ratio import Importance, PerToken
+from turnwise.algebra.penalty import KL, ClippedValueLoss, Penalty, Weight, WeightedPenalty
+from turnwise.algebra.piece import MicroBatchView, State, StepView
+from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Importance, PerToken
 from turnwise.algebra.reward import NegativeReferenceKL, OnLastToken, RunningNormalised
-from turnwise.algebra.value import Outcome, ReturnToGo, SecondValue, SoftMinValue
-from turnwise.algebra.weight import KLController
-from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
+from turnwise.algebra.term import Term
+from turnwise.algebra.value import GAE, LambdaReturn, Outcome, ReturnToGo
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field, where
+from turnwise.core.limits import number
+from turnwise.core.signals import Signal
+from turnwise.maths.divergences import k2
+from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 
@@ -125,6 +124,47 @@ def s_ppo(
     )
 
 
+@dataclass(frozen=True)
+class SquaredValueError(Penalty):
+    """(v − G)²: regression of the value head without a clip."""
+
+    reads = frozenset({Signal.VALUE})
+
+    target: Term
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: self.target(view.batch).at(TOKEN)}
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        return (view[Signal.VALUE] - view[self]) ** 2
+
+
+@dataclass(frozen=True)
+class MedianValueError(Penalty):
+    """softplus(G − u) − ½(G − u): the second head learns a soft median of the return."""
+
+    reads = frozenset({Signal.SECOND_VALUE})
+
+    target: Term
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: self.target(view.batch).at(TOKEN)}
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        x = view[self] - view[Signal.SECOND_VALUE]
+        return x.map(torch.nn.functional.softplus) - 0.5 * x
+
+
+@dataclass(frozen=True)
+class SecondValue(Term):
+    """The second value head's estimate when the batch was collected. At TOKEN."""
+
+    reads = frozenset({Signal.OLD_SECOND_VALUE})
+
+    def __call__(self, batch: Batch) -> Field:
+        return batch[Signal.OLD_SECOND_VALUE]
+
+
 def bpo(
     eps: float = 0.3,
     softness: float = 1e-3,
@@ -199,6 +239,102 @@ def ppo_max(
         reward=OnLastToken(RunningNormalised(limit, centre)) + eta * NegativeReferenceKL(),
         penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip)),),
     )
+
+
+@dataclass(frozen=True)
+class TwoHeadValueError(Penalty):
+    """Huber error of two value heads against the outcome, the larger of v and of v clipped around its old value."""
+
+    reads = frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE})
+
+    target: Term
+    clip: float = 0.2
+    delta: float = 0.5
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: self.target(view.batch).at(TOKEN)}
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        heads = ((Signal.VALUE, Signal.OLD_VALUE), (Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE))
+        left, right = (self._head(view[new], view[old], view[self]) for new, old in heads)
+        return left + right
+
+    def _head(self, v: Field, old: Field, target: Field) -> Field:
+        near = old + (v - old).clamp(-self.clip, self.clip)
+        return self._huber(v - target).maximum(self._huber(near - target))
+
+    def _huber(self, x: Field) -> Field:
+        size = x.abs()
+        return where(size <= self.delta, 0.5 * x * x, self.delta * (size - 0.5 * self.delta))
+
+
+@dataclass(frozen=True)
+class SoftMinValue(Term):
+    """V = −a (logsumexp(−v/a) − log 2) of two value heads, before the first token of a trajectory: between min and mean."""
+
+    reads = frozenset({Signal.OLD_VALUE, Signal.OLD_SECOND_VALUE})
+
+    temperature: float = number(0.5, above=0)
+
+    def __call__(self, batch: Batch) -> Field:
+        first = where(batch.tree.index(TOKEN, TRAJECTORY) < 1, 1.0, 0.0)
+        heads = [
+            (batch[s] * first.to(batch[s].x.dtype)).sum(TRAJECTORY) for s in (Signal.OLD_VALUE, Signal.OLD_SECOND_VALUE)
+        ]
+        a = self.temperature
+        stacked = torch.stack([-h.x / a for h in heads])
+        return heads[0].map(lambda _: -a * (torch.logsumexp(stacked, 0) - torch.log(stacked.new_tensor(2.0))))
+
+
+PHASES = {"warm-up": 1.5, "climb": 1.2, "plateau": 0.8, "converged": 1.0}
+
+
+def pid_threshold(error: float, integral: float, before: float, phase: str, gains: tuple[float, float, float]) -> float:
+    """clip((0.3 + Kp e + Ki ∫e + Kd Δe) · phase, 0.1, 0.6)."""
+    kp, ki, kd = gains
+    free = 0.3 + kp * error + ki * integral + kd * (error - before)
+    return min(0.6, max(0.1, free * PHASES[phase]))
+
+
+@dataclass(frozen=True)
+class KLController(Weight):
+    """c (K − θ) max(½, 2/(H + 0.1)) once the smoothed KL K exceeds θ, else 0. A PID controller sets θ from the
+    reward's velocity: a rising reward allows more KL, a stalling one less; low entropy makes the weight larger."""
+
+    reads_before_step = frozenset({Signal.LOGP, Signal.ENTROPY})
+    reads = frozenset({Signal.REFERENCE})
+
+    penalty: float = 0.1
+    gains: tuple[float, float, float] = (0.3, 0.01, 0.05)
+    goal: float = 1e-3  # target reward velocity
+    warmup: int = 10
+
+    def initial_state(self) -> State:
+        return {"kl": 0.0, "reward": 0.0, "error": 0.0, "integral": 0.0, "threshold": 0.3, "steps": 0.0}
+
+    def next_state(self, state: State, view: StepView) -> State:
+        first = state["steps"] == 0
+        reward = float(view.batch.reward.sum(TRAJECTORY).mean(BATCH).item)
+        smooth = reward if first else 0.95 * state["reward"] + 0.05 * reward
+        velocity = 0.0 if first else smooth - state["reward"]
+        error = velocity - self.goal
+        integral = min(1.0, max(-1.0, state["integral"] + error))
+        phase = "warm-up" if state["steps"] < self.warmup else "climb" if velocity > self.goal else "plateau"
+        bound = pid_threshold(error, integral, state["error"], phase, self.gains)
+        kl = self._kl(view)
+        smooth_kl = kl if first else 0.9 * state["kl"] + 0.1 * kl
+        state_now = {"kl": smooth_kl, "reward": smooth, "error": error, "integral": integral, "threshold": bound}
+        return {**state_now, "steps": state["steps"] + 1}
+
+    def _kl(self, view: StepView) -> float:
+        x = (view[Signal.REFERENCE] - view.logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        return float(x.map(k2).mean(BATCH).item)
+
+    def __call__(self, view: StepView) -> Field:
+        entropy = view[Signal.ENTROPY].mean(BATCH).to(torch.float64)
+        over = view[self, "kl"] - view[self, "threshold"]
+        strict = (2 / (entropy + 0.1)).clamp(low=0.5)
+        return where(over > 0, self.penalty * over * strict, 0.0)
 
 
 def safe(

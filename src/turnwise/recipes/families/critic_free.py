@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten
 from turnwise.algebra.aggregate import Mean, Sum
-from turnwise.algebra.gate import CappedWeight, Clip, GeometricMeanClip, NoGate
+from turnwise.algebra.gate import CappedWeight, Clip, Gate, NoGate
 from turnwise.algebra.penalty import KL, WeightedPenalty
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import Importance, OnPolicy, PerToken
 from turnwise.algebra.reward import EnvironmentReward, NegativeReferenceKL, OnLastToken, OverlongPenalty
+from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome, ReturnToGo, SumOverTrajectory
-from turnwise.core.levels import TOKEN, TRAJECTORY
-from turnwise.credit.baselines import AboveBaseline, BestAboveSecond, LengthWeightedBaseline, ScaleByInformative
+from turnwise.core.batch import Batch
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, where
 from turnwise.credit.fact import Fact
-from turnwise.credit.trajectories import StandardiseWithVirtualBest
+from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline
@@ -130,6 +134,21 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Recipe:
     return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(low, high))
 
 
+@dataclass(frozen=True)
+class GeometricMeanClip(Gate):
+    """w = exp( mean over the trajectory of clipped log ρ ): each token is clipped in log space, on one side
+    by the sign of A."""
+
+    low: float = 0.4
+    high: float = 0.4
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        sequence = adv if adv.level >= TRAJECTORY else adv.mean(TRAJECTORY)
+        log_rho = rho.log()
+        clipped = where(sequence > 0, log_rho.clamp(high=self.high), log_rho.clamp(low=-self.low))
+        return where(sequence.map(lambda a: a != 0), clipped, log_rho).mean(TRAJECTORY).exp()
+
+
 def gmpo(low: float = 0.4, high: float = 0.4) -> Recipe:
     """GMPO: geometric mean of the token ratios, each clipped in log space on the side the advantage pushes to.
 
@@ -200,6 +219,23 @@ def two_sided_grpo(clip: float = 0.2, delta: float = 4.0) -> Recipe:
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip, dual=delta))
 
 
+@dataclass(frozen=True)
+class StandardiseWithVirtualBest(Term):
+    """The z-score in a group extended by a virtual member with value ``best``: a group that failed as a whole still
+    learns."""
+
+    best: float = 1.0
+    value: Term = field(default_factory=Outcome)
+    eps: float = 1e-6
+
+    def __call__(self, batch: Batch) -> Field:
+        v = self.value(batch)
+        n = v.peer_count(GROUP)
+        mean = (v.sum(GROUP) + self.best) / (n + 1)
+        squares = ((v - mean) ** 2).sum(GROUP) + (self.best - mean) ** 2
+        return (v - mean) / ((squares / n) ** 0.5 + self.eps)
+
+
 def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
     """NGRPO: adds a virtual perfect answer to the group statistics, so that a group that failed as a whole still learns.
 
@@ -217,6 +253,21 @@ def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
     )
 
 
+@dataclass(frozen=True)
+class LengthWeightedBaseline(Term):
+    """A = R − Σ n R / Σ n over the group, n the tokens of a trajectory: the baseline of least variance when the squared norm
+    of a trajectory's score grows with its length."""
+
+    compares_peers = True
+
+    value: Term = field(default_factory=Outcome)
+
+    def __call__(self, batch: Batch) -> Field:
+        v = self.value(batch)
+        n = batch.tree.size(TOKEN, TRAJECTORY).to(v.x.dtype)
+        return v - (n * v).sum(GROUP) / n.sum(GROUP).clamp(low=1.0)
+
+
 def opo(clip: float = 0.2) -> Recipe:
     """OPO: the reward baseline of least variance, a mean weighted by length.
 
@@ -227,6 +278,18 @@ def opo(clip: float = 0.2) -> Recipe:
     Sure of: the formula (paper text, released code of a public trainer).
     """
     return Recipe(advantage=LengthWeightedBaseline(), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
+
+
+@dataclass(frozen=True)
+class AboveBaseline(Term):
+    """A = value − baseline, two terms. ``AboveBaseline(Fact("greedy_reward"))`` compares each return with that of a greedy
+    rollout of the same task, which does not depend on the sampled trajectory."""
+
+    baseline: Term
+    value: Term = field(default_factory=Outcome)
+
+    def __call__(self, batch: Batch) -> Field:
+        return self.value(batch) - self.baseline(batch)
 
 
 def remax() -> Recipe:
@@ -249,6 +312,29 @@ def remax() -> Recipe:
     )
 
 
+@dataclass(frozen=True)
+class BestAboveSecond(Term):
+    """A = (largest − second largest)/(std + ε) for the best of a group, 0 for the others; the first of equals is the best.
+
+    The gradient of the expected maximum of a group. ``scale=False`` leaves the division out."""
+
+    compares_peers = True
+
+    value: Term = field(default_factory=Outcome)
+    scale: bool = True
+    eps: float = 1e-6
+
+    def __call__(self, batch: Batch) -> Field:
+        v = self.value(batch)
+        top = v.max(GROUP)
+        at_top = where(v >= top, 1.0, 0.0)
+        others = where(v >= top, -torch.inf, v).max(GROUP)
+        lonely = at_top.sum(GROUP).map(lambda n: n == 1) & (others > -torch.inf)
+        gap = where(lonely, top - where(lonely, others, 0.0), 0.0).to(v.x.dtype)
+        gain = at_top.to(v.x.dtype) * gap
+        return gain / (v.std(GROUP) + self.eps) if self.scale else gain
+
+
 def grpo_passk(clip: float = 0.2, scale: bool = True, eps: float = 1e-6) -> Recipe:
     """GRPO for pass@k: only the best trajectory of a group is credited, with its lead over the second best.
 
@@ -259,6 +345,20 @@ def grpo_passk(clip: float = 0.2, scale: bool = True, eps: float = 1e-6) -> Reci
     Sure of: the formula (released code of a public trainer).
     """
     return Recipe(advantage=BestAboveSecond(scale=scale, eps=eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
+
+
+@dataclass(frozen=True)
+class ScaleByInformative(Term):
+    """A · n/m, n all trajectories of the batch and m those whose group has spread: the average counts only informative groups."""
+
+    value: Term
+
+    def __call__(self, batch: Batch) -> Field:
+        a = self.value(batch)
+        outcome = Outcome()(batch)
+        spread = where(outcome.max(GROUP) > outcome.min(GROUP), 1.0, 0.0).at(TRAJECTORY)
+        count = float(spread.x.sum())
+        return a * (spread.x.numel() / max(1.0, count))
 
 
 def gpg() -> Recipe:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from turnwise.algebra.adaptive_clip import EntropyClip
+import math
+from dataclasses import dataclass
+
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean
-from turnwise.algebra.entropy import NormalisedEntropy
-from turnwise.algebra.factor import DampEntropyChange, EntropyRedistribution, ReferenceDivergence
-from turnwise.algebra.gate import ByGuidance, Clip, NoGate, ScoreFunction
-from turnwise.algebra.mask import CovarianceClip, HighestEntropy
-from turnwise.algebra.penalty import EntropyBand, HighCovarianceDrift, NegativeEntropy, WeightedPenalty
-from turnwise.algebra.reward import EnvironmentReward
+from turnwise.algebra.gate import Clip, Factor, Gate, NoGate, ScoreFunction, clipped
+from turnwise.algebra.mask import Mask
+from turnwise.algebra.penalty import Penalty, Weight, WeightedPenalty, batch_index
+from turnwise.algebra.piece import MicroBatchView, Piece, State, StepView
+from turnwise.algebra.ratio import behaviour, moved
+from turnwise.algebra.reward import EnvironmentReward, PaidAtEnd
+from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome, SpreadTo
-from turnwise.algebra.weight import DecayingWeight
-from turnwise.core.levels import TOKEN
-from turnwise.credit.confidence import TailConfidenceClip, UncertaintyShaped
+from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import choice, number
+from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
-from turnwise.credit.segments import PaidAtEnd
-from turnwise.credit.trajectories import FallbackAboveLimit, GuidedAdvantage
+from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import EntropyControl
@@ -25,6 +29,45 @@ from turnwise.rollout.strategies.confidence import PRUNED, BranchRule, Confidenc
 from turnwise.tasks.admission import Spread
 
 KIND = Kind.OBJECTIVE
+
+
+def quota(fraction: float, tokens: Field) -> int:
+    """The number of tokens of a fraction: 0 for 0, otherwise at least one."""
+    return max(1, int(fraction * tokens.x.numel())) if fraction else 0
+
+
+def covariance(view: StepView) -> Field:
+    """(A − mean A)(log π − mean log π) of each token, means over the step: the covariance that lowers the entropy."""
+    a, logp = view.advantage.at(TOKEN), view.logp.detach()
+    return (a - a.mean(BATCH)) * (logp - logp.mean(BATCH))
+
+
+@dataclass(frozen=True)
+class CovarianceClip(Mask):
+    """All but a few tokens, drawn at random among those whose (A − mean A)(log π − mean log π) is in (low, high)
+    and which a clip of ``clip_low``, ``clip_high`` would not mask anyway."""
+
+    reads_before_step = frozenset({Signal.LOGP})
+
+    fraction: float = 2e-4
+    low: float = 1.0
+    high: float = 5.0
+    clip_low: float = 1.0
+    clip_high: float = 1.0
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        adv, rho = view.advantage.at(TOKEN), view.ratio.at(TOKEN)
+        cov = covariance(view)
+        clipped = ((adv > 0) & (rho > 1 + self.clip_high)) | ((adv < 0) & (rho < 1 - self.clip_low))
+        candidates = (cov > self.low) & (cov < self.high) & ~clipped
+        n = quota(self.fraction, cov)
+        draws = torch.where(candidates.x, view.batch.uniform_draws().x, torch.inf)
+        drawn = torch.zeros_like(candidates.x)
+        drawn[torch.argsort(draws, stable=True)[:n]] = True
+        return {self: Field(cov.tree, TOKEN, ~(drawn & candidates.x))}
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self]
 
 
 def clip_cov(
@@ -43,6 +86,26 @@ def clip_cov(
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
 
+@dataclass(frozen=True)
+class HighestEntropy(Mask):
+    """The tokens whose entropy is at least its (1 − share)-quantile over the step: the points where the
+    policy decides how to go on."""
+
+    reads_before_step = frozenset({Signal.ENTROPY})
+
+    share: float = number(0.2, above=0, most=1, why="which part of the tokens is trained on")
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        entropy = view[Signal.ENTROPY].detach()
+        if not entropy.x.numel():
+            return {self: entropy.map(lambda x: x.bool())}
+        bound = torch.quantile(entropy.x.double(), 1 - self.share)
+        return {self: entropy.map(lambda x: x.double() >= bound)}
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self]
+
+
 def forking_tokens(share: float = 0.2, low: float = 0.2, high: float = 0.28) -> Recipe:
     """Forking tokens: the policy gradient of the tokens with the highest entropy alone.
 
@@ -55,6 +118,27 @@ def forking_tokens(share: float = 0.2, low: float = 0.2, high: float = 0.28) -> 
     """
     gate = Clip(low, high).where(HighestEntropy(share))
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN), admission=Spread())
+
+
+@dataclass(frozen=True)
+class HighCovarianceDrift(Penalty):
+    """|log π − log μ| on the few tokens with the largest (A − mean A)(log π − mean log π), 0 on the others."""
+
+    reads_before_step = frozenset({Signal.LOGP})
+
+    fraction: float = 2e-3
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        cov = covariance(view)
+        n = quota(self.fraction, cov)
+        selected = torch.zeros_like(cov.x)
+        shuffled = torch.argsort(view.batch.uniform_draws().x)  # break ties at random, independently of the packing
+        order = shuffled[torch.argsort(cov.x[shuffled].double().round(decimals=9), descending=True, stable=True)]
+        selected[order[:n]] = 1.0
+        return {self: Field(cov.tree, TOKEN, selected)}
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        return view[self] * moved(view).abs()
 
 
 def kl_cov(fraction: float = 2e-3, beta: float = 1.0) -> Recipe:
@@ -73,6 +157,34 @@ def kl_cov(fraction: float = 2e-3, beta: float = 1.0) -> Recipe:
         aggregate=Mean(TOKEN),
         penalties=(WeightedPenalty(beta, HighCovarianceDrift(fraction)),),
     )
+
+
+@dataclass(frozen=True)
+class DampEntropyChange(Factor):
+    """Smaller weights for the tokens whose update would change the entropy most.
+
+    Ω = (A/π_old) π (1 − π)(log π + H);  linear: from ``high`` at the smallest |Ω| of the step down to ``low`` at the largest;
+    exponential: clip(exp(−k|Ω|), low, 1), k = −ln(low) / max(|Ω|max, 0.02)."""
+
+    reads_before_step = frozenset({Signal.LOGP, Signal.ENTROPY})
+
+    low: float = number(0.8, above=0, most="high")
+    high: float = 1.2
+    form: str = choice("linear", "exponential")
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        p, old = (x.exp().clamp(low=1e-8) for x in (view.logp, behaviour(view.batch)))
+        size = (view.advantage / old * p * (1 - p) * (p.log() + view[Signal.ENTROPY])).abs()
+        largest = size.max(BATCH)
+        if self.form == "exponential":
+            k = -math.log(self.low) / largest.clamp(low=0.02)
+            return {self: (-k * size).exp().clamp(self.low, 1.0)}
+        smallest, flat = size.min(BATCH), 0.5 * (self.low + self.high)
+        share = (size - smallest) / where(largest > smallest, largest - smallest, 1.0)
+        return {self: where(largest > smallest, self.high - share * (self.high - self.low), flat)}
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self]
 
 
 def steer(
@@ -94,6 +206,85 @@ def steer(
     """
     gate = Clip(low, high, dual) * DampEntropyChange(least, most, form)
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
+
+
+@dataclass(frozen=True)
+class NormalisedEntropy(Piece):
+    """h = (x − q)/s with x = log H, q its ρ-quantile, s = √mean (x − q)²; each side then scaled to reach ±1."""
+
+    reads = frozenset({Signal.OLD_ENTROPY})
+
+    quantile: float = number(0.8, least=0, most=1)
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: view[Signal.OLD_ENTROPY].map(self._normalise)}
+
+    def _normalise(self, entropy: torch.Tensor) -> torch.Tensor:
+        x = entropy.double().clamp(min=1e-8).log()
+        if not x.numel():
+            return x
+        q = x.sort().values[round(self.quantile * (x.numel() - 1))]
+        s = (x - q).square().mean().sqrt()
+        if s == 0:
+            return torch.zeros_like(x)
+        h = (x - q) / s
+        top, bottom = h.max().clamp(min=0), (-h.min()).clamp(min=0)
+        return torch.where(h > 0, h / top.clamp(min=1e-30), h / bottom.clamp(min=1e-30))
+
+    @staticmethod
+    def bounds(h: Field, low: float, high: float, alpha: float) -> tuple[Field, Field]:
+        """Clip bounds: a wider upper one for uncertain tokens, a wider lower one for certain ones."""
+        return where(h > 0, low, low * (1 - alpha * h)), where(h > 0, high * (1 + alpha * h), high)
+
+
+@dataclass(frozen=True)
+class EntropyClip(Gate):
+    """Clip with a wider upper bound for uncertain tokens, high(1 + αh), and a wider lower one for certain ones, low(1 − αh)."""
+
+    entropy: NormalisedEntropy
+    alpha: float = 1.0
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = 10.0
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        low, high = self.entropy.bounds(view[self.entropy], self.low, self.high, self.alpha)
+        return clipped(rho, adv, 1 - low, 1 + high, self.dual)
+
+
+@dataclass(frozen=True)
+class EntropyRedistribution(Factor):
+    """1 + β h where it applies: uncertain tokens (h > 0) weigh more once their ratio has moved, certain ones
+    (h ≤ 0) less while it has not.
+
+    h in [−1, 1] is the normalised entropy; unmoved means ρ inside (1 − low/2, 1 + high/2) of the adapted clip."""
+
+    entropy: NormalisedEntropy
+    beta: float = 1.0
+    alpha: float = 1.0
+    low: float = 0.2
+    high: float = 0.2
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        h = view[self.entropy]
+        low, high = self.entropy.bounds(h, self.low, self.high, self.alpha)
+        at = rho.detach()
+        unmoved = (at > 1 - low / 2) & (at < 1 + high / 2)
+        applies = where(h > 0, where(unmoved, 0.0, 1.0), where(unmoved, 1.0, 0.0)).to(h.x.dtype)
+        return 1 + self.beta * h * applies
+
+
+@dataclass(frozen=True)
+class FallbackAboveLimit(Term):
+    """``term``; ``fallback`` in every group where some |term| reaches ``limit``."""
+
+    term: Term
+    limit: float
+    fallback: Term
+
+    def __call__(self, batch: Batch) -> Field:
+        a, b = self.term(batch), self.fallback(batch)
+        return where(a.abs().max(GROUP) >= self.limit, b, a)
 
 
 def hapo(
@@ -124,6 +315,36 @@ def hapo(
     )
 
 
+@dataclass(frozen=True)
+class ByGuidance(Gate):
+    """One gate for guided trajectories, another for those sampled by the plain policy."""
+
+    guided: Gate
+    plain: Gate
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return where(view.batch.guided, self.guided(rho, adv, view), self.plain(rho, adv, view))
+
+
+@dataclass(frozen=True)
+class GuidedAdvantage(Term):
+    """Unguided trajectories get their z-score among themselves; guided ones get ``alpha`` where their z-score in the
+    whole group exceeds ``margin``, else 0."""
+
+    compares_peers = True
+
+    alpha: float = 1.0
+    margin: float = 0.05
+    eps: float = 1e-6
+
+    def __call__(self, batch: Batch) -> Field:
+        outcome, tree = batch.reward.sum(TRAJECTORY), batch.tree
+        peers = Partition.by(tree, TRAJECTORY, batch.group, batch.guided.to(torch.int64))
+        within = (outcome - outcome.mean(peers)) / (outcome.std(peers) + self.eps)
+        over_group = (outcome - outcome.mean(GROUP)) / (outcome.std(GROUP) + self.eps)
+        return where(batch.guided, where(over_group > self.margin, self.alpha, 0.0).to(within.x.dtype), within)
+
+
 def aepo(
     target: float = 0.5, hot: float = 1.2, cold: float = 0.8, share: float = 0.25, alpha: float = 1.0, clip: float = 0.2
 ) -> Recipe:
@@ -141,6 +362,71 @@ def aepo(
         gate=ByGuidance(guided=ScoreFunction(), plain=Clip(clip, clip)),
         strategy=EntropyControl(target, hot, cold, share),
     )
+
+
+@dataclass(frozen=True)
+class NegativeEntropy(Penalty):
+    """−H: the entropy bonus, as a cost."""
+
+    reads = frozenset({Signal.ENTROPY})
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        return -view[Signal.ENTROPY]
+
+
+TURNS = 32  # turn indices with their own mean entropy; later turns share the last
+
+
+@dataclass(frozen=True)
+class EntropyBand(Penalty):
+    """scale · ([low·H̄ − H]₊ + [H − high·H̄]₊) with H̄ the mean entropy of past batches at the same turn index: the entropy
+    neither explodes nor collapses. The first batch has no cost."""
+
+    reads = frozenset({Signal.ENTROPY, Signal.OLD_ENTROPY})
+
+    low: float = 0.0
+    high: float = 2.0
+    scale: float = 1.0
+
+    def initial_state(self) -> State:
+        return {f"{kind}{k}": 0.0 for k in range(TURNS) for kind in ("sum", "count")}
+
+    def next_state(self, state: State, view: StepView) -> State:
+        tree = view.batch.tree
+        index = tree.index(TURN, TRAJECTORY).at(TOKEN).x.clamp(max=TURNS - 1)
+        entropy = view[Signal.OLD_ENTROPY].x.double()
+        sums = torch.zeros(TURNS, dtype=torch.float64, device=index.device).index_add(0, index, entropy).tolist()
+        counts = torch.bincount(index, minlength=TURNS).tolist()
+        for k in range(TURNS):
+            state[f"sum{k}"] += sums[k]
+            state[f"count{k}"] += counts[k]
+        return state
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        """H̄ for each turn, −1 where no earlier batch had one."""
+        tree = view.batch.tree
+        past = lambda k: view[self, f"sum{k}"].item / max(1.0, view[self, f"count{k}"].item)  # noqa: E731
+        means = [past(k) if view[self, f"count{k}"].item else -1.0 for k in range(TURNS)]
+        table = torch.tensor(means, dtype=torch.float64, device=tree.device)
+        return {self: Field(tree, TURN, table[tree.index(TURN, TRAJECTORY).x.clamp(max=TURNS - 1)])}
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        h, mean = view[Signal.ENTROPY], view[self].to(view[Signal.ENTROPY].x.dtype)
+        outside = (self.low * mean - h).clamp(low=0.0) + (h - self.high * mean).clamp(low=0.0)
+        return self.scale * where(mean >= 0, outside, 0.0)
+
+
+@dataclass(frozen=True)
+class DecayingWeight(Weight):
+    """scale · (1 + exp(−rate · t / half)), t batches so far: decays from 2 · scale to scale."""
+
+    scale: float
+    half: int = number(50, above=0)
+    rate: float = 1.0
+
+    def __call__(self, view: StepView) -> Field:
+        value = self.scale * (1 + math.exp(-self.rate * batch_index(view) / self.half))
+        return view.batch.tree.full(BATCH, value, torch.float64)
 
 
 def epo(
@@ -165,6 +451,30 @@ def epo(
     )
 
 
+@dataclass(frozen=True)
+class ReferenceDivergence(Factor):
+    """|y| softmaxₜ(d H̄^κ / τ) over the tokens of a trajectory: more weight where the policy
+    differs from the reference and is uncertain.
+
+    d is the squared Hellinger distance, H̄ the entropy over log |V|. The mean over a trajectory is 1."""
+
+    reads_before_step = frozenset({Signal.HELLINGER, Signal.ENTROPY})
+
+    kappa: float = 1.0
+    tau: float = 0.5
+    vocabulary: int = 0  # 0: the policy's own, from the learner
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        size = self.vocabulary or float(view.batch[Column.VOCABULARY_SIZE].item)
+        uncertainty = view[Signal.ENTROPY] / math.log(size)
+        score = view[Signal.HELLINGER] * uncertainty.clamp(low=0.0) ** self.kappa / self.tau
+        score = (score - score.max(TRAJECTORY)).exp()
+        return {self: score / score.mean(TRAJECTORY)}
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self]
+
+
 def dgpo(kappa: float = 1.0, tau: float = 0.5, clip: float = 0.2) -> Recipe:
     """DGPO (distribution): distributes the advantage to tokens that diverge from the reference and have high entropy.
 
@@ -175,6 +485,60 @@ def dgpo(kappa: float = 1.0, tau: float = 0.5, clip: float = 0.2) -> Recipe:
     Sure of: the formula (third-party rendering of the paper).
     """
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip) * ReferenceDivergence(kappa, tau))
+
+
+EPS = 1e-8
+
+
+def standardised(value: Field) -> Field:
+    """(x − mean) / √(var + 1e-8) over the batch; 0 for a single item."""
+    if not value.x.numel():
+        return value
+    return (value - value.mean(BATCH)) / (value.std(BATCH) ** 2 + EPS) ** 0.5
+
+
+@dataclass(frozen=True)
+class UncertaintyShaped(Term):
+    """A(1 + boost·S) + bonus·(S − mean of S in the group), S = clip(by_entropy·z(H) + by_doubt·z(1 − p), ±most): tokens at which
+    the policy was uncertain weigh more. z standardises over all sampled tokens of the batch."""
+
+    reads = frozenset({Signal.OLD_ENTROPY})
+
+    term: Term
+    boost: float = 0.1
+    bonus: float = 0.0
+    by_entropy: float = 1.0
+    by_doubt: float = 1.0
+    most: float = number(2.0, above=0)
+
+    def __call__(self, batch: Batch) -> Field:
+        doubt = 1 - behaviour(batch).exp()
+        s = self.by_entropy * standardised(batch[Signal.OLD_ENTROPY]) + self.by_doubt * standardised(doubt)
+        s = s.clamp(-self.most, self.most)
+        return self.term(batch).at(TOKEN) * (1 + self.boost * s) + self.bonus * (s - s.mean(GROUP))
+
+
+@dataclass(frozen=True)
+class TailConfidenceClip(Gate):
+    """Clip to 1 ± ε with one ε for each trajectory: ε = least + (most − least)·σ(steep·(1 − c)), c the mean p of its last
+    ``tail`` tokens. The less sure its end was, the wider the window."""
+
+    least: float = number(0.05, least=0, most="most")
+    most: float = number(0.2, most=1)
+    steep: float = 4.0
+    tail: int = number(16, least=1)
+
+    def bound(self, batch: Batch) -> Field:
+        """ε of each trajectory."""
+        tree, p = batch.tree, behaviour(batch).exp()
+        last = tree.size(TOKEN, TRAJECTORY) - tree.index(TOKEN, TRAJECTORY) <= self.tail
+        count = where(last, p * 0 + 1, 0.0).sum(TRAJECTORY).clamp(low=1.0)
+        sure = where(last, p, 0.0).sum(TRAJECTORY) / count
+        return self.least + (self.most - self.least) * (self.steep * (1 - sure)).map(torch.sigmoid)
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        eps = self.bound(view.batch).to(rho.x.dtype)
+        return clipped(rho, adv, 1 - eps, 1 + eps)
 
 
 def echo(

@@ -6,64 +6,115 @@ by the policy (expert). Each method selects which of them take part; each part o
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
-from turnwise.algebra.factor import TruncatedImportance
-from turnwise.algebra.gate import Clip, NoGate
-from turnwise.algebra.penalty import NegativeLogLikelihood, WeightedPenalty
-from turnwise.algebra.ratio import Importance, OnPolicy
+from turnwise.algebra.gate import Clip, Factor, Gate, NoGate, TruncatedImportance
+from turnwise.algebra.penalty import NegativeLogLikelihood, Penalty, Weight, WeightedPenalty, batch_index
+from turnwise.algebra.piece import MicroBatchView, State, StepView
+from turnwise.algebra.ratio import Importance, OnPolicy, Ratio, behaviour
+from turnwise.algebra.term import Term
 from turnwise.algebra.value import Constant, Outcome
-from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY
+from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, where
+from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
-from turnwise.credit.by_origin import GateByOrigin, RatioByOrigin, ShapedProbability
-from turnwise.credit.distillation import OneTokenRolloutLoss, PerplexityWeighted, TeacherLogRatio
 from turnwise.credit.fact import Fact
-from turnwise.credit.history import ImprovementWeighted
-from turnwise.credit.imitation import OneMinus, WarmupCosine, WeightedNegativeLogLikelihood
-from turnwise.credit.pairs import ChosenSide, LabelledPairs
-from turnwise.credit.preference import LogisticLoss, PreferenceLoss, SeparateLogisticLoss
+from turnwise.credit.preference import ChosenSide, LabelledPairs, LogisticLoss, PreferenceLoss, SeparateLogisticLoss
 from turnwise.credit.selectors import (
     AllOf,
-    AnyOf,
     BestOfGroup,
-    FailedGroups,
     FromOrigin,
     HasTokens,
-    LatestOfGroup,
-    MaxAge,
-    NonZero,
     Not,
     OnSelected,
-    PatchFailedGroups,
-    PositiveAdvantage,
+    RatioByOrigin,
     SelectedPeers,
-    SolvedGroups,
+    Selector,
     Succeeded,
-    Unguided,
-    UnrewardedGroups,
 )
 from turnwise.credit.self_imitation import (
     CosineWarmup,
     DropHighCovariance,
-    Excess,
     PastMedian,
     ReplayLoss,
     ToolCallBonus,
+    cosine_decay,
 )
+from turnwise.credit.tracker import Solved
 from turnwise.data.replay import ExpertCache, RecentBuffer, SuccessBuffer, WeightedPool
+from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.guidance import HalfInContext
 from turnwise.rollout.strategies import Hinted
 from turnwise.tasks.samplers import CyclePool
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 KIND = Kind.DATA
 
 INF = float("inf")
 
 # ------------------------------------------------------------------ expert text
+
+
+TOKEN_WEIGHTS: dict[str, Callable[[Field], Field]] = {
+    "none": lambda p: p.map(torch.ones_like),
+    "phi": lambda p: p * (1 - p),
+    "is": lambda p: p,
+}
+
+
+@dataclass(frozen=True)
+class WeightedNegativeLogLikelihood(Penalty):
+    """−sg[w] min(log π, log cutoff). w = 1 (``none``), p(1 − p) (``phi``: tokens the policy is uncertain about) or p
+    (``is``: as if the policy had sampled the token). Tokens more likely than ``cutoff`` have no gradient."""
+
+    weight: str = choice(*TOKEN_WEIGHTS, default="none")
+    cutoff: float = number(1.0, above=0, most=1, why="a probability, 1 for off")
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        logp = view.logp if self.cutoff == 1 else view.logp.clamp(high=math.log(self.cutoff))
+        return -(TOKEN_WEIGHTS[self.weight](view.logp.detach().exp()) * logp)
+
+
+@dataclass(frozen=True)
+class WarmupCosine(Weight):
+    """peak·t/warmup during ``warmup``, then half a cosine of ``decay`` steps down to ``valley``, constant afterwards."""
+
+    warmup: int = number(0, least=0)
+    decay: int = number(200, least=0)
+    peak: float = number(0.9, least=0, most=1)
+    valley: float = number(0.05, least=0, most=1)
+
+    def at(self, t: float) -> float:
+        """The weight at step t."""
+        if t < self.warmup:
+            return self.peak * t / self.warmup
+        if t < self.warmup + self.decay:
+            return self.valley + (self.peak - self.valley) * cosine_decay(t - self.warmup, self.decay)
+        return self.valley
+
+    def __call__(self, view: StepView) -> Field:
+        return view.batch.tree.full(BATCH, self.at(batch_index(view)), torch.float64)
+
+
+@dataclass(frozen=True)
+class OneMinus(Factor):
+    """1 − weight: the share that another loss leaves to the policy gradient."""
+
+    weight: Weight
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return 1 - view[self.weight].to(rho.x.dtype)
 
 
 def chord(
@@ -98,6 +149,19 @@ def chord(
     )
 
 
+@dataclass(frozen=True)
+class SolvedGroups(Selector):
+    """Groups in which more than a share ``threshold`` of the trajectories selected by ``counted`` succeeded."""
+
+    threshold: float = 0.0
+    counted: Selector = field(default_factory=lambda: FromOrigin("policy"))
+
+    def select(self, batch: Batch) -> Field:
+        weight = where(self.counted.select(batch), 1.0, 0.0)
+        solved_share = (weight * Solved()(batch)).sum(GROUP) / weight.sum(GROUP).clamp(low=1.0)
+        return (solved_share > self.threshold).at(TRAJECTORY)
+
+
 def hpt(gate: float = 0.0, coef: float = 1.0, length: float = 64, low: float = 1.0, high: float = INF) -> Recipe:
     """HPT: per task, RL where the policy succeeds often enough, SFT on a demonstration otherwise.
 
@@ -117,6 +181,31 @@ def hpt(gate: float = 0.0, coef: float = 1.0, length: float = 64, low: float = 1
         keep=practised,
         penalties=(WeightedPenalty(coef, NegativeLogLikelihood(), Mean(TRAJECTORY), rows=shown),),
     )
+
+
+SHAPES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "ratio": lambda logp, shape, power: logp.exp() / (logp.exp() + shape),
+    "none": lambda logp, shape, power: logp.exp(),
+    "power": lambda logp, shape, power: (power * logp).exp(),
+    "log": lambda logp, shape, power: logp,
+    "same": lambda logp, shape, power: (logp - logp.detach()).exp(),
+}
+
+
+@dataclass(frozen=True)
+class ShapedProbability(Ratio):
+    """ρ = f(p), p = π(y): the ratio for expert text, whose sampler is taken to be certain (μ = 1). The gradient flows
+    through f.
+
+    ``ratio``: p/(p + shape), which keeps a gradient on rare tokens (f′(0) = 1/shape); ``none``: p; ``power``: p^power;
+    ``log``: log p; ``same``: 1 with the gradient of log p, as if the policy had sampled the token."""
+
+    kind: str = choice(*SHAPES, default="ratio")
+    shape: float = number(0.1, above=0)
+    power: float = 0.5
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        return view.logp.map(lambda x: SHAPES[self.kind](x, self.shape, self.power))
 
 
 def luffy(
@@ -141,6 +230,27 @@ def luffy(
         ratio=RatioByOrigin(FromOrigin("expert"), ShapedProbability(kind, shape, power)),
         aggregate=Sum(TRAJECTORY, length=length),
     )
+
+
+@dataclass(frozen=True)
+class Unguided(Selector):
+    """Sampled without a hint and at the policy's own temperature."""
+
+    def select(self, batch: Batch) -> Field:
+        return ~batch.guided
+
+
+@dataclass(frozen=True)
+class AnyOf(Selector):
+    """Trajectories that at least one selector selects."""
+
+    selectors: tuple[Selector, ...]
+
+    def select(self, batch: Batch) -> Field:
+        selected = self.selectors[0].select(batch)
+        for selector in self.selectors[1:]:
+            selected = selected | selector.select(batch)
+        return selected
 
 
 @declares(Kind.CREDIT)
@@ -182,6 +292,37 @@ def trimpi(clip: float = 0.2, share: float = 0.5, tier: int = 1) -> Recipe:
 # ---------------------------------------------------------------- past successes
 
 
+@dataclass(frozen=True)
+class FailedGroups(Selector):
+    """Groups whose sampled trajectories have similar and low returns: std < ``max_std`` and mean < ``max_mean``."""
+
+    max_std: float = number(0.05, above=0)
+    max_mean: float = 0.2
+
+    def select(self, batch: Batch) -> Field:
+        weight, r = where(FromOrigin("policy").select(batch), 1.0, 0.0), batch.reward.sum(TRAJECTORY)
+        n = weight.sum(GROUP)
+        mean = (weight * r).sum(GROUP) / n.clamp(low=1.0)
+        std = ((weight * (r - mean) ** 2).sum(GROUP) / (n - 1).clamp(low=1.0)) ** 0.5
+        return ((n > 0) & (std < self.max_std) & (mean < self.max_mean)).at(TRAJECTORY)
+
+
+@dataclass(frozen=True)
+class PatchFailedGroups(Selector):
+    """The sampled trajectories; in a ``failed`` group with a trajectory in ``pool``, one of ``pool`` replaces a sampled
+    one.
+
+    Seeds decide which one is taken and which one it replaces."""
+
+    failed: Selector
+    pool: Selector
+
+    def select(self, batch: Batch) -> Field:
+        sampled, substitute = FromOrigin("policy").select(batch), BestOfGroup(self.pool).select(batch)
+        patched = self.failed.select(batch) & (where(substitute, 1.0, 0.0).sum(GROUP) > 0)
+        return (sampled & ~(patched & BestOfGroup(FromOrigin("policy")).select(batch))) | (substitute & patched)
+
+
 def arpo_gui(
     low: float = 0.2, high: float = 0.3, dual: float | None = 3.0, format_weight: float = 0.5, pool: int = 128
 ) -> Recipe:
@@ -207,6 +348,38 @@ def arpo_gui(
         sampler=CyclePool(pool),
         replay=SuccessBuffer(instead=False),
     )
+
+
+@dataclass(frozen=True)
+class GateByOrigin(Gate):
+    """One gate on the trajectories of ``origin``, another on the others."""
+
+    origin: FromOrigin
+    selected: Gate
+    others: Gate
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return where(self.origin.select(view.batch), self.selected(rho, adv, view), self.others(rho, adv, view))
+
+
+@dataclass(frozen=True)
+class UnrewardedGroups(Selector):
+    """Groups whose sampled trajectories all have return 0."""
+
+    def select(self, batch: Batch) -> Field:
+        weight = where(FromOrigin("policy").select(batch), 1.0, 0.0)
+        total_reward = (weight * batch.reward.sum(TRAJECTORY).abs()).sum(GROUP)
+        return ((weight.sum(GROUP) > 0) & (total_reward <= 0)).at(TRAJECTORY)
+
+
+@dataclass(frozen=True)
+class LatestOfGroup(Selector):
+    """One trajectory per group: the one stored last (fact ``age``); trajectories without an age come last."""
+
+    selector: Selector
+
+    def select(self, batch: Batch) -> Field:
+        return BestOfGroup(self.selector, -1.0 * Fact("age", missing=torch.inf)).select(batch)
 
 
 def bepa(
@@ -236,6 +409,37 @@ def bepa(
         sampler=CyclePool(pool),
         replay=ExpertCache(instead=False),
     )
+
+
+@dataclass(frozen=True)
+class MaxAge(Selector):
+    """Stored at most ``steps`` training steps ago (fact ``age``; a trajectory without an age counts as fresh)."""
+
+    steps: int = 10
+
+    def select(self, batch: Batch) -> Field:
+        return Fact("age", missing=0.0)(batch) <= self.steps
+
+
+@dataclass(frozen=True)
+class PositiveAdvantage(Selector):
+    """Trajectories with a positive advantage on at least one token."""
+
+    def select(self, batch: Batch) -> Field:
+        a = batch[Column.ADVANTAGE]
+        return (a.max(TRAJECTORY) if a.level < TRAJECTORY else a.at(TRAJECTORY)) > 0
+
+
+@dataclass(frozen=True)
+class Excess(Term):
+    """max(value − threshold, 0), in the dtype of the value."""
+
+    value: Term
+    threshold: Term
+
+    def __call__(self, batch: Batch) -> Field:
+        value = self.value(batch)
+        return (value - self.threshold(batch).to(value.x.dtype)).clamp(low=0.0)
 
 
 def spear_replay(
@@ -272,6 +476,53 @@ def spear_replay(
     )  # fmt: skip
 
 
+SAMPLED = FromOrigin("policy")
+
+
+@dataclass(frozen=True)
+class ImprovementWeighted(Term):
+    """φ(ξ) · term: weights the credit of earlier batches by how this batch fared after their update.
+
+    ξ = (μ − mean)/(std + ε): this step's mean return against those of the last ``window`` batches. φ(ξ) = ξ, or damp ·
+    ξ below 0; 0 until ``window`` batches are known. An improvement reinforces the last update, a decline reverses
+    it."""
+
+    term: Term
+    window: int = number(3, least=1)
+    damp: float = number(0.5, least=0, most=1)
+    eps: float = 1e-6
+
+    updates_after_credit = True
+
+    def initial_state(self) -> State:
+        return {"means": []}
+
+    def next_state(self, state: State, view: StepView) -> State:
+        if not bool(SAMPLED.select(view.batch).x.any()):
+            return state
+        return {"means": [*state["means"], float(self._mean(view.batch).item)][-self.window :]}
+
+    def memory_columns(self, state: State, batch: Batch) -> dict[object, Field]:
+        means = state["means"]
+        ready = len(means) >= self.window
+        mean = statistics.fmean(means) if ready else float("nan")
+        std = statistics.stdev(means) if ready and len(means) > 1 else 0.0
+        return {(self, name): batch.tree.full(BATCH, x, torch.float64) for name, x in (("mean", mean), ("std", std))}
+
+    def _mean(self, batch: Batch) -> Field:
+        weight = where(SAMPLED.select(batch), 1.0, 0.0)
+        return (weight * batch.reward.sum(TRAJECTORY)).sum(BATCH) / weight.sum(BATCH).clamp(low=1.0)
+
+    def improvement(self, batch: Batch) -> Field:
+        """φ. At BATCH."""
+        mean = batch[self, "mean"]
+        xi = (self._mean(batch) - mean) / (batch[self, "std"] + self.eps)
+        return where(mean.map(torch.isnan), 0.0, where(xi < 0, self.damp * xi, xi))
+
+    def __call__(self, batch: Batch) -> Field:
+        return self.improvement(batch) * self.term(batch)
+
+
 def pipo(window: int = 3, damp: float = 0.5, eps: float = 1e-6, clip: float = 0.2) -> Recipe:
     """PIPO: replays the previous batch with its advantages weighted by whether the return improved since.
 
@@ -290,6 +541,16 @@ def pipo(window: int = 3, damp: float = 0.5, eps: float = 1e-6, clip: float = 0.
         gate=Clip(clip, clip),
         replay=WeightedPool(share=1.0, power=0.0, oldest=1),
     )
+
+
+@dataclass(frozen=True)
+class NonZero(Selector):
+    """Trajectories on which ``term`` is not 0."""
+
+    term: Term
+
+    def select(self, batch: Batch) -> Field:
+        return self.term(batch).map(lambda x: x != 0)
 
 
 @declares(Kind.PREFERENCE)
@@ -327,6 +588,32 @@ def r1v2(
 # ---------------------------------------------------------------------- teachers
 
 
+@dataclass(frozen=True)
+class TeacherLogRatio(Term):
+    """λ(log T − log π_ref) − (log π_old − log π_ref) per token; λ = 1 is log T − log π_old and needs no reference.
+
+    π_old is the sampler or, with ``proximal``, the policy at the start of this batch. λ > 1 extrapolates beyond the
+    teacher."""
+
+    requires = frozenset({"teacher"})
+
+    lam: float = 1.0
+    proximal: bool = False
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        anchors = {Signal.REFERENCE: self.lam != 1, Signal.PROXIMAL: self.proximal}
+        return frozenset({Signal.TEACHER, *(s for s, used in anchors.items() if used)})
+
+    def __call__(self, batch: Batch) -> Field:
+        teacher = batch[Signal.TEACHER]
+        old = batch[Signal.PROXIMAL] if self.proximal else behaviour(batch)
+        if self.lam == 1:
+            return teacher - old
+        reference = batch[Signal.REFERENCE]
+        return self.lam * (teacher - reference) - (old - reference)
+
+
 def opd(lam: float = 1.25, clip: float = 0.2) -> Recipe:
     """G-OPD: on-policy distillation, token advantage is the teacher's log-ratio; λ > 1 extrapolates beyond the teacher.
 
@@ -361,6 +648,37 @@ def opd_corrected(lam: float = 1.25, clip: float = 0.2, cap: float = 5.0) -> Rec
     )
 
 
+@dataclass(frozen=True)
+class PerplexityWeighted(Term):
+    """w · term, w = PPL^{±1/τ} / Σ over the selected trajectories of a group, 0 elsewhere; PPL = exp(−mean
+    log-probability).
+
+    ``favour_high``: a higher perplexity weighs more (+), else a lower one (−). ``signal``: whose log-probability,
+    PROXIMAL for the policy at the start of this batch, TEACHER for the teacher."""
+
+    term: Term
+    selector: Selector
+    signal: Signal = Signal.PROXIMAL
+    favour_high: bool = True
+    tau: float = number(1.0, above=0)
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({self.signal})
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset({"teacher"} if self.signal is Signal.TEACHER else set())
+
+    def __call__(self, batch: Batch) -> Field:
+        mean, selected = batch[self.signal].mean(TRAJECTORY), self.selector.select(batch)
+        score = (-mean if self.favour_high else mean) / self.tau
+        top = where(selected, score, -torch.inf).max(GROUP)
+        weight = where(selected, (score - top).exp(), 0.0)
+        total = weight.sum(GROUP)
+        return weight / where(total > 0, total, 1.0) * self.term(batch)
+
+
 def scope(tau: float = 1.0) -> Recipe:
     """SCOPE: reinforces right answers by the policy's perplexity, distils wrong ones by the teacher's.
 
@@ -379,6 +697,25 @@ def scope(tau: float = 1.0) -> Recipe:
         aggregate=Sum(GROUP),
         keep=own,
     )
+
+
+@dataclass(frozen=True)
+class OneTokenRolloutLoss(Penalty):
+    """−(matches · log π(y) + negative · Σ log π(a))/K: of K candidates drawn at each token those equal to the token
+    earn 1, the others ``negative``; their Σ is the signal CANDIDATE_LOGP."""
+
+    reads = frozenset({Signal.CANDIDATE_MATCHES, Signal.CANDIDATE_LOGP})
+
+    candidates: int = number(256, least=1)
+    negative: float = number(-0.1, most=0, why="it is what a wrong token earns")
+
+    @property
+    def draws_candidates(self) -> int:
+        return self.candidates
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        hits = view[Signal.CANDIDATE_MATCHES].to(view.logp.x.dtype)
+        return -(hits * view.logp + self.negative * view[Signal.CANDIDATE_LOGP]) / self.candidates
 
 
 def otr(negative: float = -0.1, candidates: int = 8) -> Recipe:

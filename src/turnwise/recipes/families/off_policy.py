@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from turnwise.algebra.advantage import SoftBaseline, Standardise
 from turnwise.algebra.aggregate import Mean
-from turnwise.algebra.factor import ExpAdvantage
-from turnwise.algebra.gate import CappedWeight, GammaWeight, ScoreFunction
-from turnwise.algebra.mask import InsideOrFarOutside, OneSided, TwoSided
+from turnwise.algebra.gate import CappedWeight, Factor, Gate, ScoreFunction, score_function
+from turnwise.algebra.mask import Mask, OneSided
 from turnwise.algebra.penalty import NegativeLogLikelihood, SquaredLogRatio, WeightedPenalty
-from turnwise.algebra.ratio import Importance, OnPolicy, Product
+from turnwise.algebra.piece import MicroBatchView
+from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Importance, OnPolicy, Product
 from turnwise.algebra.value import Constant
-from turnwise.core.levels import TOKEN, TRAJECTORY
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field, where
+from turnwise.core.limits import number
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.tasks.admission import Balance
@@ -37,6 +39,17 @@ def rec_one_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
 
+@dataclass(frozen=True)
+class TwoSided(Mask):
+    """1 − low ≤ ρ ≤ 1 + high, whatever the sign of A."""
+
+    low: float = 0.2
+    high: float = 0.2
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return (rho >= 1 - self.low) & (rho <= 1 + self.high)
+
+
 def rec_two_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recipe:
     """REC-TwoSide: importance-weighted REINFORCE; masks tokens whose ratio is outside the window.
 
@@ -48,6 +61,20 @@ def rec_two_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
     """
     gate = CappedWeight(cap).where(TwoSided(low, high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
+
+
+@dataclass(frozen=True)
+class InsideOrFarOutside(Mask):
+    """Two-sided, and also far outside where A points back: A ≥ 0 and ρ ≤ 1 − far_low, or A ≤ 0 and ρ ≥ 1 + far_high."""
+
+    low: float = 0.2
+    high: float = 0.2
+    far_low: float = 0.6
+    far_high: float = 2.0
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        inside = (rho >= 1 - self.low) & (rho <= 1 + self.high)
+        return inside | ((adv >= 0) & (rho <= 1 - self.far_low)) | ((adv <= 0) & (rho >= 1 + self.far_high))
 
 
 def rec_ring(
@@ -76,6 +103,16 @@ def rec_sequence(low: float = 3e-4, high: float = 4e-4) -> Recipe:
     """
     gate = ScoreFunction().where(OneSided(low, high))
     return Recipe(advantage=Standardise(scale=False), ratio=Importance(TRAJECTORY), gate=gate)
+
+
+@dataclass(frozen=True)
+class ExpAdvantage(Factor):
+    """exp(A / temperature): higher advantages get larger weights; the exponent is capped so that the weight stays finite."""
+
+    temperature: float = 1.0
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return (adv / self.temperature).clamp(high=LOG_RATIO_LIMIT).exp()
 
 
 def red_weight(softness: float = 1.0) -> Recipe:
@@ -169,6 +206,25 @@ def opmd(tau: float = 1.0, baseline: Literal["mean", "soft"] = "mean") -> Recipe
     """
     advantage = SoftBaseline(tau, shrink=True, mean=BASELINES[baseline])
     return Recipe(advantage=advantage, ratio=OnPolicy(), gate=ScoreFunction(), aggregate=Mean(TOKEN))
+
+
+@dataclass(frozen=True)
+class GammaWeight(Gate):
+    """w = sg[ρᵏ exp(λ(1 − ρ))] with the gradient of log π: 1 at ρ = 1, falling on both sides; (k, λ) by the sign of A."""
+
+    rise: float = number(2.0, least=0)
+    decay: float = number(3.0, least=0)
+    rise_negative: float = number(3.0, least=0)
+    decay_negative: float = number(2.0, least=0)
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        at = rho.detach().at(TOKEN)
+        power, decay = (
+            where(adv.at(TOKEN) >= 0, up, down)
+            for up, down in ((self.rise, self.rise_negative), (self.decay, self.decay_negative))
+        )
+        log = power * at.clamp(low=1e-8).log() + decay * (1 - at)
+        return log.exp() * score_function(view)
 
 
 def vespo(rise: float = 2.0, decay: float = 3.0, rise_negative: float = 3.0, decay_negative: float = 2.0) -> Recipe:

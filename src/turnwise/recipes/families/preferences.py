@@ -6,44 +6,112 @@ score, and the ranking accuracy of the policy itself.
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.gate import Clip
-from turnwise.algebra.penalty import NegativeLogLikelihood, WeightedPenalty
-from turnwise.algebra.ratio import OnPolicy
-from turnwise.algebra.value import Constant
-from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY
-from turnwise.credit.comparison import GapOrderLoss, RevisionGroups, RevisionLoss
-from turnwise.credit.pair_losses import (
-    BlendedLoss,
-    LogOddsScore,
-    NoiseContrastiveLoss,
-    ProspectLoss,
-    ReverseKLLoss,
-    SortedPreferenceLoss,
-    anchored_loss,
-)
-from turnwise.credit.pairs import DirectionalReward, LabelledPairs, WinRate, answers_from, labelled_from, pairs_from
+from turnwise.algebra.penalty import NegativeLogLikelihood, Penalty, WeightedPenalty
+from turnwise.algebra.piece import NOTHING, MicroBatchView, check
+from turnwise.algebra.ratio import OnPolicy, behaviour
+from turnwise.algebra.reward import NamedReward
+from turnwise.algebra.term import Term
+from turnwise.algebra.value import Constant, Outcome, SumOverTrajectory
+from turnwise.core.batch import Batch
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Partition, where
+from turnwise.core.limits import number
+from turnwise.core.signals import Signal
+from turnwise.credit.fact import Fact
 from turnwise.credit.preference import (
-    FlipCorrected,
-    LabelSmoothed,
+    BestWorstPairs,
+    LabelledPairs,
     LogisticLoss,
     LogRatioScore,
-    MixedReferenceScore,
+    PairLoss,
+    PairSelector,
     PreferenceLoss,
-    SquaredMarginLoss,
-    preference_loss,
+    SeparateLogisticLoss,
+    TrajectoryScore,
+    chosen_and_rejected,
+    logsigmoid,
+    mean_over_pairs,
+    pairs_from,
+    ranking_metrics,
 )
-from turnwise.credit.selectors import BestOfGroup
+from turnwise.credit.selectors import BestOfGroup, FromOrigin, Selector
+from turnwise.errors import nearest
+from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.pairwise import imitating_chosen, of_pairs, penalised
 from turnwise.recipes.recipe import Recipe
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 KIND = Kind.PREFERENCE
 
 INF = float("inf")
+
+
+@dataclass(frozen=True)
+class LabelSmoothed(PairLoss):
+    """(1 − ε) ℓ(w, l) + ε ℓ(l, w): label smoothing for labels that may be wrong."""
+
+    loss: PairLoss
+    eps: float = number(least=0, most=1)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        unflipped = self.loss(chosen, rejected)
+        return (1 - self.eps) * unflipped + self.eps * self.loss(rejected, chosen) if self.eps else unflipped
+
+
+@dataclass(frozen=True)
+class HingeLoss(PairLoss):
+    """max(0, 1 − β(w − l))."""
+
+    beta: float
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return (1 - self.beta * (chosen - rejected)).clamp(min=0.0)
+
+
+@dataclass(frozen=True)
+class SquaredMarginLoss(PairLoss):
+    """(w − l − 1/(2β))²: regresses the margin onto a target."""
+
+    beta: float = number(above=0)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return (chosen - rejected - 1 / (2 * self.beta)) ** 2
+
+
+@dataclass(frozen=True)
+class SeparateSquaredLoss(PairLoss):
+    """(w − 1/(2β))² + (l + 1/(2β))²: regresses each side onto its own target."""
+
+    beta: float = number(above=0)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return (chosen - 0.5 / self.beta) ** 2 + (rejected + 0.5 / self.beta) ** 2
+
+
+KINDS: dict[str, tuple[Callable[[float], PairLoss], TrajectoryScore]] = {
+    "sigmoid": (LogisticLoss, LogRatioScore()),
+    "hinge": (HingeLoss, LogRatioScore()),
+    "ipo": (SquaredMarginLoss, LogRatioScore(mean=True)),
+    "bco": (SeparateLogisticLoss, LogRatioScore()),
+    "sppo": (SeparateSquaredLoss, LogRatioScore()),
+}
+
+
+def preference_loss(kind: str, beta: float, smoothing: float, pairs: PairSelector) -> PreferenceLoss:
+    """The usual losses by name, on the implicit reward."""
+    check(kind in KINDS, f"no kind {kind!r}; {nearest(kind, KINDS)}")
+    loss, score = KINDS[kind]
+    return PreferenceLoss(LabelSmoothed(loss(beta), smoothing), score, pairs)
 
 
 def dpo(
@@ -63,6 +131,21 @@ def dpo(
     """
     selected = pairs_from(pairs)
     return penalised(preference_loss(kind, beta, smoothing, selected), selected)
+
+
+@dataclass(frozen=True)
+class FlipCorrected(PairLoss):
+    """((1 − ε) ℓ(d) − ε ℓ(−d))/(1 − 2ε), d = w − l clipped to ±bound: over labels flipped at rate ε its expectation is
+    the loss of the true labels. Unbounded below without ``bound``."""
+
+    loss: PairLoss
+    flip: float = number(0.1, least=0, below=0.5)
+    bound: float = number(math.inf, above=0, why="inf for none")
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        d = (chosen - rejected).clamp(-self.bound, self.bound)
+        zero = torch.zeros_like(d)
+        return ((1 - self.flip) * self.loss(d, zero) - self.flip * self.loss(zero, d)) / (1 - 2 * self.flip)
 
 
 def rdpo(flip: float = 0.1, beta: float = 0.1, bound: float = INF, pairs: Literal["told", "formed"] = "told") -> Recipe:
@@ -89,6 +172,23 @@ def simpo(beta: float = 2.0, gamma: float = 1.0, pairs: Literal["told", "formed"
     return of_pairs(LogisticLoss(beta, gamma), pairs, LogRatioScore(mean=True, reference=False))
 
 
+@dataclass(frozen=True)
+class MixedReferenceScore(TrajectoryScore):
+    """s = Σₜ log π − (τ/η) log π_ref − (1 − τ/η) log μ: a reference between the frozen policy and the sampler μ."""
+
+    eta: float = number(above=0)
+    tau: float = number(least=0, most="eta")
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({Signal.REFERENCE}) if self.tau else NOTHING
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        share = self.tau / self.eta
+        x = view.logp - (1 - share) * behaviour(view.batch)
+        return (x - share * view[Signal.REFERENCE] if self.tau else x).sum(TRAJECTORY)
+
+
 def inpo(eta: float = 0.0075, tau: float = 0.0025, pairs: Literal["told", "formed"] = "formed") -> Recipe:
     """INPO: self-play toward a Nash policy; squared loss with a reference between the frozen policy and the sampler.
 
@@ -100,6 +200,37 @@ def inpo(eta: float = 0.0075, tau: float = 0.0025, pairs: Literal["told", "forme
     Sure of: the formula (recalled, its fixed point and both limits checked), the constants (recalled).
     """
     return of_pairs(SquaredMarginLoss(eta), pairs, MixedReferenceScore(eta, tau))
+
+
+@dataclass(frozen=True)
+class WinRate(Term):
+    """Mean of P(this trajectory is preferred to another of its group), from the facts ``beats_0``, ``beats_1`` ..., one
+    per other; without them the larger value wins and a tie is ½. 0 without others. At TRAJECTORY."""
+
+    compares_peers = True
+
+    value: Term = field(default_factory=Outcome)
+
+    def __call__(self, batch: Batch) -> Field:
+        ranked = self._ranked(batch)
+        names = sorted(name for name in batch.facts if name.startswith("beats_"))
+        if not names:
+            return ranked
+        recorded = torch.stack([Fact(name, missing=torch.nan)(batch).x for name in names])
+        count = (~recorded.isnan()).sum(0)
+        rate = recorded.nansum(0) / count.clamp(min=1)
+        return Field(batch.tree, TRAJECTORY, torch.where(count > 0, rate.to(ranked.x.dtype), ranked.x))
+
+    def _ranked(self, batch: Batch) -> Field:
+        """(number with a smaller value + ½ of the ties) / number of others: the mean rank among equals."""
+        value, tree = self.value(batch), batch.tree
+        equal = Partition.by(tree, TRAJECTORY, batch.group, torch.unique(value.x, return_inverse=True)[1])
+        sizes = torch.bincount(equal.label, minlength=equal.count).double()  # classes are in order of group, then value
+        before = (sizes.cumsum(0) - sizes)[equal.label]
+        n = tree.size(TRAJECTORY, GROUP).to(torch.float64)
+        group_start = Field(tree, GROUP, n.x.cumsum(0) - n.x)
+        rank = Field(tree, TRAJECTORY, before + (sizes[equal.label] - 1) / 2) - group_start
+        return (rank / (n - 1).clamp(low=1)).to(value.x.dtype)
 
 
 @declares(Kind.CREDIT)
@@ -117,6 +248,65 @@ def spo_minimax(clip: float = 0.2) -> Recipe:
     return Recipe(advantage=Standardise(WinRate()), gate=Clip(clip, clip))
 
 
+ANSWER, REVISES_REJECTED, REVISES_CHOSEN = 0, 1, 2  # the fact ``revises``
+
+
+@dataclass(frozen=True)
+class RevisionGroups(PairSelector):
+    """Groups of six: chosen and rejected (fact ``chosen`` 1, 0), each as an answer, as a revision of the rejected and
+    as a revision of the chosen (fact ``revises`` 0, 1, 2)."""
+
+    requires = frozenset({"pairs", "fact revises"})
+
+    def role(self, batch: Batch, chosen: int, revises: int) -> Field:
+        """Trajectories with these values of the facts ``chosen`` and ``revises``."""
+        chosen_fact, revises_fact = Fact("chosen", missing=-1.0)(batch), Fact("revises", missing=0.0)(batch)
+        return chosen_fact.map(lambda x: x == chosen) & revises_fact.map(lambda x: x == revises)
+
+    def complete(self, batch: Batch) -> Field:
+        """Groups that hold each of the six exactly once. At GROUP."""
+        complete = batch.group.map(lambda x: batch.tree.size(TRAJECTORY, GROUP).x == 6)
+        for chosen in (0, 1):
+            for revises in (ANSWER, REVISES_REJECTED, REVISES_CHOSEN):
+                count = where(self.role(batch, chosen, revises), 1.0, 0.0).sum(GROUP)
+                complete = complete & count.map(lambda n: n == 1)
+        return complete
+
+    def select(self, batch: Batch) -> Field:
+        return self.complete(batch).at(TRAJECTORY)
+
+    def sign(self, batch: Batch) -> Field:
+        """+1 for the chosen answer, −1 for the rejected answer, 0 for revisions."""
+        winner, loser = (where(self.role(batch, chosen, ANSWER), 1.0, 0.0) for chosen in (1, 0))
+        return where(self.complete(batch), winner - loser, 0.0)
+
+
+@dataclass(frozen=True)
+class RevisionLoss(Penalty):
+    """(1 − α)(½ − (β/2)[r(w|l) − r(l|w) + r(w) − r(l)])² + α[(½ − β[r(w|l) − r(l|l)])² + (½ − β[r(w|w) − r(l|w)])²]
+
+    w, l: chosen and rejected; r(a|b): the score of a as a revision of b, r(a) as an answer. The first part trains
+    answers that leave little to revise, the second trains the reviser: one network, two prompts. At GROUP."""
+
+    beta: float = 0.1
+    alpha: float = number(0.5, least=0, most=1)
+    score: TrajectoryScore = field(default_factory=LogRatioScore)
+    pairs: RevisionGroups = field(default_factory=RevisionGroups)
+
+    couples_trajectories = True
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        score = self.score(view)
+        part = lambda chosen, revises: where(self.pairs.role(view.batch, chosen, revises), score, 0.0).sum(GROUP)  # noqa: E731
+        (w, l), (w_l, l_l), (w_w, l_w) = ((part(1, b), part(0, b)) for b in (ANSWER, REVISES_REJECTED, REVISES_CHOSEN))  # noqa: E741
+        answers = (0.5 - self.beta / 2 * (w_l - l_w + w - l)) ** 2
+        reviser = (0.5 - self.beta * (w_l - l_l)) ** 2 + (0.5 - self.beta * (w_w - l_w)) ** 2
+        return (1 - self.alpha) * answers + self.alpha * reviser
+
+    def metrics(self, view: MicroBatchView) -> Mapping[str, Tensor]:
+        return mean_over_pairs(ranking_metrics(view, self.pairs, self.score))
+
+
 def srpo(beta: float = 0.1, alpha: float = 0.5) -> Recipe:
     """SRPO (self-improving): trains answers and revisions jointly, so that little is left to revise.
 
@@ -130,6 +320,34 @@ def srpo(beta: float = 0.1, alpha: float = 0.5) -> Recipe:
     """
     cost = WeightedPenalty(1.0, RevisionLoss(beta, alpha), Mean(GROUP), rows=RevisionGroups())
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(cost,))
+
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class GapOrderLoss(Penalty):
+    """−log σ(m − m′), m = β(s(chosen) − s(rejected)), mean over all ordered couples of pairs of one ``family`` in which
+    the first has the larger ``gap``: a larger quality gap must have a larger margin. ``family`` and ``gap`` are facts.
+    At BATCH."""
+
+    requires = frozenset({"fact family", "fact gap"})
+
+    beta: float = 0.1
+    pairs: PairSelector = field(default_factory=LabelledPairs)
+    score: TrajectoryScore = field(default_factory=LogRatioScore)
+
+    couples_trajectories = True
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        sign = self.pairs.sign(view.batch)
+        chosen, rejected = chosen_and_rejected(self.score(view), sign)
+        has_pair = (where(sign > 0, 1.0, 0.0).sum(GROUP) > 0).x
+        margin = self.beta * (chosen - rejected).x[has_pair]
+        family, gap = (Fact(name, missing=NAN)(view.batch).max(GROUP).x[has_pair] for name in ("family", "gap"))
+        ordered = (family[:, None] == family[None, :]) & (gap[:, None] > gap[None, :])
+        cost = -torch.nn.functional.logsigmoid(margin[:, None] - margin[None, :])[ordered]
+        return Field(view.batch.tree, BATCH, (cost.sum() / max(1, cost.numel())).reshape(1))
 
 
 def mapl(beta: float = 0.1, intra: float = 1.0, inter: float = 1.0) -> Recipe:
@@ -148,6 +366,36 @@ def mapl(beta: float = 0.1, intra: float = 1.0, inter: float = 1.0) -> Recipe:
     prompts = WeightedPenalty(intra, PreferenceLoss(LogisticLoss(beta), pairs=within), Mean(GROUP), rows=within)
     wider = WeightedPenalty(inter, GapOrderLoss(beta, across), Mean(GROUP), rows=across)
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(base, prompts, wider))
+
+
+ANSWERS: dict[str, Selector] = {"told": FromOrigin("expert"), "formed": FromOrigin("policy")}
+
+
+def answers_from(source: str) -> Selector:
+    """Whose answers are picked from: ``told`` are those of the data, ``formed`` the policy's own."""
+    check(source in ANSWERS, f"no source of answers {source!r}; {nearest(source, ANSWERS)}")
+    return ANSWERS[source]
+
+
+@dataclass(frozen=True)
+class DirectionalReward(Term):
+    """vᵀr: the named rewards of a trajectory along the direction v its prompt asks for, the facts ``toward_NAME``."""
+
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check(bool(self.names), "no reward is named; write at least one")
+
+    @property
+    def requires(self) -> frozenset[str]:
+        each = {f"{kind}{name}" for name in self.names for kind in ("reward ", "fact toward_")}
+        return frozenset(
+            each | {f"ratings {' '.join(self.names)}"}
+        )  # in this order: the data source draws directions over them
+
+    def __call__(self, batch: Batch) -> Field:
+        parts = [Fact(f"toward_{name}")(batch) * SumOverTrajectory(NamedReward(name))(batch) for name in self.names]
+        return sum(parts[1:], parts[0])
 
 
 def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity"), answers: Literal["told", "formed"] = "told") -> Recipe:
@@ -170,6 +418,18 @@ def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity"), answers: Literal[
 # ------------------------------------------------------------- losses of one pair
 
 
+@dataclass(frozen=True)
+class ReverseKLLoss(PairLoss):
+    """KL(q ‖ p) of two outcomes: q = (σ(βd), σ(−βd)) is the policy's, p = (1 − ε, ε) the label's."""
+
+    beta: float
+    eps: float = number(1e-3, above=0, below=1, why="the label's probability of being wrong")
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        right, wrong = (logsigmoid(sign * self.beta * (chosen - rejected)) for sign in (1, -1))
+        return right.exp() * (right - math.log(1 - self.eps)) + wrong.exp() * (wrong - math.log(self.eps))
+
+
 def exo(beta: float = 0.1, eps: float = 1e-3, pairs: Literal["told", "formed"] = "told") -> Recipe:
     """EXO: reverse KL from the policy's probability of the order to the label's, instead of DPO's forward KL.
 
@@ -183,6 +443,17 @@ def exo(beta: float = 0.1, eps: float = 1e-3, pairs: Literal["told", "formed"] =
     return of_pairs(ReverseKLLoss(beta, eps), pairs)
 
 
+@dataclass(frozen=True)
+class NoiseContrastiveLoss(PairLoss):
+    """−log σ(βw) − ½ log σ(−βw) − ½ log σ(−βl): each side is told apart from the reference, so the chosen cannot fall."""
+
+    beta: float
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        w, r = self.beta * chosen, self.beta * rejected
+        return -logsigmoid(w) - 0.5 * (logsigmoid(-w) + logsigmoid(-r))
+
+
 def nca(beta: float = 0.1, pairs: Literal["told", "formed"] = "told") -> Recipe:
     """NCA: noise contrastive alignment; classifies each answer against the reference, so the chosen does not get rarer.
 
@@ -194,6 +465,35 @@ def nca(beta: float = 0.1, pairs: Literal["told", "formed"] = "told") -> Recipe:
     Sure of: the formula (released code of a public trainer).
     """
     return of_pairs(NoiseContrastiveLoss(beta), pairs)
+
+
+@dataclass(frozen=True)
+class AnchoredUpLoss(PairLoss):
+    """1 − σ(βw) + σ(βl): the chosen rises and the rejected falls, each against the reference."""
+
+    beta: float
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return torch.sigmoid(-self.beta * chosen) + torch.sigmoid(self.beta * rejected)
+
+
+@dataclass(frozen=True)
+class AnchoredDownLoss(PairLoss):
+    """σ(βw) + 1 − σ(β(w − l)): both fall, the rejected more; for data worse than the model."""
+
+    beta: float
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return torch.sigmoid(self.beta * chosen) + torch.sigmoid(-self.beta * (chosen - rejected))
+
+
+ANCHORS: dict[str, Callable[[float], PairLoss]] = {"zero": AnchoredUpLoss, "down": AnchoredDownLoss}
+
+
+def anchored_loss(anchor: str, beta: float) -> PairLoss:
+    """``zero``: the chosen rises, the rejected falls; ``down``: both fall, the rejected more."""
+    check(anchor in ANCHORS, f"no anchor {anchor!r}; {nearest(anchor, ANCHORS)}")
+    return ANCHORS[anchor](beta)
 
 
 def apo(
@@ -210,6 +510,19 @@ def apo(
     return of_pairs(anchored_loss(anchor, beta), pairs)
 
 
+@dataclass(frozen=True)
+class BlendedLoss(PairLoss):
+    """(1 − m)(−log σ(x)) + m exp(−x), x = βd, m = σ(x/τ): logistic for wrong orders, exponential for right ones."""
+
+    beta: float
+    tau: float = number(0.05, above=0)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        x = self.beta * (chosen - rejected)
+        blend = torch.sigmoid(x / self.tau)
+        return -logsigmoid(x) * (1 - blend) + torch.exp(-x) * blend
+
+
 def discopop(beta: float = 0.05, tau: float = 0.05, pairs: Literal["told", "formed"] = "told") -> Recipe:
     """DiscoPOP: a discovered blend of the logistic and the exponential loss.
 
@@ -220,6 +533,37 @@ def discopop(beta: float = 0.05, tau: float = 0.05, pairs: Literal["told", "form
     Sure of: the formula (paper text, released code of a public trainer).
     """
     return of_pairs(BlendedLoss(beta, tau), pairs)
+
+
+@dataclass(frozen=True)
+class SortedPreferenceLoss(Penalty):
+    """Loss of sorted scores: the k-th smallest of one side against the k-th smallest of the other, over all pairs of a step.
+
+    First-order stochastic dominance instead of an order within each pair. ``paired``: the margins of the policy against the
+    margins of the reference; otherwise the chosen against the rejected."""
+
+    reads = frozenset({Signal.REFERENCE})
+
+    loss: PairLoss
+    paired: bool = True
+    pairs: PairSelector = field(default_factory=LabelledPairs)
+
+    couples_trajectories = True
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        sign = self.pairs.sign(view.batch)
+        policy, frozen = (chosen_and_rejected(x.sum(TRAJECTORY), sign) for x in (view.logp, view[Signal.REFERENCE]))
+        if self.paired:
+            left, right = policy[0] - policy[1], frozen[0] - frozen[1]
+        else:
+            left, right = policy[0] - frozen[0], policy[1] - frozen[1]
+        real = (where(sign > 0, 1.0, 0.0).sum(GROUP) > 0).x
+        costs = torch.zeros_like(left.x)
+        costs[real] = self.loss(left.x[real].sort().values, right.x[real].sort().values)
+        return Field(left.tree, GROUP, costs)
+
+    def metrics(self, view: MicroBatchView) -> Mapping[str, Tensor]:
+        return mean_over_pairs(ranking_metrics(view, self.pairs, LogRatioScore()))
 
 
 def aot(
@@ -240,6 +584,54 @@ def aot(
     return penalised(cost, selected)
 
 
+@dataclass(frozen=True)
+class LabelledAnswers(PairSelector):
+    """Every trajectory with the fact ``chosen``, 1 (good) or 0 (bad): both sides of a pair, or answers without another side."""
+
+    requires = frozenset({"pairs", "labels"})
+
+    def sign(self, batch: Batch) -> Field:
+        label = Fact("chosen", missing=-1.0)(batch)
+        return where(label.map(lambda x: x == 1), 1.0, where(label.map(lambda x: x == 0), -1.0, 0.0))
+
+
+@dataclass(frozen=True)
+class ProspectLoss(Penalty):
+    """λ_D (1 − σ(β(s − z))) of a chosen trajectory, λ_U (1 − σ(β(z − s))) of a rejected one; z = [mean of s over both]₊.
+
+    s is the log-ratio to the reference; z, the point of no gain and no loss, has no gradient. At TRAJECTORY."""
+
+    reads = frozenset({Signal.REFERENCE})
+
+    beta: float = number(above=0)
+    desirable: float = 1.0
+    undesirable: float = 1.0
+    pairs: PairSelector = field(default_factory=LabelledPairs)
+
+    couples_trajectories = True
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        sign = self.pairs.sign(view.batch)
+        score = LogRatioScore()(view)
+        labelled = where(sign.abs() > 0, 1.0, 0.0)
+        centre = ((labelled * score.detach()).sum(BATCH) / labelled.sum(BATCH).clamp(low=1.0)).clamp(low=0.0)
+        cost = (sign.to(score.x.dtype) * (score - centre)).map(lambda x: torch.sigmoid(-self.beta * x))
+        return cost * where(sign > 0, self.desirable, self.undesirable)
+
+    def metrics(self, view: MicroBatchView) -> Mapping[str, Tensor]:
+        pairs = LabelledPairs() if isinstance(self.pairs, LabelledAnswers) else self.pairs
+        return mean_over_pairs(ranking_metrics(view, pairs, LogRatioScore()))
+
+
+LABELLED: dict[str, PairSelector] = {"told": LabelledAnswers(), "formed": BestWorstPairs()}
+
+
+def labelled_from(source: str) -> PairSelector:
+    """As ``pairs_from``, and answers of the data that are labelled one by one."""
+    check(source in LABELLED, f"no source of labelled answers {source!r}; {nearest(source, LABELLED)}")
+    return LABELLED[source]
+
+
 def kto(
     beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0, pairs: Literal["told", "formed"] = "told"
 ) -> Recipe:
@@ -256,6 +648,15 @@ def kto(
     selected = labelled_from(pairs)
     cost = ProspectLoss(beta, desirable, undesirable, selected)
     return penalised(cost, selected, Mean(TRAJECTORY))
+
+
+@dataclass(frozen=True)
+class LogOddsScore(TrajectoryScore):
+    """s = log p/(1 − p), p the geometric mean of the token probabilities; without a reference."""
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        mean = view.logp.mean(TRAJECTORY).clamp(high=-1e-6)
+        return mean - mean.map(lambda x: torch.log(-torch.expm1(x)))
 
 
 def orpo(weight: float = 0.1, pairs: Literal["told", "formed"] = "told") -> Recipe:

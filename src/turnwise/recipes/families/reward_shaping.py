@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.gate import Clip
+from turnwise.algebra.peers import SameTokenIndex
 from turnwise.algebra.penalty import KL, WeightedPenalty
-from turnwise.algebra.value import Outcome, SpreadTo
-from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY
-from turnwise.credit.effective_rank import CappedBonus, EffectiveRankPotential
+from turnwise.algebra.piece import State, StepView, check
+from turnwise.algebra.term import Term
+from turnwise.algebra.value import Outcome, SpreadTo, SumToGo, is_last
+from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import number
+from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
-from turnwise.credit.modes import CheapestModePays
-from turnwise.credit.peers import SameTokenIndex
-from turnwise.credit.selectors import FromOrigin, Not, OnSelected, SelectedPeers
-from turnwise.credit.self_imitation import (
-    CosineWarmup,
-    DropHighCovariance,
-    NonNegativeReplay,
-    PastMedian,
-    RecalibratedReturn,
-    ReplayLoss,
-    ToolCallBonus,
-)
-from turnwise.credit.shaping import (
-    FlawPenalisedOutcome,
-    FlowOutlierScore,
-    GroupContrast,
-    NormalisedLength,
-    QuestionReward,
-    ShapleyInformationGain,
-    TokenEntropyReward,
-    ToolEfficiencyReward,
-    UsedAction,
-)
-from turnwise.credit.tracker import DriftSinceVisit, RetentionByDrift, Solved, SuccessTracker
-from turnwise.credit.turns import SumToGo
+from turnwise.credit.selectors import FromOrigin, Not, OnSelected, SelectedPeers, Selector
+from turnwise.credit.self_imitation import CosineWarmup, DropHighCovariance, PastMedian, ReplayLoss, ToolCallBonus
+from turnwise.credit.tracker import Solved, SuccessTracker, task_keys
 from turnwise.data.replay import RecentBuffer
+from turnwise.maths.lazy_torch import torch
+from turnwise.maths.segments import rank_by_value
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies.modes import ForcedModes
@@ -45,6 +34,53 @@ from turnwise.tasks.samplers import CyclePool, UncertaintySampler
 KIND = Kind.CREDIT
 
 # --------------------------------------------------------------- between the steps
+
+
+@dataclass(frozen=True)
+class RetentionByDrift(Term):
+    """ρ = clip(2^{−D/half}, low, high): the share of a tracker's counts kept after a policy drift D."""
+
+    drift: Term
+    half: float = number(0.06, above=0, why="the drift that halves the counts")
+    low: float = number(0.875, least=0, most="high")
+    high: float = number(0.96, most=1)
+
+    def __call__(self, batch: Batch) -> Field:
+        return self.drift(batch).map(lambda d: torch.exp2(-d / self.half)).clamp(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class DriftSinceVisit(Term):
+    """D = Σ over the steps since a task was last visited of mean |log π − log π_previous|; 0 for a new task. At GROUP.
+
+    By the triangle inequality it is at least the mean |log π − log π_then| it stands for, had each step's batch shown
+    the same tokens. No old trajectory has to be stored and scored again."""
+
+    reads = frozenset({Signal.PROXIMAL, Signal.PREVIOUS})
+
+    updates_after_credit = True
+
+    def initial_state(self) -> State:
+        return {"travelled": 0.0, "tasks": {}}
+
+    def memory_columns(self, state: State, batch: Batch) -> dict[object, Field]:
+        then = [state["tasks"].get(task, float("nan")) for task in task_keys(batch)]
+        return {
+            (self, "travelled"): batch.tree.full(BATCH, state["travelled"], torch.float64),
+            (self, "then"): batch.tree.field(GROUP, then, torch.float64),
+        }
+
+    def _now(self, batch: Batch) -> Field:
+        step = (batch[Signal.PROXIMAL] - batch[Signal.PREVIOUS]).abs().mean(BATCH)
+        return batch[self, "travelled"] + step.to(torch.float64)
+
+    def next_state(self, state: State, view: StepView) -> State:
+        now = float(self._now(view.batch).item)
+        return {"travelled": now, "tasks": {**state["tasks"], **dict.fromkeys(task_keys(view.batch), now)}}
+
+    def __call__(self, batch: Batch) -> Field:
+        at_visit = batch[self, "then"]
+        return where(at_visit.map(torch.isnan), 0.0, self._now(batch) - at_visit)
 
 
 def spo_single(
@@ -80,6 +116,42 @@ def spo_single(
     )
 
 
+@dataclass(frozen=True)
+class RecalibratedReturn(Term):
+    """value − baseline, the advantage of a replayed trajectory today; ``scale`` divides by spread + ε."""
+
+    value: Term
+    baseline: Term
+    spread: Term
+    scale: bool = False
+    eps: float = 1e-6
+
+    def __call__(self, batch: Batch) -> Field:
+        advantage = self.value(batch) - self.baseline(batch)
+        return advantage / (self.spread(batch) + self.eps) if self.scale else advantage
+
+
+@dataclass(frozen=True)
+class NonNegativeReplay(Selector):
+    """Replayed trajectories at most ``oldest`` steps old with a mean advantage ≥ 0: the largest power of two of them,
+    at most ``size``, in the order of their seeds."""
+
+    requires = frozenset({"replay"})
+
+    oldest: int = number(5, least=0)
+    size: int = number(2048, least=1)
+
+    def select(self, batch: Batch) -> Field:
+        tree = batch.tree
+        good = (batch[Column.ADVANTAGE].at(TOKEN).mean(TRAJECTORY) >= 0) & (tree.size(TOKEN, TRAJECTORY) > 0)
+        eligible = (batch.replayed & good & (Fact("age", missing=0.0)(batch) <= self.oldest)).x
+        limit = min(int(eligible.sum()), self.size)
+        number = 1 << (limit.bit_length() - 1) if limit else 0
+        order = torch.where(eligible, batch.seed.x, torch.iinfo(torch.int64).max)
+        kept = torch.zeros_like(eligible).index_fill(0, torch.argsort(order, stable=True)[:number], True)
+        return Field(tree, TRAJECTORY, kept)
+
+
 @declares(Kind.DATA)
 def spear(
     gamma: float = 1.0, warm: float = 100.0, horizon: float = 200.0, oldest: int = 5, size: int = 2048,
@@ -113,6 +185,77 @@ def spear(
 # ------------------------------------------------------------------ hidden states
 
 
+SIGNALS = {
+    "push": Signal.EFFECTIVE_RANK_ACCELERATION,
+    "speed": Signal.EFFECTIVE_RANK_VELOCITY,
+    "rank": Signal.EFFECTIVE_RANK,
+}
+
+
+@dataclass(frozen=True)
+class EffectiveRankPotential(Term):
+    """Φ = Σ w tanh(rel), rel = clip((x − μ)/(|μ| + ε), ±5) of acceleration, velocity and rank against their running
+    means μ.
+
+    w = β · explore + (1 − β) · exploit, β = σ(sharpness · rel of the acceleration). μ ← (1 − rate) μ + rate · batch
+    mean, after the batch is credited; before the first batch Φ = 0. At TRAJECTORY."""
+
+    reads = frozenset(SIGNALS.values())
+
+    rate: float = number(0.3, least=0, most=1)
+    sharpness: float = 2.0
+    explore: tuple[float, ...] = (0.0, 0.0, 1.0)
+    exploit: tuple[float, ...] = (0.0, 1.0, 0.0)
+    eps: float = 1e-6
+
+    updates_after_credit = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, weights in (("explore", self.explore), ("exploit", self.exploit)):
+            check(len(weights) == 3, f"{name} has {len(weights)} weights; write three: of push, speed and rank")
+
+    def initial_state(self) -> State:
+        return {"seen": 0.0, **dict.fromkeys(SIGNALS, 0.0)}
+
+    def next_state(self, state: State, view: StepView) -> State:
+        batch = view.batch
+        has_tokens = where(batch.tree.size(TOKEN, TRAJECTORY) > 0, 1.0, 0.0)
+        count = float(has_tokens.sum(BATCH).item)
+        if not count:
+            return state
+        mean = {name: float((has_tokens * batch[s]).sum(BATCH).item) / count for name, s in SIGNALS.items()}
+        step = self.rate if state["seen"] else 1.0
+        return {"seen": 1.0, **{name: (1 - step) * state[name] + step * mean[name] for name in SIGNALS}}
+
+    def __call__(self, batch: Batch) -> Field:
+        relative = []
+        for name, signal in SIGNALS.items():
+            mu = batch[self, name]
+            relative.append(((batch[signal].to(torch.float64) - mu) / (mu.abs() + self.eps)).clamp(-5.0, 5.0))
+        beta = (self.sharpness * relative[0]).map(torch.sigmoid)
+        phi = batch.tree.full(TRAJECTORY, 0.0, torch.float64)
+        for x, up, down in zip(relative, self.explore, self.exploit):
+            phi = phi + (beta * up + (1 - beta) * down) * x.map(torch.tanh)
+        return where(batch[self, "seen"] > 0, phi, 0.0)
+
+
+@dataclass(frozen=True)
+class CappedBonus(Term):
+    """A + min(max(bonus, 0), |A|/κ): for κ > 1 the sign stays. Only at a trajectory's last token, or at
+    ``every_token``."""
+
+    term: Term
+    bonus: Term
+    kappa: float = number(2.0, above=0, why="inf for no bonus")
+    every_token: bool = False
+
+    def __call__(self, batch: Batch) -> Field:
+        a = self.term(batch)
+        shaped = a + self.bonus(batch).clamp(low=0.0).minimum(a.abs() / self.kappa)
+        return shaped if self.every_token else where(Field(batch.tree, TOKEN, is_last(batch, TOKEN)), shaped, a)
+
+
 def verl_rank(
     follow: float = 0.3,
     sharpness: float = 2.0,
@@ -140,6 +283,24 @@ def verl_rank(
     )
 
 
+@dataclass(frozen=True)
+class FlowOutlierScore(Term):
+    """Distance of a token's hidden states from the flow of good ones, rescaled to [0, 1] within its trajectory; kept
+    only above ``threshold`` and for the ``top`` highest (earlier ones first), else 0. At TOKEN."""
+
+    reads = frozenset({Signal.FLOW_DEVIATION})
+
+    threshold: float = number(0.6, least=0, most=1)
+    top: int = number(15, least=0)
+
+    def __call__(self, batch: Batch) -> Field:
+        tree, raw = batch.tree, batch[Signal.FLOW_DEVIATION].to(torch.float64)
+        low, high = raw.min(TRAJECTORY), raw.max(TRAJECTORY)
+        score = where(high > low, (raw - low) / where(high > low, high - low, 1.0), 0.0)
+        rank = rank_by_value(-score.x, tree.ancestor(TOKEN, TRAJECTORY), tree.count(TRAJECTORY))
+        return where((score > self.threshold) & Field(tree, TOKEN, rank < self.top), score, 0.0)
+
+
 def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float = 0.2, dual: float = 3.0) -> Recipe:
     """RLFR (last layer, flow fitted during the run): penalises tokens whose hidden states leave the flow of good reasoning.
 
@@ -161,6 +322,51 @@ def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float 
 # ---------------------------------------------------------------- shaped outcomes
 
 
+@dataclass(frozen=True)
+class UsedAction(Term):
+    """1 for a trajectory that used the auxiliary action: the fact ``action`` where recorded, else whether it called a
+    tool."""
+
+    requires = frozenset({"tools"})
+
+    def __call__(self, batch: Batch) -> Field:
+        called = where(batch.tool_calls.max(TRAJECTORY) > 0, 1.0, 0.0)
+        if "action" not in batch.facts:
+            return called
+        recorded = Fact("action")(batch)
+        return where(recorded.map(torch.isnan), called, where(recorded > 0, 1.0, 0.0))
+
+
+@dataclass(frozen=True)
+class GroupContrast(Term):
+    """±1 for trajectories that ``used`` the action, 0 for the others: + where the users' mean return in the group
+    exceeds that of the others by more than ``threshold``, − where it falls short by more. 0 where all or none used
+    it."""
+
+    compares_peers = True
+
+    used: Term
+    threshold: float = number(0.0, least=0)
+
+    def __call__(self, batch: Batch) -> Field:
+        outcome = batch.reward.sum(TRAJECTORY).to(torch.float64)
+        used = where(self.used(batch) > 0, 1.0, 0.0)
+        mean = lambda who: (who * outcome).sum(GROUP) / who.sum(GROUP).clamp(low=1.0)  # noqa: E731
+        gap = mean(used) - mean(1 - used)
+        both = (used.sum(GROUP) > 0) & ((1 - used).sum(GROUP) > 0)
+        return used * where(both & (gap.abs() > self.threshold), gap.map(torch.sign), 0.0)
+
+
+@dataclass(frozen=True)
+class NormalisedLength(Term):
+    """min(1, n / longest), n the sampled tokens of a trajectory."""
+
+    longest: int = number(1024, least=1)
+
+    def __call__(self, batch: Batch) -> Field:
+        return (batch.tree.size(TOKEN, TRAJECTORY).to(torch.float64) / self.longest).clamp(high=1.0)
+
+
 def gcpo(
     threshold: float = 0.0, length: float = 1.0, longest: int = 1024, form: float = 1.0, clip: float = 0.2
 ) -> Recipe:
@@ -180,6 +386,54 @@ def gcpo(
         + form * Fact("format", missing=0.0)
     )
     return Recipe(advantage=Standardise(shaped), gate=Clip(clip, clip))
+
+
+@dataclass(frozen=True)
+class ShapleyInformationGain(Term):
+    """G = Σ ω over the pieces of information in the answer to a question; 0 for turns that ask nothing. At TURN.
+
+    ω = softmax(φ / temperature), φₖ the Shapley value of piece k, the fact ``worth k`` of the trajectory, k = 0, 1 …;
+    the turn fact ``uncovered`` has bit k set for each piece k in the answer. ``first_time_only``: pieces from earlier
+    turns do not count."""
+
+    requires = frozenset({"turn fact question", "turn fact uncovered", "fact worth 0"})
+
+    temperature: float = number(2.0, above=0)
+    first_time_only: bool = False
+
+    def __call__(self, batch: Batch) -> Field:
+        count = sum(name.startswith("worth ") for name in batch.facts)
+        values = [Fact(f"worth {k}", missing=-torch.inf)(batch) for k in range(count)] or [Fact("worth 0")(batch)]
+        weight = torch.softmax(torch.stack([w.x for w in values]) / self.temperature, 0).nan_to_num(0.0)
+        asked = where(Fact("question", TURN, missing=0.0)(batch) > 0, 1.0, 0.0)
+        bits = Fact("uncovered", TURN, missing=0.0)(batch).to(torch.int64)
+        gain = batch.tree.full(TURN, 0.0, torch.float64)
+        for k in range(count):  # over pieces of information; turns are vectorised
+            answered = asked * bits.map(lambda b: (b >> k) & 1)  # noqa: B023
+            if self.first_time_only:
+                answered = where(answered.running_sum(TRAJECTORY) - answered > 0, 0.0, answered)
+            gain = gain + answered * Field(batch.tree, TRAJECTORY, weight[k])
+        return gain
+
+
+@dataclass(frozen=True)
+class QuestionReward(Term):
+    """Reward of each token of a turn: α G + β G · solved for a question, γ · solved for the answer, both plus ``form``
+    times the turn fact ``format``; 0 for other turns. At TURN."""
+
+    requires = frozenset({"turn fact question", "turn fact answer"})
+
+    gain: Term
+    alpha: float = 2.0
+    beta: float = 1.0
+    gamma: float = 3.0
+    form: float = 1.0
+
+    def __call__(self, batch: Batch) -> Field:
+        fact = lambda name: Fact(name, TURN, missing=0.0)(batch)  # noqa: E731
+        gain, solved, form = self.gain(batch), Solved()(batch), self.form * fact("format")
+        question_reward = self.alpha * gain + self.beta * gain * solved + form
+        return where(fact("question") > 0, question_reward, where(fact("answer") > 0, self.gamma * solved + form, 0.0))
 
 
 def promed(
@@ -212,6 +466,22 @@ def promed(
     )
 
 
+@dataclass(frozen=True)
+class FlawPenalisedOutcome(Term):
+    """+1 for a solved trajectory, −1 for a failed one; a solved one with an error in its reasoning loses ``penalty``.
+
+    The fact ``error`` is the position of the error, −1 for none; failed trajectories need not be checked."""
+
+    requires = frozenset({"fact error"})
+
+    penalty: float = number(1.0, least=0)
+
+    def __call__(self, batch: Batch) -> Field:
+        solved = Solved()(batch)
+        deduction = where(Fact("error", missing=-1.0)(batch) >= 0, self.penalty, 0.0)
+        return 2 * solved - 1 - solved * deduction
+
+
 def fapo(penalty: float = 1.0, low: float = 0.2, high: float = 0.28, dual: float | None = 10.0) -> Recipe:
     """FAPO: penalises right answers with flawed reasoning, by the verdict of a reward model or of the environment.
 
@@ -228,6 +498,47 @@ def fapo(penalty: float = 1.0, low: float = 0.2, high: float = 0.28, dual: float
     )
 
 
+def _calls(batch: Batch) -> Field:
+    return batch.tool_calls.to(torch.float64).sum(TRAJECTORY)
+
+
+@dataclass(frozen=True)
+class ToolEfficiencyReward(Term):
+    """scale · f for solved trajectories, 0 for others, from m tool calls and n, the fewest that ever solved the task.
+
+    f = sin(π m / (m + n)), which is 1 at m = n; where n = 0, cos(π m / (2m + slack)). ``cosine_only``: always the
+    cosine."""
+
+    requires = frozenset({"tools"})
+
+    scale: float = 1.0
+    slack: float = number(4.0, above=0)
+    cosine_only: bool = False
+
+    def initial_state(self) -> State:
+        return {"tasks": {}}
+
+    def next_state(self, state: State, view: StepView) -> State:
+        batch = view.batch
+        least_calls = where(Solved()(batch) > 0, _calls(batch), torch.inf).min(GROUP)
+        fewest = dict(state["tasks"])
+        for task, n in zip(task_keys(batch), least_calls.x.tolist()):
+            if math.isfinite(n):
+                fewest[task] = min(n, fewest.get(task, n))
+        return {"tasks": fewest}
+
+    def memory_columns(self, state: State, batch: Batch) -> dict[object, Field]:
+        fewest = [state["tasks"].get(task, 0.0) for task in task_keys(batch)]
+        return {(self, "fewest"): batch.tree.field(GROUP, fewest, torch.float64)}
+
+    def __call__(self, batch: Batch) -> Field:
+        m, n = _calls(batch), batch[self, "fewest"]
+        cosine = (math.pi * m / (2 * m + self.slack)).map(torch.cos)
+        sine = (math.pi * m / (m + n).clamp(low=1.0)).map(torch.sin)
+        factor = cosine if self.cosine_only else where(n > 0, sine, cosine)
+        return self.scale * factor * Solved()(batch)
+
+
 def otc(alpha: float = 1.0, slack: float = 4.0, alone: bool = False, clip: float = 0.2, pool: int = 128) -> Recipe:
     """OTC: scales the reward of a solved task by how close its tool calls are to the fewest that ever solved it.
 
@@ -242,6 +553,27 @@ def otc(alpha: float = 1.0, slack: float = 4.0, alone: bool = False, clip: float
     return Recipe(
         advantage=Standardise(ToolEfficiencyReward(alpha, slack, alone)), gate=Clip(clip, clip), sampler=CyclePool(pool)
     )
+
+
+@dataclass(frozen=True)
+class CheapestModePays(Term):
+    """R for the cheapest mode, mode 0, and on hard tasks; R·(1 − p^α) for another mode on an easy one. A task is easy if forced
+    rollouts of mode 0 succeed at a rate of at least ``easy``; p is the success rate of all forced rollouts. R is an outcome
+    between 0 and 1; without forced rollouts every mode gets it. At TRAJECTORY."""
+
+    alpha: float = number(2.0, above=0)
+    easy: float = number(0.5, above=0, most=1)
+
+    def __call__(self, batch: Batch) -> Field:
+        outcome = batch.reward.sum(TRAJECTORY)
+        mode, forced = Fact("mode", missing=0.0)(batch), Fact("forced", missing=0.0)(batch) > 0.5
+        cheapest = mode.map(lambda x: x == 0)
+        right, every = where(outcome > 0, 1.0, 0.0), where(forced, 1.0, 0.0)
+        cheap = where(cheapest, every, 0.0)
+        rate = lambda rows: (rows * right).sum(GROUP) / rows.sum(GROUP).clamp(low=1.0)  # noqa: E731
+        charged = 1 - rate(every).map(lambda p: torch.pow(p, self.alpha))
+        factor = where(rate(cheap) >= self.easy, where(cheapest, 1.0, charged), 1.0)
+        return outcome * factor
 
 
 def a2fm(
@@ -262,6 +594,26 @@ def a2fm(
         gate=Clip(clip, clip),
         strategy=ForcedModes(openings, forced),
     )
+
+
+@dataclass(frozen=True)
+class TokenEntropyReward(Term):
+    """helpful · H / max H − stable · |H − mean H| in the group, H the entropy of the token frequencies of a
+    trajectory."""
+
+    compares_peers = True
+
+    helpful: float = 1.0
+    stable: float = 1.0
+
+    def __call__(self, batch: Batch) -> Field:
+        tree = batch.tree
+        one = tree.full(TOKEN, 1.0, torch.float64)
+        same = Partition.by(tree, TOKEN, tree.ancestor(TOKEN, TRAJECTORY), batch.token)
+        h = -(one.sum(same) / one.sum(TRAJECTORY)).log().mean(TRAJECTORY)
+        top = h.max(GROUP)
+        richness = where(top > 0, h / where(top > 0, top, 1.0), 0.0)
+        return self.helpful * richness - self.stable * (h - h.mean(GROUP)).abs()
 
 
 def information_consistency(helpful: float = 1.0, stable: float = 1.0, clip: float = 0.2) -> Recipe:

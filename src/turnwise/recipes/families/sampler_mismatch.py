@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
-from turnwise.algebra.factor import TruncatedImportance
-from turnwise.algebra.gate import CappedWeight, Clip
-from turnwise.algebra.layer_noise import LayerNoise
-from turnwise.algebra.mask import MismatchKLBelow, MismatchWithin, OffPolicySequenceMask, OneSided, TokenVeto
-from turnwise.algebra.ratio import Importance
-from turnwise.core.levels import TOKEN, TRAJECTORY
+from turnwise.algebra.gate import CappedWeight, Clip, TruncatedImportance
+from turnwise.algebra.gradient import LayerNoise
+from turnwise.algebra.mask import Mask, MismatchWithin, OneSided
+from turnwise.algebra.piece import MicroBatchView
+from turnwise.algebra.ratio import Importance, mismatch, moved
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field
+from turnwise.core.signals import Signal
+from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.precision import Precision
@@ -116,6 +120,18 @@ def geo_rs(low: float = 0.999, high: float = 1.001) -> Recipe:
     )
 
 
+@dataclass(frozen=True)
+class MismatchKLBelow(Mask):
+    """Trajectories whose mean k3 of learner against sampler, mean (ρ − 1 − log ρ), is at most ``limit``."""
+
+    reads = frozenset({Signal.PROXIMAL})
+
+    limit: float = 1e-2
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return mismatch(view).map(lambda x: torch.expm1(x) - x).mean(TRAJECTORY) <= self.limit
+
+
 def k3_rs(limit: float = 1e-2) -> Recipe:
     """K3-RS: rejects trajectories by the k3 estimate of the KL between learner and sampler.
 
@@ -134,6 +150,18 @@ def k3_rs(limit: float = 1e-2) -> Recipe:
     )
 
 
+@dataclass(frozen=True)
+class TokenVeto(Mask):
+    """Trajectories in which no token has π_prox/μ below ``floor``."""
+
+    reads = frozenset({Signal.PROXIMAL})
+
+    floor: float = 1e-4
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return mismatch(view).exp().min(TRAJECTORY) >= self.floor
+
+
 def veto(floor: float = 1e-4, cap: float = 2.0) -> Recipe:
     """Veto: rejects a trajectory with a single token that is nearly impossible for the learner; token TIS otherwise.
 
@@ -150,6 +178,20 @@ def veto(floor: float = 1e-4, cap: float = 2.0) -> Recipe:
         aggregate=Mean(TOKEN),
         keep=TokenVeto(floor),
     )
+
+
+@dataclass(frozen=True)
+class OffPolicySequenceMask(Mask):
+    """Masks trajectories with A < 0 that have become unlikely, mean (log μ − log π) > limit; keeps all others."""
+
+    reads_before_step = frozenset({Signal.LOGP})
+
+    limit: float = 0.5
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        decrease = -moved(view).detach().mean(TRAJECTORY)
+        sequence = adv if adv.level >= TRAJECTORY else adv.mean(TRAJECTORY)
+        return ~((sequence < 0) & (decrease > self.limit))
 
 
 def sequence_mask(limit: float = 0.5, low: float = 0.2, high: float = 0.28) -> Recipe:

@@ -2,60 +2,250 @@
 
 from __future__ import annotations
 
-from turnwise.algebra.advantage import Standardise
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from turnwise.algebra.advantage import SoftBaseline, Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import CriticsFirst
-from turnwise.algebra.gae import GAE, LambdaReturn
-from turnwise.algebra.gate import Clip, ClipByOutcome, NoGate
-from turnwise.algebra.mask import AllTokens, Both, MismatchWithin
-from turnwise.algebra.penalty import ClippedValueLoss, WeightedPenalty
-from turnwise.algebra.ratio import Importance, OnPolicy
-from turnwise.algebra.value import Constant, Outcome, ReturnToGo
-from turnwise.core.levels import TOKEN, TRAJECTORY, TURN
-from turnwise.credit.baselines import OptimalTokenBaseline
-from turnwise.credit.critics import (
-    AdvantageRegressionError,
-    PresentActions,
-    RecordedActions,
-    StatesWithSpread,
-    TokenBaselineError,
-    TurnValueDifference,
-    UtteranceAdvantage,
-    UtteranceQError,
-    UtteranceVError,
-    ZeroGate,
+from turnwise.algebra.gate import Clip, ClipByOutcome, Factor, NoGate, ZeroGate
+from turnwise.algebra.mask import AllTokens, Both, Mask, MismatchWithin
+from turnwise.algebra.penalty import (
+    ClippedValueLoss,
+    Penalty,
+    ResetReference,
+    StepCrossEntropy,
+    Weight,
+    WeightedPenalty,
+    batch_index,
 )
-from turnwise.credit.forks import (
-    AfterLastFork,
-    MeanOverPaths,
-    MonteCarloValueDifference,
-    PathReturn,
-    TreeValueDifference,
-    UnforkedTrajectories,
-)
-from turnwise.credit.reference_reset import ResetReference
-from turnwise.credit.regression import ActiveBatches
-from turnwise.credit.segments import (
-    AmplifiedPositive,
-    CentredOnGroup,
-    NonZeroAdvantage,
-    PaidAtEnd,
-    ProbabilityBelow,
-    SampledSegments,
-)
-from turnwise.credit.step_values import StepCrossEntropy
-from turnwise.credit.vines import BehaviourKL, VineSetAdvantage
+from turnwise.algebra.piece import MicroBatchView, StepView
+from turnwise.algebra.ratio import Importance, OnPolicy, behaviour, moved
+from turnwise.algebra.reward import PaidAtEnd
+from turnwise.algebra.term import Term
+from turnwise.algebra.value import GAE, Constant, LambdaReturn, Outcome, ReturnToGo, shift_turns, token_reward
+from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import number
+from turnwise.core.signals import TURN_CRITIC, Signal
+from turnwise.credit.fact import Fact, SameFact, rescale_to_unit
+from turnwise.credit.selectors import Selector
 from turnwise.data.replay import RecentBuffer
 from turnwise.data.replay.fresh_actions import FreshActions
+from turnwise.maths import returns, segments
+from turnwise.maths.lazy_torch import torch
+from turnwise.maths.segments import rank_by_value
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch
 from turnwise.rollout.strategies.vines import Vines
 from turnwise.tasks.budgets import Fixed
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 KIND = Kind.CREDIT
 
 # ------------------------------------------------------------- segments and trees
+
+
+def _parent_index(batch: Batch) -> Tensor:
+    """Index of each trajectory's parent, [K]; −1 where it has none in this batch."""
+    key = (batch.tree.ancestor(TRAJECTORY, GROUP) << 33) + batch.seed.x
+    parent_key = torch.where(batch.parent.x >= 0, key - batch.seed.x + batch.parent.x, -1)
+    ordered, order = torch.sort(key, stable=True)
+    at = torch.searchsorted(ordered, parent_key).clamp(max=key.numel() - 1)
+    return torch.where(ordered[at] == parent_key, order[at], -1)
+
+
+class ForkTree:
+    """Parents and fork positions of a batch. All trajectories are computed at once, in as many rounds as the deepest
+    fork."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.tree = batch, batch.tree
+        tokens, turns = self.tree.size(TOKEN, TURN).x, self.tree.size(TURN, TRAJECTORY).x
+        turn_index = torch.arange(tokens.numel(), device=tokens.device)
+        self.first_turn = turns.cumsum(0) - turns  # [K]
+        self.turn_position = tokens.cumsum(0) - tokens + turn_index  # [U] its first position
+        self.owner = torch.repeat_interleave(self.tree.parents[1], tokens + 1)  # [S − G] trajectory of each position
+        self.first_prompt = self.owner.numel()  # position of the first group's prompt
+        self.positions = self.first_prompt + self.tree.count(GROUP)
+        self.recorded_parent = _parent_index(batch)
+        self.depth = self._max_depth(self.recorded_parent)
+        self.parent, self.start = self._starts()
+
+    def _max_depth(self, parent: Tensor) -> int:
+        """Number of forks on the way to the deepest trajectory."""
+        up, depth = parent, 0
+        while depth <= parent.numel() and bool((up >= 0).any()):
+            up, depth = torch.where(up >= 0, parent[up.clamp(min=0)], -1), depth + 1
+        return depth
+
+    def _fork_turn(self) -> Tensor:
+        """The turn at which each trajectory leaves its parent, [K]; an arbitrary turn for those without a parent."""
+        at = self.first_turn[self.recorded_parent.clamp(min=0)] + self.batch.fork.x
+        return torch.where(self.recorded_parent >= 0, at, 0)
+
+    def _starts(self) -> tuple[Tensor, Tensor]:
+        """Parent (−1: none) and start position of each. A fork before the parent's first token starts where the parent
+        starts."""
+        parent, group = self.recorded_parent, self.tree.ancestor(TRAJECTORY, GROUP)
+        if not self.first_prompt:
+            return parent, group
+        offset = self.batch.fork_token.x if self.batch.fork_token is not None else 0
+        start = torch.where(parent >= 0, self.turn_position[self._fork_turn()] + offset, self.first_prompt + group)
+        for _ in range(self.depth):
+            grandparent = parent.clamp(min=0)
+            at_start = (parent >= 0) & (start == self.first_position[grandparent])
+            start = torch.where(at_start, start[grandparent], start)
+            parent = torch.where(at_start, parent[grandparent], parent)
+        return parent, start
+
+    @cached_property
+    def first_position(self) -> Tensor:
+        """First position of each trajectory, [K]; −1 where it has no turn."""
+        if not self.first_prompt:
+            return torch.full_like(self.first_turn, -1)
+        position = self.turn_position[self.first_turn.clamp(max=self.turn_position.numel() - 1)]
+        return torch.where(self.tree.size(TURN, TRAJECTORY).x > 0, position, -1)
+
+    @cached_property
+    def is_last(self) -> Tensor:
+        """Positions that are the last of their trajectory, [S − G]."""
+        return torch.nn.functional.pad(self.owner[1:], (0, 1), value=-1) != self.owner
+
+    @cached_property
+    def position_after(self) -> Tensor:
+        """The position after each token, [N]."""
+        return torch.arange(self.tree.count(TOKEN), device=self.owner.device) + self.tree.parents[0] + 1
+
+    def sum_at_starts(self, x: Tensor) -> Tensor:
+        """Σ of a per-trajectory value over the trajectories that start at a position, [S]."""
+        return x.new_zeros(self.positions).index_add(0, self.start, x)
+
+    # --------------------------------------------------------- returns and values
+    def outcome(self) -> Tensor:
+        """Return of each trajectory including the rewards before its fork, [K] float64."""
+        reward = self.batch.reward.sum(TURN).to(torch.float64)
+        own_return = reward.sum(TRAJECTORY).x
+        if not self.depth:
+            return own_return
+        before = (reward.running_sum(TRAJECTORY) - reward).x[self._fork_turn()]
+        step = torch.where(self.recorded_parent >= 0, before, 0.0)
+        inherited = step
+        for _ in range(self.depth):
+            inherited = step + torch.where(self.recorded_parent >= 0, inherited[self.recorded_parent.clamp(min=0)], 0.0)
+        return own_return + inherited
+
+    def sum_over_paths(self, value: Tensor) -> Tensor:
+        """Σ of a per-trajectory value over all trajectories that pass through a token, [N]."""
+        subtree = value
+        child = (self.parent >= 0).to(value.dtype)
+        for _ in range(self.depth):  # a trajectory, its branches, their branches ...
+            subtree = value.index_add(0, self.parent.clamp(min=0), child * subtree)
+        joined = self.sum_at_starts(subtree)[: self.first_prompt]
+        later = returns.backward_recurrence(joined, (~self.is_last).to(value.dtype))
+        return value[self.tree.ancestor(TOKEN, TRAJECTORY)] + later[self.position_after]
+
+    def tree_values(self, final: Tensor) -> Tensor:
+        """V of every position, [S]: the return after the last token, at a cut the mean over its branches of V where
+        they end."""
+        branches = self.sum_at_starts(torch.ones_like(final))
+        first = final
+        for _ in range(self.depth + 1):
+            sums = self.sum_at_starts(first)
+            end = torch.where(self.is_last, final[self.owner], 0.0)
+            share = 1 / (1 + branches[: self.first_prompt])
+            value = returns.backward_recurrence((sums[: self.first_prompt] + end) * share, share * ~self.is_last)
+            first = torch.where(self.first_position >= 0, value[self.first_position], final) if value.numel() else final
+        return torch.cat([value, sums[self.first_prompt :] / branches[self.first_prompt :].clamp(min=1)])
+
+    def branch_std(self, final: Tensor, value: Tensor) -> Tensor:
+        """The std (n − 1) of V over the branches at a position, [S]; 0 for a single branch."""
+        first = torch.where(self.first_position >= 0, value[self.first_position], final)
+        squares = self.sum_at_starts((first - value[self.start]) ** 2)
+        branches = self.sum_at_starts(torch.ones_like(final))
+        onward = torch.where(
+            self.is_last, final[self.owner], torch.nn.functional.pad(value[1 : self.first_prompt], (0, 1))
+        )
+        squares[: self.first_prompt] += (onward - value[: self.first_prompt]) ** 2
+        branches[: self.first_prompt] += 1
+        return (squares / (branches - 1).clamp(min=1)).sqrt()
+
+    # ------------------------------------------------------------------- segments
+    def segment_starts(self, cut: Tensor) -> Tensor:
+        """The cut at which each token's segment starts, [N]: the last one before it, or the trajectory's start. ``cut``
+        [S]."""
+        position = torch.arange(self.first_prompt, device=cut.device)
+        opening = torch.zeros_like(cut[: self.first_prompt])
+        opening[self.first_position[self.first_position >= 0]] = True
+        last_cut = (
+            torch.where(cut[: self.first_prompt] | opening, position, -1).cummax(0).values
+            if self.first_prompt
+            else position
+        )
+        cut_before = last_cut[self.position_after - 1]
+        start = self.start[self.tree.ancestor(TOKEN, TRAJECTORY)]
+        return torch.where(opening[cut_before], start, cut_before)
+
+    def segment_end_values(self, value: Tensor, cut: Tensor, final: Tensor) -> Tensor:
+        """V where each token's segment ends, [N]: at the next cut, or the return."""
+        inside = cut[: self.first_prompt]
+        boundary_value = torch.where(
+            inside, value[: self.first_prompt], torch.where(self.is_last, final[self.owner], 0.0)
+        )
+        return returns.backward_recurrence(boundary_value, (~(inside | self.is_last)).to(boundary_value.dtype))[
+            self.position_after
+        ]
+
+
+class ForkTerm(Term):
+    """Base of terms that read the forks of a group."""
+
+    requires = frozenset({"forks"})
+
+
+@dataclass(frozen=True)
+class MonteCarloValueDifference(ForkTerm):
+    """A = V(end) − V(start) of each segment, V of a cut the mean return of the trajectories that fork there. At TOKEN.
+
+    V after the last token is the return; V at a trajectory's start is the mean of the *others* that start there. The
+    first segment gets 0 where there are no others."""
+
+    compares_peers = True
+
+    def __call__(self, batch: Batch) -> Field:
+        forks = ForkTree(batch)
+        final, owner = forks.outcome(), batch.tree.ancestor(TOKEN, TRAJECTORY)
+        count, sums = forks.sum_at_starts(torch.ones_like(final)), forks.sum_at_starts(final)
+        value, start = sums / count.clamp(min=1), forks.segment_starts(count > 0)
+        own_start = start == forks.start[owner]  # the trajectory itself is not part of its baseline
+        others = count[start] - own_start.double()
+        begin = (sums[start] - own_start * final[owner]) / others.clamp(min=1)
+        return Field(
+            batch.tree, TOKEN, torch.where(others > 0, forks.segment_end_values(value, count > 0, final) - begin, 0.0)
+        )
+
+
+@dataclass(frozen=True)
+class UnforkedTrajectories(Mask):
+    """Trajectories that start at the prompt; forked ones only estimate values."""
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view.batch.parent < 0
+
+
+@dataclass(frozen=True)
+class ProbabilityBelow(Mask):
+    """Tokens with a probability below ``limit`` at sampling time."""
+
+    limit: float = number(0.9, above=0, why="a probability, or more than 1 for every token")
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return behaviour(view.batch).exp() < self.limit
 
 
 def spo_chain(rho: float = 0.9, clip: float = 0.2, trunks: int = 2) -> Recipe:
@@ -80,6 +270,48 @@ def spo_chain(rho: float = 0.9, clip: float = 0.2, trunks: int = 2) -> Recipe:
     )
 
 
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class TreeValueDifference(ForkTerm):
+    """A = V(end) − V(start) of each segment between forks. At TOKEN.
+
+    V of a leaf is its return, V of a cut the mean over its branches of V where they end. ``scale`` divides by the std
+    of those V plus ε."""
+
+    compares_peers = True
+
+    scale: bool = False
+    eps: float = 1e-8
+
+    def __call__(self, batch: Batch) -> Field:
+        forks = ForkTree(batch)
+        final = forks.outcome()
+        value = forks.tree_values(final)
+        cut = forks.sum_at_starts(torch.ones_like(final)) > 0
+        start = forks.segment_starts(cut)
+        difference = forks.segment_end_values(value, cut, final) - value[start]
+        difference = torch.where(
+            difference.abs() < ROUNDING, 0.0, difference
+        )  # dividing by a tiny std would amplify rounding errors
+        return Field(
+            batch.tree,
+            TOKEN,
+            difference / (forks.branch_std(final, value)[start] + self.eps) if self.scale else difference,
+        )
+
+
+@dataclass(frozen=True)
+class NonZeroAdvantage(Mask):
+    """Tokens whose advantage is not 0."""
+
+    tolerance: float = 1e-12
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view.batch[Column.ADVANTAGE].abs() >= self.tolerance
+
+
 def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2, trunks: int = 4) -> Recipe:
     """SPO-tree: tree-structured rollouts; each segment's advantage is the value of its end minus that of its start.
 
@@ -101,6 +333,29 @@ def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2, trunks: i
     )
 
 
+@dataclass(frozen=True)
+class PathReturn(ForkTerm):
+    """R = Σ of the rewards along the path from the prompt, including those before the fork, which the parent earned."""
+
+    def __call__(self, batch: Batch) -> Field:
+        return Field(batch.tree, TRAJECTORY, ForkTree(batch).outcome())
+
+
+@dataclass(frozen=True)
+class MeanOverPaths(ForkTerm):
+    """The mean of ``term`` over all trajectories that pass through a token. At TOKEN.
+
+    ``copies``: their sum, as if each trajectory had its own copy of the shared tokens."""
+
+    term: Term
+    copies: bool = False
+
+    def __call__(self, batch: Batch) -> Field:
+        value, forks = self.term(batch).at(TRAJECTORY).x.double(), ForkTree(batch)
+        total = forks.sum_over_paths(value)
+        return Field(batch.tree, TOKEN, total if self.copies else total / forks.sum_over_paths(torch.ones_like(value)))
+
+
 def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 8) -> Recipe:
     """ARPO (agentic): branches after tool results; shared tokens get the mean advantage of all branches through them.
 
@@ -120,6 +375,51 @@ def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 8) -> Recipe:
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
     )
+
+
+@dataclass(frozen=True)
+class AfterLastFork(Mask):
+    """Tokens after the last position where another trajectory forks off. Planned over whole groups: a split may part
+    the two."""
+
+    def plan(self, view: MicroBatchView) -> dict[object, Field]:
+        forks = ForkTree(view.batch)
+        cut = forks.sum_at_starts((forks.parent >= 0).double())[: forks.first_prompt]
+        later = returns.backward_recurrence(cut, (~forks.is_last).double())
+        return {self: Field(view.batch.tree, TOKEN, later[forks.position_after] == 0)}
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self]
+
+
+@dataclass(frozen=True)
+class CentredOnGroup(Term):
+    """A = v − mean of the group; with ``tau``, v − its soft maximum τ log mean exp(v/τ)."""
+
+    compares_peers = True
+
+    value: Term
+    tau: float | None = number(None, above=0)
+
+    def __call__(self, batch: Batch) -> Field:
+        centred = Standardise(self.value, scale=False) if self.tau is None else SoftBaseline(self.tau, value=self.value)
+        return centred(batch)
+
+
+@dataclass(frozen=True)
+class AmplifiedPositive(Term):
+    """``perfect`` where ``value`` reaches ``best``; elsewhere αA where A ≥ 0, else A."""
+
+    term: Term
+    value: Term
+    alpha: float = number(3.0, least=0)
+    best: float = 1.0
+    perfect: float = 1.0
+
+    def __call__(self, batch: Batch) -> Field:
+        a = self.term(batch)
+        reached = self.value(batch) >= self.best - 1e-6  # returns are sums of float32
+        return where(reached, self.perfect, where(a >= 0, self.alpha * a, a))
 
 
 def r3l(
@@ -164,6 +464,36 @@ def ipa(gamma: float = 0.95, mismatch: float = 5.0) -> Recipe:
     )
 
 
+def segment_index(batch: Batch) -> Field:
+    """Number of memory turns before each turn of its trajectory."""
+    boundary = where(Fact("memory", TURN, missing=0.0)(batch) > 0, 1.0, 0.0)
+    return boundary.running_sum(TRAJECTORY) - boundary
+
+
+@dataclass(frozen=True)
+class SampledSegments(Mask):
+    """At most ``limit`` random segments of each trajectory; a turn with the fact ``memory`` ends a segment. None: all."""
+
+    limit: int | None = number(None, least=1)
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset() if self.limit is None else frozenset({"turn fact memory"})
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        tree = view.batch.tree
+        if self.limit is None:
+            return tree.full(TOKEN, True, torch.bool)
+        segment = Partition.by(tree, TOKEN, tree.ancestor(TOKEN, TRAJECTORY), segment_index(view.batch))
+        first = segments.rank_within(segment.label, segment.count) == 0
+        key = torch.where(
+            first, view.batch.uniform_draws().x, torch.inf
+        )  # the first token's draw is the key of its segment
+        rank = rank_by_value(key, tree.ancestor(TOKEN, TRAJECTORY), tree.count(TRAJECTORY))
+        kept = Field(tree, TOKEN, (first & (rank < self.limit)).double())
+        return kept.sum(segment) > 0
+
+
 @declares(Kind.OBJECTIVE)
 def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
     """DCPO (MemAct; needs episodes that restart their context): trains each segment under the context visible there.
@@ -184,6 +514,25 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
     )
 
 
+@dataclass(frozen=True)
+class OptimalTokenBaseline(Term):
+    """A = G − Σ G W / Σ W over the trajectories of the group at the same token index; G the reward to go, W the running sum of
+    1 − 2π + Σₐ π(a)², the squared norm of ∂ log π / ∂ logits. Where one trajectory alone has that index, the baseline is 0."""
+
+    reads = frozenset({Signal.PROXIMAL, Signal.COLLISION})
+
+    eps: float = 1e-8
+
+    def __call__(self, batch: Batch) -> Field:
+        tree = batch.tree
+        to_go = token_reward(batch).running_sum(TRAJECTORY, reverse=True).to(torch.float64)
+        energy = 1 - 2 * batch[Signal.PROXIMAL].to(torch.float64).exp() + batch[Signal.COLLISION].to(torch.float64)
+        path = energy.running_sum(TRAJECTORY)
+        peers = Partition.by(tree, TOKEN, batch.group, tree.index(TOKEN, TRAJECTORY))
+        baseline = (to_go * path).sum(peers) / (path.sum(peers) + self.eps)
+        return to_go - where(to_go.peer_count(peers) > 1, baseline, 0.0)
+
+
 def optimal_token(clip: float = 0.2, eps: float = 1e-8) -> Recipe:
     """Optimal token baseline: at each token the baseline of least variance, a mean over the group weighted by path energy.
 
@@ -198,6 +547,92 @@ def optimal_token(clip: float = 0.2, eps: float = 1e-8) -> Recipe:
 
 
 # ------------------------------------------------------------------------ critics
+
+
+def utterance_advantage(view: MicroBatchView) -> Field:
+    """A = min Q − min V of each turn. Detached."""
+    q, q_twin, v, v_twin = (view[s].detach() for s in TURN_CRITIC)
+    return q.minimum(q_twin) - v.minimum(v_twin)
+
+
+@dataclass(frozen=True)
+class UtteranceAdvantage(Factor):
+    """min(Q, Q′) − min(V, V′) of the turn under the present critics; ``baseline`` subtracts the token-level value."""
+
+    baseline: bool = False
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({*TURN_CRITIC, Signal.VALUE} if self.baseline else TURN_CRITIC)
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        a = utterance_advantage(view)
+        return a - view[Signal.VALUE].detach() if self.baseline else a.at(TOKEN)
+
+
+@dataclass(frozen=True)
+class UtteranceQError(Penalty):
+    """Σ over both critics of (Q − r − γ V̄(s′))²; the value after the last turn is 0. One cost per turn that an environment
+    answered: give it ``rows=RecordedActions()``."""
+
+    reads = frozenset({Signal.Q, Signal.SECOND_Q, Signal.TARGET_V, Signal.TARGET_SECOND_V})
+
+    gamma: float = number(0.9, least=0, most=1)
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        reward = view.batch.reward.sum(TURN)
+        target = lambda slow: reward + self.gamma * shift_turns(view.batch[slow], 1, 0.0)  # noqa: E731
+        one = (view[Signal.Q] - target(Signal.TARGET_V)) ** 2
+        return one + (view[Signal.SECOND_Q] - target(Signal.TARGET_SECOND_V)) ** 2
+
+
+@dataclass(frozen=True)
+class UtteranceVError(Penalty):
+    """Σ over both critics of (V − Q̄(s, a))², a the turn of the present policy: give it ``rows=PresentActions(...)``."""
+
+    reads = frozenset({Signal.V, Signal.SECOND_V, Signal.TARGET_Q, Signal.TARGET_SECOND_Q})
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        one = (view[Signal.V] - view.batch[Signal.TARGET_Q]) ** 2
+        return one + (view[Signal.SECOND_V] - view.batch[Signal.TARGET_SECOND_Q]) ** 2
+
+
+def sampled_again(batch: Batch) -> Field:
+    """Trajectories with the fact ``fresh``: one turn that no environment answered."""
+    return Fact("fresh", missing=0.0)(batch) > 0
+
+
+@dataclass(frozen=True)
+class PresentActions(Selector):
+    """Turns of the present policy: with ``fresh`` those sampled again at the states of a step (fact ``fresh``), replayed ones
+    included; with 0 those of the step's own rollouts."""
+
+    fresh: int = 1
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset({"fact fresh"}) if self.fresh else frozenset()
+
+    def select(self, batch: Batch) -> Field:
+        return sampled_again(batch) if self.fresh else ~(batch.replayed | batch.expert)
+
+
+@dataclass(frozen=True)
+class RecordedActions(Selector):
+    """Turns that an environment answered: all but those that were sampled again."""
+
+    def select(self, batch: Batch) -> Field:
+        return ~sampled_again(batch)
+
+
+@dataclass(frozen=True)
+class TokenBaselineError(Penalty):
+    """(A − b)²: trains the token-level value b on the utterance advantage of its turn."""
+
+    reads = frozenset({*TURN_CRITIC, Signal.VALUE})
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        return (utterance_advantage(view) - view[Signal.VALUE]) ** 2
 
 
 @declares(Kind.OBJECTIVE)
@@ -235,6 +670,78 @@ def archer(
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class TurnValueDifference(Term):
+    """A = V(after) − V(before) of each turn, V the critic's estimate before its first token; after the last turn V is
+    the return.
+
+    A turn without tokens is no step: the turn before it continues with what follows. ``probability``: V is the sigmoid of the
+    estimate. At TURN."""
+
+    reads = frozenset({Signal.OLD_VALUE})
+
+    probability: bool = False
+
+    def __call__(self, batch: Batch) -> Field:
+        tree, value = batch.tree, batch[Signal.OLD_VALUE]
+        value = value.map(torch.sigmoid) if self.probability else value
+        outcome = batch.reward.sum(TRAJECTORY).to(value.x.dtype).at(TURN)
+        tokens = tree.size(TOKEN, TURN)
+        first = where(tree.index(TOKEN, TURN) < 1, value, 0.0).sum(TURN)
+        steps = (tokens.x > 0).nonzero().squeeze(1)  # turns with tokens; those of a trajectory are adjacent
+        owner = tree.parents[1][steps]
+        follows = torch.nn.functional.pad(owner[1:], (0, 1), value=-1) == owner
+        after = torch.where(follows, torch.roll(first.x[steps], -1), outcome.x[steps])
+        difference = torch.zeros_like(first.x).index_copy(0, steps, after - first.x[steps])
+        return Field(tree, TURN, difference)
+
+
+@dataclass(frozen=True)
+class AdvantageRegressionError(Penalty):
+    """(A/β − Σ over the turn of log π − log π_ref)²: 0 where π ∝ π_ref exp(A/β). One cost per turn."""
+
+    reads = frozenset({Signal.REFERENCE})
+
+    beta: float = number(0.1, above=0)
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        log_ratio = (view.logp - view[Signal.REFERENCE]).sum(TURN)
+        return (view[Column.ADVANTAGE].to(log_ratio.x.dtype) / self.beta - log_ratio) ** 2
+
+
+@dataclass(frozen=True)
+class StatesWithSpread(Mask):
+    """Turns in states whose advantages span at least ``min_spread``, over all turns with tokens that the group took
+    there."""
+
+    min_spread: float = number(0.0, least=0)
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset({"state"}) if self.min_spread else frozenset()
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        batch, tree = view.batch, view.batch.tree
+        a, has_tokens = view[Column.ADVANTAGE].at(TURN), (tree.size(TOKEN, TURN) > 0).to(torch.int64)
+        peers = Partition.by(tree, TURN, batch.group, batch.state, has_tokens)
+        return a.max(peers) - a.min(peers) >= self.min_spread
+
+
+@dataclass(frozen=True)
+class ActiveBatches(Weight):
+    """``scale`` from batch ``begin`` on and before batch ``end`` (0: no end), 0 otherwise. What has weight 0 has no gradient: a
+    critic whose loss has ended stays as it is."""
+
+    scale: float = number(1.0, least=0)
+    begin: int = number(0, least=0)
+    end: int = number(0, least=0)
+
+    def __call__(self, view: StepView) -> Field:
+        now = batch_index(view)
+        active = now >= self.begin and (not self.end or now < self.end)
+        return view.batch.tree.full(BATCH, self.scale if active else 0.0, torch.float64)
+
+
 def direct_advantage(
     beta: float = 0.1, least: float = 0.0, value_weight: float = 1.0, warm: int = 20, every: int = 20
 ) -> Recipe:
@@ -258,6 +765,90 @@ def direct_advantage(
             WeightedPenalty(ActiveBatches(value_weight, 0, warm), StepCrossEntropy(), Sum(TURN), rows=AllTokens()),
         ),
     )  # fmt: skip
+
+
+def same_start(batch: Batch) -> Partition:
+    """Trajectories of a group that fork from one place; those that start at the prompt are one class."""
+    token = batch.fork_token if batch.fork_token is not None else batch.fork * 0
+    return Partition.by(batch.tree, TRAJECTORY, batch.group, batch.parent, batch.fork, token)
+
+
+MIX = (0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, 0x1B03738712FAD5C9)  # odd constants of a 64-bit hash
+
+
+def _hashed(seed: Tensor, number: int) -> Tensor:
+    x = (seed + (number + 1) * MIX[0] % 2**62) * MIX[1]
+    x = (x ^ (x >> 29)) * MIX[2]
+    return x ^ (x >> 32)
+
+
+def draw_sets(batch: Batch, peers: Partition, size: int, sets: int) -> list[Tensor]:
+    """For each set, which trajectories are its members: ``size`` random ones of every class, or all of fewer. [K] bool each."""
+    by_seed = torch.argsort(batch.seed.x, stable=True)
+    found = []
+    for n in range(sets):
+        order = by_seed[torch.argsort(_hashed(batch.seed.x, n)[by_seed], stable=True)]
+        rank = segments.rank_within(peers.label[order], peers.count)
+        found.append(torch.empty_like(order).index_copy(0, order, rank) < size)
+    return found
+
+
+def set_value(value: Field, members: Field, state: Partition, equal: Partition) -> Field:
+    """f of each state's set: the mean value of its members times the share of distinct ones, 0 if all of several are equal."""
+    count = members.sum(state).clamp(low=1.0)
+    distinct = (members / members.sum(equal).clamp(low=1.0)).sum(state)
+    several = (count > 1.5) & (distinct < 1.5)
+    return (value * members).sum(state) / count * where(several, 0.0, distinct / count)
+
+
+@dataclass(frozen=True)
+class VineSetAdvantage(ForkTerm):
+    """A = mean of f over a vine's sets − mean of f over all sets of its state, in its first turn and ``window`` turns after it;
+    ``otherwise`` in all other turns. f(set) = mean return of its members, rescaled from [bottom, top] to [0, 1], times the share
+    of distinct ones, 0 if all are equal.
+
+    Of the vines of a state ``sets`` random sets of ``size`` are drawn; fewer vines form one set. A vine in no set gets
+    ``otherwise``. Seeds of trajectories decide, so packing does not matter."""
+
+    compares_peers = True
+
+    size: int = number(4, least=1)
+    sets: int = number(4, least=1)
+    window: int = number(5, least=0)
+    bottom: float = number(0.0, below="top")
+    top: float = 1.0
+    otherwise: Term = field(default_factory=GAE)
+    same: SameFact = field(default_factory=lambda: SameFact("key", "words"))
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return self.otherwise.reads
+
+    def __call__(self, batch: Batch) -> Field:
+        credit, counted = self.set_credit(batch)
+        near = batch.tree.index(TURN, TRAJECTORY) <= self.window
+        return where(counted.at(TURN) & near, credit.at(TURN), self.otherwise(batch))
+
+    def set_credit(self, batch: Batch) -> tuple[Field, Field]:
+        """The advantage of each vine, and whether it is in a set. At TRAJECTORY."""
+        tree, state = batch.tree, same_start(batch)
+        value = rescale_to_unit(Field(tree, TRAJECTORY, ForkTree(batch).outcome()), self.bottom, self.top)
+        equal = Partition.by(tree, TRAJECTORY, state.label, self.same(batch).label)
+        one = lambda x: Field(tree, TRAJECTORY, x.to(value.x.dtype))  # noqa: E731
+        drawn = [one(members) for members in draw_sets(batch, state, self.size, self.sets)]
+        f = [set_value(value, members, state, equal) for members in drawn]
+        baseline, times = sum(f[1:], f[0]) / len(f), sum(drawn[1:], drawn[0])
+        paid = [members * (found - baseline) for members, found in zip(drawn, f)]
+        return sum(paid[1:], paid[0]) / times.clamp(low=1.0), (times > 0) & (batch.parent >= 0)
+
+
+@dataclass(frozen=True)
+class BehaviourKL(Penalty):
+    """KL(μ‖π) from the sampler to the policy, by the estimator ρ − 1 − log ρ over what the sampler drew."""
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        log = moved(view)
+        return log.exp() - 1 - log
 
 
 def polychromic_ppo(

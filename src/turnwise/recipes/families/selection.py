@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
 from turnwise.algebra.advantage import LeaveOneOut, SoftBaseline, Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import CriticsFirst
-from turnwise.algebra.factor import TruncatedImportance
-from turnwise.algebra.gate import Clip
-from turnwise.algebra.mask import AllTokens, Both
-from turnwise.algebra.penalty import KL, NegativeLogLikelihood, WeightedPenalty
-from turnwise.algebra.ratio import Importance, OnPolicy
-from turnwise.algebra.value import Constant
-from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN
-from turnwise.credit.by_origin import RatioByOrigin
-from turnwise.credit.critics import UtteranceCriticError, ZeroGate
-from turnwise.credit.downsampling import HighestEntropyTurns, LargestAdvantageEntropy, LargestVariance, ShareSchedule
-from turnwise.credit.forking_pairs import ForkingTurnPairs, ForkingTurnScore
-from turnwise.credit.preference import LogisticLoss, PreferenceLoss
-from turnwise.credit.regression import SamplerRegressionError
-from turnwise.credit.selectors import AllOf, FromOrigin, Succeeded
-from turnwise.credit.step_values import BestActionOfState, GoodSteps, OutcomeAboveValue, StepCrossEntropy, TopOfBatch
+from turnwise.algebra.gate import Clip, TruncatedImportance, ZeroGate
+from turnwise.algebra.mask import AllTokens, Both, Mask
+from turnwise.algebra.penalty import KL, NegativeLogLikelihood, Penalty, StepCrossEntropy, WeightedPenalty
+from turnwise.algebra.piece import MicroBatchView, Piece, StepView
+from turnwise.algebra.ratio import Importance, OnPolicy, moved
+from turnwise.algebra.term import Term
+from turnwise.algebra.value import Constant, Outcome, ReturnToGo, shift_turns
+from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.limits import number
+from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
+from turnwise.credit.preference import BestWorstPairs, LogisticLoss, PairSelector, PreferenceLoss, TrajectoryScore
+from turnwise.credit.selectors import AllOf, FromOrigin, HasTokens, RatioByOrigin, Selector, Succeeded
 from turnwise.data.replay import ExpertItems, PastBatches, RecentBuffer, SharedExperience, SuccessBuffer
+from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch, OneTurn
@@ -30,7 +34,103 @@ from turnwise.tasks.frontier import PivotFilter
 from turnwise.tasks.samplers import CyclePool
 from turnwise.tasks.turn_limits import FallingWithSuccess
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 KIND = Kind.DATA
+
+
+@dataclass(frozen=True)
+class ShareSchedule(Piece):
+    """A share that moves linearly from ``start`` to ``end`` over ``steps`` batches, then stays."""
+
+    start: float = number(above=0, most=1, why="which part is trained on")
+    end: float = number(above=0, most=1, why="which part is trained on")
+    steps: int = number(100, least=1, why="the batches until the last share is reached")
+
+    def share(self, batch: Batch) -> float:
+        """The share of this batch."""
+        progress = min(1.0, float(batch[Column.BATCH_INDEX].item) / self.steps)
+        return (1 - progress) * self.start + progress * self.end
+
+
+DECIMALS = 6  # scores that differ by rounding are equal: then hashes decide, which do not depend on the packing
+
+
+def max_variance_subset(values: Tensor, ties: Tensor, count: int) -> Tensor:
+    """The ``count`` items with the largest variance of ``values``: the k largest and the others smallest, for the best k; of
+    equally good k the largest. ``ties`` orders equal values."""
+    first = torch.argsort(ties, stable=True)
+    ordered = values.double()[first].round(decimals=DECIMALS)
+    order = torch.argsort(ordered, stable=True)
+    x, n = ordered[order], len(order)
+    sums, squares = (torch.nn.functional.pad(y.cumsum(0), (1, 0)) for y in (x, x * x))
+    k = torch.arange(count + 1, device=x.device)
+    total = sums[count - k] + sums[n] - sums[n - k]
+    variance = (squares[count - k] + squares[n] - squares[n - k]) / count - (total / count) ** 2
+    best = int((variance.round(decimals=DECIMALS) == variance.round(decimals=DECIMALS).max()).nonzero().max())
+    places = torch.cat([torch.arange(count - best), torch.arange(n - best, n)]).to(order.device)
+    return first[order[places]]
+
+
+@dataclass(frozen=True)
+class LargestVariance(Selector):
+    """The share of the trajectories whose advantages have the largest variance: some of the largest and some of the smallest,
+    over the whole step, or inside each group. Trajectories without tokens do not count."""
+
+    kept: ShareSchedule
+    by_group: bool = False
+
+    reason = "another subset has advantages of larger variance"
+
+    def select(self, batch: Batch) -> Field:
+        adv = batch[Column.ADVANTAGE]
+        a = adv.mean(TRAJECTORY) if adv.level < TRAJECTORY else adv.at(TRAJECTORY)
+        rows = HasTokens().select(batch).x.nonzero().squeeze(1)
+        group = batch.tree.parents[2][rows] if self.by_group else torch.zeros_like(rows)
+        selected = torch.zeros_like(a.x, dtype=torch.bool)
+        for one in group.unique().tolist():
+            peers = rows[group == one]
+            count = max(1, round(self.kept.share(batch) * len(peers)))
+            selected[peers[max_variance_subset(a.x[peers], batch.seed.x[peers], count)]] = True
+        return Field(batch.tree, TRAJECTORY, selected)
+
+
+def _descending(score: Tensor, ties: Tensor) -> Tensor:
+    """Items from the largest score to the smallest; ``ties`` orders equal ones."""
+    first = torch.argsort(ties, stable=True)
+    return first[torch.argsort(score[first].double().round(decimals=DECIMALS), descending=True, stable=True)]
+
+
+def ceiling(x: float) -> int:
+    """The smallest integer that is not below x, but for rounding: 0.2 · 15 is 3."""
+    return math.ceil(x - 1e-9)
+
+
+@dataclass(frozen=True)
+class LargestAdvantageEntropy(Mask):
+    """The share of the tokens with the largest |A|·H, H the entropy at the start of the batch, among the tokens of ``within``;
+    True outside of it, where ``within`` decides."""
+
+    reads = frozenset({Signal.OLD_ENTROPY})
+
+    kept: ShareSchedule
+    within: Selector = field(default_factory=HasTokens)
+
+    reason = "small |A| times entropy"
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        batch = view.batch
+        inside = self.within.select(batch).at(TOKEN).x
+        score = batch[Column.ADVANTAGE].at(TOKEN).x.double().abs() * batch[Signal.OLD_ENTROPY].x.double()
+        rows = inside.nonzero().squeeze(1)
+        chosen = ~inside
+        ranked = _descending(score[rows], batch.uniform_draws().x[rows])
+        chosen[rows[ranked[: ceiling(self.kept.share(batch) * len(rows))]]] = True
+        return {self: Field(batch.tree, TOKEN, chosen)}
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self]
 
 
 def d3s(
@@ -79,6 +179,35 @@ def swarm(folder: str = "swarm", foreign: int = 4, sender: str = "", clip: float
     )
 
 
+@dataclass(frozen=True)
+class HighestEntropyTurns(Mask):
+    """The turns of each group whose mean token entropy, at the start of the batch, is among the highest ``share``."""
+
+    reads = frozenset({Signal.OLD_ENTROPY})
+
+    share: float = number(0.8, above=0, most=1, why="which part of a group's turns is trained on")
+
+    reason = "a turn of low entropy"
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        batch, tree = view.batch, view.batch.tree
+        entropy = batch[Signal.OLD_ENTROPY].mean(TURN).x
+        rows = (tree.size(TOKEN, TURN).x > 0).nonzero().squeeze(1)
+        group = tree.ancestor(TURN, GROUP)[rows]
+        order = _descending(entropy[rows], batch.uniform_draws(TURN).x[rows])
+        order = order[torch.argsort(group[order], stable=True)]  # by group, highest entropy first
+        size = torch.bincount(group, minlength=tree.count(GROUP))
+        begin = torch.nn.functional.pad(size.cumsum(0), (1, 0))[:-1]
+        rank = torch.arange(len(order), device=order.device) - begin[group[order]]
+        quota = torch.tensor([ceiling(self.share * n) for n in size.tolist()], device=rank.device)
+        chosen = torch.zeros_like(entropy, dtype=torch.bool)
+        chosen[rows[order[rank < quota[group[order]]]]] = True
+        return {self: Field(tree, TURN, chosen)}
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self]
+
+
 def dart(
     share: float = 0.8,
     cap: float = 1.0,
@@ -111,6 +240,17 @@ def dart(
     )
 
 
+@dataclass(frozen=True)
+class SamplerRegressionError(Penalty):
+    """(β Σ over the trajectory of log π − log μ, minus A)²: 0 where π ∝ μ exp(A/β). One cost per trajectory."""
+
+    beta: float = number(1e-3, above=0)
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        log_ratio = moved(view).sum(TRAJECTORY)
+        return (self.beta * log_ratio - view[Column.ADVANTAGE].at(TRAJECTORY).to(log_ratio.x.dtype)) ** 2
+
+
 def oapl(value: float = 1.0, beta: float = 1e-3, share: float = 0.5, window: int = 4) -> Recipe:
     """OAPL (KARL): regresses the log-ratio to the sampler of each trajectory onto its soft advantage; no ratio and no clip.
 
@@ -129,6 +269,64 @@ def oapl(value: float = 1.0, beta: float = 1e-3, share: float = 0.5, window: int
         admission=Spread(),
         replay=PastBatches(share, window),
     )
+
+
+def step_values(batch: Batch) -> tuple[Field, Field]:
+    """The value of each step, and the value of the step after it, 0 after the last. At TURN; 0 for turns without tokens."""
+    tree = batch.tree
+    first = where(tree.index(TOKEN, TURN) < 1, batch[Signal.OLD_VALUE].map(torch.sigmoid), 0.0).sum(TURN)
+    steps = (tree.size(TOKEN, TURN).x > 0).nonzero().squeeze(1)  # those of a trajectory are adjacent
+    owner = tree.parents[1][steps]
+    follows = torch.nn.functional.pad(owner[1:], (0, 1), value=-1) == owner
+    after = torch.where(follows, torch.roll(first.x[steps], -1), 0.0)
+    return first, Field(tree, TURN, torch.zeros_like(first.x).index_copy(0, steps, after))
+
+
+@dataclass(frozen=True)
+class GoodSteps(Term):
+    """1 for each step with V(o′) − V(o) − cost + r + G > 0, G the discounted return from this step on; 0 for the others."""
+
+    reads = frozenset({Signal.OLD_VALUE})
+
+    gamma: float = number(0.5, least=0, most=1)
+    cost: float = 0.05
+
+    def __call__(self, batch: Batch) -> Field:
+        before, after = step_values(batch)
+        paid = batch.reward.sum(TURN) + ReturnToGo(self.gamma)(batch).at(TURN)
+        a = after - before - self.cost + paid.to(before.x.dtype)
+        return (a > 0).to(torch.float64)
+
+
+@dataclass(frozen=True)
+class OutcomeAboveValue(Term):
+    """R − V(o₀): how much better a trajectory ended than its first state promised. At TRAJECTORY."""
+
+    reads = frozenset({Signal.OLD_VALUE})
+
+    def __call__(self, batch: Batch) -> Field:
+        value = batch[Signal.OLD_VALUE].map(torch.sigmoid)
+        promised = where(batch.tree.index(TOKEN, TRAJECTORY) < 1, value, 0.0).sum(TRAJECTORY)
+        return Outcome()(batch).to(promised.x.dtype) - promised
+
+
+@dataclass(frozen=True)
+class TopOfBatch(Selector):
+    """The share of the trajectories with the largest ``by``, at least one; those without tokens do not count."""
+
+    share: float = number(0.1, above=0, most=1, why="which part is trained on")
+    by: Term = field(default_factory=Outcome)
+
+    reason = "another trajectory did better than its task promised"
+
+    def select(self, batch: Batch) -> Field:
+        rows = HasTokens().select(batch).x.nonzero().squeeze(1)
+        rows = rows[torch.argsort(batch.seed.x[rows], stable=True)]
+        score = self.by(batch).at(TRAJECTORY).x[rows].double().round(decimals=DECIMALS)
+        best = rows[torch.argsort(score, descending=True, stable=True)[: ceiling(self.share * len(rows))]]
+        selected = torch.zeros(batch.tree.count(TRAJECTORY), dtype=torch.bool, device=rows.device)
+        selected[best] = True
+        return Field(batch.tree, TRAJECTORY, selected)
 
 
 def digirl(
@@ -151,6 +349,54 @@ def digirl(
         penalties=(WeightedPenalty(value_weight, StepCrossEntropy(), Sum(TURN), rows=AllTokens()),),
         replay=RecentBuffer(oldest, share=1.0, above=-1.0),
     )
+
+
+@dataclass(frozen=True)
+class UtteranceCriticError(Penalty):
+    """Σ over both critics of (Q − r − γ V̄(s′))² + (V − Q̄(s, a))², bars: target networks.
+
+    The value after the last turn is 0. One cost per turn; turns without tokens have none. V learns from fresh turns alone: the
+    action of a replayed turn is an older policy's."""
+
+    reads = frozenset({*TURN_CRITIC, *TURN_CRITIC_TARGET})
+
+    gamma: float = number(0.9, least=0, most=1)
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        q, q_twin, v, v_twin = (view[s] for s in TURN_CRITIC)
+        slow_q, slow_q_twin, slow_v, slow_v_twin = (view.batch[s] for s in TURN_CRITIC_TARGET)
+        reward = view.batch.reward.sum(TURN)
+        target = lambda after: reward + self.gamma * shift_turns(after, 1, 0.0)  # noqa: E731
+        of_q = (q - target(slow_v)) ** 2 + (q_twin - target(slow_v_twin)) ** 2
+        of_v = (v - slow_q) ** 2 + (v_twin - slow_q_twin) ** 2
+        return of_q + where(view.batch.replayed, 0.0, of_v)
+
+
+@dataclass(frozen=True)
+class BestActionOfState(Mask):
+    """Of the turns that a group took in one state, the one with the largest A = max(Q, Q′) − max(V, V′), if A > ``least``.
+    Critics of the moment before the step."""
+
+    requires = frozenset({"state"})
+    reads_before_step = frozenset(TURN_CRITIC)
+
+    least: float = 0.1
+
+    reason = "another action of the state is better, or none is good enough"
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        batch, tree = view.batch, view.batch.tree
+        q, q_twin, v, v_twin = (view[s].detach() for s in TURN_CRITIC)
+        a = q.maximum(q_twin) - v.maximum(v_twin)
+        rounded = a.map(lambda x: x.double().round(decimals=DECIMALS))
+        has_tokens = (tree.size(TOKEN, TURN) > 0).to(torch.int64)
+        peers = Partition.by(tree, TURN, batch.group, batch.state, has_tokens)
+        lot = where(rounded >= rounded.max(peers), batch.uniform_draws(TURN).to(torch.float64), -1.0)
+        chosen = (lot >= lot.max(peers)) & (lot >= 0) & (a > self.least) & (has_tokens > 0)
+        return {self: chosen}
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view[self]
 
 
 def digi_q(
@@ -197,6 +443,63 @@ def pivotrl(clip: float = 0.2, pool: int = 256, below: float = 0.9, renew: bool 
         advantage=LeaveOneOut(), gate=Clip(clip, clip), aggregate=Mean(TOKEN), strategy=OneTurn(),
         sampler=PivotFilter(pool, below, renew), admission=AfterDraws(pool), budget=Fixed(8, 16),
     )  # fmt: skip
+
+
+UNKNOWN = -1  # a state that was not recorded
+
+
+def _first_difference(columns: tuple[list[int], list[int], list[int]], a: int, b: int, turns: int) -> int | None:
+    """The turn index at which two trajectories fork; None if they do not."""
+    state, action, tokens = columns
+    for k in range(turns):
+        if state[a + k] != state[b + k] or state[a + k] == UNKNOWN:
+            return None
+        if action[a + k] != action[b + k]:
+            return k if tokens[a + k] and tokens[b + k] else None
+    return None
+
+
+@dataclass(frozen=True)
+class ForkingTurnPairs(PairSelector):
+    """The pairs of ``pairs`` whose trajectories fork: at the first turn with another state or action, the state is the same
+    and known, and both turns have tokens."""
+
+    requires = frozenset({"state"})
+
+    pairs: PairSelector = field(default_factory=BestWorstPairs)
+
+    def sign(self, batch: Batch) -> Field:
+        forks = where(self.forking_turns(batch), 1.0, 0.0).sum(TRAJECTORY)
+        return self.pairs.sign(batch) * forks
+
+    def forking_turns(self, batch: Batch) -> Field:
+        """True for the two turns of each pair that are compared. At TURN."""
+        sign = self.pairs.sign(batch).x
+        sides = {1: (sign > 0).nonzero().squeeze(1).tolist(), -1: (sign < 0).nonzero().squeeze(1).tolist()}
+        group = batch.tree.parents[2].tolist()
+        rejected = {group[i]: i for i in sides[-1]}
+        sizes = batch.tree.size(TURN, TRAJECTORY).x
+        begin = (sizes.cumsum(0) - sizes).tolist()
+        columns = (batch.state.x.tolist(), batch.action.x.tolist(), batch.tree.size(TOKEN, TURN).x.tolist())
+        chosen = torch.zeros(batch.tree.count(TURN), dtype=torch.bool, device=sign.device)
+        for i in sides[1]:
+            j = rejected[group[i]]
+            at = _first_difference(columns, begin[i], begin[j], int(min(sizes[i], sizes[j])))
+            if at is not None:
+                chosen[[begin[i] + at, begin[j] + at]] = True
+        return Field(batch.tree, TURN, chosen)
+
+
+@dataclass(frozen=True)
+class ForkingTurnScore(TrajectoryScore):
+    """s = Σ over the forking turn of log π − log π_ref; 0 for a trajectory without one."""
+
+    reads = frozenset({Signal.REFERENCE})
+
+    pairs: ForkingTurnPairs
+
+    def __call__(self, view: MicroBatchView) -> Field:
+        return where(self.pairs.forking_turns(view.batch), view.logp - view[Signal.REFERENCE], 0.0).sum(TRAJECTORY)
 
 
 @declares(Kind.PREFERENCE)

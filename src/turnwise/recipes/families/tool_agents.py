@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
-from turnwise.algebra.adaptive_clip import InformationClip
-from turnwise.algebra.advantage import DivideByBatchStd, InformationGain, Standardise
+from dataclasses import dataclass
+
+from turnwise.algebra.advantage import DivideByBatchStd, Standardise
 from turnwise.algebra.aggregate import Mean
-from turnwise.algebra.gate import CappedWeight, Clip
+from turnwise.algebra.gate import CappedWeight, Clip, Gate, clipped
 from turnwise.algebra.mask import InformativeGroups
+from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.ratio import Importance, PerToken
-from turnwise.core.levels import GROUP, TOKEN, TURN
-from turnwise.credit.trajectories import EarlyToolBonus
+from turnwise.algebra.term import Term
+from turnwise.core.batch import Batch
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.signals import Signal
+from turnwise.maths import returns
+from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.tasks.admission import Spread
 from turnwise.tasks.samplers import Unsolved
 
 KIND = Kind.CREDIT
+
+
+@dataclass(frozen=True)
+class EarlyToolBonus(Term):
+    """A + clip(δ (p − mean p) / mean L, ±k A) for successful trajectories that call a tool and have A > 0; A elsewhere.
+
+    p is the token at which the first turn with a call starts, L the length; means over those trajectories of the group.
+    δ < 0 rewards early calls."""
+
+    requires = frozenset({"verdict", "tools"})
+
+    term: Term
+    delta: float = -2.0
+    k: float = 0.7
+
+    def __call__(self, batch: Batch) -> Field:
+        a, tree = self.term(batch), batch.tree
+        begins = (tree.size(TOKEN, TURN).x.cumsum(0) - tree.size(TOKEN, TURN).x).to(a.x.dtype)
+        offset = Field(tree, TURN, begins) - Field(tree, TURN, begins).min(TRAJECTORY)
+        first = where(batch.tool_calls > 0, offset, torch.inf).min(TRAJECTORY)
+        eligible = (batch.success > 0.5) & (batch.tool_calls.max(TRAJECTORY) > 0)
+        count = where(eligible, 1.0, 0.0).sum(GROUP).clamp(low=1.0)
+        mean = lambda x: where(eligible, x, 0.0).sum(GROUP) / count  # noqa: E731
+        length = tree.size(TOKEN, TRAJECTORY).to(a.x.dtype)
+        shift = self.delta * (first - mean(first)) / mean(length).clamp(low=1e-9)
+        bound = self.k * a
+        shaped = a + shift.maximum(-bound).minimum(bound)
+        return where(eligible & (a > 0), shaped, a)
 
 
 def aspo(delta: float = -2.0, k: float = 0.7, low: float = 0.2, high: float = 0.28) -> Recipe:
@@ -34,6 +68,62 @@ def aspo(delta: float = -2.0, k: float = 0.7, low: float = 0.2, high: float = 0.
         aggregate=Mean(TOKEN),
         admission=Spread(),
     )
+
+
+def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
+    """Each turn's increase of the gold answer's log-probability, standardised among turns of equal index; 0 for a last turn
+    and for a turn without peers."""
+    score, tree = batch[Signal.ANSWER_LOGP], batch.tree
+    final = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
+    after = torch.cat([score.x[1:], score.x[:1]])  # turns of a trajectory are adjacent: the next turn's score
+    gain = Field(tree, TURN, torch.where(final.x, 0.0, after - score.x))
+    index = tree.index(TURN, TRAJECTORY)
+    peers = Partition.by(tree, TURN, batch.group, index, final.to(torch.int64))
+    z = (gain - gain.mean(peers)) / (gain.std(peers) + eps)
+    return where(final, 0.0, z)
+
+
+@dataclass(frozen=True)
+class InformationClip(Gate):
+    """Clip to [1 − low·c, 1 + high·c], c = 1 + β(2σ(z) − 1): turns that inform about the answer get a wider window.
+
+    z is the standardised increase of the gold answer's log-probability; the answering turn has c = 1."""
+
+    reads = frozenset({Signal.ANSWER_LOGP})
+
+    beta: float = 0.3
+    low: float = 0.2
+    high: float = 0.2
+
+    def plan(self, view: StepView) -> dict[object, Field]:
+        tree = view.batch.tree
+        final = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
+        scale = 1 + self.beta * (2 * answer_gain(view.batch).map(torch.sigmoid) - 1)
+        return {self: where(final, 1.0, scale)}
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        c = view[self].to(rho.x.dtype)
+        return clipped(rho, adv, 1 - self.low * c, 1 + self.high * c)
+
+
+@dataclass(frozen=True)
+class InformationGain(Term):
+    """Dₖ = 1/√(n−k) Σ_{j≥k} γ^{j−k} zⱼ: the discounted information that turns from k on give about the gold answer.
+
+    zⱼ is the increase of the answer's log-probability, standardised among turns of equal index; 0 for the last turn."""
+
+    reads = frozenset({Signal.ANSWER_LOGP})
+    compares_peers = True
+
+    gamma: float = 1.0
+    eps: float = 1e-6
+
+    def __call__(self, batch: Batch) -> Field:
+        z, tree = answer_gain(batch, self.eps), batch.tree
+        remaining = tree.size(TURN, TRAJECTORY) - 1 - tree.index(TURN, TRAJECTORY)  # turns before the answer
+        last = (tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1).x
+        total = z.map(lambda x: returns.discounted(x, self.gamma, last))
+        return where(remaining > 0, total / remaining.to(z.x.dtype).clamp(low=1) ** 0.5, 0.0)
 
 
 def a2tgpo(alpha: float = 0.3, beta: float = 0.3, gamma: float = 1.0, low: float = 0.2, high: float = 0.2) -> Recipe:

@@ -2,47 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten
-from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.aggregate import Aggregate, Mean, items
 from turnwise.algebra.gate import Clip
-from turnwise.algebra.peers import Same
+from turnwise.algebra.mask import Mask
+from turnwise.algebra.peers import Peers, PeerSpec, Same, SameTokenIndex, resolve_peers
 from turnwise.algebra.penalty import KL, ClippedValueLoss, WeightedPenalty
+from turnwise.algebra.piece import MicroBatchView, check
+from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.reward import EnvironmentReward
-from turnwise.algebra.value import Constant, Outcome, ReturnToGo
-from turnwise.core.levels import TOKEN, TURN
+from turnwise.algebra.term import Term
+from turnwise.algebra.value import Constant, Outcome, ReturnToGo, SumToGo, is_last, shift_turns, token_reward
+from turnwise.core.batch import Batch
+from turnwise.core.columns import Column
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, where
+from turnwise.core.limits import choice, number
+from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
-from turnwise.credit.information import (
-    AnswerProbabilityGain,
-    ExponentialDecay,
-    FeedbackInformationGain,
-    LimitStd,
-    LowSpreadGate,
-    StandardiseNonZero,
-)
-from turnwise.credit.peers import RandomGroups, SameAgent, SameTask, SameTokenIndex
-from turnwise.credit.same_state import HierarchyOfGroups, PeerTrajectoryMean, SameRecentStates, SameTransition
-from turnwise.credit.turns import (
-    AgentReturnToGo,
-    BiLevelGAE,
-    FallbackWithoutPeers,
-    GroupStdAbove,
-    LeaveOneOutAtTurn,
-    MarkedTurns,
-    MeanOfTurnMeans,
-    OldValue,
-    OnMarkedTurns,
-    ReturnUntilMismatch,
-    SumToGo,
-)
+from turnwise.maths import returns, segments
+from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.tasks.admission import Spread
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 KIND = Kind.CREDIT
 
 RowUnit = Literal["turn", "trajectory"]
+
+
+@dataclass(frozen=True)
+class OldValue(Term):
+    """The critic's estimate when the batch was collected. At TOKEN."""
+
+    reads = frozenset({Signal.OLD_VALUE})
+
+    def __call__(self, batch: Batch) -> Field:
+        return batch[Signal.OLD_VALUE]
+
+
+@dataclass(frozen=True)
+class BiLevelGAE(Term):
+    """Bi-level GAE: first over turns at their last tokens with ``turn_gamma``, then inside each turn with ``gamma``,
+    where the last token's reward is the turn's return A + v. Turns without tokens are skipped. At TOKEN."""
+
+    reads = frozenset({Signal.OLD_VALUE})
+
+    gamma: float = number(1.0, least=0, most=1)
+    lam: float = number(0.95, least=0, most=1)
+    turn_gamma: float = number(0.95, least=0, most=1)
+
+    def __call__(self, batch: Batch) -> Field:
+        tree, v = batch.tree, batch[Signal.OLD_VALUE]
+        turn_end = (tree.size(TOKEN, TURN).at(TOKEN) - tree.index(TOKEN, TURN) <= 1).x
+        last_tokens = turn_end.nonzero().squeeze(1)
+        r = token_reward(batch).x.to(v.x.dtype)
+        turn_advantage = returns.gae(
+            r[last_tokens], v.x[last_tokens], self.turn_gamma, self.lam, is_last(batch, TOKEN)[last_tokens]
+        )
+        turn_return = r.index_copy(0, last_tokens, turn_advantage + v.x[last_tokens])
+        return v.map(lambda x: returns.gae(turn_return, x, self.gamma, self.lam, turn_end))
 
 
 def bilevel_gae(
@@ -69,6 +94,47 @@ def bilevel_gae(
         aggregate=Mean(TOKEN),
         penalties=(WeightedPenalty(value_weight, ClippedValueLoss(target, value_clip)),),
     )
+
+
+UNITS = {"turn": TURN, "trajectory": TRAJECTORY}
+
+
+@dataclass(frozen=True)
+class SameTask(Peers):
+    """All of a task: each trajectory once (``unit="trajectory"``), or once per turn, so that long episodes weigh more.
+    ``mark``: turns with and without the mark are separate peers (not with ``unit="trajectory"``)."""
+
+    unit: str = choice(*UNITS, default="trajectory")
+    mark: Term | None = None
+
+    def __call__(self, batch: Batch) -> Partition:
+        level = UNITS[self.unit]
+        keys = () if self.mark is None or level == TRAJECTORY else (self.mark(batch) > 0.5,)
+        return Partition.by(batch.tree, level, batch.group, *keys)
+
+
+UNKNOWN, BEFORE = -1, -2  # a state that was not recorded, and the time before the first turn
+
+
+def turns_with_same_keys(batch: Batch, *keys: Field) -> Partition:
+    """Turns of one task with equal keys; a turn with an unknown key has no peers."""
+    unknown = torch.stack([key.x == UNKNOWN for key in keys]).any(0)
+    unique = torch.where(unknown, 1 + torch.arange(unknown.numel(), device=unknown.device), 0)
+    return Partition.by(batch.tree, TURN, batch.group, *keys, unique)
+
+
+@dataclass(frozen=True)
+class SameRecentStates(Peers):
+    """Turns of one task with the same last ``states`` states, the present one included: sₖ₋ₙ₊₁ … sₖ.
+
+    A turn with a shorter history, or an unknown state in it, has no peers."""
+
+    requires = frozenset({"state"})
+
+    states: int = number(1, above=0, why="1 for the present one alone")
+
+    def __call__(self, batch: Batch) -> Partition:
+        return turns_with_same_keys(batch, *(shift_turns(batch.state, -k, UNKNOWN) for k in range(self.states)))
 
 
 def gigpo(
@@ -98,6 +164,50 @@ def gigpo(
     )
 
 
+SAME = 1e-9  # a smaller distance from the mean counts as 0, so that rounding does not decide
+
+
+@dataclass(frozen=True)
+class HierarchyOfGroups(Term):
+    """A = Σₙ wₙ Aₙ / (Σₙ wₙ + ε), wₙ = (n + 1)^α: ``value`` against peers with the same last n states, n = 1 … history
+    + 1; a longer shared history weighs more.
+
+    Aₙ = (v − mean)/(population std + ε), or without ``scale`` v − mean. Levels without peers, or with v at the mean,
+    get no weight. ``with_episode`` adds the term ``episode`` as level 0."""
+
+    requires = frozenset({"state"})
+    compares_peers = True
+
+    value: Term
+    history: int = number(2, least=0)
+    alpha: float = number(1.0, least=0)
+    scale: bool = True
+    with_episode: bool = False
+    episode: Term = field(default_factory=Standardise)
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        finite = self.alpha * math.log(self.history + 2) < 700
+        check(finite, f"alpha is {self.alpha}; write a number for which (history + 2)^alpha is finite")
+
+    def __call__(self, batch: Batch) -> Field:
+        batch = replace(batch, reward=batch.reward.to(torch.float64))
+        value = self.value(batch)
+        levels = [(n, self._among(value, SameRecentStates(n)(batch))) for n in range(1, self.history + 2)]
+        if self.with_episode:
+            a = self.episode(batch).at(TURN)
+            levels.append((0, where(a.abs() > SAME, a, 0.0)))
+        weights = [where(a.abs() > 0, (n + 1.0) ** self.alpha, 0.0) for n, a in levels]
+        total = sum((w * a for w, (_, a) in zip(weights, levels)), 0.0 * value)
+        return total / (sum(weights, 0.0 * value) + self.eps)
+
+    def _among(self, value: Field, peers: Partition) -> Field:
+        centred = value - value.mean(peers)
+        a = centred / (value.std(peers, 0) + self.eps) if self.scale else centred
+        return where(centred.abs() > SAME, a, 0.0)
+
+
 def hgpo(
     past: int = 2,
     alpha: float = 1.0,
@@ -125,6 +235,53 @@ def hgpo(
     )
 
 
+@dataclass(frozen=True)
+class SameTransition(Peers):
+    """Turns of one task with the same transition (state, action, next state) and the same ``window`` states before it.
+
+    Positions before the first turn are equal to each other. A turn with an unknown state in any of these has no peers."""
+
+    requires = frozenset({"state"})
+
+    window: int = number(3, least=0)
+
+    def __call__(self, batch: Batch) -> Partition:
+        tree = batch.tree
+        last = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
+        after = where(last, batch.end, shift_turns(batch.state, 1, UNKNOWN))
+        past = (shift_turns(batch.state, -k, BEFORE) for k in range(1, self.window + 1))
+        return turns_with_same_keys(batch, batch.state, batch.action, after, *past)
+
+
+@dataclass(frozen=True)
+class PeerTrajectoryMean(Term):
+    """Aₖ = mean of ``term`` over the trajectories with a turn among the ``peers`` of turn k, each counted once.
+
+    A step that all trajectories share gets their mean; after they diverge each keeps its own credit."""
+
+    term: Term
+    peers: Peers
+
+    def __call__(self, batch: Batch) -> Field:
+        a, tree, peers = self.term(batch).at(TURN), batch.tree, self.peers(batch)
+        visits = Partition.by(tree, TURN, peers.label, tree.ancestor(TURN, TRAJECTORY))
+        weight = 1.0 / a.peer_count(visits)
+        return (weight * a).sum(peers) / weight.sum(peers)
+
+
+@dataclass(frozen=True)
+class FallbackWithoutPeers(Term):
+    """``term``; ``fallback`` for an item without other peers."""
+
+    term: Term
+    fallback: Term
+    peers: PeerSpec = GROUP
+
+    def __call__(self, batch: Batch) -> Field:
+        a, fallback = self.term(batch), self.fallback(batch)
+        return where(fallback.peer_count(resolve_peers(self.peers, batch)) > 1, a, fallback)
+
+
 def salt(window: int = 3, base: Literal["grpo", "rloo"] = "grpo", clip: float = 0.2, beta: float = 0.0) -> Recipe:
     """SALT: averages the advantage over all trajectories of a task that take the same transition.
 
@@ -142,6 +299,22 @@ def salt(window: int = 3, base: Literal["grpo", "rloo"] = "grpo", clip: float = 
         gate=Clip(clip, clip),
         penalties=(WeightedPenalty(beta, KL("k3")),),
     )
+
+
+@dataclass(frozen=True)
+class AnswerProbabilityGain(Term):
+    """rₖ = pₖ₊₁ − pₖ, the increase of the gold answer's probability p (geometric mean of its tokens) by turn k; the
+    last turn earns ``weight`` · R instead. At TURN."""
+
+    reads = frozenset({Signal.ANSWER_LOGP})
+    requires = frozenset({"answer"})
+
+    weight: float = number(1.0, least=0)
+
+    def __call__(self, batch: Batch) -> Field:
+        p = batch[Signal.ANSWER_LOGP].exp()
+        last = Field(batch.tree, TURN, is_last(batch, TURN))
+        return where(last, self.weight * batch.reward.sum(TRAJECTORY), shift_turns(p, 1, 0.0) - p)
 
 
 def igpo(
@@ -173,6 +346,98 @@ def igpo(
     )
 
 
+def feedback_was_masked(batch: Batch) -> Field:
+    """Turns for which any context token since the last sampled one was masked; all turns where no masked context was
+    recorded. At TURN."""
+    sequences, tree = batch.sequences, batch.tree
+    if sequences.masked_ids is None:
+        return tree.full(TURN, True, torch.bool)
+    changed = torch.zeros(tree.count(TURN), dtype=torch.bool, device=tree.device)
+    place = (sequences.masked_ids != sequences.ids).nonzero().squeeze(1)
+    token = torch.searchsorted(sequences.sampled_at, place)  # the first token sampled after it
+    place, token = place[token < sequences.sampled_at.numel()], token[token < sequences.sampled_at.numel()]
+    inside = lambda at: torch.searchsorted(sequences.start, at, right=True)  # noqa: E731
+    token = token[inside(place) == inside(sequences.sampled_at[token])]
+    changed[tree.parents[0][token]] = True
+    return Field(tree, TURN, changed)
+
+
+@dataclass(frozen=True)
+class FeedbackInformationGain(Term):
+    """Iₖ = mean over the tokens of turn k + 1 of log μ(y) − log π(y | feedback to turn k masked): how much the
+    environment's feedback to turn k changed the next turn. Credited to turn k. At TOKEN.
+
+    ``shared``: divided by the number of tokens of turn k. Exactly 0 where there was no feedback, none of it was masked,
+    or no token follows."""
+
+    reads = frozenset({Signal.LOGP_WITHOUT_FEEDBACK})
+    requires = frozenset({"feedback"})
+
+    shared: bool = True
+    answered: Term = field(default_factory=lambda: Fact("feedback", TURN, missing=1.0))
+
+    def __call__(self, batch: Batch) -> Field:
+        log_ratio = (behaviour(batch) - batch[Signal.LOGP_WITHOUT_FEEDBACK]).mean(TURN)  # 0 for a turn without tokens
+        log_ratio = where(
+            feedback_was_masked(batch), log_ratio, 0.0
+        )  # identical text: only rounding differs between the two passes
+        gain = where(self.answered(batch) > 0.5, shift_turns(log_ratio, 1, 0.0), 0.0)
+        return gain.at(TOKEN) / batch.tree.size(TOKEN, TURN) if self.shared else gain.at(TOKEN)
+
+
+@dataclass(frozen=True)
+class StandardiseNonZero(Term):
+    """(v − mean)/(std + ε) over the values of a group that are not 0; zeros stay 0."""
+
+    compares_peers = True
+
+    value: Term
+    eps: float = 1e-6
+
+    def __call__(self, batch: Batch) -> Field:
+        v = self.value(batch)
+        present = v.abs() > 0
+        peers = Partition.by(batch.tree, v.level, batch.group, present)
+        return where(present, (v - v.mean(peers)) / (v.std(peers) + self.eps), 0.0)
+
+
+@dataclass(frozen=True)
+class LimitStd(Term):
+    """c · term, c = min(1, max(std of ``reference``, 1)/std of ``term``) over all tokens of the batch."""
+
+    term: Term
+    reference: Term
+
+    def __call__(self, batch: Batch) -> Field:
+        a, limit = self.term(batch), self.reference(batch).at(TOKEN)
+        std = a.at(TOKEN).std(BATCH)
+        c = where(std > 0, limit.std(BATCH).clamp(low=1.0) / where(std > 0, std, 1.0), 1.0)
+        return c.clamp(high=1.0) * a
+
+
+@dataclass(frozen=True)
+class LowSpreadGate(Term):
+    """g · term, g = σ(−std of R in the group / temperature): ½ where returns are equal, near 0 where they differ."""
+
+    term: Term
+    temperature: float = number(0.05, above=0)
+
+    def __call__(self, batch: Batch) -> Field:
+        spread = batch.reward.sum(TRAJECTORY).std(GROUP)
+        return (-1.0 / self.temperature * spread).map(torch.sigmoid) * self.term(batch)
+
+
+@dataclass(frozen=True)
+class ExponentialDecay(Term):
+    """exp(−rate · t) · term, t batches so far."""
+
+    term: Term
+    rate: float = number(0.0, least=0)
+
+    def __call__(self, batch: Batch) -> Field:
+        return (-self.rate * batch[Column.BATCH_INDEX]).exp() * self.term(batch)
+
+
 def infopo(
     beta: float = 0.5,
     gate_temperature: float = 0.05,
@@ -199,6 +464,26 @@ def infopo(
     )
 
 
+@dataclass(frozen=True)
+class SameAgent(Peers):
+    """Turns of one agent in one game: a game is the task (``group``), or all tasks of a kind (``domain``)."""
+
+    game: str = choice("group", "domain")
+
+    def __call__(self, batch: Batch) -> Partition:
+        game = batch.group if self.game == "group" else batch.domain
+        return Partition.by(batch.tree, TURN, game, batch.agent)
+
+
+@dataclass(frozen=True)
+class AgentReturnToGo(Term):
+    """Gₖ = Σ rⱼ over this turn and the later turns of the same agent. At TURN."""
+
+    def __call__(self, batch: Batch) -> Field:
+        same_agent = Partition.by(batch.tree, TURN, batch.tree.ancestor(TURN, TRAJECTORY), batch.agent)
+        return batch.reward.sum(TURN).running_sum(same_agent, reverse=True)
+
+
 def mars(
     game: Literal["group", "domain"] = "group", clip: float = 0.2, dual: float | None = 3.0, beta: float = 0.2
 ) -> Recipe:
@@ -216,6 +501,51 @@ def mars(
         gate=Clip(clip, clip, dual),
         penalties=(WeightedPenalty(beta, KL("k3")),),
     )
+
+
+ABSENT = ("out", "outcome", "nothing")
+
+
+@dataclass(frozen=True)
+class LeaveOneOutAtTurn(Term):
+    """Aₖ = vₖ − mean of vₖ over the *other* trajectories of the task at the same turn index; without others the
+    baseline is 0.
+
+    Turns that are not ``valid`` get 0 and join no baseline. ``absent`` decides about episodes that end before turn k:
+
+        out       left out: late turns are compared with long episodes only, the longest with nothing
+        outcome   counted with their total return: a late turn is still compared with the whole task
+        nothing   counted with 0, as they earn nothing more: for rewards paid turn by turn
+
+    In each case the baseline is independent of the trajectory it is for, so the gradient stays unbiased."""
+
+    compares_peers = True
+
+    value: Term
+    absent: str = choice(*ABSENT, default="out")
+    valid: Term = field(default_factory=lambda: Fact("valid", TURN, missing=1.0))
+
+    def __call__(self, batch: Batch) -> Field:
+        v, tree = self.value(batch), batch.tree
+        peers = batch.same("index")
+        is_valid = (self.valid(batch) > 0.5).to(v.x.dtype)
+        others, n = (is_valid * v).sum(peers) - is_valid * v, is_valid.sum(peers) - is_valid
+        if self.absent != "out":
+            outcome = batch.reward.sum(TRAJECTORY)
+            ended = tree.size(TRAJECTORY, GROUP) - outcome.peer_count(peers)
+            ended_return = outcome.sum(GROUP) - outcome.sum(peers)
+            others, n = others + (ended_return if self.absent == "outcome" else 0.0), n + ended
+        return is_valid * (v - where(n > 0, others / n.clamp(low=1.0), 0.0))
+
+
+@dataclass(frozen=True)
+class MarkedTurns(Mask):
+    """Tokens of turns with ``mark`` > 0.5."""
+
+    mark: Term
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return self.mark(view.batch) > 0.5
 
 
 def trloo(
@@ -242,6 +572,27 @@ def trloo(
     )
 
 
+@dataclass(frozen=True)
+class OnMarkedTurns(Term):
+    """``term`` on the turns with ``mark`` > 0.5, 0 on the others."""
+
+    mark: Term
+    term: Term
+
+    def __call__(self, batch: Batch) -> Field:
+        return where(self.mark(batch) > 0.5, self.term(batch), 0.0)
+
+
+@dataclass(frozen=True)
+class MeanOfTurnMeans(Aggregate):
+    """Mean over the tokens of each turn, then over the turns of each trajectory, then over the trajectories."""
+
+    def __call__(self, kept: Field) -> Field:
+        tokens = kept.sum(TURN)
+        turns = where(tokens > 0, 1.0, 0.0).sum(TRAJECTORY)
+        return kept / (items(kept.sum(TRAJECTORY)) * turns.clamp(low=1) * tokens.clamp(low=1))
+
+
 def flow_grpo(rows: RowUnit = "trajectory", low: float = 0.2, high: float = 0.3, beta: float = 1e-3) -> Recipe:
     """Flow-GRPO (AgentFlow's credit, not its modules): broadcasts the outcome to planner turns; others are not trained.
 
@@ -261,6 +612,36 @@ def flow_grpo(rows: RowUnit = "trajectory", low: float = 0.2, high: float = 0.3,
         aggregate=MeanOfTurnMeans(),
         keep=MarkedTurns(planner),
     )
+
+
+POOLS = {"batch": BATCH, "task": GROUP, "trajectory": TRAJECTORY}
+
+
+def random_order(batch: Batch, level: Level) -> Tensor:
+    """The items of a level in random order; the trajectory seed breaks ties, so that packing does not matter."""
+    by_seed = torch.argsort(batch.seed.at(level).x, stable=True)
+    return by_seed[torch.argsort(batch.uniform_draws(level).x[by_seed], stable=True)]
+
+
+@dataclass(frozen=True)
+class RandomGroups(Peers):
+    """Random groups of ``size`` turns from the batch, a task or a trajectory. −1: one group of all."""
+
+    size: int = 16
+    within: str = choice(*POOLS, default="batch")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.size == -1 or self.size > 0, f"size is {self.size}; write a positive number of turns, or -1 for all")
+
+    def __call__(self, batch: Batch) -> Partition:
+        tree, pool = batch.tree, POOLS[self.within]
+        label = tree.ancestor(TURN, pool)
+        order = random_order(batch, TURN)
+        rank = torch.empty_like(label)
+        rank[order] = segments.rank_within(label[order], tree.count(pool))
+        size = self.size if self.size > 0 else 1 + rank.numel()
+        return Partition.by(tree, TURN, label, rank // size)
 
 
 def srgpo(
@@ -287,6 +668,29 @@ def srgpo(
         gate=Clip(clip, clip),
         penalties=(WeightedPenalty(beta, KL("k3")),),
     )
+
+
+@dataclass(frozen=True)
+class ReturnUntilMismatch(Term):
+    """Gₖ = rₖ + γ eₖ eₖ₊₁ Gₖ₊₁, e = ``match`` of the turn: later rewards count only up to the first mismatch. At TURN."""
+
+    match: Term
+    gamma: float = number(0.5, least=0, most=1)
+
+    def __call__(self, batch: Batch) -> Field:
+        matched = (self.match(batch) > 0.5).to(torch.float64)
+        carry = self.gamma * matched * shift_turns(matched, 1, 0.0)
+        return batch.reward.sum(TURN).map(lambda r: returns.backward_recurrence(r, carry.x))
+
+
+@dataclass(frozen=True)
+class GroupStdAbove(Mask):
+    """Groups whose returns have a std above ``threshold``."""
+
+    threshold: float = 0.3
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return view.batch.reward.sum(TRAJECTORY).std(GROUP) > self.threshold
 
 
 def ui_s1(
