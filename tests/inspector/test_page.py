@@ -9,8 +9,7 @@ import pytest
 import turnwise
 from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
 from turnwise.errors import SettingError
-from turnwise.inspector.page.blocks import LineChart, Series, as_json
-from turnwise.inspector.page.charts import line_chart
+from turnwise.inspector.page.blocks import as_json
 from turnwise.inspector.page.render import render_export, render_page
 from turnwise.inspector.page.serving import export_view, find_runs, view_json
 from turnwise.inspector.page.view_query import ViewQuery
@@ -18,6 +17,7 @@ from turnwise.inspector.page.views.table import OTHER_PAGES, VIEWS, show_view
 from turnwise.inspector.page.views.tasks import classify
 from turnwise.inspector.queries import RunReader
 from turnwise.inspector.queries_rows import TaskRow
+from turnwise.observe.charts import LineChart, Series, line_chart
 from turnwise.store import RunDir, SqliteLedger
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\u202eabc\x1b[2J\x00 </div>{{ 7*7 }}"

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from turnwise.maths.statistics import wilson
+from turnwise.observe.charts import curves, smooth
 from turnwise.observe.metric_names import format_duration
-from turnwise.observe.plot import curves, smooth
 from turnwise.observe.progress import LivePanel, PlainLog, show_progress, sparkline
 from turnwise.observe.report import comparison, table, transcript
 from turnwise.observe.trackers import JsonLines

@@ -1,6 +1,6 @@
 """One table of rules: when something keeps a run from learning, what to say about it, and what to change.
 
-A rule measures one step (``StepView``) or a whole run (``RunFacts``) and applies above its bound; NaN means that the run does not
+A rule measures one step (``StepFacts``) or a whole run (``RunFacts``) and applies above its bound; NaN means that the run does not
 have the metric. The live run tells the rules of steps as it goes (``RunHealth``), once and again when the number has grown much;
 ``turnwise doctor`` judges all of them over a run's directory. The order of ``RULES`` is that of the findings, causes first: an
 environment that fails explains missing rewards, not the reverse. Does not know how a metric is computed, nor who shows the words.
@@ -45,7 +45,7 @@ class RunLimits:
 
 
 @dataclass(frozen=True)
-class StepView:
+class StepFacts:
     """One step: its metrics, totals since the start, and the run's settings."""
 
     metrics: Mapping[str, float]
@@ -128,9 +128,9 @@ class RunFacts:
         return self.settings.group_size or round(_mean(sizes) if sizes else 0)
 
     @cached_property
-    def views(self) -> list[StepView]:
+    def views(self) -> list[StepFacts]:
         """What the rules of steps read, step by step."""
-        s, views = self.settings, list[StepView]()
+        s, views = self.settings, list[StepFacts]()
         health = RunHealth(
             RunLimits(s.max_tokens, s.context, self.group_size, s.temperature, s.lr, self.mismatch_tolerance)
         )
@@ -159,7 +159,7 @@ class Rule:
     evidence: tuple[str, ...] = ()
     patience: int = 1
     growth: float = math.inf
-    whole_run: bool = False  # measured on RunFacts; otherwise on each StepView
+    whole_run: bool = False  # measured on RunFacts; otherwise on each StepFacts
 
     def cure(self, view: Any) -> str:
         return self.change if isinstance(self.change, str) else self.change(view)
@@ -171,25 +171,25 @@ of_run = partial(Rule, whole_run=True)
 # ------------------------------------------------------------- measures of a step
 
 
-def _no_spread(view: StepView) -> float:
+def _no_spread(view: StepFacts) -> float:
     """1 if no group had two different rewards and no token an advantage. Other data than rewards may give advantages."""
     flat = view.grouped and view.value("groups/zero_variance", 0.0) == 1 and view.value("advantage/size") < 1e-12
     return float(flat and not view.identical)
 
 
-def _zero_gradient(view: StepView) -> float:
+def _zero_gradient(view: StepFacts) -> float:
     """1 if the gradient is zero and neither equal rewards nor a skipped step explain it."""
     explained = view.value("groups/zero_variance", 0.0) == 1 or view.value("skipped", 0.0) > 0
     return float(view.value("grad_norm") == 0 and not explained)
 
 
-def _mismatch(view: StepView) -> float:
+def _mismatch(view: StepFacts) -> float:
     """The mismatch of generator and learner as a share of the tolerance, where it has grown since the run began."""
     now = view.value("policy_check", 0.0)
     return now / view.limits.mismatch_tolerance if now > MISMATCH_GROWTH * view.first_mismatch else 0.0
 
 
-def _slow_environment(view: StepView) -> float:
+def _slow_environment(view: StepFacts) -> float:
     """How many times longer than sampling the environment takes per turn, if it is a noticeable time at all."""
     answered, sampled = view.value("seconds/turn_answered", 0.0), view.value("seconds/turn_sampled", 0.0)
     return answered / max(sampled, 1e-6) if answered > 0.5 else 0.0
@@ -202,7 +202,7 @@ def _most(reasons: Mapping[str, int]) -> str:
     return named + (f"; {len(most) - REASONS} other reasons" if len(most) > REASONS else "")
 
 
-def _against_drops(view: StepView) -> str:
+def _against_drops(view: StepFacts) -> str:
     """What to change, by the most frequent reason."""
     if max(view.dropped, key=lambda reason: view.dropped[reason], default="").startswith(TOO_OLD):
         return "let training wait for slow groups (--staleness N,wait), or raise N"
@@ -516,7 +516,7 @@ class RunHealth:
     _skipped: float = 0.0
     _mismatches: list[float] = field(default_factory=list)  # of the first steps
 
-    def view(self, metrics: Mapping[str, float]) -> StepView:
+    def view(self, metrics: Mapping[str, float]) -> StepFacts:
         """What the rules read of one step; call it once for each step, in order."""
         self._episodes += finite_number(metrics.get("trajectories")) or 0.0
         self._skipped += finite_number(metrics.get("skipped")) or 0.0
@@ -524,7 +524,7 @@ class RunHealth:
         if mismatch is not None and len(self._mismatches) < FIRST_STEPS:
             self._mismatches.append(mismatch)
         first = sum(self._mismatches) / len(self._mismatches) if self._mismatches else math.inf
-        return StepView(metrics, self.limits, self._episodes, self._skipped, self.dropped, first)
+        return StepFacts(metrics, self.limits, self._episodes, self._skipped, self.dropped, first)
 
     def observe(self, metrics: Mapping[str, float]) -> list[HealthMessage]:
         """The messages that the metrics of one step give rise to."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.config.settings import Settings
 from turnwise.core.text import printable_line
-from turnwise.observe.plot import curves
+from turnwise.observe.charts import curves
 from turnwise.observe.report import transcript
 from turnwise.observe.trackers import read_rows
 from turnwise.rewards.verdict_cache import VerdictCache

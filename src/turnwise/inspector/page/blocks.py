@@ -9,23 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
-from urllib.parse import urlencode
 
-
-@dataclass(frozen=True)
-class Link:
-    """A text that leads to another view: ``Link("3", "step", {"step": 3})``."""
-
-    text: str
-    view: str
-    query: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def href(self) -> str:
-        return f"{self.view}?{urlencode(self.query)}" if self.query else self.view
-
-
-Cell = str | float | int | None | Link
+from turnwise.observe.charts import Cell, Link
 
 
 @dataclass(frozen=True)
@@ -55,26 +40,6 @@ class DataTable:
 
 
 @dataclass(frozen=True)
-class Series:
-    """One line of a chart; ``low`` and ``high`` bound an interval around it."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
-
-
-@dataclass(frozen=True)
-class LineChart:
-    """Curves over steps."""
-
-    title: str
-    series: Sequence[Series]
-    about: str = ""
-
-
-@dataclass(frozen=True)
 class BarChart:
     """One bar for each label; a negative value points to the left."""
 
@@ -83,26 +48,6 @@ class BarChart:
     values: Sequence[float]
     about: str = ""
     percent: bool = False
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """A number for each row and column, None where there is none; 0 to 1 is one colour scale, −1 to 1 another."""
-
-    title: str
-    rows: Sequence[Cell]
-    columns: Sequence[str]
-    values: Sequence[Sequence[float | None]]
-    about: str = ""
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Rows of segments ``(start, length, kind)`` in seconds."""
-
-    title: str
-    rows: Sequence[tuple[Cell, Sequence[tuple[float, float, str]]]]
-    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,27 +79,6 @@ class Transcript:
     title: str
     turns: Sequence[TurnBlock]
     about: str = ""
-
-
-@dataclass(frozen=True)
-class TreeNode:
-    """A trajectory in a tree of forks: where it leaves its parent, and what became of it."""
-
-    id: str
-    parent: str
-    turn: int
-    turns: int
-    label: str
-    value: float
-    link: Link
-
-
-@dataclass(frozen=True)
-class ForkDiagram:
-    """Trajectories that branch off one another, drawn as a tree."""
-
-    title: str
-    nodes: Sequence[TreeNode]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ import jinja2
 from markupsafe import Markup
 
 from turnwise.core.text import printable, printable_line
-from turnwise.inspector.page import charts
-from turnwise.inspector.page.blocks import Link, ViewPage, as_json
+from turnwise.inspector.page.blocks import ViewPage, as_json
 from turnwise.inspector.page.views.table import VIEWS
+from turnwise.observe import charts
+from turnwise.observe.charts import Link
 
 FOLDER = files("turnwise.inspector.page")
 COLOUR_FROM = 0.02  # tones below this stay uncoloured

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.core.records import Trajectory
-from turnwise.inspector.page.blocks import BarChart, Choice, DataTable, Link, Note, ViewPage
+from turnwise.inspector.page.blocks import BarChart, Choice, DataTable, Note, ViewPage
 from turnwise.inspector.page.step_cache import updates_of
 from turnwise.inspector.page.token_text import token_texts
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.queries import RunReader
 from turnwise.inspector.stored_trajectories import ledger_trajectories
+from turnwise.observe.charts import Link
 
 ABOUT = "Shares of Σ |∂ loss / ∂ log π| over the sampled tokens of one step, as the step applied it."
 LENGTHS = (16, 64, 256, 1024, 4096)

@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from turnwise.inspector.page.blocks import DataTable, FactList, LineChart, Link, Note, Series, ViewPage
+from turnwise.inspector.page.blocks import DataTable, FactList, Note, ViewPage
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.queries import RunReader, StepMetrics
 from turnwise.maths.statistics import wilson
+from turnwise.observe.charts import LineChart, Link, Series
 
 CURVES = (
     ("entropy", "Entropy", "of the policy at the sampled tokens, in nats"),

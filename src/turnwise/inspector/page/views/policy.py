@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.inspector.page.blocks import BarChart, Choice, DataTable, LineChart, Link, Note, Series, ViewPage
+from turnwise.inspector.page.blocks import BarChart, Choice, DataTable, Note, ViewPage
 from turnwise.inspector.page.step_cache import updates_of
 from turnwise.inspector.page.token_text import token_texts
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.queries import RunReader
 from turnwise.inspector.stored_trajectories import ledger_trajectories
+from turnwise.observe.charts import LineChart, Link, Series
 
 ABOUT = "Whether the policy that is trained is the one that sampled, and how old the samples are."
 CURVES = (

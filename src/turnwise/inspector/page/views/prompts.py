@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from turnwise.inspector.page.blocks import BarChart, Cell, DataTable, FactList, LineChart, Link, Note, Series, ViewPage
+from turnwise.inspector.page.blocks import BarChart, DataTable, FactList, Note, ViewPage
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.queries import RunReader
+from turnwise.observe.charts import Cell, LineChart, Link, Series
 
 ABOUT = "Every group that was issued, and what became of it: nothing is lost without a reason."
 STEPS = 60

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from turnwise.core.records import Trajectory
-from turnwise.inspector.page.blocks import Choice, DataTable, FactList, LineChart, Link, Note, Series, ViewPage
+from turnwise.inspector.page.blocks import Choice, DataTable, FactList, Note, ViewPage
 from turnwise.inspector.page.token_text import token_texts
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.queries import RunReader, TrajectoryRow
+from turnwise.observe.charts import LineChart, Link, Series
 
 ABOUT = "Signs that the policy serves the reward and not the task."
 SAMPLE, ODD, TEXT = 400, 12, 80

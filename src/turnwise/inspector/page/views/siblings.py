@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnwise.core.records import Group, Trajectory
-from turnwise.inspector.page.blocks import Choice, DataTable, FactList, ForkDiagram, Link, Note, TreeNode, ViewPage
+from turnwise.inspector.page.blocks import Choice, DataTable, FactList, Note, ViewPage
 from turnwise.inspector.page.step_cache import update_of
 from turnwise.inspector.page.token_text import token_texts
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.page.views.transcripts import transcript
 from turnwise.inspector.queries import RunReader
+from turnwise.observe.charts import ForkDiagram, Link, TreeNode
 
 ABOUT = "The trajectories of one group: where they part, and what each was credited with."
 TRANSCRIPTS, TEXT = 8, 40

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from turnwise.inspector.page.blocks import Choice, DataTable, FactList, Link, Note, ViewPage
+from turnwise.inspector.page.blocks import Choice, DataTable, FactList, Note, ViewPage
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.queries import RunReader
+from turnwise.observe.charts import Link
 
 PAGE = 100
 

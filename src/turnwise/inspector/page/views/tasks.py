@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from turnwise.inspector.page.blocks import DataTable, HeatMap, LineChart, Note, Series, ViewPage
+from turnwise.inspector.page.blocks import DataTable, Note, ViewPage
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.queries import RunReader, TaskRow
 from turnwise.maths.statistics import wilson
+from turnwise.observe.charts import HeatMap, LineChart, Series
 
 ABOUT = "Which tasks the policy learned, forgot, or solves only sometimes."
 SHOWN, BINS = 60, 30

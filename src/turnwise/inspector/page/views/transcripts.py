@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 from turnwise.core.records import Message, Trajectory, Turn
 from turnwise.core.text import printable
-from turnwise.inspector.page.blocks import Link, TokenCell, Transcript, TurnBlock
+from turnwise.inspector.page.blocks import TokenCell, Transcript, TurnBlock
 from turnwise.inspector.page.token_text import token_texts
 from turnwise.inspector.queries import RunReader
+from turnwise.observe.charts import Link
 
 TOKENS_SHOWN, CHARACTERS_SHOWN = 2000, 20_000
 Hint = Callable[[int], str]

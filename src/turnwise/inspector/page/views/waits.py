@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from turnwise.inspector.page.blocks import BarChart, Choice, LineChart, Link, Note, Series, Timeline, ViewPage
+from turnwise.inspector.page.blocks import BarChart, Choice, Note, ViewPage
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.queries import RunReader
+from turnwise.observe.charts import LineChart, Link, Series, Timeline
 
 ABOUT = "Seconds of a step in collecting, learning and publishing; seconds of a turn in sampling and in its tools."
 PHASES = (("seconds/rollout", "collect"), ("seconds/learn", "learn"), ("seconds/publish", "publish"))

@@ -10,11 +10,12 @@ from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.errors import TurnwiseError
 from turnwise.inspector.factors.explain import cosine
 from turnwise.inspector.factors.stored_step import MethodFactors
-from turnwise.inspector.page.blocks import BarChart, Choice, DataTable, FactList, Link, Note, ViewPage
+from turnwise.inspector.page.blocks import BarChart, Choice, DataTable, FactList, Note, ViewPage
 from turnwise.inspector.page.step_cache import factors_of
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.page.views.transcripts import transcript
 from turnwise.inspector.queries import RunReader
+from turnwise.observe.charts import Link
 from turnwise.recipes.registry import METHODS
 
 ABOUT = "The same batch under another method: one update, from the same weights, on the same trajectories."

@@ -9,11 +9,12 @@ import numpy as np
 from turnwise.core.records import Trajectory
 from turnwise.errors import TurnwiseError
 from turnwise.inspector.factors.explain import TokenExplanation, explain_token
-from turnwise.inspector.page.blocks import DataTable, FactList, Link, Note, ViewPage
+from turnwise.inspector.page.blocks import DataTable, FactList, Note, ViewPage
 from turnwise.inspector.page.step_cache import factors_of, update_of, updates_of
 from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.page.views.transcripts import transcript
 from turnwise.inspector.queries import RunReader, TokenColumns
+from turnwise.observe.charts import Link
 
 ABOUT = "Click a token: each factor of its gradient, the piece that computed it, and its peers."
 COLUMNS = ("advantage", "logp", "entropy", "gate", "weight", "slope")
