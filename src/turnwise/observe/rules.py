@@ -1,7 +1,7 @@
 """One table of rules: when something keeps a run from learning, what to say about it, and what to change.
 
-A rule measures one step (``StepFacts``) or a whole run (``RunFacts``) and applies above its bound; NaN means that the run does not
-have the metric. The live run tells the rules of steps as it goes (``RunHealth``), once and again when the number has grown much;
+A rule measures one step (``StepFacts``) or a whole run (``RunFacts``) and applies above its bound; NaN means that the run does
+not have the metric. The live run tells the rules of steps as it goes (``RunHealth``), once and again when it has grown much;
 ``turnwise doctor`` judges all of them over a run's directory. The order of ``RULES`` is that of the findings, causes first: an
 environment that fails explains missing rewards, not the reverse. Does not know how a metric is computed, nor who shows the words.
 """
