@@ -2,7 +2,7 @@
 
     python experiments/learning_plan.py                       prints the plan
 
-Almost all of it follows from the requirements of the recipe (``requirements.required_by``); the exceptions are listed in
+Almost all of it follows from the requirements of the recipe (``plan.required_by``); the exceptions are listed in
 ``ENV_OVERRIDES``, ``FILES``, ``STEPS`` and ``OPTIONS``. Other settings belong to an environment, never to a method; ``OPTIONS``
 holds the arguments without which a method would not act here. ``experiments/learning_sweep.py --plan`` runs the plan.
 """
@@ -33,7 +33,7 @@ from turnwise.recipes.families import (  # noqa: E402
     turn_credit,
 )
 from turnwise.recipes.recipe import Recipe  # noqa: E402
-from turnwise.training import requirements  # noqa: E402
+from turnwise.training.plan import required_by  # noqa: E402
 
 FAMILIES = (turn_credit, group_credit, segment_credit, reward_shaping, experts_and_replay, selection, preferences)
 ALSO = ("echo",)  # an objective whose trees need an environment that can be forked
@@ -156,7 +156,7 @@ class Run:
 
 def plan_run(method: str) -> Run:
     recipe = recipes.build(method)
-    required = requirements.required_by(recipe)
+    required = required_by(recipe)
     env = ENV_OVERRIDES.get(method) or choose_environment(required)
     flags, why = data_flags(method, recipe, required)
     plan, extra = ENVIRONMENTS[env], {k: v for word in required for k, v in EXTRA_SETTINGS.get(word, {}).items()}

@@ -31,11 +31,11 @@ sys.path[:0] = [str(Path(__file__).parent)]
 
 import processes  # noqa: E402
 
-from turnwise import recipes  # noqa: E402
 from turnwise.errors import SettingError  # noqa: E402
 from turnwise.maths.statistics import wilson  # noqa: E402
-from turnwise.training import requirements  # noqa: E402
-from turnwise.training.env_spec import EnvSpec, resolve_settings  # noqa: E402
+from turnwise.training import refusals  # noqa: E402
+from turnwise.training.env_spec import resolve_settings  # noqa: E402
+from turnwise.training.plan import RunPlan  # noqa: E402
 
 STEP_METRICS = {"": "seconds", "gather": "seconds/rollout", "learn": "seconds/learn", "publish": "seconds/publish"}
 BUDGET = {
@@ -79,7 +79,7 @@ def refusal(method: str, settings: dict[str, str]) -> str:
     own = {name.replace("-", "_"): value for name, value in settings.items() if name != "model"}
     try:
         chosen = resolve_settings({**own, "method": method})
-        requirements.check_requirements(recipes.build(method), chosen, EnvSpec.from_settings(chosen))
+        refusals.refuse(RunPlan(chosen), refusals.REQUIREMENTS)
     except SettingError as why:
         return str(why)
     return ""

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from turnwise.training import preflight
+from turnwise.training.env_spec import has_gpu
 
 PROGRAM = """
 import contextlib, importlib.util, io, json, sys
@@ -116,7 +116,7 @@ REFUSED = {  # command, and a part of what it must say
     "bench --device gpu": "no device",
 }  # fmt: skip
 if (
-    not preflight._has_gpu()
+    not has_gpu()
 ):  # where there is one, the command is not refused but trains, and loads torch for all that follow
     REFUSED["train grpo --device cuda:0"] = "no usable GPU"
 

@@ -20,9 +20,9 @@ from turnwise.data.replay import PastBatches
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import RecipeError, SettingError
 from turnwise.models.tiny import tiny_model
-from turnwise.training import requirements
-from turnwise.training.env_spec import EnvSpec
 from turnwise.training.loop import update_policy
+from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import REQUIREMENTS, ranks, refuse
 
 
 def step_of(step: int, groups: int, size: int = 2) -> list[Group]:
@@ -141,8 +141,6 @@ def test_after_the_reset_the_reference_is_the_policy_and_a_restart_keeps_it():
 def test_adapters_and_ranks_are_refused():
     chosen = Settings.of({"env": "calculator", "method": "remix", "lora_rank": 4})
     with pytest.raises(SettingError, match="--lora-rank 0"):
-        requirements.check_requirements(recipes.build("remix"), chosen, EnvSpec.from_settings(chosen))
+        refuse(RunPlan(chosen), REQUIREMENTS)
     with pytest.raises(SettingError, match="--ranks 1"):
-        requirements.check_ranks(
-            recipes.build("remix"), Settings.of({"env": "calculator", "method": "remix", "ranks": 2})
-        )
+        refuse(RunPlan(Settings(method="remix", ranks=2)), [ranks])

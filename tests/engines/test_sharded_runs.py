@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import turnwise
-from turnwise import recipes
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError, StoreError
 from turnwise.store.checkpoint import checkpoints
-from turnwise.training.requirements import check_ranks
-from turnwise.training.size_checks import check_rank_devices
+from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import rank_places, ranks, refuse
 
 SMALL = {
     "method": "grpo", "env": "calculator", "difficulty": (1,), "groups": 2, "group_size": 3, "steps": 2, "eval_tasks": 2,
@@ -43,7 +42,7 @@ def test_refused_before_anything_is_written(tmp_path, changes, message):
 
 
 def test_one_rank_asks_nothing_of_a_method():
-    check_ranks(recipes.build("vcpo"), Settings(method="vcpo"))
+    refuse(RunPlan(Settings(method="vcpo")), [ranks])
 
 
 @pytest.mark.parametrize(("cards", "instead"), [(1, "--ranks 1"), (3, "--ranks 3")])
@@ -51,7 +50,7 @@ def test_every_rank_needs_a_gpu_of_its_own(monkeypatch, cards, instead):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     with pytest.raises(SettingError, match=f"ranks is 4 and every rank needs a GPU of its own.*has {cards}.*{instead}"):
-        check_rank_devices(Settings(ranks=4, device="cuda"), "cuda")
+        refuse(RunPlan(Settings(ranks=4, device="cuda")), [rank_places])
 
 
 def refused_without_a_shard(run):

@@ -26,7 +26,8 @@ from turnwise.engines.sharded.joined_ranks import LISTENING, OVER, JoinedRank, a
 from turnwise.engines.sharded.sharded_learner import start_ranks
 from turnwise.engines.sharded.torchrun import TorchrunRank, check_torchrun, ranks_here, torchrun_rank
 from turnwise.errors import RankFault, SettingError
-from turnwise.training.size_checks import RANKS_PER_CORE, check_rank_cores
+from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import RANKS_PER_CORE, rank_places, refuse
 
 VARIABLES = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -53,7 +54,7 @@ def test_a_process_learns_which_rank_it_is(under_torchrun, monkeypatch):
     with pytest.raises(SettingError, match="torchrun started 16 processes, and ranks is 1; write --ranks 16"):
         check_torchrun(1)
     with pytest.raises(SettingError, match="torchrun and --cluster both place"):
-        check_torchrun(16, "local")
+        check_torchrun(16, on_cluster=True)
     with pytest.raises(SettingError, match="torchrun started 16 processes, and ranks is 2"):
         start_ranks(2)
     monkeypatch.delenv("RANK")
@@ -64,7 +65,7 @@ def test_a_process_learns_which_rank_it_is(under_torchrun, monkeypatch):
 
 
 def test_cores_are_counted_for_the_ranks_of_this_machine(under_torchrun):
-    check_rank_cores(Settings(ranks=10_000), "cpu")  # four of them are here
+    refuse(RunPlan(Settings(ranks=10_000, device="cpu")), [rank_places])  # four of them are here
     assert RANKS_PER_CORE >= 4
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from turnwise import recipes
-from turnwise.training import requirements
-from turnwise.training.env_spec import EnvSpec, resolve_settings
+from turnwise.training import refusals
+from turnwise.training.env_spec import resolve_settings
+from turnwise.training.plan import RunPlan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 import learning_plan
@@ -27,7 +27,7 @@ def test_every_method_has_a_place_that_tells_what_it_asks(method):
     settings = resolve_settings(
         {"method": method, "env": run.env, **difficulty, **dict.fromkeys(run.flags, "something")}
     )
-    requirements.check_requirements(recipes.build(method), settings, EnvSpec.from_settings(settings))
+    refusals.refuse(RunPlan(settings), refusals.REQUIREMENTS)
 
 
 def test_what_others_need_is_made_first_and_once():

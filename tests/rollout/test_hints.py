@@ -22,7 +22,8 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import GroupRequest, Hinted
 from turnwise.training import build, engines
 from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.plan import RunPlan, validate
+from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import LOADED, WITH_RECIPE, refuse
 
 OFFERED = ("lookup", "keydoor", "calculator")
 
@@ -85,7 +86,7 @@ def test_an_environment_without_hints_is_refused_at_the_door(env):
     with pytest.raises(
         SettingError, match=r"a hint .* write --env calculator \(or countdown, keydoor, lookup, service"
     ):
-        validate(RunPlan.from_settings(resolve_settings({"method": "guide", "env": env})))
+        refuse(RunPlan.from_settings(resolve_settings({"method": "guide", "env": env})), (*WITH_RECIPE, *LOADED))
 
 
 # ------------------------------------------------------------------ token by token

@@ -21,7 +21,8 @@ from turnwise.rollout.strategies.drafts import extremes
 from turnwise.training import build, engines
 from turnwise.training.batch_metrics import describe
 from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.plan import RunPlan, validate
+from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import LOADED, WITH_RECIPE, refuse
 
 TASK = Task("x", 0)
 
@@ -77,13 +78,8 @@ def testextremes(values, size):
 
 def test_too_few_drafts_are_refused():
     with pytest.raises(RecipeError, match="3 drafts for groups of 4; write at least as many"):
-        validate(
-            RunPlan.from_settings(
-                resolve_settings(
-                    {"method": "sol_rl", "env": "calculator", "group_size": 4, "method_options": {"drafts": 3}}
-                )
-            )
-        )
+        few = {"method": "sol_rl", "env": "calculator", "group_size": 4, "method_options": {"drafts": 3}}
+        refuse(RunPlan(resolve_settings(few)), WITH_RECIPE)
     with pytest.raises(RecipeError, match="-1 drafts"):
         DraftSelection(-1)
 
@@ -144,22 +140,18 @@ def test_drafts_are_sampled_in_fp8_and_what_is_kept_is_not(stage):
 @pytest.mark.parametrize(("method", "precision"), [("jet_rl", ("fp8", "auto")), ("sol_rl", ("auto", "auto"))])
 def test_a_method_says_in_which_numbers_unless_somebody_else_does(method, precision):
     chosen = resolve_settings({"method": method, "env": "calculator"})
-    made = engines.with_method_precision(chosen, recipes.build(method))
+    made = RunPlan.from_settings(chosen).settings
     assert (made.dtype, made.rollout_dtype) == precision
     other = replace(chosen, dtype="float32", rollout_dtype="bfloat16")
-    assert engines.with_method_precision(other, recipes.build(method)) == other
+    assert RunPlan.from_settings(other).settings == other
 
 
 def test_fp8_rollouts_need_a_learner_or_a_method_that_knows():
     for method, more in (("reinforce", {"dtype": "fp8"}), ("grpo", {}), ("tis", {}), ("jet_rl", {})):
-        validate(
-            RunPlan.from_settings(
-                resolve_settings({"method": method, "env": "calculator", "rollout_dtype": "fp8", **more})
-            )
-        )
+        chosen = resolve_settings({"method": method, "env": "calculator", "rollout_dtype": "fp8", **more})
+        refuse(RunPlan.from_settings(chosen), (*WITH_RECIPE, *LOADED))
     for method in ("reinforce", "rloo_kl"):  # the second measures the learner's old policy, for its reward alone
         with pytest.raises(SettingError, match="--dtype fp8"):
-            validate(
-                RunPlan.from_settings(resolve_settings({"method": method, "env": "calculator", "rollout_dtype": "fp8"}))
-            )
+            chosen = resolve_settings({"method": method, "env": "calculator", "rollout_dtype": "fp8"})
+            refuse(RunPlan(chosen), WITH_RECIPE)
     assert torch.float8_e4m3fn == engines.rollout_dtype(resolve_settings({"dtype": "fp8"}))

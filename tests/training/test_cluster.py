@@ -20,7 +20,8 @@ from turnwise.errors import SettingError
 from turnwise.store.ledger import SqliteLedger
 from turnwise.training import api
 from turnwise.training.cluster.names import actor_name, number_of, run_key
-from turnwise.training.cluster.options import check_cluster
+from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import cluster, refuse
 
 SMALL = {
     "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 4, "cold_batch": 8,
@@ -87,7 +88,7 @@ def test_a_setting_that_is_none_is_refused(text, told):
 )
 def test_what_a_cluster_cannot_run_is_refused(values, told):
     with pytest.raises(SettingError, match=told):
-        check_cluster(Settings(**values))
+        refuse(RunPlan(Settings(**values)), [cluster])
 
 
 def test_actors_are_found_by_names_that_no_other_run_has(tmp_path):

@@ -14,8 +14,8 @@ from turnwise.config.settings import Settings
 from turnwise.data.dataset import read_dataset
 from turnwise.errors import TurnwiseError
 from turnwise.training import api
-from turnwise.training.data_sources import DataSources
 from turnwise.training.env_spec import EnvSpec
+from turnwise.training.plan import DataSources
 
 
 def write(path, rows):

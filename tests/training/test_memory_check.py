@@ -18,8 +18,8 @@ from turnwise.models import loading
 from turnwise.models.facts import stored_parameters
 from turnwise.store.checkpoint import save_model
 from turnwise.store.rundir import RunDir
-from turnwise.training import api, memory, memory_check
-from turnwise.training.memory_check import check_memory, parameters_of
+from turnwise.training import api, memory
+from turnwise.training.memory import check_memory, parameters_of
 
 GIB = 1 << 30
 EIGHT_B = {
@@ -54,7 +54,7 @@ def test_the_files_of_a_model_say_more_than_its_configuration(tmp_path, monkeypa
     folder = model_folder(tmp_path / "m", (60_000_000,))
     assert stored_parameters(folder) == 60_000_000
     assert stored_parameters("someone/unknown-8B") == 0, "a name is no measurement"
-    monkeypatch.setattr(memory_check, "parameters_of", lambda config: pytest.fail("the header says it"))
+    monkeypatch.setattr(memory, "parameters_of", lambda config: pytest.fail("the header says it"))
     machine(monkeypatch, host=24 * GIB)
     check_memory(Settings(model=folder, context=128, eval_tasks=0), recipes.build("grpo"), LlamaConfig(**EIGHT_B))
 

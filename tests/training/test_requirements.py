@@ -18,13 +18,13 @@ from turnwise.errors import SettingError
 from turnwise.recipes import experience
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch
-from turnwise.training import requirements
-from turnwise.training.env_spec import EnvSpec
+from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import REQUIREMENTS, refuse
 
 
 def examine(recipe, **settings):
     chosen = Settings.of({"env": "calculator", **settings})
-    requirements.check_requirements(recipe, chosen, EnvSpec.from_settings(chosen))
+    refuse(RunPlan(chosen, recipe), REQUIREMENTS)
 
 
 def refused(recipe, **settings) -> str:

@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_config, tiny_model
-from turnwise.training.size_checks import RANKS_PER_CORE, check_adapter_rank, check_rank_cores
+from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import RANKS_PER_CORE, adapter_width, rank_places, refuse
 
 LLAMA = LlamaConfig(
     vocab_size=64,
@@ -22,15 +23,22 @@ LLAMA = LlamaConfig(
 )
 
 
+def check_rank_cores(**settings):
+    refuse(RunPlan(Settings(device="cpu", **settings)), [rank_places])
+
+
+def check_adapter_rank(settings, config=None):
+    refuse(RunPlan(settings), [lambda plan: adapter_width(plan.settings, config)])
+
+
 def test_more_ranks_than_cores_can_serve_are_refused(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
-    check_rank_cores(Settings(ranks=2 * RANKS_PER_CORE), "cpu")
+    check_rank_cores(ranks=2 * RANKS_PER_CORE)
     with pytest.raises(
         SettingError, match=r"ranks is 64, and this machine has 2 processor cores.*write --ranks 2 or fewer"
     ):
-        check_rank_cores(Settings(ranks=64), "cpu")
-    check_rank_cores(Settings(ranks=64), "cuda")
-    check_rank_cores(Settings(ranks=64, cluster="local"), "cpu")
+        check_rank_cores(ranks=64)
+    check_rank_cores(ranks=64, cluster="local")
 
 
 def test_an_adapter_is_no_wider_than_the_narrowest_weight():

@@ -12,15 +12,15 @@ from turnwise.config.settings import Settings
 from turnwise.environments import load
 from turnwise.errors import SettingError
 from turnwise.models.facts import ModelFacts, read_model_facts
-from turnwise.training.env_spec import resolve_settings
-from turnwise.training.suggestions import suggest
+from turnwise.training.env_spec import resolve_settings, suggest
 
 LOOKUP = load("lookup")
 SMOLLM2 = ModelFacts(134_515_008, 2048)
 
 
 def suggested(values=None, model=SMOLLM2, env=LOOKUP):
-    return {s.name: s.value for s in suggest({"device": "cpu", **(values or {})}, model, env)}
+    values = {"device": "cpu", **(values or {})}
+    return {s.name: s.value for s in suggest(Settings.of(values), values, model, env)}
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_trained_copy_of_the_tiny_model_keeps_its_settings(folder):
     ],
 )
 def test_the_learning_rate_follows_the_size(parameters, lora, rate):
-    found = suggest({"lora_rank": lora}, ModelFacts(int(parameters)), LOOKUP)[0]
+    found = suggest(Settings(lora_rank=lora), (), ModelFacts(int(parameters)), LOOKUP)[0]
     assert (found.name, found.value) == ("lr", rate) and ("LoRA" in found.reason) == bool(lora)
 
 
@@ -77,14 +77,13 @@ def test_settings_of_the_user_are_kept_and_others_follow_them():
     assert "lr" not in found and "max_tokens" not in found
     assert found["context"] == 2048, "as many as the model reads"
     assert suggested({"context": 64})["max_tokens"] == 32
-    assert suggested({"max_tokens": "many"})["context"] >= 512, "a wrong value is refused by Settings, not here"
 
 
 def test_an_environment_suggests_for_real_models_by_another_name():
     class Chatty(LOOKUP):
         suggests_for_models = {"max_tokens": 300}  # noqa: RUF012
 
-    found = suggest({}, SMOLLM2, Chatty)
+    found = suggest(Settings(), (), SMOLLM2, Chatty)
     assert (found[0].name, found[0].value, found[0].reason) == ("max_tokens", 300, "suggested by Chatty")
     assert [s.name for s in found].count("max_tokens") == 1
 

@@ -17,8 +17,8 @@ from turnwise.rollout.parsers.table import SYNTAXES
 from turnwise.training import build
 from turnwise.training.cold_start import demonstrations
 from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.inputs import GivenObjects
-from turnwise.training.preflight import check_at_once
+from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import AT_ONCE, refuse
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_template_options_that_cannot_be_read_are_refused(text):
 
 def test_an_unknown_syntax_is_refused_at_once():
     with pytest.raises(SettingError, match="did you mean 'hermes'"):
-        check_at_once(Settings(tool_syntax="hermse"), GivenObjects())
+        refuse(RunPlan(Settings(tool_syntax="hermse")), AT_ONCE)
 
 
 def demos_with(family: str, **settings):

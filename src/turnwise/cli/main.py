@@ -286,7 +286,7 @@ def bench(argv: Sequence[str]) -> int:
     parser.add_argument("--out", default="", metavar="FILE", help="write the table as Markdown")
     namespace = parser.parse(argv)
     from turnwise.bench import report
-    from turnwise.training.preflight import check_device
+    from turnwise.training.refusals import check_device
 
     parts = tuple(namespace.parts.split(",")) if namespace.parts else report.PARTS
     if unknown := [part for part in parts if part not in report.PARTS]:

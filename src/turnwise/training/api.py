@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from turnwise import environments
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Listener
-from turnwise.engines.sharded.torchrun import check_torchrun, torchrun_rank
+from turnwise.engines.sharded.torchrun import torchrun_rank
 from turnwise.errors import SettingError
 from turnwise.store.rundir import RunDir
 from turnwise.training import dry_run as dry_running
-from turnwise.training.cluster.options import check_cluster
-from turnwise.training.env_spec import EnvSpec, chosen_for_model, resolve_settings
 from turnwise.training.events import silent
-from turnwise.training.given_rows import name_rewards
-from turnwise.training.inputs import GivenObjects, RunInputs, collect_inputs
 from turnwise.training.interrupt import Result, StopSignals, in_event_loop
-from turnwise.training.preflight import check_at_once, check_with_recipe
+from turnwise.training.plan import GivenObjects, RunPlan, name_rewards
+from turnwise.training.refusals import AT_ONCE, RESUMED, WITH_RECIPE, refuse
 from turnwise.training.resume import changed_settings, extend
 
 if TYPE_CHECKING:
@@ -76,13 +73,10 @@ def train(
         raise SettingError(
             f"the first argument is a function that receives events, not {listen!r}; write method={listen!r}"
         )
-    inputs = collect_inputs(settings, config, recipe, tokenizer)
-    chosen = resolve_settings(inputs.values, inputs.given.env_class)
-    check_at_once(chosen, inputs.given)
-    _check_requirements(chosen, inputs)
+    plan = RunPlan.from_caller(settings, config, recipe, tokenizer)
+    refuse(plan, (*AT_ONCE, *WITH_RECIPE))
     with _listener(listen, quiet) as shown:
-        notes = chosen_for_model(inputs.values, inputs.given.env_class)
-        return _run(lambda stop: _launch().start_run(chosen, inputs.recipe, inputs.given, shown, stop, notes))
+        return _run(lambda stop: _launch().start_run(plan, shown, stop))
 
 
 @_one_of_torchrun
@@ -104,16 +98,15 @@ def resume(
     run_dir = RunDir.open(path)
     settings = Settings.of(run_dir.metadata()["settings"])
     new = changed_settings(settings, changes)  # refuses before the engines are imported
-    if changes or not run_dir.summary.is_file():
-        check_cluster(new)
-        check_torchrun(new.ranks, bool(new.cluster))
     env_class = environments.name_of(env)[1] if env is not None and not isinstance(env, str) else None
     given = GivenObjects(env_class, rewards=name_rewards({"reward": reward}), agent=agent)
     own = _given_recipe(recipe, settings)
     if given.env_class is None:
         environments.load(env if isinstance(env, str) else settings.env)
     if changes or not run_dir.summary.is_file():
-        _launch().check_resumed(run_dir, new, own, given)
+        plan = RunPlan(new, own, given)
+        refuse(plan, RESUMED)
+        _launch().check_resumed(run_dir, plan)
     message = ""
     if changes:
         settings, message = extend(run_dir, settings, changes)
@@ -134,14 +127,6 @@ def _launch() -> Any:
     from turnwise.training import launch
 
     return launch
-
-
-def _check_requirements(settings: Settings, inputs: RunInputs) -> None:
-    """What the method requires of environment and settings: needs the recipe, which is built before torch is loaded."""
-    from turnwise.training.run_recipe import make_recipe
-
-    env_spec = EnvSpec.from_settings(settings, inputs.given.env_class, inputs.given.agent)
-    check_with_recipe(settings, make_recipe(settings, inputs.recipe), env_spec)
 
 
 def _given_recipe(recipe: Any, settings: Settings) -> Any:

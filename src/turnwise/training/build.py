@@ -29,7 +29,6 @@ from turnwise.rollout.scripted import scripted_messages
 from turnwise.training.agents import agent_play
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.interrupt import run_async
-from turnwise.training.requirements import check_cold_start
 from turnwise.training.seats import SeatPlan
 
 transformers_logging.disable_progress_bar()  # our own progress display is enough
@@ -73,7 +72,7 @@ def _template(name: str) -> str:
 
 def tokenizer_corpus(env_spec: EnvSpec) -> list[str]:
     """The texts the tiny tokenizer is trained on: scripted dialogues, and the names of the tools."""
-    check_cold_start(env_spec.settings, env_spec)
+    env_spec.require_demonstrations()
     tasks = env_spec.tasks("train", "tokenizer")
 
     async def play_one(n: int) -> list[str]:

@@ -42,9 +42,7 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits
 from turnwise.training.asynchronous_check import AsynchronousPolicyCheck
 from turnwise.training.remote_generators import OWN_PROCESS, make_remote_generator
-from turnwise.training.requirements import check_ranks
 from turnwise.training.rewards import FIRST_ERROR, POLICY, reward_model_folder
-from turnwise.training.size_checks import check_rank_devices
 
 FP8 = torch.float8_e4m3fn
 JUDGE_CONTEXT = 8192  # ids that a policy reads when it judges; fewer if the model cannot
@@ -90,12 +88,6 @@ def cpu_threads(count: int) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------ precision
-
-
-def with_method_precision(settings: Settings, recipe: Recipe) -> Settings:
-    """The settings with the precision that the method prescribes, where the user left it at ``auto``."""
-    prescribed = {"dtype": recipe.precision.learner, "rollout_dtype": recipe.precision.rollouts}
-    return replace(settings, **{k: v for k, v in prescribed.items() if v and getattr(settings, k) == "auto"})  # type: ignore[arg-type]
 
 
 def rollout_dtype(settings: Settings) -> torch.dtype | None:
@@ -174,8 +166,6 @@ def make_sharded_learner(
     """A learner over ``settings.ranks`` processes. Each gets its share of the CPU threads."""
     from turnwise.engines.sharded.sharded_learner import ShardedLearner  # late: imports FSDP
 
-    check_rank_devices(settings, select_device(settings).type)
-    check_ranks(recipe, settings)
     signals = recipe.objective.signals
     return ShardedLearner(
         model,
@@ -353,15 +343,6 @@ def make_generator(
     """The generator of a run, behind a cheaper one for drafts where the recipe samples drafts in lower precision. ``tell`` hears
     of servers that are lost. ``cache``: the layout of a local KV cache."""
     if settings.generator or settings.cluster:
-        if recipe.precision.drafts:
-            raise SettingError(
-                "this method samples drafts in lower precision, which servers cannot; leave --generator and --cluster out"
-            )
-        if getattr(recipe.strategy, "shifts_logits", False):
-            raise SettingError(
-                f"{type(recipe.strategy).__name__} samples by other log-probabilities than the model's, which servers cannot; "
-                "leave --generator and --cluster out"
-            )
         if settings.generator == OWN_PROCESS:
             return make_process_generator(settings, model, renderer, deterministic, dialogues, cache)
         rows, tolerance = cache_rows(settings, dialogues), policy_check_tolerance(settings)

@@ -32,7 +32,7 @@ from turnwise.store.rundir import RunDir
 from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.events import silent
 from turnwise.training.interrupt import RunStopped, StopSignals, run_async
-from turnwise.training.preflight import check_device, check_model_name
+from turnwise.training.refusals import check_device, check_model_name
 from turnwise.training.rewards import CACHE, Decode, chained, check_reachable, open_judge, open_scorer
 
 SPLITS = ("held_out", "train")

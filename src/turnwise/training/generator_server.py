@@ -25,7 +25,7 @@ from turnwise.serve.policy_host import HostLimits, PolicyHost
 from turnwise.serve.server import listen_on, read_address, require_packages, serve_app, url_of
 from turnwise.store.rundir import RunDir
 from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.preflight import check_device, check_model_name
+from turnwise.training.refusals import check_device, check_model_name
 from turnwise.training.remote_generators import COMPARED, OF_TINY, vocabulary_digest
 from turnwise.workers.sockets import allow_many_files
 

@@ -17,42 +17,35 @@ from turnwise.store.lock import ProcessLock
 from turnwise.store.rundir import RunDir
 from turnwise.training import engines
 from turnwise.training.events import RunEvents
-from turnwise.training.inputs import GivenObjects
 from turnwise.training.interrupt import StopSignals
-from turnwise.training.memory_check import check_resumed_memory
-from turnwise.training.plan import RunPlan, validate
-from turnwise.training.preflight import check_model_name
+from turnwise.training.memory import check_resumed_memory
+from turnwise.training.plan import GivenObjects, RunPlan
+from turnwise.training.refusals import LOADED, check_model_name, rank_places, refuse
 from turnwise.training.trainer import Trainer
 from turnwise.training.watch import watched
 
 
-def start_run(
-    settings: Settings,
-    recipe: Recipe | None,
-    given: GivenObjects,
-    listen: Listener,
-    stop: StopSignals,
-    notes: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Validate everything, create the run directory, train. Returns the summary. ``notes`` are told at the start."""
-    plan = RunPlan.from_settings(settings, recipe, given)
-    validate(plan)
+def start_run(plan: RunPlan, listen: Listener, stop: StopSignals) -> dict[str, Any]:
+    """Refuse what only torch and the model's files can tell, create the run directory, train. Returns the summary."""
+    plan = plan.resolved()
+    refuse(plan, LOADED)
     s, threads = plan.settings, engines.select_threads(plan.settings)
     recorded = {**s.as_dict(), "threads": threads}  # a resumed run uses as many: sums depend on it in the last bits
     run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed)
     if s.cluster:
-        return _on_cluster(run_dir, Settings.of(recorded), notes, listen, stop)
+        return _on_cluster(run_dir, Settings.of(recorded), plan.notes, listen, stop)
     events = RunEvents(listen)
     with ProcessLock(run_dir.lock), watched(run_dir.path, events, s.env, s.steps):
-        return Trainer(plan, run_dir, events, threads, stop, notes).run()
+        return Trainer(plan, run_dir, events, threads, stop, plan.notes).run()
 
 
-def check_resumed(run_dir: RunDir, settings: Settings, recipe: Recipe | None, given: GivenObjects) -> None:
+def check_resumed(run_dir: RunDir, plan: RunPlan) -> None:
     """Refuse to go on where the model is gone, damaged or does not fit, before new settings are recorded and it is loaded."""
-    plan, initial = RunPlan.from_settings(settings, recipe, given), run_dir.path / "initial"
+    refuse(plan, (rank_places,))
+    settings, initial = plan.settings, run_dir.path / "initial"
     if not initial.is_dir():
         _check_first_model(run_dir, settings.model)
-    check_resumed_memory(plan.settings, plan.recipe, initial)
+    check_resumed_memory(plan.resolved().settings, plan.recipe, initial)
     if initial.is_dir() and settings != Settings.of(
         run_dir.metadata()["settings"]
     ):  # otherwise nothing will be recorded

@@ -1,5 +1,6 @@
 """Memory before it is taken: what a run will need, settings that make it fit, words where it cannot; and which KV cache fits, of
-a run and of processes that only sample.
+a run and of processes that only sample. The size of a model that is not loaded comes from the headers of its files, or from its
+configuration.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,10 @@ from turnwise.engines.learner.learner import LearnerSettings
 from turnwise.engines.memory import GIB, RECOMPUTE_FROM, MemoryPlan, ModelShape, describe_parts
 from turnwise.engines.sharded.torchrun import ranks_here
 from turnwise.errors import SettingError
+from turnwise.models import loading
+from turnwise.models.facts import stored_parameters
+from turnwise.models.fetch import resolve
+from turnwise.models.trust import remote_code_is_trusted
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.renderer import Renderer
 from turnwise.training import engines
@@ -28,6 +34,7 @@ from turnwise.training.remote_generators import OWN_PROCESS
 USABLE = 0.9  # of the memory: the rest is fragments, libraries, CUDA graphs
 MIN_DIALOGUES = 2  # whole contexts that a cache in pages must hold
 TOLD_FROM = 50_000_000  # parameters from which a run tells its estimate
+LOADED = 4  # bytes of a weight while a model is loaded, on the host: it is read in float32
 
 
 def memory_plan(settings: Settings, recipe: Recipe, model: Any) -> MemoryPlan:
@@ -192,3 +199,44 @@ def report(settings: Settings, recipe: Recipe, model: Any) -> tuple[Settings, li
     about = f"{sum(parts.values()) / GIB:.1f} GiB: {describe_parts(parts)}"
     told = f"memory: about {about}; the device has {available / GIB:.1f}"
     return settings, [told, *([change] if change else [])]
+
+
+# ------------------------------------------------------- before anything is loaded
+
+
+def check_memory(settings: Settings, recipe: Recipe, config: Any) -> None:
+    """Refuse a model that fits neither the device it is trained on nor the host it is read on. ``config``: that of the model. The
+    learner of a cluster works on the machine of this command."""
+    shape = ModelShape.of(config, stored_parameters(settings.model.name) or parameters_of(config))
+    if shape.parameters < TOLD_FROM or not shape.layers:
+        return
+    if settings.cluster and settings.device == "auto" and not settings.cluster.gpus:
+        settings = replace(settings, device="cpu")  # Ray hides the GPUs from actors that reserve none
+    device, host = engines.select_device(settings), torch.device("cpu")
+    fit_memory(settings, memory_plan(settings, recipe, shape), device_memory(device))
+    needed, available = LOADED * shape.parameters, device_memory(host)
+    if needed > USABLE * available:
+        raise SettingError(
+            f"this model cannot be read: in float32 its {shape.parameters / 1e9:.1f} B parameters take {needed / GIB:.1f} GiB of "
+            f"memory on the host, which has {available / GIB:.1f}; write a smaller --model, or take a machine with more memory"
+        )
+
+
+def check_resumed_memory(settings: Settings, recipe: Recipe, initial: Path) -> None:
+    """``check_memory`` of a run that goes on. ``initial``: the model that it began with, once it is written."""
+    if not initial.is_dir() and settings.model.tiny:
+        return
+    source = replace(settings.model, name=str(initial)) if initial.is_dir() else settings.model
+    check_memory(replace(settings, model=source), recipe, loading.load_config(resolve(source.name)))
+
+
+def parameters_of(config: Any) -> int:
+    """The parameters of the model that a configuration describes, none of them allocated; 0 if it cannot be built."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=remote_code_is_trusted())
+    except Exception:  # whatever a stranger's code raises: loading refuses it in words
+        return 0
+    return sum(p.numel() for p in model.parameters())

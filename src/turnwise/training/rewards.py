@@ -27,9 +27,9 @@ from turnwise.rollout.first_error_scorer import FirstErrorScorer
 from turnwise.rollout.judge_scorer import JudgeScorer
 from turnwise.rollout.reward_scorer import FunctionScorer
 from turnwise.rollout.scoring import ScorerChain
+from turnwise.training.env_spec import prompt_data
 from turnwise.training.events import silent
 from turnwise.training.interrupt import run_async
-from turnwise.training.prompt_data import prompt_data, uses_prompts
 
 Decode = Callable[[Sequence[int]], str]
 TASK_COLUMNS = ("difficulty", "seed", "split")
@@ -57,8 +57,8 @@ def _open_functions(settings: Settings, objects: Mapping[str, Callable[..., Any]
 
 def check_reward_functions(settings: Settings, env_class: type, objects: Mapping[str, Callable[..., Any]]) -> None:
     """Load every reward function once, and refuse what cannot be called with the columns there are."""
-    if uses_prompts(settings.as_dict()):
-        columns = prompt_data(settings.as_dict()).columns
+    if settings.uses_prompts:
+        columns = prompt_data(settings).columns
     else:
         columns = frozenset((*TASK_COLUMNS, *(("answer", "ground_truth") if overrides(env_class, "answer") else ())))
     functions = _open_functions(settings, objects)
@@ -74,11 +74,11 @@ def open_scorer(
     settings: Settings, objects: Mapping[str, Callable[..., Any]], decode: Decode
 ) -> Iterator[FunctionScorer | None]:
     """The reward functions of a run, and the weight of its environment's own reward; None if nothing is to be scored."""
-    rows = uses_prompts(settings.as_dict())
+    rows = settings.uses_prompts
     if not settings.reward and (rows or not settings.judge):
         yield None  # beside a judge alone, the environment's own reward is still weighed
         return
-    data = prompt_data(settings.as_dict()) if rows else None
+    data = prompt_data(settings) if rows else None
 
     def columns(group: Group) -> tuple[Any, Mapping[str, Any]]:
         """The prompt that a function may ask for, and its columns: those of the row, or what is known of a task."""

@@ -49,10 +49,10 @@ from turnwise.training.interrupt import RunStopped, StopSignals
 from turnwise.training.loop import CheckpointSchedule, Loop, frozen_gc
 from turnwise.training.model_card import adapter_folder, write_cards
 from turnwise.training.plan import RunPlan
+from turnwise.training.refusals import staleness_notes
 from turnwise.training.resume import changes_since_start, check_files, is_evaluated, require_file, resume_messages
 from turnwise.training.rewards import chained, describe_functions, open_judge, open_scorer
 from turnwise.training.seats import seat_plan
-from turnwise.training.staleness_notes import staleness_notes
 from turnwise.training.summary import RunSummary, evaluation_metrics
 from turnwise.training.task_feed import TaskFeed
 from turnwise.training.task_scores import score_tasks

@@ -28,7 +28,7 @@ from turnwise.inspector.queries import RunReader, TokenColumns
 from turnwise.inspector.stored_trajectories import stored_trajectories
 from turnwise.recipes import catalogue
 from turnwise.recipes.recipe import Recipe
-from turnwise.training.run_recipe import make_recipe
+from turnwise.training.plan import make_recipe
 
 SAME_BEFORE_UPDATE = {Signal.PROXIMAL: Signal.LOGP, Signal.OLD_ENTROPY: Signal.ENTROPY}
 """Before the first update of a step, these are the learner's own numbers."""

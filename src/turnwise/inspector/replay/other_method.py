@@ -13,14 +13,13 @@ from turnwise.config.settings import Settings, split_method
 from turnwise.store.atomic import remove, write_json
 from turnwise.store.checkpoint import latest, load_checkpoint, save_checkpoint
 from turnwise.store.rundir import RunDir
-from turnwise.training.inputs import GivenObjects
+from turnwise.training.plan import GivenObjects, RunPlan
 
 OPTIMISER = "optimiser/"
 
 
 def switch_method(run: RunDir, method: str, given: GivenObjects) -> None:
     """Rewrite settings and the newest checkpoint of ``run``, so that it continues with ``method`` and its defaults."""
-    from turnwise.training.plan import RunPlan
 
     metadata = run.metadata()
     name, credit = split_method(method)

@@ -26,8 +26,8 @@ from turnwise.recipes import signatures
 from turnwise.store.checkpoint import load_checkpoint
 from turnwise.store.rundir import RunDir
 from turnwise.training.events import silent
-from turnwise.training.inputs import GivenObjects
 from turnwise.training.interrupt import RunStopped, StopSignals
+from turnwise.training.plan import GivenObjects
 
 NEVER = 10**9  # steps between checkpoints of a replay: only its last step writes one
 SHOWN = ("reward", "success", "loss", "grad_norm", "entropy", "clip_share", "advantage/size", "lr")

@@ -32,9 +32,9 @@ from turnwise.store.sealed import read_object
 from turnwise.training.cluster.actors import EnvironmentActor, GeneratorActor, LearnerActor, LearnerNews, remove_helpers
 from turnwise.training.cluster.directory import find_actors
 from turnwise.training.cluster.names import ENVIRONMENT, GENERATOR, LEARNER, NAMESPACE, actor_name, run_key
-from turnwise.training.cluster.options import answers
 from turnwise.training.events import RunEvents
 from turnwise.training.interrupt import StopSignals
+from turnwise.training.refusals import answers
 
 ADDRESS_FILE = "cluster.json"
 OBJECT_STORE = 80 * 2**20  # bytes, about the least that Ray takes: weights travel as files
