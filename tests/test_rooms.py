@@ -55,7 +55,7 @@ HEAVY = {  # who may touch a heavy library
     "tokenizers": "models bench inspector",
     "peft": "engines",
     "ray": "training",
-    "numpy": "tasks maths evaluation observe store engines integrations inspector",
+    "numpy": "core tasks maths evaluation observe store engines integrations inspector",
 }
 LATE = {  # for those who ask for it: TensorBoard's writer, the profiler, a tokenizer's template
     "observe/trackers.py": {"torch"},

@@ -17,7 +17,7 @@ from support.segment_helpers import close, credit, slopes
 from turnwise import recipes
 from turnwise.core.records import Fork, Group, Origin, Task
 from turnwise.core.signals import Signal
-from turnwise.data.replay import ExpertItems
+from turnwise.data.replay import ExpertItems, ReplaySources
 from turnwise.environments.base import text_action
 from turnwise.environments.builtin.keydoor import KeyDoor
 from turnwise.environments.dreamed import VARIANTS, Dreamed
@@ -61,7 +61,7 @@ def group(number, size=8):
 
 def opened(share, expert=True):
     shown = replace(episode("oracle:t", TASK, True), origin=Origin.EXPERT)
-    return ExpertItems(share).open(lambda key: None, lambda task: shown if expert else None, 7)
+    return ExpertItems(share).open(ReplaySources(lambda key: None, lambda task: shown if expert else None, 7))
 
 
 def experts(mixed):
@@ -85,7 +85,7 @@ def test_a_trajectory_that_others_fork_from_stays():
         group(0, 3), trajectories=(*group(0, 2).trajectories, replace(episode("0.2", TASK, False), fork=Fork("0.0", 0)))
     )
     assert experts(opened(1.0).mix([forked], 0)[0]) == [False, True, True]
-    with pytest.raises(RecipeError, match="the share is 2"):
+    with pytest.raises(RecipeError, match="share is 2; write a number in"):
         ExpertItems(2)
 
 

@@ -22,8 +22,7 @@ from turnwise.core.batch import pack
 from turnwise.core.levels import TRAJECTORY, TURN, Field
 from turnwise.core.records import Fork, Group, Origin, Sampling, Task, Trajectory, Turn
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
-from turnwise.data.replay import RecentBuffer
-from turnwise.data.replay.fresh_actions import FreshActions
+from turnwise.data.replay import FreshActions, RecentBuffer
 from turnwise.data.resampling import TurnResampler
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import RecipeError, SettingError
@@ -115,7 +114,7 @@ def test_values_of_a_tabular_problem_are_those_of_the_policy():
 def test_without_fresh_actions_a_replayed_state_teaches_no_value():
     groups = chain(5, 0.5, 0.5, torch.ones(3, 2), fresh=False)
     assert not PresentActions(0).select(pack(groups)).x.any() and not PresentActions(1).select(pack(groups)).x.any()
-    with pytest.raises(RecipeError, match="write 0 for none"):
+    with pytest.raises(RecipeError, match="count is -1; write a number >= 0"):
         FreshActions(RecentBuffer(), -1)
 
 

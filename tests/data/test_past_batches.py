@@ -16,7 +16,7 @@ from turnwise.config.settings import Settings
 from turnwise.core.batch import pack
 from turnwise.core.records import Group, Origin, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
-from turnwise.data.replay import PastBatches
+from turnwise.data.replay import PastBatches, ReplaySources
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import RecipeError, SettingError
 from turnwise.models.tiny import tiny_model
@@ -57,10 +57,10 @@ def test_share_window_end_and_restart(share, window, until, stop):
     """Fresh groups always; past ones whole, of the last window − 1 policies, at most the share, none after the end; and a buffer
     restored from JSON goes on as the first one would have."""
     ledger, rule = Ledger(), PastBatches(share, window, until)
-    live = rule.open(ledger.read, None, 5)
+    live = rule.open(ReplaySources(ledger.read, None, 5))
     for step in range(10):
         if step == stop:
-            restored = rule.open(ledger.read, None, 5)
+            restored = rule.open(ReplaySources(ledger.read, None, 5))
             restored.load_state_dict(json.loads(json.dumps(live.state_dict())))
             fresh = step_of(step, 4)
             assert restored.mix(fresh, step) == live.mix(fresh, step)
@@ -80,7 +80,7 @@ def test_share_window_end_and_restart(share, window, until, stop):
 
 def test_a_group_with_pruned_tokens_does_not_come_back():
     ledger = Ledger()
-    live = PastBatches(0.5, 2).open(ledger.read, None, 0)
+    live = PastBatches(0.5, 2).open(ReplaySources(ledger.read, None, 0))
     ledger.take(live, 0, groups=2)
     del ledger.rows["0-0.1"]
     assert [g.id for g in live.mix(step_of(1, 2), 1)[2:]] == ["replay/0-1"]
@@ -88,7 +88,7 @@ def test_a_group_with_pruned_tokens_does_not_come_back():
 
 def test_the_buffer_is_bounded():
     ledger = Ledger()
-    live = PastBatches(0.5, 9, size=3).open(ledger.read, None, 0)
+    live = PastBatches(0.5, 9, size=3).open(ReplaySources(ledger.read, None, 0))
     for step in range(5):
         ledger.take(live, step)
     assert live.metrics()["replay/groups"] == 3 and live.metrics()["replay/oldest_step"] == 4

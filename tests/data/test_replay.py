@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.core.records import Fork, Group, Origin, Task, Trajectory, Turn
-from turnwise.data.replay import ExpertCache, NoReplay, RecentBuffer, SuccessBuffer, WeightedPool
+from turnwise.data.replay import ExpertCache, NoReplay, RecentBuffer, ReplaySources, SuccessBuffer, WeightedPool
 from turnwise.errors import RecipeError
 
 
@@ -32,7 +32,7 @@ class Book:
         self.rows, self.reads = {}, []
 
     def open(self, rule, shown=lambda task: None):
-        return rule.open(self.read, shown, 7)
+        return rule.open(ReplaySources(self.read, shown, 7))
 
     def read(self, key):
         self.reads.append(key)
@@ -48,7 +48,7 @@ def past(groups):
 
 
 def test_nothing_is_mixed_in():
-    live = NoReplay().open(None, None, 0)
+    live = NoReplay().open(ReplaySources(None, None, 0))
     groups = [group("0", 1, 0.0, 1.0)]
     assert live.mix(groups, 3) == groups and live.missing_demonstrations(groups) == [] and live.state_dict() == {}
 

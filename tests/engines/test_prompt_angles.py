@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise import train
+from turnwise.core.stateful import from_json
 from turnwise.engines.learner.packed_forward import decoder_layers
 from turnwise.engines.learner.signals.angles import concentration, prompt_angles
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model
 from turnwise.store.checkpoint import latest, load_checkpoint
-from turnwise.tasks.pool import _unpack
 
 
 @settings(deadline=None, max_examples=50)
@@ -56,7 +56,7 @@ def test_a_run_ranks_its_pool_by_the_model_and_keeps_the_ranking(tmp_path):
     for name, seed in (("a", 0), ("b", 0)):
         train(method="dr_grpo", steps=2, name=name, seed=seed, **common)
         state = load_checkpoint(latest(tmp_path / name / "checkpoints")).state["sampler"]["sampler"]
-        ranks[name] = _unpack(state["arrays"]["rank"]).tolist()
+        ranks[name] = from_json(state["order"], np.zeros(1)).tolist()
     assert ranks["a"] == ranks["b"] and sorted(ranks["a"]) == list(range(16))
     assert ranks["a"] != list(range(16))  # by difficulty, all tasks of one difficulty keep their order
 

@@ -13,7 +13,7 @@ from support.outcomes import episode, group_of
 from support.untrained import Untrained
 
 from turnwise.core.records import Group, Origin, Task
-from turnwise.data.replay import ExpertCache
+from turnwise.data.replay import ExpertCache, ReplaySources
 from turnwise.environments.base import tool_action
 from turnwise.errors import SettingError
 from turnwise.recipes.experience import SLOTS, piece
@@ -281,13 +281,13 @@ def test_the_planned_success_enters_the_cache_and_the_policys_own_replaces_it():
     rolled = as_expert(episode("3.200000", TASK, True, guidance="plan"))
     planned = Group("3", TASK, (*failed.trajectories, rolled))
     rows = {t.id: t for t in planned.trajectories}
-    live = ExpertCache().open(rows.get, lambda task: rolled, 0)
+    live = ExpertCache().open(ReplaySources(rows.get, lambda task: rolled, 0))
     assert live.missing_demonstrations([planned]) == [] and live.mix([planned], 0) == [planned], (
         "it needs no other trace"
     )
     live.observe([planned], {}, 0)
     state = live.state_dict()
-    live = ExpertCache().open(rows.get, lambda task: None, 0)
+    live = ExpertCache().open(ReplaySources(rows.get, lambda task: None, 0))
     live.load_state_dict(state)
     (mixed,) = live.mix([Group("4", TASK, tuple(episode(f"4.{i}", TASK, False) for i in range(2)))], 2)
     borrowed = next(t for t in mixed.trajectories if t.origin == Origin.REPLAY)
@@ -296,9 +296,9 @@ def test_the_planned_success_enters_the_cache_and_the_policys_own_replaces_it():
     rows["5.0"] = own.trajectories[0]
     live.observe([own], {}, 3)
     live.observe([planned], {}, 4)  # an older planned trace does not replace the policy's own success
-    assert live.state_dict()["stored"][TASK.key][0] == "5.0"
+    assert live.state_dict()["stored"][TASK.key][0][0] == "5.0"
     demonstration = as_expert(episode("oracle:x", TASK, True))
-    other = ExpertCache().open(rows.get, lambda task: None, 0)
+    other = ExpertCache().open(ReplaySources(rows.get, lambda task: None, 0))
     other.observe([Group("6", TASK, (*failed.trajectories, demonstration))], {}, 0)
     assert other.state_dict()["stored"] == {}, "a demonstration is not in the ledger"
 

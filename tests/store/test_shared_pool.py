@@ -15,7 +15,7 @@ from support.batches import from_oracle
 
 from turnwise import recipes
 from turnwise.core.records import Fork, Group, Origin, Task, Trajectory, Turn
-from turnwise.data.replay import SharedExperience
+from turnwise.data.replay import ReplaySources, SharedExperience
 from turnwise.errors import RecipeError, StoreError
 from turnwise.store import shared_pool
 from turnwise.store.shared_pool import SharedPool
@@ -32,7 +32,7 @@ def opener(folder, tokenizer="a"):
 
 
 def shared(folder, name, foreign=2, capacity=8, tokenizer="a"):
-    return SharedExperience(str(folder), foreign, name, capacity).open_with(opener(folder, tokenizer), 7)
+    return SharedExperience(str(folder), foreign, name, capacity).open(ReplaySources(None, None, 7, opener(folder, tokenizer)))
 
 
 def test_others_groups_are_mixed_in_with_ids_of_their_own(tmp_path):
@@ -96,7 +96,7 @@ def test_another_file_is_refused_in_words(tmp_path):
         SharedPool(tmp_path, 4, "a")
     with pytest.raises(RecipeError, match="folder=PATH"):
         SharedExperience("")
-    with pytest.raises(RecipeError, match="0 or more"):
+    with pytest.raises(RecipeError, match="foreign is -1; write a number >= 0"):
         SharedExperience("x", -1)
 
 

@@ -14,11 +14,19 @@ from support.outcomes import group_of
 
 from turnwise.errors import SettingError, TurnwiseError
 from turnwise.recipes.experience import SLOTS, piece
-from turnwise.tasks.allocation import RoundsOfUncertainty, greedy_sizes, most_probable_counts, trim, utility
-from turnwise.tasks.budgets import Fixed, Wide
-from turnwise.tasks.student_t import student_quantile
+from turnwise.tasks.budgets import (
+    FallingWithSuccess,
+    Fixed,
+    RoundsOfUncertainty,
+    TurnPercentile,
+    Wide,
+    greedy_sizes,
+    most_probable_counts,
+    student_quantile,
+    trim,
+    utility,
+)
 from turnwise.tasks.task_source import TaskStream
-from turnwise.tasks.turn_limits import FallingWithSuccess, TurnPercentile
 
 STREAM = TaskStream("test", difficulties=(1, 2), seed=3)
 CONSERVING = ("fixed", "rollout_gdro", "v0")
@@ -155,7 +163,7 @@ def test_rounds_follow_the_priority_of_the_paper(spreads, spare):
 
 def test_falling_with_success():
     rule = FallingWithSuccess(8, 8)
-    assert [rule.number(r) for r in (0, 0.6, 0.8, 1.0)] == [8, 8, round(8 - 0.5 * 7), 1]
+    assert [rule.rollouts(r) for r in (0, 0.6, 0.8, 1.0)] == [8, 8, round(8 - 0.5 * 7), 1]
     live, task = rule.open(), tasks(1)[0]
     assert live.max_turns(task) == 0
     live.observe(group_of(task, [1, 0], turns=3))
@@ -173,9 +181,9 @@ def test_turn_limits_are_a_percentile_after_calibration():
 
 
 def test_wide_keeps_the_number_of_rollouts():
-    assert Wide(512).of(64, 8) == Fixed(1, 512)
-    assert Wide(32).of(64, 8) == Fixed(16, 32)
-    assert Wide(512).of(2, 4) == Fixed(1, 512)
+    assert Wide(size=512).of(64, 8) == Fixed(1, 512)
+    assert Wide(size=32).of(64, 8) == Fixed(16, 32)
+    assert Wide(size=512).of(2, 4) == Fixed(1, 512)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 60))

@@ -15,11 +15,18 @@ from support.outcomes import group_of
 from turnwise.core.records import Task
 from turnwise.errors import SettingError
 from turnwise.recipes.experience import SLOTS, piece
-from turnwise.tasks.curricula import SlidingWindow, Stages
-from turnwise.tasks.frontier import BinAdversary, GaussianFrontier, ThompsonFrontier, VariancePromotion
-from turnwise.tasks.pool import draw_by_weight, largest
+from turnwise.tasks.pool_samplers import (
+    BinAdversary,
+    GaussianFrontier,
+    SlidingWindow,
+    ThompsonFrontier,
+    VariancePromotion,
+    diversity,
+    draw_by_weight,
+    largest,
+)  # fmt: skip
+from turnwise.tasks.samplers import Stages
 from turnwise.tasks.task_source import TaskStream
-from turnwise.tasks.text_diversity import diversity
 
 STREAM = TaskStream("test", difficulties=(1, 2, 3), seed=5)
 SMALL = {"pool": "64"}

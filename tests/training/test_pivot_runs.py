@@ -14,7 +14,7 @@ from turnwise.errors import SettingError
 from turnwise.rollout.strategies import OneTurn
 from turnwise.store.ledger import SqliteLedger
 from turnwise.tasks.admission import AfterDraws
-from turnwise.tasks.frontier import PivotFilter
+from turnwise.tasks.pool_samplers import PivotFilter
 from turnwise.tasks.task_source import TaskStream
 from turnwise.training import api
 

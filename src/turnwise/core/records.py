@@ -183,6 +183,11 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns)
 
     @property
+    def solved(self) -> bool:
+        """The environment's verdict; where it has none, whether anything was earned."""
+        return self.reward > 0 if self.success is None else bool(self.success)
+
+    @property
     def sampled(self) -> int:
         return sum(len(turn.tokens) for turn in self.turns)
 
@@ -214,3 +219,8 @@ class Group:
         for t in self.trajectories:
             if t.fork is not None and t.fork.parent not in ids:
                 raise RecordError(f"trajectory {t.id} forks from {t.fork.parent}, which is not in group {self.id}")
+
+    @property
+    def outcomes(self) -> list[bool]:
+        """Whether each trajectory that the policy itself sampled is solved."""
+        return [t.solved for t in self.trajectories if t.origin == Origin.POLICY]

@@ -14,7 +14,7 @@ from turnwise.core.batch import prefix
 from turnwise.core.protocols import Generator, Session
 from turnwise.core.records import Completion, Fork, Group, Sampling, Stop, Trajectory, Turn
 from turnwise.core.seeds import stable_seed
-from turnwise.data.replay.fresh_actions import FRESH
+from turnwise.data.replay import FRESH
 
 
 @dataclass

@@ -32,8 +32,7 @@ from turnwise.data.files import LineErrors, digest
 from turnwise.data.ledger_reader import trajectory_reader
 from turnwise.data.mixing import Mixture
 from turnwise.data.offline_source import OfflineSource, ShuffledSampler
-from turnwise.data.replay import SharedExperience
-from turnwise.data.replay.fresh_actions import FreshActions
+from turnwise.data.replay import FreshActions, ReplaySources
 from turnwise.data.resampling import TurnResampler
 from turnwise.data.tokenize import DialogueTokenizer, build_groups, rows_by_task
 from turnwise.environments.base import overrides
@@ -294,11 +293,8 @@ class DataSources:
         seed = stable_seed(self.settings.seed, "replay")
         find = demonstrations.for_task if demonstrations else lambda task: None
         piece = self.recipe.replay
-        if isinstance(piece, SharedExperience):
-            digest = tokenizer_digest(renderer)
-            replay = piece.open_with(lambda folder, size: SharedPool(Path(folder), size, digest), seed)
-        else:
-            replay = piece.open(trajectory_reader(stored), find, seed)
+        open_pool = lambda folder, size: SharedPool(Path(folder), size, tokenizer_digest(renderer))  # noqa: E731
+        replay = piece.open(ReplaySources(trajectory_reader(stored), find, seed, open_pool))
         placed = "demonstrations" in self.recipe.replay.requires
         resampler = None
         if isinstance(piece, FreshActions) and piece.count and generator is not None:

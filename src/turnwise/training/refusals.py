@@ -26,8 +26,7 @@ from turnwise.core.records import Sampling
 from turnwise.core.signals import Signal
 from turnwise.data.offline_source import split_held_out
 from turnwise.data.prompts import holds_prompts_only
-from turnwise.data.replay import NoReplay
-from turnwise.data.replay.fresh_actions import FRESH, FreshActions
+from turnwise.data.replay import FRESH, FreshActions, NoReplay
 from turnwise.engines.sharded.served import LearnerNeeds, unserved_reason
 from turnwise.engines.sharded.torchrun import check_torchrun, ranks_here, torchrun_rank
 from turnwise.environments import prompts

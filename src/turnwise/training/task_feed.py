@@ -20,7 +20,7 @@ from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.guidance import LiveGuidance
 from turnwise.rollout.guidance.base import PlainGroups
 from turnwise.rollout.strategies.base import EpisodeRunner, GroupRequest, Strategy, close, park
-from turnwise.tasks.budgets import EqualSizes, LiveBudget
+from turnwise.tasks.budgets import Fixed, LiveBudget
 from turnwise.tasks.samplers import LiveSampler
 from turnwise.tasks.task_source import TaskStream
 
@@ -74,7 +74,7 @@ class TaskFeed:
     """Sampler, budget and guidance of a run. ``promised``: sizes and turn limits of the groups in flight, by draw number."""
 
     sampler: LiveSampler
-    budget: LiveBudget = field(default_factory=lambda: EqualSizes(8))
+    budget: LiveBudget = field(default_factory=lambda: Fixed().open())
     guidance: LiveGuidance = field(default_factory=PlainGroups)
     largest: int = 0
     promised: dict[str, list[int]] = field(default_factory=dict)
@@ -89,9 +89,8 @@ class TaskFeed:
     def orders(self, count: int, again: deque[tuple[str, Task]]) -> list[GroupOrder]:
         """The next ``count`` groups: first those to issue ``again``, with what they were promised, then new ones."""
         repeated = [again.popleft() for _ in range(min(count, len(again)))]
-        begin_wave = getattr(self.sampler, "begin_wave", None)
-        if begin_wave is not None and count > len(repeated):
-            begin_wave(count - len(repeated))
+        if count > len(repeated):
+            self.sampler.begin_wave(count - len(repeated))
         drawn = [self.sampler.next() for _ in range(count - len(repeated))]
         fresh = [(str(number), task) for number, task in drawn]
         sizes = self.budget.sizes([task for _, task in fresh]) if fresh else []
@@ -107,7 +106,7 @@ class TaskFeed:
         return GroupOrder(key, task, size, turns, self.largest)
 
     def _with_rest(self, orders: list[GroupOrder]) -> list[GroupOrder]:
-        if not getattr(self.budget, "rounds", False):
+        if not self.budget.rounds:
             return orders
         wave = BudgetWave(self.budget, [order.task for order in orders])
         return [replace(order, rest=partial(wave.rest, i)) for i, order in enumerate(orders)]

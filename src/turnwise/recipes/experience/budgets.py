@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from turnwise.tasks.allocation import BinBandit, PredictedUtility, RoundsOfUncertainty
-from turnwise.tasks.budgets import Budget, Fixed, Wide
-from turnwise.tasks.turn_limits import FallingWithSuccess, TurnPercentile
+from turnwise.tasks.budgets import (
+    BinBandit,
+    Budget,
+    FallingWithSuccess,
+    Fixed,
+    PredictedUtility,
+    RoundsOfUncertainty,
+    TurnPercentile,
+    Wide,
+)
 
 
 def fixed() -> Budget:
@@ -19,7 +26,7 @@ def brorl(width: int = 512) -> Budget:
     Settings: 512 rollouts by task.
     Sure of: the idea (abstract and reviews).
     """
-    return Wide(width)
+    return Wide(size=width)
 
 
 def rollout_gdro(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from turnwise.tasks.curricula import SlidingWindow, Stages, WeightedSets
-from turnwise.tasks.frontier import BinAdversary, GaussianFrontier, PivotFilter, ThompsonFrontier, VariancePromotion
-from turnwise.tasks.samplers import CyclePool, Sampler, UncertaintySampler, Uniform, Unsolved
+from turnwise.tasks.pool_samplers import (
+    BinAdversary,
+    GaussianFrontier,
+    PivotFilter,
+    SlidingWindow,
+    ThompsonFrontier,
+    VariancePromotion,
+)
+from turnwise.tasks.samplers import CyclePool, Sampler, Stages, UncertaintySampler, Uniform, Unsolved, WeightedSets
 
 
 def uniform() -> Sampler:

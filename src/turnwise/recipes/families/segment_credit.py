@@ -32,8 +32,7 @@ from turnwise.core.limits import number
 from turnwise.core.signals import TURN_CRITIC, Signal
 from turnwise.credit.fact import Fact, SameFact, rescale_to_unit
 from turnwise.credit.selectors import Selector
-from turnwise.data.replay import RecentBuffer
-from turnwise.data.replay.fresh_actions import FreshActions
+from turnwise.data.replay import FreshActions, RecentBuffer
 from turnwise.maths import returns, segments
 from turnwise.maths.lazy_torch import torch
 from turnwise.maths.segments import rank_by_value

@@ -29,10 +29,9 @@ from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch, OneTurn
 from turnwise.tasks.admission import AfterDraws, Spread
-from turnwise.tasks.budgets import Fixed
-from turnwise.tasks.frontier import PivotFilter
+from turnwise.tasks.budgets import FallingWithSuccess, Fixed
+from turnwise.tasks.pool_samplers import PivotFilter
 from turnwise.tasks.samplers import CyclePool
-from turnwise.tasks.turn_limits import FallingWithSuccess
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,7 @@ from turnwise.data.replay import PastBatches
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
-from turnwise.tasks.frontier import GaussianFrontier
+from turnwise.tasks.pool_samplers import GaussianFrontier
 
 if TYPE_CHECKING:
     from torch import Tensor
