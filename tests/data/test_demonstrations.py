@@ -19,7 +19,7 @@ from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_tokenizer
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
-from turnwise.store import SqliteLedger
+from turnwise.store.ledger import SqliteLedger
 from turnwise.tasks.task_source import TaskList, shuffled_index
 
 RENDERER = Renderer(tiny_tokenizer([], 300))

@@ -18,7 +18,8 @@ from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
 from turnwise.inspector.page.app import InspectorApp
 from turnwise.inspector.page.views.table import VIEWS
 from turnwise.inspector.queries import RunReader
-from turnwise.store import RunDir, SqliteLedger
+from turnwise.store.ledger import SqliteLedger
+from turnwise.store.rundir import RunDir
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 uvicorn = pytest.importorskip("uvicorn")

@@ -14,7 +14,7 @@ from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.page.views.table import OF_ROLLOUTS, OTHER_PAGES, VIEWS, show_view
 from turnwise.inspector.queries import RunReader
 from turnwise.inspector.stored_trajectories import stored_trajectories
-from turnwise.store import RunDir
+from turnwise.store.rundir import RunDir
 from turnwise.training import api
 
 SMALL = {

@@ -7,7 +7,8 @@ import pytest
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.errors import StoreError
 from turnwise.inspector.queries import RunReader
-from turnwise.store import RunDir, SqliteLedger
+from turnwise.store.ledger import SqliteLedger
+from turnwise.store.rundir import RunDir
 
 
 def group(name: str, seed: int, rewards: tuple[float, ...]) -> Group:

@@ -13,19 +13,11 @@ from safetensors import SafetensorError
 
 from turnwise.cli.main import main
 from turnwise.errors import SettingError, StoreError
-from turnwise.store import (
-    RunDir,
-    checkpoints,
-    discard_after,
-    latest,
-    load_checkpoint,
-    rundir,
-    runs,
-    save_checkpoint,
-    save_model,
-)
 from turnwise.store import checkpoint as module
+from turnwise.store import rundir
 from turnwise.store.atomic import atomic_write
+from turnwise.store.checkpoint import checkpoints, discard_after, latest, load_checkpoint, save_checkpoint, save_model
+from turnwise.store.rundir import RunDir, runs
 
 
 def save(directory, step, **options):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from turnwise.core.records import Fork, Group, Origin, Status, Stop, Task, Trajectory, Turn
 from turnwise.errors import RecordError, StoreError
-from turnwise.store import SqliteLedger, database
+from turnwise.store import database
+from turnwise.store.ledger import SqliteLedger
 from turnwise.store.trajectory_codec import decode, encode
 
 

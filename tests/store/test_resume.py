@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.errors import RecordError
-from turnwise.store import SqliteLedger, discard_after, load_checkpoint, save_checkpoint
-from turnwise.store.checkpoint import checkpoints
+from turnwise.store.checkpoint import checkpoints, discard_after, load_checkpoint, save_checkpoint
+from turnwise.store.ledger import SqliteLedger
 
 
 def rollout(name: str, seed: int) -> Group:

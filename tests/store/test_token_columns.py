@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.core.records import Task
-from turnwise.store import SqliteLedger
+from turnwise.store.ledger import SqliteLedger
 from turnwise.store.token_columns import TokenColumns, decode_columns, encode_columns, kept_steps, read_columns
 from turnwise.store.write_behind import WriteBehindLedger
 
@@ -48,9 +48,9 @@ def test_only_the_newest_steps_are_kept(tmp_path):
     with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
         for step in range(5):
             ledger.keep_tokens(lambda step=step: [columns(step), columns(step, 1)], step, steps=2)
-        assert kept_steps(ledger._database) == (3, 4)
-        assert [t.position for t in read_columns(ledger._database, 4)] == [0, 1]
-        assert read_columns(ledger._database, 0) == ()
+        assert kept_steps(ledger) == (3, 4)
+        assert [t.position for t in read_columns(ledger, 4)] == [0, 1]
+        assert read_columns(ledger, 0) == ()
 
 
 def test_a_resume_forgets_the_steps_that_are_taken_again(tmp_path):
@@ -60,7 +60,7 @@ def test_a_resume_forgets_the_steps_that_are_taken_again(tmp_path):
         for step in range(3):
             ledger.keep_tokens(lambda step=step: [columns(step)], step, steps=9)
         ledger.resume(1)
-        assert kept_steps(ledger._database) == (0,)
+        assert kept_steps(ledger) == (0,)
 
 
 def test_writing_is_deferred(tmp_path):
@@ -70,7 +70,7 @@ def test_writing_is_deferred(tmp_path):
         assert not made
         queue.flush()
         assert made
-        assert len(read_columns(ledger._database, 0)) == 1
+        assert len(read_columns(ledger, 0)) == 1
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

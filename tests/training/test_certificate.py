@@ -9,7 +9,7 @@ from support.agent_runs import SMALL, solve
 
 from turnwise.cli import display
 from turnwise.core.records import Status
-from turnwise.store.queries import EpisodeFacts
+from turnwise.store.database import EpisodeFacts
 from turnwise.training import api
 from turnwise.training.certificate import certificate, certificate_lines
 

@@ -20,7 +20,7 @@ from turnwise.core.batch import pack
 from turnwise.data.replay import ExpertCache, RecentBuffer
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
-from turnwise.store import SqliteLedger
+from turnwise.store.ledger import SqliteLedger
 from turnwise.training import api
 from turnwise.training import loop as run_module
 from turnwise.training.loop import Loop

@@ -30,10 +30,8 @@ from turnwise.inspector.queries_rows import (
     TrajectoryRow,
 )
 from turnwise.observe.trackers import MESSAGES, read_rows
-from turnwise.store import queries as ledger_queries
 from turnwise.store import token_columns as columns
-from turnwise.store.database import Database
-from turnwise.store.queries import GroupCounts
+from turnwise.store.database import GroupCounts, LedgerReader
 from turnwise.store.resume import INTERRUPTED, ROLLED_BACK
 from turnwise.store.rundir import RunDir
 from turnwise.store.sealed import DIGEST
@@ -118,9 +116,9 @@ class RunReader:
     # ---------------------------------------------------------------- ledger
 
     @cached_property
-    def database(self) -> Database:
+    def database(self) -> LedgerReader:
         """The ledger's database, opened on first use: a run may have metrics and no ledger yet."""
-        return Database(self.run.ledger, readonly=True)
+        return LedgerReader(self.run.ledger)
 
     @property
     def has_ledger(self) -> bool:
@@ -128,7 +126,7 @@ class RunReader:
 
     def counts(self) -> GroupCounts:
         """Groups by state and, of the dropped ones, by reason."""
-        return ledger_queries.group_counts(self.database)
+        return self.database.group_counts()
 
     def groups(
         self,
@@ -184,9 +182,7 @@ class RunReader:
 
     def mixed(self, step: int) -> list[tuple[str, str]]:
         """Trajectory id and origin of what a step trained on besides its own groups."""
-        return [
-            (trajectory, origin) for at, trajectory, origin in ledger_queries.mixed(self.database) if at == step - 1
-        ]
+        return [(trajectory, origin) for at, trajectory, origin in self.database.mixed() if at == step - 1]
 
     # ---------------------------------------------------------- trajectories
 
@@ -231,7 +227,7 @@ class RunReader:
 
     def trajectory(self, trajectory_id: str) -> Trajectory:
         """Everything that is stored of it: turns with tokens, log-probabilities and times, rewards, messages."""
-        return ledger_queries.trajectory(self.database, trajectory_id)
+        return self.database.trajectory(trajectory_id)
 
     def count_trajectories(self, step: int | None = None) -> tuple[int, int]:
         """Numbers of trajectories and of sampled tokens, of one step or of all."""
@@ -257,7 +253,7 @@ class RunReader:
 
     def failures(self) -> dict[str, int]:
         """Failed trajectories by reason, most frequent first."""
-        return ledger_queries.failures(self.database)
+        return self.database.failures()
 
     def step_outcomes(self) -> list[StepOutcome]:
         """Rewards and successes of all finished trajectories, by step."""

@@ -1,16 +1,24 @@
-"""The SQLite database of a ledger: its tables, how it is opened, and errors for a broken one. Knows no rule about steps."""
+"""The SQLite database of a ledger: its tables, how it is opened and read, and errors for a broken one.
+
+Knows no rule about steps, and no rule about which transitions are allowed."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turnwise.core.records import Facts, Group, Status, Task, Trajectory
+from turnwise.core.text import clean
 from turnwise.errors import StoreError
 from turnwise.store.atomic import atomic_write
+from turnwise.store.resume import IssuedGroup
+from turnwise.store.trajectory_codec import decode, decode_task
 
 FORMAT = 1
 APPLICATION_ID = 0x54574C31  # "TWL1": distinguishes a ledger from the databases of other programs
@@ -79,10 +87,51 @@ CREATE TABLE IF NOT EXISTS token_columns (  -- what an update computed for each 
 """
 
 
-class Database:
-    """One connection, shared by threads under a mutex."""
+@dataclass(frozen=True, slots=True)
+class GroupCounts:
+    """Groups by state. ``issued == in_flight + finished + trained + dropped`` always holds."""
 
-    def __init__(self, path: Path, readonly: bool) -> None:
+    issued: int
+    in_flight: int
+    finished: int
+    trained: int
+    dropped: int
+    reasons: Mapping[str, int]  # number of dropped groups by reason
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """One group without its token arrays, for listings."""
+
+    group_id: str
+    task: Task
+    state: str
+    reason: str
+    version: int
+    step: int  # of its last transition: for a trained group, the step that trained on it
+    trajectories: tuple[str, ...]
+    reward: float | None  # mean over its trajectories
+    success: float | None  # success rate, where the environment reports success
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeFacts:
+    """One trajectory without tokens and messages."""
+
+    status: str
+    reason: str
+    sampled: int  # tokens
+    trained: bool
+    facts: Facts
+
+
+STATES = ("in_flight", "finished", "trained", "dropped")
+
+
+class LedgerReader:
+    """A ledger that is read: one connection, shared by threads under a mutex."""
+
+    def __init__(self, path: Path, readonly: bool = True) -> None:
         if readonly and not path.exists():
             raise StoreError(f"there is no ledger at {path}")
         self.path = path
@@ -128,6 +177,102 @@ class Database:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+
+    # --------------------------------------------------------------- queries
+
+    def group_counts(self) -> GroupCounts:
+        """Counts by state; raises when they do not sum to the number issued."""
+        state_rows = self.fetch_all(
+            "SELECT state, count(*) AS n, (SELECT value FROM facts WHERE name = 'issued') AS issued"
+            " FROM groups GROUP BY state"
+        )
+        reason_rows = self.fetch_all(
+            "SELECT reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY reason ORDER BY 2 DESC, 1"
+        )
+        states = {**dict.fromkeys(STATES, 0), **{row["state"]: row["n"] for row in state_rows}}
+        issued = state_rows[0]["issued"] if state_rows else 0
+        if issued != sum(states.values()):
+            raise StoreError(f"{self.path} is inconsistent: {issued} groups were issued but {states} are recorded")
+        return GroupCounts(issued=issued, **states, reasons={row[0]: row[1] for row in reason_rows})
+
+    def pending(self) -> tuple[Group, ...]:
+        """Finished but untrained groups, oldest first."""
+        return tuple(
+            map(self._load_group, self.fetch_all("SELECT * FROM groups WHERE state = 'finished' ORDER BY row"))
+        )
+
+    def in_flight(self) -> tuple[IssuedGroup, ...]:
+        return tuple(map(issued_group, self.fetch_all("SELECT * FROM groups WHERE state = 'in_flight' ORDER BY row")))
+
+    def groups(self, step: int | None = None) -> tuple[GroupSummary, ...]:
+        """The groups whose last transition was during ``step`` (including those it trained on); ``None``: all."""
+        where = "" if step is None else "WHERE step = :step"
+        summaries = []
+        for row in self.fetch_all(f"SELECT * FROM groups {where} ORDER BY row", {"step": step}):
+            members = self.fetch_all(
+                "SELECT id, reward, success FROM trajectories WHERE owner = ? ORDER BY row", (row["row"],)
+            )
+            means = []
+            for name in ("reward", "success"):
+                numbers = [m[name] for m in members if m[name] is not None]
+                means.append(sum(numbers) / len(numbers) if numbers else None)
+            task, ids = decode_task(row["task"]), tuple(m["id"] for m in members)
+            summaries.append(
+                GroupSummary(row["id"], task, row["state"], row["reason"], row["version"], row["step"], ids, *means)
+            )
+        return tuple(summaries)
+
+    def group(self, group_id: str) -> Group:
+        row = self.find_group(group_id)
+        if row is None:
+            raise StoreError(f"there is no group {group_id!r} in {self.path}")
+        return self._load_group(row)
+
+    def trajectory(self, trajectory_id: str) -> Trajectory:
+        """The newest trajectory with that id. After pruning, its token arrays are empty and all else is kept."""
+        sql = "SELECT record, tokens FROM trajectories WHERE id = ? ORDER BY row DESC LIMIT 1"
+        rows = self.fetch_all(sql, (clean(trajectory_id),))
+        if not rows:
+            raise StoreError(f"there is no trajectory {trajectory_id!r} in {self.path}")
+        return decode(rows[0]["record"], rows[0]["tokens"])
+
+    def mixed(self) -> tuple[tuple[int, str, str], ...]:
+        """Mixed-in trajectories in order: step, trajectory id, origin."""
+        if not self.fetch_all("SELECT 1 FROM sqlite_master WHERE name = 'mixed'"):
+            return ()
+        rows = self.fetch_all("SELECT step, trajectory, origin FROM mixed WHERE void = 0 ORDER BY clock, rowid")
+        return tuple((row["step"], row["trajectory"], row["origin"]) for row in rows)
+
+    def failures(self) -> dict[str, int]:
+        """Numbers of failed trajectories by reason, most frequent first."""
+        sql = "SELECT reason, count(*) FROM trajectories WHERE status = 'failed' GROUP BY reason ORDER BY 2 DESC, 1"
+        return {row[0]: row[1] for row in self.fetch_all(sql)}
+
+    def episode_facts(self) -> tuple[EpisodeFacts, ...]:
+        """Status, size and facts of every stored trajectory, in order, without tokens and messages."""
+        rows = self.fetch_all(
+            "SELECT g.state, t.status, t.reason, t.sampled, t.record FROM trajectories t JOIN groups g ON g.row = t.owner"
+            " WHERE g.void = 0 ORDER BY t.row"
+        )
+        episodes = []
+        for row in rows:
+            trained = row["state"] == "trained" and row["status"] != Status.FAILED
+            facts = json.loads(row["record"]).get("facts", {})
+            episodes.append(EpisodeFacts(row["status"], row["reason"], row["sampled"], trained, facts))
+        return tuple(episodes)
+
+    def find_group(self, group_id: str) -> sqlite3.Row | None:
+        """The row of a group that no resume has rolled back."""
+        rows = self.fetch_all("SELECT * FROM groups WHERE id = ? AND void = 0", (group_id,))
+        return rows[0] if rows else None
+
+    def _load_group(self, row: sqlite3.Row) -> Group:
+        members = self.fetch_all("SELECT record, tokens FROM trajectories WHERE owner = ? ORDER BY row", (row["row"],))
+        return Group(row["id"], decode_task(row["task"]), tuple(decode(m["record"], m["tokens"]) for m in members))
+
+
+def issued_group(row: sqlite3.Row) -> IssuedGroup:
+    return IssuedGroup(row["id"], decode_task(row["task"]), row["step"], row["version"])
 
 
 @contextlib.contextmanager

@@ -20,33 +20,31 @@ from typing import Any
 from turnwise.core.records import Group, Task, Trajectory
 from turnwise.core.text import clean
 from turnwise.errors import RecordError, StoreError
-from turnwise.store import queries
-from turnwise.store.database import Database
+from turnwise.store.database import LedgerReader, issued_group
 from turnwise.store.lock import ProcessLock
-from turnwise.store.queries import EpisodeFacts, GroupCounts, GroupSummary
-from turnwise.store.resume import IssuedGroup, ResumePlan, digest, record_seal, roll_back
+from turnwise.store.resume import ResumePlan, digest, record_seal, roll_back
 from turnwise.store.token_columns import TokenColumns, write_columns
 from turnwise.store.trajectory_codec import decode_task, encode, encode_task
 
 
-class SqliteLedger:
+class SqliteLedger(LedgerReader):
     """One writer; any number of readers (``readonly=True``) beside it. Safe to call from several threads."""
 
     def __init__(self, path: str | Path, readonly: bool = False) -> None:
-        self.path = Path(path)
-        if not self.path.parent.is_dir():
-            raise StoreError(f"there is no run directory at {self.path.parent}")
-        self._lock = None if readonly else ProcessLock(self.path.with_name(self.path.name + ".lock"))
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise StoreError(f"there is no run directory at {path.parent}")
+        self._lock = None if readonly else ProcessLock(path.with_name(path.name + ".lock"))
         try:
-            self._database = Database(self.path, readonly)
+            super().__init__(path, readonly)
         except BaseException:
             self._unlock()
             raise
         # a ledger with earlier groups accepts no writes before resume() names the checkpoint to continue from
-        self._writable = not self._database.fetch_all("SELECT 1 FROM groups LIMIT 1")
+        self._writable = not self.fetch_all("SELECT 1 FROM groups LIMIT 1")
 
     def close(self) -> None:
-        self._database.close()
+        super().close()
         self._unlock()
 
     def _unlock(self) -> None:
@@ -64,11 +62,11 @@ class SqliteLedger:
     def issue(self, group_id: str, task: Task, step: int, version: int) -> None:
         """Register a group in flight. Its id must be new, or that of a group rolled back by :meth:`resume`."""
         with self._write() as db:
-            if queries.find_group(self._database, group_id) is not None:
+            if self.find_group(group_id) is not None:
                 raise RecordError(f"group {group_id!r} was already issued; give every group its own id")
             db.execute(
                 "INSERT INTO groups (id, task, version, state, step, issued_at) VALUES (?, ?, ?, 'in_flight', ?, ?)",
-                (group_id, encode_task(task), version, step, self._database.next_tick()),
+                (group_id, encode_task(task), version, step, self.next_tick()),
             )
             db.execute("UPDATE facts SET value = value + 1 WHERE name = 'issued'")
 
@@ -80,7 +78,7 @@ class SqliteLedger:
             if decode_task(row["task"]) != group.task:
                 raise RecordError(f"group {group.id!r} was issued for another task than {group.task.key}")
             sql = "UPDATE groups SET state = 'finished', step = ?, finished_at = ? WHERE row = ?"
-            db.execute(sql, (step, self._database.next_tick(), row["row"]))
+            db.execute(sql, (step, self.next_tick(), row["row"]))
             db.executemany(
                 "INSERT INTO trajectories (owner, id, status, reason, reward, success, turns, sampled, record, tokens)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -93,14 +91,14 @@ class SqliteLedger:
             for group_id in group_ids:
                 row = self._require_state(group_id, "train on", "finished")
                 sql = "UPDATE groups SET state = 'trained', step = ?, trained_at = ? WHERE row = ?"
-                db.execute(sql, (step, self._database.next_tick(), row["row"]))
+                db.execute(sql, (step, self.next_tick(), row["row"]))
 
     def record_mixed(self, trajectories: Iterable[Trajectory], step: int) -> None:
         """Record what else step ``step`` trains on: replayed trajectories, demonstrations. Call it *before* the update."""
         rows = [(step, clean(t.id), str(t.origin)) for t in trajectories]
         if rows:
             with self._write() as db:
-                now = self._database.next_tick()
+                now = self.next_tick()
                 db.executemany(
                     "INSERT INTO mixed (clock, step, trajectory, origin) VALUES (?, ?, ?, ?)",
                     [(now, *row) for row in rows],
@@ -122,7 +120,7 @@ class SqliteLedger:
         with self._write() as db:
             row = self._require_state(group_id, "drop", "in_flight", "finished")
             sql = "UPDATE groups SET state = 'dropped', step = ?, dropped_at = ?, reason = ? WHERE row = ?"
-            db.execute(sql, (step, self._database.next_tick(), clean(reason), row["row"]))
+            db.execute(sql, (step, self.next_tick(), clean(reason), row["row"]))
 
     # ---------------------------------------------------- checkpoints, resume
 
@@ -133,11 +131,11 @@ class SqliteLedger:
         between): with two different clocks for one step it would be ambiguous which one the checkpoint contains.
         """
         with self._write(durable=True) as db:
-            record_seal(db, step, self._database.next_tick())
+            record_seal(db, step, self.next_tick())
 
     def digest(self, step: int) -> str | None:
         """A digest of what the seal of ``step`` covers, for the checkpoint to hold; None without such a seal."""
-        return digest(self._database.fetch_all, step)
+        return digest(self.fetch_all, step)
 
     def flush(self) -> None:
         """Does nothing: this class writes immediately. :class:`turnwise.store.write_behind.WriteBehindLedger` defers writes."""
@@ -148,12 +146,10 @@ class SqliteLedger:
         ``keep_finished=False`` discards finished groups too and reissues them: for a run that must stay on-policy.
         """
         with self._write(resuming=True) as db:
-            to_reissue, rolled_back = roll_back(db, step, self._database.next_tick(), keep_finished)
+            to_reissue, rolled_back = roll_back(db, step, self.next_tick(), keep_finished)
             db.execute("DELETE FROM token_columns WHERE step >= ?", (step,))  # those steps are taken again
         self._writable = True
-        return ResumePlan(
-            tuple(map(queries.issued_group, to_reissue)), self.pending(), tuple(map(queries.issued_group, rolled_back))
-        )
+        return ResumePlan(tuple(map(issued_group, to_reissue)), self.pending(), tuple(map(issued_group, rolled_back)))
 
     def prune(self, before: int) -> int:
         """Delete the token arrays of trained and dropped groups of steps < ``before``; counts, texts and rewards stay.
@@ -168,42 +164,6 @@ class SqliteLedger:
                 (before,),
             ).rowcount
 
-    # --------------------------------------------------------------- queries
-
-    def group_counts(self) -> GroupCounts:
-        """Counts by state; raises when they do not sum to the number issued."""
-        return queries.group_counts(self._database)
-
-    def pending(self) -> tuple[Group, ...]:
-        """Finished but untrained groups, oldest first."""
-        return queries.pending(self._database)
-
-    def in_flight(self) -> tuple[IssuedGroup, ...]:
-        return queries.in_flight(self._database)
-
-    def groups(self, step: int | None = None) -> tuple[GroupSummary, ...]:
-        """The groups whose last transition was during ``step`` (including those it trained on); ``None``: all."""
-        return queries.groups(self._database, step)
-
-    def group(self, group_id: str) -> Group:
-        return queries.group(self._database, group_id)
-
-    def trajectory(self, trajectory_id: str) -> Trajectory:
-        """The newest trajectory with that id. After pruning, its token arrays are empty and all else is kept."""
-        return queries.trajectory(self._database, trajectory_id)
-
-    def mixed(self) -> tuple[tuple[int, str, str], ...]:
-        """Mixed-in trajectories in order: step, trajectory id, origin."""
-        return queries.mixed(self._database)
-
-    def episode_facts(self) -> tuple[EpisodeFacts, ...]:
-        """Status, size and facts of every stored trajectory."""
-        return queries.episode_facts(self._database)
-
-    def failures(self) -> dict[str, int]:
-        """Numbers of failed trajectories by reason, most frequent first."""
-        return queries.failures(self._database)
-
     # --------------------------------------------------------------- private
 
     @contextlib.contextmanager
@@ -212,11 +172,11 @@ class SqliteLedger:
             raise StoreError(f"{self.path} was opened read-only")
         if not (self._writable or resuming):
             raise StoreError(f"{self.path} contains an earlier run; call resume(step of its checkpoint, or 0) first")
-        with self._database.transaction(durable) as db:
+        with self.transaction(durable) as db:
             yield db
 
     def _require_state(self, group_id: str, verb: str, *states: str) -> sqlite3.Row:
-        row = queries.find_group(self._database, group_id)
+        row = self.find_group(group_id)
         if row is None:
             raise RecordError(f"cannot {verb} group {group_id!r}: it was never issued")
         if row["state"] not in states:

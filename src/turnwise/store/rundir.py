@@ -12,6 +12,7 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,23 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # step, and the atte
 PACKAGES = ("turnwise", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunDir:
     """``RunDir.create("runs", "first-try", settings={...})``, later ``RunDir.open("runs/first-try")``"""
 
     path: Path
+
+    settings = cached_property(lambda self: self.path / "run.json")
+    ledger = cached_property(lambda self: self.path / "ledger.sqlite")
+    metrics = cached_property(lambda self: self.path / "metrics.jsonl")
+    checkpoints = cached_property(lambda self: self.path / "checkpoints")
+    model = cached_property(lambda self: self.path / "model")
+    adapter = cached_property(lambda self: self.path / "adapter")
+    tensorboard = cached_property(lambda self: self.path / "tensorboard")
+    curves = cached_property(lambda self: self.path / "curves.png")
+    transcripts = cached_property(lambda self: self.path / "transcripts.md")
+    summary = cached_property(lambda self: self.path / "summary.json")
+    lock = cached_property(lambda self: self.path / "run.lock")
 
     @classmethod
     def create(
@@ -81,54 +94,10 @@ class RunDir:
         write_json(self.summary, summary)
 
     @property
-    def adapter(self) -> Path:
-        return self.path / "adapter"
-
-    @property
-    def settings(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.sqlite"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
     def step(self) -> int:
         """The step of the newest checkpoint, not verified; 0: there is none."""
         names = [path.name for path in self.checkpoints.glob("step-*") if path.is_dir()]
         return max((int(match[1]) for name in names if (match := CHECKPOINT_NAME.fullmatch(name))), default=0)
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "run.lock"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def curves(self) -> Path:
-        return self.path / "curves.png"
-
-    @property
-    def transcripts(self) -> Path:
-        return self.path / "transcripts.md"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
 
 
 def check_run_name(root: str | Path, name: str) -> None:

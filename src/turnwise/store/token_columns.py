@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.store.database import Database
+from turnwise.store.database import LedgerReader
 
 NARROW = {"entropy": "<f2", "gate": "<f2"}  # columns that people read and nobody computes with
 LEVEL = 1  # of zlib: the higher ones take five times as long and save a tenth
@@ -101,7 +101,7 @@ def write_columns(db: sqlite3.Connection, tokens: Sequence[TokenColumns]) -> Non
     db.executemany("INSERT OR REPLACE INTO token_columns VALUES (?, ?, ?, ?)", rows)
 
 
-def read_columns(database: Database, step: int) -> tuple[TokenColumns, ...]:
+def read_columns(database: LedgerReader, step: int) -> tuple[TokenColumns, ...]:
     """The kept updates of one step, in order; none for a pruned step or a ledger of an older release."""
     if not has_columns(database):
         return ()
@@ -109,14 +109,14 @@ def read_columns(database: Database, step: int) -> tuple[TokenColumns, ...]:
     return tuple(decode_columns(step, *row) for row in database.fetch_all(sql, (step,)))
 
 
-def kept_steps(database: Database) -> tuple[int, ...]:
+def kept_steps(database: LedgerReader) -> tuple[int, ...]:
     """The steps whose columns are still stored, ascending."""
     if not has_columns(database):
         return ()
     return tuple(row[0] for row in database.fetch_all("SELECT DISTINCT step FROM token_columns ORDER BY step"))
 
 
-def has_columns(database: Database) -> bool:
+def has_columns(database: LedgerReader) -> bool:
     return bool(database.fetch_all("SELECT 1 FROM sqlite_master WHERE name = 'token_columns'"))
 
 

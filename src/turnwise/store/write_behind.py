@@ -15,8 +15,8 @@ from functools import partial
 
 from turnwise.core.records import Group, Task, Trajectory
 from turnwise.errors import RecordError, StoreError
+from turnwise.store.database import GroupCounts
 from turnwise.store.ledger import SqliteLedger
-from turnwise.store.queries import GroupCounts
 from turnwise.store.resume import ResumePlan
 from turnwise.store.token_columns import TokenColumns
 

@@ -16,7 +16,7 @@ from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome
 from turnwise.rollout.agent_task import open_task
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, next_action, scripted_policy
-from turnwise.store.queries import EpisodeFacts
+from turnwise.store.database import EpisodeFacts
 from turnwise.training.agents import agent_demonstrator
 from turnwise.training.certificate import certificate, certificate_lines
 from turnwise.training.env_spec import EnvSpec, resolve_settings

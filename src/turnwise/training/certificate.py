@@ -22,8 +22,8 @@ from turnwise.rollout.lineage import (
     TEMPLATE,
     THINKING,
 )
+from turnwise.store.database import EpisodeFacts
 from turnwise.store.ledger import SqliteLedger
-from turnwise.store.queries import EpisodeFacts
 
 RESTARTS = (SUB_AGENT, COMPACTION, REWRITTEN, THINKING, TEMPLATE)
 WORDS = {

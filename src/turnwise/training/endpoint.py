@@ -25,7 +25,7 @@ from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.server import Endpoint, listen_on, read_address, require_packages, serving
 from turnwise.serve.sessions import OpenEpisode, Sessions
-from turnwise.store.queries import EpisodeFacts
+from turnwise.store.database import EpisodeFacts
 from turnwise.training.certificate import certificate
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.evaluation import select_policy
