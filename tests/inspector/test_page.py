@@ -17,13 +17,9 @@ from turnwise.inspector.page.views.table import OTHER_PAGES, VIEWS, show_view
 from turnwise.inspector.page.views.tasks import classify
 from turnwise.inspector.queries import RunReader
 from turnwise.inspector.queries_rows import TaskRow
-<<<<<<< HEAD
 from turnwise.observe.charts import LineChart, Series, line_chart
-from turnwise.store import RunDir, SqliteLedger
-=======
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
->>>>>>> 2ceb98b (A ledger that writes is a ledger that reads: one class of queries, no pass-through methods)
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\u202eabc\x1b[2J\x00 </div>{{ 7*7 }}"
 SMALL = {
