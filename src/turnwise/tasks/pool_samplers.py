@@ -41,7 +41,7 @@ class LivePool(LiveSampler):
     wave: int = 1  # tasks that are asked for together
     queue: list[int] = field(default_factory=list)  # the rest of this wave, as indices into the pool
 
-    saved: ClassVar = ("drawn", "waves", "wave", "queue", "visits", "rate")
+    saved: ClassVar[tuple[str, ...]] = ("drawn", "waves", "wave", "queue", "visits", "rate")
 
     def __post_init__(self) -> None:
         self.pool = self.rule.pool

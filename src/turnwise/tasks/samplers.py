@@ -44,7 +44,7 @@ class LiveSampler(Stateful):
     rule: Any
     drawn: int = 0
 
-    saved: ClassVar = ("drawn",)
+    saved: ClassVar[tuple[str, ...]] = ("drawn",)
 
     def begin_wave(self, count: int) -> None:
         """So many tasks will be asked for together."""

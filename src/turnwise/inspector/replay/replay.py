@@ -168,7 +168,7 @@ class _Replay:
 
     def _continue(self, copy: RunDir, until: int) -> None:
         """Resume the copy and stop it after step ``until``, with a checkpoint."""
-        from turnwise.training.launch import continue_run, run_dir_step
+        from turnwise.training.launch import continue_run
 
         stop = StopSignals()
 
@@ -181,7 +181,7 @@ class _Replay:
         try:
             continue_run(copy, settings, None, self.given, listen, stop)
         except RunStopped:
-            if run_dir_step(copy) < until:  # the user's own Ctrl-C
+            if copy.step < until:  # the user's own Ctrl-C
                 raise
 
     def _weights_equal(self, copy: RunDir, step: int) -> bool | None:
