@@ -10,7 +10,6 @@ import pytest
 from support.broken import Minimal, Sound, answer
 
 from turnwise.environments.checker.check import check_env
-from turnwise.environments.checker.concurrent import speed
 from turnwise.environments.checker.driver import EnvironmentDriver
 
 
@@ -144,7 +143,7 @@ def test_the_report_says_how_fast_it_is():
 def test_whether_inline_fits_follows_from_the_measured_times(inline, seconds, fact, warning):
     driver = EnvironmentDriver(type("Timed", (Sound,), {"inline": inline}), 1.0)
     driver.durations = {"reset": [seconds] * 9, "step": [seconds] * 40}
-    facts = speed(driver)
+    facts = driver.speed()
     driver.loop.close()
     assert facts["inline"].startswith(fact)
     assert [warning in text for text in driver.warnings.lines()] == [True] * bool(warning)

@@ -239,7 +239,7 @@ class Deaf(Sound):
         return super().reset(0)
 
 
-@broken("two episodes at once change each other")
+@broken("several episodes at once change each other")
 class Shared(Sound):
     def reset(self, seed):
         messages = super().reset(seed)

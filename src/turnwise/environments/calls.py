@@ -3,7 +3,7 @@ each under a time limit. Whatever goes wrong is raised as an ``Exception``; a li
 
 What a limit can do: a coroutine is cancelled, and abandoned if it does not end; an endless loop is interrupted; a plain call that
 blocks in another thread is abandoned with its thread. Code that never lets Python run (one huge multiplication, one regular
-expression) cannot be ended inside a process: ``environments.isolation`` can.
+expression) cannot be ended inside a process; an isolated environment has a process of its own.
 
 Idle threads are reused: starting one waits until the operating system schedules it, which over a hundred calls per step costs
 more than the calls. Knows nothing of what is called.
@@ -34,9 +34,11 @@ class CallTimeout(EnvironmentFault):
     """A call did not end within its limit."""
 
 
-async def call_environment(function: Callable[..., Any], *args: Any, seconds: float, inline: bool) -> Any:
+async def call_environment(
+    function: Callable[..., Any], *args: Any, seconds: float, inline: bool, new_thread: bool = False
+) -> Any:
     """Call into an environment. An awaitable result is awaited; both parts have the limit. An environment with ``patience`` keeps
-    the limit of a call itself, and may take so much longer for what is not the call."""
+    the limit of a call itself, and may take so much longer for what is not the call. ``new_thread``: not in one of the pool."""
     seconds += getattr(getattr(function, "__self__", None), "patience", 0.0)
     if inspect.iscoroutinefunction(function):
         return await with_timeout(function(*args), seconds, _code(function), call_name(function))
@@ -44,7 +46,7 @@ async def call_environment(function: Callable[..., Any], *args: Any, seconds: fl
         with _as_runtime_errors():
             value = call_here(function, *args, seconds=seconds)
     else:
-        value = await _call_in_thread(function, args, seconds)
+        value = await _call_in_thread(function, args, seconds, new_thread)
     if not inspect.isawaitable(value):
         return value
     return await with_timeout(value, seconds, _code(function), call_name(function))
@@ -52,7 +54,13 @@ async def call_environment(function: Callable[..., Any], *args: Any, seconds: fl
 
 def call_here(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
     """Call in this thread, and interrupt the call at the limit."""
-    call = WatchedCall(seconds, thread=threading.get_ident(), code=_code(function), name=call_name(function))
+    call = WatchedCall(seconds, code=_code(function), name=call_name(function))
+    return _run_watched(call, function, *args)
+
+
+def _run_watched(call: WatchedCall, function: Callable[..., Any], *args: Any) -> Any:
+    """Run in this thread under the watch; a ``CallTimeout`` if the watch interrupts it."""
+    call.thread = threading.get_ident()
     try:
         WATCHDOG.add(call)
         try:
@@ -128,10 +136,18 @@ class _Watched:
         inner = awaitable.__await__() if hasattr(awaitable, "__await__") else iter(awaitable)
         resume: Callable[[], Any] = partial(next, inner)
         while True:
+            call = WatchedCall(self.seconds, code=self.code)
             try:
-                waits_for = self._step(resume)
+                waits_for = _run_watched(call, resume)
             except StopIteration as end:
                 return end.value
+            except CallTimeout:
+                if not call.interrupts:  # of the environment's own
+                    raise
+                raise CallTimeout(
+                    f"an async method blocked the event loop for {self.seconds:g} s{_at(call)}; "
+                    "await what takes long, or write the method without async"
+                ) from None
             try:
                 value = yield waits_for
                 resume = partial(next, inner) if value is None else partial(inner.send, value)
@@ -143,21 +159,6 @@ class _Watched:
                     raise
                 resume = partial(inner.throw, fault)
 
-    def _step(self, resume: Callable[[], Any]) -> Any:
-        call = WatchedCall(self.seconds, thread=threading.get_ident(), code=self.code)
-        try:
-            WATCHDOG.add(call)
-            try:
-                return resume()
-            finally:
-                WATCHDOG.remove(call)
-        except CallInterrupted:
-            WATCHDOG.remove(call)
-            raise CallTimeout(
-                f"an async method blocked the event loop for {self.seconds:g} s{_at(call)}; "
-                "await what takes long, or write the method without async"
-            ) from None
-
 
 # ------------------------------------------------------------------- threads
 
@@ -168,12 +169,13 @@ _idle: list[SimpleQueue[Work]] = []  # append and pop are atomic
 os.register_at_fork(after_in_child=_idle.clear)  # threads do not survive a fork
 
 
-def run_in_thread(work: Work) -> None:
+def run_in_thread(work: Work, new: bool = False) -> None:
     """Run ``work`` in an idle thread of the pool, or in a new one."""
     try:
-        inbox = _idle.pop()
+        inbox = SimpleQueue() if new else _idle.pop()
     except IndexError:
-        inbox = SimpleQueue()
+        new, inbox = True, SimpleQueue()
+    if new:
         threading.Thread(target=_serve, args=(inbox,), daemon=True).start()
     inbox.put(work)
 
@@ -186,7 +188,7 @@ def _serve(inbox: SimpleQueue[Work]) -> None:
         _idle.append(inbox)
 
 
-async def _call_in_thread(function: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> Any:
+async def _call_in_thread(function: Callable[..., Any], args: tuple[Any, ...], seconds: float, new: bool) -> Any:
     """A plain function that may block: in a daemon thread, which does not delay the end of the program."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
@@ -205,22 +207,14 @@ async def _call_in_thread(function: Callable[..., Any], args: tuple[Any, ...], s
     def work() -> None:
         value: Any = None
         fault: Exception | None = None
-        call.thread = threading.get_ident()
         try:
-            WATCHDOG.add(call)
-            try:
-                with _as_runtime_errors():
-                    value = function(*args)
-            finally:
-                WATCHDOG.remove(call)
-        except CallInterrupted:
-            WATCHDOG.remove(call)
-            fault = _too_slow(call)
+            with _as_runtime_errors():
+                value = _run_watched(call, function, *args)
         except BaseException as caught:
             fault = caught if isinstance(caught, Exception) else RuntimeError(repr(caught))
         answer(value, fault)
 
-    run_in_thread(work)
+    run_in_thread(work, new)
     return await done
 
 

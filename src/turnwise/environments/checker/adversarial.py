@@ -1,5 +1,6 @@
-"""Random actions that try to break an environment: texts that number parsers, regular expressions and encoders stumble over,
-mutations of legal actions, and tool calls with arguments of any type. Knows no environment."""
+"""Actions that try to break an environment: a few malformed ones, which every environment must answer with a message, and random
+ones: texts that number parsers, regular expressions and encoders stumble over, mutations of legal actions, and tool calls with
+arguments of any type. Knows no environment; none of these actions is a good move in any."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise.core.protocols import Action, ToolCall
+from turnwise.environments.checker.driver import tool_fault
 
 NUMBERS = (
     "1e30000000", "-1e999", "9" * 5_000, "0x" + "f" * 400, "1/0", "0/0", "1_0", "_", "__", "-", "+", ".", "1.", ".1",
@@ -23,19 +25,8 @@ ODD_TEXTS = (
     "A" * 1_000_000,
 )  # fmt: skip
 STEMS = (
-    "answer: ",
-    "answer:",
-    "Answer: ",
-    "guess ",
-    "guess: ",
-    "is it ",
-    "left ",
-    "right ",
-    "north ",
-    "open ",
-    "",
-    "t=",
-)
+    "answer: ", "answer:", "Answer: ", "guess ", "guess: ", "is it ", "left ", "right ", "north ", "open ", "", "t=",
+)  # fmt: skip
 NAMES = ("_", "__class__", "exit", "quit", "t", "a" * 3_000, "None", "ﬁ", "ª", "lambda")
 ALPHABETS = (
     "0123456789.,-+*/() ",
@@ -43,6 +34,27 @@ ALPHABETS = (
     "".join(map(chr, range(1, 0x250))),
     "٠١٢٣²½\u202e\u0000\ud800\U0001f408",
 )
+
+
+MALFORMED = {
+    "empty text": Action(""),
+    "garbage": Action("}{)(*&^ %$ \x00 \\ <tool_call> 1/0 __import__"),
+    "huge text": Action("north 9*9 " * 20_000),
+    "unicode": Action("ünïcødé ٣ 猫 🐈 \u202e \u0000 \ud800"),
+    "unreadable tool call": Action("<tool_call>{", faults=("not JSON",)),
+    "unknown tool": Action("", calls=(ToolCall("no_such_tool", {"x": 1}, id="1"),)),
+}
+
+
+def malformed_actions(tools: Any) -> dict[str, Action]:
+    """By label. For each valid tool schema also a call without arguments, and one with arguments of the wrong type."""
+    actions = dict(MALFORMED)
+    for tool in () if tool_fault(tools) else tools:
+        function = tool["function"]
+        odd = {key: [None, {"x": float("nan")}] for key in function["parameters"].get("properties", {})}
+        actions[f"{function['name']} without arguments"] = Action("", calls=(ToolCall(function["name"], {}),))
+        actions[f"{function['name']} with odd arguments"] = Action("", calls=(ToolCall(function["name"], odd),))
+    return actions
 
 
 def adversarial_action(rng: random.Random, legal: Callable[[], Action] | None, tools: Sequence[Any]) -> Action:
@@ -99,17 +111,6 @@ def _value(rng: random.Random, depth: int) -> Any:
     if depth and rng.random() < 0.2:
         return rng.choice(([_value(rng, depth - 1)] * rng.randint(0, 3), {_text(rng): _value(rng, depth - 1)}))
     plain: tuple[Any, ...] = (
-        None,
-        True,
-        0,
-        -1,
-        10**400,
-        1e308,
-        math.nan,
-        math.inf,
-        [],
-        {},
-        "print(1)",
-        "while True: pass" * (rng.random() < 0.02),
-    )
+        None, True, 0, -1, 10**400, 1e308, math.nan, math.inf, [], {}, "print(1)", "while True: pass" * (rng.random() < 0.02),
+    )  # fmt: skip
     return rng.choice((*plain, _text(rng), _text(rng), _text(rng)))

@@ -10,34 +10,78 @@ oracle must succeed; nor an order that differs only between processes (that of a
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.core.protocols import Action
 from turnwise.environments import load
 from turnwise.environments.base import SPLITS, text_action
-from turnwise.environments.calls import CallTimeout
-from turnwise.environments.checker.concurrent import check_concurrency, check_threads, speed
+from turnwise.environments.calls import CallTimeout, call_environment
+from turnwise.environments.checker.adversarial import malformed_actions
 from turnwise.environments.checker.driver import (
     EnvironmentDriver,
     EpisodeAborted,
     EpisodeRecord,
     EpisodeSpec,
+    comparable,
+    tool_fault,
 )
-from turnwise.environments.checker.malformed_actions import malformed_actions
-from turnwise.environments.checker.report import CheckReport, PlayStats
-from turnwise.environments.checker.rules import tool_fault
+from turnwise.environments.contract import read_messages, read_state_key, read_step
 
 FALLBACK_TEXTS = ("yes", "no", "1", "2", "go", "a")  # actions of a class without random_action
 ENDLESS = "does not end within max_turns * 4 turns; truncate it at max_turns"
 NOT_DETERMINISTIC = "the same seed and actions give another episode the second time"
+CHANGED = "several episodes at once change each other; keep state on self, not on the class or in a module"
 CONCURRENT = 8  # episodes at once
 TOO_EASY = 0.9  # success rate of random actions above which there is little to learn
+
+
+@dataclass
+class PlayStats:
+    """Counts over the episodes of one scripted policy."""
+
+    episodes: int = 0
+    won: int = 0
+    turns: int = 0
+
+    def add(self, record: EpisodeRecord) -> None:
+        self.episodes += 1
+        self.won += bool(record.success)
+        self.turns += len(record.actions)
+
+    def __str__(self) -> str:
+        episodes = max(self.episodes, 1)
+        return f"{self.episodes} episodes, {self.won / episodes:.0%} won, {self.turns / episodes:.1f} turns each"
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The findings. ``problems`` must be fixed; ``warnings`` should be reviewed."""
+
+    name: str
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    played: dict[str, PlayStats] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)  # how fast it is
+    tried: tuple[str, ...] = ()  # what was tried, in words; what was not, and why
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def text(self) -> str:
+        verdict = "ok" if self.ok else f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)}"
+        head = f"{self.name}: {verdict}" + f", {len(self.warnings)} to look at" * bool(self.warnings)
+        lines = [f"  {name + ':':<15}{value}" for name, value in (self.played | self.facts).items()]
+        lines += [f"  problem: {text}" for text in self.problems] + [f"  warning: {text}" for text in self.warnings]
+        lines += [f"  tried: {text}" for text in self.tried]
+        return "\n".join([head, *lines])
 
 
 def check_env(cls: type[Any] | str, episodes: int = 20, seconds: float = 30.0) -> CheckReport:
@@ -45,18 +89,18 @@ def check_env(cls: type[Any] | str, episodes: int = 20, seconds: float = 30.0) -
     default as training does."""
     cls = load(cls) if isinstance(cls, str) else cls
     check = EnvironmentCheck(EnvironmentDriver(cls, seconds), max(episodes, 2))
-    words, tried = check.in_words() if check.signature() else {}, list[str]()
+    tried: list[str] = []
     try:
-        for name in words:
-            tried.append(f"{words[name]}: stopped by a problem above")
+        for run, words in check.in_words() if check.signature() else ():
+            tried.append(f"{words}: stopped by a problem above")
             with suppress(EpisodeAborted):  # already a finding; the other checks may find more
-                getattr(check, name)()
-                tried[-1] = words[name]
+                run()
+                tried[-1] = words
     except CallTimeout:
         pass  # already a finding
     finally:
         check.driver.loop.close()
-    facts = speed(check.driver)
+    facts = check.driver.speed()
     return CheckReport(cls.__name__, check.problems.lines(), check.warnings.lines(), check.played, facts, tuple(tried))
 
 
@@ -67,31 +111,28 @@ class EnvironmentCheck:
         self.driver, self.episodes = driver, episodes
         self.problems, self.warnings = driver.problems, driver.warnings
         self.played: dict[str, PlayStats] = {}
+        self.has_split = "split" in driver.settings
         self.difficulties: tuple[int, ...] = getattr(driver.cls, "difficulties", (1,))
         if "difficulty" not in driver.settings:
             self.difficulties = (1,)
 
-    def in_words(self) -> dict[str, str]:
+    def in_words(self) -> list[tuple[Callable[[], None], str]]:
         """The checks in their order, each as it is told to the user; a check that has nothing to do says so."""
         cls, count = self.driver.cls, len(malformed_actions(getattr(self.driver.cls, "tools", ())))
         levels = f"{self.episodes} tasks of every difficulty ({', '.join(map(str, self.difficulties))})"
-        split = "split" in self.driver.settings
-        forks = callable(getattr(cls, "snapshot", None)) and callable(getattr(cls, "restore", None))
-        return {
-            "scripted_policies": f"oracle, random and demonstrating policy, where there are such, on {levels}",
-            "malformed_actions": f"{count} kinds of malformed actions, each for an episode",
-            "determinism": "the same seeds and actions twice, and different seeds",
-            "isolation": "two episodes in turns, as if each were alone",
-            "threads": "every call of an episode in another thread",
-            "concurrency": f"{CONCURRENT} episodes at once",
-            "splits": f"{levels} of both splits, for one that is in both"
-            if split
-            else "no splits: __init__ takes none",
-            "snapshots": "a snapshot at every turn, restored and played on"
-            if forks
-            else "no snapshots: there is no method",
-            "tools": "the schemas of its tools",
-        }
+        forks = all(callable(getattr(cls, name, None)) for name in ("snapshot", "restore"))
+        splits = f"{levels} of both splits, for one that is in both"
+        snapshots = "a snapshot at every turn, restored and played on"
+        return [
+            (self.scripted_policies, f"oracle, random and demonstrating policy, where there are such, on {levels}"),
+            (self.malformed_actions, f"{count} kinds of malformed actions, each for an episode"),
+            (self.determinism, "the same seeds and actions twice, and different seeds"),
+            (self.threads, "every call of an episode in another thread"),
+            (self.concurrency, f"{CONCURRENT} episodes at once"),
+            (self.splits, splits if self.has_split else "no splits: __init__ takes none"),
+            (self.snapshots, snapshots if forks else "no snapshots: there is no method"),
+            (self.tools, "the schemas of its tools"),
+        ]
 
     def signature(self) -> bool:
         for name, argument in (("reset", "seed"), ("step", "action")):
@@ -101,13 +142,13 @@ class EnvironmentCheck:
                 self.problems.add(f"there is no {name} that takes one argument; write def {name}(self, {argument})")
         if not isinstance(self.difficulties, list | tuple) or not self.difficulties:
             self.problems.add(f"difficulties is {self.difficulties!r}; write a tuple such as (1, 2, 3)")
-        if "split" not in self.driver.settings:
+        if not self.has_split:
             self.warnings.add("__init__ takes no split: success cannot be measured on held-out tasks")
         return not self.problems.entries
 
-    def _play(self, policy: str, spec: EpisodeSpec) -> EpisodeRecord | None:
+    def _play(self, policy: str, spec: EpisodeSpec, counted: bool = False) -> EpisodeRecord | None:
         """An episode of one of the environment's scripted policies; None if it has no such policy or the episode was aborted."""
-        spec, rng = replace(spec, policy=policy), random.Random(spec.seed)
+        spec, rng = replace(spec, policy=spec.policy or policy), random.Random(spec.seed)
         arguments = () if policy == "oracle" else (rng,)
 
         def act(env: Any) -> Action:
@@ -116,7 +157,7 @@ class EnvironmentCheck:
                 return text_action(rng.choice(FALLBACK_TEXTS))
             if not isinstance(action, Action):
                 if action is not None:
-                    self.problems.add(f"{policy} returns a {type(action).__name__}; return an Action", str(spec))
+                    self.problems.add(f"{policy} returns a {type(action).__name__}; return an Action", spec)
                 raise EpisodeAborted
             return action
 
@@ -125,40 +166,49 @@ class EnvironmentCheck:
         except EpisodeAborted:
             return None
         if not record.ended:
-            self.problems.add(f"an episode {ENDLESS}", str(spec))
-        self.played.setdefault(policy, PlayStats()).add(record)
+            self.problems.add(f"an episode {ENDLESS}", spec)
+        if counted:
+            self.played.setdefault(policy, PlayStats()).add(record)
         return record
 
-    def _specs(self, split: str = "train") -> Iterator[EpisodeSpec]:
+    def _recorded(self, seeds: int, policy: str) -> Iterator[tuple[EpisodeSpec, EpisodeRecord]]:
+        """Episodes of random actions, for each difficulty, that a check plays again."""
         for difficulty in self.difficulties:
-            for seed in range(self.episodes):
-                yield EpisodeSpec(seed, difficulty, split)
+            for seed in range(seeds):
+                spec = EpisodeSpec(seed, difficulty, policy=policy)
+                record = self._play("random_action", spec)
+                if record is None:
+                    raise EpisodeAborted
+                yield spec, record
+
+    def _fixed_play(self, spec: EpisodeSpec) -> EpisodeRecord:
+        """The oracle's episode, or one of a fixed text: only the seed makes a difference."""
+        record = self._play("oracle", spec) if "oracle" in self.played else None
+        return record or self.driver.play(spec, _always(text_action(FALLBACK_TEXTS[0])))
 
     def scripted_policies(self) -> None:
         """The oracle must succeed; random actions should not."""
+        specs = [EpisodeSpec(seed, level) for level in self.difficulties for seed in range(self.episodes)]
         for policy in ("oracle", "random_action", "demonstrate"):
-            for spec in self._specs():
-                record = self._play(policy, spec)
+            for spec in specs:
+                record = self._play(policy, spec, counted=True)
                 if policy == "oracle" and record and record.ended and record.success is False:
-                    self.problems.add("the oracle does not succeed", str(spec))
+                    self.problems.add("the oracle does not succeed", spec)
                 if policy == "oracle" and record and record.success and record.reward <= 0:
-                    self.warnings.add("the oracle succeeds but earns no reward", str(spec))
-        random_play = self.played.get("random_action", PlayStats())
-        if random_play.episodes and random_play.won >= TOO_EASY * random_play.episodes:
+                    self.warnings.add("the oracle succeeds but earns no reward", spec)
+        blind = self.played.get("random_action", PlayStats())
+        if blind.episodes and blind.won >= TOO_EASY * blind.episodes:
             self.warnings.add(
-                f"random actions succeed in {random_play.won} of {random_play.episodes} episodes: there is little to learn"
+                f"random actions succeed in {blind.won} of {blind.episodes} episodes: there is little to learn"
             )
 
     def malformed_actions(self) -> None:
         """An episode of each kind of malformed action."""
         for label, action in malformed_actions(getattr(self.driver.cls, "tools", ())).items():
             spec = EpisodeSpec(0, self.difficulties[0], policy=label)
-            try:
-                record = self.driver.play(spec, _always(action))
-            except EpisodeAborted:
-                continue
-            if not record.ended:
-                self.warnings.add(f"an episode of malformed actions {ENDLESS}", str(spec))
+            with suppress(EpisodeAborted):
+                if not self.driver.play(spec, _always(action)).ended:
+                    self.warnings.add(f"an episode of malformed actions {ENDLESS}", spec)
 
     def determinism(self) -> None:
         """Equal seeds give equal episodes, different seeds different ones."""
@@ -166,69 +216,79 @@ class EnvironmentCheck:
             episodes = set()
             for seed in range(min(self.episodes, 8)):
                 spec = EpisodeSpec(seed, difficulty)
-                one, two = (self._play_uncounted("random_action", spec) for _ in range(2))
+                one, two = (self._play("random_action", spec) for _ in range(2))
                 if one and two and one.lines != two.lines:
-                    self.problems.add(NOT_DETERMINISTIC, str(spec))
+                    self.problems.add(NOT_DETERMINISTIC, spec)
                 episodes.add(str(self._fixed_play(spec).lines))
-            if len(episodes) == 1:
-                findings = (
-                    self.problems if "oracle" in self.played else self.warnings
-                )  # a fixed text may show no difference
+            if len(episodes) == 1:  # a fixed text may show no difference
+                findings = self.problems if "oracle" in self.played else self.warnings
                 findings.add("all seeds give the same episode; reset must use its seed", f"difficulty {difficulty}")
 
-    def _play_uncounted(self, policy: str, spec: EpisodeSpec) -> EpisodeRecord | None:
-        """``_play`` without adding to the statistics."""
-        counted, self.played = self.played, {}
-        try:
-            return self._play(policy, spec)
-        finally:
-            self.played = counted
-
-    def _fixed_play(self, spec: EpisodeSpec) -> EpisodeRecord:
-        """The oracle's episode, or one of a fixed text: only the seed makes a difference."""
-        record = self._play_uncounted("oracle", spec) if "oracle" in self.played else None
-        return record or self.driver.play(spec, _always(text_action(FALLBACK_TEXTS[0])))
-
-    def isolation(self) -> None:
-        """Two interleaved episodes must not affect each other. Skipped if a single one is not deterministic."""
-        if NOT_DETERMINISTIC in self.problems.entries:
-            return
-        for difficulty in self.difficulties:
-            specs = (EpisodeSpec(0, difficulty, policy="two at once"), EpisodeSpec(1, difficulty, policy="two at once"))
-            alone = [self._play_uncounted("random_action", spec) for spec in specs]
-            if alone[0] is None or alone[1] is None:
-                return
-            envs = [self.driver.new(spec) for spec in specs]
-            lines = [[self.driver.reset(env, spec)] for env, spec in zip(envs, specs)]
-            for turn in range(max(len(record.actions) for record in alone if record)):
-                for i, record in enumerate(alone):
-                    if record and turn < len(record.actions):
-                        lines[i].append(self.driver.step(envs[i], record.actions[turn], specs[i], EpisodeRecord()))
-            if any(record and record.lines != interleaved for record, interleaved in zip(alone, lines)):
-                where = str(specs[0])
-                self.problems.add("two episodes at once change each other; keep state on self, not on the class", where)
-
     def threads(self) -> None:
-        """Each call in another thread."""
-        check_threads(self.driver, [self._recorded(seed) for seed in range(2)])
+        """An episode must go on in whichever thread calls it next."""
+        recorded = list(self._recorded(2, "each call in a new thread"))
+        self.driver.new_threads = True
+        try:
+            for spec, record in recorded:
+                env, lines = self.driver.replay(spec, record.actions)
+                self.driver.optional(env, "close", spec)
+                if lines != record.lines:
+                    self.problems.add("an episode differs when each call comes from another thread", spec)
+        finally:
+            self.driver.new_threads = False
 
     def concurrency(self) -> None:
-        """Several episodes at once. Skipped if a single one is not deterministic."""
-        if NOT_DETERMINISTIC not in self.problems.entries:
-            check_concurrency(self.driver, [self._recorded(seed) for seed in range(CONCURRENT)])
+        """Episodes that run at the same time, as the rollouts of a step do, must give what each gives alone. Skipped if a single
+        one is not deterministic."""
+        if NOT_DETERMINISTIC in self.problems.entries:
+            return
+        driver, recorded = self.driver, list(self._recorded(CONCURRENT, "several at once"))
+        envs = [driver.new(spec) for spec, _ in recorded]
 
-    def _recorded(self, seed: int) -> tuple[EpisodeSpec, EpisodeRecord]:
-        spec = EpisodeSpec(seed, self.difficulties[0], policy="several at once")
-        record = self._play_uncounted("random_action", spec)
-        if record is None:
-            raise EpisodeAborted
-        return spec, record
+        async def call(function: Callable[..., Any], *args: Any) -> Any:
+            return await call_environment(function, *args, seconds=driver.seconds, inline=driver.inline)
+
+        async def key(env: Any) -> str:
+            return (
+                f" [{read_state_key(await call(env.state_key))}]" if callable(getattr(env, "state_key", None)) else ""
+            )
+
+        async def begin(env: Any, seed: int) -> str:
+            return comparable(read_messages(await call(env.reset, seed), "reset")) + await key(env)
+
+        async def go_on(env: Any, actions: list[Action], first: str | BaseException) -> list[str]:
+            if isinstance(first, BaseException):
+                raise first
+            lines = [first]
+            for action in actions:
+                await asyncio.sleep(0)  # a model would answer here, and other episodes go on
+                step = read_step(await call(env.step, action))
+                lines.append(comparable(step.messages, step) + await key(env))
+            return lines
+
+        async def play_all() -> list[
+            Any
+        ]:  # all begin before the first goes on, so that no fault depends on the schedule
+            begins = (begin(env, spec.seed) for env, (spec, _) in zip(envs, recorded))
+            firsts = await asyncio.gather(*begins, return_exceptions=True)
+            plays = (go_on(env, record.actions, first) for env, (_, record), first in zip(envs, recorded, firsts))
+            return await asyncio.gather(*plays, return_exceptions=True)
+
+        calls = sum(len(record.actions) + 1 for _, record in recorded)
+        for (spec, record), result in zip(recorded, driver.loop.run(play_all(), 3 * driver.seconds * calls + 5)):
+            if isinstance(result, CallTimeout):
+                self.problems.add(f"beside other episodes: {result}", spec, same="beside other episodes")
+            elif isinstance(result, BaseException):
+                fault = f"{type(result).__name__}: {result}"
+                self.problems.add(f"beside other episodes it raises {fault:.160}; {CHANGED}", spec, same=CHANGED)
+            elif result != record.lines:
+                self.problems.add(CHANGED, spec)
+        for env in envs:
+            driver.optional(env, "close", recorded[0][0])
 
     def splits(self) -> None:
         """No episode may occur in both splits."""
-        if "split" not in self.driver.settings:
-            return
-        for difficulty in self.difficulties:
+        for difficulty in self.difficulties if self.has_split else ():
             train, held_out = (
                 {
                     str(self._fixed_play(EpisodeSpec(seed, difficulty, split)).lines): seed
@@ -242,44 +302,36 @@ class EnvironmentCheck:
             elif both:
                 seeds = ", ".join(f"{train[k]} and {held_out[k]}" for k in sorted(both)[:3])
                 shared = f"train and held_out share {len(both)} of {len(held_out)} episodes (seeds {seeds})"
-                self.problems.add(
-                    f"{shared}; sample tasks with environments.base.sample_problem", f"difficulty {difficulty}"
-                )
+                cure = "sample tasks with environments.base.sample_problem"
+                self.problems.add(f"{shared}; {cure}", f"difficulty {difficulty}")
 
     def snapshots(self) -> None:
         """A restored episode continues exactly like the original, from any turn."""
-        for difficulty in self.difficulties:
-            spec = EpisodeSpec(0, difficulty, policy="snapshot")
-            record = self._play_uncounted("random_action", spec)
-            for turn in range(min(len(record.actions), 12) if record else 0):
-                if record and not self._check_snapshot(spec, record, turn):
+        for spec, record in self._recorded(1, "snapshot"):
+            for turn in range(min(len(record.actions), 12)):
+                if not self._check_snapshot(spec, record, turn):
                     return
 
     def _check_snapshot(self, spec: EpisodeSpec, record: EpisodeRecord, turn: int) -> bool:
         """Compare the original and the restored episode from ``turn`` on. False if there is no usable snapshot."""
-        env = self.driver.new(spec)
-        self.driver.reset(env, spec)
-        for action in record.actions[:turn]:
-            self.driver.step(env, action, spec, EpisodeRecord())
+        env, _ = self.driver.replay(spec, record.actions[:turn])
         snapshot = self.driver.optional(env, "snapshot", spec)
         if snapshot is None:
             return False
         try:
             text = json.dumps(snapshot)
         except (TypeError, ValueError) as error:
-            self.problems.add(f"snapshot() cannot be written as JSON: {error}", str(spec))
+            self.problems.add(f"snapshot() cannot be written as JSON: {error}", spec)
             return False
-        restored = self.driver.new(spec)
-        self.driver.reset(restored, spec)  # as a forked episode does
+        restored, _ = self.driver.replay(spec, ())  # it is reset, as a forked episode is
         self.driver.call("restore()", spec, restored.restore, json.loads(text))
-        later = record.actions[turn:]
         original, copy = (
-            [self.driver.step(each, action, spec, EpisodeRecord()) for action in later] for each in (env, restored)
+            [self.driver.step(each, action, spec) for action in record.actions[turn:]] for each in (env, restored)
         )
         if original != copy:
-            self.problems.add("an episode restored from its snapshot continues differently", str(spec))
+            self.problems.add("an episode restored from its snapshot continues differently", spec)
         if json.dumps(snapshot) != text:
-            self.problems.add("a snapshot changes when its episode continues; copy the state into it", str(spec))
+            self.problems.add("a snapshot changes when its episode continues; copy the state into it", spec)
         return True
 
     def tools(self) -> None:

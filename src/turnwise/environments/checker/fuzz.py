@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise import environments
-from turnwise.core.protocols import Action
 from turnwise.environments.base import SPLITS, overrides
 from turnwise.environments.calls import call_environment
 from turnwise.environments.checker.adversarial import adversarial_action
@@ -47,55 +46,44 @@ def fuzz_environment(env: str | type[Any], episodes: int = 100, seed: int = 0, s
     cls = environments.load(env) if isinstance(env, str) else env
     report = FuzzReport(env if isinstance(env, str) else cls.__name__)
 
-    async def play() -> None:
+    async def play_all() -> None:
         for start in range(0, episodes, CONCURRENT):
             numbers = range(start, min(start + CONCURRENT, episodes))
-            await asyncio.gather(*(_FuzzedEpisode(cls, seed + n, seconds, report).run() for n in numbers))
+            await asyncio.gather(*(_play(cls, seed + number, seconds, report) for number in numbers))
 
-    asyncio.run(play())
+    asyncio.run(play_all())
     return report
 
 
-class _FuzzedEpisode:
-    def __init__(self, cls: type[Any], seed: int, seconds: float, report: FuzzReport) -> None:
-        self.rng, self.seed, self.seconds, self.report = random.Random(seed), seed, seconds, report
-        self.inline = bool(getattr(cls, "inline", False))
-        accepted = environments.settings(cls)
-        wanted = {"difficulty": self.rng.choice(getattr(cls, "difficulties", (1,))), "split": self.rng.choice(SPLITS)}
-        self.env = cls(**{key: value for key, value in wanted.items() if key in accepted})
-        self.action: Action | None = None
+async def _play(cls: type[Any], seed: int, seconds: float, report: FuzzReport) -> None:
+    """One episode; what it raises is a fault."""
+    rng, action, inline = random.Random(seed), None, bool(getattr(cls, "inline", False))
+    choices = {"difficulty": rng.choice(getattr(cls, "difficulties", (1,))), "split": rng.choice(SPLITS)}
+    env = cls(**{key: choices[key] for key in environments.settings(cls)})
+    legal = (lambda: env.random_action(rng)) if overrides(cls, "random_action") else None
 
-    async def run(self) -> None:
-        self.report.episodes += 1
-        try:
-            await self._play()
-        except Exception as fault:
-            last = traceback.extract_tb(fault.__traceback__)[
-                -1
-            ]  # a message may quote the action, so the line is the key
-            key = f"{type(fault).__name__} in {last.name}, line {last.lineno}"
-            shown = f"{str(fault)!a:.{SHOWN}} (seed {self.seed}, {self.action!a:.{SHOWN}})"
-            self.report.faults.setdefault(key, shown)
-        finally:
-            if hasattr(self.env, "close"):
-                await self._call(self.env.close)
-
-    async def _play(self) -> None:
-        env, has_random = self.env, overrides(type(self.env), "random_action")
-        legal = (lambda: env.random_action(self.rng)) if has_random else None
-        read_messages(await self._call(env.reset, self.seed), "reset")
-        for _ in range(TURNS):
-            self.action = adversarial_action(self.rng, legal, getattr(env, "tools", ()))
-            step = read_step(await self._call(env.step, self.action))
-            self.report.turns += 1
-            if callable(getattr(env, "state_key", None)):
-                read_state_key(await self._call(env.state_key))
-            if step.terminated or step.truncated:
-                return
-
-    async def _call(self, function: Any, *args: Any) -> Any:
+    async def call(function: Any, *args: Any) -> Any:
         began = time.perf_counter()
         try:
-            return await call_environment(function, *args, seconds=self.seconds, inline=self.inline)
+            return await call_environment(function, *args, seconds=seconds, inline=inline)
         finally:
-            self.report.slowest = max(self.report.slowest, time.perf_counter() - began)
+            report.slowest = max(report.slowest, time.perf_counter() - began)
+
+    report.episodes += 1
+    try:
+        read_messages(await call(env.reset, seed), "reset")
+        for _ in range(TURNS):
+            action = adversarial_action(rng, legal, getattr(env, "tools", ()))
+            step = read_step(await call(env.step, action))
+            report.turns += 1
+            if callable(getattr(env, "state_key", None)):
+                read_state_key(await call(env.state_key))
+            if step.terminated or step.truncated:
+                break
+    except Exception as fault:
+        last = traceback.extract_tb(fault.__traceback__)[-1]  # a message may quote the action, so the line is the key
+        key = f"{type(fault).__name__} in {last.name}, line {last.lineno}"
+        report.faults.setdefault(key, f"{str(fault)!a:.{SHOWN}} (seed {seed}, {action!a:.{SHOWN}})")
+    finally:
+        if hasattr(env, "close"):
+            await call(env.close)
