@@ -42,7 +42,6 @@ class LeaveOneOut(Term):
     """A = v − mean of the *other* peers; a single peer is compared with 0."""
 
     compares_peers = True
-
     value: Term = field(default_factory=Outcome)
     peers: PeerSpec = GROUP
 
@@ -58,7 +57,6 @@ class SoftBaseline(Term):
     ``shrink`` divides by 1 + τ; ``mean`` takes the mean as the baseline, the limit τ → ∞, and shrinks by τ all the same."""
 
     compares_peers = True
-
     tau: float = number(1.0, above=0)
     shrink: bool = False
     mean: bool = False

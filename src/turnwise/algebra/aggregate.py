@@ -50,6 +50,3 @@ class Sum(Aggregate):
 def items(inside: Field) -> float:
     """How many items have at least one kept token; ``inside``: the number of kept tokens of each."""
     return max(1.0, float((inside.x > 0).sum()))
-
-
-__all__ = ["Aggregate", "Mean", "Sum"]

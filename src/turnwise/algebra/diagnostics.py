@@ -174,6 +174,3 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
         tokens = sums["_policy_check/tokens"]
         out["policy_check"] = sums["_policy_check/gap"] / tokens if tokens else math.nan
     return out | _finish_sources(sums)
-
-
-__all__ = ["SOURCES", "by_source", "finish", "source", "sums"]

@@ -167,7 +167,6 @@ class TruncatedImportance(Factor):
     """min(π_prox/μ, cap): corrects the mismatch between sampler and learner, by token or by the product over a level."""
 
     reads = frozenset({Signal.PROXIMAL})
-
     cap: float = number(2.0, above=0, why="inf for none")
     level: Level = TOKEN
 

@@ -68,7 +68,6 @@ class MismatchWithin(Mask):
     """low ≤ π_prox/μ ≤ high: learner and sampler agree. By token, by the product or by the geometric mean over a level."""
 
     reads = frozenset({Signal.PROXIMAL})
-
     low: float = number(least=0, most="high")
     high: float = number(least=0)
     level: Level = TOKEN

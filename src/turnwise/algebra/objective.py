@@ -272,6 +272,3 @@ def _slope(objective: Tensor, logp: Field) -> Field:
         return logp.map(torch.zeros_like)
     gradient = torch.autograd.grad(objective, logp.x, retain_graph=True, allow_unused=True)[0]
     return logp.map(torch.zeros_like) if gradient is None else Field(logp.tree, TOKEN, gradient)
-
-
-__all__ = ["Loss", "Objective"]

@@ -90,7 +90,6 @@ class ClippedValueLoss(Penalty):
     ``finished``: only on episodes that were not truncated (their return is known), as a mean over those tokens."""
 
     reads = frozenset({Signal.VALUE, Signal.OLD_VALUE})
-
     target: Term
     clip: float = number(0.5, above=0, why="inf for off")
     finished: bool = False

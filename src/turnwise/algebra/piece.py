@@ -193,6 +193,3 @@ def check(ok: bool, message: str) -> None:
     """Raise a RecipeError with this message unless ``ok``: validation of a piece's hyper-parameters."""
     if not ok:
         raise RecipeError(message)
-
-
-__all__ = ["NOTHING", "Memory", "MicroBatchView", "Piece", "State", "StepView", "check", "text"]

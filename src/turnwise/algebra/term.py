@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.algebra.piece import Piece, check, text
+from turnwise.algebra.piece import Piece, text
 from turnwise.core.batch import Batch
 from turnwise.core.levels import Field
 
@@ -63,6 +63,3 @@ class Times(Term):
 
     def as_text(self) -> str:
         return f"{self.weight:g} * {text(self.term)}"
-
-
-__all__ = ["Plus", "Term", "Times", "check"]

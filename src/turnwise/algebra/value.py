@@ -109,7 +109,6 @@ class GAE(Term):
     before it (extended GAE); otherwise it is 0. At TOKEN."""
 
     reads = frozenset({Signal.OLD_VALUE})
-
     gamma: float = number(1.0, least=0, most=1)
     lam: float = number(0.95, least=0, most=1)
     bootstrap: bool = False
@@ -127,7 +126,6 @@ class LambdaReturn(Term):
     """The critic's regression target: A + v, with A from GAE. At TOKEN."""
 
     reads = frozenset({Signal.OLD_VALUE})
-
     gamma: float = 1.0
     lam: float = 0.95
 

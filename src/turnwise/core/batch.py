@@ -20,7 +20,6 @@ from turnwise.core.columns import checked_key
 from turnwise.core.kept_sets import KeptSets
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree
 from turnwise.core.records import Facts, Group, Origin, Status, Trajectory, Turn
-from turnwise.core.signals import Signal
 from turnwise.core.transfer import to_device_packed
 from turnwise.errors import RecordError, SignalError
 from turnwise.maths.chunks import even_runs, shared_prefix_lengths
@@ -392,6 +391,3 @@ def _facts(tree: Tree, level: Level, items: Sequence[Trajectory] | Sequence[Turn
     names = sorted({name for facts in all_facts for name in facts})
     column = lambda name: [value(facts[name]) if name in facts else float("nan") for facts in all_facts]  # noqa: E731
     return {name: tree.field(level, column(name), torch.float64) for name in names}
-
-
-__all__ = ["Batch", "Level", "Sequences", "Signal", "number", "pack", "prefix"]

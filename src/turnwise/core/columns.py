@@ -54,6 +54,3 @@ def checked_key(key: Hashable) -> Hashable:
     if name not in DECLARED:
         raise SignalError(f"{name!r} is no column of a batch; declare it in core/columns.py; {nearest(name, DECLARED)}")
     return DECLARED[name] if key is name else key
-
-
-__all__ = ["Column", "checked_key"]

@@ -196,6 +196,24 @@ Grouping: TypeAlias = "Level | Partition"
 """What a field is reduced over."""
 
 
+def _binary(f: Callable[[Any, Any], Tensor]) -> Callable[[Field, Field | float], Field]:
+    """A method that combines two fields at the finer of their levels, or a field and a number."""
+
+    def combine(self: Field, other: Field | float) -> Field:
+        if not isinstance(other, Field):
+            return Field(self.tree, self.level, f(self.x, other))
+        if other.tree is not self.tree:
+            raise LevelError("two fields of different trees cannot be combined")
+        level = min(self.level, other.level)
+        return Field(self.tree, level, f(self.at(level).x, other.at(level).x))
+
+    return combine
+
+
+def _unary(f: Callable[[Any], Tensor]) -> Callable[[Field], Field]:
+    return lambda field: field.map(f)
+
+
 @dataclass(frozen=True, eq=False)
 class Field:
     """One number for each item of a level, packed. ``x`` has shape [tree.count(level)]."""
@@ -269,28 +287,8 @@ class Field:
         return self.tree.ancestor(self.level, over), self.tree.count(over)
 
     # -------------------------------------------------------- arithmetic
-    def _with(self, other: Field | float | Tensor, f: Callable[[Any, Any], Tensor]) -> Field:
-        if isinstance(other, Field):
-            if other.tree is not self.tree:
-                raise LevelError("two fields of different trees cannot be combined")
-            level = min(self.level, other.level)
-            return Field(self.tree, level, f(self.at(level).x, other.at(level).x))
-        return Field(self.tree, self.level, f(self.x, other))
-
     def map(self, f: Callable[[Tensor], Tensor]) -> Field:
         return Field(self.tree, self.level, f(self.x))
-
-    def __add__(self, o: Field | float) -> Field:
-        return self._with(o, operator.add)
-
-    def __sub__(self, o: Field | float) -> Field:
-        return self._with(o, operator.sub)
-
-    def __mul__(self, o: Field | float) -> Field:
-        return self._with(o, operator.mul)
-
-    def __truediv__(self, o: Field | float) -> Field:
-        return self._with(o, operator.truediv)
 
     def __rsub__(self, o: float) -> Field:
         return self.map(lambda x: o - x)
@@ -298,59 +296,25 @@ class Field:
     def __rtruediv__(self, o: float) -> Field:
         return self.map(lambda x: o / x)
 
-    __radd__ = __add__
-    __rmul__ = __mul__
-
     def __pow__(self, o: float) -> Field:
         return self.map(lambda x: x**o)
-
-    def __neg__(self) -> Field:
-        return self.map(operator.neg)
-
-    def __gt__(self, o: Field | float) -> Field:
-        return self._with(o, operator.gt)
-
-    def __lt__(self, o: Field | float) -> Field:
-        return self._with(o, operator.lt)
-
-    def __ge__(self, o: Field | float) -> Field:
-        return self._with(o, operator.ge)
-
-    def __le__(self, o: Field | float) -> Field:
-        return self._with(o, operator.le)
-
-    def __and__(self, o: Field) -> Field:
-        return self._with(o, operator.and_)
-
-    def __or__(self, o: Field) -> Field:
-        return self._with(o, operator.or_)
-
-    def __invert__(self) -> Field:
-        return self.map(operator.invert)
-
-    def exp(self) -> Field:
-        return self.map(torch.exp)
-
-    def log(self) -> Field:
-        return self.map(torch.log)
-
-    def abs(self) -> Field:
-        return self.map(torch.abs)
 
     def clamp(self, low: float | None = None, high: float | None = None) -> Field:
         return self.map(lambda x: x.clamp(low, high))
 
-    def minimum(self, o: Field) -> Field:
-        return self._with(o, torch.minimum)
-
-    def maximum(self, o: Field) -> Field:
-        return self._with(o, torch.maximum)
-
-    def detach(self) -> Field:
-        return self.map(torch.detach)
-
     def to(self, dtype: torch.dtype) -> Field:
         return self.map(lambda x: x.to(dtype))
+
+    __add__ = __radd__ = _binary(operator.add)
+    __mul__ = __rmul__ = _binary(operator.mul)
+    __sub__, __truediv__ = _binary(operator.sub), _binary(operator.truediv)
+    __gt__, __lt__ = _binary(operator.gt), _binary(operator.lt)
+    __ge__, __le__ = _binary(operator.ge), _binary(operator.le)
+    __and__, __or__ = _binary(operator.and_), _binary(operator.or_)
+    minimum, maximum = _binary(lambda a, b: torch.minimum(a, b)), _binary(lambda a, b: torch.maximum(a, b))
+    __neg__, __invert__ = _unary(operator.neg), _unary(operator.invert)
+    exp, log = _unary(lambda x: x.exp()), _unary(lambda x: x.log())
+    abs, detach = _unary(lambda x: x.abs()), _unary(lambda x: x.detach())
 
     @cached_property
     def item(self) -> Any:

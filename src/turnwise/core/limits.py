@@ -66,6 +66,3 @@ def check_limits(owner: Any) -> None:
             span = " ".join(f"{SIGNS[side]} {bound}" for side, bound in declared.items())
         none = ", or None" if "None" in str(f.type) else ""
         raise RecipeError(f"{head}; write a number {span}{named}{none}{why and ': ' + why}")
-
-
-__all__ = ["check_limits", "choice", "number"]

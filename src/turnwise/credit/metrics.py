@@ -162,6 +162,3 @@ def _mean_ranks(group: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     rank = torch.empty_like(place)
     rank[order] = mean[tie] - begin.double() + 1
     return rank
-
-
-__all__ = ["calibration_auc", "index_bias", "measure_credit"]

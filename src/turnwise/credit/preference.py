@@ -180,11 +180,10 @@ def chosen_and_rejected(score: Field, sign: Field) -> tuple[Field, Field]:
 class PreferenceLoss(Penalty):
     """loss(s(chosen), s(rejected)) of each pair. At GROUP; average it by group over the rows of ``pairs``."""
 
+    couples_trajectories = True
     loss: PairLoss
     score: TrajectoryScore = field(default_factory=LogRatioScore)
     pairs: PairSelector = field(default_factory=LabelledPairs)
-
-    couples_trajectories = True
 
     def __call__(self, view: MicroBatchView) -> Field:
         chosen, rejected = chosen_and_rejected(self.score(view), self.pairs.sign(view.batch))

@@ -36,7 +36,6 @@ class ToolCallBonus(Term):
     ``per_turn``: n is the number of turns that call a tool, however many calls each makes."""
 
     requires = frozenset({"tools"})
-
     rate: float = 0.1
     horizon: float = number(200.0, above=0)
     per_turn: bool = True

@@ -35,12 +35,11 @@ class SuccessTracker(Term):
     + 1), N = ``strength``, from the facts ``solved`` (s) and ``tries`` (n) of earlier tries; without them a = b =
     N/2."""
 
+    updates_after_credit = True
     result: Term = field(default_factory=Solved)
     keep: Term = field(default_factory=lambda: Constant(1.0))
     strength: float = number(8.0, above=0)
     average: bool = False
-
-    updates_after_credit = True
 
     def initial_state(self) -> State:
         return {"tasks": {}}

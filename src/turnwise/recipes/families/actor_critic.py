@@ -129,7 +129,6 @@ class SquaredValueError(Penalty):
     """(v − G)²: regression of the value head without a clip."""
 
     reads = frozenset({Signal.VALUE})
-
     target: Term
 
     def plan(self, view: StepView) -> dict[object, Field]:
@@ -144,7 +143,6 @@ class MedianValueError(Penalty):
     """softplus(G − u) − ½(G − u): the second head learns a soft median of the return."""
 
     reads = frozenset({Signal.SECOND_VALUE})
-
     target: Term
 
     def plan(self, view: StepView) -> dict[object, Field]:
@@ -246,7 +244,6 @@ class TwoHeadValueError(Penalty):
     """Huber error of two value heads against the outcome, the larger of v and of v clipped around its old value."""
 
     reads = frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE})
-
     target: Term
     clip: float = 0.2
     delta: float = 0.5
@@ -273,7 +270,6 @@ class SoftMinValue(Term):
     """V = −a (logsumexp(−v/a) − log 2) of two value heads, before the first token of a trajectory: between min and mean."""
 
     reads = frozenset({Signal.OLD_VALUE, Signal.OLD_SECOND_VALUE})
-
     temperature: float = number(0.5, above=0)
 
     def __call__(self, batch: Batch) -> Field:
@@ -303,7 +299,6 @@ class KLController(Weight):
 
     reads_before_step = frozenset({Signal.LOGP, Signal.ENTROPY})
     reads = frozenset({Signal.REFERENCE})
-
     penalty: float = 0.1
     gains: tuple[float, float, float] = (0.3, 0.01, 0.05)
     goal: float = 1e-3  # target reward velocity

@@ -259,7 +259,6 @@ class LengthWeightedBaseline(Term):
     of a trajectory's score grows with its length."""
 
     compares_peers = True
-
     value: Term = field(default_factory=Outcome)
 
     def __call__(self, batch: Batch) -> Field:
@@ -319,7 +318,6 @@ class BestAboveSecond(Term):
     The gradient of the expected maximum of a group. ``scale=False`` leaves the division out."""
 
     compares_peers = True
-
     value: Term = field(default_factory=Outcome)
     scale: bool = True
     eps: float = 1e-6

@@ -48,7 +48,6 @@ class CovarianceClip(Mask):
     and which a clip of ``clip_low``, ``clip_high`` would not mask anyway."""
 
     reads_before_step = frozenset({Signal.LOGP})
-
     fraction: float = 2e-4
     low: float = 1.0
     high: float = 5.0
@@ -92,7 +91,6 @@ class HighestEntropy(Mask):
     policy decides how to go on."""
 
     reads_before_step = frozenset({Signal.ENTROPY})
-
     share: float = number(0.2, above=0, most=1, why="which part of the tokens is trained on")
 
     def plan(self, view: StepView) -> dict[object, Field]:
@@ -125,7 +123,6 @@ class HighCovarianceDrift(Penalty):
     """|log π − log μ| on the few tokens with the largest (A − mean A)(log π − mean log π), 0 on the others."""
 
     reads_before_step = frozenset({Signal.LOGP})
-
     fraction: float = 2e-3
 
     def plan(self, view: StepView) -> dict[object, Field]:
@@ -167,7 +164,6 @@ class DampEntropyChange(Factor):
     exponential: clip(exp(−k|Ω|), low, 1), k = −ln(low) / max(|Ω|max, 0.02)."""
 
     reads_before_step = frozenset({Signal.LOGP, Signal.ENTROPY})
-
     low: float = number(0.8, above=0, most="high")
     high: float = 1.2
     form: str = choice("linear", "exponential")
@@ -213,7 +209,6 @@ class NormalisedEntropy(Piece):
     """h = (x − q)/s with x = log H, q its ρ-quantile, s = √mean (x − q)²; each side then scaled to reach ±1."""
 
     reads = frozenset({Signal.OLD_ENTROPY})
-
     quantile: float = number(0.8, least=0, most=1)
 
     def plan(self, view: StepView) -> dict[object, Field]:
@@ -332,7 +327,6 @@ class GuidedAdvantage(Term):
     whole group exceeds ``margin``, else 0."""
 
     compares_peers = True
-
     alpha: float = 1.0
     margin: float = 0.05
     eps: float = 1e-6
@@ -383,7 +377,6 @@ class EntropyBand(Penalty):
     neither explodes nor collapses. The first batch has no cost."""
 
     reads = frozenset({Signal.ENTROPY, Signal.OLD_ENTROPY})
-
     low: float = 0.0
     high: float = 2.0
     scale: float = 1.0
@@ -459,7 +452,6 @@ class ReferenceDivergence(Factor):
     d is the squared Hellinger distance, H̄ the entropy over log |V|. The mean over a trajectory is 1."""
 
     reads_before_step = frozenset({Signal.HELLINGER, Signal.ENTROPY})
-
     kappa: float = 1.0
     tau: float = 0.5
     vocabulary: int = 0  # 0: the policy's own, from the learner
@@ -503,7 +495,6 @@ class UncertaintyShaped(Term):
     the policy was uncertain weigh more. z standardises over all sampled tokens of the batch."""
 
     reads = frozenset({Signal.OLD_ENTROPY})
-
     term: Term
     boost: float = 0.1
     bonus: float = 0.0

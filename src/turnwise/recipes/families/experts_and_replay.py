@@ -487,12 +487,11 @@ class ImprovementWeighted(Term):
     ξ below 0; 0 until ``window`` batches are known. An improvement reinforces the last update, a decline reverses
     it."""
 
+    updates_after_credit = True
     term: Term
     window: int = number(3, least=1)
     damp: float = number(0.5, least=0, most=1)
     eps: float = 1e-6
-
-    updates_after_credit = True
 
     def initial_state(self) -> State:
         return {"means": []}
@@ -596,7 +595,6 @@ class TeacherLogRatio(Term):
     teacher."""
 
     requires = frozenset({"teacher"})
-
     lam: float = 1.0
     proximal: bool = False
 
@@ -705,7 +703,6 @@ class OneTokenRolloutLoss(Penalty):
     earn 1, the others ``negative``; their Σ is the signal CANDIDATE_LOGP."""
 
     reads = frozenset({Signal.CANDIDATE_MATCHES, Signal.CANDIDATE_LOGP})
-
     candidates: int = number(256, least=1)
     negative: float = number(-0.1, most=0, why="it is what a wrong token earns")
 

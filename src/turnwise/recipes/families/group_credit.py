@@ -65,7 +65,6 @@ class StandardiseByMedian(Term):
     returns are equal, and the others then get ±1/ε."""
 
     compares_peers = True
-
     eps: float = number(1e-3, above=0)
     rescale: bool = False
     fallback: bool = False
@@ -168,7 +167,6 @@ class BetaNormalised(Term):
     the mean and variance of p over the groups. 1/f is capped at 10⁶; p of 0 or 1 gives 0."""
 
     compares_peers = True
-
     rewards: WeightedRewards = field(default_factory=lambda: WeightedRewards(None))
     bottom: float = number(0.0, below="top")
     top: float = 1.0
@@ -214,7 +212,6 @@ class SumOfStandardised(Term):
     """A = Σₖ wₖ (Rᵏ − meanᵏ)/(stdᵏ + ε) within the group: rewards of different scales weigh alike."""
 
     compares_peers = True
-
     rewards: WeightedRewards = field(default_factory=WeightedRewards)
     eps: float = 1e-4
 
@@ -267,7 +264,6 @@ class CentredOverTotalStd(Term):
     """A = Σₖ wₖ (Rᵏ − meanᵏ) / (Σₖ wₖ stdᵏ + ε) within the group: a reward weighs as much as it varies there."""
 
     compares_peers = True
-
     rewards: WeightedRewards = field(default_factory=WeightedRewards)
     eps: float = 1e-6
 
@@ -356,7 +352,7 @@ class TailRisk(Term):
     task; "sum-mean" distributes it by R − mean of the task; "score" gives right ones ½ of it, wrong ones 1½."""
 
     compares_peers = True
-
+    updates_after_credit = True
     bundle: int = number(5, least=1)
     a: float = number(0.2, above=0, below="b")
     b: float = number(0.8, below=1)
@@ -366,8 +362,6 @@ class TailRisk(Term):
     share: str = choice("uniform", "std", "sum-mean", "score", default="sum-mean")
     baseline: bool = False
     eps: float = 1e-6
-
-    updates_after_credit = True
 
     @property
     def requires(self) -> frozenset[str]:
@@ -469,7 +463,6 @@ class ConditionalAdvantage(Term):
     ("length": below 1, long answers lose) or of the low half ("entropy"). A group of one gets 0."""
 
     compares_peers = True
-
     mu: float | None = number(1.0, least=0, most=1)
     alpha: float = number(1.0, least=0)
     metric: str = choice("entropy", "length")
@@ -568,7 +561,6 @@ class StandardiseByMeanDeviation(Term):
     ``summed`` is n (v − mean)/(Σ |v − mean| + ε): the same with an ε that is n times smaller."""
 
     compares_peers = True
-
     value: Term = field(default_factory=Outcome)
     eps: float = 1e-4
     summed: bool = False
@@ -661,7 +653,6 @@ class PairwiseCalibration(Term):
     reads = frozenset({Signal.REFERENCE})
     requires = frozenset({"verdict"})
     compares_peers = True
-
     tau: float = number(0.6, above=0)
     high: float = number(2.5, least=0)
     low: float = number(1.05, least=0)
@@ -917,7 +908,6 @@ class SetAdvantage(Term):
     the mean over all sets."""
 
     compares_peers = True
-
     size: int = number(4, least=1)
     same: Peers = field(default_factory=lambda: SameFact("key", "words"))
     value: Term = field(default_factory=UnitOutcome)
@@ -967,7 +957,6 @@ class PublicBaseline(Term):
     std. A single return gets 0."""
 
     compares_peers = True
-
     scale: bool = False
     eps: float = 1e-6
 
@@ -1006,7 +995,6 @@ class RetentionByKL(Term):
     The KL of an update is measured on the batch after it: mean k3 of the log-probabilities before and after."""
 
     reads = frozenset({Signal.PROXIMAL, Signal.PREVIOUS})
-
     low: float = number(0.875, least=0, most="high")
     high: float = number(0.96, most=1)
     window: int = number(20, least=1)
@@ -1036,7 +1024,6 @@ class CappedEntropyBonus(Term):
     """Aₜ = A + min(|A|/γ, weight · Hₜ): a bonus for uncertain tokens, bounded by A. At TOKEN."""
 
     reads = frozenset({Signal.OLD_ENTROPY})
-
     term: Term
     gamma: float = number(0.4, above=0)
     weight: float = number(2.0, least=0)
@@ -1091,7 +1078,6 @@ class LeaveOneOutProbeBaseline(Term):
 
     reads = frozenset({Signal.REWARD_PROBE})
     compares_peers = True
-
     normalise: bool = True
     eps: float = 1e-6
 

@@ -208,7 +208,6 @@ class WinRate(Term):
     per other; without them the larger value wins and a tie is ½. 0 without others. At TRAJECTORY."""
 
     compares_peers = True
-
     value: Term = field(default_factory=Outcome)
 
     def __call__(self, batch: Batch) -> Field:
@@ -288,12 +287,11 @@ class RevisionLoss(Penalty):
     w, l: chosen and rejected; r(a|b): the score of a as a revision of b, r(a) as an answer. The first part trains
     answers that leave little to revise, the second trains the reviser: one network, two prompts. At GROUP."""
 
+    couples_trajectories = True
     beta: float = 0.1
     alpha: float = number(0.5, least=0, most=1)
     score: TrajectoryScore = field(default_factory=LogRatioScore)
     pairs: RevisionGroups = field(default_factory=RevisionGroups)
-
-    couples_trajectories = True
 
     def __call__(self, view: MicroBatchView) -> Field:
         score = self.score(view)
@@ -332,12 +330,10 @@ class GapOrderLoss(Penalty):
     At BATCH."""
 
     requires = frozenset({"fact family", "fact gap"})
-
+    couples_trajectories = True
     beta: float = 0.1
     pairs: PairSelector = field(default_factory=LabelledPairs)
     score: TrajectoryScore = field(default_factory=LogRatioScore)
-
-    couples_trajectories = True
 
     def __call__(self, view: MicroBatchView) -> Field:
         sign = self.pairs.sign(view.batch)
@@ -543,12 +539,10 @@ class SortedPreferenceLoss(Penalty):
     margins of the reference; otherwise the chosen against the rejected."""
 
     reads = frozenset({Signal.REFERENCE})
-
+    couples_trajectories = True
     loss: PairLoss
     paired: bool = True
     pairs: PairSelector = field(default_factory=LabelledPairs)
-
-    couples_trajectories = True
 
     def __call__(self, view: MicroBatchView) -> Field:
         sign = self.pairs.sign(view.batch)
@@ -602,13 +596,11 @@ class ProspectLoss(Penalty):
     s is the log-ratio to the reference; z, the point of no gain and no loss, has no gradient. At TRAJECTORY."""
 
     reads = frozenset({Signal.REFERENCE})
-
+    couples_trajectories = True
     beta: float = number(above=0)
     desirable: float = 1.0
     undesirable: float = 1.0
     pairs: PairSelector = field(default_factory=LabelledPairs)
-
-    couples_trajectories = True
 
     def __call__(self, view: MicroBatchView) -> Field:
         sign = self.pairs.sign(view.batch)

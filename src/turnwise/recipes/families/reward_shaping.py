@@ -137,7 +137,6 @@ class NonNegativeReplay(Selector):
     at most ``size``, in the order of their seeds."""
 
     requires = frozenset({"replay"})
-
     oldest: int = number(5, least=0)
     size: int = number(2048, least=1)
 
@@ -201,14 +200,12 @@ class EffectiveRankPotential(Term):
     mean, after the batch is credited; before the first batch Φ = 0. At TRAJECTORY."""
 
     reads = frozenset(SIGNALS.values())
-
+    updates_after_credit = True
     rate: float = number(0.3, least=0, most=1)
     sharpness: float = 2.0
     explore: tuple[float, ...] = (0.0, 0.0, 1.0)
     exploit: tuple[float, ...] = (0.0, 1.0, 0.0)
     eps: float = 1e-6
-
-    updates_after_credit = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -289,7 +286,6 @@ class FlowOutlierScore(Term):
     only above ``threshold`` and for the ``top`` highest (earlier ones first), else 0. At TOKEN."""
 
     reads = frozenset({Signal.FLOW_DEVIATION})
-
     threshold: float = number(0.6, least=0, most=1)
     top: int = number(15, least=0)
 
@@ -344,7 +340,6 @@ class GroupContrast(Term):
     it."""
 
     compares_peers = True
-
     used: Term
     threshold: float = number(0.0, least=0)
 
@@ -397,7 +392,6 @@ class ShapleyInformationGain(Term):
     turns do not count."""
 
     requires = frozenset({"turn fact question", "turn fact uncovered", "fact worth 0"})
-
     temperature: float = number(2.0, above=0)
     first_time_only: bool = False
 
@@ -422,7 +416,6 @@ class QuestionReward(Term):
     times the turn fact ``format``; 0 for other turns. At TURN."""
 
     requires = frozenset({"turn fact question", "turn fact answer"})
-
     gain: Term
     alpha: float = 2.0
     beta: float = 1.0
@@ -473,7 +466,6 @@ class FlawPenalisedOutcome(Term):
     The fact ``error`` is the position of the error, −1 for none; failed trajectories need not be checked."""
 
     requires = frozenset({"fact error"})
-
     penalty: float = number(1.0, least=0)
 
     def __call__(self, batch: Batch) -> Field:
@@ -510,7 +502,6 @@ class ToolEfficiencyReward(Term):
     cosine."""
 
     requires = frozenset({"tools"})
-
     scale: float = 1.0
     slack: float = number(4.0, above=0)
     cosine_only: bool = False
@@ -602,7 +593,6 @@ class TokenEntropyReward(Term):
     trajectory."""
 
     compares_peers = True
-
     helpful: float = 1.0
     stable: float = 1.0
 

@@ -125,7 +125,6 @@ class MismatchKLBelow(Mask):
     """Trajectories whose mean k3 of learner against sampler, mean (ρ − 1 − log ρ), is at most ``limit``."""
 
     reads = frozenset({Signal.PROXIMAL})
-
     limit: float = 1e-2
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
@@ -155,7 +154,6 @@ class TokenVeto(Mask):
     """Trajectories in which no token has π_prox/μ below ``floor``."""
 
     reads = frozenset({Signal.PROXIMAL})
-
     floor: float = 1e-4
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
@@ -185,7 +183,6 @@ class OffPolicySequenceMask(Mask):
     """Masks trajectories with A < 0 that have become unlikely, mean (log μ − log π) > limit; keeps all others."""
 
     reads_before_step = frozenset({Signal.LOGP})
-
     limit: float = 0.5
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:

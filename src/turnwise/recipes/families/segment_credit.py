@@ -280,7 +280,6 @@ class TreeValueDifference(ForkTerm):
     of those V plus ε."""
 
     compares_peers = True
-
     scale: bool = False
     eps: float = 1e-8
 
@@ -396,7 +395,6 @@ class CentredOnGroup(Term):
     """A = v − mean of the group; with ``tau``, v − its soft maximum τ log mean exp(v/τ)."""
 
     compares_peers = True
-
     value: Term
     tau: float | None = number(None, above=0)
 
@@ -519,7 +517,6 @@ class OptimalTokenBaseline(Term):
     1 − 2π + Σₐ π(a)², the squared norm of ∂ log π / ∂ logits. Where one trajectory alone has that index, the baseline is 0."""
 
     reads = frozenset({Signal.PROXIMAL, Signal.COLLISION})
-
     eps: float = 1e-8
 
     def __call__(self, batch: Batch) -> Field:
@@ -575,7 +572,6 @@ class UtteranceQError(Penalty):
     answered: give it ``rows=RecordedActions()``."""
 
     reads = frozenset({Signal.Q, Signal.SECOND_Q, Signal.TARGET_V, Signal.TARGET_SECOND_V})
-
     gamma: float = number(0.9, least=0, most=1)
 
     def __call__(self, view: MicroBatchView) -> Field:
@@ -678,7 +674,6 @@ class TurnValueDifference(Term):
     estimate. At TURN."""
 
     reads = frozenset({Signal.OLD_VALUE})
-
     probability: bool = False
 
     def __call__(self, batch: Batch) -> Field:
@@ -700,7 +695,6 @@ class AdvantageRegressionError(Penalty):
     """(A/β − Σ over the turn of log π − log π_ref)²: 0 where π ∝ π_ref exp(A/β). One cost per turn."""
 
     reads = frozenset({Signal.REFERENCE})
-
     beta: float = number(0.1, above=0)
 
     def __call__(self, view: MicroBatchView) -> Field:
@@ -810,7 +804,6 @@ class VineSetAdvantage(ForkTerm):
     ``otherwise``. Seeds of trajectories decide, so packing does not matter."""
 
     compares_peers = True
-
     size: int = number(4, least=1)
     sets: int = number(4, least=1)
     window: int = number(5, least=0)

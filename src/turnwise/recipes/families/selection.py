@@ -77,10 +77,9 @@ class LargestVariance(Selector):
     """The share of the trajectories whose advantages have the largest variance: some of the largest and some of the smallest,
     over the whole step, or inside each group. Trajectories without tokens do not count."""
 
+    reason = "another subset has advantages of larger variance"
     kept: ShareSchedule
     by_group: bool = False
-
-    reason = "another subset has advantages of larger variance"
 
     def select(self, batch: Batch) -> Field:
         adv = batch[Column.ADVANTAGE]
@@ -112,11 +111,9 @@ class LargestAdvantageEntropy(Mask):
     True outside of it, where ``within`` decides."""
 
     reads = frozenset({Signal.OLD_ENTROPY})
-
+    reason = "small |A| times entropy"
     kept: ShareSchedule
     within: Selector = field(default_factory=HasTokens)
-
-    reason = "small |A| times entropy"
 
     def plan(self, view: StepView) -> dict[object, Field]:
         batch = view.batch
@@ -183,10 +180,8 @@ class HighestEntropyTurns(Mask):
     """The turns of each group whose mean token entropy, at the start of the batch, is among the highest ``share``."""
 
     reads = frozenset({Signal.OLD_ENTROPY})
-
-    share: float = number(0.8, above=0, most=1, why="which part of a group's turns is trained on")
-
     reason = "a turn of low entropy"
+    share: float = number(0.8, above=0, most=1, why="which part of a group's turns is trained on")
 
     def plan(self, view: StepView) -> dict[object, Field]:
         batch, tree = view.batch, view.batch.tree
@@ -286,7 +281,6 @@ class GoodSteps(Term):
     """1 for each step with V(o′) − V(o) − cost + r + G > 0, G the discounted return from this step on; 0 for the others."""
 
     reads = frozenset({Signal.OLD_VALUE})
-
     gamma: float = number(0.5, least=0, most=1)
     cost: float = 0.05
 
@@ -313,10 +307,9 @@ class OutcomeAboveValue(Term):
 class TopOfBatch(Selector):
     """The share of the trajectories with the largest ``by``, at least one; those without tokens do not count."""
 
+    reason = "another trajectory did better than its task promised"
     share: float = number(0.1, above=0, most=1, why="which part is trained on")
     by: Term = field(default_factory=Outcome)
-
-    reason = "another trajectory did better than its task promised"
 
     def select(self, batch: Batch) -> Field:
         rows = HasTokens().select(batch).x.nonzero().squeeze(1)
@@ -358,7 +351,6 @@ class UtteranceCriticError(Penalty):
     action of a replayed turn is an older policy's."""
 
     reads = frozenset({*TURN_CRITIC, *TURN_CRITIC_TARGET})
-
     gamma: float = number(0.9, least=0, most=1)
 
     def __call__(self, view: MicroBatchView) -> Field:
@@ -378,10 +370,8 @@ class BestActionOfState(Mask):
 
     requires = frozenset({"state"})
     reads_before_step = frozenset(TURN_CRITIC)
-
-    least: float = 0.1
-
     reason = "another action of the state is better, or none is good enough"
+    least: float = 0.1
 
     def plan(self, view: StepView) -> dict[object, Field]:
         batch, tree = view.batch, view.batch.tree
@@ -464,7 +454,6 @@ class ForkingTurnPairs(PairSelector):
     and known, and both turns have tokens."""
 
     requires = frozenset({"state"})
-
     pairs: PairSelector = field(default_factory=BestWorstPairs)
 
     def sign(self, batch: Batch) -> Field:
@@ -494,7 +483,6 @@ class ForkingTurnScore(TrajectoryScore):
     """s = Σ over the forking turn of log π − log π_ref; 0 for a trajectory without one."""
 
     reads = frozenset({Signal.REFERENCE})
-
     pairs: ForkingTurnPairs
 
     def __call__(self, view: MicroBatchView) -> Field:

@@ -32,7 +32,6 @@ class EarlyToolBonus(Term):
     δ < 0 rewards early calls."""
 
     requires = frozenset({"verdict", "tools"})
-
     term: Term
     delta: float = -2.0
     k: float = 0.7
@@ -90,7 +89,6 @@ class InformationClip(Gate):
     z is the standardised increase of the gold answer's log-probability; the answering turn has c = 1."""
 
     reads = frozenset({Signal.ANSWER_LOGP})
-
     beta: float = 0.3
     low: float = 0.2
     high: float = 0.2
@@ -114,7 +112,6 @@ class InformationGain(Term):
 
     reads = frozenset({Signal.ANSWER_LOGP})
     compares_peers = True
-
     gamma: float = 1.0
     eps: float = 1e-6
 

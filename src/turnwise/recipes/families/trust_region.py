@@ -188,7 +188,6 @@ class BalancedClip(Gate):
     its "gradient" ρ|A| unless clipped, or the "value" |min(ρA, clip(ρ)A)| (which a higher lower bound never decreases)."""
 
     reads_before_step = frozenset({Signal.LOGP})
-
     share: float = 0.4
     low: float = number(0.6, least=0, most="low_end")
     high: float = number(1.2, least=1, most="high_end")
@@ -391,7 +390,6 @@ class DualVariable(Weight):
     """λ ← max(0, λ + rate (mean (ρ − 1)² − target)) after each step: the multiplier of a bound on the ratio's variance."""
 
     reads_before_step = frozenset({Signal.LOGP})
-
     initial: float = 0.04
     target: float = 0.02
     rate: float = 0.01
@@ -443,7 +441,6 @@ class ScaleByEffectiveSamples(Gradient):
     size gives a small step."""
 
     reads_before_step = frozenset({Signal.LOGP})
-
     base: float = 1.0
 
     def plan(self, view: StepView) -> dict[object, Field]:
@@ -466,7 +463,6 @@ class MinimumVarianceBaseline(Term):
     ``scale`` divides by the population std of the group. A group of one gets 0."""
 
     compares_peers = True
-
     offpolicy: bool = False
     scale: bool = False
     eps: float = 1e-6
@@ -552,7 +548,6 @@ class ProximalClip(Gate):
     """Clip to c ± eps, c = sg[π_prox/μ]: off-policy data get a window centred on the policy at the batch's start."""
 
     reads = frozenset({Signal.PROXIMAL})
-
     eps: float = 0.2
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
@@ -644,7 +639,6 @@ class SmallPredictedChange(Mask):
     reads_before_step = frozenset(
         {Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN}
     )
-
     objective: float = 1e-2
     policy: float = 1e-4
 

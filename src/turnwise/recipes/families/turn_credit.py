@@ -53,7 +53,6 @@ class BiLevelGAE(Term):
     where the last token's reward is the turn's return A + v. Turns without tokens are skipped. At TOKEN."""
 
     reads = frozenset({Signal.OLD_VALUE})
-
     gamma: float = number(1.0, least=0, most=1)
     lam: float = number(0.95, least=0, most=1)
     turn_gamma: float = number(0.95, least=0, most=1)
@@ -130,7 +129,6 @@ class SameRecentStates(Peers):
     A turn with a shorter history, or an unknown state in it, has no peers."""
 
     requires = frozenset({"state"})
-
     states: int = number(1, above=0, why="1 for the present one alone")
 
     def __call__(self, batch: Batch) -> Partition:
@@ -177,7 +175,6 @@ class HierarchyOfGroups(Term):
 
     requires = frozenset({"state"})
     compares_peers = True
-
     value: Term
     history: int = number(2, least=0)
     alpha: float = number(1.0, least=0)
@@ -242,7 +239,6 @@ class SameTransition(Peers):
     Positions before the first turn are equal to each other. A turn with an unknown state in any of these has no peers."""
 
     requires = frozenset({"state"})
-
     window: int = number(3, least=0)
 
     def __call__(self, batch: Batch) -> Partition:
@@ -308,7 +304,6 @@ class AnswerProbabilityGain(Term):
 
     reads = frozenset({Signal.ANSWER_LOGP})
     requires = frozenset({"answer"})
-
     weight: float = number(1.0, least=0)
 
     def __call__(self, batch: Batch) -> Field:
@@ -372,7 +367,6 @@ class FeedbackInformationGain(Term):
 
     reads = frozenset({Signal.LOGP_WITHOUT_FEEDBACK})
     requires = frozenset({"feedback"})
-
     shared: bool = True
     answered: Term = field(default_factory=lambda: Fact("feedback", TURN, missing=1.0))
 
@@ -390,7 +384,6 @@ class StandardiseNonZero(Term):
     """(v − mean)/(std + ε) over the values of a group that are not 0; zeros stay 0."""
 
     compares_peers = True
-
     value: Term
     eps: float = 1e-6
 
@@ -520,7 +513,6 @@ class LeaveOneOutAtTurn(Term):
     In each case the baseline is independent of the trajectory it is for, so the gradient stays unbiased."""
 
     compares_peers = True
-
     value: Term
     absent: str = choice(*ABSENT, default="out")
     valid: Term = field(default_factory=lambda: Fact("valid", TURN, missing=1.0))

@@ -42,7 +42,6 @@ class ConservativeQError(Penalty):
 
     reads = frozenset({Signal.VALUE, Signal.MODE_LOGP, Signal.OLD_VALUE, Signal.REFERENCE_MODE_GAP})
     ranks_by = frozenset({Signal.LOGP, Signal.MODE_LOGP, Signal.VALUE})
-
     alpha: float = number(1.0, above=0, why="the temperature of Q")
     gamma: float = number(1.0, least=0, most=1)
 
@@ -95,7 +94,6 @@ class ActionValueError(Penalty):
     """(Q − G)², Gₜ = rₜ + γ ((1 − λ) Q̄ₜ₊₁ + λ Gₜ₊₁) over the sampled tokens of a trajectory; Q̄: the value before the batch."""
 
     reads = frozenset({Signal.ACTION_VALUE, Signal.OLD_ACTION_VALUE})
-
     gamma: float = number(1.0, least=0, most=1)
     lam: float = number(0.95, least=0, most=1)
 
