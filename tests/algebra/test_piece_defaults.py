@@ -7,11 +7,12 @@ from support.batches import records_of
 
 from turnwise import recipes
 from turnwise.algebra.gate import RatioRegression
-from turnwise.algebra.value import LambdaReturn
+from turnwise.algebra.value import LambdaReturn, Measured
 from turnwise.core.batch import pack
-from turnwise.recipes.families.actor_critic import KLController, SecondValue
+from turnwise.core.signals import Signal
+from turnwise.recipes.families.actor_critic import KLController
 from turnwise.recipes.families.entropy import CovarianceClip, DampEntropyChange, quota
-from turnwise.recipes.families.off_policy import GammaWeight, InsideOrFarOutside
+from turnwise.recipes.families.off_policy import GammaWeight, TwoSided
 from turnwise.recipes.families.tool_agents import InformationClip
 from turnwise.recipes.families.trust_region import BalancedClip, DualVariable, Fibration, SigmoidGate, WideningClip
 
@@ -20,14 +21,14 @@ from turnwise.recipes.families.trust_region import BalancedClip, DualVariable, F
     "method, piece",
     [
         ("clip_cov", CovarianceClip()),
-        ("rec_ring", InsideOrFarOutside()),
+        ("rec_ring", TwoSided(far_low=0.6, far_high=2.0)),
         ("bapo", BalancedClip()),
         ("ctpo", WideningClip()),
         ("a2tgpo", InformationClip()),
         ("steer", DampEntropyChange()),
         ("fiberpo", Fibration()),
         ("vespo", GammaWeight()),
-        ("bpo", RatioRegression(LambdaReturn(1.0, 0.95) - SecondValue(), 1e-3)),
+        ("bpo", RatioRegression(LambdaReturn(1.0, 0.95) - Measured(Signal.OLD_SECOND_VALUE), 1e-3)),
         ("sapo", SigmoidGate()),
         ("r2vpo", DualVariable()),
         ("safe", KLController()),

@@ -27,7 +27,7 @@ from turnwise.credit.tracker import Solved
 from turnwise.recipes.families.actor_critic import KLController
 from turnwise.recipes.families.entropy import DampEntropyChange, FallbackAboveLimit
 from turnwise.recipes.families.group_credit import LEVELS, TailRisk
-from turnwise.recipes.families.off_policy import InsideOrFarOutside
+from turnwise.recipes.families.off_policy import TwoSided
 from turnwise.recipes.families.segment_credit import AmplifiedPositive, ForkTree
 from turnwise.recipes.families.trust_region import BalancedClip, LastTurnFirst
 from turnwise.recipes.families.turn_credit import SameRecentStates
@@ -64,7 +64,7 @@ def test_a_ratio_at_the_bound_is_kept():
 
 def test_the_ring_around_the_trust_region_leaves_its_edges_in():
     batch, _ = rows_of(0.0)
-    view, mask = MicroBatchView(batch, {}), InsideOrFarOutside(0.5, 0.5, 0.75, 2.0)
+    view, mask = MicroBatchView(batch, {}), TwoSided(0.5, 0.5, 0.75, 2.0)
     kept = {1.5: "+-", 1.5 + 1e-9: "", 0.5: "+-", 0.5 - 1e-9: "", 0.25: "+", 0.25 + 1e-9: "", 3.0: "-", 3.0 - 1e-9: ""}
     for ratio, signs in kept.items():
         rho = batch.tree.full(TOKEN, ratio, torch.float64)

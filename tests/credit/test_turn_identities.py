@@ -19,7 +19,7 @@ from turnwise import recipes
 from turnwise.algebra.advantage import Standardise, Whiten
 from turnwise.algebra.reward import EnvironmentReward, NegativeReferenceKL, OnLastToken
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import GAE, LambdaReturn, ReturnToGo
+from turnwise.algebra.value import GAE, LambdaReturn, Measured, ReturnToGo
 from turnwise.core.batch import pack
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition
 from turnwise.core.signals import Signal
@@ -30,7 +30,6 @@ from turnwise.recipes.families.turn_credit import (
     FeedbackInformationGain,
     HierarchyOfGroups,
     LowSpreadGate,
-    OldValue,
     RandomGroups,
     ReturnUntilMismatch,
     SameRecentStates,
@@ -104,7 +103,7 @@ def test_two_levels_are_one_where_one_is_trivial(seed):
     assert value(BiLevelGAE(0.9), reference) == near(value(GAE(0.9), reference))
     reference = critic([0.3, -1.0, 2.0], [0.2, 0.5, 0.8])
     assert value(BiLevelGAE(turn_gamma=0.7), reference) == near(value(GAE(0.7), reference))
-    assert value(BiLevelGAE() + OldValue(), reference) == near(oracle.bilevel_gae(reference).extra["returns"])
+    assert value(BiLevelGAE() + Measured(Signal.OLD_VALUE), reference) == near(oracle.bilevel_gae(reference).extra["returns"])
 
 
 # ---------------------------------------------------------------------- states

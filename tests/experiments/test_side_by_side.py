@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.recipes.families.trust_region import step_schedule
-
 FOLDER = Path(__file__).parents[2] / "experiments"
 
 
@@ -23,7 +21,7 @@ def experiment(monkeypatch):
 def weight(recipe, step):
     """The summed weight of all penalties at a step."""
     found = [penalty.weight for penalty in recipe.penalties]
-    return sum(w.scale * step_schedule(step, w.begin, w.every, w.drop, w.floor) for w in found)
+    return sum(w.at(step) for w in found)
 
 
 @pytest.mark.parametrize("steps", [120, 600])

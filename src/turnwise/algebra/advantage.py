@@ -54,16 +54,18 @@ class LeaveOneOut(Term):
 class SoftBaseline(Term):
     """A = v − τ log mean exp(v/τ) among the group: between the mean (τ → ∞) and the maximum (τ → 0).
 
-    ``shrink`` divides by 1 + τ; ``mean`` takes the mean as the baseline, the limit τ → ∞, and shrinks by τ all the same."""
+    None is the mean. ``shrink`` divides by 1 + τ; ``mean`` takes the mean as the baseline and shrinks by τ all the same."""
 
     compares_peers = True
-    tau: float = number(1.0, above=0)
+    tau: float | None = number(1.0, above=0)
     shrink: bool = False
     mean: bool = False
     value: Term = field(default_factory=Outcome)
 
     def __call__(self, batch: Batch) -> Field:
         v = self.value(batch)
+        if self.tau is None:
+            return v - v.mean(GROUP)
         top = v.max(GROUP)
         a = v - (v.mean(GROUP) if self.mean else top + self.tau * ((v - top) / self.tau).exp().mean(GROUP).log())
         return a / (1 + self.tau) if self.shrink else a

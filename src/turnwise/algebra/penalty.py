@@ -15,7 +15,7 @@ from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Importance, moved
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.core.columns import Column
-from turnwise.core.levels import TOKEN, TURN, Field, where
+from turnwise.core.levels import BATCH, TOKEN, TURN, Field, where
 from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import ESTIMATORS
@@ -126,9 +126,14 @@ class Weight(Piece):
         return {self: self(view)}
 
 
-def batch_index(view: StepView) -> float:
-    """How many batches were credited before this one."""
-    return float(view[Column.BATCH_INDEX].item)
+class Schedule(Weight):
+    """Interface: a weight that depends only on the number t of batches that were credited before."""
+
+    def at(self, t: float) -> float:
+        raise NotImplementedError
+
+    def __call__(self, view: StepView) -> Field:
+        return view.batch.tree.full(BATCH, self.at(float(view[Column.BATCH_INDEX].item)), torch.float64)
 
 
 @dataclass(frozen=True)

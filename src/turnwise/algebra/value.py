@@ -44,6 +44,20 @@ class Constant(Term):
 
 
 @dataclass(frozen=True)
+class Measured(Term):
+    """A signal that was measured before the batch: ``Measured(Signal.OLD_VALUE)`` is the critic's estimate."""
+
+    signal: Signal
+
+    @property
+    def reads(self) -> frozenset[Signal]:
+        return frozenset({self.signal})
+
+    def __call__(self, batch: Batch) -> Field:
+        return batch[self.signal]
+
+
+@dataclass(frozen=True)
 class ReturnToGo(Term):
     """Gₖ = rₖ + γ Gₖ₊₁ over the turns of a trajectory, or over its sampled tokens (a turn's reward is on its last one)."""
 

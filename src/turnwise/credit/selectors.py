@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.peers import Peers
 from turnwise.algebra.piece import MicroBatchView, StepView, check
@@ -100,6 +101,14 @@ class HasTokens(Selector):
         return batch.tree.size(TOKEN, TRAJECTORY) > 0
 
 
+@dataclass(frozen=True)
+class Unguided(Selector):
+    """Sampled without a hint and at the policy's own temperature."""
+
+    def select(self, batch: Batch) -> Field:
+        return ~batch.guided
+
+
 # --------------------------------------------------------------------- by group
 
 
@@ -150,6 +159,18 @@ class Not(Selector):
 
     def select(self, batch: Batch) -> Field:
         return ~self.selector.select(batch)
+
+
+@dataclass(frozen=True)
+class GateBySelector(Gate):
+    """One gate on the selected trajectories, another on the others."""
+
+    selector: Selector
+    selected: Gate
+    others: Gate
+
+    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
+        return where(self.selector.select(view.batch), self.selected(rho, adv, view), self.others(rho, adv, view))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.penalty import Penalty, Weight, batch_index
+from turnwise.algebra.penalty import Penalty, Schedule
 from turnwise.algebra.piece import NOTHING, MicroBatchView, State, StepView
 from turnwise.algebra.ratio import Importance, Ratio
 from turnwise.algebra.term import Term
@@ -147,15 +147,14 @@ class ReplayLoss(Penalty):
 
 
 @dataclass(frozen=True)
-class CosineWarmup(Weight):
+class CosineWarmup(Schedule):
     """scale · (1 − cos(πt/T))/2, t batches so far; from T = ``steps`` on, scale."""
 
     scale: float = number(1.0, least=0)
     steps: float = number(100.0, above=0)
 
-    def __call__(self, view: StepView) -> Field:
-        share = (1 - math.cos(math.pi * min(batch_index(view), self.steps) / self.steps)) / 2
-        return view.batch.tree.full(BATCH, self.scale * share, torch.float64)
+    def at(self, t: float) -> float:
+        return self.scale * ((1 - math.cos(math.pi * min(t, self.steps) / self.steps)) / 2)
 
 
 def cosine_decay(t: float, horizon: float) -> float:

@@ -14,7 +14,7 @@ from turnwise.algebra.piece import MicroBatchView, State, StepView
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Importance, PerToken
 from turnwise.algebra.reward import NegativeReferenceKL, OnLastToken, RunningNormalised
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import GAE, LambdaReturn, Outcome, ReturnToGo
+from turnwise.algebra.value import GAE, LambdaReturn, Measured, Outcome, ReturnToGo
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field, where
 from turnwise.core.limits import number
@@ -153,16 +153,6 @@ class MedianValueError(Penalty):
         return x.map(torch.nn.functional.softplus) - 0.5 * x
 
 
-@dataclass(frozen=True)
-class SecondValue(Term):
-    """The second value head's estimate when the batch was collected. At TOKEN."""
-
-    reads = frozenset({Signal.OLD_SECOND_VALUE})
-
-    def __call__(self, batch: Batch) -> Field:
-        return batch[Signal.OLD_SECOND_VALUE]
-
-
 def bpo(
     eps: float = 0.3,
     softness: float = 1e-3,
@@ -183,7 +173,7 @@ def bpo(
     q = LambdaReturn(gamma, lam)
     return Recipe(
         advantage=GAE(gamma, lam),
-        gate=RatioRegression(LambdaReturn(gamma, lam) - SecondValue(), softness, eps, eps),
+        gate=RatioRegression(LambdaReturn(gamma, lam) - Measured(Signal.OLD_SECOND_VALUE), softness, eps, eps),
         aggregate=Mean(TOKEN),
         penalties=(
             WeightedPenalty(value_weight, SquaredValueError(q)),

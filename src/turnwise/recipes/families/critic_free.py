@@ -279,18 +279,6 @@ def opo(clip: float = 0.2) -> Recipe:
     return Recipe(advantage=LengthWeightedBaseline(), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
-class AboveBaseline(Term):
-    """A = value − baseline, two terms. ``AboveBaseline(Fact("greedy_reward"))`` compares each return with that of a greedy
-    rollout of the same task, which does not depend on the sampled trajectory."""
-
-    baseline: Term
-    value: Term = field(default_factory=Outcome)
-
-    def __call__(self, batch: Batch) -> Field:
-        return self.value(batch) - self.baseline(batch)
-
-
 def remax() -> Recipe:
     """ReMax: the baseline is the return of one greedy rollout of the same task, which is not trained on.
 
@@ -303,7 +291,7 @@ def remax() -> Recipe:
     Sure of: the formula (paper text, released code of a public trainer).
     """
     return Recipe(
-        advantage=AboveBaseline(Fact(GREEDY_REWARD)),
+        advantage=Outcome() - Fact(GREEDY_REWARD),
         ratio=OnPolicy(),
         gate=NoGate(),
         aggregate=Sum(TRAJECTORY),

@@ -9,7 +9,7 @@ from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.gate import Clip, Factor, Gate, NoGate, ScoreFunction, clipped
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.penalty import Penalty, Weight, WeightedPenalty, batch_index
+from turnwise.algebra.penalty import Penalty, Schedule, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView, Piece, State, StepView
 from turnwise.algebra.ratio import behaviour, moved
 from turnwise.algebra.reward import EnvironmentReward, PaidAtEnd
@@ -21,6 +21,7 @@ from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, P
 from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
+from turnwise.credit.selectors import GateBySelector, Unguided
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
@@ -311,17 +312,6 @@ def hapo(
 
 
 @dataclass(frozen=True)
-class ByGuidance(Gate):
-    """One gate for guided trajectories, another for those sampled by the plain policy."""
-
-    guided: Gate
-    plain: Gate
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return where(view.batch.guided, self.guided(rho, adv, view), self.plain(rho, adv, view))
-
-
-@dataclass(frozen=True)
 class GuidedAdvantage(Term):
     """Unguided trajectories get their z-score among themselves; guided ones get ``alpha`` where their z-score in the
     whole group exceeds ``margin``, else 0."""
@@ -353,7 +343,7 @@ def aepo(
     """
     return Recipe(
         advantage=GuidedAdvantage(alpha),
-        gate=ByGuidance(guided=ScoreFunction(), plain=Clip(clip, clip)),
+        gate=GateBySelector(Unguided(), Clip(clip, clip), others=ScoreFunction()),
         strategy=EntropyControl(target, hot, cold, share),
     )
 
@@ -410,16 +400,15 @@ class EntropyBand(Penalty):
 
 
 @dataclass(frozen=True)
-class DecayingWeight(Weight):
+class DecayingWeight(Schedule):
     """scale · (1 + exp(−rate · t / half)), t batches so far: decays from 2 · scale to scale."""
 
     scale: float
     half: int = number(50, above=0)
     rate: float = 1.0
 
-    def __call__(self, view: StepView) -> Field:
-        value = self.scale * (1 + math.exp(-self.rate * batch_index(view) / self.half))
-        return view.batch.tree.full(BATCH, value, torch.float64)
+    def at(self, t: float) -> float:
+        return self.scale * (1 + math.exp(-self.rate * t / self.half))
 
 
 def epo(

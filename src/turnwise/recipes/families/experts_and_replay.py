@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
-from turnwise.algebra.gate import Clip, Factor, Gate, NoGate, TruncatedImportance
-from turnwise.algebra.penalty import NegativeLogLikelihood, Penalty, Weight, WeightedPenalty, batch_index
+from turnwise.algebra.gate import Clip, Factor, NoGate, TruncatedImportance
+from turnwise.algebra.penalty import NegativeLogLikelihood, Penalty, Schedule, Weight, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView, State, StepView
 from turnwise.algebra.ratio import Importance, OnPolicy, Ratio, behaviour
 from turnwise.algebra.term import Term
@@ -31,6 +31,7 @@ from turnwise.credit.selectors import (
     AllOf,
     BestOfGroup,
     FromOrigin,
+    GateBySelector,
     HasTokens,
     Not,
     OnSelected,
@@ -38,6 +39,7 @@ from turnwise.credit.selectors import (
     SelectedPeers,
     Selector,
     Succeeded,
+    Unguided,
 )
 from turnwise.credit.self_imitation import (
     CosineWarmup,
@@ -87,7 +89,7 @@ class WeightedNegativeLogLikelihood(Penalty):
 
 
 @dataclass(frozen=True)
-class WarmupCosine(Weight):
+class WarmupCosine(Schedule):
     """peak·t/warmup during ``warmup``, then half a cosine of ``decay`` steps down to ``valley``, constant afterwards."""
 
     warmup: int = number(0, least=0)
@@ -96,15 +98,11 @@ class WarmupCosine(Weight):
     valley: float = number(0.05, least=0, most=1)
 
     def at(self, t: float) -> float:
-        """The weight at step t."""
         if t < self.warmup:
             return self.peak * t / self.warmup
         if t < self.warmup + self.decay:
             return self.valley + (self.peak - self.valley) * cosine_decay(t - self.warmup, self.decay)
         return self.valley
-
-    def __call__(self, view: StepView) -> Field:
-        return view.batch.tree.full(BATCH, self.at(batch_index(view)), torch.float64)
 
 
 @dataclass(frozen=True)
@@ -233,14 +231,6 @@ def luffy(
 
 
 @dataclass(frozen=True)
-class Unguided(Selector):
-    """Sampled without a hint and at the policy's own temperature."""
-
-    def select(self, batch: Batch) -> Field:
-        return ~batch.guided
-
-
-@dataclass(frozen=True)
 class AnyOf(Selector):
     """Trajectories that at least one selector selects."""
 
@@ -351,18 +341,6 @@ def arpo_gui(
 
 
 @dataclass(frozen=True)
-class GateByOrigin(Gate):
-    """One gate on the trajectories of ``origin``, another on the others."""
-
-    origin: FromOrigin
-    selected: Gate
-    others: Gate
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return where(self.origin.select(view.batch), self.selected(rho, adv, view), self.others(rho, adv, view))
-
-
-@dataclass(frozen=True)
 class UnrewardedGroups(Selector):
     """Groups whose sampled trajectories all have return 0."""
 
@@ -404,7 +382,7 @@ def bepa(
     return Recipe(
         advantage=OnSelected(used, Standardise(peers=SelectedPeers(used))),
         ratio=RatioByOrigin(own, Importance(), ShapedProbability(kind, shape)),
-        gate=GateByOrigin(own, Clip(low, high), NoGate()),
+        gate=GateBySelector(own, Clip(low, high), NoGate()),
         keep=used,
         sampler=CyclePool(pool),
         replay=ExpertCache(instead=False),

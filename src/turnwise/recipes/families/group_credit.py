@@ -209,14 +209,21 @@ def bnpo(
 
 @dataclass(frozen=True)
 class SumOfStandardised(Term):
-    """A = Σₖ wₖ (Rᵏ − meanᵏ)/(stdᵏ + ε) within the group: rewards of different scales weigh alike."""
+    """A = Σₖ wₖ (Rᵏ − meanᵏ)/(stdᵏ + ε) within the group: rewards of different scales weigh alike.
+
+    ``total_std`` divides the sum by Σₖ wₖ stdᵏ + ε instead: a reward weighs as much as it varies there."""
 
     compares_peers = True
     rewards: WeightedRewards = field(default_factory=WeightedRewards)
     eps: float = 1e-4
+    total_std: bool = False
 
     def __call__(self, batch: Batch) -> Field:
-        return sum_fields(w * ((r - r.mean(GROUP)) / (r.std(GROUP) + self.eps)) for w, r in self.rewards(batch))
+        rewards = self.rewards(batch)
+        if not self.total_std:
+            return sum_fields(w * ((r - r.mean(GROUP)) / (r.std(GROUP) + self.eps)) for w, r in rewards)
+        scale = sum_fields(w * r.std(GROUP) for w, r in rewards)
+        return sum_fields(w * (r - r.mean(GROUP)) for w, r in rewards) / (scale + self.eps)
 
 
 @dataclass(frozen=True)
@@ -259,20 +266,6 @@ def gdpo(
     )
 
 
-@dataclass(frozen=True)
-class CentredOverTotalStd(Term):
-    """A = Σₖ wₖ (Rᵏ − meanᵏ) / (Σₖ wₖ stdᵏ + ε) within the group: a reward weighs as much as it varies there."""
-
-    compares_peers = True
-    rewards: WeightedRewards = field(default_factory=WeightedRewards)
-    eps: float = 1e-6
-
-    def __call__(self, batch: Batch) -> Field:
-        rewards = self.rewards(batch)
-        scale = sum_fields(w * r.std(GROUP) for w, r in rewards)
-        return sum_fields(w * (r - r.mean(GROUP)) for w, r in rewards) / (scale + self.eps)
-
-
 def dvao(
     rewards: tuple[str, ...] = (), weights: tuple[float, ...] = (), eps: float = 1e-6, clip: float = 0.2
 ) -> Recipe:
@@ -284,7 +277,8 @@ def dvao(
     Settings: all named rewards with weight 1, G 16.
     Sure of: the formula (third-party notes quoting the method section); eps is ours.
     """
-    return Recipe(advantage=CentredOverTotalStd(WeightedRewards(rewards, weights), eps), gate=Clip(clip, clip))
+    advantage = SumOfStandardised(WeightedRewards(rewards, weights), eps, total_std=True)
+    return Recipe(advantage=advantage, gate=Clip(clip, clip))
 
 
 LEVELS = tuple(0.05 * k for k in range(1, 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,13 +42,17 @@ def rec_one_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
 
 @dataclass(frozen=True)
 class TwoSided(Mask):
-    """1 − low ≤ ρ ≤ 1 + high, whatever the sign of A."""
+    """1 − low ≤ ρ ≤ 1 + high, whatever the sign of A; and far outside where A points back: A ≥ 0 and ρ ≤ 1 − far_low, or
+    A ≤ 0 and ρ ≥ 1 + far_high (inf: never)."""
 
     low: float = 0.2
     high: float = 0.2
+    far_low: float = math.inf
+    far_high: float = math.inf
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return (rho >= 1 - self.low) & (rho <= 1 + self.high)
+        inside = (rho >= 1 - self.low) & (rho <= 1 + self.high)
+        return inside | ((adv >= 0) & (rho <= 1 - self.far_low)) | ((adv <= 0) & (rho >= 1 + self.far_high))
 
 
 def rec_two_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recipe:
@@ -63,20 +68,6 @@ def rec_two_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
-class InsideOrFarOutside(Mask):
-    """Two-sided, and also far outside where A points back: A ≥ 0 and ρ ≤ 1 − far_low, or A ≤ 0 and ρ ≥ 1 + far_high."""
-
-    low: float = 0.2
-    high: float = 0.2
-    far_low: float = 0.6
-    far_high: float = 2.0
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        inside = (rho >= 1 - self.low) & (rho <= 1 + self.high)
-        return inside | ((adv >= 0) & (rho <= 1 - self.far_low)) | ((adv <= 0) & (rho >= 1 + self.far_high))
-
-
 def rec_ring(
     low: float = 0.2, high: float = 0.2, far_low: float = 0.6, far_high: float = 2.0, cap: float = INF
 ) -> Recipe:
@@ -88,7 +79,7 @@ def rec_ring(
     Settings: bounds 0.2, far bounds 0.6 and 2.0.
     Sure of: the formula (official code).
     """
-    gate = CappedWeight(cap).where(InsideOrFarOutside(low, high, far_low, far_high))
+    gate = CappedWeight(cap).where(TwoSided(low, high, far_low, far_high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
 

@@ -22,7 +22,7 @@ from turnwise.algebra.term import Term
 from turnwise.algebra.value import Constant, Outcome, SumOverTrajectory
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Partition, where
-from turnwise.core.limits import number
+from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.preference import (
@@ -464,32 +464,17 @@ def nca(beta: float = 0.1, pairs: Literal["told", "formed"] = "told") -> Recipe:
 
 
 @dataclass(frozen=True)
-class AnchoredUpLoss(PairLoss):
-    """1 − σ(βw) + σ(βl): the chosen rises and the rejected falls, each against the reference."""
+class AnchoredLoss(PairLoss):
+    """Each side against the reference. ``zero``: 1 − σ(βw) + σ(βl), the chosen rises and the rejected falls. ``down``: σ(βw) +
+    1 − σ(β(w − l)), both fall, the rejected more; for data worse than the model."""
 
     beta: float
+    anchor: str = choice("zero", "down")
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return torch.sigmoid(-self.beta * chosen) + torch.sigmoid(self.beta * rejected)
-
-
-@dataclass(frozen=True)
-class AnchoredDownLoss(PairLoss):
-    """σ(βw) + 1 − σ(β(w − l)): both fall, the rejected more; for data worse than the model."""
-
-    beta: float
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        if self.anchor == "zero":
+            return torch.sigmoid(-self.beta * chosen) + torch.sigmoid(self.beta * rejected)
         return torch.sigmoid(self.beta * chosen) + torch.sigmoid(-self.beta * (chosen - rejected))
-
-
-ANCHORS: dict[str, Callable[[float], PairLoss]] = {"zero": AnchoredUpLoss, "down": AnchoredDownLoss}
-
-
-def anchored_loss(anchor: str, beta: float) -> PairLoss:
-    """``zero``: the chosen rises, the rejected falls; ``down``: both fall, the rejected more."""
-    check(anchor in ANCHORS, f"no anchor {anchor!r}; {nearest(anchor, ANCHORS)}")
-    return ANCHORS[anchor](beta)
 
 
 def apo(
@@ -503,7 +488,7 @@ def apo(
     Settings: beta 0.1.
     Sure of: the formulas (paper text, released code of a public trainer).
     """
-    return of_pairs(anchored_loss(anchor, beta), pairs)
+    return of_pairs(AnchoredLoss(beta, anchor), pairs)
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,18 @@ from turnwise.algebra.penalty import (
     ClippedValueLoss,
     Penalty,
     ResetReference,
+    Schedule,
     StepCrossEntropy,
-    Weight,
     WeightedPenalty,
-    batch_index,
 )
-from turnwise.algebra.piece import MicroBatchView, StepView
+from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import Importance, OnPolicy, behaviour, moved
 from turnwise.algebra.reward import PaidAtEnd
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import GAE, Constant, LambdaReturn, Outcome, ReturnToGo, shift_turns, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
-from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.limits import number
 from turnwise.core.signals import TURN_CRITIC, Signal
 from turnwise.credit.fact import Fact, SameFact, rescale_to_unit
@@ -391,19 +390,6 @@ class AfterLastFork(Mask):
 
 
 @dataclass(frozen=True)
-class CentredOnGroup(Term):
-    """A = v − mean of the group; with ``tau``, v − its soft maximum τ log mean exp(v/τ)."""
-
-    compares_peers = True
-    value: Term
-    tau: float | None = number(None, above=0)
-
-    def __call__(self, batch: Batch) -> Field:
-        centred = Standardise(self.value, scale=False) if self.tau is None else SoftBaseline(self.tau, value=self.value)
-        return centred(batch)
-
-
-@dataclass(frozen=True)
 class AmplifiedPositive(Term):
     """``perfect`` where ``value`` reaches ``best``; elsewhere αA where A ≥ 0, else A."""
 
@@ -433,7 +419,7 @@ def r3l(
     Sure of: the formula (official code).
     """
     return Recipe(
-        advantage=AmplifiedPositive(CentredOnGroup(PathReturn(), tau), PathReturn(), alpha, best, perfect),
+        advantage=AmplifiedPositive(SoftBaseline(tau, value=PathReturn()), PathReturn(), alpha, best, perfect),
         ratio=OnPolicy(),
         keep=AfterLastFork(),
         strategy=Branch(trunks),
@@ -721,7 +707,7 @@ class StatesWithSpread(Mask):
 
 
 @dataclass(frozen=True)
-class ActiveBatches(Weight):
+class ActiveBatches(Schedule):
     """``scale`` from batch ``begin`` on and before batch ``end`` (0: no end), 0 otherwise. What has weight 0 has no gradient: a
     critic whose loss has ended stays as it is."""
 
@@ -729,10 +715,8 @@ class ActiveBatches(Weight):
     begin: int = number(0, least=0)
     end: int = number(0, least=0)
 
-    def __call__(self, view: StepView) -> Field:
-        now = batch_index(view)
-        active = now >= self.begin and (not self.end or now < self.end)
-        return view.batch.tree.full(BATCH, self.scale if active else 0.0, torch.float64)
+    def at(self, t: float) -> float:
+        return self.scale if t >= self.begin and (not self.end or t < self.end) else 0.0
 
 
 def direct_advantage(

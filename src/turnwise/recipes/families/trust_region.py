@@ -13,7 +13,7 @@ from turnwise.algebra.control import Control, Measure, Passes
 from turnwise.algebra.gate import CappedWeight, Clip, ClipByOutcome, Gate, NoGate, RatioRegression, clipped
 from turnwise.algebra.gradient import DivideByClippingBias, Gradient, Grads, Scales, norm
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.penalty import KL, Penalty, ResetReference, Weight, WeightedPenalty, batch_index
+from turnwise.algebra.penalty import KL, Penalty, ResetReference, Schedule, Weight, WeightedPenalty
 from turnwise.algebra.piece import NOTHING, MicroBatchView, State, StepView
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Importance, PerToken, Product, Ratio, behaviour, mismatch, moved
 from turnwise.algebra.term import Term
@@ -555,13 +555,8 @@ class ProximalClip(Gate):
         return clipped(rho, adv, centre - self.eps, centre + self.eps)
 
 
-def step_schedule(t: float, begin: int, every: int, drop: float, floor: float) -> float:
-    """1 until ``begin``, then ``drop`` less for every ``every`` steps, never below ``floor``."""
-    return max(1 - drop * math.ceil(max(t - begin, 0) / every), floor)
-
-
 @dataclass(frozen=True)
-class StepSchedule(Weight):
+class StepSchedule(Schedule):
     """scale · max(1 − drop ⌈(t − from)₊ / every⌉, floor), or ``scale`` minus that with ``complement``:
     two of them shift the weight from one reference policy to another in steps."""
 
@@ -572,9 +567,9 @@ class StepSchedule(Weight):
     floor: float = 0.5
     complement: bool = False
 
-    def __call__(self, view: StepView) -> Field:
-        share = step_schedule(batch_index(view), self.begin, self.every, self.drop, self.floor)
-        return view.batch.tree.full(BATCH, self.scale * (1 - share if self.complement else share), torch.float64)
+    def at(self, t: float) -> float:
+        share = max(1 - self.drop * math.ceil(max(t - self.begin, 0) / self.every), self.floor)
+        return self.scale * (1 - share if self.complement else share)
 
 
 def remix(

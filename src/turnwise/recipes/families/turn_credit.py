@@ -16,7 +16,7 @@ from turnwise.algebra.piece import MicroBatchView, check
 from turnwise.algebra.ratio import behaviour
 from turnwise.algebra.reward import EnvironmentReward
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import Constant, Outcome, ReturnToGo, SumToGo, is_last, shift_turns, token_reward
+from turnwise.algebra.value import Constant, Measured, Outcome, ReturnToGo, SumToGo, is_last, shift_turns, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, where
@@ -35,16 +35,6 @@ if TYPE_CHECKING:
 KIND = Kind.CREDIT
 
 RowUnit = Literal["turn", "trajectory"]
-
-
-@dataclass(frozen=True)
-class OldValue(Term):
-    """The critic's estimate when the batch was collected. At TOKEN."""
-
-    reads = frozenset({Signal.OLD_VALUE})
-
-    def __call__(self, batch: Batch) -> Field:
-        return batch[Signal.OLD_VALUE]
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,7 @@ def bilevel_gae(
     Settings: gamma 1, lambda 0.95 or 1, turn gamma 0.95; clip, value clip and dual as PPO.
     Sure of: the two levels (code of several agent trainers), one lambda for both (reconstructed).
     """
-    target = BiLevelGAE(gamma, lam, turn_gamma) + OldValue()
+    target = BiLevelGAE(gamma, lam, turn_gamma) + Measured(Signal.OLD_VALUE)
     return Recipe(
         advantage=Whiten(BiLevelGAE(gamma, lam, turn_gamma)),
         gate=Clip(clip, clip),
