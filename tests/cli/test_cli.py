@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 import pytest
 import torch
 
 from turnwise import recipes
+from turnwise.cli.flags import COMMON, NO_FLAGS, flag
 from turnwise.cli.main import COMMANDS, FUNCTIONS, main
+from turnwise.config.settings import SECTIONS, Settings
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 
 GOOD_AND_BROKEN = """
@@ -126,18 +129,28 @@ def test_every_command_explains_itself(command, capsys):
     assert left.value.code == 0 and "usage: turnwise" in capsys.readouterr().out
 
 
-def help_of(command, capsys):
+def help_of(command, capsys, *more):
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main([command, "--help", *more])
     return " ".join(capsys.readouterr().out.split())
 
 
 def test_help_shows_where_the_method_is_written_and_how_lists_are(capsys):
-    train, serve = help_of("train", capsys), help_of("serve", capsys)
+    train, serve = help_of("train", capsys, "all"), help_of("serve", capsys)
     assert train.startswith("usage: turnwise train [METHOD] [--config FILE] [flags] ")
     assert "METHOD written first" in train and "hyper-parameters [dr_grpo]" in train
     assert "empty: this process; several: separated by commas, or the flag repeated []" in train
     assert "[1,2,3]" in serve and "[(" not in serve
+
+
+def test_help_shows_what_people_use_and_help_all_every_setting_by_section(capsys):
+    shown, full = help_of("train", capsys), help_of("train", capsys, "all")
+    common = {flag(name) for names in COMMON.values() for name in names}
+    every = {flag(f.name) for f in fields(Settings)} - {flag(name) for name in NO_FLAGS}
+    assert 12 <= len(common) <= 18 and common < every
+    listed = lambda text: {name for name in every if f" {name} X" in text or f" {name} [X]" in text}  # noqa: E731
+    assert listed(shown) == common and listed(full) == every
+    assert "--help all" in shown and all(str(section.__doc__).rstrip(".").lower() in full for section in SECTIONS)
 
 
 def test_version(capsys):

@@ -52,7 +52,7 @@ def test_the_sbatch_script_is_bash(capsys, more):
     assert (head.count("#SBATCH --partition=gpu"), head.count("--ntasks=3")) == (
         (2, 1) if "--servers" in more else (0, 0)
     )
-    assert ("serve 'my models" not in text) and ("--context 400 --address" in text) == ("--context=400" in more)
+    assert ("serve 'my models" not in text) and ("--context 400 " in text) == ("--context=400" in more)
 
 
 SRUN = """#!/bin/bash

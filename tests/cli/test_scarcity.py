@@ -6,8 +6,7 @@ import errno
 
 import pytest
 
-from turnwise.cli import scarcity
-from turnwise.cli.main import FUNCTIONS, main
+from turnwise.cli.main import FUNCTIONS, explain_scarcity, main
 
 FAULTS = {
     "too many open files": OSError(errno.EMFILE, "Too many open files", "x"),
@@ -42,6 +41,6 @@ def test_errors_of_another_kind_keep_their_traceback(fault, monkeypatch):
         raise fault
 
     monkeypatch.setitem(FUNCTIONS, "list", fail)
-    assert not scarcity.explain(fault)
+    assert not explain_scarcity(fault)
     with pytest.raises(type(fault)):
         main(["list"])

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 import turnwise
-from turnwise.cli import export
+from turnwise.cli import sharing as export
 from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
 from turnwise.inspector.page.app import InspectorApp
 from turnwise.inspector.page.views.table import VIEWS

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from turnwise.cli import export as exports
+from turnwise.cli import sharing as exports
 from turnwise.inspector.page import step_cache
 from turnwise.inspector.page.blocks import as_json
 from turnwise.inspector.page.render import render_page

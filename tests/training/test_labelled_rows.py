@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from turnwise import recipes
-from turnwise.cli import export as exports
+from turnwise.cli import sharing as exports
 from turnwise.config.settings import Settings
 from turnwise.data.dataset import read_dataset
 from turnwise.errors import TurnwiseError

@@ -14,7 +14,7 @@ from support.lottery import WORDS
 
 from turnwise import recipes
 from turnwise.cli import display
-from turnwise.cli import export as exports
+from turnwise.cli import sharing as exports
 from turnwise.cli.main import main
 from turnwise.core.batch import pack
 from turnwise.data.replay import ExpertCache, RecentBuffer

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from support.generator_servers import served
 
-from turnwise.cli.run_flags import read_run_flags
+from turnwise.cli.flags import read_run_flags
 from turnwise.config.settings import Settings
 from turnwise.engines.remote.remote_generator import RemoteGenerator
 from turnwise.engines.remote.replica import RemoteLimits

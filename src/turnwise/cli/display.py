@@ -16,6 +16,8 @@ from turnwise.observe.report import comparison, format_measure, table
 
 SUGGESTED_METHODS = ("gspo", "grpo")  # suggest the first that was not just run
 COUNTS = ("turns", "tool_calls", "tool_errors", "tokens_per_turn")
+INDENT = " " * 20  # of the facts of an environment
+OWN = "Your own: --env module:Class or --env file.py:Class,key=value; `turnwise check-env` tests it"
 UNLESS_ZERO = {"truncated_turns": "truncated turns", "truncated": "truncated episodes", "failed": "failed episodes"}
 
 
@@ -170,3 +172,42 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         out.add_row(*(Text(printable(value)) for value in row.values()))
     console().print(out)
+
+
+def show_environments(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Two lines for each environment: what it is, what it offers."""
+    out = console()
+
+    def line(text: str, first: str = INDENT, style: str = "") -> None:
+        wrapped = textwrap.fill(text, out.width, initial_indent=first, subsequent_indent=INDENT)
+        out.print(wrapped, style=style, highlight=False, markup=False)
+
+    for row in rows:
+        line(row["about"], f"{'  ' + row['environment'] + ' ':<{len(INDENT)}}")
+        line(_environment_facts(row), style="dim")
+    out.print(f"\n{OWN}", markup=False)
+
+
+def _environment_facts(row: Mapping[str, Any]) -> str:
+    if row["kind"] == "family":
+        return f"installed; {row['example']}" if row["installed"] else f"not installed: {row['install']}"
+    turns = "–".join(map(str, dict.fromkeys((min(row["turns"]), max(row["turns"])))))
+    facts = [
+        f"difficulties {', '.join(map(str, row['difficulties']))}",
+        f"at most {turns} turns",
+        f"tools: {', '.join(row['tools'])}" if row["tools"] else "no tools",
+        f"offers {', '.join(row['offers'])}" if row["offers"] else "",
+    ]
+    return " · ".join(filter(None, facts))
+
+
+def show_experience(rows: Sequence[Mapping[str, str]]) -> None:
+    """Names and ideas, by slot."""
+    width = max(len(row["name"]) for row in rows)
+    for slot in dict.fromkeys(row["slot"] for row in rows):
+        print(f"--{slot} NAME")
+        for row in (r for r in rows if r["slot"] == slot):
+            head = f"  {row['name']:<{width}}  "
+            print(textwrap.fill(row["idea"], 118, initial_indent=head, subsequent_indent=" " * len(head)))
+        print()
+    print("`turnwise explain NAME` shows formula, paper, deviations and arguments; NAME,key=value sets them.")

@@ -1,15 +1,17 @@
 """Command-line flags: every setting of a run, the method's hyper-parameters and, as ``--credit-...``, those of the method whose
-credit it uses. An unknown flag raises with the nearest known one. Does not know what a command does with them."""
+credit it uses; settings of a config file lie under them. An unknown flag raises with the nearest known one. Does not know what a
+command does with them."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import Field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from turnwise.config.convert import convert
-from turnwise.config.settings import OTHER_NAMES, Settings, default_of, type_of
+from turnwise.config.files import ConfigFile, merge_config, read_config
+from turnwise.config.settings import OTHER_NAMES, SECTIONS, Settings, default_of, split_method, type_of
 from turnwise.errors import SettingError, nearest
 from turnwise.recipes import signatures
 
@@ -18,10 +20,28 @@ if TYPE_CHECKING:
 
 FEW_FLAGS = 12  # that many are listed in a message
 NO_FLAGS = {"method", "method_options", "credit_options"}  # settings that are given in another way
+COMMON = {  # what --help shows; --help all shows every setting, by section
+    "what to train": ("env", "model", "data", "reward"),
+    "how much": ("steps", "groups", "group_size", "max_tokens", "context"),
+    "learning": ("lr", "lora_rank"),
+    "measuring and output": ("eval_tasks", "seed", "device", "name"),
+}
+CONFIG_HELP = "YAML or TOML file of settings; flags win over it; paths in it are relative to the current folder"
+DEFAULT_METHOD = str(default_of(next(f for f in fields(Settings) if f.name == "method")))
+METHOD_HELP = (
+    "written first; `turnwise list` shows all, `turnwise {command} METHOD --help` their hyper-parameters "
+    f"[{DEFAULT_METHOD}]"
+)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises :class:`SettingError` instead of exiting: what was seen, and the nearest flag that exists."""
+    """Raises :class:`SettingError` instead of exiting: what was seen, and the nearest flag that exists. ``json``: the help of
+    the flag of that name; empty: there is none."""
+
+    def __init__(self, command: str, about: str = "", json: str = "print the result as JSON", **more: Any) -> None:
+        super().__init__(prog=f"turnwise {command}", description=about, allow_abbrev=False, **more)
+        if json:
+            self.add_argument("--json", action="store_true", help=json)
 
     def error(self, message: str) -> NoReturn:
         name = message.removeprefix("argument ").partition(": expected one argument")[0].split("/")[-1]
@@ -33,7 +53,6 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         options = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
-        self.allow_abbrev = False
         namespace, unknown = self.parse_known_args(list(argv))
         for word in unknown:
             name = word.split("=")[0]
@@ -85,36 +104,38 @@ def value_of(argv: Sequence[str], name: str) -> str:
     return ""
 
 
-def add_settings(parser: argparse.ArgumentParser, method: str, credit: str = "") -> None:
-    """Add every field of Settings, the hyper-parameters of the method, and those of the method whose credit it uses."""
-    group = parser.add_argument_group("settings")
-    for f in fields(Settings):
-        if f.name not in NO_FLAGS:
-            optional_value: dict[str, Any] = (
-                {"nargs": "?", "const": "true"} if type_of(f) is bool else {}
-            )  # --profile without a value means true
-            several = ""
-            if isinstance(default_of(f), tuple):
-                optional_value, several = {"action": "append"}, "; several: separated by commas, or the flag repeated"
-            help_ = f"{f.metadata['help']}{several} [{default_text(f)}]"
-            group.add_argument(flag(f.name), metavar="X", default=None, help=help_, **optional_value)
-    method_group = parser.add_argument_group(f"hyper-parameters of {method}")
-    for name, parameter in signatures.parameters(method).items():
-        try:
-            method_group.add_argument(
-                flag(name), dest=f"method.{name}", metavar="X", default=None, help=f"[{parameter.default}]"
-            )
-        except argparse.ArgumentError:  # of a user's own recipe; a test keeps the built-in ones apart
-            raise SettingError(
-                f"{method} has a parameter {name!r}, which is also a flag of the command; rename it"
-            ) from None
-    if credit:
-        credit_group = parser.add_argument_group(f"hyper-parameters of the credit of {credit}")
-        for name, parameter in signatures.parameters(credit).items():
-            dest = f"credit.{name}"
-            credit_group.add_argument(
-                flag(f"credit_{name}"), dest=dest, metavar="X", default=None, help=f"[{parameter.default}]"
-            )
+def add_settings(parser: argparse.ArgumentParser, method: str, credit: str = "", everything: bool = True) -> None:
+    """Add every field of Settings, the hyper-parameters of the method, and those of the method whose credit it uses. Unless
+    ``everything`` is asked for, the help shows the settings that are ``COMMON``."""
+    by_name = {f.name: f for f in fields(Settings) if f.name not in NO_FLAGS}
+    groups = {str(section.__doc__).rstrip(".").lower(): [f.name for f in fields(section)] for section in SECTIONS}  # type: ignore[arg-type]
+    for title, names in groups.items() if everything else COMMON.items():
+        group = parser.add_argument_group(title)
+        for f in (by_name.pop(name) for name in names if name in by_name):
+            add_setting(group, f)
+    for f in by_name.values():  # accepted, but not shown
+        add_setting(parser, f, argparse.SUPPRESS)
+    for owner, prefix, title in ((method, "method", f"hyper-parameters of {method}"),
+                                 (credit, "credit", f"hyper-parameters of the credit of {credit}")):  # fmt: skip
+        group = parser.add_argument_group(title) if owner else parser
+        for name, parameter in signatures.parameters(owner).items() if owner else ():
+            option = flag(name if prefix == "method" else f"credit_{name}")
+            try:
+                group.add_argument(option, dest=f"{prefix}.{name}", metavar="X", help=f"[{parameter.default}]")
+            except argparse.ArgumentError:  # of a user's own recipe; a test keeps the built-in ones apart
+                raise SettingError(
+                    f"{owner} has a parameter {name!r}, which is also a flag of the command; rename it"
+                ) from None
+
+
+def add_setting(group: Any, f: Field[Any], help_: str = "") -> None:
+    """The flag of one setting. A switch needs no value (``--profile``), a list may be given by the flag repeated."""
+    more: dict[str, Any] = {"nargs": "?", "const": "true"} if type_of(f) is bool else {}
+    several = ""
+    if isinstance(default_of(f), tuple):
+        more, several = {"action": "append"}, "; several: separated by commas, or the flag repeated"
+    help_ = help_ or f"{f.metadata['help']}{several} [{default_text(f)}]"
+    group.add_argument(flag(f.name), metavar="X", default=None, help=help_, **more)
 
 
 def settings_from(namespace: argparse.Namespace, method: str, credit: str = "") -> dict[str, Any]:
@@ -163,3 +184,77 @@ def served_policy(namespace: argparse.Namespace) -> ServedPolicy | None:
     seconds = convert("--policy-seconds", namespace.policy_seconds, float)
     parallel = convert("--policy-parallel", namespace.policy_parallel, int)
     return ServedPolicy(namespace.policy, namespace.policy_model, namespace.policy_key_env, seconds, parallel)
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """What the user gave: ``values`` are settings, ``origins`` say where each came from."""
+
+    namespace: argparse.Namespace
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+
+
+def read_run_flags(
+    command: str,
+    about: str,
+    argv: Sequence[str],
+    add: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    positional: bool = True,
+    json: str = "print what comes out as JSON",
+) -> RunFlags:
+    """Parse ``turnwise COMMAND [METHOD] [--config FILE] [flags]``. ``add`` defines the command's own flags."""
+    everything = "all" in (value_of(argv, "--help"), value_of(argv, "-h"))
+    if everything:
+        argv = [word for word in argv if word != "all"]
+    path = value_of(argv, "--config")
+    file = read_config(path) if path else ConfigFile("")
+    if positional and argv and not argv[0].strip():
+        raise SettingError("the method is an empty text; write its name, or leave it out (`turnwise list` shows all)")
+    word = argv[0] if positional and argv and not argv[0].startswith("-") else ""
+    method, credit = split_method(word or file.values.get("method", DEFAULT_METHOD))
+    signatures.check_method(method)
+    credit = value_of(argv, "--credit") or credit or str(file.values.get("credit", ""))
+    if credit:
+        signatures.check_method(credit)
+    name = f"{command} {method}" if positional else command
+    shown = "" if everything else f"Every setting, by section: turnwise {command} --help all"
+    parser = Parser(name, about, json, epilog=shown)
+    if positional:
+        parser.usage = f"turnwise {command} [METHOD] [--config FILE] [flags]"
+        parser.add_argument("method", nargs="?", metavar="METHOD", help=METHOD_HELP.format(command=command))
+    parser.add_argument("--config", default="", metavar="FILE", help=CONFIG_HELP)
+    add(parser)
+    add_settings(parser, method, credit, everything)
+    namespace = parser.parse(argv)
+    if positional and namespace.method not in (None, word):  # its hyper-parameters were not defined when it was found
+        raise SettingError(f"write the method first: turnwise {command} {namespace.method} ...")
+    flags = settings_from(namespace, method, credit)
+    if not word:
+        flags.pop("method")
+    elif "+" in word:
+        flags["credit"] = _one_credit(word, flags.get("credit", ""))
+    values = _typed_options(merge_config(file, flags), file)
+    origins = {name: file.place(name) for name in file.values} | dict.fromkeys(flags, "flag")
+    return RunFlags(namespace, values, {name: origins[name] for name in values if name in origins})
+
+
+def _one_credit(word: str, flagged: str) -> str:
+    """The credit of ``sapo+hgpo``; refuses another one in ``--credit``."""
+    named = split_method(word)[1]
+    if flagged not in ("", named):
+        raise SettingError(f"{word} names the credit {named}, and --credit is {flagged}; name one credit")
+    return named
+
+
+def _typed_options(values: dict[str, Any], file: ConfigFile) -> dict[str, Any]:
+    """Hyper-parameters by the types of their method; a mistake in the file is refused with its line."""
+    method, credit = split_method(values.get("method", DEFAULT_METHOD))
+    for name, owner in (("method_options", method), ("credit_options", values.get("credit") or credit)):
+        if not values.get(name) or not owner:
+            continue
+        try:
+            values[name] = signatures.typed_options(owner, values[name])
+        except SettingError as wrong:
+            raise SettingError(f"{file.place(name)}: {wrong}" if name in file.values else str(wrong)) from None
+    return values

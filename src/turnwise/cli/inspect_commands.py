@@ -1,77 +1,68 @@
-"""Commands that judge, compare and replay runs: ``doctor``, ``replay``, ``bisect``, ``compare``, ``sweep``, ``audit``,
-``probe-reward``."""
+"""Commands that look at runs: what one is doing, a page about it, what is wrong; comparison, replay, audits."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+import json
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.flags import Parser
-from turnwise.cli.output import print_json, progress
-from turnwise.cli.run_flags import RunFlags, read_run_flags
+from turnwise.cli.flags import Parser, RunFlags, read_run_flags
+from turnwise.cli.output import print_json, progress, show
 from turnwise.config.settings import Settings, known_setting, split_method
 from turnwise.core.text import printable
 from turnwise.errors import SettingError
 from turnwise.recipes import signatures
 
-COMMANDS = {
-    "doctor": "say what is wrong with a run, with evidence and the setting to change",
-    "replay": "take one step of a run again, bit for bit or with another method",
-    "compare": "compare methods, or finished runs: paired seeds, equal token budgets, a stated error rate",
-    "sweep": "the same over a grid of settings",
-    "audit": "print where the losses of TRL or verl, or a dumped batch, deviate from the recipe in float64",
-    "probe-reward": "attack an environment's reward and show the best-paid behaviour that is wrong",
-    "bisect": "name the first step, task, token and field at which two runs part",
-}
+WATCH_SECONDS = 2.0  # between two looks of `status --watch`
+VIEW_NUMBERS = ("step", "token", "update")
+VIEW_TEXTS = ("group", "trajectory", "method", "search")
 
 
 def doctor(argv: Sequence[str]) -> int:
-    parser = Parser(prog="turnwise doctor", description="Say what is wrong with a run, the most probable cause first.")
+    parser = Parser("doctor", "Say what is wrong with a run, the most probable cause first.")
     parser.add_argument("run", help="a run directory; the run may still be going on")
-    parser.add_argument("--json", action="store_true")
     namespace = parser.parse(argv)
     from turnwise.inspector.doctor import diagnose
 
     diagnosis = diagnose(namespace.run)
-    print_json(diagnosis.as_dict()) if namespace.json else print(printable(diagnosis.text()))
+    show(diagnosis, namespace.json)
     return 1 if diagnosis.alarms else 0
 
 
 def replay(argv: Sequence[str]) -> int:
     parser = Parser(
-        prog="turnwise replay",
-        description="Take a step again from the nearest checkpoint before it, and compare it with what the run recorded.",
+        "replay", "Take a step again from the nearest checkpoint before it, and compare it with what the run recorded."
     )
     parser.add_argument("run", help="a run directory; it is only read")
     parser.add_argument("--step", type=int, required=True, help="the step, counted from 1 as in metrics.jsonl")
     parser.add_argument("--method", default="", help="take it also with this method, from the same weights and draws")
     parser.add_argument("--until", type=int, default=0, help="with --method: go on up to this step [the step itself]")
     parser.add_argument("--keep", default="", metavar="FOLDER", help="keep the replayed run in this new folder")
-    parser.add_argument("--json", action="store_true")
     namespace = parser.parse(argv)
     from turnwise.inspector.replay.replay import replay_step
 
     with progress(namespace.json) as listen:
         n = namespace
         report = replay_step(n.run, n.step, n.method, n.until, n.keep, listen)
-    print_json(report.as_dict()) if namespace.json else print(printable(report.text()))
+    show(report, namespace.json)
     return 0 if report.ok else 1
 
 
 def bisect(argv: Sequence[str]) -> int:
-    parser = Parser(prog="turnwise bisect", description="Find the first difference of two runs. Exact: no tolerance.")
+    parser = Parser("bisect", "Find the first difference of two runs. Exact: no tolerance.")
     parser.add_argument("left", help="a run directory")
     parser.add_argument("right", help="another run directory")
-    parser.add_argument("--json", action="store_true")
     namespace = parser.parse(argv)
     from turnwise.inspector.replay.bisect import bisect_runs
 
     result = bisect_runs(namespace.left, namespace.right)
-    print_json(result.as_dict()) if namespace.json else print(printable(result.text()))
+    show(result, namespace.json)
     return 0 if result.divergence is None else 1
 
 
@@ -129,7 +120,6 @@ def _comparison_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=5, help="seeds at most, fixed before the first look [5]")
     parser.add_argument("--alpha", type=float, default=0.05, help="probability of any wrong statement, at most [0.05]")
     parser.add_argument("--plot", default="", metavar="FILE", help="write a picture of all seeds")
-    parser.add_argument("--json", action="store_true")
 
 
 def _live(variants: Sequence[Any], run: RunFlags) -> int:
@@ -145,19 +135,18 @@ def _live(variants: Sequence[Any], run: RunFlags) -> int:
 def _show_comparison(comparison: Any, namespace: argparse.Namespace) -> int:
     if namespace.plot:
         comparison.plot(namespace.plot)
-    print_json(comparison.as_dict()) if namespace.json else print(printable(comparison.text()))
+    show(comparison, namespace.json)
     return 0
 
 
 def audit(argv: Sequence[str]) -> int:
     parser = Parser(
-        prog="turnwise audit",
-        description="Compare another trainer's loss, or a batch it dumped, with the recipe in float64; print what deviates.",
+        "audit",
+        "Compare another trainer's loss, or a batch it dumped, with the recipe in float64; print what deviates.",
     )
     parser.add_argument("subject", help="trl, verl, or a .npz, .json or .safetensors file with logp, old_logp, mask, advantages, "
                         "and where they were dumped reference, reward, group, loss, gradient")  # fmt: skip
     parser.add_argument("--method", default="grpo", help="the recipe that a dumped batch is compared with [grpo]")
-    parser.add_argument("--json", action="store_true")
     namespace = parser.parse(argv)
     for name in filter(None, split_method(namespace.method)):
         signatures.check_method(name)
@@ -167,14 +156,14 @@ def audit(argv: Sequence[str]) -> int:
 
     trainers = {"trl": audit_trl, "verl": audit_verl}
     report = trainers[n.subject]() if (n := namespace).subject in trainers else audit_batch(n.subject, n.method)
-    print_json(report.as_dict()) if namespace.json else print(printable(report.text()))
+    show(report, namespace.json)
     return 0
 
 
 def probe_reward(argv: Sequence[str]) -> int:
     parser = Parser(
-        prog="turnwise probe-reward",
-        description="Attack an environment's reward with scripted adversaries, a search and the tiny model, and show the "
+        "probe-reward",
+        "Attack an environment's reward with scripted adversaries, a search and the tiny model, and show the "
         "best-paid behaviours that its oracle, its info['success'] or your check calls wrong. Exit status 1 if there are any.",
     )
     parser.add_argument("environment", help="a name of `turnwise environments`, module:Class or file.py:Class")
@@ -182,7 +171,6 @@ def probe_reward(argv: Sequence[str]) -> int:
     parser.add_argument("--check", default="", metavar="FILE.PY:FUNCTION",
                         help="(env, messages) -> bool: is a finished episode right? Replaces info['success']")  # fmt: skip
     parser.add_argument("--all", action="store_true", help="search and train although something was found before")
-    parser.add_argument("--json", action="store_true")
     namespace = parser.parse(argv)
     from turnwise.config.named_object import load_object
     from turnwise.inspector.probe.probe import probe_reward as probe
@@ -191,16 +179,67 @@ def probe_reward(argv: Sequence[str]) -> int:
     check = load_object(n.check, f"check {n.check!r}", callable, "function") if n.check else None
     with progress(n.json) as listen:
         report = probe(n.environment, n.minutes, check, n.all, lambda text: listen("stage", {"name": text, "total": 0}))
-    print_json(report.as_dict()) if n.json else print(printable(report.text()))
+    show(report, n.json)
     return 0 if report.ok else 1
 
 
-FUNCTIONS: dict[str, Callable[[Sequence[str]], int]] = {
-    "doctor": doctor,
-    "replay": replay,
-    "bisect": bisect,
-    "compare": compare,
-    "sweep": sweep,
-    "audit": audit,
-    "probe-reward": probe_reward,
-}
+def status(argv: Sequence[str]) -> int:
+    """``turnwise status``"""
+    parser = Parser(
+        "status",
+        "Say which component of a run waits for which, how fast each is, and who holds it up. Works while the run goes on, after "
+        "it has ended, and after it was killed. Exit status 1 if it is stuck, failed or was killed.",
+        "print everything as JSON; with --watch one line for each look",
+    )
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument("--watch", action="store_true", help="look again every two seconds, until the run has ended")
+    namespace = parser.parse(argv)
+    from turnwise.training.status import newest_messages, read_state, status_text
+
+    while True:
+        state = read_state(namespace.run)
+        if namespace.json:
+            print(json.dumps(state.as_dict())) if namespace.watch else print_json(state.as_dict())
+        else:
+            clear = "\x1b[2J\x1b[H" if namespace.watch and sys.stdout.isatty() else ""
+            print(clear + printable(status_text(state, newest_messages(namespace.run))), flush=True)
+        if not namespace.watch or state.ended:
+            return 0 if state.ok else 1
+        sys.stdout.flush()
+        time.sleep(WATCH_SECONDS)
+
+
+def view(argv: Sequence[str]) -> int:
+    parser = Parser(
+        "view",
+        "Open a local page about runs, also while they go on: curves, why a token got its gradient, what another method would "
+        "have done, siblings, where prompts and seconds went. Read only; reachable from this machine only.",
+        "print one view as JSON instead of serving",
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories, or folders of runs [runs]")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0: any free one [0]")
+    parser.add_argument("--no-browser", action="store_true", help="only print the address")
+    names = "overview, why, what-if, siblings, gradient, policy, prompts, waits, tasks, reward, step, search"
+    parser.add_argument("--view", default="overview", help=f"the view of --json and --export: {names} [overview]")
+    parser.add_argument(
+        "--export", default="", metavar="FILE", help="write one view as one HTML file instead of serving"
+    )
+    for name in VIEW_NUMBERS:
+        parser.add_argument(f"--{name}", default="", metavar="N", help=f"{name} of the view")
+    for name in VIEW_TEXTS:
+        parser.add_argument(f"--{name}", default="", metavar=name[0].upper(), help=f"{name} of the view")
+    namespace = parser.parse(argv)
+    from turnwise.inspector.page import serving
+    from turnwise.inspector.page.view_query import ViewQuery
+
+    readers = serving.find_runs(namespace.runs)
+    if not readers:
+        raise SettingError("there is no run here; write the path of one: turnwise view RUN")
+    query = ViewQuery.parse({name: getattr(namespace, name) for name in (*VIEW_NUMBERS, *VIEW_TEXTS)})
+    if namespace.json:
+        print(serving.view_json(readers[0], namespace.view, query))
+    elif namespace.export:
+        print(serving.export_view(readers[0], namespace.view, query, namespace.export))
+    else:
+        serving.serve_page(readers, namespace.port, not namespace.no_browser, lambda text: print(text, flush=True))
+    return 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from turnwise.core.protocols import Listener
+from turnwise.core.text import printable
 
 
 @contextlib.contextmanager
@@ -61,6 +63,9 @@ def progress(quiet: bool) -> Iterator[Listener]:
 
 
 def print_json(value: Any) -> None:
-    import json
-
     print(json.dumps(value, indent=1))
+
+
+def show(report: Any, as_json: bool) -> None:
+    """A report that knows itself as words and as data."""
+    print_json(report.as_dict()) if as_json else print(printable(report.text()))

@@ -1,18 +1,27 @@
-"""Commands that start, continue and describe runs: ``train``, ``resume``, ``config``."""
+"""Commands that start, continue, describe and evaluate runs, and give away what they made."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.flags import Parser, flag
+from turnwise.cli.flags import (
+    CONFIG_HELP,
+    DEFAULT_METHOD,
+    Parser,
+    RunFlags,
+    add_policy_flags,
+    add_settings,
+    flag,
+    read_run_flags,
+    served_policy,
+    settings_from,
+)
 from turnwise.cli.output import print_json, progress
-from turnwise.cli.run_flags import RunFlags, read_run_flags
+from turnwise.config.files import ConfigFile, merge_config, read_config
 from turnwise.config.settings import Settings
 from turnwise.core.text import printable
 
@@ -27,7 +36,6 @@ def train(argv: Sequence[str]) -> int:
             help="validate the settings, take a few training steps (3, with --staleness k 3 (k + 1), at most 33), estimate time "
             "and memory, keep nothing",
         )
-        parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
     run = read_run_flags("train", "Train an agent.", argv, own_flags)
     from turnwise.training import api
@@ -51,12 +59,11 @@ def train(argv: Sequence[str]) -> int:
 def resume(argv: Sequence[str]) -> int:
     """``turnwise resume``"""
     parser = Parser(
-        prog="turnwise resume",
-        description="Continue a stopped run, or extend one: turnwise resume RUN --steps 200. Only the settings below can "
-        "change; the learning-rate schedule then spans the new number of steps.",
+        "resume",
+        "Continue a stopped run, or extend one: turnwise resume RUN --steps 200. Only the settings below "
+        "can change; the learning-rate schedule then spans the new number of steps.",
     )
     parser.add_argument("run", help="the run directory")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     from turnwise.training.resume import CHANGEABLE
 
     for f in fields(Settings):  # every setting is parsed, so that one that cannot change is refused with the reason
@@ -74,42 +81,11 @@ def resume(argv: Sequence[str]) -> int:
     return 0
 
 
-def endpoint(argv: Sequence[str]) -> int:
-    """``turnwise endpoint``"""
-    parser = Parser(
-        prog="turnwise endpoint",
-        description="Serve the policy of a run by the chat completions, Responses and Anthropic Messages protocols. Agents on "
-        "other machines need a token, read from the variable TURNWISE_ENDPOINT_TOKEN.",
-    )
-    parser.add_argument("run", help="the run directory")
-    parser.add_argument(
-        "--address", default="127.0.0.1:8700", metavar="HOST:PORT", help="where to listen [127.0.0.1:8700]"
-    )
-    parser.add_argument("--seconds", type=float, default=3600.0, help="how long a session may stay open [3600]")
-    parser.add_argument("--json", action="store_true", help="print what happened as JSON at the end")
-    namespace = parser.parse(argv)
-    from turnwise.training.agents import TOKEN_VARIABLE
-    from turnwise.training.certificate import certificate_lines
-    from turnwise.training.endpoint import serve_run
-
-    tell = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    served = serve_run(namespace.run, namespace.address, token, namespace.seconds, tell)
-    if namespace.json:
-        print_json(served)
-        return 0
-    print(f"{served['sessions']} sessions were finished; rows: {served['file']}")
-    for line in certificate_lines(served["exactness"])[:-1]:  # nothing is trained here
-        print(f"  {line}")
-    return 0
-
-
 def check_agent(argv: Sequence[str]) -> int:
     """``turnwise check-agent``"""
 
     def own_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--episodes", type=int, default=8, help="tasks to play with each policy [8]")
-        parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
     about = "Try an agent with scripted policies in place of a model, and report its problems."
     run = read_run_flags("check-agent", about, argv, own_flags)
@@ -127,12 +103,8 @@ def config(argv: Sequence[str]) -> int:
     """``turnwise config``"""
     if argv and not argv[0].startswith("-") and (Path(argv[0]) / "run.json").is_file():
         return _config_of_run(argv)
-
-    def own_flags(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--json", action="store_true", help="print the settings as JSON")
-
     about = "Print the effective settings as a config file: of a run directory, or of a method with flags and --config."
-    run = read_run_flags("config", about, argv, own_flags)
+    run = read_run_flags("config", about, argv)
     from turnwise.config.files import render_config
     from turnwise.training.env_spec import resolve_settings
 
@@ -164,9 +136,8 @@ def _of_method(settings: Settings) -> dict[str, str]:
 
 
 def _config_of_run(argv: Sequence[str]) -> int:
-    parser = Parser(prog="turnwise config", description="Print the settings of a run as a config file.")
+    parser = Parser("config", "Print the settings of a run as a config file.")
     parser.add_argument("run", help="a run directory, or a method followed by flags")
-    parser.add_argument("--json", action="store_true", help="print the settings as JSON")
     namespace = parser.parse(argv)
     from turnwise.config.files import render_config
     from turnwise.store.rundir import RunDir
@@ -174,4 +145,73 @@ def _config_of_run(argv: Sequence[str]) -> int:
     settings = Settings.of(RunDir.open(namespace.run).metadata()["settings"])
     title = f"settings of {namespace.run}; train with them again: turnwise train --config FILE --name NEW"
     print_json(settings.as_dict()) if namespace.json else print(render_config(settings, None, title), end="")
+    return 0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    parser = Parser("eval", "Evaluate on held-out tasks.")
+    parser.add_argument("run", nargs="?", default="", help="a run directory; or use --model, --policy or --player")
+    parser.add_argument(
+        "--player", default="", help="scripted policy instead of a model: oracle, random or demonstrator"
+    )
+    add_policy_flags(parser)
+    parser.add_argument("--split", default="held_out", help="held_out or train")
+    parser.add_argument("--save", default="", metavar="FILE", help="write the result and one episode per task as JSON")
+    add_settings(parser, DEFAULT_METHOD)
+    parser.add_argument("--config", default="", metavar="FILE", help=CONFIG_HELP)
+    namespace = parser.parse(argv)
+    from turnwise.training.evaluation import compare_policies, evaluate_policy
+
+    run, split, served = namespace.run, namespace.split, served_policy(namespace)
+    file = read_config(namespace.config) if namespace.config else ConfigFile("")
+    flags = settings_from(namespace, DEFAULT_METHOD)
+    settings = merge_config(file, {name: flags[name] for name in flags if name not in ("method", "method_options")})
+    with progress(namespace.json) as listen:
+        if run and served is not None:
+            both = compare_policies(run, split, settings, served, listen)
+        else:
+            both = [evaluate_policy(run, namespace.player, split, settings, served, listen, namespace.save)]
+    from turnwise.cli import display
+
+    if namespace.json:
+        print_json(both if len(both) > 1 else both[0])
+    else:
+        display.show_evaluation(both[0]) if len(both) == 1 else display.show_evaluations(both)
+    return 0
+
+
+def export(argv: Sequence[str]) -> int:
+    parser = Parser("export", "Write episodes as training rows.", json="")
+    parser.add_argument("source", help="a run directory; or an environment, whose scripted policies then act")
+    parser.add_argument("file", help="a new .jsonl file")
+    parser.add_argument(
+        "--as", dest="form", default="pairs", help="pairs (best and worst of a group) or demos (successes)"
+    )
+    parser.add_argument("--tasks", type=int, default=200, help="number of tasks that scripted policies play [200]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of these tasks [0]")
+    namespace = parser.parse(argv)
+    from turnwise.cli import sharing
+
+    count = sharing.export(namespace.source, namespace.form, namespace.file, namespace.tasks, namespace.seed)
+    print(f"{count} {namespace.form} written to {namespace.file}")
+    return 0
+
+
+def push(argv: Sequence[str]) -> int:
+    parser = Parser("push", "Upload the model of a run with its card.", json="")
+    parser.add_argument("run", help="a finished run")
+    parser.add_argument("name", help="the repository: owner/name")
+    parser.add_argument(
+        "--part", default="auto", help="model, adapter, or auto: the adapter where one was trained [auto]"
+    )
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument(
+        "--dry-run", default="", metavar="FOLDER", help="write what would be uploaded to this new folder"
+    )
+    namespace = parser.parse(argv)
+    from turnwise.cli import sharing
+
+    n = namespace
+    address = sharing.push(n.run, n.name, n.part, n.private, n.dry_run)
+    print(f"nothing was uploaded; this would be: {address}" if n.dry_run else f"uploaded: {address}")
     return 0

@@ -1,20 +1,24 @@
-"""``turnwise launch slurm|k8s``: print the files that would start a run with generator servers on a cluster."""
+"""Commands that serve a policy, and that print files which start servers and a run on a cluster."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from turnwise.cli.flags import Parser, flag
-from turnwise.cli.run_flags import RunFlags, read_run_flags
-from turnwise.cli.serve_command import SETTINGS as OF_SERVERS
+from turnwise.cli.flags import DEFAULT_METHOD, Parser, RunFlags, add_setting, flag, read_run_flags, settings_from
+from turnwise.cli.output import print_json
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError, nearest
 
+OF_SERVERS = (
+    "env", "difficulty", "max_turns", "context", "slots", "threads", "device", "rollout_dtype", "template", "tool_syntax",
+    "seed", "hidden", "layers", "vocabulary", "copying",
+)  # fmt: skip
 KINDS = ("slurm", "k8s")
-ABOUT = (
+LAUNCH_ABOUT = (
     "Print the file that would start `turnwise serve` on some machines of a cluster and `turnwise train` on another, with the "
     "arguments of `turnwise train`. Nothing is submitted. The files were checked for their form, and not run on a cluster."
 )
@@ -22,12 +26,72 @@ USAGE = "turnwise launch slurm|k8s [METHOD] [--servers N] [--ranks N] [--nodes N
 GIVEN_BY_LAUNCH = ("generator", "generator_key_env", "generator_weights")
 
 
+def endpoint(argv: Sequence[str]) -> int:
+    """``turnwise endpoint``"""
+    parser = Parser(
+        "endpoint",
+        "Serve the policy of a run by the chat completions, Responses and Anthropic Messages protocols. Agents on "
+        "other machines need a token, read from the variable TURNWISE_ENDPOINT_TOKEN.",
+    )
+    parser.add_argument("run", help="the run directory")
+    parser.add_argument(
+        "--address", default="127.0.0.1:8700", metavar="HOST:PORT", help="where to listen [127.0.0.1:8700]"
+    )
+    parser.add_argument("--seconds", type=float, default=3600.0, help="how long a session may stay open [3600]")
+    namespace = parser.parse(argv)
+    from turnwise.training.agents import TOKEN_VARIABLE
+    from turnwise.training.certificate import certificate_lines
+    from turnwise.training.endpoint import serve_run
+
+    tell = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    served = serve_run(namespace.run, namespace.address, token, namespace.seconds, tell)
+    if namespace.json:
+        print_json(served)
+        return 0
+    print(f"{served['sessions']} sessions were finished; rows: {served['file']}")
+    for line in certificate_lines(served["exactness"])[:-1]:  # nothing is trained here
+        print(f"  {line}")
+    return 0
+
+
+def serve(argv: Sequence[str]) -> int:
+    """``turnwise serve``"""
+    parser = Parser(
+        "serve",
+        "Sample for `turnwise train --generator URL` by vLLM's own wire: token ids in, token ids out, pauses, weights. The "
+        "trainer sends the weights. Trainers on other machines need a token, read from the variable TURNWISE_ENDPOINT_TOKEN.",
+    )
+    parser.add_argument(
+        "model",
+        help="a folder in Hugging Face format, a Hub id, a run directory, or tiny (with the run's --env and --difficulty)",
+    )
+    parser.add_argument(
+        "--address", default="127.0.0.1:8800", metavar="HOST:PORT", help="where to listen [127.0.0.1:8800]"
+    )
+    group = parser.add_argument_group("settings")
+    for f in fields(Settings):
+        if f.name in OF_SERVERS:
+            add_setting(group, f)
+    namespace = parser.parse(argv)
+    from turnwise.training.agents import TOKEN_VARIABLE
+    from turnwise.training.generator_server import serve_model
+
+    tell = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    values = {name: value for name, value in settings_from(namespace, DEFAULT_METHOD).items() if name in OF_SERVERS}
+    served = serve_model(namespace.model, namespace.address, os.environ.get(TOKEN_VARIABLE, ""), values, tell)
+    if namespace.json:
+        print_json(served)
+    else:
+        print(f"{served['answered']} requests were answered; the last weights: {served['weights']}")
+    return 0
+
+
 def launch(argv: Sequence[str]) -> int:
     """``turnwise launch``"""
     if not argv or argv[0].startswith("-"):
-        parser = Parser(
-            prog="turnwise launch", usage=USAGE, description=f"{ABOUT} All flags: turnwise launch slurm --help"
-        )
+        about = f"{LAUNCH_ABOUT} All flags: turnwise launch slurm --help"
+        parser = Parser("launch", about, json="", usage=USAGE)
         parser.add_argument("kind", help="slurm or k8s")
         parser.parse(argv)
     if argv[0] not in KINDS:
@@ -35,7 +99,7 @@ def launch(argv: Sequence[str]) -> int:
     from turnwise.training.cluster_files import NOT_RUN, ClusterJob, kubernetes_file, slurm_script
 
     own, train = _split(argv[1:])
-    run = read_run_flags(f"launch {argv[0]}", ABOUT, train if own is not None else argv[1:], _own_flags)
+    run = read_run_flags(f"launch {argv[0]}", LAUNCH_ABOUT, train if own is not None else argv[1:], _own_flags, json="")
     assert own is not None  # --help has ended the program
     settings = Settings.of(run.values)
     if named := [name for name in GIVEN_BY_LAUNCH if name in run.origins]:
@@ -87,7 +151,7 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
     """The flags of launch, and the words for train. None where help is asked for."""
     if "-h" in argv or "--help" in argv:
         return None, []
-    parser = Parser(prog="turnwise launch", allow_abbrev=False, add_help=False)
+    parser = Parser("launch", json="", add_help=False)
     _own_flags(parser)
     own, train = parser.parse_known_args(list(argv))
     del own.dry_run
