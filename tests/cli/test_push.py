@@ -12,7 +12,7 @@ from turnwise.config.settings import Settings
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.store.checkpoint import save_model
 from turnwise.store.rundir import RunDir
-from turnwise.training.model_card import base_licence, card, write_cards
+from turnwise.training.summary import base_licence, card, write_cards
 
 EVALUATION = {"success": 0.25, "interval": [0.1, 0.4], "tasks": 8}
 SUMMARY = {

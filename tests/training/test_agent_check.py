@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from turnwise.errors import SettingError
-from turnwise.training.agent_check import try_agent
+from turnwise.training.agents import try_agent
 
 AGENTS = """
 async def solve(task, client):

@@ -89,7 +89,7 @@ def check_agent(argv: Sequence[str]) -> int:
 
     about = "Try an agent with scripted policies in place of a model, and report its problems."
     run = read_run_flags("check-agent", about, argv, own_flags)
-    from turnwise.training.agent_check import try_agent
+    from turnwise.training.agents import try_agent
 
     report = try_agent(run.values, max(run.namespace.episodes, 1))
     if run.namespace.json:

@@ -76,7 +76,7 @@ def push(run: str, name: str, part: str = "auto", private: bool = False, dry_run
         raise SettingError(f"{name!r} is not the name of a repository; write owner/name")
     folder = _folder(run_dir, part)
     from turnwise.store.checkpoint import verify_model  # late: imports torch
-    from turnwise.training.model_card import write_cards
+    from turnwise.training.summary import write_cards
 
     verify_model(folder)
     settings = Settings.of(run_dir.metadata()["settings"])

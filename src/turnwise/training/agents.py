@@ -1,25 +1,27 @@
 """Agents that play the episodes of a run: a function of the user's own, by name or as an object, or a command.
 
 Its tasks are those of the environment, or the rows of ``--data``. Knows no method; says which requirements of methods an episode
-that an agent drives cannot meet.
+that an agent drives cannot meet. ``try_agent`` is ``turnwise check-agent``: tries an agent before a run, with the environment's
+scripted policies in place of a model, and says in words what was tried.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.config.named_object import GIVEN_OBJECT, importable_name, load_object
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Action, Session
-from turnwise.core.records import Origin, Sampling, Task, Trajectory
+from turnwise.core.records import Origin, Sampling, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.environments.calls import call_environment
 from turnwise.errors import SettingError
@@ -30,11 +32,18 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, next_action, scripted_policy
 from turnwise.rollout.strategies import EpisodeRunner
 from turnwise.serve.server import EndpointHost, listen_on, read_address, require_packages
+from turnwise.store.database import EpisodeFacts
+from turnwise.training.certificate import certificate, certificate_lines
 from turnwise.workers.sockets import allow_many_files
+
+if TYPE_CHECKING:
+    from turnwise.training.env_spec import EnvSpec
 
 DEMONSTRATION = 120.0  # seconds that a demonstration may take
 EXTERNAL = "external"  # the name of agents that live elsewhere
 TOKEN_VARIABLE = "TURNWISE_ENDPOINT_TOKEN"
+UNKNOWN = '<tool_call>{"name": "no_such_tool", "arguments": {}}</tool_call>'
+NONSENSE = ("", "???", UNKNOWN, "<tool_call>{broken", "answer: 0", "x" * 500)
 UNMET = {  # requirements of methods that need the turn loop of an environment
     "forks": "forks episodes at a turn, and the state of an agent cannot be copied",
     "hints": "writes a hint into the prompt, which the agent writes itself",
@@ -125,6 +134,30 @@ def agent_demonstrator(agent: Agent | None) -> Callable[[Action], str] | None:
     return getattr(getattr(agent, "function", None), "demonstrate", None)
 
 
+async def _episode(
+    agent: Agent,
+    episode: AgentEpisode,
+    environment: Any,
+    task: Task,
+    seconds: float,
+    row: Mapping[str, Any] | None = None,
+) -> Trajectory:
+    """The episode of a task of ``environment`` that the agent plays, within ``seconds`` of its own work."""
+    patience = episode.limits.environment_seconds
+
+    async def run(playing: AgentEpisode) -> AgentOutcome:
+        return await agent.play(await open_task(task, environment, patience, row), playing, seconds)
+
+    return await episode.run(run, None)
+
+
+async def _close(environment: Any, seconds: float) -> None:
+    close, inline = getattr(environment, "close", None), bool(getattr(type(environment), "inline", False))
+    if callable(close):
+        with contextlib.suppress(Exception):  # a close that fails or hangs must not fail the episode
+            await call_environment(close, seconds=seconds, inline=inline)
+
+
 async def play_demonstration(
     agent: Agent,
     wording: Callable[[Action], str],
@@ -142,11 +175,7 @@ async def play_demonstration(
 
     session = ScriptedSession(worded, renderer, tuple(getattr(environment, "tools", ())))
     episode = AgentEpisode(key, task, session, renderer, Sampling(), limits)
-
-    async def run(playing: AgentEpisode) -> AgentOutcome:
-        return await agent.play(await open_task(task, environment, limits.environment_seconds), playing, DEMONSTRATION)
-
-    played = await episode.run(run, None)
+    played = await _episode(agent, episode, environment, task, DEMONSTRATION)
     turns = tuple(replace(turn, logp=(), mass=(), version=()) for turn in played.turns)
     return replace(played, turns=turns, origin=Origin.EXPERT)
 
@@ -165,18 +194,104 @@ def agent_play(
     async def play(key: str, task: Task, session: Session, temperature_scale: float = 1.0, **more: Any) -> Trajectory:
         assert not any(more.values()), f"an agent's episode cannot take {sorted(more)}"
         environment = make(task)
-
-        async def run(episode: AgentEpisode) -> AgentOutcome:
-            opened = await open_task(task, environment, limits.environment_seconds, row(task))
-            return await agent.play(opened, episode, seconds)
-
         episode = AgentEpisode(key, task, session, renderer, sampling, limits, temperature_scale)
         try:
-            return await episode.run(run, None)
+            return await _episode(agent, episode, environment, task, seconds, row(task))
         finally:
-            close, inline = getattr(environment, "close", None), bool(getattr(type(environment), "inline", False))
-            if callable(close):
-                with contextlib.suppress(Exception):  # a close that fails or hangs must not fail the episode
-                    await call_environment(close, seconds=limits.environment_seconds, inline=inline)
+            await _close(environment, limits.environment_seconds)
 
     return play
+
+
+# ----------------------------------------------------------------- tried before a run
+
+
+@dataclass(frozen=True)
+class AgentReport:
+    """What was tried, and what is wrong."""
+
+    tried: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def text(self) -> str:
+        head = "no problems" if self.ok else f"{len(self.problems)} problems"
+        return "\n".join([head, *(f"  problem: {p}" for p in self.problems), *(f"  tried: {t}" for t in self.tried)])
+
+
+def try_agent(values: Mapping[str, Any], episodes: int = 8) -> AgentReport:
+    """Play ``episodes`` episodes with each policy: one that knows the answer, and one that talks nonsense."""
+    from turnwise.training import build  # late: imports torch
+    from turnwise.training.env_spec import EnvSpec, resolve_settings  # late: it loads agents by this module
+
+    settings = resolve_settings(values)
+    if not settings.agent:
+        raise SettingError("no agent to check; write --agent module:function or --agent 'python agent.py'")
+    spec = EnvSpec.from_settings(settings)
+    renderer = Renderer(build.byte_tokenizer())
+    policies = ("oracle", "nonsense") if spec.can_demonstrate else ("nonsense",)
+    played = {policy: asyncio.run(_try_all(spec, renderer, policy, episodes)) for policy in policies}
+    twice = asyncio.run(_try_all(spec, renderer, policies[0], episodes))
+    return _report(played, twice, policies[0], settings.env)
+
+
+async def _try_all(spec: EnvSpec, renderer: Renderer, policy: str, episodes: int) -> list[Trajectory]:
+    """One episode of each task in which ``policy`` answers the agent's calls."""
+    agent = spec.agent
+    assert agent is not None
+    wording = agent_demonstrator(agent) or (lambda action: action.text)
+
+    async def play(number: int, task: Task) -> Trajectory:
+        environment, nonsense = spec.try_make(task), iter(NONSENSE * 100)
+
+        async def act() -> Action:
+            if policy == "nonsense":
+                return Action(next(nonsense))
+            scripted = scripted_policy(policy, environment, stable_seed(policy, task.key))
+            return Action(wording(await next_action(scripted)))
+
+        session = ScriptedSession(act, renderer, tuple(getattr(environment, "tools", ())))
+        episode = AgentEpisode(f"check.{number}", task, session, renderer, Sampling(), spec.scripted_limits)
+        try:
+            seconds = min(spec.settings.agent_seconds, 60.0)
+            return await _episode(agent, episode, environment, task, seconds, spec.columns(task))
+        finally:
+            await _close(environment, spec.limits.environment_seconds)
+
+    tasks = spec.first_tasks("train", episodes)
+    return list(await asyncio.gather(*(play(number, task) for number, task in enumerate(tasks))))
+
+
+def _report(played: Mapping[str, list[Trajectory]], twice: list[Trajectory], first: str, env: str) -> AgentReport:
+    tried, problems = list[str](), list[str]()
+    for policy, episodes in played.items():
+        failed = [t.reason for t in episodes if t.status == Status.FAILED]
+        rewards = sum(t.reward for t in episodes) / len(episodes)
+        tried.append(
+            f"{len(episodes)} tasks of {env} with the policy {policy}: {len(failed)} failed, mean reward {rewards:.2f}"
+        )
+        if failed and policy != "nonsense":
+            problems.append(f"with the policy {policy} {len(failed)} of {len(episodes)} episodes fail: {failed[0]}")
+        elif len(failed) == len(episodes):
+            problems.append(
+                f"every episode of a policy that talks nonsense fails, and failed episodes are not trained on: {failed[0]}; "
+                "catch the model's own mistakes and return a reward"
+            )
+        if policy == "oracle" and not any(t.reward > 0 or t.success for t in episodes):
+            problems.append(
+                "a policy that knows the answer never gets a reward: does the agent return it, or call task.step?"
+            )
+    calls, again = (
+        [[(turn.context, turn.tokens, turn.reward, turn.restart) for turn in t.turns] for t in episodes]
+        for episodes in (played[first], twice)
+    )
+    if calls != again:
+        tried.append("the same tasks again: other calls or rewards, so runs of this agent do not repeat bit for bit")
+    else:
+        tried.append("the same tasks again: the same calls and rewards")
+    rows = [EpisodeFacts(t.status, t.reason, t.sampled, True, t.facts) for t in played[first]]
+    tried += certificate_lines(certificate(rows))[:-1]
+    return AgentReport(tuple(tried), tuple(problems))

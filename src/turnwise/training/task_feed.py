@@ -1,28 +1,35 @@
 """The task feed: which tasks are issued next, with how many rollouts and turns, and which help their episodes get.
 
 One object holds the live sampler, budget and guidance of a run, so that a checkpoint holds their state together with what was
-promised to the groups in flight. Knows no token and no loss.
+promised to the groups in flight. Knows no loss.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.core.protocols import Session
 from turnwise.core.records import Group, Task
 from turnwise.core.seeds import stable_seed
+from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.guidance import LiveGuidance
 from turnwise.rollout.guidance.base import PlainGroups
-from turnwise.rollout.strategies.base import EpisodeRunner, GroupRequest, Strategy, close, park
+from turnwise.rollout.strategies.base import GroupRequest, Strategy, close, park
 from turnwise.tasks.budgets import Fixed, LiveBudget
 from turnwise.tasks.samplers import LiveSampler
 from turnwise.tasks.task_source import TaskStream
+
+if TYPE_CHECKING:
+    from turnwise.rollout.renderer import Renderer
+    from turnwise.training.env_spec import EnvSpec
 
 MORE = 100_000  # index of the first session of a later round; no strategy opens so many
 
@@ -96,25 +103,21 @@ class TaskFeed:
         sizes = self.budget.sizes([task for _, task in fresh]) if fresh else []
         for (key, task), size in zip(fresh, sizes):
             self.promised[key] = [size, self.budget.max_turns(task)]
-        return self._with_rest([self._order(key, task) for key, task in [*repeated, *fresh]])
-
-    def _order(self, key: str, task: Task) -> GroupOrder:
-        number = key.split("~")[0]
-        if number not in self.promised:  # issued by a release that stored no promise
-            self.promised[number] = [self.budget.sizes([task])[0], self.budget.max_turns(task)]
-        size, turns = self.promised[number]
-        return GroupOrder(key, task, size, turns, self.largest)
-
-    def _with_rest(self, orders: list[GroupOrder]) -> list[GroupOrder]:
-        if not self.budget.rounds:
-            return orders
-        wave = BudgetWave(self.budget, [order.task for order in orders])
-        return [replace(order, rest=partial(wave.rest, i)) for i, order in enumerate(orders)]
+        orders = []
+        for key, task in [*repeated, *fresh]:
+            number = key.split("~")[0]
+            if number not in self.promised:  # issued by a release that stored no promise
+                self.promised[number] = [self.budget.sizes([task])[0], self.budget.max_turns(task)]
+            orders.append(GroupOrder(key, task, *self.promised[number], self.largest))
+        if self.budget.rounds:
+            wave = BudgetWave(self.budget, [order.task for order in orders])
+            orders = [replace(order, rest=partial(wave.rest, i)) for i, order in enumerate(orders)]
+        return orders
 
     def grow(self, order: GroupOrder, request: GroupRequest, strategy: Strategy) -> Coroutine[Any, Any, Group]:
         """Begin to grow a group: the strategy under the guidance, then the later rounds of the budget."""
         if order.max_turns:
-            request = replace(request, play=_limited(request.play, order.max_turns))
+            request = replace(request, play=partial(request.play, max_turns=order.max_turns))
         first = self.guidance.begin(request, strategy)
         if order.rest is None:
             return first
@@ -166,5 +169,38 @@ class TaskFeed:
         return {**self.sampler.metrics(), **self.budget.metrics(), **self.guidance.metrics(), **spent}
 
 
-def _limited(play: EpisodeRunner, turns: int) -> EpisodeRunner:
-    return partial(play, max_turns=turns)
+# ------------------------------------------------------- tasks ranked before the first step
+
+
+def score_tasks(collector: Any, learner: Any, env_spec: EnvSpec, renderer: Renderer) -> None:
+    """Give a sampler that ``measures`` angles the scores of its pool: the first prompts of its tasks are rendered and read once.
+    Called before the first step only: the ranking is part of the sampler's state."""
+    sampler: Any = getattr(getattr(collector, "sampler", None), "sampler", None)
+    if getattr(getattr(sampler, "rule", None), "measures", "") != "angles":
+        return
+    if env_spec.agent is not None:
+        raise SettingError(
+            "this sampler ranks tasks by their prompts, and an agent writes its own; write another --sampler"
+        )
+    if not hasattr(learner, "model"):
+        raise SettingError(
+            "this sampler reads hidden states in the learner's process; write --ranks 1 or another --sampler"
+        )
+    from turnwise.engines.learner.packed_forward import decoder_layers
+    from turnwise.engines.learner.signals.angles import prompt_angles
+
+    async def first_messages() -> list[Any]:
+        messages = []
+        for task in sampler.members:
+            environment = env_spec.make(task)
+            first = environment.reset(task.seed)
+            messages.append(await first if inspect.isawaitable(first) else first)
+            if (close := getattr(environment, "close", None)) is not None and inspect.isawaitable(closing := close()):
+                await closing
+        return messages
+
+    with ThreadPoolExecutor(1) as thread:  # a loop of its own: the caller may run inside one
+        opened = thread.submit(lambda: asyncio.run(first_messages())).result()
+    prompts = [renderer.open(list(messages), env_spec.tools).ids for messages in opened]
+    angles = prompt_angles(learner.model, decoder_layers(learner.model), prompts)
+    sampler.set_scores([intra + sampler.rule.inter * inter for intra, inter in angles])

@@ -47,15 +47,13 @@ from turnwise.training.collector import Collector, StalenessPolicy
 from turnwise.training.events import RunEvents
 from turnwise.training.interrupt import RunStopped, StopSignals
 from turnwise.training.loop import CheckpointSchedule, Loop, frozen_gc
-from turnwise.training.model_card import adapter_folder, write_cards
 from turnwise.training.plan import RunPlan
 from turnwise.training.refusals import staleness_notes
 from turnwise.training.resume import changes_since_start, check_files, is_evaluated, require_file, resume_messages
 from turnwise.training.rewards import chained, describe_functions, open_judge, open_scorer
 from turnwise.training.seats import seat_plan
-from turnwise.training.summary import RunSummary, evaluation_metrics
-from turnwise.training.task_feed import TaskFeed
-from turnwise.training.task_scores import score_tasks
+from turnwise.training.summary import RunSummary, evaluation_metrics, write_cards
+from turnwise.training.task_feed import TaskFeed, score_tasks
 
 COLD_STEPS = 100
 
@@ -233,7 +231,7 @@ class Trainer:
             given = not self.settings.model.tiny and self.settings.cold_steps < 1
             base = resolve(self.settings.model.name) if given else str(self.run_dir.path / "initial")
             export = partial(learner.export_adapter, base=base)
-            save_model(adapter_folder(self.run_dir), lambda path: _write(path, export, tokenizer.save_pretrained))
+            save_model(self.run_dir.adapter, lambda path: _write(path, export, tokenizer.save_pretrained))
 
     @contextlib.contextmanager
     def _profiled(self, loop: Loop) -> Iterator[None]:
