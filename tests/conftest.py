@@ -27,6 +27,8 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
+from support.finished_runs import Finished, finished_run  # noqa: E402
+
 # A gate gives the same answer twice; the search for new counterexamples is `make thorough`. No deadlines: an example that
 # waits for a busy machine is not wrong.
 FEW = 4  # examples of a property in `make test`, whatever it says itself
@@ -80,6 +82,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("integration")
         if any(mark.kwargs.get("reason") in NO_GPU for mark in item.iter_markers("skipif")):
             item.add_marker("gpu")
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Runs that are trained once for all test processes, to be read only: ``finished("grpo")`` (support/finished_runs.py)."""
+    base = tmp_path_factory.getbasetemp()
+    # with several test processes each has a folder inside one that they share
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    return lambda name: finished_run(shared / "finished_runs", name)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 import pytest
+from support import finished_runs
 
 from turnwise.cli.main import main
 from turnwise.inspector.audit.batches import synthetic_batch
 from turnwise.inspector.page.views.table import VIEWS
-from turnwise.training import api
 
-SMALL = {
+SMALL = {  # of the sweep
     "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 4, "cold_batch": 8,
     "steps": 2,
     "groups": 2, "group_size": 3, "max_tokens": 12, "context": 160, "eval_tasks": 4, "checkpoint_every": 1, "keep_checkpoints": 3,
@@ -25,58 +25,48 @@ FLAGS = [
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Two methods with two seeds each."""
-    out = tmp_path_factory.mktemp("commands")
-    for method in ("grpo", "dr_grpo"):
-        for seed in (0, 1):
-            api.train(method=method, out=str(out), name=f"{method}{seed}", quiet=True, seed=seed, **SMALL)
-    return out
-
-
 def printed(capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", list(VIEWS))
-def test_view_prints_each_view_as_json(runs, name, capsys):
-    assert main(["view", str(runs / "grpo0"), "--json", "--view", name]) == 0
+def test_view_prints_each_view_as_json(finished, name, capsys):
+    assert main(["view", str(finished("grpo")), "--json", "--view", name]) == 0
     assert printed(capsys)["blocks"]
 
 
-def test_view_exports_one_file_and_refuses_nonsense(runs, tmp_path, capsys):
-    assert main(["view", str(runs / "grpo0"), "--export", str(tmp_path / "page.html")]) == 0
+def test_view_exports_one_file_and_refuses_nonsense(finished, tmp_path, capsys):
+    assert main(["view", str(finished("grpo")), "--export", str(tmp_path / "page.html")]) == 0
     assert "<style>" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert main(["view", str(runs / "grpo0"), "--json", "--view", "overvew"]) == 2
-    assert main(["view", str(runs / "grpo0"), "--json", "--view", "step", "--step", "three"]) == 2
+    assert main(["view", str(finished("grpo")), "--json", "--view", "overvew"]) == 2
+    assert main(["view", str(finished("grpo")), "--json", "--view", "step", "--step", "three"]) == 2
     assert main(["view", str(tmp_path / "nowhere"), "--json"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_doctor_speaks_and_its_status_follows(runs, capsys):
-    status = main(["doctor", str(runs / "grpo0"), "--json"])
+def test_doctor_speaks_and_its_status_follows(finished, capsys):
+    status = main(["doctor", str(finished("grpo")), "--json"])
     diagnosis = printed(capsys)
-    assert diagnosis["steps"] == SMALL["steps"] and status == (0 if diagnosis["ok"] else 1)
-    assert main(["doctor", str(runs / "grpo0")]) == status and capsys.readouterr().out.strip()
-    assert main(["doctor", str(runs / "missing")]) == 2
+    assert diagnosis["steps"] == finished_runs.SMALL["steps"] and status == (0 if diagnosis["ok"] else 1)
+    assert main(["doctor", str(finished("grpo"))]) == status and capsys.readouterr().out.strip()
+    assert main(["doctor", str(finished("grpo") / "missing")]) == 2
 
 
-def test_replay_repeats_a_step(runs, capsys):
-    assert main(["replay", str(runs / "grpo0"), "--step", "2", "--json"]) == 0
+def test_replay_repeats_a_step(finished, capsys):
+    assert main(["replay", str(finished("grpo")), "--step", "2", "--json"]) == 0
     assert printed(capsys)
-    assert main(["replay", str(runs / "grpo0"), "--step", "99"]) == 2
+    assert main(["replay", str(finished("grpo")), "--step", "99"]) == 2
 
 
-def test_bisect_finds_no_difference_in_a_run_and_one_between_seeds(runs, capsys):
-    assert main(["bisect", str(runs / "grpo0"), str(runs / "grpo0")]) == 0
-    assert main(["bisect", str(runs / "grpo0"), str(runs / "grpo1")]) == 1
+def test_bisect_finds_no_difference_in_a_run_and_one_between_seeds(finished, capsys):
+    assert main(["bisect", str(finished("grpo")), str(finished("grpo"))]) == 0
+    assert main(["bisect", str(finished("grpo")), str(finished("grpo1"))]) == 1
     assert "step" in capsys.readouterr().out
 
 
-def test_compare_reads_really_trained_runs(runs, tmp_path, capsys):
+def test_compare_reads_really_trained_runs(finished, tmp_path, capsys):
     pytest.importorskip("scipy", reason="SciPy is not installed")
-    paths = [str(runs / f"{method}{seed}") for method in ("grpo", "dr_grpo") for seed in (0, 1)]
+    paths = [str(finished(name)) for name in ("grpo", "grpo1", "dr_grpo", "dr_grpo1")]
     assert main(["compare", *paths, "--json"]) == 0
     assert {label: sorted(seeds) for label, seeds in printed(capsys)["values"].items()} == {
         "grpo": ["0", "1"], "dr_grpo": ["0", "1"],

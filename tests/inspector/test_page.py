@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-import turnwise
 from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
 from turnwise.errors import SettingError
 from turnwise.inspector.page.blocks import as_json
@@ -22,17 +21,9 @@ from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\u202eabc\x1b[2J\x00 </div>{{ 7*7 }}"
-SMALL = {
-    "env": "guess", "steps": 2, "groups": 3, "group_size": 4, "cold_steps": 2, "eval_tasks": 0, "layers": 1,
-    "max_tokens": 12, "trackers": (), "keep_tokens": 5,
-}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page")
-    turnwise.train(method="grpo", out=str(folder), name="small", **SMALL)
-    with RunReader(folder / "small") as run:
+def trained(finished):
+    with RunReader(finished("grpo")) as run:
         yield run
 
 
@@ -120,7 +111,8 @@ def test_wrong_views_and_numbers_are_refused(trained, tmp_path):
     with pytest.raises(SettingError, match="whole number"):
         ViewQuery.parse({"step": "three"})
     assert ViewQuery.parse({"utm_source": "x", "step": "3"}) == ViewQuery(step=3)
-    assert [run.name for run in find_runs([str(trained.path.parent)])] == ["small"]
+    assert trained.name in [run.name for run in find_runs([str(trained.path.parent)])]
+    assert [run.name for run in find_runs([str(trained.path)])] == [trained.name]
 
 
 def test_histories_of_tasks():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.finished_runs import SMALL
 
-from turnwise.cli import sharing as exports
 from turnwise.inspector.page import step_cache
 from turnwise.inspector.page.blocks import as_json
 from turnwise.inspector.page.render import render_page
@@ -17,12 +17,6 @@ from turnwise.inspector.stored_trajectories import stored_trajectories
 from turnwise.store.rundir import RunDir
 from turnwise.training import api
 
-SMALL = {
-    "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 4, "cold_batch": 8,
-    "steps": 2,
-    "groups": 2, "group_size": 4, "max_tokens": 12, "context": 160, "eval_tasks": 0, "checkpoint_every": 1, "trackers": (),
-    "threads": 1, "keep_tokens": 5,
-}  # fmt: skip
 pytestmark = pytest.mark.slow
 
 
@@ -36,16 +30,12 @@ def crash(event, facts):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    out = tmp_path_factory.mktemp("kinds")
-    exports.export("guess", "pairs", out / "pairs.jsonl", tasks=12)
-    api.train(method="dpo", out=str(out), name="pairs", quiet=True, data=str(out / "pairs.jsonl"), **SMALL)
+def runs(finished, tmp_path_factory):
+    out = tmp_path_factory.mktemp("crashed")
     with pytest.raises(Crash):
-        api.train(crash, method="grpo", out=str(out), name="crashed", **{**SMALL, "cold_steps": 1})
-    api.train(
-        method="dr_grpo", out=str(out), name="tree", quiet=True, strategy="spo_tree,factors=2/2,segment=2", **SMALL
-    )
-    readers = {name: RunReader(out / name) for name in ("pairs", "crashed", "tree")}
+        api.train(crash, method="grpo", out=str(out), name="crashed", **{**SMALL, "cold_steps": 1, "quiet": False})
+    readers = {name: RunReader(path) for name, path in
+               (("pairs", finished("pairs")), ("crashed", out / "crashed"), ("tree", finished("tree")))}  # fmt: skip
     yield readers
     for reader in readers.values():
         reader.close()

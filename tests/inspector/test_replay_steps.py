@@ -7,6 +7,7 @@ import math
 import shutil
 
 import pytest
+from support.finished_runs import SMALL
 
 from turnwise.errors import SettingError
 from turnwise.inspector.replay.bisect import bisect_runs
@@ -14,75 +15,59 @@ from turnwise.inspector.replay.divergence import RunRecord
 from turnwise.inspector.replay.replay import replay_step
 from turnwise.training import api
 
-SMALL = {
-    "env": "guess",
-    "difficulty": (1,),
-    "hidden": 32,
-    "layers": 1,
-    "vocabulary": 320,
-    "cold_steps": 4,
-    "cold_batch": 8,
-    "steps": 3,
-    "groups": 2,
-    "group_size": 3,
-    "max_tokens": 12,
-    "context": 160,
-    "eval_tasks": 0,
-    "checkpoint_every": 1,
-    "keep_checkpoints": 3,
-    "trackers": (),
-    "threads": 1,
-}
+
+@pytest.fixture(scope="module")
+def run(finished):
+    return finished("grpo")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Two runs that differ in the temperature only."""
+def hotter(tmp_path_factory):
+    """The same run at another temperature."""
     out = tmp_path_factory.mktemp("runs")
-    api.train(method="grpo", out=str(out), name="a", quiet=True, **SMALL)
-    api.train(method="grpo", out=str(out), name="b", quiet=True, **{**SMALL, "temperature": 0.7})
-    return out
+    api.train(method="grpo", out=str(out), name="b", **{**SMALL, "temperature": 0.7})
+    return out / "b"
 
 
 @pytest.mark.slow
-def test_a_step_is_replayed_bit_for_bit_and_the_run_stays_as_it_is(runs):
-    files = {p: p.read_bytes() for p in (runs / "a").rglob("*") if p.is_file() and "sqlite" not in p.name}
-    report = replay_step(runs / "a", 3)
+def test_a_step_is_replayed_bit_for_bit_and_the_run_stays_as_it_is(run):
+    files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "sqlite" not in p.name}
+    report = replay_step(run, 3)
     assert report.ok and report.weights_equal and report.divergence is None
     assert report.began in (0, 2) and "bit for bit" in report.text()
-    assert {p: p.read_bytes() for p in (runs / "a").rglob("*") if p.is_file() and "sqlite" not in p.name} == files
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "sqlite" not in p.name} == files
     json.dumps(report.as_dict())
 
 
 @pytest.mark.slow
-def test_another_method_takes_the_same_step_from_the_same_weights(runs, tmp_path):
-    report = replay_step(runs / "a", 2, "ppo", until=3, keep=tmp_path / "kept")
+def test_another_method_takes_the_same_step_from_the_same_weights(run, tmp_path):
+    report = replay_step(run, 2, "ppo", until=3, keep=tmp_path / "kept")
     assert report.ok and report.other_method == "ppo" and report.last_step == 3
     assert math.isnan(report.cosine) or -1 - 1e-9 <= report.cosine <= 1 + 1e-9
     kept = RunRecord.read(tmp_path / "kept")
     assert sorted(kept.metrics) == [1, 2, 3]
-    same = [(g.task, [t.turns[0].tokens for t in g.trajectories]) for g in RunRecord.read(runs / "a").groups(2)]
+    same = [(g.task, [t.turns[0].tokens for t in g.trajectories]) for g in RunRecord.read(run).groups(2)]
     assert [(g.task, [t.turns[0].tokens for t in g.trajectories]) for g in kept.groups(2)] == same
 
 
 @pytest.mark.slow
-def test_runs_part_where_their_settings_act(runs):
-    result = bisect_runs(runs / "a", runs / "b")
+def test_runs_part_where_their_settings_act(run, hotter):
+    result = bisect_runs(run, hotter)
     first = result.divergence
     assert first.step == 1 and first.task and first.token == 0 and first.turn == 0 and first.field in ("logp", "tokens")
     assert result.causes == {"temperature": (1.0, 0.7)} and "part at step 1" in result.text()
-    assert bisect_runs(runs / "a", runs / "a").divergence is None
+    assert bisect_runs(run, run).divergence is None
 
 
 @pytest.mark.slow
-def test_a_changed_metric_of_a_copy_is_found(runs, tmp_path):
+def test_a_changed_metric_of_a_copy_is_found(run, tmp_path):
     copy = tmp_path / "copy"
-    shutil.copytree(runs / "a", copy)
+    shutil.copytree(run, copy)
     rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
     rows[1]["grad_norm"] = (rows[1]["grad_norm"] or 0.0) + 1e-7
     rows[2]["seconds"] = 99.0
     (copy / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    found = bisect_runs(runs / "a", copy).divergence
+    found = bisect_runs(run, copy).divergence
     assert (found.step, found.field) == (2, "grad_norm")
 
 
@@ -92,6 +77,6 @@ def test_a_changed_metric_of_a_copy_is_found(runs, tmp_path):
     [((9,), "steps 1 to 3"), ((0,), "steps 1 to 3"), ((2, "grop"), "grpo"), ((2, "", 3), "--until belongs"),
      ((2, "gspo", 9), "from 2 to 3")],
 )  # fmt: skip
-def test_nonsense_is_refused(runs, arguments, words):
+def test_nonsense_is_refused(run, arguments, words):
     with pytest.raises(SettingError, match=words):
-        replay_step(runs / "a", *arguments)
+        replay_step(run, *arguments)
