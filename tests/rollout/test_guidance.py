@@ -17,8 +17,8 @@ from turnwise.data.replay import ExpertCache, ReplaySources
 from turnwise.environments.base import tool_action
 from turnwise.errors import SettingError
 from turnwise.recipes.experience import SLOTS, piece
-from turnwise.rollout.guidance.plans import as_expert
-from turnwise.rollout.guidance.scheduled import HintByDifficulty, RecordedPrefixes
+from turnwise.rollout.guidance import HintByDifficulty, RecordedPrefixes
+from turnwise.rollout.guidance.pieces import as_expert
 from turnwise.rollout.guidance.support import Support, first_share, plan_of
 from turnwise.rollout.strategies import GroupRequest, Independent
 
@@ -317,5 +317,5 @@ def test_the_record_does_not_contain_the_plan():
 
 
 def test_impossible_tries_are_refused():
-    with pytest.raises(SettingError, match="tries >= 1"):
+    with pytest.raises(SettingError, match="tries is 0; write a number >= 1"):
         piece("guidance", "bepa,tries=0")

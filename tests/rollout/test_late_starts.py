@@ -145,5 +145,5 @@ def test_no_late_starts_is_plain_sampling(untrained):
 
 @pytest.mark.parametrize("wrong", [{"first": 0}, {"by": 0}, {"enough": 0.0}])
 def test_wrong_numbers_are_refused(wrong):
-    with pytest.raises(RecipeError, match="need first"):
+    with pytest.raises(RecipeError, match="; write a number"):
         BackwardStarts(**wrong)

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+REMEMBERED = 65536  # tasks of which a sampler, budget or guidance remembers anything
+
 
 class Stateful:
     """``saved`` names the attributes that change during a run; each must exist before ``load_state_dict``."""
@@ -48,4 +50,12 @@ def from_json(stored: Any, present: Any) -> Any:
     return deepcopy(stored)
 
 
-__all__ = ["Stateful", "from_json", "to_json"]
+def remember(memory: dict[str, Any], key: str, value: Any, most: int = REMEMBERED) -> None:
+    """Store ``value`` as the latest entry, and forget the oldest beyond ``most``: a memory by task stays bounded."""
+    memory.pop(key, None)
+    memory[key] = value
+    while len(memory) > most:
+        del memory[next(iter(memory))]
+
+
+__all__ = ["Stateful", "from_json", "remember", "to_json"]

@@ -18,9 +18,7 @@ import numpy as np
 
 from turnwise.core.limits import check_limits, number
 from turnwise.core.records import Group, Origin, Status, Task
-from turnwise.core.stateful import Stateful
-
-MEMORY = 65536  # tasks of which a budget remembers anything; the oldest are forgotten first
+from turnwise.core.stateful import Stateful, remember
 
 
 @dataclass
@@ -91,14 +89,6 @@ class Wide(Budget):
 
     def of(self, groups: int, size: int) -> Budget:
         return Fixed(max(1, round(groups * size / self.size)), self.size)
-
-
-def remember(memory: dict[str, Any], key: str, value: Any) -> None:
-    """Store ``value`` as the latest entry, and forget the oldest beyond ``MEMORY``."""
-    memory.pop(key, None)
-    memory[key] = value
-    while len(memory) > MEMORY:
-        del memory[next(iter(memory))]
 
 
 # ------------------------------------------------------------- a bandit per bin

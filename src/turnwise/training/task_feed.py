@@ -20,8 +20,7 @@ from turnwise.core.records import Group, Task
 from turnwise.core.seeds import stable_seed
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.guidance import LiveGuidance
-from turnwise.rollout.guidance.base import PlainGroups
+from turnwise.rollout.guidance import LiveGuidance, NoGuidance
 from turnwise.rollout.strategies.base import GroupRequest, Strategy, close, park
 from turnwise.tasks.budgets import Fixed, LiveBudget
 from turnwise.tasks.samplers import LiveSampler
@@ -82,7 +81,7 @@ class TaskFeed:
 
     sampler: LiveSampler
     budget: LiveBudget = field(default_factory=lambda: Fixed().open())
-    guidance: LiveGuidance = field(default_factory=PlainGroups)
+    guidance: LiveGuidance = field(default_factory=lambda: NoGuidance().open(0))
     largest: int = 0
     promised: dict[str, list[int]] = field(default_factory=dict)
     spent: dict[str, int] = field(default_factory=dict)  # rollouts of the latest step by difficulty

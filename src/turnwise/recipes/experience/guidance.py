@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from turnwise.rollout.guidance import (
     BackwardStarts,
+    CaseMemory,
     GrowingPrefix,
     Guidance,
     HalfInContext,
@@ -17,7 +18,6 @@ from turnwise.rollout.guidance import (
     SolvedExamples,
     WeakestHint,
 )
-from turnwise.rollout.guidance.cases import CaseMemory
 
 
 def none() -> Guidance:
