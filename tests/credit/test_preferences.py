@@ -23,7 +23,7 @@ from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.value import Constant
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
-from turnwise.credit.preference import BestWorstPairs, LabelledPairs, LogRatioScore, ideal_ranking, ranking_metrics
+from turnwise.credit.preference import BestWorstPairs, LabelledPairs, LogRatioScore, ranking_metrics
 from turnwise.recipes.families.preferences import WinRate
 from turnwise.recipes.recipe import Recipe
 
@@ -401,14 +401,6 @@ def test_ranking_and_the_loss_that_turns_it(seed):
     assert torch.equal(found["accuracy"].x[there] > 0, policy_gap > reference_gap)
     assert bool(right[(reference_gap > 0) & (loss <= 0.6)].all())
 
-
-def test_ideal_ranking():
-    """(α/(1 − α))^{1/β} must outweigh what the reference has against the pair: log 9/0.1 = 21.97."""
-    for gap, expected in ((-21.9, 1.0), (-22.0, 0.0)):
-        winner, loser = row([-30.0], chosen=True), row([-30.0], chosen=False)
-        records.sampled(winner)[0].reference, records.sampled(loser)[0].reference = -30.0, -30.0 - gap
-        batch, policy = packed([[winner, loser]])
-        near(ideal_ranking(MicroBatchView(batch, policy), LabelledPairs(), 0.1, 0.9).x, [expected])
 
 
 def test_the_score_may_be_right_and_the_policy_still_wrong():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from turnwise.maths.statistics import (
     Interval,
-    average_at_k,
     bootstrap,
     by_group,
     majority_at_k,
@@ -36,14 +35,6 @@ def test_pass_at_k_by_hand_and_vectorised():
         with pytest.raises(ValueError):
             pass_at_k(n, c, k)
 
-
-def test_average_at_k():
-    assert average_at_k([[1, 0, 0, 1], [1, 1, 1, 1]], 2).tolist() == [0.5, 1.0]
-    assert average_at_k([[1, 0, 0, 1]]).tolist() == [0.5]
-    with pytest.raises(ValueError):
-        average_at_k([[1, 0]], 3)
-    with pytest.raises(ValueError):
-        average_at_k([1, 0], 1)
 
 
 def brute_majority(answers, truth, k):

@@ -206,7 +206,7 @@ class Batch:
         tensors = [*self.tree.parents, s.ids, s.start, s.trajectory, s.sampled_at, *(x for x in some if x is not None)]
         fields = [f for mapping in (single, *mappings.values()) for f in mapping.values()]
         copies = iter(to_device_packed([*tensors, *(f.x for f in fields)], device))
-        tree = self.tree.with_parents([next(copies) for _ in self.tree.parents])
+        tree = Tree(next(copies), next(copies), next(copies), self.tree.count(GROUP), check=False)
         ids, start, trajectory, at = (next(copies) for _ in range(4))
         masked, routes = (None if x is None else next(copies) for x in some)
         move = lambda fields: {name: Field(tree, f.level, next(copies)) for name, f in fields.items()}  # noqa: E731

@@ -154,11 +154,6 @@ class Tree:
         tree = Tree(new_turn[self.parents[0][kept[0]]], position[self.parents[1][kept[1]]], group_of, groups.numel())
         return tree, tuple(kept)
 
-    def with_parents(self, parents: Sequence[Tensor]) -> Tree:
-        """The same tree with copies of its parents, e.g. on another device."""
-        a, b, c = parents
-        return Tree(a, b, c, self.count(GROUP), check=False)
-
     def __repr__(self) -> str:
         return "Tree({} tokens, {} turns, {} trajectories, {} groups)".format(*self.sizes)
 

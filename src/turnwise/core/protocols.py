@@ -5,7 +5,7 @@ The loop calls these and nothing else; it does not know whether one process, Ray
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -84,18 +84,6 @@ class Step:
     context: Sequence[Message] | None = None
     # replaces all that was read before ``messages``: what a policy's edit of its context left, or what a seat may know; the
     # next turn begins a new sequence. None: everything stays
-
-
-@runtime_checkable
-class EnvironmentProtocol(Protocol):
-    """One single-use episode. ``step`` may also be ``async``.
-
-    Optional methods, with their defaults in ``environments.base``: ``tools``, ``state_key``, ``snapshot`` and ``restore``,
-    ``answer``, ``hint``, ``agent`` (which of several agents acts next), ``close``."""
-
-    def reset(self, seed: int) -> Sequence[Message]: ...
-
-    def step(self, action: Action) -> Step | Awaitable[Step]: ...
 
 
 # ------------------------------------------------------------------ generator

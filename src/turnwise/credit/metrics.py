@@ -35,9 +35,19 @@ def measure_credit(batch: Batch) -> dict[str, float]:
         return {}
     adv = batch[Column.ADVANTAGE].at(TOKEN).to(torch.float64)
     outcome = batch.reward.sum(TRAJECTORY).to(torch.float64)
-    metrics = _by_turn(batch, adv) | _by_tools(batch, adv) | _groups(outcome) | _by_source(batch, adv, outcome)
-    metrics["credit/variance_within"] = _within(adv)
-    metrics["credit/sign_flips"] = _sign_flips(batch, adv, outcome)
+    metrics = _by_turn(batch, adv) | _groups(outcome) | _by_source(batch, adv, outcome)
+    called = (batch.tool_calls > 0).at(TOKEN).x
+    parts = {"tools": adv.x[called], "no_tools": adv.x[~called]}
+    metrics |= {f"credit/mean/{name}": float(x.mean()) for name, x in parts.items() if x.numel()}
+    whole = float(((adv - adv.mean(BATCH)) ** 2).mean(BATCH).item)
+    inside = float(((adv - adv.mean(TRAJECTORY)) ** 2).mean(BATCH).item)
+    metrics["credit/variance_within"] = inside / whole if whole > 1e-18 else 0.0
+    # the baseline is the mean return of all trajectories of one kind of task in the batch
+    kind = Partition.by(batch.tree, TRAJECTORY, batch.domain)
+    centred, credited = (outcome - outcome.mean(kind)).x, adv.mean(TRAJECTORY).x
+    decided = (centred.abs() > 1e-9) & (credited.abs() > 1e-9)
+    flips = (centred.sign() != credited.sign())[decided].double()
+    metrics["credit/sign_flips"] = float(flips.mean()) if bool(decided.any()) else 0.0
     metrics["index_bias"] = index_bias(batch, outcome)
     for name, signal in (("rank", Signal.EFFECTIVE_RANK), ("rank/speed", Signal.EFFECTIVE_RANK_VELOCITY)):
         if signal in batch.columns:
@@ -61,12 +71,6 @@ def _by_turn(batch: Batch, adv: Field) -> dict[str, float]:
     return metrics
 
 
-def _by_tools(batch: Batch, adv: Field) -> dict[str, float]:
-    called = (batch.tool_calls > 0).at(TOKEN).x
-    parts = {"tools": adv.x[called], "no_tools": adv.x[~called]}
-    return {f"credit/mean/{name}": float(x.mean()) for name, x in parts.items() if x.numel()}
-
-
 def _by_source(batch: Batch, adv: Field, outcome: Field) -> dict[str, float]:
     """Per source; nothing where all trajectories are the policy's, because the other metrics already cover them."""
     sources = source(batch)
@@ -86,31 +90,13 @@ def _by_source(batch: Batch, adv: Field, outcome: Field) -> dict[str, float]:
 def _groups(outcome: Field) -> dict[str, float]:
     low, high = outcome.min(GROUP).x, outcome.max(GROUP).x
     flat = high - low <= 1e-9
-    distinct = Partition.by(outcome.tree, TRAJECTORY, outcome.tree.parents[2], _rank(outcome))
+    codes = torch.unique(outcome.x, return_inverse=True)[1]
+    distinct = Partition.by(outcome.tree, TRAJECTORY, outcome.tree.parents[2], codes)
     return {
         "groups/all_succeed": float((flat & (low > 0)).double().mean()),
         "groups/all_fail": float((flat & (low <= 0)).double().mean()),
         "groups/distinct": distinct.count / max(1, outcome.tree.count(GROUP)),
     }
-
-
-def _rank(x: Field) -> Field:
-    """Equal values get equal codes."""
-    return Field(x.tree, x.level, torch.unique(x.x, return_inverse=True)[1])
-
-
-def _within(adv: Field) -> float:
-    whole = float(((adv - adv.mean(BATCH)) ** 2).mean(BATCH).item)
-    inside = float(((adv - adv.mean(TRAJECTORY)) ** 2).mean(BATCH).item)
-    return inside / whole if whole > 1e-18 else 0.0
-
-
-def _sign_flips(batch: Batch, adv: Field, outcome: Field) -> float:
-    """The baseline is the mean return of all trajectories of one kind of task in the batch."""
-    kind = Partition.by(batch.tree, TRAJECTORY, batch.domain)
-    centred, credited = (outcome - outcome.mean(kind)).x, adv.mean(TRAJECTORY).x
-    decided = (centred.abs() > 1e-9) & (credited.abs() > 1e-9)
-    return float((centred.sign() != credited.sign())[decided].double().mean()) if bool(decided.any()) else 0.0
 
 
 def index_bias(batch: Batch, outcome: Field) -> float:

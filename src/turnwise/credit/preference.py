@@ -7,13 +7,12 @@ The losses couple trajectories: they are differentiated over the whole step, bef
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.penalty import Penalty
-from turnwise.algebra.piece import NOTHING, MicroBatchView, Piece, check
+from turnwise.algebra.piece import NOTHING, MicroBatchView, Piece
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.core.batch import Batch
@@ -22,7 +21,6 @@ from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.selectors import BestOfGroup, FromOrigin, Selector
-from turnwise.errors import nearest
 from turnwise.maths.gradients import without_gradient
 from turnwise.maths.lazy_torch import torch
 
@@ -89,13 +87,8 @@ class BestWorstPairs(PairSelector):
         return where(gap > 0, top - bottom, 0.0)
 
 
-SOURCES: dict[str, PairSelector] = {"told": LabelledPairs(), "formed": BestWorstPairs()}
-
-
-def pairs_from(source: str) -> PairSelector:
-    """``told``: pairs labelled by the data; ``formed``: the best and the worst of each group."""
-    check(source in SOURCES, f"no source of pairs {source!r}; {nearest(source, SOURCES)}")
-    return SOURCES[source]
+PAIRS: dict[str, PairSelector] = {"told": LabelledPairs(), "formed": BestWorstPairs()}
+"""``told``: pairs labelled by the data; ``formed``: the best and the worst of each group."""
 
 
 @dataclass(frozen=True)
@@ -220,12 +213,3 @@ def mean_over_pairs(metrics: Mapping[str, Field]) -> dict[str, Tensor]:
     has_pair = metrics["pairs"].x > 0
     names = [name for name in metrics if name != "pairs"] if bool(has_pair.any()) else []
     return {f"preference/{name}": metrics[name].x[has_pair].mean() for name in names}
-
-
-def ideal_ranking(view: MicroBatchView, pairs: PairSelector, beta: float, agree: float) -> Field:
-    """1 where even the optimum of the logistic loss ranks a pair right, at GROUP: π_ref(w)/π_ref(l) · (α/(1 − α))^{1/β}
-    > 1, α = ``agree`` the share of raters who prefer the chosen."""
-    check(0 < agree < 1 and beta > 0, f"need 0 < agree < 1 and beta > 0, got {agree}, {beta}")
-    chosen, rejected = chosen_and_rejected(view[Signal.REFERENCE].sum(TRAJECTORY), pairs.sign(view.batch))
-    shift = math.log(agree / (1 - agree)) / beta
-    return where(chosen - rejected + shift > 0, 1.0, 0.0)

@@ -47,16 +47,6 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> np.ndarray:
     return 1.0 - missed_T
 
 
-def average_at_k(scores: ArrayLike, k: int | None = None) -> np.ndarray:
-    """Mean of the first k scores of each task (all of them when k is None). ``scores`` is (tasks, samples)."""
-    scores_TN = np.asarray(scores, dtype=np.float64)
-    if scores_TN.ndim != 2:
-        raise ValueError(f"average@k needs scores of shape (tasks, samples), not {scores_TN.shape}")
-    if k is not None and not 1 <= k <= scores_TN.shape[1]:
-        raise ValueError(f"average@{k} needs between 1 and {scores_TN.shape[1]} samples per task")
-    return scores_TN[:, :k].mean(axis=1)
-
-
 def majority_at_k(answers: Sequence[Hashable], truth: Hashable, k: int) -> float:
     """The probability that the most frequent of k answers, drawn without replacement, is the true one.
 

@@ -10,13 +10,13 @@ from turnwise.algebra.ratio import OnPolicy
 from turnwise.algebra.value import Constant
 from turnwise.core.levels import GROUP, TOKEN
 from turnwise.credit.preference import (
+    PAIRS,
     ChosenSide,
     LogRatioScore,
     PairLoss,
     PairSelector,
     PreferenceLoss,
     TrajectoryScore,
-    pairs_from,
 )
 from turnwise.recipes.recipe import Recipe
 
@@ -32,7 +32,7 @@ def penalised(cost: Penalty, rows: PairSelector, average: Aggregate | None = Non
 
 def of_pairs(loss: PairLoss, pairs: Source, score: TrajectoryScore | None = None) -> Recipe:
     """The loss of the scores of both sides of each pair; the score is the log-ratio to the reference unless given."""
-    selected = pairs_from(pairs)
+    selected = PAIRS[pairs]
     return penalised(PreferenceLoss(loss, score or LogRatioScore(), selected), selected)
 
 
@@ -40,7 +40,7 @@ def imitating_chosen(
     loss: PairLoss, pairs: Source, score: TrajectoryScore, weight: float = 1.0, imitation: float = 1.0
 ) -> Recipe:
     """A loss of pairs, and supervised learning of the chosen side."""
-    selected = pairs_from(pairs)
+    selected = PAIRS[pairs]
     costs = (
         WeightedPenalty(weight, PreferenceLoss(loss, score, selected), Mean(GROUP), rows=selected),
         WeightedPenalty(imitation, NegativeLogLikelihood(), Mean(TOKEN), rows=ChosenSide(selected)),

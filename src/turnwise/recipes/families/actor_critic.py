@@ -272,16 +272,6 @@ class SoftMinValue(Term):
         return heads[0].map(lambda _: -a * (torch.logsumexp(stacked, 0) - torch.log(stacked.new_tensor(2.0))))
 
 
-PHASES = {"warm-up": 1.5, "climb": 1.2, "plateau": 0.8, "converged": 1.0}
-
-
-def pid_threshold(error: float, integral: float, before: float, phase: str, gains: tuple[float, float, float]) -> float:
-    """clip((0.3 + Kp e + Ki ∫e + Kd Δe) · phase, 0.1, 0.6)."""
-    kp, ki, kd = gains
-    free = 0.3 + kp * error + ki * integral + kd * (error - before)
-    return min(0.6, max(0.1, free * PHASES[phase]))
-
-
 @dataclass(frozen=True)
 class KLController(Weight):
     """c (K − θ) max(½, 2/(H + 0.1)) once the smoothed KL K exceeds θ, else 0. A PID controller sets θ from the
@@ -304,16 +294,16 @@ class KLController(Weight):
         velocity = 0.0 if first else smooth - state["reward"]
         error = velocity - self.goal
         integral = min(1.0, max(-1.0, state["integral"] + error))
-        phase = "warm-up" if state["steps"] < self.warmup else "climb" if velocity > self.goal else "plateau"
-        bound = pid_threshold(error, integral, state["error"], phase, self.gains)
-        kl = self._kl(view)
+        # looser while the run warms up or climbs, stricter on a plateau
+        phase = 1.5 if state["steps"] < self.warmup else 1.2 if velocity > self.goal else 0.8
+        kp, ki, kd = self.gains
+        free = 0.3 + kp * error + ki * integral + kd * (error - state["error"])
+        bound = min(0.6, max(0.1, free * phase))
+        x = (view[Signal.REFERENCE] - view.logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        kl = float(x.map(k2).mean(BATCH).item)
         smooth_kl = kl if first else 0.9 * state["kl"] + 0.1 * kl
         state_now = {"kl": smooth_kl, "reward": smooth, "error": error, "integral": integral, "threshold": bound}
         return {**state_now, "steps": state["steps"] + 1}
-
-    def _kl(self, view: StepView) -> float:
-        x = (view[Signal.REFERENCE] - view.logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return float(x.map(k2).mean(BATCH).item)
 
     def __call__(self, view: StepView) -> Field:
         entropy = view[Signal.ENTROPY].mean(BATCH).to(torch.float64)

@@ -26,6 +26,7 @@ from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.preference import (
+    PAIRS,
     BestWorstPairs,
     LabelledPairs,
     LogisticLoss,
@@ -38,11 +39,9 @@ from turnwise.credit.preference import (
     chosen_and_rejected,
     logsigmoid,
     mean_over_pairs,
-    pairs_from,
     ranking_metrics,
 )
 from turnwise.credit.selectors import BestOfGroup, FromOrigin, Selector
-from turnwise.errors import nearest
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.pairwise import imitating_chosen, of_pairs, penalised
@@ -107,13 +106,6 @@ KINDS: dict[str, tuple[Callable[[float], PairLoss], TrajectoryScore]] = {
 }
 
 
-def preference_loss(kind: str, beta: float, smoothing: float, pairs: PairSelector) -> PreferenceLoss:
-    """The usual losses by name, on the implicit reward."""
-    check(kind in KINDS, f"no kind {kind!r}; {nearest(kind, KINDS)}")
-    loss, score = KINDS[kind]
-    return PreferenceLoss(LabelSmoothed(loss(beta), smoothing), score, pairs)
-
-
 def dpo(
     kind: Literal["sigmoid", "hinge", "ipo", "bco", "sppo"] = "sigmoid",
     beta: float = 0.1,
@@ -129,8 +121,8 @@ def dpo(
     Settings: beta 0.1, lr 5e-7 to 1e-6, batch 64.
     Sure of: the formulas (paper text and public code).
     """
-    selected = pairs_from(pairs)
-    return penalised(preference_loss(kind, beta, smoothing, selected), selected)
+    selected, (loss, score) = PAIRS[pairs], KINDS[kind]
+    return penalised(PreferenceLoss(LabelSmoothed(loss(beta), smoothing), score, selected), selected)
 
 
 @dataclass(frozen=True)
@@ -365,12 +357,7 @@ def mapl(beta: float = 0.1, intra: float = 1.0, inter: float = 1.0) -> Recipe:
 
 
 ANSWERS: dict[str, Selector] = {"told": FromOrigin("expert"), "formed": FromOrigin("policy")}
-
-
-def answers_from(source: str) -> Selector:
-    """Whose answers are picked from: ``told`` are those of the data, ``formed`` the policy's own."""
-    check(source in ANSWERS, f"no source of answers {source!r}; {nearest(source, ANSWERS)}")
-    return ANSWERS[source]
+"""Whose answers are picked from: ``told`` are those of the data, ``formed`` the policy's own."""
 
 
 @dataclass(frozen=True)
@@ -406,7 +393,7 @@ def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity"), answers: Literal[
     facts `toward_NAME`.
     Sure of: the rule (paper text), how many samples and rounds (recalled).
     """
-    best = BestOfGroup(answers_from(answers), DirectionalReward(heads))
+    best = BestOfGroup(ANSWERS[answers], DirectionalReward(heads))
     penalty = WeightedPenalty(1.0, NegativeLogLikelihood(), Mean(TOKEN), rows=best)
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(penalty,))
 
@@ -558,7 +545,7 @@ def aot(
     Deviation: sorts over the whole optimiser step, not over a device's micro-batch.
     Sure of: the formula (released code of a public trainer).
     """
-    selected = pairs_from(pairs)
+    selected = PAIRS[pairs]
     cost = SortedPreferenceLoss(LabelSmoothed(LogisticLoss(beta), smoothing), paired, selected)
     return penalised(cost, selected)
 
@@ -601,12 +588,7 @@ class ProspectLoss(Penalty):
 
 
 LABELLED: dict[str, PairSelector] = {"told": LabelledAnswers(), "formed": BestWorstPairs()}
-
-
-def labelled_from(source: str) -> PairSelector:
-    """As ``pairs_from``, and answers of the data that are labelled one by one."""
-    check(source in LABELLED, f"no source of labelled answers {source!r}; {nearest(source, LABELLED)}")
-    return LABELLED[source]
+"""As ``PAIRS``, and answers of the data that are labelled one by one."""
 
 
 def kto(
@@ -622,7 +604,7 @@ def kto(
     pairs, or one by one with a label (rows of prompt, completion and label).
     Sure of: the utility (paper text), the estimate of z (ours).
     """
-    selected = labelled_from(pairs)
+    selected = LABELLED[pairs]
     cost = ProspectLoss(beta, desirable, undesirable, selected)
     return penalised(cost, selected, Mean(TRAJECTORY))
 
