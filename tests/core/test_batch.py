@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import COUNTS, records_of
 
-from turnwise.core.batch import pack
+from turnwise.core.batch import even_runs, pack, shared_prefix_lengths
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.records import Fork, Group, Status, Task, Trajectory, Turn
 from turnwise.engines.learner.shared_prefix import SharedPrefixes
 from turnwise.errors import RecordError, SignalError
 from turnwise.integrations.padded import from_padded, to_padded
-from turnwise.maths.chunks import even_runs, shared_prefix_lengths
 
 TASK = Task("test", 1)
 

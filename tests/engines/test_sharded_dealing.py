@@ -6,11 +6,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.batches import COUNTS, records_of
 
-from turnwise.core.batch import pack
+from turnwise.core.batch import pack, shared_prefix_lengths
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.engines.sharded.dealing import deal, rows_of_ranks
-from turnwise.maths.chunks import shared_prefix_lengths
 
 
 @given(COUNTS, st.integers(1, 5), st.integers(1, 64), st.booleans())

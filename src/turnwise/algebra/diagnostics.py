@@ -16,8 +16,7 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import k1, k2, k3
-from turnwise.maths.gradients import without_gradient
-from turnwise.maths.lazy_torch import torch
+from turnwise.maths.lazy_torch import torch, without_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,18 +52,14 @@ def sums(view: MicroBatchView, rho: Field, gated: Field, adv: Field, slope: Fiel
     if Signal.ENTROPY in view.policy:
         out["entropy"] = total(view[Signal.ENTROPY].detach())
     if Column.CURRENT_VERSION in view.batch.columns:
-        out |= _mismatch_of_current(view)
-    return out | _tails(moved) | _by_turn(view, clipped, slope) | _by_outcome(view, slope)
-
-
-def _mismatch_of_current(view: MicroBatchView) -> dict[str, Tensor]:
-    """Difference of sampler and learner log-probabilities on tokens that the present weights sampled."""
-    current = view.batch[Column.CURRENT_VERSION].x
-    gap = (view.logp.detach() - behaviour(view.batch).to(view.logp.x.dtype)).x.abs()
-    return {
-        "_policy_check/gap": torch.where(current, gap, 0.0).double().sum(),
-        "_policy_check/tokens": current.double().sum(),
-    }
+        # tokens that the present weights sampled: here sampler and learner must agree
+        current = view.batch[Column.CURRENT_VERSION].x
+        gap = (view.logp.detach() - behaviour(view.batch).to(view.logp.x.dtype)).x.abs()
+        out["_policy_check/gap"] = torch.where(current, gap, 0.0).double().sum()
+        out["_policy_check/tokens"] = current.double().sum()
+    good, size = (view.batch.reward.sum(TRAJECTORY) > 0).at(TOKEN).x, slope.x.abs()
+    out |= {"_slope/good": (size * good).sum(), "_slope/bad": (size * ~good).sum()}
+    return out | _tails(moved) | _by_turn(view, clipped, slope)
 
 
 def _tails(moved: Field) -> dict[str, Tensor]:
@@ -93,12 +88,6 @@ def _by_turn(view: MicroBatchView, clipped: Field, slope: Field) -> dict[str, Te
         out |= {f"_tokens/turn{k}": here.sum(), f"_clipped/turn{k}": (clipped.x & here).sum()}
         out[f"_slope/turn{k}"] = (size * here).sum()
     return out
-
-
-def _by_outcome(view: MicroBatchView, slope: Field) -> dict[str, Tensor]:
-    good = (view.batch.reward.sum(TRAJECTORY) > 0).at(TOKEN).x
-    size = slope.x.abs()
-    return {"_slope/good": (size * good).sum(), "_slope/bad": (size * ~good).sum()}
 
 
 def source(batch: Batch) -> Field:

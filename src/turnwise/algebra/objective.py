@@ -24,8 +24,7 @@ from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import BEFORE_BATCH, BEFORE_STEP, POLICY_SIGNALS, WITH_GRADIENT, Signal
-from turnwise.maths.gradients import with_gradient, without_gradient
-from turnwise.maths.lazy_torch import torch
+from turnwise.maths.lazy_torch import torch, with_gradient, without_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,8 +142,12 @@ class Objective:
                 batch = batch.put(self._penalty_gradient(batch, i, weighted.penalty))
         if self.ratio.couples_trajectories:
             return batch.put(gain_gradient=self._gain_gradient(batch))
-        gain_only = not self.penalties and type(self.gradient) is PlainGradient
-        return batch.put(no_gradient=_without_gradient(batch)) if gain_only else batch
+        if self.penalties or type(self.gradient) is not PlainGradient:
+            return batch
+        # Where every token of a group has advantage or weight 0, its gradient is 0, and the learner needs only its statistics.
+        # By whole groups, because trajectories of one group share a prompt and are cheaper to read together.
+        size = (batch[Column.ADVANTAGE] * batch[Column.WEIGHT]).at(TOKEN).abs().sum(GROUP)
+        return batch.put(no_gradient=size.map(lambda x: x == 0).at(TRAJECTORY))
 
     def _kept(self, view: StepView, mask: Mask | None = None) -> Field:
         """1 for each token that is trained on."""
@@ -177,12 +180,6 @@ class Objective:
         columns[Column.PENALTY_GRADIENT, i] = Field(batch.tree, TOKEN, slope)
         columns[Column.PENALTY_COST, i] = float(cost.detach()) * share
         return columns
-
-    def _penalty_metrics(self, view: MicroBatchView, i: int, penalty: Penalty) -> Mapping[str, Tensor]:
-        if not penalty.couples_trajectories:
-            return penalty.metrics(view)
-        keys = [key for key in view.batch.columns if isinstance(key, tuple) and key[:2] == (Column.PENALTY_METRIC, i)]
-        return {key[2]: _total(view[key]) for key in keys}
 
     def _cost(self, view: MicroBatchView, i: int, penalty: Penalty) -> Tensor:
         weight = view.batch.columns.get((Column.PENALTY_WEIGHT, i), view.batch[Column.WEIGHT])
@@ -225,7 +222,16 @@ class Objective:
             stats = diagnostics.sums(view, rho, gated, adv, slope if gain_slope is None else gain_slope)
             for i, (w, cost) in enumerate(zip(self.penalties, costs)):
                 stats[f"penalty/{type(w.penalty).__name__}"] = cost
-                stats = {**self._penalty_metrics(view, i, w.penalty), **stats}  # of two equal names the first one stays
+                metrics = (
+                    w.penalty.metrics(view)
+                    if not w.penalty.couples_trajectories
+                    else {
+                        key[2]: _total(view[key])  # planned over the whole step, and spread over its tokens
+                        for key in batch.columns
+                        if isinstance(key, tuple) and key[:2] == (Column.PENALTY_METRIC, i)
+                    }
+                )
+                stats = {**metrics, **stats}  # of two equal names the first one stays
             stats["objective"] = objective.detach()
             for mask in (p for p in self._planning() if isinstance(p, Mask) and p.reason and p in batch.columns):
                 stats[f"dropped/tokens: {mask.reason}"] = (~batch[mask]).at(TOKEN).x.double().sum()
@@ -240,14 +246,6 @@ class Objective:
 
 def _total(value: Field) -> Tensor:
     return value.at(TOKEN).x.sum()
-
-
-def _without_gradient(batch: Batch) -> Field:
-    """Trajectories of groups in which every token has advantage or weight 0: without penalties their gradient is 0, and the
-    learner needs only their statistics. By whole groups, because trajectories of one group share a prompt and are cheaper to
-    read together."""
-    size = (batch[Column.ADVANTAGE] * batch[Column.WEIGHT]).at(TOKEN).abs().sum(GROUP)
-    return size.map(lambda x: x == 0).at(TRAJECTORY)
 
 
 class _Slope:

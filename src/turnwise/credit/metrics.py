@@ -22,8 +22,7 @@ from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition
 from turnwise.core.signals import Signal
-from turnwise.maths.gradients import without_gradient
-from turnwise.maths.lazy_torch import torch
+from turnwise.maths.lazy_torch import torch, without_gradient
 
 TURNS = 4  # turn indices reported separately; the last stands for all later ones
 

@@ -21,8 +21,7 @@ from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.selectors import BestOfGroup, FromOrigin, Selector
-from turnwise.maths.gradients import without_gradient
-from turnwise.maths.lazy_torch import torch
+from turnwise.maths.lazy_torch import torch, without_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,13 +3,16 @@
     from turnwise.maths.lazy_torch import torch
 
 The pieces of a method are built and checked without a tensor, so a run is refused before torch is loaded, which takes two
-seconds. What computes anyway (engines, models) imports torch as usual.
+seconds. What computes anyway (engines, models) imports torch as usual. ``without_gradient`` and ``with_gradient`` stand for the
+decorators ``torch.no_grad()`` and ``torch.enable_grad()``, which would load torch when a module is imported.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 
 class LazyModule:
@@ -30,3 +33,26 @@ if TYPE_CHECKING:
     import torch as torch
 else:
     torch = LazyModule("torch")
+
+
+Arguments = ParamSpec("Arguments")
+Value = TypeVar("Value")
+
+
+def without_gradient(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+    """The function, computed without a graph."""
+    return _graph(function, keep=False)
+
+
+def with_gradient(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+    """The function, computed with a graph, also where its caller keeps none."""
+    return _graph(function, keep=True)
+
+
+def _graph(function: Callable[Arguments, Value], keep: bool) -> Callable[Arguments, Value]:
+    @wraps(function)
+    def computed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+        with torch.set_grad_enabled(keep):
+            return function(*args, **kwargs)
+
+    return computed
