@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run in one process for each core, at most eight; WORKERS=0 runs them in one, for a debugger.
 WORKERS ?= auto
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
-QUICK   := not slow and not integration and not gpu and not thorough and not property
+QUICK   := not thorough and not property and not slow and not integration and not gpu
 LINT    := $(BIN)/ruff check src tests trials benchmarks experiments examples && $(BIN)/ruff format --check src && $(BIN)/mypy
 # Seeds the examples that `make thorough` draws; the same number draws the same examples again.
 SEED    ?= $(shell date +%s)

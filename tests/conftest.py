@@ -2,7 +2,8 @@
 
 Tiers (see the Makefile). A test belongs to ``make test`` unless something says otherwise:
 
-- ``thorough``: only in ``make thorough``. Set by hand, and here on the files of ``THOROUGH``.
+- ``thorough``: only in ``make thorough``. Set by hand, and here on the files of ``THOROUGH`` and on ``slow`` tests,
+  unless they say ``slow(tier="test")``: one whole run of each kind.
 - ``property``: draws examples (hypothesis). Set here. ``make test`` runs a few examples of each, the same every time; ``make
   thorough`` runs as many as the test says, new ones every time. What it finds becomes an ``@example``.
 - ``make quick`` leaves out both, and ``slow``, ``integration`` and ``gpu``.
@@ -72,7 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     searching = config.getoption("--hypothesis-profile", None) == "thorough"
     for item in items:
         path = path_in_tests(item.path)
-        if path.startswith(THOROUGH):
+        slow = item.get_closest_marker("slow")
+        if path.startswith(THOROUGH) or (slow and slow.kwargs.get("tier") != "test"):
             item.add_marker("thorough")
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("property")

@@ -54,7 +54,7 @@ def run(capsys, *argv) -> tuple[int, str, str]:
 # ------------------------------------------------------------------- own names
 
 
-@pytest.mark.slow
+@pytest.mark.slow(tier="test")
 def test_a_run_of_ones_own_is_configured_resumed_and_extended(shop, capsys):
     (shop / "run.yaml").write_text(
         "\n".join(f"{name}: {'[]' if value == '' else value}" for name, value in SMALL.items())

@@ -22,7 +22,8 @@ FLAGS = [
     word for name, value in SMALL.items() if name not in ("difficulty", "trackers", "steps")
     for word in (f"--{name.replace('_', '-')}", str(value))
 ]  # fmt: skip
-pytestmark = pytest.mark.slow
+
+pytestmark = pytest.mark.slow(tier="test")
 
 
 def printed(capsys) -> dict:
@@ -76,6 +77,7 @@ def test_compare_reads_really_trained_runs(finished, tmp_path, capsys):
     assert main(["compare", paths[0], "gspo"]) == 2
 
 
+@pytest.mark.thorough
 def test_sweep_trains_a_grid_and_refuses_an_unknown_setting(tmp_path, capsys):
     pytest.importorskip("scipy", reason="SciPy is not installed")
     words = ["sweep", "dr_grpo", "--grid", "lr=1e-4,1e-3", "--seeds", "2", "--minutes", "9", "--steps", "1"]

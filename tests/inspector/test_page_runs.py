@@ -17,7 +17,7 @@ from turnwise.inspector.stored_trajectories import stored_trajectories
 from turnwise.store.rundir import RunDir
 from turnwise.training import api
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(tier="test")
 
 
 class Crash(Exception):

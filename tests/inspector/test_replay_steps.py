@@ -15,6 +15,8 @@ from turnwise.inspector.replay.divergence import RunRecord
 from turnwise.inspector.replay.replay import replay_step
 from turnwise.training import api
 
+pytestmark = pytest.mark.slow(tier="test")
+
 
 @pytest.fixture(scope="module")
 def run(finished):
@@ -29,7 +31,6 @@ def hotter(tmp_path_factory):
     return out / "b"
 
 
-@pytest.mark.slow
 def test_a_step_is_replayed_bit_for_bit_and_the_run_stays_as_it_is(run):
     files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "sqlite" not in p.name}
     report = replay_step(run, 3)
@@ -39,7 +40,6 @@ def test_a_step_is_replayed_bit_for_bit_and_the_run_stays_as_it_is(run):
     json.dumps(report.as_dict())
 
 
-@pytest.mark.slow
 def test_another_method_takes_the_same_step_from_the_same_weights(run, tmp_path):
     report = replay_step(run, 2, "ppo", until=3, keep=tmp_path / "kept")
     assert report.ok and report.other_method == "ppo" and report.last_step == 3
@@ -50,7 +50,6 @@ def test_another_method_takes_the_same_step_from_the_same_weights(run, tmp_path)
     assert [(g.task, [t.turns[0].tokens for t in g.trajectories]) for g in kept.groups(2)] == same
 
 
-@pytest.mark.slow
 def test_runs_part_where_their_settings_act(run, hotter):
     result = bisect_runs(run, hotter)
     first = result.divergence
@@ -59,7 +58,6 @@ def test_runs_part_where_their_settings_act(run, hotter):
     assert bisect_runs(run, run).divergence is None
 
 
-@pytest.mark.slow
 def test_a_changed_metric_of_a_copy_is_found(run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
@@ -71,7 +69,6 @@ def test_a_changed_metric_of_a_copy_is_found(run, tmp_path):
     assert (found.step, found.field) == (2, "grad_norm")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [((9,), "steps 1 to 3"), ((0,), "steps 1 to 3"), ((2, "grop"), "grpo"), ((2, "", 3), "--until belongs"),

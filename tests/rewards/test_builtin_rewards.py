@@ -111,7 +111,7 @@ def test_math_and_an_expression_that_never_ends():
     assert scores("math", answers, seconds=4.0, answer="1/2") == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(tier="test")
 def test_code_with_tests():
     tests = ["assert f(1) == 2", "assert f(2) == 3"]
     right = "Here:\n```python\ndef f(x):\n    return x + 1\n```"

@@ -41,7 +41,7 @@ def weights(run: Path):
     return load_file(run / "model" / "model.safetensors")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(tier="test")
 @pytest.mark.parametrize("mode", ["each", "group"])
 def test_a_run_learns_from_its_judge_alone(tmp_path, mode):
     stub = ChatStub(judge)

@@ -38,7 +38,7 @@ def settings_of(run):
     return json.loads((run / "run.json").read_text())["settings"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(tier="test")
 def test_train_runs_inside_a_running_event_loop(tmp_path):
     async def cell():
         return turnwise.train(env=functools.partial(Shop, db="x"), method=robust, out=str(tmp_path), name="a", **SMALL)
@@ -49,7 +49,7 @@ def test_train_runs_inside_a_running_event_loop(tmp_path):
     assert settings_of(tmp_path / "a")["method"] == f"{__name__}:robust"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(tier="test")
 def test_an_interrupted_cell_writes_a_checkpoint_and_resumes(tmp_path):
     def interrupt(event, facts):
         if event == "step" and facts["stage"] == "learn" and facts["step"] == 1:
