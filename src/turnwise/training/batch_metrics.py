@@ -15,8 +15,8 @@ def describe(groups: Sequence[Group], version: int, max_tokens: int = 0) -> dict
     trajectories = [t for g in groups for t in g.trajectories]
     if not trajectories:
         return {"groups": 0.0, "trajectories": 0.0, "tokens": 0.0}
-    n = len(trajectories)
     turns = [turn for t in trajectories for turn in t.turns]
+    n, m = len(trajectories), max(1, len(turns))
     drafted = sum(float(t.facts.get(DRAFT_TOKENS, 0.0)) for t in trajectories)
     return {
         "groups": float(len(groups)),
@@ -31,7 +31,9 @@ def describe(groups: Sequence[Group], version: int, max_tokens: int = 0) -> dict
         **_outcomes(groups, trajectories),
         **_limits(trajectories, turns, max_tokens),
         **_ages(trajectories, turns, version),
-        **_times(turns),
+        # mean seconds of a turn, as its episode waits for them: sampling, and the environment's reply
+        "seconds/turn_sampled": sum(turn.seconds_generating for turn in turns) / m,
+        "seconds/turn_answered": sum(turn.seconds_acting for turn in turns) / m,
         **_trees(groups),
     }
 
@@ -42,8 +44,10 @@ def _outcomes(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> di
     judged = [t.success for t in trajectories if t.success is not None]
     rewards = [t.reward for t in trajectories]
     names = sorted({name for t in trajectories for name in t.rewards})
-    flat = sum(len({t.reward for t in g.trajectories}) == 1 for g in groups)
-    distinct = sum(len({_answer(t) for t in g.trajectories}) for g in groups)
+    flat, distinct = 0, 0  # groups with one reward, and different answers inside groups
+    for group in groups:
+        flat += len({t.reward for t in group.trajectories}) == 1
+        distinct += len({tuple(tuple(turn.tokens) for turn in t.turns) for t in group.trajectories})
     mean = sum(rewards) / n
     return {
         "success": sum(judged) / len(judged) if judged else math.nan,
@@ -56,42 +60,37 @@ def _outcomes(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> di
     }
 
 
-def _answer(trajectory: Trajectory) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(turn.tokens) for turn in trajectory.turns)
-
-
 def _limits(trajectories: Sequence[Trajectory], turns: Sequence[Turn], max_tokens: int) -> dict[str, float]:
     """Shares of episodes and turns that a limit cut, by the limit."""
-    n, cut = len(trajectories), [turn for turn in turns if turn.stop == Stop.LENGTH]
-    by_tokens = sum(not max_tokens or len(turn.tokens) >= max_tokens for turn in cut)
+    n, m, by_tokens, by_context = len(trajectories), max(1, len(turns)), 0, 0
+    for t in trajectories:
+        for turn in t.turns:
+            by_tokens += turn.stop == Stop.LENGTH and (not max_tokens or len(turn.tokens) >= max_tokens)
+        # the context window ended this episode, before a turn or within its last one
+        last = t.turns[-1] if t.turns else None
+        within = last is not None and last.stop == Stop.LENGTH and len(last.tokens) < max_tokens
+        by_context += within or t.reason.startswith("context window")
     return {
-        "tokens_per_turn": sum(len(turn.tokens) for turn in turns) / max(1, len(turns)),
+        "tokens_per_turn": sum(len(turn.tokens) for turn in turns) / m,
         "truncated": sum(t.status == Status.TRUNCATED for t in trajectories) / n,
-        "truncated/turns_by_max_tokens": by_tokens / max(1, len(turns)),
-        "truncated/episodes_by_context": sum(_filled_context(t, max_tokens) for t in trajectories) / n,
+        "truncated/turns_by_max_tokens": by_tokens / m,
+        "truncated/episodes_by_context": by_context / n,
         "truncated/episodes_by_max_turns": sum(t.reason == "turn limit" for t in trajectories) / n,
     }
 
 
-def _filled_context(trajectory: Trajectory, max_tokens: int) -> bool:
-    """Whether the context window ended this episode, before a turn or within its last one."""
-    last = trajectory.turns[-1] if trajectory.turns else None
-    within = last is not None and last.stop == Stop.LENGTH and len(last.tokens) < max_tokens
-    return within or trajectory.reason.startswith("context window")
-
-
 def _ages(trajectories: Sequence[Trajectory], turns: Sequence[Turn], version: int) -> dict[str, float]:
+    """How many versions ago tokens were sampled."""
     versions = [v for turn in turns for v in turn.version]
+    span = 0  # the most versions inside one trajectory
+    for t in trajectories:
+        inside = set().union(*(turn.version for turn in t.turns))
+        span = max(span, max(inside) - min(inside)) if inside else span
     return {
         "staleness": version - sum(versions) / len(versions) if versions else 0.0,
         "staleness/oldest": float(version - min(versions, default=version)),
-        "staleness/span": max(map(_span, trajectories), default=0.0),  # versions inside one trajectory
+        "staleness/span": float(span),
     }
-
-
-def _span(trajectory: Trajectory) -> float:
-    versions = set().union(*(turn.version for turn in trajectory.turns))
-    return float(max(versions) - min(versions)) if versions else 0.0
 
 
 def _trees(groups: Sequence[Group]) -> dict[str, float]:
@@ -109,18 +108,8 @@ def _trees(groups: Sequence[Group]) -> dict[str, float]:
                 shared += sum(len(turn.tokens) for turn in parent.turns[: t.fork.turn]) + t.fork.token
                 t, level = parent, level + 1
             forks, depth = forks + (level > 0), max(depth, level)
-    tree = {
-        "tree/forks": float(forks),
-        "tree/depth": float(depth),
-        "tree/shared_tokens": shared / max(1, shared + sampled),
-    }
-    return {**(tree if forks else {}), **({"guidance/trained_episodes": float(guided)} if guided else {})}
-
-
-def _times(turns: Sequence[Turn]) -> dict[str, float]:
-    """Mean seconds of a turn, as its episode waits for them: sampling, and the environment's reply."""
-    n = max(1, len(turns))
-    return {
-        "seconds/turn_sampled": sum(turn.seconds_generating for turn in turns) / n,
-        "seconds/turn_answered": sum(turn.seconds_acting for turn in turns) / n,
-    }
+    metrics = {"guidance/trained_episodes": float(guided)} if guided else {}
+    if forks:
+        metrics |= {"tree/forks": float(forks), "tree/depth": float(depth)}
+        metrics |= {"tree/shared_tokens": shared / max(1, shared + sampled)}
+    return metrics

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -168,14 +168,16 @@ class Trainer:
         if steps:
             model = copy.deepcopy(model) if self.plan.given.model else model  # the caller's object stays as it is
             cold_start(s, self.env_spec, tokenizer, model, steps, self.events)
-        save_model(folder, lambda path: _write(path, partial(save_lossless, model), tokenizer.save_pretrained))
+        _save(folder, partial(save_lossless, model), tokenizer)
 
     async def _learn(self, learner: Learner, generator: Generator, tokenizer: Any) -> dict[str, Any]:
         s, spec = self.settings, self.env_spec
         evaluator = build.make_evaluator(spec, self.renderer, generator, self.scorer, learner, self.recipe)
         with SqliteLedger(self.run_dir.ledger) as written, WriteBehindLedger(written) as ledger:
             start, collector, mixture = self._resume(learner, generator, ledger)
-            self.health = self._health(collector)
+            tolerance = engines.policy_check_tolerance(s)
+            limits = RunLimits(s.max_tokens, s.context, self.recipe.budget.size, s.temperature, s.lr, tolerance)
+            self.health = RunHealth(limits, collector.dropped, self.messages.last_values)
             with contextlib.closing(self._trackers(start)) as self.tracker:
                 await generator.publish(learner.weights(), start)
                 before = await self._evaluate(evaluator, "before", learner)
@@ -197,7 +199,10 @@ class Trainer:
                     max_tokens=s.max_tokens,
                     keep_tokens=s.keep_tokens,
                     stop_requested=lambda: bool(self.stop.received),
-                    after_step=self._evaluations(evaluator, learner),
+                    after_step={
+                        step: partial(self._evaluate_between, step, evaluator, learner)
+                        for step in (range(s.eval_every, s.steps, s.eval_every) if s.eval_every else ())
+                    },
                 )
                 if start in loop.after_step and not is_evaluated(self.run_dir, start):
                     await loop.after_step[start]()  # the run was stopped after this checkpoint, before its evaluation
@@ -208,6 +213,8 @@ class Trainer:
                 after = await self._evaluate(evaluator, "after", learner)
             counts = ledger.group_counts()
         self._export(learner, tokenizer)
+        paths = {when: self.run_dir.path / f"ranking_{when}.json" for when in ("before", "after") if self.held_out}
+        ranking = {when: read_sealed(path) for when, path in paths.items()}  # how held-out pairs were ranked
         facts = {
             "steps_skipped": learner.skipped,
             "parameters": learner.parameter_count,
@@ -216,7 +223,7 @@ class Trainer:
             "engines": self.paths,
             "checkpoints": self.schedule.facts(),
             "messages": self.messages.warnings,
-            **self._ranked(),
+            **({"ranking": ranking} if self.held_out else {}),
             **run_certificate(s, self.run_dir.ledger),
         }
         summary = RunSummary(self.run_dir, s, before, after).write(facts, self.events.seconds)
@@ -226,12 +233,11 @@ class Trainer:
 
     def _export(self, learner: Learner, tokenizer: Any) -> None:
         """Write the trained model and, where adapters were trained, these alone."""
-        save_model(self.run_dir.model, lambda path: _write(path, learner.export, tokenizer.save_pretrained))
+        _save(self.run_dir.model, learner.export, tokenizer)
         if self.settings.lora_rank:
             given = not self.settings.model.tiny and self.settings.cold_steps < 1
             base = resolve(self.settings.model.name) if given else str(self.run_dir.path / "initial")
-            export = partial(learner.export_adapter, base=base)
-            save_model(self.run_dir.adapter, lambda path: _write(path, export, tokenizer.save_pretrained))
+            _save(self.run_dir.adapter, partial(learner.export_adapter, base=base), tokenizer)
 
     @contextlib.contextmanager
     def _profiled(self, loop: Loop) -> Iterator[None]:
@@ -306,54 +312,36 @@ class Trainer:
         ledger.seal(step)
         state = learner.checkpoint_state()
         memory = self.objective.memory.state_dict()
-        own = {"sampler": collector.sampler.state_dict(), "memory": memory, "pulse": collector.last_metrics}
-        own |= {"opponents": self.opponents.state_dict()} if self.opponents is not None else {}
-        facts = {"learner": state["scalars"], "mixture": mixture.state_dict(), "ledger": ledger.digest(step), **own}
+        facts = {"learner": state["scalars"], "mixture": mixture.state_dict(), "ledger": ledger.digest(step)}
+        facts |= {"sampler": collector.sampler.state_dict(), "memory": memory, "pulse": collector.last_metrics}
+        facts |= {"opponents": self.opponents.state_dict()} if self.opponents is not None else {}
         keep, replaces = self.settings.keep_checkpoints, self.schedule.between
         save_checkpoint(self.run_dir.checkpoints, step, state["tensors"], facts, keep=keep, replaces=replaces)
 
-    def _health(self, collector: GroupSource) -> RunHealth:
-        s = self.settings
-        tolerance = engines.policy_check_tolerance(s)
-        limits = RunLimits(s.max_tokens, s.context, self.recipe.budget.size, s.temperature, s.lr, tolerance)
-        return RunHealth(limits, collector.dropped, self.messages.last_values)
-
     def _trackers(self, start: int) -> Trackers:
-        return Trackers(
-            [JsonLines(self.run_dir.metrics, start + 1), *(self._tracker(t, start) for t in self.settings.trackers)]
-        )
-
-    def _tracker(self, kind: str, start: int) -> Tracker:
-        if kind == "tensorboard":
-            return TensorBoard(self.run_dir.tensorboard, start + 1)
-        return service(kind, "turnwise", self.run_dir.path.name, self.settings.as_dict())
+        trackers: list[Tracker] = [JsonLines(self.run_dir.metrics, start + 1)]
+        for kind in self.settings.trackers:
+            if kind == "tensorboard":
+                trackers.append(TensorBoard(self.run_dir.tensorboard, start + 1))
+            else:
+                trackers.append(service(kind, "turnwise", self.run_dir.path.name, self.settings.as_dict()))
+        return Trackers(trackers)
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
         metrics = {**metrics, **(self.judge.metrics() if self.judge else {})}
         self.tracker.log(step, metrics)
         self.events.step("learn", step, self.settings.steps, metrics)
-        for told in self.health.observe(metrics):
-            self.events.message(f"step {step}: {told.text}", "warning", name=told.name, value=told.value)
+        for message in self.health.observe(metrics):
+            self.events.message(f"step {step}: {message.text}", "warning", name=message.name, value=message.value)
 
-    def _evaluations(
-        self, evaluator: Evaluator, learner: Learner
-    ) -> dict[int, Callable[[], Coroutine[Any, Any, None]]]:
-        every = self.settings.eval_every
-        if not every:
-            return {}
-
-        def at(step: int) -> Callable[[], Coroutine[Any, Any, None]]:
-            async def run() -> None:
-                if self.settings.eval_tasks:
-                    evaluation = await evaluator.run()
-                    self.tracker.log(step, evaluation_metrics(evaluation.summary()))
-                if self.held_out:
-                    self.tracker.log(step, {f"ranking/{k}": v for k, v in rank_pairs(learner, self.held_out).items()})
-                self.schedule.pause()
-
-            return run
-
-        return {step: at(step) for step in range(every, self.settings.steps, every)}
+    async def _evaluate_between(self, step: int, evaluator: Evaluator, learner: Learner) -> None:
+        """An evaluation after a step that is not the last: its metrics only."""
+        if self.settings.eval_tasks:
+            evaluation = await evaluator.run()
+            self.tracker.log(step, evaluation_metrics(evaluation.summary()))
+        if self.held_out:
+            self.tracker.log(step, {f"ranking/{k}": v for k, v in rank_pairs(learner, self.held_out).items()})
+        self.schedule.pause()
 
     async def _evaluate(self, evaluator: Evaluator, when: str, learner: Learner) -> dict[str, Any]:
         """Evaluate once; a resumed run reads the recorded result. Without tasks, rank the held-out pairs, if there are any."""
@@ -374,12 +362,12 @@ class Trainer:
             write_sealed(path, {"summary": evaluation.summary(self.settings.seed), "rows": evaluation.rows()})
         return read_sealed(path)
 
-    def _ranked(self) -> dict[str, Any]:
-        """How held-out pairs were ranked before and after."""
-        paths = {when: self.run_dir.path / f"ranking_{when}.json" for when in ("before", "after")}
-        return {"ranking": {w: read_sealed(p) for w, p in paths.items()}} if self.held_out else {}
 
+def _save(folder: Path, write: Callable[[Path], Any], tokenizer: Any) -> None:
+    """Write a model and its tokenizer, both or nothing."""
 
-def _write(path: Path, *writers: Callable[[Path], Any]) -> None:
-    for writer in writers:
-        writer(path)
+    def both(path: Path) -> None:
+        write(path)
+        tokenizer.save_pretrained(path)
+
+    save_model(folder, both)
