@@ -4,7 +4,7 @@
 
 Times a whole decode step (layers, head) of N rows with 64 cached columns each, for the tiny model's shape and one like
 SmolLM2-135M. The two paths take turns; the table shows medians. ``--cpu-time`` counts the process's CPU time, which other load on
-the machine hardly changes; use it with one thread. ``kernels/cpu/fused_layers.py`` enables the C call only beside OpenBLAS; this
+the machine hardly changes; use it with one thread. ``kernels/cpu.py`` enables the C call only beside OpenBLAS; this
 script measures it beside any library.
 """
 
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from turnwise.engines.generator.attention_layouts import DecodeLayout
 from turnwise.engines.generator.model_runner import ModelRunner
-from turnwise.engines.kernels.cpu import build, fused_layers
+from turnwise.engines.kernels import cpu
 
 CACHED = 64  # columns that every row holds
 SHAPES = {
@@ -39,11 +39,11 @@ def runner(shape: str, rows: int) -> ModelRunner:
     """A random model whose decoder has the fused layers, whatever library PyTorch uses."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape], max_position_embeddings=256, tie_word_embeddings=True)).eval()
-    real, fused_layers.enabled = fused_layers.enabled, lambda: True
+    real, cpu.panels_pay = cpu.panels_pay, lambda: True
     try:
         made = ModelRunner(model, rows, 256, torch.device("cpu"))
     finally:
-        fused_layers.enabled = real
+        cpu.panels_pay = real
     assert made.decoder is not None and made.decoder.fused is not None, made.describe()
     return made
 
@@ -51,7 +51,7 @@ def runner(shape: str, rows: int) -> ModelRunner:
 def seconds(made: ModelRunner, tokens: torch.Tensor, fused: bool, clock: Callable[[], float]) -> float:
     """Of one decode step; the layout is built outside."""
     layout = DecodeLayout(made.kv_cache, [CACHED] * len(tokens), 1)
-    fused_layers.MAX_ROWS = 64 if fused else 0
+    cpu.MAX_ROWS = 64 if fused else 0
     start = clock()
     made.decode_step(tokens, layout)
     return clock() - start
@@ -68,8 +68,8 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    if build.library()[0] is None:
-        raise SystemExit(f"no C kernels: {build.library()[1]}")
+    if cpu.library()[0] is None:
+        raise SystemExit(f"no C kernels: {cpu.library()[1]}")
     info = torch.__config__.show()
     library = next((name for name in ("mkl", "open", "accelerate") if f"BLAS_INFO={name}" in info), "unknown")
     print(

@@ -26,7 +26,7 @@ from turnwise.bench.hardware_limits import copy_bandwidth, synchronize
 from turnwise.core.batch import Batch, pack
 from turnwise.core.records import Completion, Group, Sampling, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
-from turnwise.engines.expert_computation import BATCHED, COMPUTE_DTYPE, EAGER, GROUPED, expert_modules, use
+from turnwise.engines.experts import BATCHED, COMPUTE_DTYPE, EAGER, GROUPED, expert_modules, use
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.memory import GIB, MemoryPlan, ModelShape

@@ -31,7 +31,7 @@ from turnwise.core.records import Completion, Sampling
 from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.paged_cache import PAGE
-from turnwise.engines.kernels import decode_reference
+from turnwise.engines.kernels import reference
 
 GIB = 1 << 30
 ROWS = CacheChoice(page=0)
@@ -39,7 +39,7 @@ ROWS = CacheChoice(page=0)
 
 def check() -> None:
     """Print the largest error of every kernel over pages, for the head shapes of both models and a long, split row."""
-    from turnwise.engines.kernels.triton import decode
+    from turnwise.engines.kernels import triton
 
     random_numbers = torch.Generator("cuda").manual_seed(0)
     normal = lambda *shape, dtype=torch.bfloat16: torch.randn(  # noqa: E731
@@ -59,11 +59,11 @@ def check() -> None:
         q, ends = normal(150, H * D, dtype=dtype), torch.tensor([0, 70, 71, 150], device="cuda")
         start, rows = torch.tensor([10, 64, context - 79], device="cuda"), torch.tensor([2, 0, 5], device="cuda")
         both = []
-        for module in (decode, decode_reference):
+        for module in (triton, reference):
             k, v, out = keys.clone(), values.clone(), torch.zeros(lanes, H * D, dtype=dtype, device="cuda")
-            module.paged_decode_attention(qkv, k, v, table, context, cos, sin, None, position, out, D**-0.5, 1e-6)
+            module.decode_attention(qkv, k, v, table, context, cos, sin, None, position, out, D**-0.5, 1e-6)
             chunks = torch.zeros_like(q)
-            module.paged_prefill_attention(q, keys, values, table, ends, start, rows, 128, chunks, D**-0.5)
+            module.prefill_attention(q, keys, values, table, ends, start, rows, 128, chunks, D**-0.5)
             both.append((k, v, out, chunks))
         errors = [float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(*both)]
         print(f"check {H} heads, {K} key heads, {D}, {dtype}, context {context}: keys, values, decode, prefill off by "

@@ -15,7 +15,7 @@ from turnwise.core.signals import Signal
 from turnwise.engines.adapters import AdaptedWeights, Adapter, fuse_down, fuse_up
 from turnwise.engines.generator import model_runner
 from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.engines.kernels import decode_reference, reference
+from turnwise.engines.kernels import reference
 from turnwise.engines.learner import llama_layers, lora, packed_forward, varlen_attention
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.shared_prefix import SharedPrefixes
@@ -244,7 +244,7 @@ def test_merged_weights_are_made_when_read():
 def test_a_generator_with_adapters_samples_the_learners_policy(kit, batch, monkeypatch, kind):
     """Beside the weights on a GPU's decoder (here over the reference kernels), merged elsewhere."""
     if kind == "graphs":
-        monkeypatch.setattr(model_runner, "kernels_for", lambda device: (decode_reference, ""))
+        monkeypatch.setattr(model_runner, "decode_ops", lambda device: (reference, ""))
     model = make(kit, "llama")
     generator = LocalGenerator(copy.deepcopy(model), slots=4, context=64, stop_ids=())
     if kind == "graphs" and generator.model_runner.graphs is None:

@@ -16,7 +16,7 @@ from turnwise.core.records import Group, Sampling, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
 from turnwise.engines.attention_interface import use_eager_attention
 from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.engines.generator.stock_runner import StockRunner
+from turnwise.engines.generator.model_runner import StockRunner
 from turnwise.engines.learner import packed_forward, stock_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.policy_check import same_policy

@@ -59,7 +59,7 @@ def compiler(generation: int, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def load(name: str) -> Any:
-    return importlib.import_module(f"turnwise.engines.kernels.triton.{name}")
+    return importlib.import_module(f"turnwise.engines.kernels.triton.{name}".rstrip("."))
 
 
 def zeros(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
@@ -72,30 +72,34 @@ def whole(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize(("generation", "kind"), [*BOTH, (HOPPER, torch.float32)])
 def test_decoding(compiler: Compiler, kind: torch.dtype):
-    k, lanes, H, K, D, W = load("decode"), 6, 9, 3, 64, 40
+    k, lanes, H, K, D, W = load(""), 6, 9, 3, 64, 40
     x, qkv = zeros(lanes, 96), zeros(lanes, (H + 2 * K) * D, kind=kind)
     for delta in (None, zeros(lanes, 96, kind=kind)):
-        k.add_norm(x, delta, zeros(96), zeros(lanes, 96, kind=kind), 1e-5)
-    k.swiglu(zeros(lanes, 200, kind=kind), zeros(lanes, 100, kind=kind))
+        k.add_norm(x, delta, zeros(96), 1e-5, kind)
+    k.swiglu(zeros(lanes, 200, kind=kind))
     cache = [zeros(lanes, K, W, D, kind=kind) for _ in range(2)]
     for norm in (None, zeros(H + K, D)):
-        around = (*cache, zeros(W, D), zeros(W, D), norm)
-        for shared in (None, whole(2, 2)):
-            k.decode_attention(qkv, *around, whole(lanes), zeros(lanes, H * D, kind=kind), 0.1, 1e-5, shared)
-        wide = [zeros(lanes, K, 2100, D, kind=kind) for _ in range(2)]  # long rows are split
-        k.decode_attention(qkv, *wide, *around[2:], whole(lanes), zeros(lanes, H * D, kind=kind), 0.1, 1e-5)
+        rotary = (zeros(W, D), zeros(W, D), norm, whole(lanes))
         q = zeros(lanes, H * D, kind=kind)
-        k.rope_and_cache(qkv, *around, whole(lanes), whole(lanes), q, 1e-5)
+        for shared in (None, whole(2, 2)):
+            k.decode_attention(qkv, *cache, None, W, *rotary, q, 0.1, 1e-5, shared)
+        wide = [zeros(lanes, K, 2100, D, kind=kind) for _ in range(2)]  # long rows are split
+        k.decode_attention(qkv, *wide, None, 2100, *rotary, q, 0.1, 1e-5)
+        pages, table = [zeros(9, K, 64, D, kind=kind) for _ in range(2)], zeros(lanes, 2, kind=torch.int32)
+        k.decode_attention(qkv, *pages, table, 100, *rotary, q, 0.1, 1e-5)
+        k.rope_and_cache(qkv, *cache, *rotary, whole(lanes), q, 1e-5)
     for size in (D, 128, 256):
         q, rows = zeros(lanes, H * size, kind=kind), zeros(lanes, K, W, size, kind=kind)
-        k.prefill_attention(q, rows, rows, whole(lanes + 1), whole(lanes), whole(lanes), 64, q, 0.1)
+        k.prefill_attention(q, rows, rows, None, whole(lanes + 1), whole(lanes), whole(lanes), 64, q, 0.1)
+    q = zeros(lanes, H * D, kind=kind)
+    k.prefill_attention(q, *pages, table, whole(lanes + 1), whole(lanes), whole(lanes), 64, q, 0.1)
     outputs = (whole(8, lanes), zeros(8, lanes))
     k.sample(zeros(lanes, 3000), zeros(lanes), whole(lanes), whole(lanes), whole(lanes), whole(lanes), *outputs)
     if compiler.target.arch >= HOPPER and kind == torch.bfloat16:  # older ones have no such numbers
         k.quantise(zeros(lanes, 96, kind=kind))
     assert compiler.seen >= {
-        "_add_norm", "_swiglu", "_decode_attention", "_combine", "_rope_and_cache", "prefill_attention", "_partial_softmax",
-        "_sample",
+        "_add_norm", "_swiglu", "_decode_attention", "_split_decode_attention", "_combine", "_rope_and_cache",
+        "prefill_attention", "_paged_prefill_attention", "_partial_softmax", "_sample",
     }  # fmt: skip
 
 

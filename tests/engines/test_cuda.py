@@ -28,11 +28,10 @@ from turnwise.core.batch import pack
 from turnwise.core.levels import TRAJECTORY
 from turnwise.core.records import Completion, Group, Sampling, Stop, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
-from turnwise.engines.generator import cuda_graphs, graph_weights, model_runner, scheduler
-from turnwise.engines.generator.cuda_graphs import BLOCKS_IN_FLIGHT, SYNC_EVERY, batch_buckets
+from turnwise.engines.generator import cuda_graphs, model_runner, scheduler
+from turnwise.engines.generator.cuda_graphs import BLOCKS_IN_FLIGHT, SYNC_EVERY, GraphShape, batch_buckets
 from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.engines.generator.graph_inputs import GraphShape
-from turnwise.engines.kernels import decode_reference
+from turnwise.engines.kernels import reference
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
 from turnwise.training import engines
@@ -73,7 +72,7 @@ DECODE_PATHS = ["decoder", "reference", pytest.param("gpu", marks=pytest.mark.sk
 @pytest.fixture(params=DECODE_PATHS)
 def factory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> GeneratorFactory:
     if request.param == "reference":
-        monkeypatch.setattr(model_runner, "kernels_for", lambda device: (decode_reference, ""))
+        monkeypatch.setattr(model_runner, "decode_ops", lambda device: (reference, ""))
     return GeneratorFactory("cuda" if request.param == "gpu" else "cpu", request.param != "decoder")
 
 
@@ -153,9 +152,9 @@ def test_interpreted_kernels_decode_like_their_twins(monkeypatch: pytest.MonkeyP
     """Slow: three lanes of few tokens."""
     model, asked, found = make(kind), prompts(3, 1, 9), []
     settings = [Sampling(max_tokens=6), Sampling(temperature=0, max_tokens=4), Sampling(top_p=0.8, max_tokens=5)]
-    for name in ("decode_reference", "triton.decode"):
+    for name in ("reference", "triton"):
         module = importlib.import_module(f"turnwise.engines.kernels.{name}")
-        monkeypatch.setattr(model_runner, "kernels_for", lambda device, module=module: (module, ""))
+        monkeypatch.setattr(model_runner, "decode_ops", lambda device, module=module: (module, ""))
         found.append(ask(GeneratorFactory("cpu", True)(model), asked, settings))
     for a, b in zip(*found):
         assert list(a.tokens) == list(b.tokens)
@@ -267,7 +266,7 @@ def test_published_weights_find_their_places(graph_factory: GeneratorFactory, ki
     given = make(kind, 1)
     g, expected = (graph_factory(made, dtype=torch.bfloat16).model_runner.graphs for made in (make(kind, 0), given))
     assert g is not None and expected is not None
-    every = lambda d: [d.embedding, d.norm, d.head, *(t for layer in d.layers for t in graph_weights._tensors(layer))]  # noqa: E731
+    every = lambda d: [d.embedding, d.norm, d.head, *(t for layer in d.layers for t in cuda_graphs._tensors(layer))]  # noqa: E731
     before = [t.data_ptr() for t in every(g)]
     weights = {name: p.detach().to(graph_factory.device) for name, p in given.named_parameters()}
     with torch.inference_mode():
@@ -495,7 +494,7 @@ class Broken:
 
 
 def test_kernels_that_do_not_compile_are_done_without(monkeypatch: pytest.MonkeyPatch, caplog):
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: (Broken(), ""))
+    monkeypatch.setattr(model_runner, "decode_ops", lambda device: (Broken(), ""))
     model = make()
     g = LocalGenerator(model, slots=2, context=64, stop_ids=(), device="cuda" if GPU else "cpu")
     assert g.describe().startswith("hand-written decoder, ")
@@ -507,7 +506,7 @@ def test_kernels_that_do_not_compile_are_done_without(monkeypatch: pytest.Monkey
 
 
 def test_other_head_sizes_are_done_without(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: (decode_reference, ""))
+    monkeypatch.setattr(model_runner, "decode_ops", lambda device: (reference, ""))
     odd = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "head_dim": 24})).eval()
     text = LocalGenerator(odd, slots=2, context=64, stop_ids=()).describe()
     assert "hand-written decoder" in text and "head size 24" in text

@@ -15,19 +15,20 @@ from support.small_models import Linear, weighted
 
 from turnwise.core.signals import Signal
 from turnwise.engines import expert_computation
-from turnwise.engines.expert_computation import (
+from turnwise.engines.experts import (
     BATCHED,
     COMPUTE_DTYPE,
     EAGER,
     GATHERED_BYTES,
     GROUPED,
     ExpertChoice,
+    attach_routing,
     expert_configs,
     expert_modules,
+    forced_routes,
     use,
     using,
 )
-from turnwise.engines.expert_routing import attach_routing, forced_routes
 from turnwise.engines.learner import expert_products, lora, packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 

@@ -20,7 +20,7 @@ from support.small_models import Linear, weighted
 from torch.utils.checkpoint import checkpoint
 
 from turnwise.core.signals import Signal
-from turnwise.engines.kernels import four_bit_experts
+from turnwise.engines.kernels import four_bit
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 
 pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise[quantized]'")
@@ -36,8 +36,8 @@ def packed_and_plain(**changes):
     """A mixture with packed experts, and one that holds the same numbers in plain weights; only embeddings are trained."""
     packed = make_mixture(**changes)
     plain = copy.deepcopy(packed)
-    assert four_bit_experts.pack_experts(packed, torch.float32, CPU) == 2 * packed.config.num_hidden_layers
-    for name, stack in four_bit_experts.packed_experts(packed).items():
+    assert four_bit.pack_experts(packed, torch.float32, CPU) == 2 * packed.config.num_hidden_layers
+    for name, stack in four_bit.packed_experts(packed).items():
         plain.get_parameter(name).data = stack.dequantised(torch.float32)
     for model in (packed, plain):
         model.requires_grad_(False).get_input_embeddings().requires_grad_(True)
@@ -63,12 +63,12 @@ def logp_of(learner, batch):
 def test_an_expert_is_packed_as_if_it_were_alone(experts, rows, columns, seed):
     weight = torch.randn(experts, rows, columns, generator=torch.Generator().manual_seed(seed))
     weight[1:] *= 0.3  # a block across experts would give these fewer codes
-    stack = four_bit_experts.FourBitStack(weight)
+    stack = four_bit.FourBitStack(weight)
     whole = stack.dequantised(torch.float32)
     for n in range(experts):
         for first, last in ((n, n + 1), (0, n + 1)):
             assert torch.equal(stack.dequantised(torch.float32, first, last), whole[first:last])
-        alone = four_bit_experts.FourBitStack(weight[n : n + 1]).dequantised(torch.float32)[0]
+        alone = four_bit.FourBitStack(weight[n : n + 1]).dequantised(torch.float32)[0]
         torch.testing.assert_close(codes(whole[n]), codes(alone), rtol=0, atol=1e-3)
 
 
@@ -128,14 +128,14 @@ def kept_bytes(model, ids):
 @pytest.mark.parametrize("how", ["eager", "grouped_mm"])
 def test_autograd_keeps_no_dequantised_weight(how, monkeypatch):
     made = []
-    real = four_bit_experts.FourBitStack.dequantised
+    real = four_bit.FourBitStack.dequantised
 
     def counted(self, *args):
         found = real(self, *args)
         made.append((weakref.ref(found.untyped_storage()), found.untyped_storage().nbytes()))
         return found
 
-    monkeypatch.setattr(four_bit_experts.FourBitStack, "dequantised", counted)
+    monkeypatch.setattr(four_bit.FourBitStack, "dequantised", counted)
     packed, plain = packed_and_plain()
     for model in (packed, plain):
         model.config._experts_implementation = how
@@ -156,7 +156,7 @@ def test_autograd_keeps_no_dequantised_weight(how, monkeypatch):
 def test_the_graph_is_as_small_as_that_of_plain_weights():
     packed, plain = packed_and_plain()
     ids = torch.arange(12)
-    dequantised = sum(4 * s.shape.numel() for s in four_bit_experts.packed_experts(packed).values())
+    dequantised = sum(4 * s.shape.numel() for s in four_bit.packed_experts(packed).values())
     assert dequantised > 10 * kept_bytes(plain, ids)
     assert kept_bytes(packed, ids) <= kept_bytes(plain, ids)
 
@@ -191,7 +191,7 @@ def test_a_learner_trains_adapters_beside_packed_experts(family, recompute):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         packed = LocalLearner(copy.deepcopy(model), own)
-    assert four_bit_experts.packed_experts(packed.model)
+    assert four_bit.packed_experts(packed.model)
     assert not any("experts" in name for name in packed.trained) and any("q_proj" in n for n in packed.trained)
     plain = LocalLearner(dequantised_twin(packed, model), replace(own, dtype="float32"))
     assert packed.parameter_count - sum(p.numel() for p in packed.trained.values()) == sum(

@@ -20,7 +20,7 @@ from turnwise.core.kept_sets import KeptSets
 from turnwise.core.records import Completion, Group, Sampling, Stop, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
 from turnwise.engines.generator import model_runner
-from turnwise.engines.kernels import decode_reference, sampling
+from turnwise.engines.kernels import reference, sampling
 from turnwise.engines.kernels.sampling import TokenSampler, kept_bytes, kept_ids
 from turnwise.engines.learner import kept_rows, stock_forward
 from turnwise.engines.learner.kept_rows import tell_missing_sets
@@ -172,7 +172,7 @@ def test_both_decoders_record_the_same_sets(monkeypatch, cut):
     asked, chosen = prompts(6), [kinds[i % 3] for i in range(6)]
     model = make_model_for_graphs()
     eager = ask(generator(model, slots=6, fast=False), asked, chosen)
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: (decode_reference, ""))
+    monkeypatch.setattr(model_runner, "decode_ops", lambda device: (reference, ""))
     graphs = generator(model, slots=6)
     assert graphs.model_runner.graphs is not None
     stepped = ask(graphs, asked, chosen)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.devices import DEVICE, FOUND, GPU, needs_triton
 from torch import Tensor
 
-from turnwise.engines.kernels import decode_reference
+from turnwise.engines.kernels import reference
 from turnwise.engines.kernels.sampling import uniforms
 
 some = settings(max_examples=25 if GPU else 8, deadline=None)
@@ -28,6 +28,11 @@ seeds = st.integers(0, 2**31)
 @pytest.fixture(scope="module")
 def kernels() -> Any:
     return importlib.import_module("turnwise.engines.kernels.triton.decode")
+
+
+@pytest.fixture(scope="module")
+def layers() -> Any:
+    return importlib.import_module("turnwise.engines.kernels.triton.layers")
 
 
 class Dice:
@@ -55,15 +60,13 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype, steps: float = 1.
 @needs_triton
 @some
 @given(seeds, st.sampled_from([1, 2, 7]), st.sampled_from([1, 3, 64, 100, 577, 2050]), dtypes, st.booleans())
-def test_add_norm(kernels, seed, rows, width, dtype, add):
+def test_add_norm(layers, seed, rows, width, dtype, add):
     dice = Dice(seed)
     x, weight = dice.normal(rows, width, size=3.0), dice.normal(width)
     delta = dice.normal(rows, width, dtype=dtype) if add else None
     both = []
-    for module in (kernels, decode_reference):
-        stream = x.clone()
-        out = module.add_norm(stream, delta, weight, torch.empty(rows, width, dtype=dtype, device=DEVICE), 1e-5)
-        both.append((stream, out))
+    for module in (layers, reference):
+        both.append(module.add_norm(x, delta, weight, 1e-5, dtype))
     close(both[0][0], both[1][0], torch.float32)
     close(both[0][1], both[1][1], dtype)
 
@@ -71,11 +74,9 @@ def test_add_norm(kernels, seed, rows, width, dtype, add):
 @needs_triton
 @some
 @given(seeds, st.sampled_from([1, 5]), st.sampled_from([1, 48, 100, 1024, 1537]), dtypes)
-def test_swiglu(kernels, seed, rows, width, dtype):
+def test_swiglu(layers, seed, rows, width, dtype):
     both = Dice(seed).normal(rows, 2 * width, dtype=dtype, size=4.0)
-    found, expected = (
-        m.swiglu(both, torch.empty(rows, width, dtype=dtype, device=DEVICE)) for m in (kernels, decode_reference)
-    )
+    found, expected = (m.swiglu(both) for m in (layers, reference))
     close(found, expected, dtype, steps=2)
 
 
@@ -85,7 +86,7 @@ def test_swiglu(kernels, seed, rows, width, dtype):
 def test_quantise(kernels, seed, rows, width, dtype, huge):
     x = Dice(seed).normal(rows, width, dtype=dtype, size=1e4 if huge else 0.1)
     x[0] = 0  # a row of nothing stays nothing
-    (data, scale), (expected, unit) = kernels.quantise(x), decode_reference.quantise(x)
+    (data, scale), (expected, unit) = kernels.quantise(x), reference.quantise(x)
     torch.testing.assert_close(scale, unit, rtol=1e-6, atol=0)
     same = data.float() == expected.float()
     if GPU:
@@ -93,7 +94,7 @@ def test_quantise(kernels, seed, rows, width, dtype, huge):
         assert same.float().mean() > 0.99 and ((data.float() - expected.float()).abs() <= step).all()
     else:
         assert same.float().mean() > 0.9  # the interpreter loses a carry when it rounds to fp8: 124.7 becomes 64
-    assert (decode_reference.dequantise(data, scale)[0] == 0).all()
+    assert (reference.dequantise(data, scale)[0] == 0).all()
 
 
 # ---------------------------------------------------------------------- attention
@@ -132,11 +133,9 @@ def test_attend(kernels, seed, lanes, heads, size, width, dtype, normed, rests):
 )  # fmt: skip
 def test_attend_in_parts(kernels, seed, lanes, heads, size, width, dtype, normed, rests):
     """Few long rows are split among programs."""
-    paged = importlib.import_module("turnwise.engines.kernels.triton.paged")
     with (
         mock.patch.object(kernels, "PART", 64),
-        mock.patch.object(paged, "PART", 64),
-        mock.patch.object(kernels, "paged_decode_attention", wraps=kernels.paged_decode_attention) as split,
+        mock.patch.object(kernels, "_in_parts", wraps=kernels._in_parts) as split,
     ):
         check_attend(kernels, seed, lanes, heads, size, width, dtype, normed, rests)
         split.assert_called_once()
@@ -157,9 +156,9 @@ def check_attend(kernels, seed, lanes, heads, size, width, dtype, normed, rests)
     if rests and lanes > 2:
         place[1], place[2] = -1, width  # at rest, and beyond the context
     both = []
-    for module in (kernels, decode_reference):
+    for module in (kernels, reference):
         k, v, out = keys.clone(), values.clone(), torch.full((lanes, H * size), 7.0, dtype=dtype, device=DEVICE)
-        module.decode_attention(qkv, k, v, cos, sin, norm, place, out, size**-0.5, 1e-6)
+        module.decode_attention(qkv, k, v, None, width, cos, sin, norm, place, out, size**-0.5, 1e-6)
         both.append((k, v, out))
     close(both[0][0], both[1][0], dtype)
     assert torch.equal(both[0][1], both[1][1])
@@ -189,18 +188,18 @@ def test_attend_together(kernels, seed, lanes, heads, size, most, dtype, normed,
     keys, values = (dice.normal(lanes, K, width, size, dtype=dtype) for _ in range(2))
     cos, sin = rotary(width, size)
     norm = 1 + 0.1 * dice.normal(H + K, size) if normed else None
-    fours = -(-lanes // decode_reference.LANES_PER_PROGRAM)
+    fours = -(-lanes // reference.LANES_PER_PROGRAM)
     common = dice.whole(0, most + 1, fours)
-    leader = torch.arange(fours, device=DEVICE) * decode_reference.LANES_PER_PROGRAM
-    leader += dice.whole(0, decode_reference.LANES_PER_PROGRAM, fours)
+    leader = torch.arange(fours, device=DEVICE) * reference.LANES_PER_PROGRAM
+    leader += dice.whole(0, reference.LANES_PER_PROGRAM, fours)
     shared = torch.stack((common, leader.clamp(max=lanes - 1)))
-    place = common.repeat_interleave(decode_reference.LANES_PER_PROGRAM)[:lanes] + dice.whole(0, 170 - most, lanes)
+    place = common.repeat_interleave(reference.LANES_PER_PROGRAM)[:lanes] + dice.whole(0, 170 - most, lanes)
     if rests:
         place[0] = -1
     both = []
-    for module in (kernels, decode_reference):
+    for module in (kernels, reference):
         k, v, out = keys.clone(), values.clone(), torch.full((lanes, H * size), 7.0, dtype=dtype, device=DEVICE)
-        module.decode_attention(qkv, k, v, cos, sin, norm, place, out, size**-0.5, 1e-6, shared)
+        module.decode_attention(qkv, k, v, None, width, cos, sin, norm, place, out, size**-0.5, 1e-6, shared)
         both.append((k, v, out))
     close(both[0][0], both[1][0], dtype)
     assert torch.equal(both[0][1], both[1][1])
@@ -221,7 +220,7 @@ def test_attend_forgets_what_lies_behind_its_position(kernels):
         for t in (k, v):
             t[0, :, 6:], t[1, :, 71:] = rubbish, rubbish
         out = torch.zeros(2, H * size, device=DEVICE)
-        outs.append(kernels.decode_attention(qkv, k, v, cos, sin, None, place, out, size**-0.5, 1e-6))
+        outs.append(kernels.decode_attention(qkv, k, v, None, width, cos, sin, None, place, out, size**-0.5, 1e-6))
     assert torch.equal(*outs)
 
 
@@ -245,7 +244,7 @@ def test_settle(kernels, seed, tokens, heads, size, dtype, normed):
     place, none = cells % width, torch.rand(tokens, generator=dice.generator).to(DEVICE) < 0.2
     place[none] = -1
     both = []
-    for module in (kernels, decode_reference):
+    for module in (kernels, reference):
         k, v, q = keys.clone(), values.clone(), torch.zeros(tokens, H * size, dtype=dtype, device=DEVICE)
         module.rope_and_cache(qkv, k, v, cos, sin, norm, place, cells // width, q, 1e-6)
         both.append((k, v, q))
@@ -275,8 +274,8 @@ def test_look_back(kernels, seed, jobs, heads, size, dtype):
     free = [at for at in range(rows) if at not in row.tolist()]
     keys[free] = values[free] = torch.nan
     both = [torch.full_like(q, 7.0) for _ in range(2)]
-    for module, out in zip((kernels, decode_reference), both):
-        module.prefill_attention(q, keys, values, ends, start, row, 128, out, size**-0.5)
+    for module, out in zip((kernels, reference), both):
+        module.prefill_attention(q, keys, values, None, ends, start, row, 128, out, size**-0.5)
     close(*both, dtype, steps=2)
 
 
@@ -310,7 +309,7 @@ def test_draw(kernels, seed, lanes, size, spread):
     begin += position - dice.whole(0, 8, lanes)
     if lanes > 3:
         position[3] = -1
-    found, expected = (drawn(m, logits, cold, mine, position, begin) for m in (kernels, decode_reference))
+    found, expected = (drawn(m, logits, cold, mine, position, begin) for m in (kernels, reference))
     ties = _tied(logits, cold, mine, position, found[0], expected[0])
     same = (found[0] == expected[0]) | (position < 0)
     assert (same | ties).all()
@@ -324,7 +323,7 @@ def test_draw(kernels, seed, lanes, size, spread):
 
 def _tied(logits: Tensor, cold: Tensor, seed: Tensor, position: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Lanes whose random number falls, to rounding, on the border between the two tokens; greedy ones: equal logits."""
-    z = (logits * torch.where(cold == 0, 1.0, cold)[:, None]).clamp(min=decode_reference.LOWEST)
+    z = (logits * torch.where(cold == 0, 1.0, cold)[:, None]).clamp(min=reference.LOWEST)
     below = z.double().softmax(1).cumsum(1).gather(1, torch.minimum(a, b).clamp(min=0)[:, None])[:, 0]
     above = z.double().softmax(1).cumsum(1).gather(1, (torch.maximum(a, b) - 1).clamp(min=0)[:, None])[:, 0]
     u = uniforms(seed, position + 1)
@@ -362,9 +361,7 @@ def test_the_twin_draws_from_the_distribution():
     tokens, place = torch.zeros(2, n, dtype=torch.int64)
     history, logp = torch.zeros(1, n, dtype=torch.int64), torch.zeros(1, n)
     cold = torch.full((n,), 1 / 0.7)
-    decode_reference.sample(
-        logits.expand(n, -1), cold, torch.arange(n), tokens, place, torch.zeros_like(place), history, logp
-    )
+    reference.sample(logits.expand(n, -1), cold, torch.arange(n), tokens, place, torch.zeros_like(place), history, logp)
     p = (logits / 0.7).softmax(-1)[0]
     assert ((torch.bincount(tokens, minlength=24) - n * p) ** 2 / (n * p)).sum() < 60  # 23 degrees of freedom
     torch.testing.assert_close(logp[0], p.log()[tokens])
@@ -377,11 +374,11 @@ def test_eight_bits_are_off_by_a_sixteenth_at_most(shape: tuple[int, int, int]):
     rows, inner, outer = shape
     h, weight = dice.normal(rows, inner), dice.normal(outer, inner, size=0.02)
     weight[0] *= 1e-4  # a small output must not vanish beside a large one
-    data, scale = decode_reference.quantise(weight)
-    wide = decode_reference.dequantise(data, scale)
+    data, scale = reference.quantise(weight)
+    wide = reference.dequantise(data, scale)
     largest = weight.abs().amax(1, keepdim=True)
     assert ((wide - weight).abs() <= weight.abs() / 16 + largest * 2**-9 / 448).all()
-    found, exact = decode_reference.fp8_matmul(h, data, scale), h @ weight.t()
+    found, exact = reference.fp8_matmul(h, data, scale), h @ weight.t()
     scale = h.norm() / inner**0.5
     assert (found - exact)[:, 1:].norm() < 0.06 * scale * weight[1:].norm()
     assert (found - exact)[:, 0].norm() < 0.2 * scale * weight[0].norm()
@@ -393,7 +390,7 @@ def test_narrow_product(kernels, shape: tuple[int, int, int]):
     rows, inner, outer = shape
     dice = Dice(0)
     h = dice.normal(rows, inner, dtype=torch.bfloat16)
-    data, scale = decode_reference.quantise(dice.normal(outer, inner, size=0.05))
-    found, expected = (m.fp8_matmul(h, data, scale) for m in (kernels, decode_reference))
+    data, scale = reference.quantise(dice.normal(outer, inner, size=0.05))
+    found, expected = (m.fp8_matmul(h, data, scale) for m in (kernels, reference))
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)

@@ -16,14 +16,21 @@ from support.mixtures import SHAPE, batch_of, make_generator, make_mixture, play
 
 from turnwise.core.records import Sampling
 from turnwise.core.signals import Signal
-from turnwise.engines.expert_computation import BATCHED, GROUPED, expert_configs, use, using
-from turnwise.engines.expert_routing import ExpertRouting, attach_routing, free_routing
+from turnwise.engines.experts import (
+    BATCHED,
+    GROUPED,
+    ExpertRouting,
+    attach_routing,
+    expert_configs,
+    free_routing,
+    use,
+    using,
+)
 from turnwise.engines.generator import mixture_decoder, model_runner
 from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.kv_cache import KVCache
-from turnwise.engines.generator.mixture_decoder import MixtureDecoder
-from turnwise.engines.generator.route_cache import RouteCache
-from turnwise.engines.kernels import decode_reference
+from turnwise.engines.generator.mixture_decoder import MixtureDecoder, RouteCache
+from turnwise.engines.kernels import reference
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
 
@@ -56,7 +63,7 @@ def make(family, **changes):
 
 @pytest.fixture
 def reference_kernels(monkeypatch):
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: (decode_reference, ""))
+    monkeypatch.setattr(model_runner, "decode_ops", lambda device: (reference, ""))
 
 
 def decoder_of(generator):
@@ -82,7 +89,7 @@ def test_tokens_routes_and_log_probabilities_are_those_of_the_stock_forward(
     assert decoder_of(generator).experts.proven == (GROUPED, BATCHED)
     assert "experts by grouped_mm and batched_mm" in generator.describe()
     found = turns_of(play(generator))
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: (None, "no GPU"))
+    monkeypatch.setattr(model_runner, "decode_ops", lambda device: (None, "no GPU"))
     stock = make_generator(model, cache=cache)
     assert stock.model_runner.graphs is None
     expected = turns_of(play(stock))
@@ -129,7 +136,7 @@ def test_the_implementation_follows_the_rows(reference_kernels, monkeypatch):
     generator = make_generator(make_mixture())
     decoder, seen = decoder_of(generator), []
     limit = 3 * decoder.experts.k * decoder.experts.expert_bytes  # three rows gather, four do not
-    monkeypatch.setattr("turnwise.engines.expert_computation.GATHERED_BYTES", limit)
+    monkeypatch.setattr("turnwise.engines.experts.GATHERED_BYTES", limit)
     original = mixture_decoder.using
     monkeypatch.setattr(mixture_decoder, "using", lambda configs, name: seen.append(name) or original(configs, name))
     for lanes in (1, 3, 4, 8):
@@ -140,7 +147,7 @@ def test_the_implementation_follows_the_rows(reference_kernels, monkeypatch):
 
 
 def test_an_implementation_with_other_logits_is_not_used(reference_kernels, monkeypatch):
-    from turnwise.engines.expert_computation import ALL_EXPERTS_FUNCTIONS
+    from turnwise.engines.experts import ALL_EXPERTS_FUNCTIONS
 
     right = ALL_EXPERTS_FUNCTIONS[GROUPED]
     wrong = lambda *args: right(*args) * 1.5  # noqa: E731

@@ -12,7 +12,7 @@ from support.packed_models import FAMILY, RAGGED, alike, make, pulled, sequences
 from turnwise.core.records import Sampling, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
 from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.engines.kernels import decode_reference, fp8
+from turnwise.engines.kernels import fp8, reference
 from turnwise.engines.learner import llama_layers, packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.policy_check import same_policy
@@ -24,7 +24,7 @@ def rounded_(model):
     depends on what is fused with what."""
     for name, p in model.named_parameters():
         if name.endswith("_proj.weight"):
-            p.data = decode_reference.dequantise(*decode_reference.quantise(p.data)).to(p.dtype)
+            p.data = reference.dequantise(*reference.quantise(p.data)).to(p.dtype)
     return model
 
 
@@ -48,10 +48,10 @@ def test_a_product_of_a_gpu_is_the_samplers(kit, kind):
     )
     h, weight = h.to(kind), weight.to(kind)
     made = fp8.EmulatedFp8Weight.of(weight)
-    expected = decode_reference.fp8_matmul(h, *decode_reference.quantise(weight))
+    expected = reference.fp8_matmul(h, *reference.quantise(weight))
     torch.testing.assert_close(made.matmul(h), expected, rtol=2e-2 if kind == torch.bfloat16 else 1e-5, atol=1e-5)
     exact = fp8.input_gradient(torch.eye(24, dtype=kind), made)
-    torch.testing.assert_close(exact, decode_reference.dequantise(*decode_reference.quantise(weight)).to(kind))
+    torch.testing.assert_close(exact, reference.dequantise(*reference.quantise(weight)).to(kind))
     assert torch.equal(fp8.quantised_input(h, weight), h) and not torch.equal(fp8.quantised_input(h, made), h)
 
 

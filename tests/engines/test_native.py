@@ -9,12 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from turnwise.engines.generator import llama_decoder
 from turnwise.engines.generator.attention_layouts import PrefillChunk
 from turnwise.engines.generator.model_runner import ModelRunner
-from turnwise.engines.kernels import reference
-from turnwise.engines.kernels.cpu import attention, build, fused_layers, layers
+from turnwise.engines.kernels import cpu, reference
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.shared_prefix import SharedPrefixes
 
-needs_compiler = pytest.mark.skipif(build.library()[0] is None, reason=f"no kernels: {build.library()[1]}")
+needs_compiler = pytest.mark.skipif(cpu.library()[0] is None, reason=f"no kernels: {cpu.library()[1]}")
 KIND = torch.float32
 SHAPE = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -43,9 +42,9 @@ def test_norms(length, width):
         rows(length, width, seed=2),
     )
     for added in (None, delta):
-        close(layers.add_norm(x, added, weight, 1e-6, KIND), reference.add_norm(x, added, weight, 1e-6, KIND))
+        close(cpu.add_norm(x, added, weight, 1e-6, KIND), reference.add_norm(x, added, weight, 1e-6, KIND))
     for more in (None, beside):
-        close(layers.norm_backward(x, delta, weight, 1e-6, more), reference.norm_backward(x, delta, weight, 1e-6, more))
+        close(cpu.norm_backward(x, delta, weight, 1e-6, more), reference.norm_backward(x, delta, weight, 1e-6, more))
 
 
 @needs_compiler
@@ -54,12 +53,12 @@ def test_turning(length, size):
     angle = rows(length, size // 2)
     cos, sin = angle.cos(), angle.sin()
     mine, theirs = (rows(length, 8 * size) for _ in range(2))
-    layers.rotate_(mine, cos, sin, 6, size)
+    cpu.rotate_(mine, cos, sin, 6, size)
     reference.rotate_(theirs, cos, sin, 6, size)
     close([mine], [theirs])
     for parts in (rows(length, 8, size).split([4, 2, 2], 1), [rows(length, n, size) for n in (4, 2, 2)]):
         expected = reference.rotate_backward(*parts, cos, sin)
-        close([layers.rotate_backward(*parts, cos, sin)], [expected])
+        close([cpu.rotate_backward(*parts, cos, sin)], [expected])
 
 
 @needs_compiler
@@ -67,8 +66,8 @@ def test_turning(length, size):
 def test_activation(length, width):
     both, d = 6 * rows(length, 2 * width), rows(length, width)
     both[0, 0], both[0, 1] = 200.0, -200.0
-    close([layers.swiglu(both)], [reference.swiglu(both)])
-    close(layers.swiglu_backward(both, d), reference.swiglu_backward(both, d))
+    close([cpu.swiglu(both)], [reference.swiglu(both)])
+    close(cpu.swiglu_backward(both, d), reference.swiglu_backward(both, d))
 
 
 @needs_compiler
@@ -77,12 +76,12 @@ def test_activation(length, width):
 def test_scores_and_their_gradient(n, vocabulary, entropies):
     logits, targets, inverse = 5 * rows(n, vocabulary), torch.arange(n) % vocabulary, rows(n).abs() + 0.5
     kept = [torch.empty_like(logits) for _ in range(2)]
-    found = layers.log_probs(logits, targets, inverse, entropies, kept[0])
+    found = cpu.log_probs(logits, targets, inverse, entropies, kept[0])
     close(found, reference.log_probs(logits, targets, inverse, entropies, kept[1]))
     close(kept[:1], kept[1:])
     given = (rows(n, seed=1), rows(n, seed=2) if entropies else None, found[2])
     expected = reference.log_probs_backward(logits, targets, inverse, found[1], *given, KIND)
-    close([layers.log_probs_backward(logits.clone(), targets, inverse, found[1], *given, KIND)], [expected])
+    close([cpu.log_probs_backward(logits.clone(), targets, inverse, found[1], *given, KIND)], [expected])
 
 
 def stepped(model_runner, held):
@@ -99,23 +98,15 @@ def stepped(model_runner, held):
 @pytest.mark.parametrize("inner,outer", [(3, 16), (128, 48), (200, 256)])
 def test_products_of_few_rows(length, inner, outer):
     x, weight, add = rows(length, inner), rows(inner, outer), rows(length, outer)
-    panels = fused_layers.to_panels(weight)
-    found = fused_layers.panel_matmul(x, panels)
+    panels = cpu.to_panels(weight)
+    found = cpu.panel_matmul(x, panels)
     close([found], [x @ weight])
     for i in range(length):  # nor does a row depend on the others
-        assert torch.equal(fused_layers.panel_matmul(x[i : i + 1], panels)[0], found[i])
+        assert torch.equal(cpu.panel_matmul(x[i : i + 1], panels)[0], found[i])
     for more, apart in ((add, outer), (add[:1], 0)):
-        out, lib = torch.empty(length, outer), build.library()[0]
-        lib.panel_matmul(
-            layers.pointer(x),
-            layers.pointer(panels),
-            layers.pointer(more),
-            apart,
-            layers.pointer(out),
-            length,
-            inner,
-            outer,
-        )
+        out, lib = torch.empty(length, outer), cpu.library()[0]
+        sizes = (length, inner, outer)
+        lib.panel_matmul(x.data_ptr(), panels.data_ptr(), more.data_ptr(), apart, out.data_ptr(), *sizes)
         close([out], [x @ weight + more])
 
 
@@ -130,8 +121,8 @@ def test_few_rows_go_another_way_to_the_same_logits(kind, monkeypatch):
         torch.nn.init.normal_(p, mean=float("norm" in name), std=0.2, generator=generator)
 
     def logits(most):
-        monkeypatch.setattr(fused_layers, "MAX_ROWS", most)
-        monkeypatch.setattr(fused_layers, "enabled", lambda: True)
+        monkeypatch.setattr(cpu, "MAX_ROWS", most)
+        monkeypatch.setattr(cpu, "panels_pay", lambda: True)
         model_runner = ModelRunner(made, 4, 64, torch.device("cpu"))
         assert model_runner.decoder.fused is not None and "C kernels and products" in model_runner.describe()
         with torch.inference_mode():
@@ -153,25 +144,25 @@ def test_few_rows_go_another_way_to_the_same_logits(kind, monkeypatch):
 
 
 def test_widths_that_make_no_panels_are_left_alone(monkeypatch):
-    monkeypatch.setattr(fused_layers, "enabled", lambda: True)
-    assert fused_layers.fits([rows(8, 32)]) and not fused_layers.fits([rows(8, 32), rows(8, 40)])
-    monkeypatch.setattr(fused_layers, "MAX_BYTES", 1000)
-    assert not fused_layers.fits([rows(8, 32)])
+    monkeypatch.setattr(cpu, "panels_pay", lambda: True)
+    assert cpu.panels_fit([rows(8, 32)]) and not cpu.panels_fit([rows(8, 32), rows(8, 40)])
+    monkeypatch.setattr(cpu, "MAX_BYTES", 1000)
+    assert not cpu.panels_fit([rows(8, 32)])
 
 
 @needs_compiler
 def test_what_is_not_finite_stays_so():
     bad = rows(3, 8)
     bad[1, 2] = torch.nan
-    assert layers.norm(bad, torch.ones(8), 1e-6)[1].isnan().all()
-    assert layers.swiglu(bad)[1].isnan().any()
-    assert layers.log_probs(bad, torch.zeros(3, dtype=torch.int64), torch.ones(3), True)[0].isnan().tolist() == [
+    assert cpu.add_norm(bad, None, torch.ones(8), 1e-6, KIND)[1][1].isnan().all()
+    assert cpu.swiglu(bad)[1].isnan().any()
+    assert cpu.log_probs(bad, torch.zeros(3, dtype=torch.int64), torch.ones(3), True)[0].isnan().tolist() == [
         False,
         True,
         False,
     ]
     endless = torch.full((1, 8), torch.inf)
-    assert not layers.swiglu(endless).isfinite().any()
+    assert not cpu.swiglu(endless).isfinite().any()
 
 
 def attention_of(ids, start, heads, size, native, scale=0.3):
@@ -206,8 +197,8 @@ def test_threads_change_nothing():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            made = (*attention_of(ids, start, [4, 2, 2], 16, True), *layers.swiglu_backward(both, x))
-            found.append([*made, *layers.norm_backward(x, x, x[0], 1e-6, None)])
+            made = (*attention_of(ids, start, [4, 2, 2], 16, True), *cpu.swiglu_backward(both, x))
+            found.append([*made, *cpu.norm_backward(x, x, x[0], 1e-6, None)])
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
@@ -215,7 +206,7 @@ def test_threads_change_nothing():
 
 
 @needs_compiler
-@pytest.mark.parametrize("name,compiled", [("llama_tied", True), ("mistral_window", False), ("qwen3", False)])
+@pytest.mark.parametrize("name,compiled", [("llama_tied", True), ("mistral_window", False), ("qwen3", True)])
 def test_the_decoder_by_kernels_gives_the_same_logits(kit, name, compiled, monkeypatch):
     def logits():
         model_runner = ModelRunner(kit.make_model(name), 4, 64, torch.device("cpu"))
@@ -232,24 +223,24 @@ def test_the_decoder_by_kernels_gives_the_same_logits(kit, name, compiled, monke
     off = False
     mine = logits()
     off = True
-    monkeypatch.setattr(layers, "library", lambda: (None, "off"))
+    monkeypatch.setattr(cpu, "library", lambda: (None, "off"))
     torch.testing.assert_close(mine, logits(), rtol=1e-4, atol=1e-4)
 
 
 def test_without_a_compiler_there_are_none(monkeypatch):
-    build.library.cache_clear()
+    cpu.library.cache_clear()
     monkeypatch.delenv("TURNWISE_NATIVE", raising=False)
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert build.library() == (None, "no C compiler")
-    build.library.cache_clear()
+    assert cpu.library() == (None, "no C compiler")
+    cpu.library.cache_clear()
     monkeypatch.setenv("CC", "false")
     monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent")
-    assert build.library()[0] is None
-    build.library.cache_clear()
+    assert cpu.library()[0] is None
+    cpu.library.cache_clear()
     monkeypatch.setenv("TURNWISE_NATIVE", "0")
-    assert build.library() == (None, "TURNWISE_NATIVE is 0")
-    assert not layers.fits(torch.zeros(2))
-    build.library.cache_clear()
+    assert cpu.library() == (None, "TURNWISE_NATIVE is 0")
+    assert not cpu.fits(torch.zeros(2))
+    cpu.library.cache_clear()
 
 
 @pytest.mark.slow
@@ -259,14 +250,14 @@ def test_no_home_is_no_hindrance(monkeypatch, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    build.library.cache_clear()
+    cpu.library.cache_clear()
     try:
-        assert build.library()[0] is not None
+        assert cpu.library()[0] is not None
     finally:
-        build.library.cache_clear()
+        cpu.library.cache_clear()
 
 
 def test_heads_of_odd_sizes_are_not_for_the_kernel():
-    packing = attention.Packing.of(torch.arange(3), torch.arange(3), torch.tensor([0, 3]))
-    assert not attention.fits(rows(3, 2, 12), rows(3, 2, 12), rows(3, 2, 12), packing)
-    assert not attention.fits(rows(3, 2, 16).double(), rows(3, 2, 16), rows(3, 2, 16), packing)
+    packing = cpu.Packing.of(torch.arange(3), torch.arange(3), torch.tensor([0, 3]))
+    assert not cpu.attention_fits(rows(3, 2, 12), rows(3, 2, 12), rows(3, 2, 12), packing)
+    assert not cpu.attention_fits(rows(3, 2, 16).double(), rows(3, 2, 16), rows(3, 2, 16), packing)

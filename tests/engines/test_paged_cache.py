@@ -22,7 +22,7 @@ from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.kv_cache import CacheSlot, KVCache, RowGrowth
 from turnwise.engines.generator.page_allocator import PageAllocator
 from turnwise.engines.generator.paged_cache import PagedKVCache
-from turnwise.engines.kernels import decode_reference
+from turnwise.engines.kernels import reference
 from turnwise.errors import SettingError
 
 CPU = torch.device("cpu")
@@ -325,7 +325,7 @@ def test_forks_turns_and_evictions_change_no_token(kind: str, room: int | None):
 
 def test_a_decoder_with_graphs_gives_the_tokens_of_rows(monkeypatch: pytest.MonkeyPatch):
     """The reference kernels, without a GPU."""
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: (decode_reference, ""))
+    monkeypatch.setattr(model_runner, "decode_ops", lambda device: (reference, ""))
     model = graph_model()
     rows = run(tree_of_dialogues(generator(model, slots=6), 0))
     for room in (None, 11):

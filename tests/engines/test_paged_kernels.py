@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.devices import DEVICE, GPU, needs_triton
 from torch import Tensor
 
-from turnwise.engines.kernels import decode_reference
+from turnwise.engines.kernels import reference
 
 some = settings(max_examples=25 if GPU else 8, deadline=None)
 multiplied = st.sampled_from([torch.float32, torch.bfloat16]) if GPU else st.just(torch.float32)
@@ -63,7 +63,7 @@ def decode(module: Any, cache: Cache, qkv: Tensor, norm: Tensor | None, position
     size = keys.shape[3]
     out = torch.full((len(qkv), H * size), 7.0, dtype=keys.dtype, device=DEVICE)
     cos, sin = rotary(cache.context, size)
-    module.paged_decode_attention(
+    module.decode_attention(
         qkv, keys, values, cache.table, cache.context, cos, sin, norm, position, out, size**-0.5, 1e-6
     )
     return keys, values, out
@@ -87,7 +87,7 @@ def test_decode(kernels, context, seed, lanes, heads, size, page, dtype, normed)
     cache = Cache(seed, lanes, K, context, size, page, dtype)
     qkv, place = cache.normal(lanes, (H + 2 * K) * size, dtype=dtype), positions(cache, lanes, context)
     norm = 1 + 0.1 * cache.normal(H + K, size) if normed else None
-    found, expected = (decode(module, cache, qkv, norm, place, H) for module in (kernels, decode_reference))
+    found, expected = (decode(module, cache, qkv, norm, place, H) for module in (kernels, reference))
     for a, b in zip(found, expected):
         close(a, b, dtype)
     assert (found[2][(place < 0) | (place >= context)] == 7).all()
@@ -102,8 +102,8 @@ def test_the_reference_reads_what_rows_would_hold(seed, lanes, heads, page, cont
     keys, values = cache.rows()
     cos, sin = rotary(context, size)
     expected = torch.full((lanes, H * size), 7.0, device=DEVICE)
-    decode_reference.decode_attention(qkv, keys, values, cos, sin, None, place, expected, size**-0.5, 1e-6)
-    cache.keys, cache.values, out = decode(decode_reference, cache, qkv, None, place, H)
+    reference.decode_attention(qkv, keys, values, None, context, cos, sin, None, place, expected, size**-0.5, 1e-6)
+    cache.keys, cache.values, out = decode(reference, cache, qkv, None, place, H)
     torch.testing.assert_close(out, expected)
     for paged, row in zip(cache.rows(), (keys, values)):
         assert torch.equal(paged, row)
@@ -114,7 +114,7 @@ def prefill(module: Any, cache: Cache, q: Tensor, chunks: list[tuple[int, int]],
     start = torch.tensor([before for before, _ in chunks], device=DEVICE)
     out = torch.full_like(q, 7.0)
     size = cache.keys.shape[3]
-    module.paged_prefill_attention(q, cache.keys, cache.values, cache.table, ends, start, row, 128, out, size**-0.5)
+    module.prefill_attention(q, cache.keys, cache.values, cache.table, ends, start, row, 128, out, size**-0.5)
     return out
 
 
@@ -129,7 +129,7 @@ def test_prefill(kernels, seed, chunks, heads, size, page, dtype):
     cache = Cache(seed, 5, K, 233, size, page, dtype)
     row = torch.randperm(5, generator=cache.random)[: len(chunks)].to(DEVICE)
     q = cache.normal(sum(n for _, n in chunks) + 3, H * size, dtype=dtype)
-    close(*(prefill(module, cache, q, chunks, row) for module in (kernels, decode_reference)), dtype)
+    close(*(prefill(module, cache, q, chunks, row) for module in (kernels, reference)), dtype)
 
 
 @some
@@ -142,5 +142,5 @@ def test_the_reference_of_prefill_reads_what_rows_would_hold(seed, chunks, heads
     ends = torch.tensor([0, *(n for _, n in chunks)]).cumsum(0).to(DEVICE)
     start = torch.tensor([before for before, _ in chunks], device=DEVICE)
     expected = torch.full_like(q, 7.0)
-    decode_reference.prefill_attention(q, *cache.rows(), ends, start, row, 128, expected, size**-0.5)
-    torch.testing.assert_close(prefill(decode_reference, cache, q, chunks, row), expected)
+    reference.prefill_attention(q, *cache.rows(), None, ends, start, row, 128, expected, size**-0.5)
+    torch.testing.assert_close(prefill(reference, cache, q, chunks, row), expected)

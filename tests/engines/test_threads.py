@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from turnwise.config.settings import Settings
-from turnwise.engines.kernels import threads
+from turnwise.engines.kernels import dispatch
 from turnwise.training import api, engines
 
 
 @pytest.mark.parametrize(("slow", "expected"), [(0, 4), (4, 1)], ids=["a quiet machine", "a busy machine"])
 def test_all_cores_unless_fewer_are_clearly_faster(monkeypatch, slow, expected):
-    monkeypatch.setattr(threads, "available_cores", lambda: 4)
-    monkeypatch.setattr(threads, "_time_products", lambda: 1.0 if torch.get_num_threads() >= 2 and slow else 0.5)
+    monkeypatch.setattr(dispatch, "available_cores", lambda: 4)
+    monkeypatch.setattr(dispatch, "_time_products", lambda: 1.0 if torch.get_num_threads() >= 2 and slow else 0.5)
     before = torch.get_num_threads()
-    assert threads.measured_threads() == expected
+    assert dispatch.measured_threads() == expected
     assert torch.get_num_threads() == before
 
 

@@ -235,12 +235,12 @@ def test_pages_that_hold_no_dialogue_are_refused_and_no_slower_path_is_taken():
 
 
 def test_a_model_with_a_cache_of_its_own_says_that_the_option_has_no_effect(monkeypatch):
-    from turnwise.engines.generator import stock_runner
+    from turnwise.engines.generator import model_runner
 
     def unserved(*args):
         raise ValueError("attention with sinks")
 
-    monkeypatch.setattr(stock_runner, "ModelRunner", unserved)
+    monkeypatch.setattr(model_runner, "ModelRunner", unserved)
     options = {"slots": 2, "context": 128, "stop_ids": ()}
     told = LocalGenerator(make(), cache=CacheChoice(page=64), **options).describe()
     assert told.endswith("attention with sinks; cache=pages has no effect on such a model")

@@ -8,7 +8,7 @@ from support.mixtures import SHAPE, make_mixture
 from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
 from turnwise.core.batch import Sequences
-from turnwise.engines.expert_computation import COMPUTE_DTYPE, GROUPED, use
+from turnwise.engines.experts import COMPUTE_DTYPE, GROUPED, use
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.memory import GIB, MemoryPlan, ModelShape

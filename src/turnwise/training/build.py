@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Generator, GroupScorer, Learner, Session
 from turnwise.core.records import Sampling, Task, Trajectory
-from turnwise.engines.expert_routing import free_routing
+from turnwise.engines.experts import free_routing
 from turnwise.errors import SettingError
 from turnwise.evaluation.evaluator import Evaluation, Evaluator
 from turnwise.evaluation.policy_metrics import exact_metrics, reranked

@@ -27,8 +27,7 @@ from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.logit_shift import with_value_rows
 from turnwise.engines.generator.mirrored import MirroredGenerator
 from turnwise.engines.generator.opponents import OpponentGenerator, OpponentPool, SelfPlayGenerator
-from turnwise.engines.kernels.dispatch import default_micro_batch
-from turnwise.engines.kernels.threads import measured_threads
+from turnwise.engines.kernels.dispatch import default_micro_batch, measured_threads
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.policy_check import TOLERANCE, TOLERANCES, PolicyCheck, SeparatePolicyCheck
 from turnwise.engines.own_process.process_generator import ProcessGenerator

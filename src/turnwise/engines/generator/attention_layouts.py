@@ -74,26 +74,28 @@ class PrefillLayout:
         return self.masks[window]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k and v [1, Hkv, N, D] in their rows."""
+        """Store k and v [N, Hkv, D] in their rows."""
         block, offset = self.on_device.block, self.on_device.position % self.kv_cache.keys[layer].shape[2]
-        self.kv_cache.keys[layer][block, :, offset] = k[0].transpose(0, 1)
-        self.kv_cache.values[layer][block, :, offset] = v[0].transpose(0, 1)
+        self.kv_cache.keys[layer][block, :, offset] = k
+        self.kv_cache.values[layer][block, :, offset] = v
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        self.write(layer, k, v)
+    def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        """q [N, H, D] over the columns of their rows -> [N, H, D]."""
         packed = self.on_device
         keys, values = self.kv_cache.columns(layer, packed.chunk_rows, self.width)
-        padded = q.new_zeros(len(packed.chunk_rows), self.longest_chunk, q.shape[1], q.shape[3])
-        padded[packed.chunk, packed.offset] = q[0].transpose(0, 1)
+        padded = q.new_zeros(len(packed.chunk_rows), self.longest_chunk, *q.shape[1:])
+        padded[packed.chunk, packed.offset] = q
+        grouped, mask = q.shape[1] != keys.shape[1], self.mask(window)
         out = F.scaled_dot_product_attention(
-            padded.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=self.mask(window),
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            padded.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
         )
-        return out.transpose(1, 2)[packed.chunk, packed.offset][None]  # [1, N, H, D]
+        return out.transpose(1, 2)[packed.chunk, packed.offset]
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """The call of stock layers: q [1, H, N, D], k and v [1, Hkv, N, D] -> [1, N, H, D]."""
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        self.write(layer, k, v)
+        return self.attend(layer, q, scale, window)[None]
 
 
 class DecodeLayout:
@@ -139,22 +141,22 @@ class DecodeLayout:
             self.masks[window] = torch.where(visible, zero, float("-inf"))[:, None, None]
         return self.masks[window]
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """q [n, H, 1, D] -> [n, 1, H, D]."""
-        self.write(layer, k[:, :, 0], v[:, :, 0])
-        return self.cached_attention(layer, q, scale, window)
-
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k and v [n, Hkv, D] in this step's column of every row."""
         index = self.index(k.shape[1])
         self.kv_cache.keys[layer].view(-1, k.shape[2]).index_copy_(0, index, k.reshape(-1, k.shape[2]))
         self.kv_cache.values[layer].view(-1, v.shape[2]).index_copy_(0, index, v.reshape(-1, v.shape[2]))
 
-    def cached_attention(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention of q [n, H, 1, D] over the cached columns. The query heads that share a key head become queries of that
-        key head, so no key is repeated and K stays a view."""
-        n, H, _, D = q.shape
+    def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        """q [n, H, D] over the cached columns -> [n, H, D]. The query heads that share a key head become queries of that key
+        head, so no key is repeated and K stays a view."""
+        n, H, D = q.shape
         keys, values = self.kv_cache.columns(layer, n, self.width)
         grouped = q.reshape(n, keys.shape[1], -1, D)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask(window, q.dtype), scale=scale)
-        return out.reshape(n, 1, H, values.shape[-1])
+        return out.reshape(n, H, values.shape[-1])
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """The call of stock layers: q [n, H, 1, D], k and v [n, Hkv, 1, D] -> [n, 1, H, D]."""
+        self.write(layer, k[:, :, 0], v[:, :, 0])
+        return self.attend(layer, q[:, :, 0], scale, window)[:, None]

@@ -2,8 +2,12 @@
 
 A decode graph is captured for each batch bucket when it is first needed, a prefill graph for each shape when it occurs a second
 time. Unused lanes of a bucket are inactive (position −1): their cache rows, which may belong to a waiting dialogue, are neither
-read nor written. Weights and KV cache keep their addresses for the life of a graph; new weights are copied in place. Where
-capture fails, the same step runs without a graph.
+read nor written. Where capture fails, the same step runs without a graph.
+
+Weights and KV cache keep their addresses for the life of a graph. Weights are fused, in the cache's dtype; new ones are copied
+in place, and the model's own matrices are views of the fused ones, so both exist once. Adapters are a pair of factors for each
+fused product: a step adds (h down) up to the product of the frozen weight, and publishing a policy copies the factors alone, a
+hundredth of the weights.
 
 Knows weights, the KV cache and sampling; neither requests nor text.
 """
@@ -12,24 +16,25 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from turnwise.core.transfer import to_device
 from turnwise.engines import capture
+from turnwise.engines.adapters import Adapter, fuse_down, fuse_up
 from turnwise.engines.capture import GraphCapture
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillLayout
-from turnwise.engines.generator.decoder_adapters import DecoderAdapters, LowRankPair
-from turnwise.engines.generator.graph_inputs import MAX_CAPTURED_TOKENS, GraphInputs, GraphShape
-from turnwise.engines.generator.graph_weights import DecodeGraphKey, Fp8Matrix, GraphWeights
 from turnwise.engines.generator.kv_cache import KVCache
-from turnwise.engines.generator.llama_decoder import _Layer
-from turnwise.engines.kernels.decode_reference import LANES_PER_PROGRAM
+from turnwise.engines.generator.llama_decoder import LayerWeights, LlamaDecoder
+from turnwise.engines.kernels.reference import LANES_PER_PROGRAM, quantise
 from turnwise.engines.kernels.sampling import KEEP_ALL, KEPT_LIMIT, kept_ids, pick, truncate, uniforms
+from turnwise.maths.numbers import first_at_least
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +45,24 @@ BLOCKS_IN_FLIGHT = 2  # ... with at most 2 such blocks launched and not yet read
 MIN_PROGRAMS = 768  # programs (lanes times key heads) from which shared prefixes pay: fewer would leave a GPU idle ...
 MIN_SAVED_SHARE = 0.25  # ... and the share of column reads it must save: 4 lanes per program have a cost of their own
 
+# padding of tokens costs compute ...
+TOKEN_BUCKETS = [2**k * quarters // 4 for k in range(8, 24) for quarters in range(4, 8)]
+CHUNK_BUCKETS = [4**k for k in range(2, 12)]  # ... padding in these two costs next to nothing
+LENGTH_BUCKETS = [2**k for k in range(6, 24)]
+MAX_CAPTURED_TOKENS = 8192  # larger prefills run without a graph: their launches hide behind the matrix products
+
+PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
 Truncation = tuple[int, float, float]
 """(top-k, top-p, min-p) of a lane; (0, 1, 0) keeps the whole distribution."""
+
+DecodeGraphKey = tuple[int, bool, bool]
+"""What a decode graph is captured for: lanes, whether any lane truncates, whether lanes share prefixes."""
 
 
 def batch_buckets(most: int) -> list[int]:
@@ -50,11 +71,111 @@ def batch_buckets(most: int) -> list[int]:
     return sorted({min(size, most) for size in sizes if size < 2 * most})
 
 
-class GraphDecoder(GraphWeights):
+class GraphShape(NamedTuple):
+    """The bucket of a prefill: tokens, chunks, tokens of the longest chunk."""
+
+    tokens: int
+    chunks: int
+    longest: int
+
+    @classmethod
+    def of(cls, layout: PrefillLayout) -> GraphShape:
+        tokens, chunks = len(layout.host.tokens), len(layout.host.chunk_rows)
+        return cls(
+            first_at_least(TOKEN_BUCKETS, tokens),
+            first_at_least(CHUNK_BUCKETS, chunks),
+            first_at_least(LENGTH_BUCKETS, layout.longest_chunk),
+        )
+
+
+class GraphInputs:
+    """The inputs of a prefill of one shape in one device buffer. Padding tokens have position −1."""
+
+    def __init__(self, shape: GraphShape, device: torch.device) -> None:
+        self.shape = shape
+        self.buffer = self._padding().to(device)
+        self.tokens, self.position, self.block, self.chunk_rows, self.start, self.boundaries = self._views(self.buffer)
+
+    def _padding(self) -> Tensor:
+        padding = torch.zeros(3 * self.shape.tokens + 3 * self.shape.chunks + 1, dtype=torch.int64)
+        self._views(padding)[1].fill_(-1)
+        return padding
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        n, chunks, _ = self.shape
+        return list(buffer.split([n, n, n, chunks, chunks, chunks + 1]))
+
+    def fill(self, layout: PrefillLayout) -> None:
+        """Stage all inputs in one host-to-device copy."""
+        staged, host = self._padding(), layout.host
+        views = self._views(staged)
+        for view, value in zip(
+            views, (host.tokens, host.position, host.block, host.chunk_rows, host.start, host.boundaries)
+        ):
+            view[: len(value)] = value
+        views[-1][len(host.boundaries) :] = len(host.tokens)
+        self.buffer.copy_(to_device(staged, self.buffer.device))
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankPair:
+    down: Tensor  # [d, R]
+    up: Tensor  # [R, n]
+
+
+@dataclass
+class DecoderAdapters:
+    """The factors of every layer. ``queries`` and ``keys``: widths of q and of k and v."""
+
+    queries: int
+    keys: int
+    layers: list[dict[str, LowRankPair]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any(self.layers)
+
+    def of(self, layer: int) -> Mapping[str, LowRankPair]:
+        return self.layers[layer] if self.layers else {}
+
+    def load(self, adapters: Mapping[str, Adapter], count: int, dtype: torch.dtype) -> bool:
+        """Take over the adapters of ``count`` layers. True: into the tensors that are there; False: new ones were made."""
+        new = [self._fused(adapters, number, dtype) for number in range(count)]
+        shapes = lambda layers: [{name: p.up.shape for name, p in layer.items()} for layer in layers]  # noqa: E731
+        if shapes(new) != shapes(self.layers or [{}] * count):
+            self.layers = new
+            return False
+        for old, layer in zip(self.layers, new):
+            for name, pair in layer.items():
+                old[name].down.copy_(pair.down)
+                old[name].up.copy_(pair.up)
+        return True
+
+    def _fused(self, adapters: Mapping[str, Adapter], number: int, dtype: torch.dtype) -> dict[str, LowRankPair]:
+        out = {}
+        for product, names in PRODUCTS.items():
+            parts = [adapters.get(f"model.layers.{number}.{name}.weight") for name in names]
+            outputs = next((len(p.up) for p in parts if p is not None), 0)  # gate and up have the same size
+            sizes = [self.queries, self.keys, self.keys] if product == "qkv" else [outputs] * len(parts)
+            down, up = fuse_down(parts, dtype), fuse_up(parts, sizes, dtype)
+            if down is not None and up is not None:
+                out[product] = LowRankPair(down.t().contiguous(), up.t().contiguous())
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """A weight in e4m3: data [out, in], scale [out, 1]."""
+
+    data: Tensor
+    scale: Tensor
+
+
+class GraphDecoder(LlamaDecoder):
     """The Llama family in the cache's dtype with a float32 residual stream, like a learner under autocast."""
 
     takes_adapters = True  # beside its weights; else they arrive merged
-    prefills_last_layer = False  # beyond its keys and values: the rest feeds only logits, which prefill does not need
+    prefills_last_layer = False  # beyond its keys and values
+    attention_buffer = staticmethod(torch.empty)  # where attention writes the rows of active lanes
 
     @classmethod
     def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None]) -> str:
@@ -64,7 +185,7 @@ class GraphDecoder(GraphWeights):
         return super().unsupported_reason(model, windows) or reason
 
     def __init__(self, model: PreTrainedModel, kv_cache: KVCache, fp8: bool, kernels: Any) -> None:
-        """``kernels``: the module with the decode kernels, ``kernels.triton.decode`` or ``kernels.decode_reference``."""
+        """``kernels``: the module with the operations, ``kernels.triton`` or ``kernels.reference``."""
         self.kernels, self.on_gpu = kernels, kv_cache.device.type == "cuda"
         kv_cache.allocate_all()  # a graph needs the cache at a fixed address
         self.dtype = kv_cache.dtype
@@ -100,11 +221,98 @@ class GraphDecoder(GraphWeights):
             f"; {e}" for e in sorted(self.capture_errors)
         )
 
-    # ------------------------------------------------------------------ one forward pass
+    # ------------------------------------------------------------------ weights
 
-    def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
-        return self.kernels.add_norm(x, delta, weight, out, self.eps)
+    def refresh_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Update the weights in place. ``weights``: the published ones, before they were rounded to the cache's dtype."""
+        if self.__dict__.get("adapters"):  # not yet there in the first call
+            self.load_adapters({})
+        if hasattr(self, "layers") and not self.fp8:
+            for name, view, parameter in self._weight_views:
+                view.copy_((weights or {}).get(name, parameter))
+            return
+        base = self.model.model
+        exact = lambda name, p: (weights or {}).get(name, p).detach().to(self.kv_cache.device, torch.float32)  # noqa: E731
+        embedding = exact("model.embed_tokens.weight", base.embed_tokens.weight)
+        norm = exact("model.norm.weight", base.norm.weight)
+        head = self.model.lm_head.weight.detach().to(self.dtype).t().contiguous()
+        layers = [self._fused_layer(i, layer, exact) for i, layer in enumerate(base.layers)]
+        if not hasattr(self, "layers"):
+            self.embedding, self.norm, self.head, self.layers = embedding, norm, head, layers
+            return
+        new = [embedding, norm, head, *(t for layer in layers for t in _tensors(layer))]
+        in_place = [self.embedding, self.norm, self.head, *(t for layer in self.layers for t in _tensors(layer))]
+        for target, value in zip(in_place, new):
+            target.copy_(value)
+
+    def _fused_layer(self, number: int, module: Any, exact: Any) -> LayerWeights:
+        """A layer's fused weights: matrices in ``self.dtype``, norms in float32, as they were published. The model's own matrices
+        become views of them, so that both exist once."""
+        prefix, fused, attention = f"model.layers.{number}", self._fuse(module), module.self_attn
+        qk_norm = None
+        if fused.qk_norm is not None:
+            q = exact(f"{prefix}.self_attn.q_norm.weight", attention.q_norm.weight)
+            k = exact(f"{prefix}.self_attn.k_norm.weight", attention.k_norm.weight)
+            qk_norm = torch.cat((q.expand(self.H, -1), k.expand(self.Hkv, -1)))
+        matrices = {name: getattr(fused, name) for name in ("qkv", "qkv_bias", "out", "out_bias", "gate_up", "down")}
+        layer = replace(
+            fused,
+            norm=exact(f"{prefix}.input_layernorm.weight", fused.norm),
+            mlp_norm=exact(f"{prefix}.post_attention_layernorm.weight", fused.mlp_norm),
+            qk_norm=qk_norm,
+            **{name: t.to(self.dtype) if isinstance(t, Tensor) else t for name, t in matrices.items()},
+        )
+        if not self.fp8 and self.model.dtype == self.dtype:
+            parameters = dict(module.named_parameters(prefix=prefix))
+            for name, view in self._layer_views(number, layer):
+                if name in parameters and view.dtype == self.dtype and view.shape == parameters[name].shape:
+                    parameters[name].data = view
+        return layer
+
+    @cached_property
+    def _weight_views(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Each parameter's name, its view in the fused weights, and the model's own tensor."""
+        views = [("model.embed_tokens.weight", self.embedding), ("model.norm.weight", self.norm)]
+        views += [("lm_head.weight", self.head.t())]
+        views += [view for i, layer in enumerate(self.layers) for view in self._layer_views(i, layer)]
+        parameters = self.model.state_dict()
+        return [
+            (name, view, parameters[name])
+            for name, view in views
+            if name in parameters and parameters[name].data_ptr() != view.data_ptr()
+        ]
+
+    def load_adapters(self, adapters: Mapping[str, Adapter]) -> None:
+        """Apply these adapters beside the weights from now on, by the names of the weights; none: the weights alone. Captured
+        graphs stay valid while the same layers have adapters of the same ranks."""
+        here = {name: adapter.to(self.kv_cache.device) for name, adapter in adapters.items()}
+        if not self.adapters.load(here, len(self.layers), self.dtype):
+            self.decode_graphs.clear()
+            self.prefill_graphs.clear()
+            self.capture.reset()
+
+    def _layer_views(self, number: int, layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
+        """Views of a layer's fused weights by the model's parameter names: one copy loads a published parameter. Not every model
+        has all of them. A view has the parameter's shape or one that it broadcasts to."""
+        a, parts = "self_attn", [self.H * self.D, self.Hkv * self.D, self.Hkv * self.D]
+        views = {"input_layernorm.weight": layer.norm, "post_attention_layernorm.weight": layer.mlp_norm}
+        views |= zip((f"{a}.{x}_proj.weight" for x in "qkv"), layer.qkv.t().split(parts))
+        views |= zip(("mlp.gate_proj.weight", "mlp.up_proj.weight"), layer.gate_up.t().chunk(2))
+        views |= {f"{a}.o_proj.weight": layer.out.t(), "mlp.down_proj.weight": layer.down.t()}
+        if layer.qkv_bias is not None:
+            views |= zip((f"{a}.{x}_proj.bias" for x in "qkv"), layer.qkv_bias.split(parts))
+        if layer.out_bias is not None:
+            views[f"{a}.o_proj.bias"] = layer.out_bias
+        if layer.qk_norm is not None:
+            views |= zip((f"{a}.q_norm.weight", f"{a}.k_norm.weight"), layer.qk_norm.split([self.H, self.Hkv]))
+        yield from ((f"model.layers.{number}.{name}", view) for name, view in views.items())
+
+    def _transposed(self, *layers: nn.Linear) -> Any:
+        if not self.fp8:
+            return super()._transposed(*layers)
+        return Fp8Matrix(*quantise(torch.cat([layer.weight.detach() for layer in layers])))
+
+    # ------------------------------------------------------------------ one forward pass
 
     def _linear(self, h: Tensor, weight: Any, bias: Tensor | None = None, adapter: LowRankPair | None = None) -> Tensor:
         if adapter is not None:
@@ -114,36 +322,34 @@ class GraphDecoder(GraphWeights):
             return out if bias is None else out.add_(bias)
         return torch.mm(h, weight) if bias is None else torch.addmm(bias, h, weight)
 
-    def _qkv_rows(self, i: int, layer: _Layer, x: Tensor, delta: Tensor | None) -> Tensor:
-        """q, k and v side by side, before rotation; delta is added to x in place."""
-        return self._linear(self._norm(x, delta, layer.norm), layer.qkv, layer.qkv_bias, self.adapters.of(i).get("qkv"))
+    def _qkv(self, i: int, layer: LayerWeights, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, h = self.kernels.add_norm(x, delta, layer.norm, self.eps, self.dtype)
+        return x, self._linear(h, layer.qkv, layer.qkv_bias, self.adapters.of(i).get("qkv"))
 
-    def _attention_rows(self, x: Tensor) -> Tensor:
-        """Where attention writes the rows of active lanes."""
-        return torch.empty(len(x), self.H * self.D, dtype=self.dtype, device=x.device)
-
-    def _mlp(self, x: Tensor, attention: Tensor, i: int, layer: _Layer) -> Tensor:
-        """The attention's output projection, added to x in place, and the MLP's output."""
+    def _mlp(self, i: int, layer: LayerWeights, x: Tensor, attention: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The attention's output projection is added to x; the MLP's output is added by the norm that follows."""
         adapter = self.adapters.of(i)
         delta = self._linear(attention, layer.out, layer.out_bias, adapter.get("out"))
-        gate_up = self._linear(self._norm(x, delta, layer.mlp_norm), layer.gate_up, None, adapter.get("gate_up"))
-        out = torch.empty(len(x), gate_up.shape[1] // 2, dtype=self.dtype, device=x.device)
-        return self._linear(self.kernels.swiglu(gate_up, out), layer.down, None, adapter.get("down"))
+        x, h = self.kernels.add_norm(x, delta, layer.mlp_norm, self.eps, self.dtype)
+        gate_up = self._linear(h, layer.gate_up, None, adapter.get("gate_up"))
+        return x, self._linear(self.kernels.swiglu(gate_up), layer.down, None, adapter.get("down"))
 
     def _logits(self, tokens: Tensor, position: Tensor, shared: Tensor | None = None) -> Tensor:
         """Feed one token per lane; return the float32 logits of the next."""
-        x = self.embedding[tokens]  # not F.embedding: 12.5 µs for 16 lanes, against 2 µs here
-        delta: Tensor | None = None
-        for i, layer in enumerate(self.layers):
-            qkv, attention = self._qkv_rows(i, layer, x, delta), self._attention_rows(x)
-            k, v, table = self.kv_cache.keys[i], self.kv_cache.values[i], self.kv_cache.table
-            rotary, rest = (self.cos, self.sin, layer.qk_norm, position), (attention, self.scale, self.eps)
-            if table is None:
-                self.kernels.decode_attention(qkv, k, v, *rotary, *rest, shared)
-            else:
-                self.kernels.paged_decode_attention(qkv, k, v, table, self.kv_cache.context, *rotary, *rest)
-            delta = self._mlp(x, attention, i, layer)
-        return _float32_matmul(self._norm(x, delta, self.norm), self.head)
+        cache = self.kv_cache
+
+        def attend(i: int, layer: LayerWeights, qkv: Tensor, stop: bool) -> Tensor:
+            out = self.attention_buffer(len(qkv), self.H * self.D, dtype=self.dtype, device=qkv.device)
+            where = (cache.keys[i], cache.values[i], cache.table, cache.context)
+            self.kernels.decode_attention(
+                qkv, *where, self.cos, self.sin, layer.qk_norm, position, out, self.scale, self.eps, shared
+            )
+            return out
+
+        # not F.embedding: 12.5 µs for 16 lanes, against 2 µs here
+        x, delta = self._layers(self.embedding[tokens], attend, True)
+        _, h = self.kernels.add_norm(x, delta, self.norm, self.eps, self.dtype)
+        return _float32_matmul(h, self.head)
 
     def prefill(self, layout: PrefillLayout) -> None:
         """Compute keys and values of packed tokens. Shapes that recur are captured, where launches would dominate."""
@@ -162,23 +368,20 @@ class GraphDecoder(GraphWeights):
         return self.prefill_graphs[shape]
 
     def _prefill(self, inputs: GraphInputs) -> None:
-        x = self.embedding[inputs.tokens]
-        delta: Tensor | None = None
+        x, cache = self.embedding[inputs.tokens], self.kv_cache
         # zeros, not empty: padding tokens must stay finite
         q, attention = torch.zeros(2, len(x), self.H * self.D, dtype=self.dtype, device=x.device)
-        for i, layer in enumerate(self.layers):
-            qkv = self._qkv_rows(i, layer, x, delta)
-            k, v, table = self.kv_cache.keys[i], self.kv_cache.values[i], self.kv_cache.table
-            self.kernels.rope_and_cache(
-                qkv, k, v, self.cos, self.sin, layer.qk_norm, inputs.position, inputs.block, q, self.eps
-            )  # fmt: skip
-            if i < len(self.layers) - 1 or self.prefills_last_layer:
-                chunks = (inputs.boundaries, inputs.start, inputs.chunk_rows, inputs.shape.longest)
-                if table is None:
-                    self.kernels.prefill_attention(q, k, v, *chunks, attention, self.scale)
-                else:
-                    self.kernels.paged_prefill_attention(q, k, v, table, *chunks, attention, self.scale)
-                delta = self._mlp(x, attention, i, layer)
+        chunks = (inputs.boundaries, inputs.start, inputs.chunk_rows, inputs.shape.longest)
+
+        def attend(i: int, layer: LayerWeights, qkv: Tensor, stop: bool) -> Tensor | None:
+            k, v = cache.keys[i], cache.values[i]
+            rotary = (self.cos, self.sin, layer.qk_norm, inputs.position)
+            self.kernels.rope_and_cache(qkv, k, v, *rotary, inputs.block, q, self.eps)
+            if not stop:
+                self.kernels.prefill_attention(q, k, v, cache.table, *chunks, attention, self.scale)
+            return None if stop else attention
+
+        self._layers(x, attend, self.prefills_last_layer)
 
     def decode_step(self, tokens: Tensor, layout: DecodeLayout) -> Tensor:
         """One decode step without a graph, to compare with other forwards."""
@@ -349,3 +552,9 @@ def _float32_matmul(h: Tensor, weight: Tensor) -> Tensor:
     if h.dtype == torch.float32:
         return torch.mm(h, weight)
     return torch.mm(h, weight, out_dtype=torch.float32) if h.is_cuda else torch.mm(h.float(), weight.float())
+
+
+def _tensors(layer: LayerWeights) -> list[Tensor]:
+    values = [getattr(layer, f.name) for f in fields(layer)]
+    parts = [(x.data, x.scale) if isinstance(x, Fp8Matrix) else (x,) for x in values]
+    return [t for part in parts for t in part if t is not None]

@@ -25,10 +25,9 @@ from transformers import PreTrainedModel
 from turnwise.core.records import Sampling, Stop
 from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.executor import GeneratorExecutor, run_callbacks
-from turnwise.engines.generator.model_runner import MIN_CONTEXT
+from turnwise.engines.generator.model_runner import MIN_CONTEXT, make_runner
 from turnwise.engines.generator.scheduler import Request, Scheduler
 from turnwise.engines.generator.session import LocalSession
-from turnwise.engines.generator.stock_runner import make_runner
 from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)

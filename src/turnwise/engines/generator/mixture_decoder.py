@@ -1,29 +1,86 @@
-"""The graph decoder for mixtures of experts with layers like Llama's: Mixtral, Qwen 2 and 3 MoE, OLMoE.
+"""Mixtures of experts with layers like Llama's (Mixtral, Qwen 2 and 3 MoE, OLMoE): their graph decoder, and where the experts
+that routers chose are kept.
 
-Attention, norms and sampling are those of ``GraphDecoder``; a layer's router and experts are the model's own modules, run by an
-implementation that never asks the host (``expert_computation``). Every implementation is compared with the loop over experts
-before it is used, and on a GPU captured once. What the routers choose goes into a buffer at a fixed address and from there into
-the cache, all inside the graph. Knows weights, the KV cache and sampling; neither requests nor text.
+``RouteCache`` keeps them as one more layer of the KV cache. So they follow whatever happens to a row: a prefix that another
+dialogue computed, a copy, a move, an eviction, a recomputation after a weight update.
+
+In ``MixtureDecoder`` attention, norms and sampling are those of ``GraphDecoder``; a layer's router and experts are the model's
+own modules, run by an implementation that never asks the host (``expert_computation``). Every implementation is compared with
+the loop over experts before it is used, and on a GPU captured once. What the routers choose goes into a buffer at a fixed
+address and from there into the cache, all inside the graph. Knows weights, the KV cache and sampling; neither requests nor
+text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from turnwise.engines.expert_computation import ExpertChoice, expert_configs, expert_modules, using
-from turnwise.engines.generator.cuda_graphs import GraphDecoder, batch_buckets
-from turnwise.engines.generator.graph_inputs import GraphInputs
-from turnwise.engines.generator.kv_cache import KVCache
-from turnwise.engines.generator.llama_decoder import _Layer
-from turnwise.engines.generator.route_cache import RouteCache
+from turnwise.engines.experts import (
+    ExpertChoice,
+    ExpertRouting,
+    as_cache_entries,
+    as_rows,
+    expert_configs,
+    expert_modules,
+    from_cache_entries,
+    using,
+)
+from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillLayout
+from turnwise.engines.generator.cuda_graphs import GraphDecoder, GraphInputs, batch_buckets
+from turnwise.engines.generator.kv_cache import HeadShape, KVCache
+from turnwise.engines.generator.llama_decoder import LayerWeights
 
 MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+
+Span = tuple[int, int, int]
+"""A cache row and the columns [begin, end)."""
+
+
+class RouteCache:
+    """``layer``: the number of the cache layer that holds the routes, after those of the model."""
+
+    def __init__(self, routing: ExpertRouting, layer: int) -> None:
+        self.routing, self.layer = routing, layer
+
+    @property
+    def shape(self) -> tuple[HeadShape, HeadShape]:
+        """The shape of its keys and values, which hold high and low bytes of each expert's number."""
+        return (1, self.routing.width), (1, self.routing.width)
+
+    @contextmanager
+    def recording(self, layout: PrefillLayout | DecodeLayout) -> Iterator[None]:
+        """Store what the routers choose in a forward pass of this layout."""
+        with self.routing.recording() as chosen:
+            yield
+        high, low = as_cache_entries(chosen(), layout.kv_cache.dtype)
+        layout.write(self.layer, high[:, None], low[:, None])  # [N, 1, W]: one head
+
+    def store(self, kv_cache: KVCache, chosen: Tensor, block: Tensor, position: Tensor) -> None:
+        """Store choices [N, R, k] in columns ``position`` of blocks ``block`` [N], without asking the device anything: part of a
+        captured graph. Rows outside [0, context) are padding and inactive lanes, whose blocks may belong to others. They repeat
+        the write of the first row that counts; if none does, all write back what is there."""
+        counts = (position >= 0) & (position < kv_cache.context)
+        row = torch.arange(len(position), device=position.device)
+        source = torch.where(counts, row, counts.int().argmax())
+        block, offset = block[source], position[source].clamp(min=0) % kv_cache.block_width
+        entries = as_cache_entries(chosen.flatten(1)[source], kv_cache.dtype)
+        for cached, new in zip((kv_cache.keys[self.layer], kv_cache.values[self.layer]), entries):
+            cached[block, 0, offset] = torch.where(counts.any(), new, cached[block, 0, offset])
+
+    def read(self, kv_cache: KVCache, spans: Sequence[Span]) -> list[list[bytes]]:
+        """The routes of these columns. One copy from the device for all of them."""
+        parts = []
+        for row, begin, end in spans:
+            keys, values = kv_cache.columns(self.layer, torch.tensor([row], device=kv_cache.device), end)
+            parts.append(from_cache_entries(keys[0, 0, begin:end], values[0, 0, begin:end]))
+        rows = iter(as_rows(torch.cat(parts)))
+        return [[next(rows) for _ in range(end - begin)] for _, begin, end in spans]
 
 
 class MixtureDecoder(GraphDecoder):
@@ -32,6 +89,7 @@ class MixtureDecoder(GraphDecoder):
     model_types = MODEL_TYPES
     takes_adapters = False  # those of experts are not beside a linear layer
     prefills_last_layer = True  # its routers' choices are recorded too
+    attention_buffer = staticmethod(torch.zeros)  # inactive lanes then choose few experts, all the same ones
 
     @classmethod
     def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None]) -> str:
@@ -69,24 +127,20 @@ class MixtureDecoder(GraphDecoder):
 
     # ------------------------------------------------------------------ one forward pass
 
-    def _qkv_rows(self, i: int, layer: _Layer, x: Tensor, delta: Tensor | None) -> Tensor:
-        qkv, attention = super()._qkv_rows(i, layer, x, delta), self._attentions[i]
+    def _qkv(self, i: int, layer: LayerWeights, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        (x, qkv), attention = super()._qkv(i, layer, x, delta), self._attentions[i]
         if layer.qk_norm is not None or not hasattr(attention, "q_norm"):
-            return qkv
+            return x, qkv
         q, k, v = qkv.split([self.H * self.D, self.Hkv * self.D, self.Hkv * self.D], 1)
-        return torch.cat((attention.q_norm(q), attention.k_norm(k), v), 1)  # over all heads together
+        return x, torch.cat((attention.q_norm(q), attention.k_norm(k), v), 1)  # over all heads together
 
-    def _attention_rows(self, x: Tensor) -> Tensor:
-        """Zeros: inactive lanes then choose few experts, all the same ones."""
-        return torch.zeros(len(x), self.H * self.D, dtype=self.dtype, device=x.device)
-
-    def _mlp(self, x: Tensor, attention: Tensor, i: int, layer: _Layer) -> Tensor:
+    def _mlp(self, i: int, layer: LayerWeights, x: Tensor, attention: Tensor) -> tuple[Tensor, Tensor | None]:
         block = self.blocks[i]
         if block is None:
-            return super()._mlp(x, attention, i, layer)
+            return super()._mlp(i, layer, x, attention)
         delta = self._linear(attention, layer.out, layer.out_bias)
-        out: Tensor = block(self._norm(x, delta, layer.mlp_norm)[None])
-        return out[0]
+        x, h = self.kernels.add_norm(x, delta, layer.mlp_norm, self.eps, self.dtype)
+        return x, block(h[None])[0]
 
     def _logits(self, tokens: Tensor, position: Tensor, shared: Tensor | None = None) -> Tensor:
         lane = torch.arange(len(tokens), device=tokens.device)
@@ -157,6 +211,3 @@ def make_graph_decoder(
     if not mixture:
         return GraphDecoder(model, kv_cache, fp8, kernels)
     return "experts, which are not rounded" if fp8 else MixtureDecoder(model, kv_cache, route_cache, kernels)
-
-
-__all__ = ["MixtureDecoder", "make_graph_decoder"]

@@ -21,7 +21,7 @@ from turnwise.engines.generator.attention_layouts import DecodeLayout
 from turnwise.engines.generator.cuda_graphs import MAX_STEPS
 from turnwise.engines.generator.kv_cache import CacheSlot, PrefillChunk, RowGrowth, common_prefix_length
 from turnwise.engines.generator.logit_shift import LaneShifts, LogitShift, Steering
-from turnwise.engines.generator.stock_runner import Runner
+from turnwise.engines.generator.model_runner import Runner
 from turnwise.engines.kernels.sampling import TokenSampler, kept_bytes, uniforms
 
 COUNTS = (

@@ -1,13 +1,15 @@
-"""Kernels that both engines share: PyTorch references, Triton kernels for GPUs and C kernels for CPUs. Knows no model.
+"""Kernels that both engines share. Knows no model.
 
-``add_norm`` (residual add and RMSNorm) and ``swiglu`` exist in five modules:
+An operation has one signature and up to three implementations. ``reference`` defines it in plain PyTorch and runs where no kernel
+does; ``cpu`` (C) and ``triton`` repeat its names and signatures, with one kernel each. ``dispatch`` chooses a module.
 
-- ``reference``: plain PyTorch, returns new tensors. Defines what all the others compute, and runs where no kernel does.
-- ``decode_reference``: the same arithmetic (it calls ``reference``) with the in-place signatures of a decode step.
-- ``triton.decode``: one Triton kernel each, with the signatures of ``decode_reference``.
-- ``triton.layers``: the kernels of ``triton.decode`` with the signatures of ``reference``, plus their backward passes.
-- ``cpu.layers``: one C kernel each, float32, with the signatures of ``reference``.
+| operations | reference | cpu | triton |
+|---|---|---|---|
+| ``add_norm``, ``swiglu``, ``rotate_``, ``log_probs`` and their backward passes | yes | float32 | yes |
+| ``gather_copies``, ``sum_copies`` | yes | reference | yes |
+| ``decode_attention``, ``rope_and_cache``, ``prefill_attention``, ``sample``, ``fp8_matmul`` | slow, for tests | no | yes |
+| attention over packed sequences | slow, for tests | ``varlen_attention`` | ``attention`` |
 
-``dispatch.ops_for`` chooses among the modules with the signatures of ``reference``; the generator's ``kernels_for`` chooses the
-module for CUDA graphs.
+On a CPU the generator attends by ``cpu.rope_and_cache`` and ``cpu.cached_attention``, which rotate in place, or by PyTorch's
+attention (``generator.attention_layouts``). ``cpu.FusedLayers`` is a whole small batch in one call.
 """

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from turnwise.engines.kernels.decode_reference import dequantise, quantise
 from turnwise.engines.kernels.four_bit import FourBitWeight
+from turnwise.engines.kernels.reference import dequantise, quantise
 
 
 @dataclass(frozen=True, eq=False)

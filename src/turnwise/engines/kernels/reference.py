@@ -1,10 +1,10 @@
-"""The operations of a decoder layer between its matrix products, forward and backward, in plain PyTorch.
+"""Every operation of ``kernels`` in plain PyTorch: what it means, and what runs where no kernel does.
 
-Legend: L positions, d width, H query heads, K key heads, D head size, F MLP width, U and R rows. ``dtype``: of matrix products;
-the residual stream and all sums are accumulated in float32 (float64 for float64).
+Legend: L positions, B lanes (one new token each), d width, H query heads, K key heads, D head size, F MLP width, N tokens, V
+vocabulary, U and R rows. ``dtype``: of matrix products; the residual stream and all sums are accumulated in float32 (float64 for
+float64).
 
-``triton.layers`` and ``cpu.layers`` compute the same with one kernel each; this module runs where neither is available.
-``varlen_attention`` is slow and for tests: ``triton.attention`` computes the same. Knows tensors; neither models nor batches.
+``varlen_attention`` and attention over the cache are loops over sequences, for tests. Knows tensors; neither models nor batches.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from turnwise.engines.kernels.sampling import pick, uniforms
 
-def _rms(x: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(x.square().mean(1, keepdim=True) + eps)
+LANES_PER_PROGRAM = 4  # neighbouring lanes that read a shared prefix of their rows together
+LOWEST = -1e30  # not −inf: the difference of two infinities is NaN
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x + delta, and weight · (x + delta) / rms rounded to ``dtype``."""
     total = x if delta is None else x + delta
-    return total, (total * _rms(total, eps)).mul_(weight).to(dtype)
+    return total, F.rms_norm(total, weight.shape, weight, eps).to(dtype)  # sums in float32, whatever the stream's dtype
 
 
 def norm_backward(
@@ -32,7 +33,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dh [L, d] -> d(total), the same in dh's dtype, the norm's output recomputed, d(weight). ``residual_grad``: the
     gradient that reaches total through the residual stream."""
-    scale = _rms(total, eps)
+    scale = torch.rsqrt(total.square().mean(1, keepdim=True) + eps)
     unit, grad = total * scale, dh.to(total.dtype)
     d_weight = torch.linalg.vecdot(grad, unit, dim=0)
     grad = grad * weight
@@ -154,3 +155,128 @@ def log_probs_backward(
         d -= p * g_logp[:, None]
         d.scatter_add_(1, targets[:, None], g_logp[:, None])
     return d.mul_(inverse[:, None]).to(dtype)
+
+
+# ---------------------------------------------------------------------- over the KV cache
+
+
+def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """Heads x [.., D], normalised if there is a ``norm``, then rotated. cos and sin [.., D] hold every angle twice, the first
+    time with −sin: three operations instead of the eight of ``rotate_``."""
+    if norm is not None:
+        x = F.rms_norm(x, x.shape[-1:], None, eps) * norm
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def _columns(cache: Tensor, table: Tensor | None, row: int, count: int) -> Tensor:
+    """The first columns of a row, [K, count, D]. Without a ``table`` block ``row`` of the cache is the row."""
+    if table is None:
+        return cache[row, :, :count]
+    return cache[table[row].long()].transpose(0, 1).flatten(1, 2)[:, :count]
+
+
+def decode_attention(
+    qkv: Tensor, keys: Tensor, values: Tensor, table: Tensor | None, context: int, cos: Tensor, sin: Tensor,
+    qk_norm: Tensor | None, position: Tensor, out: Tensor, scale: float, eps: float, shared: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Rotate q and k of one new token per lane, write k and v into column ``position`` of its row, attend to all columns up to
+    it. qkv [B, (H + 2K) D], keys and values [blocks, K, T, D], out [B, H D]. Lanes with a position outside the context are
+    inactive. ``table`` [rows, pages of a row] int32: the blocks that are each lane's pages; None where block b is the whole row
+    of lane b.
+
+    ``shared`` [2, B / 4], for rows alone: how many leading columns four neighbouring lanes have in common, and the row from which
+    they are read, once for all four."""
+    K, size, D = keys.shape[1:]
+    H = out.shape[1] // D
+    for lane, column in enumerate(position.tolist()):
+        if not 0 <= column < context:
+            continue
+        heads = qkv[lane].view(-1, D)
+        qk = norm_and_rotate(heads[: H + K].float(), cos[column], sin[column], qk_norm, eps).to(keys.dtype)
+        block = lane if table is None else int(table[lane, column // size])
+        keys[block, :, column % size], values[block, :, column % size] = qk[H:], heads[H + K :]
+        k, v = (_columns(t, table, lane, column + 1) for t in (keys, values))
+        if shared is not None:
+            common, leader = shared[:, lane // LANES_PER_PROGRAM].tolist()
+            k, v = (torch.cat((t[leader, :, :common], x[:, common:]), 1) for t, x in ((keys, k), (values, v)))
+        k, v = (t.float().repeat_interleave(H // K, 0) for t in (k, v))
+        p = torch.softmax(torch.einsum("hd,hnd->hn", qk[:H].float(), k) * scale, 1)
+        out[lane] = torch.einsum("hn,hnd->hd", p, v).flatten().to(out.dtype)
+    return out
+
+
+def rope_and_cache(
+    qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, position: Tensor,
+    block: Tensor, q: Tensor, eps: float,
+) -> None:  # fmt: skip
+    """Prefill: rotate q and k, write q to q [N, H D], k and v into column ``position`` of cache row ``block``, or where the cache
+    has pages into that column of page ``block``, modulo their size. Tokens with position −1 are padding."""
+    real = position >= 0
+    block, position, D, K = block[real], position[real], keys.shape[3], keys.shape[1]
+    heads, H = qkv.view(len(qkv), -1, D)[real], q.shape[1] // D
+    norm = None if qk_norm is None else qk_norm[None]
+    qk = norm_and_rotate(heads[:, : H + K].float(), cos[position, None], sin[position, None], norm, eps).to(keys.dtype)
+    q[real] = qk[:, :H].flatten(1)
+    column = position % keys.shape[2]
+    keys[block, :, column], values[block, :, column] = qk[:, H:], heads[:, H + K :]
+
+
+def prefill_attention(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor | None, boundaries: Tensor, start: Tensor, rows: Tensor,
+    longest: int, out: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """The queries q[boundaries[j]:boundaries[j + 1]] of chunk j attend to the columns of cache row ``rows[j]``: the first to
+    columns up to ``start[j]``, each further one to one more. q and out [N, H D]; no chunk has more than ``longest`` queries.
+    ``table``: as in ``decode_attention``."""
+    K, D = keys.shape[1], keys.shape[3]
+    H = q.shape[1] // D
+    for (a, b), cached, row in zip(pairwise(boundaries.tolist()), start.tolist(), rows.tolist()):
+        queries = q[a:b].float().view(b - a, K, H // K, D)  # query heads of one key head side by side
+        k, v = (_columns(t, table, row, cached + b - a).float() for t in (keys, values))
+        score = torch.einsum("nkgd,kmd->kgnm", queries, k) * scale
+        p = torch.softmax(score + torch.full(score.shape[2:], -torch.inf, device=q.device).triu(cached + 1), 3)
+        out[a:b] = torch.einsum("kgnm,kmd->nkgd", p, v).flatten(1).to(out.dtype)
+    return out
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+def sample(
+    logits: Tensor, inverse_temperature: Tensor, seed: Tensor, tokens: Tensor, position: Tensor, start: Tensor,
+    sampled: Tensor, logp: Tensor,
+) -> None:  # fmt: skip
+    """Sample one token per lane and its log-probability by the rule of ``sampling``: the token is where u(seed, position) falls
+    in the cumulative probabilities.
+
+    logits [B, V] float32; ``inverse_temperature``: 0 for greedy. Writes the token to ``tokens``, where the next step reads it,
+    and to row ``position − start`` of ``sampled``, and increments the position. Lanes with position −1 are inactive."""
+    greedy = (inverse_temperature == 0)[:, None]
+    z = (logits * torch.where(greedy, 1.0, inverse_temperature[:, None])).clamp(min=LOWEST)
+    picked = pick(z.softmax(1), uniforms(seed, position + 1))[:, 0]
+    picked.clamp_(max=logits.shape[1] - 1)  # with NaN logits it lies beyond the last
+    token = torch.where(greedy[:, 0], z.argmax(1), picked)
+    lane = (position >= 0).nonzero()[:, 0]
+    step = (position - start)[lane]
+    sampled[step, lane] = tokens[lane] = token[lane]
+    logp[step, lane] = z.log_softmax(1).gather(1, token[:, None])[lane, 0]
+    position[lane] += 1
+
+
+# ---------------------------------------------------------------------- fp8
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, d] -> e4m3 numbers, and a scale per row [B, 1] = max|row| / 448."""
+    scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def dequantise(data: Tensor, scale: Tensor) -> Tensor:
+    """The float32 values of e4m3 numbers with a scale per row."""
+    return data.float() * scale
+
+
+def fp8_matmul(h: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """h · weightᵀ with both sides in e4m3, in the dtype of h."""
+    return (dequantise(*quantise(h)) @ dequantise(weight, scale).t()).to(h.dtype)

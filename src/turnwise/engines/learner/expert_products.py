@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from turnwise.engines.expert_computation import COMPUTE_DTYPE, EAGER, expert_configs, use, using
-from turnwise.engines.expert_routing import routing_of
+from turnwise.engines.experts import COMPUTE_DTYPE, EAGER, expert_configs, routing_of, use, using
 
 log = logging.getLogger(__name__)
 

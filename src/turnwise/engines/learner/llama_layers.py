@@ -23,12 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from turnwise.core.transfer import to_device
 from turnwise.engines.generator.llama_decoder import MODEL_TYPES, STATIC_ROPES
+from turnwise.engines.kernels import cpu
 from turnwise.engines.kernels import reference as plain
-from turnwise.engines.kernels.cpu import layers as native
-from turnwise.engines.kernels.decode_reference import dequantise, quantise
 from turnwise.engines.kernels.dispatch import attention_for, compute_dtype, ops_for
 from turnwise.engines.kernels.four_bit import FourBitLinear, FourBitWeight, packed_layers
 from turnwise.engines.kernels.fp8 import EmulatedFp8Weight, Weight
+from turnwise.engines.kernels.reference import dequantise, quantise
 from turnwise.engines.learner import lora
 from turnwise.engines.learner.cuda_graphs import CapturedLayers
 from turnwise.engines.learner.layer_halves import FinalNorm, PostAttention, PreAttention
@@ -96,7 +96,7 @@ class LlamaLayers:
         """The kernels in use, for a log."""
         ops = ops_for(self.weights[0])
         fp8 = ", weights rounded to fp8" if self.fp8 else ""
-        if ops in (plain, native):
+        if ops in (plain, cpu):
             return ("plain kernels" if ops is plain else "C kernels") + fp8
         captured = self.captured.enabled and not self.recompute and not self.four_bit
         graphs = "CUDA graphs" if captured else "no CUDA graphs"

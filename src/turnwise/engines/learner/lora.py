@@ -20,9 +20,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from turnwise.engines.adapters import AdaptedWeights, Adapter, WeightsMadeWhenRead
-from turnwise.engines.expert_computation import is_experts
-from turnwise.engines.kernels.four_bit import FourBitLinear, packed_layers, quantise_linear_layers
-from turnwise.engines.kernels.four_bit_experts import FourBitStack, pack_experts, packed_experts
+from turnwise.engines.experts import is_experts
+from turnwise.engines.kernels.four_bit import (
+    FourBitLinear,
+    FourBitStack,
+    pack_experts,
+    packed_experts,
+    packed_layers,
+    quantise_linear_layers,
+)
 from turnwise.errors import SettingError
 
 ADAPTER, BASE = "default", ".base_layer"

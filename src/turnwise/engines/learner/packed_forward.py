@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from turnwise.core.batch import Sequences
 from turnwise.core.transfer import to_device
 from turnwise.engines import attention_interface
-from turnwise.engines.expert_routing import attach_routing, distinct_positions, forced_routes, routing_of
-from turnwise.engines.kernels.cpu import attention as kernels
+from turnwise.engines.experts import attach_routing, distinct_positions, forced_routes, routing_of
+from turnwise.engines.kernels import cpu
 from turnwise.engines.kernels.dispatch import attention_for, compute_dtype
 from turnwise.engines.learner import expert_products, llama_layers, lora, stock_forward
 from turnwise.engines.learner.shared_prefix import PaddingMap, SharedPrefixes
@@ -61,9 +61,7 @@ class PackedLayout:
         self.slot = None if total == len(prefixes.computed) and torch.equal(slot, here) else slot
         self.padding_map = None if self.slot is None else PaddingMap(prefixes, slot, total)
         self._masks: dict[tuple[int, int], Tensor] = {}
-        self.packing = (
-            kernels.Packing.of(prefixes.row_of, prefixes.computed, start) if start.device.type == "cpu" else None
-        )
+        self.packing = cpu.Packing.of(prefixes.row_of, prefixes.computed, start) if start.device.type == "cpu" else None
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]."""
@@ -72,8 +70,8 @@ class PackedLayout:
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
         """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]."""
-        if self.packing is not None and window is None and kernels.fits(q, k, v, self.packing):
-            return kernels.varlen_attention(q, k, v, scale, self.packing)
+        if self.packing is not None and window is None and cpu.attention_fits(q, k, v, self.packing):
+            return cpu.varlen_attention(q, k, v, scale, self.packing)
         if self.padding_map is not None:
             q, k, v = (self.padding_map.scatter(x) for x in (q, k, v))  # [P, H, D]
         parts, at = [], 0

@@ -10,7 +10,7 @@ import logging
 from transformers import PreTrainedModel
 
 from turnwise.core.batch import Batch
-from turnwise.engines.expert_routing import routing_of
+from turnwise.engines.experts import routing_of
 
 log = logging.getLogger(__name__)
 

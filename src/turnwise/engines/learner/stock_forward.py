@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from turnwise.engines.expert_routing import forced_routes
+from turnwise.engines.experts import forced_routes
 
 SEPARATE, OWN_HEAD = "_turnwise_separate", "_turnwise_own_head"
 PROBE_SCALES = (1.0, 1000.0)  # a soft cap of 30 does nothing to the small logits of random weights

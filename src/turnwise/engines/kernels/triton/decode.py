@@ -1,13 +1,20 @@
-"""Triton kernels of the generator: residual add and RMSNorm, SwiGLU, decode attention, sampling; rotary embedding and cache write
-for prefill; fp8 quantisation.
+"""Triton kernels over the KV cache and on what follows it: decode and prefill attention, rotary embedding and cache write,
+sampling; fp8 quantisation. ``kernels.reference`` says what each computes.
 
-Legend: B lanes, d width, H query heads, K key heads, D head size, W cache width, F MLP width, V vocabulary.
+Legend: B lanes, H query heads, K key heads, G = H/K, D head size, W cache width, P columns of a page, V vocabulary.
+
+A block of columns lies in one page, so it costs one look at the block table. A long row is split among programs, whose parts a
+second kernel combines: the longest dialogue of a batch would hold all others up, and few rows would leave most of the GPU idle. A
+cache of rows is split by the same kernel: its pages are as wide as a row and need no table.
 
 The residual stream stays float32 and products are rounded to the weights' dtype, like in a learner under autocast: generator and
-learner then differ only in the order of sums. ``kernels.decode_reference`` computes the same in PyTorch. Knows no model.
+learner then differ only in the order of sums. Knows no model.
 """
 
 from __future__ import annotations
+
+import sys
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,62 +23,50 @@ from torch import Tensor
 
 from turnwise.engines import compat
 from turnwise.engines.kernels import sampling
-from turnwise.engines.kernels.decode_reference import LANES_PER_PROGRAM
-from turnwise.engines.kernels.triton.attention import prefill_attention
-from turnwise.engines.kernels.triton.decode_heads import DECODE_TILES, DecodeTile, norm_and_rotate, rotated_head
-from turnwise.engines.kernels.triton.paged import PART, paged_decode_attention, paged_prefill_attention
+from turnwise.engines.kernels.reference import LANES_PER_PROGRAM
+from turnwise.engines.kernels.triton import attention
 
-__all__ = [
-    "add_norm", "decode_attention", "fp8_matmul", "paged_decode_attention", "paged_prefill_attention", "prefill_attention",
-    "quantise", "rope_and_cache", "sample", "swiglu",
-]  # fmt: skip
+LOWEST = tl.constexpr(-1e30)  # not −inf: the difference of two infinities is NaN
+PART = 1024  # columns of a part at least ...
+MAX_PARTS = 16  # ... and parts of a row at most
+FULL = 256  # programs that fill a GPU: fewer long rows are split
 
 
 @triton.jit
-def _add_norm(x, delta, weight, total, out, d, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < d
-    h = tl.load(x + row * d + at, mask=inside, other=0.0)
-    if ADD:
-        h += tl.load(delta + row * d + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(total + row * d + at, h, mask=inside)
-    scale = tl.rsqrt(tl.sum(h * h) / d + eps)
-    w = tl.load(weight + at, mask=inside, other=0.0)
-    tl.store(out + row * d + at, (w * (h * scale)).to(out.dtype.element_ty), mask=inside)
-
-
-def add_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float, total: Tensor | None = None
-) -> Tensor:
-    """total = x + delta (written to x unless ``total`` is given); out = weight · total / rms(total)."""
-    rows, d = x.shape
-    block = triton.next_power_of_2(d)
-    added, target = x if delta is None else delta, x if total is None else total
-    if rows:
-        _add_norm[(rows,)](
-            x, added, weight, target, out, d, eps, delta is not None, block, num_warps=4 if block <= 2048 else 8
-        )  # fmt: skip
-    return out
+def norm_and_rotate(x, other, cos, sin, norm, eps, D: tl.constexpr, NORM: tl.constexpr, norm_other):
+    """RMSNorm over the head (optional), then rotate: x·cos + roll(x)·sin."""
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        x, other = x * scale * norm, other * scale * norm_other
+    return x * cos + other * sin
 
 
 @triton.jit
-def _swiglu(gate_up, out, F, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < F
-    gate = tl.load(gate_up + row * 2 * F + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * F + F + at, mask=inside, other=0.0).to(tl.float32)
-    act = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)  # rounded where the stock MLP rounds
-    tl.store(out + row * F + at, (act * up).to(out.dtype.element_ty), mask=inside)
+def rotated_head(base, at, active, cos, sin, norm, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """One head of each row, normalised and rotated, [rows, D]."""
+    d = tl.arange(0, D)[None, :]
+    roll = (d + D // 2) % D
+    x = tl.load(base + at + d, mask=active, other=0.0).to(tl.float32)
+    other = tl.load(base + at + roll, mask=active, other=0.0).to(tl.float32)
+    w = tl.load(norm + at + d) if NORM else x
+    w2 = tl.load(norm + at + roll) if NORM else x
+    return norm_and_rotate(x, other, cos, sin, w, eps, D, NORM, w2)
 
 
-def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
-    """both [B, 2F] -> silu(first half) · second half."""
-    rows, size = out.shape
-    block = min(1024, triton.next_power_of_2(size))
-    if rows:
-        _swiglu[(rows, triton.cdiv(size, block))](gate_up, out, size, block)
-    return out
+class DecodeTile(NamedTuple):
+    """Columns of a row per block, warps per program, and pipeline stages."""
+
+    columns: int
+    warps: int
+    stages: int
+
+
+DECODE_TILES = {256: DecodeTile(64, 4, 3), 1024: DecodeTile(64, 2, 2), sys.maxsize: DecodeTile(32, 1, 2)}
+"""By number of programs: few must each be fast, many must fit on the GPU at once. Measured on an H200."""
+SHARED_TILE = DecodeTile(64, 4, 3)
+
+
+# -------------------------------------------------------------------- one new token per lane
 
 
 @triton.jit
@@ -153,23 +148,98 @@ def _columns(position, lane, lanes, width, common):
     return tl.where((column >= 0) & (column < width), column, common).to(tl.int32)
 
 
-SHARED_TILE = DecodeTile(64, 4, 3)
-FULL = 256  # programs that fill a GPU: fewer long rows are split
+@triton.jit
+def _split_decode_attention(
+    qkv, keys, values, table, cos, sin, qk_norm, position, out, partial, stats, scale, eps, context, pages, part_columns,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, PAD: tl.constexpr, P: tl.constexpr,
+    NORM: tl.constexpr, SPLIT: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    lane, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    column = tl.load(position + lane).to(tl.int32)
+    if (column < 0) | (column >= context):
+        return
+    begin = part * part_columns
+    if (part > 0) & (begin >= column):
+        return
+    end = tl.minimum(column, begin + part_columns)
+    dtype = keys.dtype.element_ty
+    g, d = tl.arange(0, PAD), tl.arange(0, D)[None, :]
+    active = (g < G)[:, None]
+    base = qkv + lane * (H + 2 * K) * D + g[:, None] * 0
+    row = table + lane * pages
+    c = tl.load(cos + column * D + d)
+    s = tl.load(sin + column * D + d)
+    query = (head * G + g % G)[:, None] * D
+    q = rotated_head(base, query, active, c, s, qk_norm, eps, D, NORM).to(dtype)
+    k = rotated_head(base, (H + head) * D, active, c, s, qk_norm, eps, D, NORM).to(dtype)
+    v = tl.load(base + (H + K + head) * D + d, mask=active, other=0.0)
+    first = part == 0  # this part writes the new key and value, and counts them
+    new_page = tl.load(row + column // P).to(tl.int64) if TABLE else lane
+    place = ((new_page * K + head) * P + column % P + g * 0)[:, None] * D + d
+    one = first & (g == 0)[:, None]
+    tl.store(keys + place, k, mask=one)
+    tl.store(values + place, v, mask=one)
+    best = tl.where(first, tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale, LOWEST)
+    total = tl.where(first, tl.full((PAD,), 1.0, tl.float32), 0.0)
+    weighted = tl.where(first, tl.zeros((PAD, D), tl.float32) + v.to(tl.float32), 0.0)
+    for start in range(begin, end, BLOCK):
+        n = tl.arange(0, BLOCK)
+        cached = start + n < end
+        page = tl.load(row + start // P).to(tl.int64) if TABLE else lane
+        at = ((page * K + head) * P + start % P + n)[:, None] * D + d
+        kk = tl.load(keys + at, mask=cached[:, None], other=0.0)
+        score = tl.dot(q, tl.trans(kk), input_precision="ieee" if EXACT else "tf32") * scale  # [PAD, BLOCK]
+        score = tl.where(cached[None, :], score, float("-inf"))
+        top = tl.maximum(best, tl.max(score, axis=1))
+        decay = tl.exp(best - top)
+        p = tl.exp(score - top[:, None])
+        vv = tl.load(values + at, mask=cached[:, None], other=0.0)
+        weighted = weighted * decay[:, None] + tl.dot(p.to(dtype), vv, input_precision="ieee" if EXACT else "tf32")
+        total = total * decay + tl.sum(p, axis=1)
+        best = top
+    if SPLIT:
+        slot = (lane * tl.num_programs(2) + part) * H + head * G + g
+        tl.store(partial + slot[:, None] * D + d, weighted, mask=active)
+        tl.store(stats + slot * 2, best, mask=g < G)
+        tl.store(stats + slot * 2 + 1, total, mask=g < G)
+    else:
+        tl.store(out + lane * H * D + query + d, (weighted / total[:, None]).to(out.dtype.element_ty), mask=active)
+
+
+@triton.jit
+def _combine(partial, stats, position, out, context, parts, part_columns, H: tl.constexpr, D: tl.constexpr):
+    lane, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.load(position + lane).to(tl.int32)
+    if (column < 0) | (column >= context):
+        return
+    d = tl.arange(0, D)
+    best = LOWEST
+    total = 0.0
+    weighted = tl.zeros((D,), tl.float32)
+    for part in range(tl.maximum(1, tl.cdiv(column, part_columns))):
+        slot = (lane * parts + part) * H + head
+        high = tl.load(stats + slot * 2)
+        top = tl.maximum(best, high)
+        old, new = tl.exp(best - top), tl.exp(high - top)
+        total = total * old + tl.load(stats + slot * 2 + 1) * new
+        weighted = weighted * old + tl.load(partial + slot * D + d) * new
+        best = top
+    tl.store(out + (lane * H + head) * D + d, (weighted / total).to(out.dtype.element_ty))
+
+
+def part_size(context: int, block: int) -> int:
+    """Columns of a part, whole blocks."""
+    return triton.cdiv(max(PART, triton.cdiv(context, MAX_PARTS)), block) * block
 
 
 def decode_attention(
-    qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, position: Tensor,
-    out: Tensor, scale: float, eps: float, shared: Tensor | None = None,
+    qkv: Tensor, keys: Tensor, values: Tensor, table: Tensor | None, context: int, cos: Tensor, sin: Tensor,
+    qk_norm: Tensor | None, position: Tensor, out: Tensor, scale: float, eps: float, shared: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Rotate q and k of one new token per lane, write k and v into column ``position`` of its cache row, attend to all columns
-    up to it. qkv [B, (H + 2K) D], keys and values [rows, K, W, D], out [B, H D]. Lanes with position −1 are inactive.
-
-    ``shared`` [2, B / 4]: how many leading columns four neighbouring lanes have in common, and the row from which they are read,
-    once for all four. Without it, long rows that are too few to fill a GPU are split among programs."""
     lanes, heads, width, size = out.shape[0], keys.shape[1], keys.shape[2], keys.shape[3]
-    if shared is None and lanes * heads < FULL and width > 2 * PART:
+    if table is not None or (shared is None and lanes * heads < FULL and width > 2 * PART):
         rest = (cos, sin, qk_norm, position, out, scale, eps)
-        return paged_decode_attention(qkv, keys, values, None, width, *rest)
+        return _in_parts(qkv, keys, values, table, width if table is None else context, *rest)
     queries = out.shape[1] // size
     group, members = queries // heads, 1 if shared is None else LANES_PER_PROGRAM
     pad = max(16, triton.next_power_of_2(group * members))
@@ -183,13 +253,41 @@ def decode_attention(
     return out
 
 
+def _in_parts(
+    qkv: Tensor, keys: Tensor, values: Tensor, table: Tensor | None, context: int, cos: Tensor, sin: Tensor,
+    qk_norm: Tensor | None, position: Tensor, out: Tensor, scale: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """``decode_attention`` over pages, or over rows that are too few to fill a GPU."""
+    lanes, heads, page, size = out.shape[0], keys.shape[1], keys.shape[2], keys.shape[3]
+    tile = next(tile for most, tile in DECODE_TILES.items() if lanes * heads <= most)
+    block = min(tile.columns, page)
+    queries, part = out.shape[1] // size, part_size(context, block)
+    group, parts = queries // heads, triton.cdiv(context, part)
+    partial, stats = out, out
+    if parts > 1:
+        partial = torch.empty(lanes, parts, queries, size, dtype=torch.float32, device=out.device)
+        stats = torch.empty(lanes, parts, queries, 2, dtype=torch.float32, device=out.device)
+    _split_decode_attention[(lanes, heads, parts)](
+        qkv, keys, values, position if table is None else table, cos, sin, cos if qk_norm is None else qk_norm, position, out,
+        partial, stats, scale, eps, context, 1 if table is None else table.shape[1], part,
+        queries, heads, size, group, max(16, triton.next_power_of_2(group)), page, qk_norm is not None, parts > 1,
+        table is not None, block, keys.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if parts > 1:
+        _combine[(lanes, queries)](partial, stats, position, out, context, parts, part, queries, size, num_warps=1)
+    return out
+
+
+# -------------------------------------------------------------------- prefill
+
+
 @triton.jit
 def _rope_and_cache(
-    qkv, keys, values, cos, sin, qk_norm, position, row, q_out, eps, width,
+    qkv, keys, values, cos, sin, qk_norm, position, block, q_out, eps, width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    column, cache_row = tl.load(position + token), tl.load(row + token)
+    column, cache_block = tl.load(position + token), tl.load(block + token)
     if column < 0:
         return
     dtype = keys.dtype.element_ty
@@ -204,7 +302,7 @@ def _rope_and_cache(
     c, s = tl.load(cos + column * D + d), tl.load(sin + column * D + d)
     x = norm_and_rotate(x, other, c, s, w, eps, D, NORM, w2).to(dtype)
     tl.store(q_out + token * H * D + h * D + d, x, mask=h < H)
-    offset = (cache_row.to(tl.int64) * K * width + column % width) * D
+    offset = (cache_block.to(tl.int64) * K * width + column % width) * D
     tl.store(keys + offset + (h - H) * width * D + d, x, mask=rotated & (h >= H))
     is_value = (h >= H + K) & (h < H + 2 * K)
     v = tl.load(base + h * D + d, mask=is_value, other=0.0)
@@ -213,21 +311,79 @@ def _rope_and_cache(
 
 def rope_and_cache(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, position: Tensor,
-    row: Tensor, q: Tensor, eps: float,
+    block: Tensor, q: Tensor, eps: float,
 ) -> None:  # fmt: skip
-    """Prefill: rotate q and k, write q to q [N, H D], k and v into column ``position`` of cache row ``row``, or where the cache
-    has pages into that column of page ``row``, modulo their size. Tokens with position −1 are padding."""
     heads, size, width = keys.shape[1], keys.shape[3], keys.shape[2]
     queries = q.shape[1] // size
     pad = triton.next_power_of_2(queries + 2 * heads)
     norm = cos if qk_norm is None else qk_norm
     _rope_and_cache[(len(qkv),)](
-        qkv, keys, values, cos, sin, norm, position, row, q, eps, width,
+        qkv, keys, values, cos, sin, norm, position, block, q, eps, width,
         queries, heads, size, pad, qk_norm is not None, num_warps=4,
     )  # fmt: skip
 
 
-LOWEST = tl.constexpr(-1e30)  # not −inf: the difference of two infinities is NaN
+@triton.jit
+def _paged_prefill_attention(
+    q, keys, values, table, out, boundaries, starts, rows, scale, pages,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    chunk, query_head = tl.program_id(0) // H, tl.program_id(0) % H
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    q0 = tl.load(boundaries + chunk)
+    count = (tl.load(boundaries + chunk + 1) - q0).to(tl.int32)
+    if block * M >= count:
+        return
+    before = tl.load(starts + chunk).to(tl.int32)
+    row = table + tl.load(rows + chunk).to(tl.int64) * pages
+    head = query_head // (H // K)
+    i, d = block * M + tl.arange(0, M), tl.arange(0, D)[None, :]
+    here = (q0.to(tl.int64) + i)[:, None] * (H * D) + query_head * D + d
+    qq = tl.load(q + here, mask=(i < count)[:, None], other=0.0)
+    last = i + before
+    end = tl.minimum(before + count, before + (block + 1) * M)
+    best = tl.full((M,), LOWEST, tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    weighted = tl.zeros((M, D), tl.float32)
+    for start in range(0, end, N):
+        n = tl.arange(0, N)
+        inside = (start + n < end)[:, None]
+        page = tl.load(row + start // P).to(tl.int64)
+        at = ((page * K + head) * P + start % P + n)[:, None] * D + d
+        kk = tl.load(keys + at, mask=inside, other=0.0)
+        s = tl.dot(qq, tl.trans(kk), input_precision="ieee" if EXACT else "tf32") * scale
+        s = tl.where((start + n)[None, :] <= last[:, None], s, float("-inf"))
+        top = tl.maximum(best, tl.max(s, 1))
+        decay = tl.exp2(best - top)
+        p = tl.exp2(s - top[:, None])
+        total = total * decay + tl.sum(p, 1)
+        vv = tl.load(values + at, mask=inside, other=0.0)
+        product = tl.dot(p.to(vv.dtype), vv, input_precision="ieee" if EXACT else "tf32")
+        weighted = weighted * decay[:, None] + product
+        best = top
+    tl.store(out + here, (weighted / total[:, None]).to(out.dtype.element_ty), mask=(i < count)[:, None])
+
+
+def prefill_attention(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor | None, boundaries: Tensor, start: Tensor, rows: Tensor,
+    longest: int, out: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    if table is None:
+        return attention.prefill_attention(q, keys, values, boundaries, start, rows, longest, out, scale)
+    heads, page, size = keys.shape[1:]
+    queries, exact = q.shape[1] // size, q.dtype == torch.float32
+    m, n, warps, stages = (attention.EXACT if exact or size not in attention.PLANS else attention.PLANS[size]).forward
+    _paged_prefill_attention[(len(rows) * queries, triton.cdiv(longest, m))](
+        q, keys, values, table, out, boundaries, start, rows, scale * attention.LOG2E, table.shape[1],
+        queries, heads, size, page, exact, m, min(n, page), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+# -------------------------------------------------------------------- sampling
+
+
 GOLDEN = tl.constexpr(sampling.GOLDEN)
 FIRST, SECOND = tl.constexpr(sampling.MIX[0][1]), tl.constexpr(sampling.MIX[1][1])
 
@@ -322,12 +478,7 @@ def sample(
     logits: Tensor, inverse_temperature: Tensor, seed: Tensor, tokens: Tensor, position: Tensor, start: Tensor,
     sampled: Tensor, logp: Tensor,
 ) -> None:  # fmt: skip
-    """Sample one token per lane and its log-probability by the rule of ``sampling``: the token is where u(seed, position) falls
-    in the cumulative probabilities. Sums over parts of the vocabulary are computed in parallel; then a part and a token of it are
-    sampled.
-
-    logits [B, V] float32; ``inverse_temperature``: 0 for greedy. Writes the token to ``tokens``, where the next step reads it,
-    and to row ``position − start`` of ``sampled``, and increments the position. Lanes with position −1 are inactive."""
+    # sums over parts of the vocabulary are computed in parallel; then a part and a token of it are sampled
     lanes, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, VOCABULARY_PART)
     tops, sums = logits.new_empty(2, lanes, parts)

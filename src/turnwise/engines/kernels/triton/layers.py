@@ -12,15 +12,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from turnwise.engines.kernels.triton import decode
-
 PROGRAMS = 1056  # of a norm's backward pass; each sums its part of the weight's gradient over its rows
 SCAN = 4096  # entries of the vocabulary per load
 
 
+@triton.jit
+def _add_norm(x, delta, weight, total, out, d, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < d
+    h = tl.load(x + row * d + at, mask=inside, other=0.0)
+    if ADD:
+        h += tl.load(delta + row * d + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + row * d + at, h, mask=inside)
+    scale = tl.rsqrt(tl.sum(h * h) / d + eps)
+    w = tl.load(weight + at, mask=inside, other=0.0)
+    tl.store(out + row * d + at, (w * (h * scale)).to(out.dtype.element_ty), mask=inside)
+
+
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    total = x if delta is None else torch.empty_like(x)
-    return total, decode.add_norm(x, delta, weight, torch.empty_like(x, dtype=dtype), eps, total)
+    rows, d = x.shape
+    total, out = x if delta is None else torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    block = triton.next_power_of_2(d)
+    if rows:
+        _add_norm[(rows,)](
+            x, x if delta is None else delta, weight, total, out, d, eps, delta is not None, block,
+            num_warps=4 if block <= 2048 else 8,
+        )  # fmt: skip
+    return total, out
 
 
 @triton.jit
@@ -110,8 +129,23 @@ def rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor
     return out.flatten(1)
 
 
+@triton.jit
+def _swiglu(gate_up, out, F, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < F
+    gate = tl.load(gate_up + row * 2 * F + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * F + F + at, mask=inside, other=0.0).to(tl.float32)
+    act = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)  # rounded where the stock MLP rounds
+    tl.store(out + row * F + at, (act * up).to(out.dtype.element_ty), mask=inside)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
-    return decode.swiglu(gate_up, gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    block = min(1024, triton.next_power_of_2(size))
+    if rows:
+        _swiglu[(rows, triton.cdiv(size, block))](gate_up, out, size, block)
+    return out
 
 
 @triton.jit

@@ -3,7 +3,7 @@
  *
  * Legend: L positions, d width, H query heads, K key heads, D head size, F MLP width, N tokens, V vocabulary.
  *
- * kernels/reference.py and generator/attention_layouts.py compute the same in PyTorch. Rows are distributed over OpenMP
+ * reference.py and generator/attention_layouts.py compute the same in PyTorch. Rows are distributed over OpenMP
  * threads; a sum over rows adds sums over fixed chunks, so results do not depend on the number of threads. NaN and infinity must
  * propagate, because the learner checks for them: so no -ffast-math.
  */
@@ -418,8 +418,11 @@ void cached_attention(const float *qkv, const i64 *row, const i64 *position, con
         i64 *columns = table ? malloc(longest * sizeof(i64)) : NULL;
 #pragma omp for schedule(dynamic, 4)
         for (i64 t = 0; t < n; t++) {
-            for (i64 j = 0; table && j <= position[t]; j++)
-                columns[j] = table[row[t] * pages + j / width] * K * width + j % width;
+            i64 count = position[t] + 1;
+            for (i64 first = 0; table && first < count; first += width) { /* page by page: a division a column is slow */
+                i64 at = table[row[t] * pages + first / width] * K * width;
+                for (i64 j = first; j < count && j < first + width; j++) columns[j] = at + j - first;
+            }
 #define ONE(size) \
     cached_attention_token(qkv + t * stride, keys, values, table ? 0 : row[t], columns, position[t] + 1, out + t * H * size, \
                            p, H, K, size, width, scale)
