@@ -28,9 +28,8 @@ from turnwise.bench.generation import local
 from turnwise.bench.models import small
 from turnwise.bench.workloads import Workload, equal
 from turnwise.core.records import Completion, Sampling
-from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.engines.generator.paged_cache import PAGE
+from turnwise.engines.generator.kv_cache import PAGE, CacheChoice
 from turnwise.engines.kernels import reference
 
 GIB = 1 << 30

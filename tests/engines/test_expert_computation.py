@@ -14,7 +14,7 @@ from support.mixtures import batch_of, make_generator, make_mixture, play
 from support.small_models import Linear, weighted
 
 from turnwise.core.signals import Signal
-from turnwise.engines import expert_computation
+from turnwise.engines import experts
 from turnwise.engines.experts import (
     BATCHED,
     COMPUTE_DTYPE,
@@ -150,7 +150,7 @@ def test_the_learner_takes_the_compute_dtype_where_it_proves_itself(monkeypatch,
     assert learner.model.config._experts_implementation == COMPUTE_DTYPE
     assert copy.deepcopy(learner.model).config._experts_implementation == COMPUTE_DTYPE
     wrong = lambda module, rows, index, weights: rows * 2  # noqa: E731
-    monkeypatch.setitem(expert_computation.ALL_EXPERTS_FUNCTIONS._local_mapping, COMPUTE_DTYPE, wrong)
+    monkeypatch.setitem(experts.ALL_EXPERTS_FUNCTIONS._local_mapping, COMPUTE_DTYPE, wrong)
     model = packed_forward.prepare(make_mixture())
     assert model.config._experts_implementation == GROUPED
     assert "logits were off by" in caplog.text
@@ -163,10 +163,10 @@ def test_a_fault_in_half_precision_alone_is_found(monkeypatch):
     assert not expert_products.fault_of(model, IDS[0], half=True)
 
     def wrong(module, rows, index, weights):
-        right = expert_computation._in_compute_dtype(module, rows, index, weights)
+        right = experts._in_compute_dtype(module, rows, index, weights)
         return right * 2 if torch.is_autocast_enabled("cpu") else right
 
-    monkeypatch.setitem(expert_computation.ALL_EXPERTS_FUNCTIONS._local_mapping, COMPUTE_DTYPE, wrong)
+    monkeypatch.setitem(experts.ALL_EXPERTS_FUNCTIONS._local_mapping, COMPUTE_DTYPE, wrong)
     assert not expert_products.fault_of(model, IDS[0], half=False)
     assert "half precision" in expert_products.fault_of(model, IDS[0], half=True)
 

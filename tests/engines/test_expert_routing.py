@@ -19,7 +19,7 @@ from turnwise.core.batch import pack
 from turnwise.core.records import Completion, Fork, Group, Origin, Sampling, Stop, Trajectory
 from turnwise.core.signals import Signal
 from turnwise.engines.experts import attach_routing, forced_routes, free_routing, routing_of
-from turnwise.engines.generator.cache_choice import CacheChoice
+from turnwise.engines.generator.kv_cache import CacheChoice
 from turnwise.engines.generator.model_runner import StockRunner
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.remote.remote_generator import _cut as cut_at_stop_string

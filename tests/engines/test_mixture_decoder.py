@@ -27,8 +27,7 @@ from turnwise.engines.experts import (
     using,
 )
 from turnwise.engines.generator import mixture_decoder, model_runner
-from turnwise.engines.generator.cache_choice import CacheChoice
-from turnwise.engines.generator.kv_cache import KVCache
+from turnwise.engines.generator.kv_cache import CacheChoice, RowCache
 from turnwise.engines.generator.mixture_decoder import MixtureDecoder, RouteCache
 from turnwise.engines.kernels import reference
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
@@ -271,7 +270,7 @@ def test_active_lanes_store_their_routes_and_nothing_else_changes(columns, page,
 def test_stored_routes_are_read_back():
     routing = ExpertRouting(2, 300, 3)
     routes = RouteCache(routing, 0)
-    cache = KVCache([routes.shape], 2, 8, torch.bfloat16, torch.device("cpu"))
+    cache = RowCache([routes.shape], 2, 8, torch.bfloat16, torch.device("cpu"))
     cache.allocate_all()
     chosen = torch.tensor([[[1, 2, 299], [4, 5, 6]], [[7, 8, 9], [256, 255, 0]]], dtype=torch.int16)
     routes.store(cache, chosen, torch.tensor([0, 1]), torch.tensor([3, 5]))

@@ -17,11 +17,8 @@ from support.prompting import V, ask, bits, check_logp, dialogues, prompts, run
 
 from turnwise.core.records import Completion, Sampling
 from turnwise.engines.generator import model_runner
-from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.engines.generator.kv_cache import CacheSlot, KVCache, RowGrowth
-from turnwise.engines.generator.page_allocator import PageAllocator
-from turnwise.engines.generator.paged_cache import PagedKVCache
+from turnwise.engines.generator.kv_cache import CacheChoice, CacheSlot, PageAllocator, PagedCache, RowCache, RowGrowth
 from turnwise.engines.kernels import reference
 from turnwise.errors import SettingError
 
@@ -64,7 +61,7 @@ def test_a_page_is_found_by_its_ids_until_it_is_free_or_written():
 # ---------------------------------------------------------------------- whose pages a new dialogue begins with
 
 
-def admitted(cache: PagedKVCache, *asked: tuple[CacheSlot, list[int]]):
+def admitted(cache: PagedCache, *asked: tuple[CacheSlot, list[int]]):
     """Admit these dialogues alone, let them end, and say from which column each of their rows is read."""
     plan = cache.admit([], list(asked))
     rows = {slot.order: slot.row for slot, _ in asked}
@@ -74,14 +71,14 @@ def admitted(cache: PagedKVCache, *asked: tuple[CacheSlot, list[int]]):
 
 
 def test_ids_that_are_read_only_now_are_no_prefix_of_a_copied_page():
-    cache = PagedKVCache([((2, 8), (2, 8))], 4, 64, torch.float32, CPU, page=8)
+    cache = PagedCache([((2, 8), (2, 8))], 4, 64, torch.float32, CPU, page=8)
     a, b, ids = CacheSlot(0), CacheSlot(1), list(range(20))
     admitted(cache, (a, ids[:10]))
     assert admitted(cache, (a, ids[:14]), (b, [*ids[:12], 99])) == {0: 10, 1: 8}  # from 12 on a's page is not there yet
 
 
 def test_a_row_that_another_dialogue_took_is_no_prefix():
-    cache = PagedKVCache([((2, 8), (2, 8))], 3, 64, torch.float32, CPU, page=4)
+    cache = PagedCache([((2, 8), (2, 8))], 3, 64, torch.float32, CPU, page=4)
     p, q, slots = [1, 2, 3, 4], [5, 6, 7, 8], [CacheSlot(n) for n in range(5)]
     for slot, ids in zip(slots, ([*p, 1, 2], [*p, 3, 4], [*q, 9, 9])):
         admitted(cache, (slot, ids))
@@ -113,7 +110,7 @@ class Book:
 
     def __init__(self, rows: int, context: int, pages: int, page: int, seed: int) -> None:
         shapes = [((1, 1), (1, 1))]
-        self.cache = PagedKVCache(shapes, rows, context, torch.float64, CPU, pages=pages, page=page)
+        self.cache = PagedCache(shapes, rows, context, torch.float64, CPU, pages=pages, page=page)
         self.dice = random.Random(seed)
         self.running: list[tuple[CacheSlot, list[int]]] = []
         self.idle: list[tuple[CacheSlot, list[int]]] = []
@@ -237,7 +234,7 @@ def test_rows_hold_the_kv_of_their_ids_whatever_happens(seed: int, rows: int, pa
 
 
 def test_the_least_recently_used_lose_their_last_pages_first():
-    cache = PagedKVCache([((1, 1), (1, 1))], 3, 8, torch.float32, CPU, pages=7, page=2)
+    cache = PagedCache([((1, 1), (1, 1))], 3, 8, torch.float32, CPU, pages=7, page=2)
     slots = [CacheSlot(n) for n in range(3)]
     for n in (0, 1):
         cache.admit([], [(slots[n], [n] * 6)])
@@ -249,7 +246,7 @@ def test_the_least_recently_used_lose_their_last_pages_first():
 
 
 def test_a_group_holds_one_copy_of_its_prompt():
-    cache = PagedKVCache([((1, 1), (1, 1))], 8, 64, torch.float32, CPU, pages=40, page=4)
+    cache = PagedCache([((1, 1), (1, 1))], 8, 64, torch.float32, CPU, pages=40, page=4)
     slots = [CacheSlot(n) for n in range(8)]
     plan = cache.admit([], [(slot, list(range(30))) for slot in slots])
     assert [len(chunk.ids) for chunks in plan.rounds for chunk in chunks] == [30]
@@ -408,7 +405,7 @@ def test_publish_during_generation_recomputes_with_new_weights():
 def test_a_thousand_dialogues_take_memory_by_their_lengths():
     """980 dialogues of 20 ids and 20 of 1,000 in a context of 1,024."""
     shapes, context = [((2, 8), (2, 8))] * 2, 1024
-    cache = PagedKVCache(shapes, 1000, context, torch.float32, CPU, page=16)
+    cache = PagedCache(shapes, 1000, context, torch.float32, CPU, page=16)
     dice = random.Random(0)
     lengths = [1000 if n % 50 == 0 else 20 for n in range(1000)]
     plan = cache.admit([], [(CacheSlot(n), [dice.randrange(99) for _ in range(x)]) for n, x in enumerate(lengths)])
@@ -424,12 +421,12 @@ def test_a_thousand_dialogues_take_memory_by_their_lengths():
 def test_the_layout_is_chosen_by_the_room():
     shapes, column = [((2, 8), (2, 8))], 2 * 2 * 8 * 4
     make_cache = lambda choice: choice.make(shapes, 4, 256, torch.float32, CPU)  # noqa: E731
-    assert type(make_cache(CacheChoice())) is KVCache
-    assert type(make_cache(CacheChoice(room=4 * 256 * column))) is KVCache
+    assert type(make_cache(CacheChoice())) is RowCache
+    assert type(make_cache(CacheChoice(room=4 * 256 * column))) is RowCache
     paged = make_cache(CacheChoice(room=4 * 256 * column - 1))
-    assert isinstance(paged, PagedKVCache) and (paged.pages + 1) * paged.page * column <= 4 * 256 * column - 1
+    assert isinstance(paged, PagedCache) and (paged.pages + 1) * paged.page * column <= 4 * 256 * column - 1
     assert (
-        type(make_cache(CacheChoice(room=4 * 64 * column))) is KVCache
+        type(make_cache(CacheChoice(room=4 * 64 * column))) is RowCache
     )  # not one dialogue fits: the room is an estimate
     with pytest.raises(SettingError, match="one dialogue of 256 ids needs 5; write a smaller context"):
         make_cache(CacheChoice(room=4 * 64 * column, page=64))

@@ -20,8 +20,8 @@ from turnwise import recipes
 from turnwise.config.settings import Settings
 from turnwise.config.values import ModelName
 from turnwise.core.records import Sampling
-from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.generator.kv_cache import CacheChoice
 from turnwise.engines.remote.replica import OURS, VLLM
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model

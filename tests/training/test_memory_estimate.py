@@ -8,7 +8,7 @@ import pytest
 
 from turnwise import recipes
 from turnwise.config.settings import Settings
-from turnwise.engines.generator.cache_choice import CacheChoice
+from turnwise.engines.generator.kv_cache import CacheChoice
 from turnwise.engines.memory import GIB, MemoryPlan, ModelShape
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model

@@ -21,9 +21,9 @@ from turnwise.config.settings import Settings
 from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import Generator, Learner, PolicyCheckProtocol
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
-from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.drafts import DraftingGenerator
 from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.generator.kv_cache import CacheChoice
 from turnwise.engines.generator.logit_shift import with_value_rows
 from turnwise.engines.generator.mirrored import MirroredGenerator
 from turnwise.engines.generator.opponents import OpponentGenerator, OpponentPool, SelfPlayGenerator

@@ -16,7 +16,7 @@ import torch
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Generator
 from turnwise.core.signals import Signal
-from turnwise.engines.generator.cache_choice import LAYOUTS, CacheChoice
+from turnwise.engines.generator.kv_cache import LAYOUTS, CacheChoice
 from turnwise.engines.generator.model_runner import PREFILL_BUDGET, PREFILL_BUDGET_CUDA
 from turnwise.engines.learner.learner import LearnerSettings
 from turnwise.engines.memory import GIB, RECOMPUTE_FROM, MemoryPlan, ModelShape, describe_parts

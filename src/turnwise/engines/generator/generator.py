@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnwise.core.records import Sampling, Stop
-from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.executor import GeneratorExecutor, run_callbacks
+from turnwise.engines.generator.kv_cache import CacheChoice
 from turnwise.engines.generator.model_runner import MIN_CONTEXT, make_runner
 from turnwise.engines.generator.scheduler import Request, Scheduler
 from turnwise.engines.generator.session import LocalSession

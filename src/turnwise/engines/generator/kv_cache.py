@@ -1,23 +1,47 @@
-"""The KV cache in rows: one row of keys and values per dialogue, kept across turns; and which dialogue owns which row.
+"""The KV cache: keys and values of dialogues, kept across turns; which dialogue owns which row, and which ids each row holds.
 
-Rows [0, n) belong to the running requests, so a decode step reads ``K[:n, :, :T]`` as a view and never gathers. The rows after
-them keep the KV of dialogues that wait for their environment, until a running request needs the row. Every row has the width of
-the longest dialogue: ``paged_cache.PagedKVCache`` has the same interface and takes memory by real lengths. Knows ids and rows;
-neither models nor sampling.
+Rows [0, n) belong to the running requests. The rows after them keep the KV of dialogues that wait for their environment, until
+others need the place. ``KVCache`` is what is not addressing: tensors in blocks, owners, ids. Where the columns of a row are, and
+who gives way when there is no room, are two layouts:
+
+- ``RowCache``: a row is one block as wide as the longest dialogue, so a decode step reads ``K[:n, :, :T]`` as a view and never
+  gathers; a row that moves is copied.
+- ``PagedCache``: a row is a list of pages, a line of the block table. Memory follows the lengths that dialogues have, rows share
+  pages, and moving one copies nothing; but attention must go through the table, or gather.
+
+``CacheChoice`` takes rows where they fit. Knows ids, rows and pages; neither models nor sampling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from turnwise.core.transfer import to_device
+from turnwise.errors import SettingError
+
+GIB = 1 << 30
 MIN_SHARED_PREFIX = 8  # shorter prefixes of other rows are not copied
+PAGE = 64  # columns of a page: the attention kernels read so many at once
+FIRST_PAGES = 32  # allocated at first where the pool may grow
+LAYOUTS = {"rows": 0, "pages": PAGE}  # columns of a page by the name of the layout
 
 HeadShape = tuple[int, int]
 """(kv heads, head size) of a key or value."""
+Pages = NDArray[np.int32]
+PageKey = tuple[int, tuple[int, ...]]
+"""The page before (0 for none) and the ids of a full page: the same key means the same keys and values."""
+
+
+class CacheTooSmall(SettingError):
+    """Not one dialogue fits: no other way to decode would help."""
 
 
 @dataclass(eq=False, slots=True)
@@ -29,8 +53,9 @@ class CacheSlot:
     last_used: int = 0  # number of its last admission
 
 
-@dataclass(frozen=True, slots=True)
-class RowCopy:
+class BlockCopy(NamedTuple):
+    """The first ``length`` columns of a block, which is a row or a page."""
+
     source: int
     target: int
     length: int
@@ -47,11 +72,11 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class AdmissionPlan:
-    """How admitted dialogues get their KV: prefill one round after another, then copy rows."""
+    """How admitted dialogues get their KV: prefill one round after another, then copy blocks."""
 
     admitted: int  # of the dialogues that asked, the first so many
     rounds: list[list[PrefillChunk]] = field(default_factory=list)
-    copies: list[RowCopy] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
     cached: int = 0  # ids whose KV was there
     shared: int = 0  # ids whose KV another dialogue of this admission computes
 
@@ -70,28 +95,50 @@ class RowGrowth:
 
 @dataclass(eq=False)
 class KVCache:
+    """Blocks of columns on a device, and rows of ids. Layouts say which block holds which column of a row."""
+
     shapes: Sequence[tuple[HeadShape, HeadShape]]  # per layer: key, value
     rows: int
     context: int
     dtype: torch.dtype
     device: torch.device
-    width: int = 0  # columns allocated so far
-    keys: list[Tensor] = field(default_factory=list)  # per layer [rows, Hkv, width, D]
-    values: list[Tensor] = field(default_factory=list)
     why: str = ""  # this layout and no other
-    table: Tensor | None = field(
-        default=None, init=False
-    )  # [rows, pages] the pages of every row, where there are pages
 
     def __post_init__(self) -> None:
         self.owner: list[CacheSlot | None] = [None] * self.rows
         self.cached_ids: list[list[int]] = [[] for _ in range(self.rows)]  # ids whose KV each row holds
         self.uniform = len({shape for pair in self.shapes for shape in pair}) == 1
+        self.width = self.block_width = 0  # columns that a row may have now, and that a block has
+        self.keys: list[Tensor] = []  # per layer [blocks, Hkv, block width, D]
+        self.values: list[Tensor] = []
+        self.table: Tensor | None = None  # [rows, pages] the blocks of every row; None where block r is row r
+        self.host_table: Tensor | None = None
         self._blocks: list[Tensor] = []
-        self.reserve(min(128, self.context))
+
+    # ------------------------------------------------------------------ what a layout decides
 
     def describe(self) -> str:
-        return f"KV cache in {self.rows:,} rows of {self.context:,} ids{self.why}"
+        raise NotImplementedError
+
+    def allocate_all(self) -> None:
+        """Allocate what the cache may ever need, at addresses that stay."""
+        raise NotImplementedError
+
+    def reserve(self, width: int) -> None:
+        """Make room for so many columns of every row, where ``hold`` and ``admit`` do not take it row by row."""
+
+    def hold(self, growths: Sequence[RowGrowth], evict: bool = True) -> bool:
+        """Make room for the next columns of rows [0, n), if need be and ``evict`` at the expense of idle dialogues. False: there
+        is none."""
+        raise NotImplementedError
+
+    def admit(self, running: Sequence[CacheSlot], admissions: Sequence[Admission]) -> AdmissionPlan:
+        """Give waiting dialogues rows beside the running ones; say what must be computed for them."""
+        raise NotImplementedError
+
+    def assign_rows(self, active: Sequence[CacheSlot]) -> None:
+        """Give the ``active`` slots rows [0, n). A slot that already has one of them keeps it."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ memory
 
@@ -100,66 +147,107 @@ class KVCache:
         """Bytes allocated so far."""
         return sum(block.nbytes for block in self._blocks)
 
-    def allocate_all(self) -> None:
-        """Allocate what the cache may ever need, at addresses that stay."""
-        self.reserve(self.context)
-
-    def hold(self, growths: Sequence[RowGrowth], evict: bool = True) -> bool:
-        """Make room for the next columns of rows [0, n), if need be and ``evict`` at the expense of idle dialogues. False: there
-        is none."""
-        self.reserve(min(self.context, max(g.length + g.more for g in growths)))
-        return True
-
-    def reserve(self, width: int) -> None:
-        """Allocate at least this many columns. Doubles, so that a long context costs memory only once it is used."""
-        if width <= self.width:
-            return
-        width = min(self.context, max(width, 2 * self.width))
-        old, flat = self._blocks, [shape for pair in self.shapes for shape in pair]
+    def _allocate(self, blocks: int, width: int) -> None:
+        """Allocate so many blocks of ``width`` columns. What is there moves along."""
+        flat, old = [shape for pair in self.shapes for shape in pair], self._blocks
         plan = [(len(flat), flat[0])] if self.uniform else [(1, shape) for shape in flat]
         # zeros, not empty: a masked column is still multiplied by 0, and 0 * NaN is NaN
         self._blocks = [
-            torch.zeros(count, self.rows, heads, width, size, dtype=self.dtype, device=self.device)
+            torch.zeros(count, blocks, heads, width, size, dtype=self.dtype, device=self.device)
             for count, (heads, size) in plan
         ]
         for new, block in zip(self._blocks, old):
-            new[:, :, :, : self.width] = block
-        self.width = width
+            new[:, : block.shape[1], :, : block.shape[3]] = block
+        self.block_width = width
         tensors = [tensor for block in self._blocks for tensor in block.unbind(0)]
         self.keys, self.values = tensors[0::2], tensors[1::2]
 
-    @property
-    def block_width(self) -> int:
-        """Columns of a row, or of a page."""
-        return self.width
-
-    def places(self, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Where columns ``position`` of rows ``row`` are: the first and the third index into ``keys[layer]``."""
-        return row, position
-
-    def columns(self, layer: int, rows: int | Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, Hkv, width, D] of these rows, or of the first so many (a view)."""
-        which = slice(rows) if isinstance(rows, int) else rows
-        return self.keys[layer][which, :, :width], self.values[layer][which, :, :width]
-
-    def copy_rows(self, copies: Sequence[RowCopy]) -> None:
-        """Copy rows; read every source before any target is written."""
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy columns of blocks; read every source before any target is written."""
         copies = [c for c in copies if c.length and c.source != c.target]
         if not copies:
             return
         length = max(c.length for c in copies)
-        source = torch.tensor([c.source for c in copies], device=self.device)
-        target = torch.tensor([c.target for c in copies], device=self.device)
+        source, target = torch.tensor([c[:2] for c in copies], device=self.device).T
         for block in self._blocks:
             part = block[:, :, :, :length]
             part.index_copy_(1, target, part.index_select(1, source))
 
+    def places(self, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Where columns ``position`` of rows ``row`` are: the first and the third index into ``keys[layer]``."""
+        table = self.host_table if row.device.type == "cpu" else self.table
+        if table is None:
+            return row, position
+        return table[row, position // self.block_width].long(), position % self.block_width
+
+    def columns(self, layer: int, rows: int | Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, Hkv, width, D] of these rows, or of the first so many: a view of rows, a copy of pages."""
+        which, tensors = slice(rows) if isinstance(rows, int) else rows, (self.keys[layer], self.values[layer])
+        if self.table is None:
+            keys, values = (t[which, :, :width] for t in tensors)
+            return keys, values
+        pages = self.table[which, : -(-width // self.block_width)].long()[:, None]  # [n, 1, pages]
+
+        def gathered(t: Tensor) -> Tensor:
+            _, heads, page, size = t.shape
+            index = pages * heads + torch.arange(heads, device=t.device)[:, None]  # [n, Hkv, pages]
+            # one copy, in pieces of a page of one head
+            return t.view(-1, page * size).index_select(0, index.flatten()).view(len(index), heads, -1, size)[:, :, :width]
+
+        return gathered(tensors[0]), gathered(tensors[1])
+
     # ------------------------------------------------------------------ rows
 
+    def release(self, slot: CacheSlot) -> None:
+        """Free a slot's row. Its ids stay usable as a prefix of others until another slot takes the row."""
+        if slot.row is not None:
+            self.owner[slot.row] = None
+            slot.row = None
+
+    def invalidate(self) -> None:
+        """Forget all cached ids: after a weight update the rows hold the KV of an older policy."""
+        self.cached_ids = [[] for _ in range(self.rows)]
+
+
+def common_prefix_length(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while low < high:  # bisect: slices compare faster than a loop
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
+
+
+# ---------------------------------------------------------------------- rows
+
+
+class RowCache(KVCache):
+    """Block r is row r. Every row has the width of the longest dialogue so far."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reserve(min(128, self.context))
+
+    def describe(self) -> str:
+        return f"KV cache in {self.rows:,} rows of {self.context:,} ids{self.why}"
+
+    def allocate_all(self) -> None:
+        self.reserve(self.context)
+
+    def reserve(self, width: int) -> None:
+        if width > self.width:  # doubles, so that a long context costs memory only once it is used
+            self.width = min(self.context, max(width, 2 * self.width))
+            self._allocate(self.rows, self.width)
+
+    def hold(self, growths: Sequence[RowGrowth], evict: bool = True) -> bool:
+        self.reserve(min(self.context, max(g.length + g.more for g in growths)))
+        return True
+
     def admit(self, running: Sequence[CacheSlot], admissions: Sequence[Admission]) -> AdmissionPlan:
-        """Give waiting dialogues rows beside the running ones; say what must be computed for them."""
         new = [(slot, ids) for slot, ids in admissions if slot.row is None]
-        self.assign_rows([*running, *(slot for slot, _ in admissions)], self._prefix_sources(new))
+        self._place([*running, *(slot for slot, _ in admissions)], self._prefix_sources(new))
         plan, leaders = AdmissionPlan(len(admissions)), dict[tuple[int, ...], int]()
         chunks: list[PrefillChunk] = []
         for slot, ids in admissions:
@@ -173,7 +261,7 @@ class KVCache:
             if leader == slot.row:
                 chunks.append(PrefillChunk(slot.row, cached, ids[cached:]))
             else:
-                plan.copies.append(RowCopy(leader, slot.row, len(ids)))
+                plan.copies.append(BlockCopy(leader, slot.row, len(ids)))  # once the leader is read
                 plan.shared += len(ids) - cached
         plan.rounds = [chunks] if chunks else []
         return plan
@@ -193,13 +281,13 @@ class KVCache:
                 sources[slot] = (-best[1], best[0])
         return sources
 
-    def assign_rows(
-        self, active: Sequence[CacheSlot], prefix_sources: Mapping[CacheSlot, tuple[int, int]] | None = None
-    ) -> None:
-        """Give the ``active`` slots rows [0, n). A slot that already has one of them keeps it. Idle dialogues move out and keep
-        their KV where there is room; the least recently used lose it. A new slot with a prefix source (row, length) starts from
-        a copy of that prefix."""
-        n, prefix_sources = len(active), prefix_sources or {}
+    def assign_rows(self, active: Sequence[CacheSlot]) -> None:
+        self._place(active, {})
+
+    def _place(self, active: Sequence[CacheSlot], prefix_sources: Mapping[CacheSlot, tuple[int, int]]) -> None:
+        """Give the ``active`` slots rows [0, n). Idle dialogues move out and keep their KV where there is room; the least
+        recently used lose it. A new slot with a prefix source (row, length) starts from a copy of that prefix."""
+        n = len(active)
         taken = {s.row for s in active if s.row is not None and s.row < n}
         free_rows = [row for row in range(n) if row not in taken]
         incoming = [s for s in active if s.row is None or s.row >= n]
@@ -210,14 +298,14 @@ class KVCache:
         for slot, target in [*zip(incoming, free_rows), *displaced]:
             source, length = (slot.row, None) if slot.row is not None else prefix_sources.get(slot, (target, 0))
             ids = self.cached_ids[source] if length is None else self.cached_ids[source][:length]
-            copies.append(RowCopy(source, target, len(ids)))
+            copies.append(BlockCopy(source, target, len(ids)))
             contents.append((slot, target, ids))
         for slot, _, _ in contents:  # the rows they leave become free; their ids stay usable as prefix sources
             if slot.row is not None:
                 self.owner[slot.row] = None
         for slot, target, ids in contents:
             slot.row, self.owner[target], self.cached_ids[target] = target, slot, ids
-        self.copy_rows(copies)
+        self.copy_blocks(copies)
 
     def _evict(self, active: Sequence[CacheSlot], n: int, vacated: set[int | None]) -> list[tuple[CacheSlot, int]]:
         """New rows for idle dialogues that own a row of [0, n); evicts the least recently used if there are too few rows."""
@@ -230,23 +318,400 @@ class KVCache:
         displaced = [s for s in idle[: self.rows - n] if s.row is not None and s.row < n]
         return list(zip(displaced, spare))
 
-    def release(self, slot: CacheSlot) -> None:
-        """Free a slot's row. Its ids stay usable as a prefix source until another slot takes the row."""
+
+# ---------------------------------------------------------------------- pages
+
+
+class PageAllocator:
+    """Which pages of a pool are free, how many rows hold each of the others, and which full page follows which with which ids.
+
+    A page may be held by several rows: a fork, a group with one prompt and a dialogue that continues another hold the same pages
+    of their common prefix. Page 0 belongs to nobody: a column without a page is written there. ``pages``: of the pool, with 0."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.holders = np.zeros(pages, np.int32)  # rows that hold each page
+        self.used = 1  # pages ever handed out: a pool that grows needs no more
+        self._returned: list[int] = []
+        self._page_of: dict[PageKey, int] = {}
+        self._key_of: dict[int, PageKey] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._returned) + self.pages - self.used
+
+    def take(self, count: int) -> Pages:
+        """Pages for one holder. Returned ones first, so that a pool grows as late as possible."""
+        assert count <= self.free, f"{count} pages wanted, {self.free} free"
+        returned = [self._returned.pop() for _ in range(min(count, len(self._returned)))]
+        new = range(self.used, self.used + count - len(returned))
+        self.used = new.stop
+        out = np.array([*returned, *new], np.int32)
+        self.holders[out] = 1
+        return out
+
+    def share(self, pages: Pages) -> None:
+        """One more row holds each of these different pages."""
+        self.holders[pages] += 1
+
+    def drop(self, pages: Pages) -> None:
+        """One row fewer holds each of these different pages; those that nobody holds become free."""
+        self.holders[pages] -= 1
+        for page in pages[self.holders[pages] == 0].tolist():
+            self.forget(page)
+            self._returned.append(page)
+
+    # ------------------------------------------------------------------ full pages by their ids
+
+    def remember(self, before: int, ids: Sequence[int], page: int) -> None:
+        """A page is full and follows ``before``. The first of several equal ones is found later."""
+        key = (before, tuple(ids))
+        if page not in self._key_of and key not in self._page_of:
+            self._page_of[key], self._key_of[page] = page, key
+
+    def forget(self, page: int) -> None:
+        """A page is free, or about to be written again."""
+        key = self._key_of.pop(page, None)
+        if key is not None:
+            del self._page_of[key]
+
+    def prefix(self, ids: Sequence[int], size: int) -> Pages:
+        """The longest chain of full pages of ``size`` ids that holds a prefix of these ids."""
+        chain, before = list[int](), 0
+        for start in range(0, len(ids) - size + 1, size):
+            page = self._page_of.get((before, tuple(ids[start : start + size])))
+            if page is None:
+                break
+            chain.append(page)
+            before = page
+        return np.array(chain, np.int32)
+
+
+@dataclass(eq=False)
+class PagedCache(KVCache):
+    """``pages``: most pages of the pool, at least those of one full context. ``page``: columns of a page.
+
+    A page that several rows hold is never written: the row that wants to write takes a copy of it first. Idle dialogues keep
+    their pages until others need them; the least recently used lose theirs first, from the end."""
+
+    pages: int = 0
+    page: int = PAGE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pages_per_row = self._pages_for(self.context)
+        least = self.pages_per_row + 1  # a dialogue that continues another holds one page twice while it copies it
+        self.pages = min(self.pages or sys.maxsize, self.rows * least)
+        if self.pages < least:
+            raise CacheTooSmall(
+                f"the KV cache has {self.pages} pages of {self.page} ids, and one dialogue of {self.context} ids needs "
+                f"{least}; write a smaller context"
+            )
+        self.allocator = PageAllocator(self.pages + 1)
+        self.block_table = np.zeros((self.rows, self.pages_per_row), np.int32)  # 0 where a row holds no page
+        self.held = np.zeros(self.rows, np.int64)  # pages of each row
+        self.indexed = np.zeros(self.rows, np.int64)  # of them, those that the allocator knows by their ids
+        self.used_at = np.zeros(self.rows, np.int64)  # admission in which each row last ran
+        self.name = np.arange(self.rows)  # of what a row holds: stays with it when rows are exchanged ...
+        self.row_of = np.arange(self.rows)  # ... and where it is now
+        self.active = self.clock = 0  # running rows, admissions
+        self.capacity = 0  # pages allocated so far
+        self.width = self.context
+        self.table = self.host_table = torch.from_numpy(self.block_table)
+        if self.device.type != "cpu":
+            self.table = self.table.to(self.device)
+        self._grow(FIRST_PAGES)
+
+    def describe(self) -> str:
+        return f"KV cache in {self.pages:,} pages of {self.page} ids{self.why}"
+
+    def _pages_for(self, columns: int) -> int:
+        return -(-columns // self.page)
+
+    # ------------------------------------------------------------------ memory
+
+    def allocate_all(self) -> None:
+        self._grow(self.pages + 1)
+
+    def _grow(self, pages: int) -> None:
+        """Allocate at least so many pages. Doubles."""
+        if pages > self.capacity:
+            self.capacity = min(self.pages + 1, max(pages, 2 * self.capacity))
+            self._allocate(self.capacity, self.page)
+
+    def upload(self) -> None:
+        """Copy the block table of the running rows to the device."""
+        if self.device.type != "cpu" and self.active:
+            assert self.table is not None
+            host = torch.from_numpy(self.block_table[: self.active].copy())
+            self.table[: self.active] = to_device(host, self.device)
+
+    # ------------------------------------------------------------------ pages of a row
+
+    def _row_pages(self, row: int) -> Pages:
+        return self.block_table[row, : self.held[row]]
+
+    def _truncate(self, row: int, pages: int) -> None:
+        """Keep the first pages of a row."""
+        if pages < self.held[row]:
+            self.allocator.drop(self.block_table[row, pages : self.held[row]].copy())
+            self.block_table[row, pages:] = 0
+            self.held[row] = pages
+            self.indexed[row] = min(self.indexed[row], pages)
+
+    def _set_pages(self, row: int, pages: Pages) -> None:
+        """Let a row hold these pages, which are counted for it already, instead of its own."""
+        self._truncate(row, 0)
+        self.block_table[row, : len(pages)] = pages
+        self.held[row], self.indexed[row] = len(pages), 0
+
+    def _extend(self, row: int, columns: int, written: int) -> list[BlockCopy]:
+        """Take pages for ``columns`` columns, of which those from ``written`` on will be written; return the page copies that
+        come before. There must be enough free pages."""
+        copies, first = list[BlockCopy](), written // self.page
+        for index in range(first, min(int(self.held[row]), self._pages_for(columns))):
+            page = int(self.block_table[row, index])
+            if self.allocator.holders[page] > 1:
+                copy = int(self.allocator.take(1)[0])
+                self.block_table[row, index] = copy
+                if index == first and written % self.page:  # the others are written from their first column on
+                    copies.append(BlockCopy(page, copy, self.page))
+                self.allocator.drop(np.array([page], np.int32))
+            else:
+                self.allocator.forget(page)
+        self.indexed[row] = min(self.indexed[row], first)
+        more = self._pages_for(columns) - int(self.held[row])
+        if more > 0:
+            self.block_table[row, self.held[row] : self.held[row] + more] = self.allocator.take(more)
+            self.held[row] += more
+        self._grow(self.allocator.used)
+        return copies
+
+    def _wanted(self, row: int, columns: int, written: int) -> int:
+        """Pages that ``_extend`` would take."""
+        first, last = written // self.page, self._pages_for(columns)
+        written_pages = self.block_table[row, first : min(last, int(self.held[row]))]
+        return max(0, last - int(self.held[row])) + int((self.allocator.holders[written_pages] > 1).sum())
+
+    def hold(self, growths: Sequence[RowGrowth], evict: bool = True) -> bool:
+        self.active = max(self.active, len(growths))
+        ends = [min(self.context, g.length + g.more) for g in growths]
+        wanted = sum(self._wanted(row, end, g.length) for row, (g, end) in enumerate(zip(growths, ends)))
+        if wanted > self.allocator.free and not (evict and wanted <= self.pages - self._pinned().sum()):
+            return False
+        self._free_pages(wanted)
+        copies = [c for row, (g, end) in enumerate(zip(growths, ends)) for c in self._extend(row, end, g.length)]
+        self.copy_blocks(copies)
+        self.upload()
+        return True
+
+    def _pinned(self) -> np.ndarray:
+        """Which pages running rows hold."""
+        out = np.zeros(self.pages + 1, bool)
+        out[self.block_table[: self.active]] = True
+        out[0] = False
+        return out
+
+    def _free_pages(self, wanted: int) -> None:
+        """Free pages of idle rows until so many are free: of the least recently used first, its last page first."""
+        if wanted <= self.allocator.free:
+            return
+        for row in self.active + np.argsort(self.used_at[self.active :], kind="stable"):
+            while self.held[row] and wanted > self.allocator.free:
+                self._truncate(row, int(self.held[row]) - 1)
+            self.cached_ids[row] = self.cached_ids[row][: int(self.held[row]) * self.page]
+            if not self.held[row]:
+                self._disown(row)
+            if wanted <= self.allocator.free:
+                return
+
+    def _disown(self, row: int) -> None:
+        if (slot := self.owner[row]) is not None:
+            self.release(slot)
+
+    # ------------------------------------------------------------------ rows
+
+    def _swap(self, a: int, b: int) -> None:
+        if a == b:
+            return
+        for array in (self.block_table, self.held, self.indexed, self.used_at, self.name):
+            array[[a, b]] = array[[b, a]]
+        self.row_of[self.name[[a, b]]] = a, b
+        self.owner[a], self.owner[b] = self.owner[b], self.owner[a]
+        self.cached_ids[a], self.cached_ids[b] = self.cached_ids[b], self.cached_ids[a]
+        for row in (a, b):
+            if (slot := self.owner[row]) is not None:
+                slot.row = row
+
+    def _enter(self, slot: CacheSlot) -> int:
+        """Give a dialogue the first row after the running ones; what is there moves to an empty row, or the least recently used
+        row is emptied."""
+        row = self.active
         if slot.row is not None:
-            self.owner[slot.row] = None
-            slot.row = None
+            self._swap(slot.row, row)
+        else:
+            empty = np.flatnonzero(self.held[row:] == 0)
+            other = row + int(empty[0] if len(empty) else np.argmin(self.used_at[row:]))
+            self._truncate(other, 0)
+            self.cached_ids[other] = []
+            self._disown(other)
+            self._swap(other, row)
+            slot.row, self.owner[row] = row, slot
+        self.active += 1
+        return row
+
+    def admit(self, running: Sequence[CacheSlot], admissions: Sequence[Admission]) -> AdmissionPlan:
+        """Give waiting dialogues rows and pages, one after another while there are pages. Each begins with the pages of the
+        longest prefix that any row holds, those of this admission included."""
+        assert self.active == len(running)
+        self.clock += 1
+        for row in np.flatnonzero(self.held):
+            self._index(int(row))
+        plan, tails = AdmissionPlan(0), self._tails()
+        leaders: dict[tuple[int, ...], int] = {}
+        rounds: dict[int, list[PrefillChunk]] = {}
+        ready: dict[int, int] = {}  # round after which a page of this admission is computed
+        copies: list[BlockCopy] = []
+        pinned, growth = self._pinned(), self._expected_growth()
+        for slot, ids in admissions:
+            leader = leaders.get(tuple(ids))
+            pages, cached = (
+                self._source(slot, ids, tails, ready) if leader is None else (self._row_pages(leader).copy(), len(ids))
+            )
+            fresh = self._pages_for(len(ids)) - len(pages) + bool(cached % self.page and cached < len(ids))
+            more = self._pages_for(min(self.context, len(ids) + 1 + self.page)) - self._pages_for(len(ids)) + 1
+            after = int(pinned.sum()) + int((~pinned[pages]).sum()) + fresh + growth + more
+            if self.active and after > self.pages:
+                break
+            self.allocator.share(pages)  # first, so that no eviction frees them
+            row = self._enter(slot)
+            self._set_pages(row, pages)
+            self._free_pages(fresh)
+            copies += self._extend(row, len(ids), cached) if cached < len(ids) else []
+            self.cached_ids[row], self.used_at[row] = ids, self.clock
+            self._index(row)
+            leaders.setdefault(tuple(ids), row)
+            rounds_before = [ready.get(page, 0) for page in pages.tolist()]
+            when, old = max(rounds_before, default=0), min(cached, rounds_before.count(0) * self.page)
+            plan.cached, plan.shared = plan.cached + old, plan.shared + cached - old
+            if cached < len(ids):
+                rounds.setdefault(when, []).append(PrefillChunk(row, cached, ids[cached:]))
+                ready |= dict.fromkeys(self._row_pages(row)[cached // self.page :].tolist(), when + 1)
+            pinned[self._row_pages(row)] = True
+            growth += more
+            plan.admitted += 1
+        self.copy_blocks(copies)
+        self.upload()
+        plan.rounds = [rounds[when] for when in sorted(rounds)]
+        return plan
+
+    def _expected_growth(self) -> int:
+        """Pages that running rows will soon need: one page of columns each. Without them an admitted dialogue would have to
+        leave again at once."""
+        ends = [self._pages_for(min(self.context, len(ids) + 1 + self.page)) for ids in self.cached_ids[: self.active]]
+        return sum(max(0, end - int(held)) for end, held in zip(ends, self.held))
+
+    def _source(
+        self, slot: CacheSlot, ids: list[int], tails: dict[int, list[int]], unread: Container[int]
+    ) -> tuple[Pages, int]:
+        """The pages that hold the longest prefix of these ids, and its length: the dialogue's own, or those of any row. The last
+        page may be copied before anything is computed, so it is none of ``unread``."""
+        in_own_row = 0 if slot.row is None else common_prefix_length(self.cached_ids[slot.row], ids)
+        pages = self.allocator.prefix(ids, self.page)
+        length = len(pages) * self.page
+        rest, best, row = ids[length : length + self.page], 0, -1
+        before = int(pages[-1]) if len(pages) else 0
+        for candidate in self.row_of[tails.get(before, [])].tolist():
+            replaced = before and self.block_table[candidate, len(pages) - 1] != before  # since the tails were listed
+            if replaced or int(self.block_table[candidate, len(pages)]) in unread:
+                continue
+            common = common_prefix_length(self.cached_ids[candidate][length:], rest)  # 0 for a row that lost the page
+            if common > best:
+                best, row = common, candidate
+            if best == len(rest):
+                break
+        if in_own_row >= length + best and slot.row is not None:
+            return self._row_pages(slot.row)[: self._pages_for(in_own_row)].copy(), in_own_row
+        if row >= 0:
+            pages = self.block_table[row, : len(pages) + 1].copy()
+        return pages, length + best
+
+    def _tails(self) -> dict[int, list[int]]:
+        """Names of rows that end within a page, by the page before it (0 for none)."""
+        out: dict[int, list[int]] = {}
+        for row in range(self.rows):
+            if len(self.cached_ids[row]) % self.page:
+                full = len(self.cached_ids[row]) // self.page
+                out.setdefault(int(self.block_table[row, full - 1]) if full else 0, []).append(int(self.name[row]))
+        return out
+
+    def _index(self, row: int) -> None:
+        """Tell the allocator the ids of pages that have become full."""
+        ids = self.cached_ids[row]
+        for index in range(int(self.indexed[row]), len(ids) // self.page):
+            before = int(self.block_table[row, index - 1]) if index else 0
+            part = ids[index * self.page : (index + 1) * self.page]
+            self.allocator.remember(before, part, int(self.block_table[row, index]))
+        self.indexed[row] = max(int(self.indexed[row]), len(ids) // self.page)
+
+    def assign_rows(self, active: Sequence[CacheSlot]) -> None:
+        """The ``active`` slots must have rows. The others keep the pages of the ids they have read."""
+        n = len(active)
+        taken = {slot.row for slot in active}
+        free = [row for row in range(n) if row not in taken]
+        for slot, row in zip([s for s in active if s.row is not None and s.row >= n], free):
+            assert slot.row is not None
+            self._swap(slot.row, row)
+        for row in range(n, max(n, self.active)):
+            self._truncate(row, self._pages_for(len(self.cached_ids[row])))
+        self.active = n
 
     def invalidate(self) -> None:
-        """Forget all cached ids: after a weight update the rows hold the KV of an older policy."""
-        self.cached_ids = [[] for _ in range(self.rows)]
+        """Forgets all pages, too."""
+        for row in range(self.rows):
+            self._truncate(row, 0)
+            if row >= self.active:
+                self._disown(row)
+        super().invalidate()
 
 
-def common_prefix_length(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while low < high:  # bisect: slices compare faster than a loop
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
-    return low
+# ---------------------------------------------------------------------- the choice
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChoice:
+    """Rows or pages, how many, and why. Pages where rows would not fit into the memory left for the cache, or where they are
+    asked for. ``room``: bytes for the cache, None for any. ``page``: columns of a page; 0 for rows, None to choose by the
+    room."""
+
+    room: int | None = None
+    page: int | None = None
+
+    @property
+    def layout(self) -> str:
+        """What was asked for: rows or pages; empty where the room decides."""
+        return "" if self.page is None else "pages" if self.page else "rows"
+
+    def make(
+        self, shapes: Sequence[tuple[HeadShape, HeadShape]], rows: int, context: int, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:  # fmt: skip
+        column = sum(heads * size for pair in shapes for heads, size in pair) * dtype.itemsize
+        page = PAGE if self.page is None else self.page
+        pages = 0 if self.room is None or not page else max(1, self.room // (page * column) - 1)
+        fits = self.room is None or rows * context * column <= self.room
+        if self.page is None:
+            too_few = pages <= -(-context // page)  # for one dialogue: an estimate of the room may be too low
+            page = 0 if fits or too_few else page
+        why = ""
+        if not fits and not self.page:
+            assert self.room is not None
+            excess = f"{_size(rows * context * column)} of {_size(self.room)}"
+            why = f"{rows} rows of {context} ids would take {excess}"
+        if not page:
+            return RowCache(shapes, rows, context, dtype, device, why=why and f", which may not fit: {why}")
+        why = why and f", because {why}"
+        return PagedCache(shapes, rows, context, dtype, device, pages=pages, page=page, why=why)
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"

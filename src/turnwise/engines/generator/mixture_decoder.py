@@ -5,7 +5,7 @@ that routers chose are kept.
 dialogue computed, a copy, a move, an eviction, a recomputation after a weight update.
 
 In ``MixtureDecoder`` attention, norms and sampling are those of ``GraphDecoder``; a layer's router and experts are the model's
-own modules, run by an implementation that never asks the host (``expert_computation``). Every implementation is compared with
+own modules, run by an implementation that never asks the host (``experts``). Every implementation is compared with
 the loop over experts before it is used, and on a GPU captured once. What the routers choose goes into a buffer at a fixed
 address and from there into the cache, all inside the graph. Knows weights, the KV cache and sampling; neither requests nor
 text.

@@ -27,12 +27,10 @@ from turnwise.engines.adapters import AdaptedWeights
 from turnwise.engines.attention_interface import LayerProbe, install_attention, use_eager_attention
 from turnwise.engines.experts import EAGER, as_rows, attach_routing, expert_configs, using
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk, PrefillLayout
-from turnwise.engines.generator.cache_choice import CacheChoice
 from turnwise.engines.generator.cuda_graphs import GraphDecoder
-from turnwise.engines.generator.kv_cache import KVCache, RowGrowth
+from turnwise.engines.generator.kv_cache import CacheChoice, CacheTooSmall, RowCache, RowGrowth
 from turnwise.engines.generator.llama_decoder import LlamaDecoder
 from turnwise.engines.generator.mixture_decoder import RouteCache, Span, make_graph_decoder
-from turnwise.engines.generator.paged_cache import CacheTooSmall
 from turnwise.engines.kernels.dispatch import decode_ops, limit_host_threads
 from turnwise.errors import SettingError
 
@@ -359,7 +357,7 @@ class StockRunner:
         self.model = model_copy(model, device, dtype, share_weights)
         self.device, self.reason, self.layout = device, reason, layout
         limit_host_threads(device)
-        self.kv_cache = KVCache(
+        self.kv_cache = RowCache(
             (), rows, context, next(self.model.parameters()).dtype, device
         )  # rows and ids, no tensors
         self.prefills = 0

@@ -108,7 +108,7 @@ class Scheduler:
         self.count["shared_tokens"] += plan.shared
         for chunks in plan.rounds:
             self.count["prefill_tokens"] += self.model_runner.prefill(chunks)
-        self.kv_cache.copy_rows(plan.copies)
+        self.kv_cache.copy_blocks(plan.copies)
         self.running = sorted([*self.running, *admitted], key=_row)
 
     def recompute(self, version: int) -> None:
