@@ -13,7 +13,7 @@ from support.prompting import V, ask, check_logp, dialogues, prompts, run
 
 from turnwise.core.records import Sampling, Stop
 from turnwise.engines.generator import model_runner
-from turnwise.engines.generator.session import LocalSession
+from turnwise.engines.generator.generator import LocalSession
 from turnwise.errors import SettingError
 
 

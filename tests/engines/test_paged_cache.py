@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from itertools import chain
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,12 +33,12 @@ def test_every_page_is_free_or_held_as_often_as_counted(pages: int, moves: list[
     allocator, holders = PageAllocator(pages), list[list[int]]()
     for move, number in moves:
         if move == 0 and number <= allocator.free:
-            holders.append(allocator.take(number).tolist())
+            holders.append(allocator.take(number))
         elif move == 1 and holders:
             holders.append(holders[number % len(holders)])
-            allocator.share(np.array(holders[-1], np.int32))
+            allocator.share(holders[-1])
         elif move == 2 and holders:
-            allocator.drop(np.array(holders.pop(number % len(holders)), np.int32))
+            allocator.drop(holders.pop(number % len(holders)))
         count = Counter(page for held in holders for page in held)
         assert count[0] == 0 and all(allocator.holders[page] == count[page] for page in range(1, pages))
         assert allocator.free + len(count) == pages - 1
@@ -50,12 +49,12 @@ def test_a_page_is_found_by_its_ids_until_it_is_free_or_written():
     a, b = allocator.take(2)
     allocator.remember(0, [1, 2], int(a))
     allocator.remember(int(a), [3, 4], int(b))
-    assert allocator.prefix([1, 2, 3, 4, 5], 2).tolist() == [a, b]
-    assert allocator.prefix([1, 2, 3, 5], 2).tolist() == [a]
+    assert allocator.prefix([1, 2, 3, 4, 5], 2) == [a, b]
+    assert allocator.prefix([1, 2, 3, 5], 2) == [a]
     allocator.forget(int(b))
-    assert allocator.prefix([1, 2, 3, 4], 2).tolist() == [a]
-    allocator.drop(np.array([a], np.int32))
-    assert allocator.prefix([1, 2, 3, 4], 2).tolist() == []
+    assert allocator.prefix([1, 2, 3, 4], 2) == [a]
+    allocator.drop([a])
+    assert allocator.prefix([1, 2, 3, 4], 2) == []
 
 
 # ---------------------------------------------------------------------- whose pages a new dialogue begins with
@@ -211,7 +210,7 @@ class Book:
         assert cache.active == len(self.running)
         assert [slot.row for slot, _ in self.running] == list(range(len(self.running)))
         for row in range(cache.rows):
-            held, ids = int(cache.held[row]), cache.cached_ids[row]
+            held, ids = len(cache.paged_rows[row].pages), cache.cached_ids[row]
             pages = cache.block_table[row]
             assert (pages[:held] > 0).all() and (pages[held:] == 0).all() and len(ids) <= held * cache.page
             assert len(set(pages[:held].tolist())) == held

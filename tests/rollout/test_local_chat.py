@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from turnwise.core.records import Completion, Sampling, Stop
-from turnwise.engines.generator.mirrored import MirroredGenerator
+from turnwise.engines.generator.paired_generators import PairedGenerator
 from turnwise.errors import ContextOverflow
 from turnwise.models.tiny import tiny_tokenizer
 from turnwise.rollout.local_chat import LocalChat
@@ -76,7 +76,7 @@ def test_requests_are_sampled_one_at_a_time(renderer):
 
 def test_weights_reach_both_generators(renderer):
     main, mirror = Echo(renderer), Echo(renderer)
-    both = MirroredGenerator(main, mirror)
+    both = PairedGenerator(main, mirror)
     asyncio.run(both.publish({}, 7))
     assert main.published == mirror.published == [7]
     both.open(1)

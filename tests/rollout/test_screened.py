@@ -13,7 +13,7 @@ from support.episodes import Resting
 
 from turnwise import recipes
 from turnwise.core.records import Status, Task, Trajectory, Turn
-from turnwise.engines.generator.drafts import DraftingGenerator
+from turnwise.engines.generator.paired_generators import DraftingGenerator
 from turnwise.errors import RecipeError, SettingError
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import DraftSelection, GroupRequest, Independent
@@ -126,14 +126,14 @@ def test_drafts_are_sampled_in_fp8_and_what_is_kept_is_not(stage):
     _, generator = played(stage, DraftSelection(8), "fp8")
     drawn = generator.stats()
     assert drawn["drafts/tokens"] > drawn["tokens"] > 0
-    assert "fp8" in generator.cheap.describe() and "fp8" not in generator.exact.describe()
+    assert "fp8" in generator.second.describe() and "fp8" not in generator.main.describe()
 
     async def publish():
         await generator.publish({n: p * 0 for n, p in model.named_parameters()}, 5)
 
     asyncio.run(publish())
-    assert generator.version == generator.exact.version == generator.cheap.version == 5
-    for engine in (generator.exact, generator.cheap):
+    assert generator.version == generator.main.version == generator.second.version == 5
+    for engine in (generator.main, generator.second):
         assert not any(p.any() for p in engine.model_runner.model.parameters())
 
 

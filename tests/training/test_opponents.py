@@ -12,7 +12,7 @@ from support.agent_runs import SMALL, same, weights
 
 from turnwise.config.values import Opponents
 from turnwise.core.records import Completion, Sampling, Stop, Task
-from turnwise.engines.generator.opponents import OpponentPool
+from turnwise.engines.generator.paired_generators import OpponentPool
 from turnwise.environments import load, make
 from turnwise.errors import SettingError
 from turnwise.rollout.episode import Episode, EpisodeLimits

@@ -21,12 +21,16 @@ from turnwise.config.settings import Settings
 from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import Generator, Learner, PolicyCheckProtocol
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
-from turnwise.engines.generator.drafts import DraftingGenerator
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.kv_cache import CacheChoice
 from turnwise.engines.generator.logit_shift import with_value_rows
-from turnwise.engines.generator.mirrored import MirroredGenerator
-from turnwise.engines.generator.opponents import OpponentGenerator, OpponentPool, SelfPlayGenerator
+from turnwise.engines.generator.paired_generators import (
+    DraftingGenerator,
+    OpponentGenerator,
+    OpponentPool,
+    PairedGenerator,
+    SelfPlayGenerator,
+)
 from turnwise.engines.kernels.dispatch import default_micro_batch, measured_threads
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.policy_check import TOLERANCE, TOLERANCES, PolicyCheck, SeparatePolicyCheck
@@ -305,7 +309,7 @@ def make_policy_judge(
     context = min(int(positions), max(JUDGE_CONTEXT, settings.context))
     own = replace(settings, context=context, slots=1, eval_tasks=1, eval_samples=1)
     mirror = make_local_generator(own, model, renderer, settings.staleness.deterministic, dialogues=1)
-    return MirroredGenerator(generator, mirror), lambda: LocalChat(mirror, renderer, context)
+    return PairedGenerator(generator, mirror), lambda: LocalChat(mirror, renderer, context)
 
 
 def _reward_model(settings: Settings) -> ChatModel:

@@ -12,7 +12,7 @@ from turnwise.config.settings import Settings
 from turnwise.core.protocols import Session
 from turnwise.core.records import Facts, Task
 from turnwise.core.seeds import stable_seed
-from turnwise.engines.generator.opponents import SelfPlayGenerator
+from turnwise.engines.generator.paired_generators import SelfPlayGenerator
 from turnwise.rollout.episode_start import OtherSeats
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, scripted_policy

@@ -1,5 +1,6 @@
 """The local generator: continuous batching over a KV cache. One asyncio task decides which requests are admitted and when
-weights are updated; a ``GeneratorExecutor`` runs the computation.
+weights are updated; a ``GeneratorExecutor`` runs the computation. A ``LocalSession`` is one dialogue: ids in, ids out. It
+stores no ids itself: the KV cache knows which ids have been processed.
 
 With ``deterministic=True`` requests are admitted only every ``tick`` decode steps, and only once every open session is running,
 waiting or closed. Then batches, and with them every float, do not depend on how long tools take. Close or park sessions that
@@ -15,6 +16,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,17 +25,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from turnwise.core.records import Sampling, Stop
-from turnwise.engines.generator.executor import GeneratorExecutor, run_callbacks
-from turnwise.engines.generator.kv_cache import CacheChoice
+from turnwise.core.records import Completion, Sampling, Stop
+from turnwise.engines.capture import using_gpu
+from turnwise.engines.generator.kv_cache import CacheChoice, CacheSlot
+from turnwise.engines.generator.logit_shift import LogitShift, Steering
 from turnwise.engines.generator.model_runner import MIN_CONTEXT, make_runner
 from turnwise.engines.generator.scheduler import Request, Scheduler
-from turnwise.engines.generator.session import LocalSession
+from turnwise.engines.kernels.sampling import signed
 from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)
 
 TICK, TICK_WITH_GRAPHS = 8, 64
+LOOP_ROUNDS = 8  # rounds of the event loop in which resumed callers may submit their next request
+_END = object()
 
 
 class LocalGenerator:
@@ -80,7 +86,8 @@ class LocalGenerator:
         self._woken = asyncio.Event()
         self._interrupt_requested, self._opened = False, 0
         self._held, self._held_since = 0.0, math.inf  # seconds that it waited for sessions, and since when it does
-        self.computing, self.on_change = False, _nothing  # for a generator that takes turns with this one
+        self.computing = False
+        self.on_change: Callable[[], None] = lambda: None  # for a generator that takes turns with this one
         self._executor = GeneratorExecutor(not deterministic, threads, self.model_runner.device)
 
     # ------------------------------------------------------------------ generator protocol
@@ -94,7 +101,7 @@ class LocalGenerator:
         self.scheduler.version = value
 
     def open(self, seed: int, draft: bool = False) -> LocalSession:
-        """Open a session. ``draft`` is ignored: ``drafts.DraftingGenerator`` routes drafts to a cheaper generator."""
+        """Open a session. ``draft`` is ignored: ``DraftingGenerator`` routes drafts to a cheaper generator."""
         session = LocalSession(self, seed, self._opened)
         self.sessions[self._opened] = session
         self._opened += 1
@@ -136,18 +143,6 @@ class LocalGenerator:
         return self.model_runner.describe()
 
     # ------------------------------------------------------------------ called by sessions
-
-    def make_request(self, session: LocalSession, ids: Sequence[int], sampling: Sampling) -> Request:
-        """Check the arguments of a turn and make its request."""
-        if not ids:
-            raise SettingError("generate was given no ids; a model needs at least one token to continue")
-        if sampling.stop and self.scheduler.decode is None:
-            raise SettingError("stop strings need a tokenizer; give one to the generator")
-        budget = min(sampling.max_tokens, self.context - len(ids))
-        future = asyncio.get_running_loop().create_future()
-        request = Request(session.cache_slot, session.seed, list(ids), len(ids), sampling, budget, future)
-        request.held_before = self.seconds_held
-        return request
 
     def detach(self, session: LocalSession) -> None:
         self.sessions.pop(session.cache_slot.order, None)
@@ -301,5 +296,168 @@ def _resolve(request: Request) -> None:
         request.future.set_result(None)
 
 
-def _nothing() -> None:
-    """Nobody takes turns with this generator."""
+# ---------------------------------------------------------------------- one dialogue
+
+
+class LocalSession:
+    """One dialogue. Implements ``core.protocols.Session``. Random numbers depend only on (seed, position) and on how often the
+    dialogue was restarted: without the latter, a policy that rewrites its history would draw the same numbers at the same
+    positions and repeat every mistake."""
+
+    def __init__(self, owner: LocalGenerator, seed: int, order: int) -> None:
+        self.seed = signed(seed)
+        self.cache_slot = CacheSlot(order)
+        self.parked = False
+        self.closed = False
+        self.request: Request | None = None
+        self.shift: LogitShift | Steering | None = None  # what is added to the log-probabilities of its tokens
+        self._owner = owner
+        self._sampled_until = 0  # positions for which a random number was drawn
+
+    @property
+    def pending(self) -> bool:
+        """A request of this session is waiting or running."""
+        return self.request is not None and self.request.stop is None
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Continue ``ids``, the whole sequence so far. A prefix that the cache holds is not prefilled again."""
+        if self.closed:
+            raise SettingError("this session was closed; open a new one")
+        if self.request is not None:
+            raise SettingError("this session is already generating; await it, or fork the session")
+        if not ids:
+            raise SettingError("generate was given no ids; a model needs at least one token to continue")
+        owner = self._owner
+        if sampling.stop and owner.scheduler.decode is None:
+            raise SettingError("stop strings need a tokenizer; give one to the generator")
+        if len(ids) < self._sampled_until:  # the history was rewritten or shortened
+            self.seed, self._sampled_until = signed(self.seed + 1), 0
+        budget, future = min(sampling.max_tokens, owner.context - len(ids)), asyncio.get_running_loop().create_future()
+        request = Request(self.cache_slot, self.seed, list(ids), len(ids), sampling, budget, future)
+        request.held_before = owner.seconds_held
+        if budget < 1:  # the context is full before the first token
+            request.stop = Stop.LENGTH
+            return completion(request, owner.seconds_held)
+        self.request, self.parked, request.shift = request, False, self.shift
+        owner.wake()
+        try:
+            await request.future
+        finally:
+            request.cancelled = True  # if the caller was cancelled, nobody needs the remaining tokens
+            self.request, self._sampled_until = None, len(request.sequence)
+        return completion(request, owner.seconds_held)
+
+    def fork(self, seed: int) -> LocalSession:
+        """Open another dialogue with the same history; its first request copies the cached prefix from this one's row."""
+        return self._owner.open(seed)
+
+    def park(self) -> None:
+        """Tell a deterministic generator not to wait for this session. The next ``generate`` unparks it."""
+        self.parked = True
+        self._owner.wake()
+
+    def unpark(self) -> None:
+        """Make a deterministic generator wait for this session before its next request is known."""
+        self.parked = False
+
+    def cancel(self) -> None:
+        """Make an unfinished ``generate`` return the tokens it has. Its KV stays cached."""
+        if self.request is not None:
+            self.request.cancelled = True
+            self._owner.wake()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.cancel()
+            self._owner.detach(self)
+
+
+def completion(request: Request, held: float) -> Completion:
+    """``held``: seconds so far in which the generator waited for other sessions; they are not this request's."""
+    assert request.stop is not None
+    tokens = request.sequence[request.prompt_length :]
+    seconds = time.perf_counter() - request.started - (held - request.held_before)
+    measured = len(request.entropy) == len(tokens)
+    entropy, confidence = (request.entropy, request.confidence) if measured else ((), ())
+    routes = request.routes if len(request.routes) == len(request.sequence) - 1 else ()
+    sampled = (tokens, request.logp, request.mass, request.version)
+    return Completion(*sampled, request.stop, seconds, entropy, confidence, routes, request.kept)
+
+
+# ---------------------------------------------------------------------- where it computes
+
+
+async def run_callbacks() -> None:
+    """Let the event loop run ready callbacks before the next batch is composed."""
+    for _ in range(LOOP_ROUNDS):
+        await asyncio.sleep(0)
+
+
+class GeneratorExecutor:
+    """Where a generator computes: in the event loop's thread, or in a worker thread beside it. Does not know what is computed.
+
+    A worker thread brings a second OpenMP thread team, and two teams on the same cores wake each other up at every matrix
+    product: that costs a tenth of a whole training step. So a deterministic generator, for which everything else waits anyway,
+    computes in the event loop's thread and lets the loop run whenever a request finishes, so that tools run in between. A
+    generator that runs concurrently with other work gets a worker, and the loop stays free. On a GPU the worker launches on a
+    stream of its own: on the default stream its steps would queue behind the learner's."""
+
+    def __init__(self, in_worker: bool, threads: int | None, device: torch.device | None = None) -> None:
+        """``threads``: CPU threads of the computation. They can be set only for a worker, so a number implies one."""
+        self._worker: ThreadPoolExecutor | None = None
+        self.stream: Any = None  # of the worker, where ``device`` is a GPU
+        if in_worker or threads is not None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="turnwise-generator")
+        if self._worker is not None and threads is not None:
+            main_threads = torch.get_num_threads()
+            self._worker.submit(torch.set_num_threads, threads).result()
+            torch.set_num_threads(main_threads)  # the setting is per thread, but also the default of later threads
+        if self._worker is not None and device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)  # what was made on the default stream is complete
+            self.stream = torch.cuda.Stream(device, priority=-1)  # a decode step is short, a learner's pass long
+            self._worker.submit(torch.cuda.set_stream, self.stream).result()
+
+    @contextmanager
+    def reading_learner(self) -> Iterator[None]:
+        """Inside, the worker reads tensors that the learner wrote on the default stream: it waits for them, and what the learner
+        launches later waits until they have been read."""
+        if self.stream is None:
+            yield
+            return
+        default = torch.cuda.default_stream(self.stream.device)
+        self.stream.wait_stream(default)
+        yield
+        default.wait_stream(self.stream)
+
+    def drain(self) -> None:
+        """Wait for what the worker still computes for an event loop that has ended."""
+        if self._worker is not None:
+            self._worker.submit(lambda: None).result()
+
+    async def call(self, function: Callable[..., None], *args: Any) -> None:
+        if self._worker is None:
+            function(*args)
+        else:
+            await asyncio.get_running_loop().run_in_executor(self._worker, using_gpu()(function), *args)
+
+    async def run(
+        self, steps: Callable[[Callable[[Any], None]], Iterator[None]], resolve: Callable[[Any], None]
+    ) -> None:
+        """Exhaust ``steps(report)``; call ``resolve`` in the event loop for everything it reports."""
+        if self._worker is None:
+            for _ in steps(resolve):
+                await run_callbacks()
+            return
+        loop = asyncio.get_running_loop()
+
+        def report(finished: Any) -> None:
+            loop.call_soon_threadsafe(resolve, finished)
+
+        def compute() -> None:
+            remaining, more = steps(report), True
+            while more:
+                with using_gpu():  # released between steps, where a learner may capture
+                    more = next(remaining, _END) is not _END
+
+        await loop.run_in_executor(self._worker, compute)

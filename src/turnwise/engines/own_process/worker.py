@@ -20,9 +20,8 @@ import torch
 from turnwise.core.records import Sampling
 from turnwise.engines.adapters import HeldWeights, adapted_weights
 from turnwise.engines.capture import using_gpu
-from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.generator.generator import LocalGenerator, LocalSession
 from turnwise.engines.generator.kv_cache import CacheChoice
-from turnwise.engines.generator.session import LocalSession
 from turnwise.engines.own_process.weights import BLOCK, SharedBlockReader, from_handles
 
 PING = ("ping",)

@@ -1,7 +1,7 @@
-"""Older policies of a run as opponents: a bounded pool of their weights, and a generator of its own that samples for them.
+"""Two generators as one: the second samples drafts in low precision, follows the weights to judge, or plays older policies.
 
-One pooled policy plays at a time, so that the cost is one more copy of the weights and of the cache. It changes when new weights
-are published. Knows neither games nor seats.
+The two share no cache and no batch, so what the second samples cannot change what the first does. Knows neither judges, games nor
+seats.
 """
 
 from __future__ import annotations
@@ -13,10 +13,64 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from turnwise.core.protocols import Session
+from turnwise.core.protocols import Generator, Session
 from turnwise.core.seeds import stable_seed
-from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.engines.generator.session import LocalSession
+from turnwise.engines.generator.generator import LocalGenerator, LocalSession
+
+
+class PairedGenerator:
+    """Implements ``core.protocols.Generator`` by ``main``; ``second`` gets every published weight as well. As it is: a run's
+    policy and its own judge."""
+
+    prefix = ""  # of the second one's counts
+
+    def __init__(self, main: Generator, second: Generator) -> None:
+        self.main, self.second = main, second
+        for name in ("model_runner", "scheduler"):  # the profiler times these
+            if hasattr(main, name):
+                setattr(self, name, getattr(main, name))
+
+    @property
+    def version(self) -> int:
+        return self.main.version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self.main.version = self.second.version = value
+
+    def open(self, seed: int, draft: bool = False) -> Session:
+        return self.main.open(seed, draft)
+
+    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+        await self.main.publish(weights, version)
+        await self.second.publish(weights, version)
+
+    @property
+    def fatal(self) -> Exception | None:
+        return getattr(self.main, "fatal", None)
+
+    def stats(self) -> dict[str, float]:
+        second = self.second.stats() if self.prefix else {}
+        return self.main.stats() | {f"{self.prefix}/{name}": value for name, value in second.items()}
+
+    def describe(self) -> str:
+        return self.main.describe()
+
+
+class DraftingGenerator(PairedGenerator):
+    """The second samples drafts, cheaply. Both use the same random numbers, so a draft that is sampled again with the exact one
+    comes out nearly the same."""
+
+    prefix = "drafts"
+
+    def open(self, seed: int, draft: bool = False) -> Session:
+        return (self.second if draft else self.main).open(seed)
+
+    def describe(self) -> str:
+        return f"{self.main.describe()}; drafts: {self.second.describe()}"
+
+
+# ---------------------------------------------------------------------- older policies as opponents
 
 
 @dataclass
@@ -85,16 +139,19 @@ class OpponentGenerator(LocalGenerator):
         return (session.pending and not self.main.computing) or (beside is not None and beside.pending)
 
 
-class SelfPlayGenerator:
-    """Implements ``core.protocols.Generator`` by ``main``. ``opponents`` samples for the other seats.
+class SelfPlayGenerator(PairedGenerator):
+    """``opponents`` samples for the other seats. One pooled policy plays at a time, so that the cost is one more copy of the
+    weights and of the cache. It changes when new weights are published.
 
     Both are deterministic together: the policy's generator waits for every dialogue whose opponent is to move, because its own
     session there is neither queued nor parked, and the opponents' generator waits until the policy's batch has ended. So the
     batches of both, and every float, are independent of how long environments take."""
 
+    prefix = "opponents"
+
     def __init__(self, main: LocalGenerator, opponents: OpponentGenerator, pool: OpponentPool) -> None:
-        self.main, self.opponents, self.pool = main, opponents, pool
-        self.model_runner, self.scheduler = main.model_runner, main.scheduler  # the profiler times these
+        super().__init__(main, opponents)
+        self.opponents, self.pool = opponents, pool
         opponents.join(main)
 
     @property
@@ -103,10 +160,7 @@ class SelfPlayGenerator:
 
     @version.setter
     def version(self, value: int) -> None:
-        self.main.version = value
-
-    def open(self, seed: int, draft: bool = False) -> LocalSession:
-        return self.main.open(seed)
+        self.main.version = value  # opponents have that of the policy that plays
 
     def open_opponent(self, session: Session) -> LocalSession:
         """The opponent's side of a session that ``open`` returned."""
@@ -119,9 +173,6 @@ class SelfPlayGenerator:
         chosen = self.pool.choose(version)
         if self.opponents.version != chosen:
             await self.opponents.publish(self.pool.policies[chosen], chosen)
-
-    def stats(self) -> dict[str, float]:
-        return self.main.stats() | {f"opponents/{name}": value for name, value in self.opponents.stats().items()}
 
     def describe(self) -> str:
         theirs = self.opponents.model_runner.kv_cache.describe()
