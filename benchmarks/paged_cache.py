@@ -1,13 +1,16 @@
 """The KV cache in pages against the cache in rows, on one GPU: kernels, throughput, and a load of long dialogues.
 
-    python benchmarks/paged_cache.py [--parts check same gen1b gen8b long long_both] [--repeats 3]
+    python benchmarks/paged_cache.py [--parts check same gen1b gen8b long long_both] [--repeats 3] [--device cpu]
 
 check   kernels over pages against their PyTorch reference, largest error relative to the largest value
 same    a small model in float32 and bfloat16: greedy tokens and log-probabilities of both layouts, with CUDA graphs
-gen1b   a model of 1.5 B parameters (random weights): 256 requests of 128 + 128 ids, both layouts
-gen8b   a model of 8 B parameters: 64 requests of 128 + 128 ids, both layouts
+gen1b   a model of 1.5 B parameters (random weights): 256 requests of 128 + 128 ids, both layouts in turn
+gen8b   a model of 8 B parameters: 64 requests of 128 + 128 ids, both layouts in turn
+turns   a small model, 256 dialogues of 5 short turns in groups of 8, both layouts in turn: many admissions, little to compute
 long    1.5 B, 512 dialogues: prompts of heavy-tailed length up to 16,000 ids in groups of 4, 64 new ids each
 long_both  a load that rows can hold, both layouts: 384 dialogues, prompts up to 8,000 ids, context 8,192 (84 GiB of rows)
+
+With ``--device cpu`` gen1b, gen8b and turns run a small model in float32.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import gc
 import random
 import statistics
 import time
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
@@ -25,6 +29,7 @@ import torch
 from large_models import make
 
 from turnwise.bench.generation import local
+from turnwise.bench.hardware_limits import synchronize
 from turnwise.bench.models import small
 from turnwise.bench.workloads import Workload, equal
 from turnwise.core.records import Completion, Sampling
@@ -120,41 +125,60 @@ async def greedy_dialogues(generator: LocalGenerator) -> list[list[Completion]]:
 
 def free() -> None:
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def timed(generator: LocalGenerator, loads: list[Workload]) -> list[float]:
     run, times = local(generator), []
     for load in loads:
-        torch.cuda.synchronize()
+        synchronize(generator.model_runner.device.type)
         began = time.perf_counter()
         run(load)
-        torch.cuda.synchronize()
+        synchronize(generator.model_runner.device.type)
         times.append(time.perf_counter() - began)
     return times
 
 
-def short(size: str, batch: int, repeats: int) -> None:
-    """Both layouts in turn, 128 + 128 ids."""
-    model, rates = make(size), {}
-    for name, cache in (("rows", ROWS), ("pages", CacheChoice(page=PAGE))):
-        generator = LocalGenerator(
-            model,
-            slots=batch,
-            context=264,
-            stop_ids=(),
-            device="cuda",
-            dtype=torch.bfloat16,
-            cache=cache,
-            share_weights=True,
+def in_turn(name: str, model: Any, batch: int, context: int, load: Callable[[int], Workload], repeats: int) -> None:
+    """Both layouts on the same loads, in turn, so that a slow minute of the machine affects both; two loads warm up."""
+    device = model.device.type
+    generators = {
+        layout: LocalGenerator(
+            model, slots=batch, context=context, stop_ids=(), dtype=torch.bfloat16 if device == "cuda" else None,
+            cache=cache, share_weights=True,
         )
-        times = timed(generator, [equal(batch, 128, 128, 10000, n) for n in range(repeats + 2)])
-        rates[name] = batch * 128 / statistics.median(times[2:])
-        print(f"{size} batch {batch}, 128+128, {name}: {rates[name]:,.0f} tok/s; {generator.describe()}", flush=True)
-        del generator
-        free()
-    print(f"{size} batch {batch}, 128+128: pages/rows {rates['pages'] / rates['rows']:.3f}", flush=True)
+        for layout, cache in (("rows", ROWS), ("pages", CacheChoice(page=PAGE)))
+    }  # fmt: skip
+    times: dict[str, list[float]] = {layout: [] for layout in generators}
+    for n in range(repeats + 2):
+        for layout, generator in generators.items():
+            times[layout] += timed(generator, [load(n)])
+    medians = {layout: statistics.median(seconds[2:]) for layout, seconds in times.items()}
+    for layout, generator in generators.items():
+        print(f"{name}, {layout}: {load(0).tokens / medians[layout]:,.0f} tok/s; {generator.describe()}", flush=True)
+    print(f"{name}: pages/rows {medians['rows'] / medians['pages']:.3f}", flush=True)
+
+
+def short(size: str, batch: int, repeats: int, device: str) -> None:
+    """128 + 128 ids."""
+    model = make(size) if device == "cuda" else small("llama")
+    load = lambda n: equal(batch, 128, 128, 500 if device == "cpu" else 10000, n)  # noqa: E731
+    in_turn(f"{size} batch {batch}, 128+128", model, batch, 264, load, repeats)
+
+
+def turns(batch: int, repeats: int, device: str) -> None:
+    """Dialogues of 5 turns of 16 ids, prompts of 96 in groups of 8, replies of 20."""
+
+    def load(n: int) -> Workload:
+        dice = random.Random(n)
+        some = lambda count: [dice.randrange(3, 500) for _ in range(count)]  # noqa: E731
+        prompts = [some(96) for _ in range(batch // 8)]
+        replies = [[some(20) for _ in range(5)] for _ in range(batch)]
+        return Workload("turns", [prompts[i // 8] for i in range(batch)], [[16] * 5] * batch, replies)
+
+    in_turn(f"small model, {batch} dialogues of 5 turns", small("llama").to(device), batch, 320, load, repeats)
 
 
 def heavy_tailed(dialogues: int, longest: int, new: int, seed: int) -> Workload:
@@ -206,14 +230,17 @@ def long_both(repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["check", "same", "gen1b", "gen8b", "long", "long_both"])
+    parser.add_argument("--parts", nargs="+", default=["check", "same", "gen1b", "gen8b", "turns", "long", "long_both"])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=0, help="requests at a time of gen1b, gen8b and turns")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args()
     work: dict[str, Any] = {
         "check": check,
         "same": same,
-        "gen1b": lambda: short("1b", 256, options.repeats),
-        "gen8b": lambda: short("8b", 64, options.repeats),
+        "gen1b": lambda: short("1b", options.batch or 256, options.repeats, options.device),
+        "gen8b": lambda: short("8b", options.batch or 64, options.repeats, options.device),
+        "turns": lambda: turns(options.batch or 256, options.repeats, options.device),
         "long": lambda: long(options.repeats),
         "long_both": lambda: long_both(options.repeats),
     }
