@@ -108,7 +108,7 @@ def add_settings(parser: argparse.ArgumentParser, method: str, credit: str = "",
     """Add every field of Settings, the hyper-parameters of the method, and those of the method whose credit it uses. Unless
     ``everything`` is asked for, the help shows the settings that are ``COMMON``."""
     by_name = {f.name: f for f in fields(Settings) if f.name not in NO_FLAGS}
-    groups = {str(section.__doc__).rstrip(".").lower(): [f.name for f in fields(section)] for section in SECTIONS}  # type: ignore[arg-type]
+    groups = {str(section.__doc__).rstrip(".").lower(): [f.name for f in fields(section)] for section in SECTIONS}
     for title, names in groups.items() if everything else COMMON.items():
         group = parser.add_argument_group(title)
         for f in (by_name.pop(name) for name in names if name in by_name):
@@ -117,11 +117,13 @@ def add_settings(parser: argparse.ArgumentParser, method: str, credit: str = "",
         add_setting(parser, f, argparse.SUPPRESS)
     for owner, prefix, title in ((method, "method", f"hyper-parameters of {method}"),
                                  (credit, "credit", f"hyper-parameters of the credit of {credit}")):  # fmt: skip
-        group = parser.add_argument_group(title) if owner else parser
+        hyper_parameters = parser.add_argument_group(title) if owner else parser
         for name, parameter in signatures.parameters(owner).items() if owner else ():
             option = flag(name if prefix == "method" else f"credit_{name}")
             try:
-                group.add_argument(option, dest=f"{prefix}.{name}", metavar="X", help=f"[{parameter.default}]")
+                hyper_parameters.add_argument(
+                    option, dest=f"{prefix}.{name}", metavar="X", help=f"[{parameter.default}]"
+                )
             except argparse.ArgumentError:  # of a user's own recipe; a test keeps the built-in ones apart
                 raise SettingError(
                     f"{owner} has a parameter {name!r}, which is also a flag of the command; rename it"

@@ -9,9 +9,9 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from turnwise.errors import SettingError, nearest
 
@@ -27,15 +27,29 @@ LIMITS: dict[str, Callable[[Any], bool]] = {  # a limit is declared by the words
     "a number from 0 to below 1": lambda value: 0 <= value < 1,
     "a multiple of 16": lambda value: value >= 16 and value % 16 == 0,
 }
+Positive = Annotated[int, "at least 1"]
+Count = Annotated[int, "0 or more"]
+Rate = Annotated[float, "0 or a positive number"]
+Seconds = Annotated[float, "a positive number of seconds"]
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """``value`` as ``kind``: text is parsed, anything else must already have the type."""
+    """``value`` as ``kind``: text is parsed, anything else must already have the type. A kind with a limit
+    (``Annotated[int, "at least 1"]``) refuses what lies outside."""
+    if typing.get_origin(kind) is Annotated:
+        kind, *limits = typing.get_args(kind)
+        value = convert(name, value, kind)
+        for limit in limits:
+            if not isinstance(value, str) and not LIMITS[limit](value):  # a word such as "auto" is no number to limit
+                raise SettingError(f"{name} is {value}; write {limit}")
+        return value
     try:
         return _convert(value, kind)
     except SettingError:  # a type with a text of its own has said what to write
         raise
     except (ValueError, TypeError, OverflowError):
+        if typing.get_origin(kind) is typing.Literal:
+            raise SettingError(f"{name} is {value!r}; {nearest(str(value), typing.get_args(kind))}") from None
         expected = (
             getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind).replace("typing.", "")
         )
@@ -43,14 +57,6 @@ def convert(name: str, value: Any, kind: Any) -> Any:
             expected = "dict: write key=value,key=value"
         example = f"; write {EXAMPLES[kind]}" if kind in EXAMPLES else ""
         raise SettingError(f"{name} is {value!r}, which is not {expected}{example}") from None
-
-
-def check_limit(name: str, value: Any, declared: Mapping[str, Any]) -> None:
-    """Refuse a value outside the ``limit`` or the ``choices`` that its field declares."""
-    if "choices" in declared and value not in declared["choices"]:
-        raise SettingError(f"{name} is {value!r}; {nearest(value, declared['choices'])}")
-    if "limit" in declared and not LIMITS[declared["limit"]](value):
-        raise SettingError(f"{name} is {value}; write {declared['limit']}")
 
 
 def _convert(value: Any, kind: Any) -> Any:

@@ -12,9 +12,9 @@ import functools
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from turnwise.config.convert import check_limit, convert
+from turnwise.config.convert import Count, Positive, Rate, Seconds, convert
 from turnwise.config.values import Cluster, ModelName, Opponents, SettingValue, Staleness
 from turnwise.errors import SettingError, nearest
 
@@ -29,9 +29,9 @@ OTHER_NAMES = {  # names of older releases and of other trainers, for the hint o
 }  # fmt: skip
 
 
-def setting(default: Any, text: str, **declared: Any) -> Any:
+def setting(default: Any, text: str) -> Any:
     """A setting with its default, its help text and, where it has one, its ``limit`` or its ``choices``."""
-    metadata = {"help": text, **declared}
+    metadata = {"help": text}
     return (
         field(default_factory=dict, metadata=metadata) if default is dict else field(default=default, metadata=metadata)
     )
@@ -65,11 +65,9 @@ class EnvironmentSection:
     difficulty: tuple[int, ...] = setting(
         (1, 2, 3), "difficulties to train and evaluate on, unless the environment suggests others"
     )
-    max_turns: int = setting(0, "maximum turns per episode; 0: the environment's own", limit="0 or more")
-    history: int = setting(0, "number of latest observations in a prompt, besides the task; 0: all", limit="0 or more")
-    env_seconds: float = setting(
-        30.0, "time limit of one call into the environment, in seconds", limit="a positive number of seconds"
-    )
+    max_turns: Count = setting(0, "maximum turns per episode; 0: the environment's own")
+    history: Count = setting(0, "number of latest observations in a prompt, besides the task; 0: all")
+    env_seconds: Seconds = setting(30.0, "time limit of one call into the environment, in seconds")
     isolate_env: bool = setting(
         False,
         "play episodes in other processes, so that an environment that crashes or freezes ends only its own episodes",
@@ -112,19 +110,19 @@ class ModelSection:
 class TinySection:
     """The tiny model, and the cold start."""
 
-    hidden: int = setting(192, "width of the tiny model", limit="a multiple of 16")
-    layers: int = setting(2, "layers of the tiny model", limit="at least 1")
-    vocabulary: int = setting(512, "entries of the tiny tokenizer", limit="at least 1")
+    hidden: Annotated[int, "a multiple of 16"] = setting(192, "width of the tiny model")
+    layers: Positive = setting(2, "layers of the tiny model")
+    vocabulary: Positive = setting(512, "entries of the tiny tokenizer")
     copying: bool = setting(
         False,
         "start attention heads of the tiny model as copying heads: it learns to copy sooner",
     )
     cold_steps: int = setting(-1, "supervised steps before RL; -1: 100 for the tiny model, 0 for others")
-    cold_batch: int = setting(48, "demonstrations per supervised step", limit="at least 1")
-    cold_demos: int = setting(
-        2048, "maximum number of distinct demonstrations of the cold start; they are then repeated", limit="at least 1"
+    cold_batch: Positive = setting(48, "demonstrations per supervised step")
+    cold_demos: Positive = setting(
+        2048, "maximum number of distinct demonstrations of the cold start; they are then repeated"
     )
-    cold_lr: float = setting(3e-3, "learning rate of the cold start", limit="0 or a positive number")
+    cold_lr: Rate = setting(3e-3, "learning rate of the cold start")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +135,8 @@ class DataSection:
         "without, preference pairs or dialogues to learn from, without rollouts",
     )
     eval_data: str = setting("", "rows that are only evaluated on; empty: a share of --data is held out")
-    held_out_share: float = setting(
-        0.1, "share of the prompts of --data that is held out, by content", limit="a number from 0 to below 1"
+    held_out_share: Annotated[float, "a number from 0 to below 1"] = setting(
+        0.1, "share of the prompts of --data that is held out, by content"
     )
     tools: tuple[str, ...] = setting(
         (), "tools for the prompts of --data: python (an isolated interpreter), file.py:function, module:function"
@@ -146,10 +144,8 @@ class DataSection:
     demos: str = setting(
         "", "demonstrations: a .jsonl file of dialogues, or a scripted policy of the environment (oracle, demonstrator)"
     )
-    demo_share: float = setting(
-        0.2,
-        "share of the batch for demonstrations that belong to no task of the environment",
-        limit="a number between 0 and 1",
+    demo_share: Annotated[float, "a number between 0 and 1"] = setting(
+        0.2, "share of the batch for demonstrations that belong to no task of the environment"
     )
 
 
@@ -162,12 +158,8 @@ class RewardSection:
         "reward functions: file.py:function, module:function, exact, majority, math, code, regex:pattern=X, json_schema; with "
         "weights as in 0.5*exact,my.py:score",
     )
-    reward_seconds: float = setting(
-        10.0, "time limit of one call of a reward function, in seconds", limit="a positive number of seconds"
-    )
-    reward_memory: int = setting(
-        4096, "memory limit of a process that runs a reward function, in MiB", limit="at least 1"
-    )
+    reward_seconds: Seconds = setting(10.0, "time limit of one call of a reward function, in seconds")
+    reward_memory: Positive = setting(4096, "memory limit of a process that runs a reward function, in MiB")
     reward_failure: str = setting(
         "fail",
         "where a reward function raises, hangs or crashes: fail (the trajectory is dropped), or a number to give",
@@ -181,15 +173,13 @@ class RewardSection:
     judge_rubric: str = setting(
         "", "what the judge scores: words, or a .txt or .md file; empty: was the task done well?"
     )
-    judge_mode: str = setting(
-        "each", "each: every episode alone; group: all episodes of a task in one verdict", choices=("each", "group")
+    judge_mode: Literal["each", "group"] = setting(
+        "each", "each: every episode alone; group: all episodes of a task in one verdict"
     )
-    judge_weight: float = setting(
-        1.0, "factor of the judge's score, from 0 to 1, in the reward of the last turn", limit="a finite number"
+    judge_weight: Annotated[float, "a finite number"] = setting(
+        1.0, "factor of the judge's score, from 0 to 1, in the reward of the last turn"
     )
-    judge_seconds: float = setting(
-        120.0, "time limit of one reply of the judge, in seconds", limit="a positive number of seconds"
-    )
+    judge_seconds: Seconds = setting(120.0, "time limit of one reply of the judge, in seconds")
     judge_key_env: str = setting("", "environment variable that holds the key of the judge's server; empty: no key")
 
 
@@ -197,19 +187,17 @@ class RewardSection:
 class AmountSection:
     """Amount of training."""
 
-    steps: int = setting(100, "RL steps", limit="at least 1")
-    groups: int = setting(0, "tasks per step; 0: the method's own", limit="0 or more")
-    group_size: int = setting(0, "trajectories per task; 0: the method's own", limit="0 or more")
-    epochs: int = setting(0, "passes over each batch; 0: the method's own", limit="0 or more")
-    minibatches: int = setting(0, "optimiser steps per pass; 0: the method's own", limit="0 or more")
+    steps: Positive = setting(100, "RL steps")
+    groups: Count = setting(0, "tasks per step; 0: the method's own")
+    group_size: Count = setting(0, "trajectories per task; 0: the method's own")
+    epochs: Count = setting(0, "passes over each batch; 0: the method's own")
+    minibatches: Count = setting(0, "optimiser steps per pass; 0: the method's own")
     staleness: Staleness = setting(
         Staleness(),
         "steps that rollouts may run ahead of training; 0: synchronous, reproducible; 0,continuous: synchronous, but no dialogue "
         "waits for another's tools; N,drop drops groups that come late, N,keep trains on them, N alone waits for them",
     )
-    max_draws: int = setting(
-        8, "stop sampling for a batch after this many times the groups it needs", limit="at least 1"
-    )
+    max_draws: Positive = setting(8, "stop sampling for a batch after this many times the groups it needs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,13 +208,11 @@ class RolloutSection:
     top_p: float = setting(1.0, "nucleus sampling")
     top_k: int = setting(0, "sample from the k most probable tokens; 0: off")
     min_p: float = setting(0.0, "drop tokens less probable than this share of the most probable one")
-    max_tokens: int = setting(48, "maximum tokens sampled per turn", limit="at least 1")
-    context: int = setting(320, "maximum tokens of a dialogue", limit="at least 1")
-    slots: int = setting(256, "dialogues in the KV cache at the same time", limit="at least 1")
-    rollout_dtype: str = setting(
-        "auto",
-        "precision of rollouts: float32, bfloat16, float16, fp8, or auto: that of the learner",
-        choices=("auto", "float32", "bfloat16", "float16", "fp8"),
+    max_tokens: Positive = setting(48, "maximum tokens sampled per turn")
+    context: Positive = setting(320, "maximum tokens of a dialogue")
+    slots: Positive = setting(256, "dialogues in the KV cache at the same time")
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting(
+        "auto", "precision of rollouts: float32, bfloat16, float16, fp8, or auto: that of the learner"
     )
     generator: tuple[str, ...] = setting(
         (),
@@ -234,9 +220,7 @@ class RolloutSection:
         "own on the same device; empty: this process",
     )
     generator_key_env: str = setting("", "environment variable that holds the token of these servers; empty: none")
-    generator_seconds: float = setting(
-        30.0, "seconds of silence after which a generator server is given up", limit="a positive number of seconds"
-    )
+    generator_seconds: Seconds = setting(30.0, "seconds of silence after which a generator server is given up")
     generator_weights: str = setting(
         "",
         "how weights reach servers: by a folder that both see, or to vLLM by nccl (GPU to GPU) or ipc (within one GPU); empty: "
@@ -248,37 +232,32 @@ class RolloutSection:
 class LearnerSection:
     """Optimisation."""
 
-    lr: float = setting(3e-4, "learning rate", limit="0 or a positive number")
-    schedule: str = setting(
-        "linear", "learning-rate schedule: constant, linear or cosine", choices=("constant", "linear", "cosine")
+    lr: Rate = setting(3e-4, "learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = setting(
+        "linear", "learning-rate schedule: constant, linear or cosine"
     )
-    warmup: int = setting(3, "warm-up steps of the learning rate", limit="0 or more")
-    weight_decay: float = setting(0.0, "AdamW weight decay", limit="0 or a positive number")
+    warmup: Count = setting(3, "warm-up steps of the learning rate")
+    weight_decay: Rate = setting(0.0, "AdamW weight decay")
     clip_norm: float = setting(1.0, "gradient norm is clipped to this")
-    critic: str = setting(
-        "shared",
-        "shared: a value head on the policy's hidden states; separate: a model of its own",
-        choices=("shared", "separate"),
+    critic: Literal["shared", "separate"] = setting(
+        "shared", "shared: a value head on the policy's hidden states; separate: a model of its own"
     )
-    value_lr: float = setting(1e-3, "learning rate of the critic", limit="0 or a positive number")
-    lora_rank: int = setting(0, "train LoRA adapters of this rank; 0: all weights", limit="0 or more")
-    dtype: str = setting(
+    value_lr: Rate = setting(1e-3, "learning rate of the critic")
+    lora_rank: Count = setting(0, "train LoRA adapters of this rank; 0: all weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float64", "fp8", "nf4"] = setting(
         "auto",
         "precision of the learner's matrix products: float32, bfloat16, fp8 (as in fp8 rollouts), "
         "nf4 (auto, with frozen weights in 4 bits beside --lora-rank), or auto: bfloat16 on a GPU, else float32",
-        choices=("auto", "float32", "bfloat16", "float64", "fp8", "nf4"),
     )
-    micro_batch_tokens: int = setting(
-        0, "tokens per micro-batch; 0: 8192 on a CPU, 16384 on a GPU, 24576 on one with over 60 GiB", limit="0 or more"
+    micro_batch_tokens: Count = setting(
+        0, "tokens per micro-batch; 0: 8192 on a CPU, 16384 on a GPU, 24576 on one with over 60 GiB"
     )
     recompute: bool = setting(
         False, "gradient checkpointing: recompute layers in the backward pass (less memory, more time)"
     )
     offload: bool = setting(False, "keep the optimiser state in host memory between steps")
-    mismatch_tolerance: float = setting(
-        0.0,
-        "largest mean log-probability difference between generator and learner; 0: set by their precision",
-        limit="0 or more",
+    mismatch_tolerance: Annotated[float, "0 or more"] = setting(
+        0.0, "largest mean log-probability difference between generator and learner; 0: set by their precision"
     )
 
 
@@ -286,12 +265,10 @@ class LearnerSection:
 class EvaluationSection:
     """Evaluation."""
 
-    eval_tasks: int = setting(
-        200, "held-out tasks to evaluate on before and after; 0: no evaluation", limit="0 or more"
-    )
-    eval_samples: int = setting(1, "trajectories per held-out task (pass@k, majority@k)", limit="at least 1")
+    eval_tasks: Count = setting(200, "held-out tasks to evaluate on before and after; 0: no evaluation")
+    eval_samples: Positive = setting(1, "trajectories per held-out task (pass@k, majority@k)")
     eval_temperature: float = setting(1.0, "sampling temperature of the evaluation")
-    eval_every: int = setting(0, "steps between evaluations during training; 0: none", limit="0 or more")
+    eval_every: Count = setting(0, "steps between evaluations during training; 0: none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,13 +276,9 @@ class MachineSection:
     """The machine."""
 
     device: str = setting("auto", "cpu, cuda, or auto: cuda when present")
-    threads: int = setting(
-        0, "CPU threads of the learner and generator; 0: measured when the run starts", limit="0 or more"
-    )
-    ranks: int = setting(
-        1,
-        "processes of this machine that share the learner's weights and work (FSDP2); 1: this process alone",
-        limit="at least 1",
+    threads: Count = setting(0, "CPU threads of the learner and generator; 0: measured when the run starts")
+    ranks: Positive = setting(
+        1, "processes of this machine that share the learner's weights and work (FSDP2); 1: this process alone"
     )
     cluster: Cluster = setting(
         Cluster(),
@@ -321,11 +294,9 @@ class OutputSection:
 
     out: str = setting("runs", "directory that contains the run directories")
     name: str = setting("", "name of the run directory; empty: made from method, environment, seed and a number")
-    checkpoint_every: int = setting(20, "steps between checkpoints", limit="at least 1")
-    keep_checkpoints: int = setting(2, "number of checkpoints to keep", limit="at least 1")
-    keep_tokens: int = setting(
-        200, "newest steps whose numbers of each token `turnwise view` can explain; 0: none", limit="0 or more"
-    )
+    checkpoint_every: Positive = setting(20, "steps between checkpoints")
+    keep_checkpoints: Positive = setting(2, "number of checkpoints to keep")
+    keep_tokens: Count = setting(200, "newest steps whose numbers of each token `turnwise view` can explain; 0: none")
     profile: bool = setting(
         False, "time and trace a few steps; write profile.md and trace.json.gz to the run directory"
     )
@@ -343,9 +314,7 @@ class Settings(
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = convert(f.name, getattr(self, f.name), type_of(f))
-            object.__setattr__(self, f.name, value)
-            check_limit(f.name, value, f.metadata)
+            object.__setattr__(self, f.name, convert(f.name, getattr(self, f.name), type_of(f)))
         method, credit = split_method(self.method)
         if credit and self.credit not in ("", credit):
             raise SettingError(f"method is {self.method!r} and credit is {self.credit!r}; name one credit")
@@ -406,13 +375,13 @@ def known_setting(name: str, known: Iterable[str]) -> str:
 
 
 def type_of(f: Field) -> Any:
-    """The type of a setting, resolved from its annotation."""
+    """The type of a setting with its limit, resolved from its annotation."""
     return _types()[f.name]
 
 
 @functools.cache
 def _types() -> dict[str, Any]:
-    return typing.get_type_hints(Settings)
+    return typing.get_type_hints(Settings, include_extras=True)
 
 
 def default_of(f: Field) -> Any:

@@ -4,6 +4,7 @@ Each is read once, where the settings of a run are read, and writes itself as th
 behind that looks at the text again. Knows what may be written, not what a run does with it.
 """
 
+# ruff: noqa: RUF009  (the defaults are plain values)
 from __future__ import annotations
 
 import re
@@ -11,9 +12,9 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from turnwise.config.convert import check_limit, convert
+from turnwise.config.convert import Count, Positive, convert
 from turnwise.config.named_object import GIVEN_OBJECT
 from turnwise.errors import SettingError, nearest
 
@@ -32,22 +33,20 @@ class SettingValue:
         return str(self)
 
 
-def option(default: Any, **declared: Any) -> Any:
-    """A part that is written ``key=value``, with its ``limit`` or ``choices``."""
-    return field(default=default, metadata={"option": True, **declared})
+def option(default: Any) -> Any:
+    """A part that is written ``key=value``."""
+    return field(default=default, metadata={"option": True})
 
 
 def _options(setting: str, kind: Any, pairs: Sequence[str]) -> dict[str, Any]:
     """The parts ``key=value`` by the declared fields of ``kind``."""
-    declared = {f.name: f.metadata for f in fields(kind) if f.metadata}
-    types, values = typing.get_type_hints(kind), {}
+    declared = [f.name for f in fields(kind) if f.metadata]
+    types, values = typing.get_type_hints(kind, include_extras=True), {}
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key not in declared:
             raise SettingError(f"{setting} has no option {key!r}; {nearest(key, declared)}")
         values[key] = convert(f"{setting}: {key}", value, types[key])
-        if isinstance(values[key], int) or "choices" in declared[key]:  # "auto" is no number to limit
-            check_limit(f"{setting}: {key}", values[key], declared[key])
     return values
 
 
@@ -123,9 +122,9 @@ class Opponents(SettingValue):
 
     kind: Literal["self", "past", "scripted"] = "self"
     scripted: str = ""
-    keep: int = option(8, limit="at least 1")
-    every: int = option(5, limit="at least 1")
-    pool: str = option("spread", choices=("spread", "latest"))
+    keep: Positive = option(8)
+    every: Positive = option(5)
+    pool: Literal["spread", "latest"] = option("spread")
 
     @classmethod
     def parse(cls, text: str) -> Opponents:
@@ -153,14 +152,14 @@ class Cluster(SettingValue):
     """
 
     address: str = ""
-    generators: int = option(1, limit="at least 1")
-    environments: int | Literal["auto"] = option(
-        0, limit="0 or more"
+    generators: Positive = option(1)
+    environments: Annotated[int | Literal["auto"], "0 or more"] = option(
+        0
     )  # actors that play; 0: the learner's process does
-    cpus: int = option(1, limit="at least 1")  # reserved for each generator; an environment actor takes one
-    gpus: int = option(0, limit="0 or more")
-    placement: str = option("pack", choices=("pack", "spread"))
-    restarts: int = option(100, limit="0 or more")  # of each actor, before it stays dead
+    cpus: Positive = option(1)  # reserved for each generator; an environment actor takes one
+    gpus: Count = option(0)
+    placement: Literal["pack", "spread"] = option("pack")
+    restarts: Count = option(100)  # of each actor, before it stays dead
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
@@ -200,15 +199,15 @@ class ModelName(SettingValue):
     """
 
     name: str = ""
-    routes: str = option("", choices=("recorded", "free"))
-    cache: str = option("", choices=("rows", "pages"))
+    routes: Literal["", "recorded", "free"] = option("")
+    cache: Literal["", "rows", "pages"] = option("")
 
     @classmethod
     def parse(cls, value: Any) -> ModelName:
         if not isinstance(value, str | Path):
             raise TypeError
         name, options = str(value), {}  # type: str, dict[str, str]
-        declared = {f.name: f.metadata["choices"] for f in fields(cls) if f.metadata}
+        declared = {"routes": ("recorded", "free"), "cache": ("rows", "pages")}
         while (match := MODEL_OPTION.match(name)) and not Path(name).exists():  # a folder may have such a name
             key, word = match["key"], match["value"]
             if key not in declared:
@@ -226,7 +225,7 @@ class ModelName(SettingValue):
                 f"the model {name!r} is no folder, and {word!r} after its comma is no option; write NAME,cache=rows or "
                 "NAME,routes=free, without spaces"
             )
-        return cls(name, **options)
+        return cls(name, **options)  # type: ignore[arg-type]
 
     @property
     def tiny(self) -> bool:

@@ -357,7 +357,7 @@ def make_generator(
     exact = make(settings, model, renderer, deterministic, dialogues, cache)
     if not recipe.precision.drafts:
         return exact
-    draft_settings = replace(settings, rollout_dtype=recipe.precision.drafts)
+    draft_settings = replace(settings, rollout_dtype=recipe.precision.drafts)  # type: ignore[arg-type]
     return DraftingGenerator(exact, make(draft_settings, model, renderer, deterministic, 0, cache))
 
 
