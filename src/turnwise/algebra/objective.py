@@ -222,15 +222,9 @@ class Objective:
             stats = diagnostics.sums(view, rho, gated, adv, slope if gain_slope is None else gain_slope)
             for i, (w, cost) in enumerate(zip(self.penalties, costs)):
                 stats[f"penalty/{type(w.penalty).__name__}"] = cost
-                metrics = (
-                    w.penalty.metrics(view)
-                    if not w.penalty.couples_trajectories
-                    else {
-                        key[2]: _total(view[key])  # planned over the whole step, and spread over its tokens
-                        for key in batch.columns
-                        if isinstance(key, tuple) and key[:2] == (Column.PENALTY_METRIC, i)
-                    }
-                )
+                keys = [k for k in batch.columns if isinstance(k, tuple) and k[:2] == (Column.PENALTY_METRIC, i)]
+                planned = {key[2]: _total(view[key]) for key in keys}
+                metrics = planned if w.penalty.couples_trajectories else w.penalty.metrics(view)
                 stats = {**metrics, **stats}  # of two equal names the first one stays
             stats["objective"] = objective.detach()
             for mask in (p for p in self._planning() if isinstance(p, Mask) and p.reason and p in batch.columns):

@@ -2,7 +2,7 @@
 
 A selector is a mask (``keep`` of a recipe, ``rows`` of a penalty). It is evaluated in ``plan`` over whole groups, so the
 split into micro-batches does not change it. The same selector defines the peers of a comparison:
-``OnSelected(own, Standardise(peers=SelectedPeers(own)))``. Knows no method and no loss.
+``OnSelected(rollouts, Standardise(peers=SelectedPeers(rollouts)))``. Knows no method and no loss.
 """
 
 from __future__ import annotations

@@ -44,12 +44,12 @@ def compose(objective: Recipe, credit: Recipe) -> Recipe:
 
 
 def _penalties(objective: Recipe, credit: Recipe) -> tuple[WeightedPenalty, ...]:
-    kept = [w for w in objective.penalties if not w.signals & CRITIC_SIGNALS]
+    without_critic = [w for w in objective.penalties if not w.signals & CRITIC_SIGNALS]
     critic = [w for w in credit.penalties if w.signals & CRITIC_SIGNALS]
-    readers = (objective.ratio, objective.gate, objective.keep, objective.gradient, *kept)
+    readers = (objective.ratio, objective.gate, objective.keep, objective.gradient, *without_critic)
     if not critic and any(root.signals & CRITIC_SIGNALS for root in readers):
         critic = [w for w in objective.penalties if w.signals & CRITIC_SIGNALS]
-    return (*kept, *critic)
+    return (*without_critic, *critic)
 
 
 def _external_data(*roots: Any) -> set[str]:

@@ -61,8 +61,8 @@ def method(name: str) -> Callable[..., Recipe]:
     """The recipe function of a method; an unknown name is refused with the nearest one. ``module:recipe`` or
     ``file.py:recipe`` names one of the user's own, a function or a ``Recipe``."""
     if ":" in name:
-        own = load_object(name, f"method {name!r}", _makes_recipes, "recipe")
-        return (lambda: own) if isinstance(own, Recipe) else own
+        loaded = load_object(name, f"method {name!r}", _makes_recipes, "recipe")
+        return (lambda: loaded) if isinstance(loaded, Recipe) else loaded
     if name not in METHODS:
         check_method(name)
     return METHODS[name]

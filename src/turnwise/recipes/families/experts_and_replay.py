@@ -135,12 +135,12 @@ def chord(
     Deviation: μ moves once a batch; replayed trajectories take no part.
     Sure of: formula, schedule, average and constants (official code).
     """
-    mu, own = WarmupCosine(rise, fall, peak, valley), FromOrigin("policy")
+    mu, rollouts = WarmupCosine(rise, fall, peak, valley), FromOrigin("policy")
     return Recipe(
-        advantage=OnSelected(own, Standardise(peers=SelectedPeers(own))),
+        advantage=OnSelected(rollouts, Standardise(peers=SelectedPeers(rollouts))),
         gate=Clip(clip, clip, dual) * OneMinus(mu),
         aggregate=Mean(TOKEN),
-        keep=own,
+        keep=rollouts,
         penalties=(
             WeightedPenalty(mu, WeightedNegativeLogLikelihood(weight, cutoff), Mean(TOKEN), rows=FromOrigin("expert")),
         ),
@@ -378,11 +378,14 @@ def bepa(
     trace, is --guidance bepa.
     Sure of: the rule (paper-level text), the ratio of borrowed traces (unconfirmed).
     """
-    own, used = FromOrigin("policy"), PatchFailedGroups(UnrewardedGroups(), LatestOfGroup(FromOrigin("expert+replay")))
+    rollouts, used = (
+        FromOrigin("policy"),
+        PatchFailedGroups(UnrewardedGroups(), LatestOfGroup(FromOrigin("expert+replay"))),
+    )
     return Recipe(
         advantage=OnSelected(used, Standardise(peers=SelectedPeers(used))),
-        ratio=RatioByOrigin(own, Importance(), ShapedProbability(kind, shape)),
-        gate=GateBySelector(own, Clip(low, high), NoGate()),
+        ratio=RatioByOrigin(rollouts, Importance(), ShapedProbability(kind, shape)),
+        gate=GateBySelector(rollouts, Clip(low, high), NoGate()),
         keep=used,
         sampler=CyclePool(pool),
         replay=ExpertCache(instead=False),
@@ -441,14 +444,17 @@ def spear_replay(
     Deviation: both losses in one optimiser step; covariance clipping is off by default. `spear` follows the agent runs.
     Sure of: the formula (official code).
     """
-    own, past = FromOrigin("policy"), AllOf((FromOrigin("replay"), MaxAge(oldest)))
+    rollouts, past = FromOrigin("policy"), AllOf((FromOrigin("replay"), MaxAge(oldest)))
     good, over = AllOf((past, PositiveAdvantage())), Sum(TRAJECTORY, length=length)
-    drop = {rows: DropHighCovariance(rows, covariance, 1.0, 40.0, clip=(low, high)) for rows in (own, good)}
+    drop = {rows: DropHighCovariance(rows, covariance, 1.0, 40.0, clip=(low, high)) for rows in (rollouts, good)}
     value = Outcome() + bonus * ToolCallBonus(0.1, tool_horizon, per_turn=False)
-    loss, fresh = ReplayLoss(Clip(low, high).where(drop[good])), Standardise(value, SelectedPeers(own), scale=False)
+    loss, fresh = (
+        ReplayLoss(Clip(low, high).where(drop[good])),
+        Standardise(value, SelectedPeers(rollouts), scale=False),
+    )
     return Recipe(
-        advantage=OnSelected(own, fresh) + OnSelected(past, Excess(Outcome(), PastMedian(value))),
-        gate=Clip(low, high).where(drop[own]), aggregate=over, keep=own,
+        advantage=OnSelected(rollouts, fresh) + OnSelected(past, Excess(Outcome(), PastMedian(value))),
+        gate=Clip(low, high).where(drop[rollouts]), aggregate=over, keep=rollouts,
         penalties=(WeightedPenalty(CosineWarmup(imitation, replay_horizon), loss, over, rows=good),),
         replay=RecentBuffer(oldest=oldest, tools=1),
     )  # fmt: skip
@@ -511,10 +517,11 @@ def pipo(window: int = 3, damp: float = 0.5, eps: float = 1e-6, clip: float = 0.
     gradient).
     Sure of: the formula (third-party notes), K and λ (unverified).
     """
-    own, past = FromOrigin("policy"), FromOrigin("replay")
+    rollouts, past = FromOrigin("policy"), FromOrigin("replay")
     verdict = ImprovementWeighted(Fact("advantage", missing=0.0), window, damp, eps)
     return Recipe(
-        advantage=OnSelected(own, Standardise(Outcome(), SelectedPeers(own), eps=eps)) + OnSelected(past, verdict),
+        advantage=OnSelected(rollouts, Standardise(Outcome(), SelectedPeers(rollouts), eps=eps))
+        + OnSelected(past, verdict),
         gate=Clip(clip, clip),
         replay=WeightedPool(share=1.0, power=0.0, oldest=1),
     )
@@ -550,14 +557,14 @@ def r1v2(
     Sure of: the losses (paper text), how trajectories are sampled for replay (unconfirmed).
     """
     pairs, stored = LabelledPairs(), Fact("advantage", missing=0.0)
-    own = AllOf((FromOrigin("policy"), Not(pairs)))
+    rollouts = AllOf((FromOrigin("policy"), Not(pairs)))
     past = AllOf((FromOrigin("replay"), Not(pairs), NonZero(stored)))
     ranking = WeightedPenalty(preference, PreferenceLoss(LogisticLoss(beta)), Mean(GROUP), rows=pairs)
     binary = WeightedPenalty(quality, PreferenceLoss(SeparateLogisticLoss(beta, delta)), Mean(GROUP), rows=pairs)
     likelihood = WeightedPenalty(generation, NegativeLogLikelihood(), Mean(TRAJECTORY), rows=ChosenSide(pairs))
-    credit = OnSelected(own, Standardise(peers=SelectedPeers(own))) + OnSelected(past, stored)
+    credit = OnSelected(rollouts, Standardise(peers=SelectedPeers(rollouts))) + OnSelected(past, stored)
     return Recipe(
-        advantage=credit, gate=Clip(clip, clip), keep=AnyOf((own, past)),
+        advantage=credit, gate=Clip(clip, clip), keep=AnyOf((rollouts, past)),
         penalties=(ranking, binary, likelihood), replay=WeightedPool(),
     )  # fmt: skip
 
@@ -599,9 +606,12 @@ def opd(lam: float = 1.25, clip: float = 0.2) -> Recipe:
     Settings: lambda 1.25 (1.5 can destabilise), one sample a task, batch 1024, temperature 1.
     Sure of: the formula (paper text and official code).
     """
-    own = FromOrigin("policy")
+    rollouts = FromOrigin("policy")
     return Recipe(
-        advantage=OnSelected(own, TeacherLogRatio(lam)), gate=Clip(clip, clip), aggregate=Mean(TOKEN), keep=own
+        advantage=OnSelected(rollouts, TeacherLogRatio(lam)),
+        gate=Clip(clip, clip),
+        aggregate=Mean(TOKEN),
+        keep=rollouts,
     )
 
 
@@ -614,13 +624,13 @@ def opd_corrected(lam: float = 1.25, clip: float = 0.2, cap: float = 5.0) -> Rec
     Settings: as `opd`, cap 5.
     Sure of: the formula (paper text and official code).
     """
-    own = FromOrigin("policy")
+    rollouts = FromOrigin("policy")
     return Recipe(
-        advantage=OnSelected(own, TeacherLogRatio(lam, proximal=True)),
+        advantage=OnSelected(rollouts, TeacherLogRatio(lam, proximal=True)),
         ratio=Importance(proximal=True),
         gate=Clip(clip, clip) * TruncatedImportance(cap),
         aggregate=Mean(TOKEN),
-        keep=own,
+        keep=rollouts,
     )
 
 
@@ -665,13 +675,13 @@ def scope(tau: float = 1.0) -> Recipe:
     Deviation: weights and credit are of the policy at the start of the batch, not of each update.
     Sure of: the formula (paper text).
     """
-    own = AllOf((FromOrigin("policy"), HasTokens()))
-    right, wrong = AllOf((own, Succeeded())), AllOf((own, Not(Succeeded())))
+    rollouts = AllOf((FromOrigin("policy"), HasTokens()))
+    right, wrong = AllOf((rollouts, Succeeded())), AllOf((rollouts, Not(Succeeded())))
     return Recipe(
         advantage=PerplexityWeighted(Constant(1.0), right, Signal.PROXIMAL, favour_high=True, tau=tau)
         + PerplexityWeighted(TeacherLogRatio(1.0, proximal=True), wrong, Signal.TEACHER, favour_high=False, tau=tau),
         aggregate=Sum(GROUP),
-        keep=own,
+        keep=rollouts,
     )
 
 

@@ -762,12 +762,12 @@ def _hashed(seed: Tensor, number: int) -> Tensor:
 def draw_sets(batch: Batch, peers: Partition, size: int, sets: int) -> list[Tensor]:
     """For each set, which trajectories are its members: ``size`` random ones of every class, or all of fewer. [K] bool each."""
     by_seed = torch.argsort(batch.seed.x, stable=True)
-    found = []
+    memberships = []
     for n in range(sets):
         order = by_seed[torch.argsort(_hashed(batch.seed.x, n)[by_seed], stable=True)]
         rank = segments.rank_within(peers.label[order], peers.count)
-        found.append(torch.empty_like(order).index_copy(0, order, rank) < size)
-    return found
+        memberships.append(torch.empty_like(order).index_copy(0, order, rank) < size)
+    return memberships
 
 
 def set_value(value: Field, members: Field, state: Partition, equal: Partition) -> Field:
@@ -814,7 +814,7 @@ class VineSetAdvantage(ForkTerm):
         drawn = [one(members) for members in draw_sets(batch, state, self.size, self.sets)]
         f = [set_value(value, members, state, equal) for members in drawn]
         baseline, times = sum(f[1:], f[0]) / len(f), sum(drawn[1:], drawn[0])
-        paid = [members * (found - baseline) for members, found in zip(drawn, f)]
+        paid = [members * (memberships - baseline) for members, memberships in zip(drawn, f)]
         return sum(paid[1:], paid[0]) / times.clamp(low=1.0), (times > 0) & (batch.parent >= 0)
 
 
