@@ -27,7 +27,7 @@ from turnwise.errors import RecipeError, SettingError
 from turnwise.recipes.experience import piece
 from turnwise.recipes.families.segment_credit import VineSetAdvantage, draw_sets, same_start
 from turnwise.rollout.strategies import Independent
-from turnwise.rollout.strategies.vines import Vines
+from turnwise.rollout.strategies.tree import Vines
 
 SEEDS = st.integers(0, 10**6)
 some = settings(deadline=None, max_examples=25)
@@ -220,7 +220,7 @@ def test_no_states_is_plain_sampling(untrained):
 def test_wrong_numbers_are_refused():
     with pytest.raises(RecipeError, match="write --group-size 17 or more"):
         Vines().check_group_size(8)
-    with pytest.raises(SettingError, match="vines >= 1"):
+    with pytest.raises(SettingError, match="vines is 0; write a number >= 1"):
         piece("strategy", "vines,vines=0")
     with pytest.raises(RecipeError, match="sets is 0; write a number >= 1"):
         VineSetAdvantage(sets=0)

@@ -12,8 +12,7 @@ from turnwise.core.records import Fork, Task, Trajectory, Turn
 from turnwise.errors import SettingError
 from turnwise.recipes.experience import piece
 from turnwise.rollout.strategies import Independent
-from turnwise.rollout.strategies.bottleneck import BottleneckTree, Node, score, turn_tree
-from turnwise.rollout.strategies.tree import GrownEpisode
+from turnwise.rollout.strategies.tree import BottleneckTree, GrownEpisode, Node, score, turn_tree
 
 TASK = Task("t", 1)
 
@@ -75,5 +74,5 @@ def test_trunks_alone_are_plain_sampling(untrained):
 
 
 def test_wrong_numbers_are_refused():
-    with pytest.raises(SettingError, match="beta > 0"):
+    with pytest.raises(SettingError, match="beta is 0.0; write a number > 0"):
         piece("strategy", "ib_tpo,beta=0")

@@ -101,7 +101,7 @@ def test_rules_without_conditions_never_stop_and_a_penalty_never_pays():
     "wrong", [{"high": 0.0}, {"low_share": 1.0}, {"confident": 0.0}, {"least": 3, "most": 2}, {"window": 0}]
 )
 def test_wrong_numbers_are_refused(wrong):
-    with pytest.raises(RecipeError, match="need"):
+    with pytest.raises(RecipeError, match="; write a number"):
         BranchRule(**wrong)
 
 

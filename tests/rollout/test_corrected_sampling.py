@@ -158,7 +158,7 @@ def test_nonsense_and_other_generators_are_refused():
     for wrong in ({"clip": 1.0}, {"stop": 0.0}, {"epochs": -1}, {"rate": 0.0}):
         with pytest.raises(RecipeError, match="need 0 < clip"):
             SamplingCorrection(**wrong)
-    with pytest.raises(RecipeError, match="write at least 1"):
+    with pytest.raises(RecipeError, match="wave is 0; write a number >= 1"):
         CorrectedSampling(0)
 
     class Remote:

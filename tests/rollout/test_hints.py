@@ -66,7 +66,7 @@ def test_a_broken_environment_is_not_mended_by_hints():
 
 
 def test_nonsense_is_refused():
-    with pytest.raises(RecipeError, match="write 0"):
+    with pytest.raises(RecipeError, match="more is -1; write a number >= 0"):
         Hinted(-1)
 
 

@@ -17,7 +17,7 @@ from turnwise.engines.generator.paired_generators import DraftingGenerator
 from turnwise.errors import RecipeError, SettingError
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import DraftSelection, GroupRequest, Independent
-from turnwise.rollout.strategies.drafts import extremes
+from turnwise.rollout.strategies.independent import extremes
 from turnwise.training import build, engines
 from turnwise.training.batch_metrics import describe
 from turnwise.training.env_spec import EnvSpec, resolve_settings
@@ -80,7 +80,7 @@ def test_too_few_drafts_are_refused():
     with pytest.raises(RecipeError, match="3 drafts for groups of 4; write at least as many"):
         few = {"method": "sol_rl", "env": "calculator", "group_size": 4, "method_options": {"drafts": 3}}
         refuse(RunPlan(resolve_settings(few)), WITH_RECIPE)
-    with pytest.raises(RecipeError, match="-1 drafts"):
+    with pytest.raises(RecipeError, match="drafts is -1"):
         DraftSelection(-1)
 
 

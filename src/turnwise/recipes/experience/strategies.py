@@ -11,12 +11,10 @@ from turnwise.rollout.strategies import (
     SamplingCorrection,
     Strategy,
 )
-from turnwise.rollout.strategies.bottleneck import BottleneckTree
 from turnwise.rollout.strategies.confidence import BranchRule, ConfidenceTree, PruneRule
 from turnwise.rollout.strategies.modes import ForcedModes
 from turnwise.rollout.strategies.retry import HintedRetry, RepairedAttempts
-from turnwise.rollout.strategies.tree import AfterToolResults, SegmentTree, UncertainTokens
-from turnwise.rollout.strategies.vines import Vines
+from turnwise.rollout.strategies.tree import AfterToolResults, BottleneckTree, SegmentTree, UncertainTokens, Vines
 
 
 def independent() -> Strategy:

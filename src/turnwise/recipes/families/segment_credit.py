@@ -38,7 +38,7 @@ from turnwise.maths.segments import rank_by_value
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch
-from turnwise.rollout.strategies.vines import Vines
+from turnwise.rollout.strategies.tree import Vines
 from turnwise.tasks.budgets import Fixed
 
 if TYPE_CHECKING:

@@ -5,13 +5,21 @@
 
 from turnwise.rollout.sampling_correction import SamplingCorrection
 from turnwise.rollout.strategies.base import EpisodeRunner, GroupRequest, OpenSession, StepMetrics, Strategy
-from turnwise.rollout.strategies.branch import FORK_RULES, Branch
-from turnwise.rollout.strategies.corrected import CorrectedSampling
-from turnwise.rollout.strategies.drafts import DRAFT_TOKENS, DraftSelection
-from turnwise.rollout.strategies.greedy import GREEDY_REWARD, GreedyBaseline
-from turnwise.rollout.strategies.hinted import Hinted
-from turnwise.rollout.strategies.independent import EntropyControl, Independent, OneTurn, Reworded
-from turnwise.rollout.strategies.steered import ValueSteered
+from turnwise.rollout.strategies.independent import (
+    DRAFT_TOKENS,
+    FORK_RULES,
+    GREEDY_REWARD,
+    Branch,
+    CorrectedSampling,
+    DraftSelection,
+    EntropyControl,
+    GreedyBaseline,
+    Hinted,
+    Independent,
+    OneTurn,
+    Reworded,
+    ValueSteered,
+)
 
 __all__ = [
     "DRAFT_TOKENS", "FORK_RULES", "GREEDY_REWARD", "Branch", "CorrectedSampling", "DraftSelection", "EntropyControl",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from turnwise.core.limits import check_limits
 from turnwise.core.protocols import Session
 from turnwise.core.records import Group, Origin, Status, Task, Trajectory
 
@@ -63,13 +64,24 @@ class GroupRequest:
         return list(await asyncio.gather(*plays))
 
 
-class Strategy(Protocol):
+@dataclass(frozen=True)
+class Strategy:
     """Interface: how the episodes of a group are produced. ``begin`` opens all sessions synchronously, before anything is
-    awaited, so that a generator knows the whole batch of sessions; the coroutine it returns plays the episodes.
+    awaited, so that a generator knows the whole batch of sessions; the coroutine it returns plays the episodes. A subclass plays
+    them in ``grow``."""
 
-    A strategy that reads the rewards of some trajectories before it plays others has an attribute ``reads_rewards = True``."""
+    requirements: ClassVar[frozenset[str]] = frozenset()  # what the environment must provide
+    reads_rewards: ClassVar[bool] = False  # rewards of some trajectories are read before others are played
+    shifts_logits: ClassVar[bool] = False  # only the generator of this process can sample so
 
-    def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]: ...
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+    def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]:
+        return self.grow(request, request.sessions())
+
+    async def grow(self, request: GroupRequest, sessions: list[Session]) -> Group:
+        raise NotImplementedError
 
 
 def park(sessions: Sequence[Session]) -> None:
@@ -85,10 +97,8 @@ def close(sessions: Sequence[Session]) -> None:
 
 
 def succeeded(trajectory: Trajectory) -> bool:
-    """The environment's verdict; a positive reward where it gives none."""
-    if trajectory.status == Status.FAILED:
-        return False
-    return trajectory.reward > 0 if trajectory.success is None else trajectory.success
+    """The environment's verdict; a positive reward where it gives none. An episode that broke has not succeeded."""
+    return trajectory.status != Status.FAILED and trajectory.solved
 
 
 def all_failed(trajectories: Sequence[Trajectory]) -> bool:

@@ -11,12 +11,13 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from turnwise.core.limits import check_limits, number
 from turnwise.core.protocols import Session
 from turnwise.core.records import Completion, Group, Sampling, Status, Stop, Trajectory
-from turnwise.errors import ContextOverflow, RecipeError
+from turnwise.errors import ContextOverflow
 from turnwise.rollout.episode_start import ForkPoint
 from turnwise.rollout.strategies.base import GroupRequest
-from turnwise.rollout.strategies.tree import GrownEpisode, TreeGrowth
+from turnwise.rollout.strategies.tree import GrownEpisode, TreeGrowth, TreeStrategy
 
 PRUNED = "pruned"  # fact of a branch that was stopped: what is added to its reward, at most 0
 WATCH_EVERY = 4  # tokens sampled between two looks
@@ -40,22 +41,19 @@ class BranchRule:
 
         clip(round(least + by_entropy·(H − low)/(high − low) − by_confidence·(C − confident)/|confident|), least, most)"""
 
-    high: float = 3.5
-    low_share: float = 2 / 7  # low, as a share of high
-    confident: float = 1.2
+    high: float = number(3.5, above=0)
+    low_share: float = number(2 / 7, least=0, below=1)  # low, as a share of high
+    confident: float = number(1.2, above=0)
     rise: float = 0.2
-    least: int = 1
+    least: int = number(1, least=1, most="most")
     most: int = 4
     by_entropy: float = 2.0
     by_confidence: float = 1.0
-    first: int = 4
-    window: int = 4
+    first: int = number(4, least=0)
+    window: int = number(4, least=1)
 
     def __post_init__(self) -> None:
-        if not (self.high > 0 and 0 <= self.low_share < 1 and self.confident > 0 and 1 <= self.least <= self.most):
-            raise RecipeError(f"need high > 0, 0 <= low_share < 1, confident > 0 and 1 <= least <= most, got {self}")
-        if self.first < 0 or self.window < 1:
-            raise RecipeError(f"need first >= 0 and window >= 1, got {self}")
+        check_limits(self)
 
     def width(self, entropy: float, confidence: float) -> int:
         """How many continuations a token gets, its own included."""
@@ -90,15 +88,14 @@ class PruneRule:
     weak: float = 0.4
     tail_weak: float = 1.0
     rise: float = 0.5
-    falls: int = 3
-    rises: int = 3
-    window: int = 4
-    tail: int = 8
-    cost: float = 0.05
+    falls: int = number(3, least=1)
+    rises: int = number(3, least=1)
+    window: int = number(4, least=1)
+    tail: int = number(8, least=1)
+    cost: float = number(0.05, least=0)
 
     def __post_init__(self) -> None:
-        if min(self.falls, self.rises, self.window, self.tail) < 1 or self.cost < 0:
-            raise RecipeError(f"need falls, rises, window, tail >= 1 and cost >= 0, got {self}")
+        check_limits(self)
 
     def stops_at(self, entropy: Sequence[float], confidence: Sequence[float]) -> int | None:
         """The first token after which the branch is stopped; None: it runs on."""
@@ -195,31 +192,23 @@ def _joined(parts: Sequence[Completion]) -> Completion:
 
 
 @dataclass(frozen=True)
-class ConfidenceTree:
+class ConfidenceTree(TreeStrategy):
     """``trunks`` trajectories from the prompt; each is forked where ``branch`` says so, and its forks are forked again, up to the
     size of the group. Forks are stopped where ``prune`` says so, and stay in the group with the fact ``pruned``. Sessions that
     are left start at the prompt."""
 
-    trunks: int = 4
+    trunks: int = number(4, least=1)
     branch: BranchRule = field(default_factory=BranchRule)
     prune: PruneRule | None = field(default_factory=PruneRule)
 
-    requirements = frozenset({"forks"})
-
-    def __post_init__(self) -> None:
-        if self.trunks < 1:
-            raise RecipeError(f"{self.trunks} trunks; write at least 1")
-
     def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]:
-        return self._grow(WatchedGrowth(request, self.prune))
+        return self.grow_tree(WatchedGrowth(request, self.prune))
 
-    async def _grow(self, tree: WatchedGrowth) -> Group:
-        tree.begin()
+    async def extend(self, tree: WatchedGrowth) -> None:
         newest = await tree.play([None] * self.trunks)
         while tree.free:
             starts = [point for episode in newest for point in self._forks(tree, episode)]
             newest = await tree.play(starts or [None] * len(tree.free))
-        return tree.group()
 
     def _forks(self, tree: WatchedGrowth, episode: GrownEpisode) -> list[ForkPoint]:
         watched, points = tree.watched[episode.trajectory.id], list[ForkPoint]()

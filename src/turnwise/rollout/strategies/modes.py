@@ -14,14 +14,14 @@ from turnwise.core.protocols import Session
 from turnwise.core.records import Group, Trajectory
 from turnwise.errors import RecipeError
 from turnwise.rollout.guidance.support import Support
-from turnwise.rollout.strategies.base import GroupRequest
+from turnwise.rollout.strategies.base import GroupRequest, Strategy
 
 MODE = "mode"  # fact: the number of the opening that a trajectory begins with, from 0, the cheapest; −1: none of them
 FORCED = "forced"  # fact: 1 where the opening was given
 
 
 @dataclass(frozen=True)
-class ForcedModes:
+class ForcedModes(Strategy):
     """Of each group ``forced`` rollouts begin with each of the ``openings``, texts separated by |, the cheapest mode first. Their
     ids are context and are not trained on. The other rollouts choose for themselves. Facts: ``mode`` and ``forced``."""
 
@@ -46,9 +46,9 @@ class ForcedModes:
 
     def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]:
         self.check_group_size(request.size)
-        return self._grow(request, request.sessions())
+        return super().begin(request)
 
-    async def _grow(self, request: GroupRequest, sessions: Sequence[Session]) -> Group:
+    async def grow(self, request: GroupRequest, sessions: Sequence[Session]) -> Group:
         given = [text for text in self.texts for _ in range(self.forced)]
         openings = [*given, *[""] * (len(sessions) - len(given))]
         supports: list[dict[str, Any]] = [{"support": Support(opening=text)} if text else {} for text in openings]

@@ -7,12 +7,12 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+from turnwise.core.limits import choice, number
 from turnwise.core.protocols import Session
 from turnwise.core.records import Group, Status, Trajectory
-from turnwise.errors import RecipeError
 from turnwise.rollout.episode_start import ForkPoint
 from turnwise.rollout.guidance.support import Support
-from turnwise.rollout.strategies.base import GroupRequest, close, park, succeeded
+from turnwise.rollout.strategies.base import GroupRequest, Strategy, close, park, succeeded
 from turnwise.rollout.strategies.tree import GrownEpisode
 
 DIAGNOSES = ("verifier", "surprise", "start")
@@ -45,26 +45,18 @@ async def attempt(request: GroupRequest, i: int, session: Session) -> GrownEpiso
 
 
 @dataclass(frozen=True)
-class HintedRetry:
+class HintedRetry(Strategy):
     """Half of a group are attempts. Each failed one is forked at the turn that ``diagnosis`` finds and continued with hints up to
     ``tier``, which the record does not contain; where an attempt succeeded, its partner is another attempt. ``AfterLastFork``
     and similar credit train only on what differs."""
 
-    tier: int = 1
-    diagnosis: str = "verifier"
+    tier: int = number(1, least=1)
+    diagnosis: str = choice(*DIAGNOSES)
 
     requirements = frozenset({"forks", "hints"})
     reads_rewards = True
 
-    def __post_init__(self) -> None:
-        check_diagnosis(self.diagnosis)
-        if self.tier < 1:
-            raise RecipeError(f"tier is {self.tier}; write at least 1")
-
-    def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]:
-        return self._grow(request, request.sessions())
-
-    async def _grow(self, request: GroupRequest, sessions: list[Session]) -> Group:
+    async def grow(self, request: GroupRequest, sessions: list[Session]) -> Group:
         count = (request.size + 1) // 2
         park(sessions[count:])
         tried = await asyncio.gather(*(attempt(request, i, s) for i, s in enumerate(sessions[:count])))
@@ -78,21 +70,16 @@ class HintedRetry:
 
 
 @dataclass(frozen=True)
-class RepairedAttempts:
+class RepairedAttempts(Strategy):
     """All of a group are attempts. Up to ``repairs`` failed ones are continued from their first error with hints up to ``tier``;
     a repair that succeeds takes the place of its attempt, with the attempt's own turns before the error."""
 
-    repairs: int = 1
-    tier: int = 1
-    diagnosis: str = "verifier"
+    repairs: int = number(1, least=0)
+    tier: int = number(1, least=1)
+    diagnosis: str = choice(*DIAGNOSES)
 
     requirements = frozenset({"forks", "hints"})
     reads_rewards = True
-
-    def __post_init__(self) -> None:
-        check_diagnosis(self.diagnosis)
-        if self.repairs < 0 or self.tier < 1:
-            raise RecipeError(f"need repairs >= 0 and tier >= 1, got {self}")
 
     def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]:
         return self._grow(request, request.sessions(), request.sessions(self.repairs, RETRY))
@@ -120,9 +107,3 @@ def grafted(parent: Trajectory, child: Trajectory, point: ForkPoint) -> Trajecto
     assert point.token == 0, "only forks before a turn are grafted"
     first = replace(child.turns[0], context=parent.turns[point.turn].context, restart=parent.turns[point.turn].restart)
     return replace(child, fork=None, turns=(*parent.turns[: point.turn], first, *child.turns[1:]))
-
-
-def check_diagnosis(diagnosis: str) -> None:
-    """Refuse an unknown way to find the first mistake."""
-    if diagnosis not in DIAGNOSES:
-        raise RecipeError(f"diagnosis is {diagnosis!r}; write one of {', '.join(DIAGNOSES)}")
