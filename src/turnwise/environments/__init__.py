@@ -70,8 +70,10 @@ def load(name: str) -> type[Any]:
     if family in FAMILIES:
         family_class: type[Any] = importlib.import_module(FAMILIES[family]).environment(member)
         return family_class
-    if close := _resembled_family(family):
-        raise SettingError(f"there is no family {family!r} of environments; did you mean {close}:{member}?")
+    # a word that resembles a family and names no module; the running program, __main__, is one without a spec
+    close = difflib.get_close_matches(family, FAMILIES, n=1) if family.isidentifier() and family not in BUILT_IN else []
+    if close and family not in sys.modules and not importlib.util.find_spec(family):
+        raise SettingError(f"there is no family {family!r} of environments; did you mean {close[0]}:{member}?")
     class_name, arguments = split_arguments(name)
     if class_name.startswith(GIVEN_OBJECT):
         raise SettingError(
@@ -85,22 +87,11 @@ def load(name: str) -> type[Any]:
     return require_arguments(bind(cls, arguments, class_name) if arguments else cls, name)
 
 
-def _resembled_family(name: str) -> str:
-    """The family that a word probably means; empty if it names a module, or resembles none."""
-    known = name in BUILT_IN or name in sys.modules  # the running program, __main__, has no spec
-    if not name.isidentifier() or known or importlib.util.find_spec(name):
-        return ""
-    return next(iter(difflib.get_close_matches(name, FAMILIES, n=1)), "")
-
-
 def require_arguments(cls: type[Any], name: str) -> type[Any]:
     """The class; refuses one whose constructor still needs an argument that the run does not give."""
     for key, parameter in signature_of(cls).items():
-        required = parameter.default is parameter.empty and parameter.kind in (
-            parameter.KEYWORD_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-        )
-        if required and key not in RUN_ARGUMENTS:
+        named = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if named and parameter.default is parameter.empty and key not in RUN_ARGUMENTS:
             raise SettingError(
                 f"{name} needs the argument {key!r}; write {name},{key}=VALUE, or in Python functools.partial(Class, {key}=...)"
             )
@@ -148,16 +139,12 @@ def make(name: str, difficulty: int = 1, split: str = "train") -> Any:
     return cls(**arguments)
 
 
+@cache  # every episode asks
 def settings(cls: type[Any]) -> frozenset[str]:
-    """Which of ``difficulty`` and ``split`` the constructor of a class accepts; cached, because every episode asks."""
-    return _settings(cls)  # type: ignore[arg-type]  # a class is hashable
-
-
-@cache
-def _settings(cls: type[Any]) -> frozenset[str]:
+    """Which of ``difficulty`` and ``split`` the constructor of a class accepts."""
     try:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a class written in C
         return frozenset()
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return frozenset(key for key in ("difficulty", "split") if accepts_any or key in parameters)
+    return frozenset(key for key in RUN_ARGUMENTS if accepts_any or key in parameters)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -57,10 +58,27 @@ def read_step(value: Any) -> Step:
         raise violation("step returned", value, "a Step or (messages, reward, terminated, truncated, info)")
     if not is_finite(value.reward):
         raise violation("step returned the reward", value.reward, "a finite number")
-    for name in ("terminated", "truncated"):
-        _read_flag(name, getattr(value, name))
-    _read_info(value.info)
-    messages, info = read_messages(value.messages, "step"), _clean_names(value.info)
+    info = value.info
+    if not isinstance(info, Mapping):
+        raise violation("step returned the info", info, "a dict")
+    flags = {"terminated": value.terminated, "truncated": value.truncated, "info['success']": info.get("success")}
+    for name, flag in flags.items():
+        try:
+            bool(flag)
+        except Exception:  # for example the array of a vector environment
+            raise violation(f"step returned {name}", flag, "True or False") from None
+    read_facts(info)
+    for key, expected in NAMED_REWARDS.items():
+        if not isinstance(info.get(key, {}), Mapping):
+            raise violation(f"step returned info[{key!r}]", info[key], expected)
+        for name, number in info.get(key, {}).items():
+            if not is_finite(number):
+                raise violation(f"step returned info[{key!r}][{name!r}]", number, "a finite number")
+    for name in COUNTS:
+        if not is_finite(info.get(name, 0)):
+            raise violation(f"step returned info[{name!r}]", info[name], "a finite number")
+    named = {key: info[key] for key in NAMED_REWARDS if info.get(key)}
+    messages, info = read_messages(value.messages, "step"), {**info, **clean_tree(named)} if named else info
     if value.context is None:
         return replace(value, messages=messages, info=info)
     context = read_messages(value.context, "step: context")
@@ -69,41 +87,21 @@ def read_step(value: Any) -> Step:
     return replace(value, messages=messages, info=info, context=context)
 
 
-def read_state_key(value: Any) -> str | None:
-    """A state key, or None."""
+def _read_text(method: str, value: Any) -> str | None:
+    """The text that an optional method returned, or None."""
     if value is not None and not isinstance(value, str):
-        raise violation("state_key returned", value, "a str or None")
+        raise violation(f"{method} returned", value, "a str, or None where there is none")
     return None if value is None else clean(value)
+
+
+read_state_key, read_answer, read_hint = (partial(_read_text, method) for method in ("state_key", "answer", "hint"))
 
 
 def is_finite(value: Any) -> bool:
     """Whether a value is a finite number, including NumPy's; a bool is not."""
-    plain = type(value) in (
-        int,
-        float,
-    )  # checked in every step, and isinstance with an abstract class takes five times as long
+    # checked in every step, and isinstance with an abstract class takes five times as long
+    plain = type(value) in (int, float)
     return (plain or (isinstance(value, Real) and not isinstance(value, bool))) and math.isfinite(value)
-
-
-def _read_flag(name: str, value: Any) -> None:
-    try:
-        bool(value)
-    except Exception:  # for example the array of a vector environment
-        raise violation(f"step returned {name}", value, "True or False") from None
-
-
-def read_answer(value: Any) -> str | None:
-    """A reference answer, or None."""
-    if value is not None and not isinstance(value, str):
-        raise violation("answer returned", value, "a string, or None where there is none")
-    return None if value is None else clean(value)
-
-
-def read_hint(value: Any) -> str | None:
-    """A hint, or None."""
-    if value is not None and not isinstance(value, str):
-        raise violation("hint returned", value, "a string, or None where there is none")
-    return None if value is None else clean(value)
 
 
 def read_facts(info: Mapping[str, Any]) -> dict[str, float | str]:
@@ -115,29 +113,6 @@ def read_facts(info: Mapping[str, Any]) -> dict[str, float | str]:
         if not isinstance(name, str) or not (isinstance(value, str) or is_finite(value)):
             raise violation(f"step returned info['facts'][{name!r}]", value, "a finite number or a label, under a name")
     return {clean(n): clean(value) if isinstance(value, str) else float(value) for n, value in facts.items()}
-
-
-def _clean_names(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The info with the names of its rewards as valid Unicode."""
-    named = {key: info[key] for key in NAMED_REWARDS if info.get(key)}
-    return {**info, **clean_tree(named)} if named else info
-
-
-def _read_info(info: Any) -> None:
-    if not isinstance(info, Mapping):
-        raise violation("step returned the info", info, "a dict")
-    read_facts(info)
-    _read_flag("info['success']", info.get("success"))
-    for key, expected in NAMED_REWARDS.items():
-        rewards = info.get(key, {})
-        if not isinstance(rewards, Mapping):
-            raise violation(f"step returned info[{key!r}]", rewards, expected)
-        for name, value in rewards.items():
-            if not is_finite(value):
-                raise violation(f"step returned info[{key!r}][{name!r}]", value, "a finite number")
-    for name in COUNTS:
-        if not is_finite(info.get(name, 0)):
-            raise violation(f"step returned info[{name!r}]", info[name], "a finite number")
 
 
 def turn_limit(cls: type[Any]) -> int:

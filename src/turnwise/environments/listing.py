@@ -31,7 +31,6 @@ PACKAGES = {  # the module that must be importable, and the words after `pip ins
     "bfcl": ("bfcl_eval", "--no-deps bfcl-eval"),
     "openenv": ("websockets", "'turnwise[openenv]'"),
 }
-EXAMPLE = re.compile(r'load\("([^"]+)"\)')
 
 
 def environment_rows() -> list[dict[str, Any]]:
@@ -41,14 +40,13 @@ def environment_rows() -> list[dict[str, Any]]:
 
 def describe(name: str, cls: type[Any]) -> dict[str, Any]:
     """What a class offers. Turns are its limit; several where it depends on the difficulty."""
-    limits = getattr(cls, "limits", None)
     return {
         "environment": name,
         "kind": "built in",
         "installed": True,
-        "about": first_line(_module_docstring(cls.__module__)),
+        "about": _about(cls.__module__)[0],
         "difficulties": list(getattr(cls, "difficulties", (1,))),
-        "turns": sorted(set(limits.values())) if limits else [int(getattr(cls, "max_turns", 8))],
+        "turns": sorted(set(getattr(cls, "limits", {}).values())) or [int(getattr(cls, "max_turns", 8))],
         "tools": [tool["function"]["name"] for tool in getattr(cls, "tools", ())],
         "offers": [word for method, word in OPTIONAL.items() if overrides(cls, method)],
     }
@@ -57,25 +55,21 @@ def describe(name: str, cls: type[Any]) -> dict[str, Any]:
 def describe_family(name: str) -> dict[str, Any]:
     """A family by its module's docstring; neither the module nor its package is imported."""
     package, install = PACKAGES.get(name, (name, f"'turnwise[{name}]'"))
-    doc = _module_docstring(FAMILIES[name])
-    example = EXAMPLE.search(doc)
+    about, doc = _about(FAMILIES[name])
+    example = re.search(r'load\("([^"]+)"\)', doc)
     return {
         "environment": f"{name}:...",
         "kind": "family",
         "installed": not package or importlib.util.find_spec(package) is not None,
-        "about": first_line(doc),
+        "about": about,
         "example": example.group(1) if example else f"{name}:NAME",
         "install": f"pip install {install}" if install else "",
     }
 
 
-def first_line(doc: str | None) -> str:
-    """The first sentence of a docstring, on one line."""
-    text = " ".join((doc or "").split("\n\n")[0].split())
-    return re.split(r"(?<=\.)\s", text)[0]
-
-
-def _module_docstring(module: str) -> str:
+def _about(module: str) -> tuple[str, str]:
+    """The first sentence of a module's docstring, on one line, and all of it; the module is not imported."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
-    return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    return re.split(r"(?<=\.)\s", " ".join(doc.split("\n\n")[0].split()))[0], doc
