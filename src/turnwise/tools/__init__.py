@@ -1,6 +1,6 @@
 """Tools for agents: typed functions (``toolbox``) and isolated, persistent, untrusted Python (``python``)."""
 
-from turnwise.tools.limits import SandboxLimits as SandboxLimits
+from turnwise.tools.isolation import SandboxLimits as SandboxLimits
 from turnwise.tools.python import PythonTool as PythonTool
 from turnwise.tools.python import python_tool as python_tool
 from turnwise.tools.session import ExecutionResult as ExecutionResult

@@ -1,4 +1,4 @@
-"""The isolation mechanisms, strongest first, and the interpreter that runs inside.
+"""The isolation mechanisms, strongest first, the limits of a session, and the interpreter that runs inside.
 
     bubblewrap   namespaces created by ``bwrap``, plus seccomp, plus Landlock where the kernel has it
     namespaces   the same namespaces created by ``unshare``; the worker builds the file system itself
@@ -16,18 +16,42 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import PurePath
 from typing import Any
 
 from turnwise.errors import SettingError, nearest
 from turnwise.tools.guest import landlock, seccomp
 from turnwise.tools.guest.confine import DEVICES
-from turnwise.tools.limits import SandboxLimits
 
 SYSTEM_TREES = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share/zoneinfo", "/nix/store")
 FLAGS = ("-s", "-S", "-B")  # the environment is empty too: no user site, no site-packages, no bytecode written
+KIB, MIB = 1 << 10, 1 << 20
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """Limits of one session: ``SandboxLimits(wall_seconds=2.0)`` keeps the default of every other one."""
+
+    wall_seconds: float = 5.0  # of one call
+    cpu_seconds: int = 60  # of one process, over the whole session
+    memory_bytes: int = 512 * MIB  # address space of one process, and resident memory of all processes together
+    output_bytes: int = 4 * KIB  # of one result; the remainder is cut, with a note
+    source_bytes: int = 64 * KIB  # of one call
+    scratch_bytes: int = 32 * MIB  # of the private scratch directory (at most 4,096 files), and of one file in it
+    processes: int = 16  # processes and threads together; 1: the code may start none
+    open_files: int = 64
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise SettingError(f"{field.name} is {value}; write a positive number")
+        if self.memory_bytes < 64 * MIB:
+            raise SettingError(f"memory_bytes is {self.memory_bytes}; the interpreter itself needs {64 * MIB}")
+        if self.open_files < 16:
+            raise SettingError(f"open_files is {self.open_files}; the interpreter itself needs 16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +65,41 @@ class Interpreter:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """One mechanism. ``unavailable`` returns the reason why it cannot be used here, or an empty string."""
+    """One mechanism."""
 
     name: str
     blocks: str
     does_not_block: str
-    unavailable: Callable[[], str]
-    command_prefix: Callable[[Interpreter], list[str]]
-    namespaces: bool = False
+    program: str = ""  # that wraps the interpreter
+    arguments: Callable[[Interpreter], list[str]] = lambda _: []  # of the program
     build_root: bool = False
-    landlock: bool = True
+    landlock: bool = True  # where the kernel has it
     seccomp: bool = True
+
+    @property
+    def namespaces(self) -> bool:
+        """Both programs make them."""
+        return bool(self.program)
+
+    def unavailable(self) -> str:
+        """The reason why it cannot be used here, or an empty string."""
+        if sys.platform != "linux":
+            return f"the worker needs Linux, this is {sys.platform}"
+        if self.program and not shutil.which(self.program):
+            return f"the command {self.program} is not installed"
+        if self.landlock and not self.namespaces and not landlock.version():
+            return "this kernel has no Landlock"
+        if self.seccomp and not seccomp.supported():
+            return f"there is no system-call filter for {os.uname().machine}"
+        return ""
 
     def describe(self) -> str:
         """One sentence: the mechanism, what it blocks, what it does not block."""
         return f"{self.name}: stops {self.blocks}; does not stop {self.does_not_block}"
 
     def command(self, interpreter: Interpreter, boot: str) -> list[str]:
-        return [*self.command_prefix(interpreter), interpreter.path, *FLAGS, "-c", boot]
+        wrapper = [shutil.which(self.program) or self.program, *self.arguments(interpreter)] if self.program else []
+        return [*wrapper, interpreter.path, *FLAGS, "-c", boot]
 
     def config(self, interpreter: Interpreter, limits: SandboxLimits, *, keep_user: bool) -> dict[str, Any]:
         """The worker's complete configuration. ``keep_user``: a session started by root keeps running as root."""
@@ -80,46 +121,10 @@ class Isolation:
 # ------------------------------------------------------------- mechanisms
 
 
-def _is_root() -> bool:
-    return os.geteuid() == 0
-
-
-def _bubblewrap_unavailable() -> str:
-    if not shutil.which("bwrap"):
-        return "bubblewrap (the command bwrap) is not installed"
-    return _seccomp_unavailable()
-
-
-def _unshare_unavailable() -> str:
-    return _seccomp_unavailable() if shutil.which("unshare") else "the command unshare (util-linux) is not installed"
-
-
-def _landlock_unavailable() -> str:
-    if sys.platform != "linux" or not landlock.version():
-        return "this kernel has no Landlock"
-    return _seccomp_unavailable()
-
-
-def _seccomp_unavailable() -> str:
-    supported = sys.platform == "linux" and seccomp.supported()
-    return "" if supported else f"there is no system-call filter for {sys.platform} on {os.uname().machine}"
-
-
-def _executable(command: str) -> str:
-    return shutil.which(command) or command
-
-
 def _bubblewrap(interpreter: Interpreter) -> list[str]:
-    out = [
-        _executable("bwrap"),
-        "--unshare-net",
-        "--unshare-pid",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    ]
+    out = ["--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     # root stays root until a session changes its user; any other user needs a user namespace to get capabilities
-    out += [] if _is_root() else ["--unshare-user"]
+    out += [] if os.geteuid() == 0 else ["--unshare-user"]
     # of the zygote, which must also end and measure processes of other users; a session drops all of them
     for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_SYS_PTRACE"):
         out += ["--cap-add", capability]
@@ -137,43 +142,25 @@ def _bubblewrap(interpreter: Interpreter) -> list[str]:
 
 
 def _unshare(interpreter: Interpreter) -> list[str]:
-    out = [_executable("unshare"), "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
-    return [*out, *([] if _is_root() else ["--user", "--map-root-user"]), "--"]
-
-
-def _no_prefix(interpreter: Interpreter) -> list[str]:
-    return []
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return ["--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child", *user, "--"]
 
 
 _BLOCKS = "network, files outside system libraries and a private scratch directory, other processes"
 _LIMITED = "more than the allowed processes, memory, scratch space and CPU time"
 _DOES_NOT_BLOCK = "bugs in the kernel itself, timing side channels"
 ISOLATIONS: tuple[Isolation, ...] = (
-    Isolation(
-        "bubblewrap", f"{_BLOCKS}, {_LIMITED}", _DOES_NOT_BLOCK, _bubblewrap_unavailable, _bubblewrap, namespaces=True
-    ),
-    Isolation(
-        "namespaces",
-        f"{_BLOCKS}, {_LIMITED}",
-        _DOES_NOT_BLOCK,
-        _unshare_unavailable,
-        _unshare,
-        namespaces=True,
-        build_root=True,
-    ),
+    Isolation("bubblewrap", f"{_BLOCKS}, {_LIMITED}", _DOES_NOT_BLOCK, "bwrap", _bubblewrap),
+    Isolation("namespaces", f"{_BLOCKS}, {_LIMITED}", _DOES_NOT_BLOCK, "unshare", _unshare, build_root=True),
     Isolation(
         "landlock",
         f"{_BLOCKS}, any child process, more than the allowed memory, scratch space and CPU time",
         f"{_DOES_NOT_BLOCK}, asking whether a file exists, how large it is and where a link points",
-        _landlock_unavailable,
-        _no_prefix,
     ),
     Isolation(
         "limits",
         "runaway CPU time, memory, output and (roughly) processes",
         "network access, reading or writing whatever its user may, signals to that user's other processes",
-        lambda: "" if sys.platform == "linux" else f"the worker needs Linux, this is {sys.platform}",
-        _no_prefix,
         landlock=False,
         seccomp=False,
     ),
@@ -184,10 +171,10 @@ def isolation_candidates(name: str = "auto") -> tuple[Isolation, ...]:
     """The mechanisms to try, in order: all of them for ``auto``, or the one named."""
     if name == "auto":
         return ISOLATIONS
-    for isolation in ISOLATIONS:
-        if isolation.name == name:
-            return (isolation,)
-    raise SettingError(f"no isolation {name!r}; {nearest(name, ['auto', *(each.name for each in ISOLATIONS)])}")
+    named = {isolation.name: isolation for isolation in ISOLATIONS}
+    if name not in named:
+        raise SettingError(f"no isolation {name!r}; {nearest(name, ['auto', *named])}")
+    return (named[name],)
 
 
 # ----------------------------------------------------------- the interpreter

@@ -19,12 +19,9 @@ import weakref
 from collections import deque
 
 from turnwise.errors import ToolFault
-from turnwise.tools.isolation import Interpreter, Isolation, interpreters, isolation_candidates
-from turnwise.tools.limits import SandboxLimits
-from turnwise.tools.session import ExecutionResult, Garbled, Gone, Hung, SandboxSession, execute
-from turnwise.tools.zygote import START_SECONDS, SandboxWorker, ZygoteHandle
-
-__all__ = ["ExecutionResult", "PythonTool", "SandboxLimits", "SandboxSession", "python_tool"]
+from turnwise.tools.isolation import Isolation, SandboxLimits, interpreters, isolation_candidates
+from turnwise.tools.session import SandboxSession, execute
+from turnwise.tools.zygote import START_SECONDS, Garbled, Gone, Hung, SandboxWorker, ZygoteHandle
 
 # Runs once in every new isolation: a mechanism that allows any of this does not isolate and is not used.
 ISOLATION_TEST = """
@@ -51,9 +48,8 @@ class PythonTool:
         self._zygote: ZygoteHandle | None = None
         self._isolation: Isolation | None = None
         self._idle_workers: deque[SandboxWorker] = deque()
-        self._workers_to_end: deque[SandboxWorker] = (
-            deque()
-        )  # of sessions garbage-collected without close(); ended at the next open()
+        # of sessions garbage-collected without close(); ended at the next open()
+        self._workers_to_end: deque[SandboxWorker] = deque()
         self._owner = os.getpid()
         _pools.add(self)
 
@@ -66,14 +62,16 @@ class PythonTool:
         with self._lock:
             while self._workers_to_end:
                 self._workers_to_end.popleft().end()
-            zygote = self._running_zygote()
             try:
-                while len(self._idle_workers) <= self._spare:
-                    self._idle_workers.append(zygote.spawn())
+                self._refill()
             except ToolFault:  # the zygote died since the last call; a second failure propagates
-                while len(self._idle_workers) <= self._spare:
-                    self._idle_workers.append(self._running_zygote().spawn())
+                self._refill()
             return self._idle_workers.popleft()
+
+    def _refill(self) -> None:
+        zygote = self._running_zygote()
+        while len(self._idle_workers) <= self._spare:
+            self._idle_workers.append(zygote.spawn())
 
     def describe(self) -> str:
         """The isolation in use, what it blocks and what it does not block, in one sentence."""
@@ -143,7 +141,10 @@ def _start(candidates: tuple[Isolation, ...], limits: SandboxLimits) -> tuple[Zy
         if reason := isolation.unavailable():
             faults.append(f"{isolation.name}: {reason}")
             continue
-        for interpreter, keep_user in _attempts(isolation):
+        attempts = [(interpreter, False) for interpreter in interpreters()]
+        if not isolation.seccomp:  # a session may stay root only without isolation, and then only as the last attempt
+            attempts.append((attempts[0][0], True))
+        for interpreter, keep_user in attempts:
             try:
                 zygote = ZygoteHandle(isolation, interpreter, limits, keep_user=keep_user)
                 _check(zygote, isolation)
@@ -157,13 +158,8 @@ def _start(candidates: tuple[Isolation, ...], limits: SandboxLimits) -> tuple[Zy
     raise ToolFault(f"no isolation for untrusted Python could be started: {'; '.join(faults)}")
 
 
-def _attempts(isolation: Isolation) -> list[tuple[Interpreter, bool]]:
-    """Interpreters to try. A session may stay root only without isolation, and then only as the last attempt."""
-    attempts = [(interpreter, False) for interpreter in interpreters()]
-    return attempts if isolation.seccomp else [*attempts, (attempts[0][0], True)]
-
-
 def _check(zygote: ZygoteHandle, isolation: Isolation) -> None:
+    """Refuse, and end, a zygote whose first session does not answer or can do what it must not."""
     worker = zygote.spawn()
     try:
         result = execute(worker, ISOLATION_TEST, START_SECONDS)

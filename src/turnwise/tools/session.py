@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from turnwise.core.text import clean
 from turnwise.errors import ToolFault
-from turnwise.tools.limits import SandboxLimits
+from turnwise.tools.isolation import SandboxLimits
 from turnwise.tools.zygote import START_SECONDS, Garbled, Gone, Hung, SandboxWorker, WorkerExit
 
 RESTARTED = "the interpreter was restarted, its names are gone"

@@ -6,7 +6,6 @@ A wrong name, argument or type in a model's call, and any exception of a tool, b
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
@@ -20,7 +19,6 @@ from turnwise.core.protocols import Action, ToolCall
 from turnwise.core.records import Message
 from turnwise.errors import SettingError, nearest
 
-ToolAnswer = tuple[str, bool]  # (text for the model, whether it is an error)
 _JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
@@ -43,23 +41,31 @@ class Toolbox:
     def run(self, action: Action) -> tuple[list[Message], int]:
         """Execute every call of an action; one tool message per call or parse fault, and the number of errors."""
         for tool in self._tools.values():
-            if tool.is_async:
+            if inspect.iscoroutinefunction(tool.function):
                 raise SettingError(f"tool {tool.name!r} is async; write `await toolbox.arun(action)`")
-        answers = [(call, self._answer(call)) for call in action.calls]
-        return _messages(answers, action.faults)
+        try:
+            self.arun(action).send(None)  # without an async tool it never waits
+        except StopIteration as end:
+            messages, errors = end.value
+            return messages, errors
+        raise RuntimeError("a tool returned something to await; write `await toolbox.arun(action)`")
 
     async def arun(self, action: Action) -> tuple[list[Message], int]:
         """Like :meth:`run`, awaiting async tools. Calls run one after another, since a later one may depend on an earlier one."""
-        answers = []
+        messages: list[Message] = []
+        errors = len(action.faults)
         for call in action.calls:
-            tool = self._tools.get(call.name)
-            if tool is not None and tool.is_async:
-                answers.append((call, await self._answer_async(tool, call)))
-            else:
-                answers.append((call, self._answer(call)))
-        return _messages(answers, action.faults)
+            text, failed = await self._answer(call)
+            errors += failed
+            message: Message = {"role": "tool", "name": str(call.name), "content": text}
+            messages.append(message | {"tool_call_id": call.id} if call.id else message)
+        for fault in action.faults:
+            text = fault if fault.startswith("error: ") else f"error: {fault}"
+            messages.append({"role": "tool", "name": "unknown", "content": text})
+        return messages, errors
 
-    def _answer(self, call: ToolCall) -> ToolAnswer:
+    async def _answer(self, call: ToolCall) -> tuple[str, bool]:
+        """The text for the model, and whether it is an error."""
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: no tool {call.name!r}; {nearest(str(call.name), self._tools)}", True
@@ -67,44 +73,16 @@ class Toolbox:
         if fault:
             return fault, True
         try:
-            return _text(tool.function(**arguments)), False
+            value = tool.function(**arguments)
+            value = await value if inspect.iscoroutinefunction(tool.function) else value
         except Exception as error:
-            return _error_text(error), True
-
-    async def _answer_async(self, tool: _Tool, call: ToolCall) -> ToolAnswer:
-        arguments, fault = tool.parse(call.arguments)
-        if fault:
-            return fault, True
+            return f"error: {type(error).__name__}: {error}".removesuffix(": "), True
+        if isinstance(value, str):
+            return value, False
         try:
-            return _text(await tool.function(**arguments)), False
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            return _error_text(error), True
-
-
-def _messages(answers: list[tuple[ToolCall, ToolAnswer]], faults: Iterable[str]) -> tuple[list[Message], int]:
-    out: list[Message] = []
-    for call, (content, _) in answers:
-        message: Message = {"role": "tool", "name": str(call.name), "content": content}
-        out.append(message | {"tool_call_id": call.id} if call.id else message)
-    fault_texts = [fault if fault.startswith("error: ") else f"error: {fault}" for fault in faults]
-    out += [{"role": "tool", "name": "unknown", "content": content} for content in fault_texts]
-    return out, sum(is_error for _, (_, is_error) in answers) + len(fault_texts)
-
-
-def _error_text(error: Exception) -> str:
-    return f"error: {type(error).__name__}: {error}".removesuffix(": ")
-
-
-def _text(value: Any) -> str:
-    """A tool's return value as text for the model."""
-    if isinstance(value, str):
-        return value
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(value)
+            return json.dumps(value, ensure_ascii=False), False
+        except (TypeError, ValueError):
+            return str(value), False
 
 
 # ---------------------------------------------------------------- one function
@@ -134,14 +112,13 @@ class _Tool:
             _schema(hints[parameter.name], f"tool {name!r}: argument {parameter.name!r}")
             if parameter.default is parameter.empty:
                 required.append(parameter.name)
-        description, parameter_docs = _parse_docstring(inspect.getdoc(function) or "", hints)
+        # the text before ``Args:``, and the line of each parameter after it
+        text, _, documented = (inspect.getdoc(function) or "").partition("Args:")
+        lines = {key: re.search(rf"^\s*{re.escape(key)}\b[^:\n]*:\s*(.+)$", documented, re.MULTILINE) for key in hints}
+        description, parameter_docs = " ".join(text.split()), {key: m[1].strip() for key, m in lines.items() if m}
         if not description:
             raise SettingError(f"tool {name!r} has no docstring; the model reads it, write one")
         return _Tool(name, function, description, hints, tuple(required), parameter_docs)
-
-    @property
-    def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.function)
 
     def schema(self) -> dict[str, Any]:
         properties = {}
@@ -150,10 +127,8 @@ class _Tool:
             if name in self.parameter_docs:
                 properties[name]["description"] = self.parameter_docs[name]
         parameters = {"type": "object", "properties": properties, "required": list(self.required)}
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": parameters},
-        }
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
 
     def parse(self, arguments: Any) -> tuple[dict[str, Any], str]:
         """The converted arguments, or an error text for the model."""
@@ -171,13 +146,6 @@ class _Tool:
                 expected = _type_name(self.hints[name])
                 return {}, f"error: {self.name}: argument {name!r} must be {expected}, not {_describe(value)}"
         return out, ""
-
-
-def _parse_docstring(doc: str, names: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """The text before ``Args:``, and the line of each parameter after it."""
-    text, _, arguments = doc.partition("Args:")
-    matches = {name: re.search(rf"^\s*{re.escape(name)}\b[^:\n]*:\s*(.+)$", arguments, re.MULTILINE) for name in names}
-    return " ".join(text.split()), {name: match.group(1).strip() for name, match in matches.items() if match}
 
 
 # ----------------------------------------------------------------------- types

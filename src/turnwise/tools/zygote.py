@@ -22,8 +22,7 @@ from typing import Any
 
 from turnwise.errors import ToolFault
 from turnwise.tools.guest.scratch import remove_tree
-from turnwise.tools.isolation import ENVIRONMENT, Interpreter, Isolation
-from turnwise.tools.limits import SandboxLimits
+from turnwise.tools.isolation import ENVIRONMENT, Interpreter, Isolation, SandboxLimits
 
 START_SECONDS = 20.0  # for an interpreter to start or to end a session on a loaded machine
 MODULES = ("landlock", "seccomp", "confine", "scratch", "monitor", "repl", "zygote")

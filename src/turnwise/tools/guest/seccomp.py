@@ -81,8 +81,13 @@ def supported() -> bool:
     return platform.machine() in MACHINES
 
 
+def _rule(number: int | None, *body: Instruction) -> list[Instruction]:
+    """What happens at one call; nothing where the architecture lacks it."""
+    return [] if number is None else [(EQUAL, 0, len(body), number), *body]
+
+
 def _deny(number: int, error: int = errno.EPERM) -> list[Instruction]:
-    return [(EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | error)]
+    return _rule(number, (RETURN, 0, 0, ERRNO | error))
 
 
 def _by_argument(number: int, index: int, tests: list[tuple[int, int, int]], otherwise: int) -> list[Instruction]:
@@ -90,28 +95,25 @@ def _by_argument(number: int, index: int, tests: list[tuple[int, int, int]], oth
     body: list[Instruction] = [(LOAD, 0, 0, 16 + 8 * index)]
     for code, constant, verdict in tests:
         body += [(code, 0, 1, constant), (RETURN, 0, 0, verdict)]
-    body.append((RETURN, 0, 0, otherwise))
-    return [(EQUAL, 0, len(body), number), *body]
+    return _rule(number, *body, (RETURN, 0, 0, otherwise))
 
 
 def _socketpair(number: int, deny: int) -> list[Instruction]:
     """Only connected pairs of local sockets: a datagram socket can send to any socket path or abstract name."""
-    body: list[Instruction] = [
+    return _rule(
+        number,
         (LOAD, 0, 0, 16), (EQUAL, 1, 0, AF_UNIX), (RETURN, 0, 0, deny),
         (LOAD, 0, 0, 24), (ANY_BIT, 0, 1, CONNECTIONLESS), (RETURN, 0, 0, deny), (RETURN, 0, 0, ALLOW),
-    ]  # fmt: skip
-    return [(EQUAL, 0, len(body), number), *body]
+    )  # fmt: skip
 
 
 def _truncating_reads(number: int | None, index: int, deny: int) -> list[Instruction]:
     """Opening for reading with O_TRUNC empties the file, and older versions of Landlock allow it."""
-    if number is None:
-        return []
-    body: list[Instruction] = [
+    return _rule(
+        number,
         (LOAD, 0, 0, 16 + 8 * index), (AND, 0, 0, ACCESS_AND_TRUNCATE),
         (EQUAL, 0, 1, TRUNCATE), (RETURN, 0, 0, deny), (RETURN, 0, 0, ALLOW),
-    ]  # fmt: skip
-    return [(EQUAL, 0, len(body), number), *body]
+    )  # fmt: skip
 
 
 def _numbers(table: dict[str, tuple[int | None, int | None]], column: int) -> Iterable[int]:
@@ -124,10 +126,8 @@ def program(*, forks: bool, private_pids: bool) -> list[Instruction]:
     deny = ERRNO | errno.EPERM
     out: list[Instruction] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     out += [(GREATER, 0, 1, NEWEST_SYSCALL), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
-    out += _deny(
-        CLONE3[column], errno.ENOSYS
-    )  # a filter cannot read its flags, which are in memory: libc falls back to clone
-    out += _deny(OPENAT2[column], errno.ENOSYS)  # the same
+    # a filter cannot read the flags of these, which are in memory: libc falls back to clone and openat
+    out += _deny(CLONE3[column], errno.ENOSYS) + _deny(OPENAT2[column], errno.ENOSYS)
     for number in _numbers(DENIED_SYSCALLS, column):
         out += _deny(number)
     clone = [(ANY_BIT, NEW_NAMESPACE, deny)] + ([] if forks else [(ANY_BIT, THREAD, ALLOW)])
