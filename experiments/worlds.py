@@ -26,7 +26,7 @@ from turnwise.environments.builtin.guess import FEATURES, PARTS, Guess
 from turnwise.environments.builtin.keydoor import KeyDoor
 from turnwise.environments.builtin.lookup import Lookup
 from turnwise.environments.builtin.nim import PLAYERS, Nim
-from turnwise.tools.session import ExecutionResult
+from turnwise.tools import ExecutionResult
 
 MAX_HEAP = 9  # in Duel: eight starts are held out
 
