@@ -140,7 +140,7 @@ def make(name: str, difficulty: int = 1, split: str = "train") -> Any:
 
 
 @cache  # every episode asks
-def settings(cls: type[Any]) -> frozenset[str]:
+def settings(cls: Any) -> frozenset[str]:
     """Which of ``difficulty`` and ``split`` the constructor of a class accepts."""
     try:
         parameters = inspect.signature(cls).parameters

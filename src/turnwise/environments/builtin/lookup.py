@@ -77,7 +77,7 @@ class Lookup(SavedEpisode):
         return [user_message(f"{self.question.text} use search, then say answer: NAME")]
 
     def act(self, action: Action) -> Step:
-        counts = {"tool_calls": len(action.calls), "tool_errors": 0}
+        counts: dict[str, Any] = {"tool_calls": len(action.calls), "tool_errors": 0}
         if action.calls or action.faults:  # one message per call, and one per call that could not be parsed
             read_before = set(self.notes_read)
             replies = [self._search(call, number) for number, call in enumerate(action.calls)]

@@ -139,9 +139,10 @@ class EnvironmentDriver:
             self.durations.setdefault(what, []).append(time.perf_counter() - began)
 
     def new(self, spec: EpisodeSpec) -> Any:
+        make: Callable[..., Any] = self.cls
         arguments = {key: getattr(spec, key) for key in sorted(self.settings)}
         shown = ", ".join(f"{key}=..." for key in arguments)
-        return self.call(f"{self.cls.__name__}({shown})", spec, partial(self.cls, **arguments))
+        return self.call(f"{self.cls.__name__}({shown})", spec, partial(make, **arguments))
 
     def optional(self, env: Any, name: str, spec: EpisodeSpec, *arguments: Any) -> Any:
         """The result of an optional method; None if the environment does not have it."""

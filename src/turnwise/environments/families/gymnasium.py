@@ -65,8 +65,8 @@ class GymnasiumEnvironment(WordWorld):
     def move(self, word: str) -> Step:
         observation, reward, terminated, truncated, _ = self.world.step(self.words.index(word))
         self.total += float(reward)
-        judged = (terminated or truncated) and self.threshold is not None
-        info = {"success": self.total >= self.threshold} if judged else {}
+        judged = self.threshold is not None and (terminated or truncated)
+        info = {"success": self.total >= (self.threshold or 0.0)} if judged else {}
         return Step([user_message(self._view(observation))], float(reward), terminated, truncated, info)
 
     def _view(self, observation: Any) -> str:
