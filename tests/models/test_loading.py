@@ -14,7 +14,7 @@ from turnwise.cli.main import main
 from turnwise.errors import SettingError
 from turnwise.models import loading
 from turnwise.models.hub import check_model
-from turnwise.models.saving import save_lossless
+from turnwise.models.loading import save_lossless
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.models.trust import remote_code_is_trusted, trust_remote_code
 

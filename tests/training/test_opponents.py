@@ -21,8 +21,7 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.store.checkpoint import load_checkpoint
 from turnwise.store.ledger import SqliteLedger
 from turnwise.training import api
-from turnwise.training.build import byte_tokenizer
-from turnwise.training.seats import own_seat
+from turnwise.training.build import byte_tokenizer, own_seat
 
 GAME = {**SMALL, "cold_steps": 1, "cold_demos": 8, "steps": 4, "checkpoint_every": 1, "max_tokens": 6, "eval_tasks": 0}
 GAME |= {"lr": 3e-3, "schedule": "constant", "warmup": 0, "env": "support.two_seats:Longer", "group_size": 4}

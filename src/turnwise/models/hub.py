@@ -1,11 +1,12 @@
 """Whether a model's name can be loaded at all, found out in seconds and without importing a model library.
 
-A folder must exist. A hub id must be in the local cache, or the hub must answer; the hub's own client would retry for half a
-minute first. Does not download anything.
+A folder must exist and hold its weights, none of them missing or cut off. A hub id must be in the local cache, or the hub must
+answer; the hub's own client would retry for half a minute first. Does not download anything.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -13,10 +14,13 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from turnwise.errors import SettingError
-from turnwise.models.weight_files import check_weights
 
 HUB_SECONDS = 3.0
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+INDEX = ".index.json"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 ON = ("1", "on", "yes", "true")
 
@@ -41,6 +45,36 @@ def check_model(name: str) -> None:
     reason = unreachable(hub_address())
     if reason:
         raise SettingError(_refusal(name, f"it is not in the local cache, and the hub cannot be reached ({reason})"))
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a folder whose weights are missing or cut off. Their files are not read."""
+    files = _weight_files(folder)
+    if not files:
+        raise SettingError(f"the folder {folder} has no weights: neither {WEIGHTS[0]} nor {WEIGHTS[0]}{INDEX}")
+    for file in files:
+        if not file.is_file():
+            raise SettingError(f"{file} is missing, and {WEIGHTS[0]}{INDEX} lists it; download the model again")
+        if file.suffix != ".safetensors":
+            continue
+        try:
+            with safe_open(file, framework="np"):  # compares the header with the size of the file
+                pass
+        except SafetensorError as fault:
+            raise SettingError(f"{file} is cut off or damaged ({fault}); download or copy it again") from fault
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}{INDEX}"
+        if index.is_file():
+            try:
+                return [folder / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            except (ValueError, KeyError, TypeError, AttributeError) as fault:
+                raise SettingError(f"{index} cannot be read: {fault}; download the model again") from fault
+    return [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
 
 
 def is_path(name: str) -> bool:

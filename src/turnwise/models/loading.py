@@ -1,4 +1,4 @@
-"""Loads configuration, tokenizer and weights of a model, and explains in one sentence why that fails.
+"""Loads configuration, tokenizer and weights of a model, explains in one sentence why that fails, and writes model folders.
 
 Knows no run.
 """
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from turnwise.errors import SettingError
-from turnwise.models.hub import is_path
+from turnwise.models.hub import check_weights, is_path
 from turnwise.models.trust import FLAG, remote_code_is_trusted
-from turnwise.models.weight_files import check_weights
 
 TOKENIZERS = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -56,6 +55,26 @@ def load_causal_lm(source: str) -> Any:
             "begin at random values. Check the number of layers in config.json, or download the model again"
         )
     return model
+
+
+def save_lossless(model: Any, folder: Path) -> None:
+    """``save_pretrained`` in half precision if every weight survives it bit for bit, as those of a model that was published
+    in half precision do. Leaves the model unchanged."""
+    import torch
+
+    def survives(tensor: torch.Tensor, half: torch.dtype) -> bool:
+        return not tensor.is_floating_point() or torch.equal(tensor.to(half).to(tensor.dtype), tensor)
+
+    state, halves = model.state_dict(), (torch.bfloat16, torch.float16)
+    dtype = next((half for half in halves if all(survives(t, half) for t in state.values())), None)
+    if dtype is None:
+        model.save_pretrained(folder)
+        return
+    cast: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, so that they are written once
+    for t in state.values():
+        if t.is_floating_point():
+            cast.setdefault((t.data_ptr(), t.shape), t.detach().to(dtype))
+    model.save_pretrained(folder, state_dict={name: cast.get((t.data_ptr(), t.shape), t) for name, t in state.items()})
 
 
 # ------------------------------------------------------------------ messages

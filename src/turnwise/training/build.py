@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,10 @@ from transformers.utils import logging as transformers_logging
 
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Generator, GroupScorer, Learner, Session
-from turnwise.core.records import Sampling, Task, Trajectory
+from turnwise.core.records import Facts, Sampling, Task, Trajectory
+from turnwise.core.seeds import stable_seed
 from turnwise.engines.experts import free_routing
+from turnwise.engines.generator.paired_generators import SelfPlayGenerator
 from turnwise.errors import SettingError
 from turnwise.evaluation.evaluator import Evaluation, Evaluator
 from turnwise.evaluation.policy_metrics import exact_metrics, reranked
@@ -23,15 +26,16 @@ from turnwise.models.fetch import resolve
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.episode import Episode
+from turnwise.rollout.episode_start import OtherSeats
 from turnwise.rollout.guidance.support import SupportResolver
 from turnwise.rollout.renderer import CHATML, Renderer
-from turnwise.rollout.scripted import scripted_messages
+from turnwise.rollout.scripted import ScriptedSession, scripted_messages, scripted_policy
 from turnwise.training.agents import agent_play
 from turnwise.training.env_spec import EnvSpec
 from turnwise.training.interrupt import run_async
-from turnwise.training.seats import SeatPlan
 
 transformers_logging.disable_progress_bar()  # our own progress display is enough
+SeatPlan = Callable[[str, Task, Any, Session], OtherSeats]  # of key, task, environment and the policy's session
 CORPUS = 300  # scripted dialogues the tiny tokenizer is trained on
 CORPUS_WAVE = 100  # of them that are played at the same time
 
@@ -118,6 +122,32 @@ def sampling_settings(settings: Settings, temperature: float | None = None) -> S
         min_p=settings.min_p,
         max_tokens=settings.max_tokens,
     )
+
+
+def own_seat(env_class: type, task: Task) -> str:
+    """The policy's seat in the episodes of a task."""
+    seats: tuple[str, ...] = tuple(getattr(env_class, "agents", ()))
+    return seats[stable_seed("seat", task.key) % len(seats)]
+
+
+def seat_plan(settings: Settings, env_class: type, renderer: Renderer, generator: Any) -> SeatPlan | None:
+    """Who plays the other seats of an episode, by the setting ``opponents``; None: the policy plays all of them. Its own seat
+    follows from the task, so all episodes of a group have the same one. In evaluations the policy plays every seat."""
+    opponents = settings.opponents
+
+    def past(key: str, task: Task, environment: Any, session: Session) -> OtherSeats:
+        assert isinstance(generator, SelfPlayGenerator)
+        seat = own_seat(env_class, task)
+        facts: Facts = {"seat": seat, "opponent": float(generator.opponents.version)}
+        return OtherSeats(seat, generator.open_opponent(session), facts)
+
+    def scripted(key: str, task: Task, environment: Any, session: Session) -> OtherSeats:
+        act = scripted_policy(opponents.scripted, environment, stable_seed("opponent", task.key, key))
+        plays = ScriptedSession(act, renderer, tuple(getattr(environment, "tools", ())))
+        seat = own_seat(env_class, task)
+        return OtherSeats(seat, plays, {"seat": seat, "opponent": opponents.scripted})
+
+    return {"self": None, "past": past, "scripted": scripted}[opponents.kind]
 
 
 def make_play(

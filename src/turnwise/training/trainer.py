@@ -24,7 +24,7 @@ from turnwise.errors import RankFault, ServerFault
 from turnwise.evaluation.evaluator import Evaluator
 from turnwise.evaluation.policy_metrics import NOT_EVALUATED, as_evaluation, rank_pairs
 from turnwise.models.fetch import resolve
-from turnwise.models.saving import save_lossless
+from turnwise.models.loading import save_lossless
 from turnwise.observe.profile import PAGE, Profile
 from turnwise.observe.rules import RunHealth, RunLimits
 from turnwise.observe.trackers import MESSAGES, JsonLines, MessageLog, TensorBoard, Trackers, service
@@ -51,7 +51,6 @@ from turnwise.training.plan import RunPlan
 from turnwise.training.refusals import staleness_notes
 from turnwise.training.resume import changes_since_start, check_files, is_evaluated, require_file, resume_messages
 from turnwise.training.rewards import chained, describe_functions, open_judge, open_scorer
-from turnwise.training.seats import seat_plan
 from turnwise.training.summary import RunSummary, evaluation_metrics, write_cards
 from turnwise.training.task_feed import TaskFeed, score_tasks
 
@@ -261,7 +260,7 @@ class Trainer:
             self.events.message(f"{len(train)} groups to train on, {len(self.held_out)} held out; no rollouts")
             return self.plan.data.offline_source(train, ledger)
         masked = Signal.LOGP_WITHOUT_FEEDBACK in self.objective.signals
-        seats = seat_plan(s, self.env_spec.env_class, self.renderer, self.opponents)
+        seats = build.seat_plan(s, self.env_spec.env_class, self.renderer, self.opponents)
         return Collector(
             self.recipe,
             generator,
