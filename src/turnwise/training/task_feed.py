@@ -107,7 +107,8 @@ class TaskFeed:
             number = key.split("~")[0]
             if number not in self.promised:  # issued by a release that stored no promise
                 self.promised[number] = [self.budget.sizes([task])[0], self.budget.max_turns(task)]
-            orders.append(GroupOrder(key, task, *self.promised[number], self.largest))
+            size, max_turns = self.promised[number]
+            orders.append(GroupOrder(key, task, size, max_turns, self.largest))
         if self.budget.rounds:
             wave = BudgetWave(self.budget, [order.task for order in orders])
             orders = [replace(order, rest=partial(wave.rest, i)) for i, order in enumerate(orders)]

@@ -149,9 +149,9 @@ class DraftSelection(Strategy):
         self.check_group_size(request.size)
         count = self.drafts or 4 * request.size
         cheap, exact = ([request.open_session(i, draft) for i in range(count)] for draft in (True, False))
-        return self.grow(request, cheap, exact)
+        return self._select(request, cheap, exact)
 
-    async def grow(self, request: GroupRequest, cheap: list[Session], exact: list[Session]) -> Group:
+    async def _select(self, request: GroupRequest, cheap: list[Session], exact: list[Session]) -> Group:
         park(exact)  # they generate nothing before the drafts have ended
         group, task, play = request.group, request.task, request.play
         drafts = await asyncio.gather(*(play(f"{group}.draft{i}", task, s) for i, s in enumerate(cheap)))
