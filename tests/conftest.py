@@ -40,9 +40,9 @@ settings.load_profile("test")
 
 THOROUGH = (  # whole files, by how their path begins: the oracles' own tests, sweeps over methods, training runs, sandboxes
     "oracles/", "bench/test_bench", "experiments/", "training/test_other_data",
-    "training/test_one_file_grpo", "observe/test_profile", "credit/test_others", "credit/test_preferences",
+    "training/test_one_file_grpo", "observe/test_profile",
     "engines/test_cuda", "engines/test_gauges", "engines/test_critics", "engines/test_asking", "engines/test_hidden",
-    "engines/test_candidates", "environments/test_players", "examples/", "integrations/test_verl_fit",
+    "engines/test_candidates", "environments/test_players", "examples/",
     "training/test_interrupt", "training/test_killed_run", "tools/test_misbehaviour", "tools/test_python", "tools/test_escape",
     "tools/test_scratch", "tools/test_attacks",
 )  # fmt: skip
