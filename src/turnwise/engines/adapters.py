@@ -88,24 +88,11 @@ class AdaptedWeights(Mapping[str, Tensor]):
         return len(self.base)
 
 
-class HeldWeights(Mapping[str, Tensor]):
-    """Frozen weights that another process sent. A generator that applies adapters beside its own copy needs them once: then
-    they are released, and the object still says that the base is the same."""
+class HeldWeights(dict[str, Tensor]):
+    """Frozen weights that another process sent. A generator that applies adapters beside its own copy needs them once: then they
+    are released, and the object still says that the base is the same."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(tensors)
-
-    def release(self) -> None:
-        self._tensors = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    release = dict.clear
 
 
 # ------------------------------------------------------- to another process

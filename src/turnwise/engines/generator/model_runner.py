@@ -101,7 +101,14 @@ class ModelRunner:
             )
             self.decoder: LlamaDecoder | None = None
             self.path = f"stock forward, {dtype_name(self.kv_cache.dtype)}, because fast is off"
-            self._verify(ids, reference, "its stock forward")
+            error = self._deviation(ids, reference)
+            if not error <= self._tolerance():
+                raise SettingError(
+                    f"{type(self.model).__name__} computes other logits with a KV cache than its stock forward (off by "
+                    f"{error:.2g}): its attention uses something beyond the Transformers attention interface (soft-capping, "
+                    "sinks ...)"
+                )
+            self.rounding = error
             if fast:
                 self._accelerate(ids, reference, probe.windows)
         self.exact = None
@@ -139,19 +146,29 @@ class ModelRunner:
         # Half precision rounds the residual stream of every layer: what is right for 30 layers is too strict for 80.
         return min(max(HALF_TOLERANCE, ROUNDING_FACTOR * self.rounding), MAX_TOLERANCE)
 
-    def _verify(self, ids: Tensor, reference: Tensor, what: str) -> None:
-        error = self._deviation(ids, reference)
-        if not error <= self._tolerance():
-            raise SettingError(
-                f"{type(self.model).__name__} computes other logits with a KV cache than {what} (off by {error:.2g}): "
-                "its attention uses something beyond the Transformers attention interface (soft-capping, sinks ...)"
-            )
-        self.rounding = error
-
     def _accelerate(self, ids: Tensor, reference: Tensor, windows: set[int | None]) -> None:
         """Use the fastest decoder that supports this model, works on this machine and gives the same logits."""
+        kernels, no_kernels = decode_ops(self.device)
+
+        def graph_decoder(fp8: bool) -> LlamaDecoder | str:
+            parts = (self.model, self.kv_cache, self.route_cache, windows, fp8, kernels)
+            decoder = no_kernels or make_graph_decoder(*parts)
+            if not isinstance(decoder, str):
+                decoder.refresh_weights(self.exact)
+            return decoder
+
+        def eager_decoder() -> LlamaDecoder | str:
+            reason = LlamaDecoder.unsupported_reason(self.model, windows)
+            return reason or LlamaDecoder(self.model, self.kv_cache, self.fp8)
+
+        # fastest first; each returns a decoder, or the reason why it does not support the model
+        decoders: list[tuple[str, Callable[[], LlamaDecoder | str]]] = [("the hand-written decoder", eager_decoder)]
+        if kernels is not None or self.device.type == "cuda":  # tests put reference operations on a CPU
+            decoders.insert(0, ("CUDA graphs", partial(graph_decoder, False)))
+            if self.fp8:
+                decoders.insert(0, ("CUDA graphs in fp8", partial(graph_decoder, True)))
         reasons: list[str] = []
-        for what, make in self._decoders(windows):
+        for what, make in decoders:
             try:
                 decoder = make()
                 if isinstance(decoder, str):
@@ -170,26 +187,6 @@ class ModelRunner:
         self.decoder = None
         rounding = "; weights are not rounded to fp8" if self.fp8 else ""
         self.path = f"stock forward, {dtype_name(self.kv_cache.dtype)}{rounding}; " + "; ".join(reasons)
-
-    def _decoders(self, windows: set[int | None]) -> list[tuple[str, Callable[[], LlamaDecoder | str]]]:
-        """Decoders to try, fastest first; each factory returns a decoder or the reason why it does not support the model."""
-
-        def graph_decoder(fp8: bool) -> LlamaDecoder | str:
-            kernels, reason = decode_ops(self.device)
-            decoder = reason or make_graph_decoder(self.model, self.kv_cache, self.route_cache, windows, fp8, kernels)
-            if not isinstance(decoder, str):
-                decoder.refresh_weights(self.exact)
-            return decoder
-
-        def eager_decoder() -> LlamaDecoder | str:
-            return LlamaDecoder.unsupported_reason(self.model, windows) or LlamaDecoder(
-                self.model, self.kv_cache, self.fp8
-            )
-
-        graphs: list[tuple[str, Callable[[], LlamaDecoder | str]]] = []
-        if decode_ops(self.device)[0] is not None or self.device.type == "cuda":  # tests put reference operations here
-            graphs = [(f"CUDA graphs{' in fp8' * fp8}", partial(graph_decoder, fp8)) for fp8 in (True, False)]
-        return [*graphs[0 if self.fp8 else 1 :], ("the hand-written decoder", eager_decoder)]
 
     def describe(self) -> str:
         """The decode path in use, why no faster one is, and the layout of the cache."""

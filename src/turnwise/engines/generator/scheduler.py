@@ -163,7 +163,10 @@ class Scheduler:
             step += 1
             self.count["steps"] += 1  # at once: whoever looks from outside sees that a slow model still decodes
             if finished:
-                self._finish(finished, report)
+                self._deliver(list(finished))
+                for lane, stop in finished.items():
+                    lanes[lane].stop = stop
+                    report(lanes[lane])
                 any_finished = True
                 threshold = (COMPACT_BELOW_GRAPHS if graphs else COMPACT_BELOW) * len(lanes)
                 compact = sum(r.stop is None for r in lanes) <= threshold
@@ -177,7 +180,8 @@ class Scheduler:
                 began = time.perf_counter()
             if interrupted(step) and not graphs:
                 break
-        self.compact()
+        self._deliver_running()
+        self.remove(lambda r: r.stop is not None)
         self.count["lane_steps"] += step * len(lanes)
         self.seconds += time.perf_counter() - began
         yield
@@ -229,6 +233,9 @@ class Scheduler:
         lanes, decoder = self.running, self.model_runner.graphs
         assert decoder is not None
         truncations = [(r.sampling.top_k, r.sampling.top_p, r.sampling.min_p) for r in lanes]
+        # how many leading columns each lane's row has in common with the row of the lane before it
+        pairs = pairwise(r.sequence for r in lanes)
+        common_prefixes = [0, *(min(common_prefix_length(a, b), len(a) - 1, len(b) - 1) for a, b in pairs)]
         outputs = decoder.decode_steps(
             steps,
             [r.sequence[-1] for r in lanes],
@@ -237,15 +244,9 @@ class Scheduler:
             [r.sampling.temperature for r in lanes],
             truncations if any(_truncates(r.sampling) for r in lanes) else None,
             should_stop,
-            self._common_prefixes(),
+            common_prefixes,
         )
         return ((*output, None) for output in outputs)
-
-    def _common_prefixes(self) -> list[int]:
-        """How many leading columns each lane's row has in common with the row of the lane before it."""
-        sequences = [r.sequence for r in self.running]
-        pairs = pairwise(sequences)
-        return [0, *(min(common_prefix_length(a, b), len(a) - 1, len(b) - 1) for a, b in pairs)]
 
     def _finished_lanes(
         self, tokens: list[int], due: Sequence[int], with_stop_strings: Sequence[int]
@@ -304,31 +305,19 @@ class Scheduler:
             request.routes += routes
         self.count["tokens"] += size * len(lanes)
 
-    def _finish(self, finished: dict[int, Stop], report: Callable[[Request], None]) -> None:
-        self._deliver(list(finished))
-        for lane, stop in finished.items():
-            self.running[lane].stop = stop
-            report(self.running[lane])
-
     def _deliver_running(self) -> None:
         unfinished = [i for i, r in enumerate(self.running) if r.stop is None]
         if unfinished and self._undelivered:
             self._deliver(unfinished)
         self._undelivered = []
 
-    def compact(self) -> None:
-        """Deliver to the running requests, remove the finished ones and move the remaining rows together."""
-        self._deliver_running()
-        self.remove(lambda r: r.stop is not None)
-
-    def remove(self, condition: Callable[[Request], bool]) -> list[Request]:
-        """Take requests out of the batch between two runs; their rows keep the KV."""
-        removed = [r for r in self.running if condition(r)]
-        if removed:
-            self.running = [r for r in self.running if not condition(r)]
-            self.kv_cache.assign_rows([r.cache_slot for r in self.running])
+    def remove(self, condition: Callable[[Request], bool]) -> None:
+        """Take requests out of the batch between two runs and move the remaining rows together; rows that leave keep their KV."""
+        remaining = [r for r in self.running if not condition(r)]
+        if len(remaining) < len(self.running):
+            self.running = remaining
+            self.kv_cache.assign_rows([r.cache_slot for r in remaining])
             self.running.sort(key=_row)
-        return removed
 
 
 def _truncates(sampling: Sampling) -> bool:
