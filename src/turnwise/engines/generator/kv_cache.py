@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -542,8 +542,9 @@ class PagedCache(KVCache):
     def _swap(self, a: int, b: int) -> None:
         if a == b:
             return
-        for entries in (self.paged_rows, self.owner, self.cached_ids):
-            entries[a], entries[b] = entries[b], entries[a]  # type: ignore[index]
+        books: tuple[list[Any], ...] = (self.paged_rows, self.owner, self.cached_ids)
+        for entries in books:
+            entries[a], entries[b] = entries[b], entries[a]
         for row in (a, b):
             self.paged_rows[row].row = row
             if (slot := self.owner[row]) is not None:
