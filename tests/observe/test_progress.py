@@ -11,7 +11,7 @@ from rich.console import Console
 
 from turnwise.maths.statistics import wilson
 from turnwise.observe.charts import curves, smooth
-from turnwise.observe.metric_names import format_duration
+from turnwise.observe.numbers import format_duration
 from turnwise.observe.progress import LivePanel, PlainLog, show_progress, sparkline
 from turnwise.observe.report import comparison, table, transcript
 from turnwise.observe.trackers import JsonLines
@@ -60,7 +60,7 @@ def test_the_live_panel_shows_what_matters():
     out = console(terminal=True)
     listener = show_progress(out)
     assert isinstance(listener, LivePanel)
-    drive(listener, metrics={"success": 0.6, "clip": 0.031, "turns": 2.5})
+    drive(listener, metrics={"success": 0.6, "clip_share": 0.031, "turns": 2.5})
     shown = out.file.getvalue()
     for piece in ("reinforce", "5/5", "60.0%", "3.1%", "2.50", "–", "left", "saved [bold]model", "nearly full"):
         assert piece in shown, piece
@@ -166,7 +166,7 @@ def test_curves_from_a_file(tmp_path):
     log.log(0, {"eval/success": 0.1})
     for step in range(40):
         figures = {"success": step / 40, "reward": step, "entropy": 1.0, "turns": 2.0, "tool_errors": 0.5}
-        log.log(step, {**figures, "clip": 0.02, "kl": 0.001, "tokens_per_second": 900.0})
+        log.log(step, {**figures, "clip_share": 0.02, "kl/behaviour": 0.001, "tokens_per_second": 900.0})
     log.log(40, {"eval/success": 0.9})
     log.close()
     out = curves(tmp_path / "m.jsonl", tmp_path / "curves.png", "a run")

@@ -19,7 +19,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from turnwise.core.text import printable_line
-from turnwise.observe.metric_names import metric_value
+from turnwise.observe.numbers import finite_number
 from turnwise.observe.trackers import read_rows
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 460, 180, 52, 22, 10, 12
@@ -317,13 +317,13 @@ class PlotPanel:
 
 
 PANELS = (
-    PlotPanel("Success", PlotLine("success", "success", BLUE), is_rate=True, evaluated="evaluated_success"),
-    PlotPanel("Reward", PlotLine("reward", "reward", GREEN), evaluated="evaluated_reward"),
+    PlotPanel("Success", PlotLine("success", "success", BLUE), is_rate=True, evaluated="eval/success"),
+    PlotPanel("Reward", PlotLine("reward", "reward", GREEN), evaluated="eval/reward"),
     PlotPanel("Entropy", PlotLine("entropy", "entropy", PINK)),
     PlotPanel(
         "Turns and tool errors", PlotLine("turns", "turns", BLUE), PlotLine("tool_errors", "tool errors", ORANGE)
     ),
-    PlotPanel("Clipped share and KL", PlotLine("clip", "clipped", BLUE), PlotLine("kl", "KL", ORANGE)),
+    PlotPanel("Clipped share and KL", PlotLine("clip_share", "clipped", BLUE), PlotLine("kl/behaviour", "KL", ORANGE)),
     PlotPanel("Tokens per second", PlotLine("tokens_per_second", "tokens/s", GREY)),
 )
 
@@ -358,14 +358,14 @@ def smooth(values: np.ndarray, span: float) -> np.ndarray:
 
 
 def _series(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[np.ndarray, np.ndarray]:
-    points = [(row["step"], value) for row in rows if (value := metric_value(row, metric)) is not None]
+    points = [(row["step"], value) for row in rows if (value := finite_number(row.get(metric))) is not None]
     array = np.array(sorted(points), dtype=float).reshape(-1, 2)
     return array[:, 0], array[:, 1]
 
 
 def _has_data(rows: Sequence[Mapping[str, Any]], panel: PlotPanel) -> bool:
     metrics = [panel.left.metric, *([panel.right.metric] if panel.right else []), *filter(None, [panel.evaluated])]
-    return any(metric_value(row, metric) is not None for row in rows for metric in metrics)
+    return any(finite_number(row.get(metric)) is not None for row in rows for metric in metrics)
 
 
 def _draw(axes: Any, panel: PlotPanel, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -382,7 +382,7 @@ def _draw(axes: Any, panel: PlotPanel, rows: Sequence[Mapping[str, Any]]) -> Non
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
     if panel.evaluated:
         _evaluations(axes, rows, panel.evaluated, ".0%" if panel.is_rate else ".3g")
-    if panel.right is not None and any(metric_value(row, panel.right.metric) is not None for row in rows):
+    if panel.right is not None and any(finite_number(row.get(panel.right.metric)) is not None for row in rows):
         other = axes.twinx()
         other.tick_params(labelsize=8, colors=panel.right.colour)
         other.spines["top"].set_visible(False)

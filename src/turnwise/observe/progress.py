@@ -22,7 +22,7 @@ from rich.text import Text
 
 from turnwise.core.protocols import Listener
 from turnwise.core.text import printable, printable_line
-from turnwise.observe.metric_names import MISSING, finite_number, format_duration, format_number, metric_value
+from turnwise.observe.numbers import MISSING, finite_number, format_duration, format_number
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (  # metric, label, format
     ("success", "success", ".1%"),
@@ -30,7 +30,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (  # metric, label, format
     ("turns", "turns", ".2f"),
     ("tool_errors", "tool err", ".2f"),
     ("entropy", "entropy", ".3f"),
-    ("clip", "clipped", ".1%"),
+    ("clip_share", "clipped", ".1%"),
     ("tokens_per_second", "tok/s", ",.0f"),
 )
 SUPERVISED_COLUMNS: tuple[tuple[str, str, str], ...] = (  # without rollouts there is no success rate
@@ -85,8 +85,8 @@ class _Progress:
         self.total = int(finite_number(facts.get("total")) or self.total)
         inner = facts.get("metrics")
         self.metrics = inner if isinstance(inner, Mapping) else facts
-        self.successes = [*self.successes[-199:], metric_value(self.metrics, "success")]
-        self.rewards = [*self.rewards[-199:], metric_value(self.metrics, "reward")]
+        self.successes = [*self.successes[-199:], finite_number(self.metrics.get("success"))]
+        self.rewards = [*self.rewards[-199:], finite_number(self.metrics.get("reward"))]
         if self.first < 0:  # a resumed run starts in the middle: estimate the remaining time from the steps since
             self.first = self.step - 1
 
@@ -110,11 +110,13 @@ class _Progress:
         return ("success", self.successes) if self.reports_success else ("reward", self.rewards)
 
     def cells(self) -> list[tuple[str, str]]:
-        has_rollouts = any(metric_value(self.metrics, metric) is not None for metric in ("success", "reward"))
-        supervised = not has_rollouts and metric_value(self.metrics, "loss") is not None
+        success, reward, loss = (finite_number(self.metrics.get(name)) for name in ("success", "reward", "loss"))
+        supervised = success is None and reward is None and loss is not None  # there are no rollouts
         reported = [column for column in COLUMNS if column[0] != "success" or self.reports_success]
         columns = SUPERVISED_COLUMNS if supervised else reported
-        return [(label, format_number(metric_value(self.metrics, metric), spec)) for metric, label, spec in columns]
+        return [
+            (label, format_number(finite_number(self.metrics.get(metric)), spec)) for metric, label, spec in columns
+        ]
 
 
 class PlainLog:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.core.text import printable, printable_line
-from turnwise.observe.metric_names import MISSING, finite_number, format_number
+from turnwise.observe.numbers import MISSING, finite_number, format_number
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool reply"}
 

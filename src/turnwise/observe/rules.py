@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from turnwise.observe.metric_names import finite_number
+from turnwise.observe.numbers import finite_number
 
 if TYPE_CHECKING:
     from turnwise.config.settings import Settings

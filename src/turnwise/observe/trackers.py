@@ -16,7 +16,7 @@ from typing import Any
 
 from turnwise.core.protocols import Listener, Tracker
 from turnwise.errors import SettingError, StoreError, nearest
-from turnwise.observe.metric_names import finite_number
+from turnwise.observe.numbers import finite_number
 
 MESSAGES = "messages.jsonl"
 

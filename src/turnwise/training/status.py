@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.observe.metric_names import format_duration
+from turnwise.observe.numbers import format_duration
 from turnwise.observe.trackers import MESSAGES, read_rows
 from turnwise.store.lock import lock_holder
 from turnwise.store.rundir import RunDir
