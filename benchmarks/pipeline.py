@@ -207,8 +207,8 @@ def generation_alone(options: argparse.Namespace, folder: Path, staleness: int |
     """Seconds of a step whose learner computes nothing after its first update."""
     from turnwise.training import engines
 
-    def make(*given: Any) -> Any:
-        learner: Any = engines.make_local_learner(*given)
+    def make(*given: Any, **named: Any) -> Any:
+        learner: Any = before(*given, **named)
         compute, known = learner.update, dict[str, float]()
 
         def update(batch: Any, objective: Any, while_waiting: Callable[[], object] | None = None) -> dict[str, float]:
@@ -221,12 +221,12 @@ def generation_alone(options: argparse.Namespace, folder: Path, staleness: int |
         learner.update = update
         return learner
 
-    before, engines.LEARNERS["local"] = engines.LEARNERS["local"], make
+    before, engines.make_learner = engines.make_learner, make
     try:
         run = trained(options, folder, run_name("alone", staleness), staleness=staleness, **begin)
         return late_mean(run, "seconds", staleness)
     finally:
-        engines.LEARNERS["local"] = before
+        engines.make_learner = before
 
 
 def equal_time(options: argparse.Namespace) -> list[str]:

@@ -85,10 +85,10 @@ def digest(name: str) -> str:
         Path(folder, "same_weights_parts.py").write_text(PARTS)
         settings = {**SMALL, "env": "same_weights_parts:Letters", **RUNS[name], "out": folder, "name": "run"}
         code = (
-            "import json,sys; from turnwise.cli import export; from pathlib import Path\n"
+            "import json,sys; from turnwise.cli import sharing; from pathlib import Path\n"
             "from turnwise import train\n"
             "s=json.loads(sys.argv[1])\n"
-            "if s.get('data'): export.export('guess','pairs',Path('pairs.jsonl'),tasks=30)\n"
+            "if s.get('data'): sharing.export('guess','pairs',Path('pairs.jsonl'),tasks=30)\n"
             "train(**s)"
         )
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])

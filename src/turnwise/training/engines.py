@@ -1,7 +1,7 @@
 """The engines of a run: which generator and learner serve it, on which device, in which precision.
 
-The one module of this room that names an engine class. Another engine is one more entry in ``GENERATORS`` or ``LEARNERS``.
-Knows no loop and no formula.
+The one module of this room that names an engine class: ``make_generator`` and ``make_learner`` choose. Knows no loop and no
+formula.
 """
 
 from __future__ import annotations
@@ -147,41 +147,37 @@ def learner_settings(settings: Settings, recipe: Recipe) -> LearnerSettings:
     )
 
 
-def make_local_learner(
-    settings: Settings, model: PreTrainedModel, recipe: Recipe, teacher: PreTrainedModel | None
+def make_learner(
+    settings: Settings,
+    model: PreTrainedModel,
+    recipe: Recipe,
+    teacher: PreTrainedModel | None = None,
+    folder: Path | None = None,
 ) -> Learner:
+    """The learner of a run: in this process, or over ``settings.ranks`` processes, each with its share of the CPU threads.
+    ``folder``: of its checkpoints."""
     signals = recipe.objective.signals
-    return LocalLearner(
-        model,
-        learner_settings(settings, recipe),
-        critic=recipe.critics,
-        turn_critic=bool(signals & {*TURN_CRITIC, *TURN_CRITIC_TARGET}),
-        separate_critic=settings.critic == "separate",
-        teacher=teacher if Signal.TEACHER in signals else None,
-        noise=recipe.smoothing,
-        device=select_device(settings),
-    )
-
-
-def make_sharded_learner(
-    settings: Settings, model: PreTrainedModel, recipe: Recipe, teacher: PreTrainedModel | None
-) -> Learner:
-    """A learner over ``settings.ranks`` processes. Each gets its share of the CPU threads."""
+    shared: dict[str, Any] = {
+        "critic": recipe.critics,
+        "turn_critic": bool(signals & {*TURN_CRITIC, *TURN_CRITIC_TARGET}),
+        "separate_critic": settings.critic == "separate",
+        "teacher": teacher if Signal.TEACHER in signals else None,
+        "device": select_device(settings),
+    }
+    if settings.ranks == 1:
+        return LocalLearner(model, learner_settings(settings, recipe), noise=recipe.smoothing, **shared)
     from turnwise.engines.sharded.sharded_learner import ShardedLearner  # late: imports FSDP
 
-    signals = recipe.objective.signals
-    return ShardedLearner(
-        model,
-        learner_settings(settings, recipe),
-        ranks=settings.ranks,
-        signals=signals,
-        threads=max(1, torch.get_num_threads() // ranks_here(settings.ranks)),
-        critic=recipe.critics,
-        turn_critic=bool(signals & {*TURN_CRITIC, *TURN_CRITIC_TARGET}),
-        separate_critic=settings.critic == "separate",
-        teacher=teacher if Signal.TEACHER in signals else None,
-        device=select_device(settings),
-    )
+    threads = max(1, torch.get_num_threads() // ranks_here(settings.ranks))
+    ranks = {"ranks": settings.ranks, "signals": signals, "threads": threads}
+    learner = ShardedLearner(model, learner_settings(settings, recipe), **ranks, **shared)
+    if folder is not None:
+        try:
+            learner.check_folder(folder)
+        except BaseException:
+            learner.close()
+            raise
+    return learner
 
 
 @contextlib.contextmanager
@@ -307,8 +303,8 @@ def make_policy_judge(
         return generator, _no_policy
     positions = getattr(model.config, "max_position_embeddings", None) or JUDGE_CONTEXT
     context = min(int(positions), max(JUDGE_CONTEXT, settings.context))
-    own = replace(settings, context=context, slots=1, eval_tasks=1, eval_samples=1)
-    mirror = make_local_generator(own, model, renderer, settings.staleness.deterministic, dialogues=1)
+    judge_settings = replace(settings, context=context, slots=1, eval_tasks=1, eval_samples=1)
+    mirror = make_local_generator(judge_settings, model, renderer, settings.staleness.deterministic, dialogues=1)
     return PairedGenerator(generator, mirror), lambda: LocalChat(mirror, renderer, context)
 
 
@@ -318,18 +314,12 @@ def _reward_model(settings: Settings) -> ChatModel:
     renderer = Renderer(load_tokenizer(str(folder)))
     judge = load_causal_lm(str(folder))
     context = int(getattr(judge.config, "max_position_embeddings", None) or JUDGE_CONTEXT)
-    own = replace(settings, context=context, slots=1, eval_tasks=1, eval_samples=1)
-    return LocalChat(make_local_generator(own, judge, renderer, True, dialogues=1), renderer, context)
+    judge_settings = replace(settings, context=context, slots=1, eval_tasks=1, eval_samples=1)
+    return LocalChat(make_local_generator(judge_settings, judge, renderer, True, dialogues=1), renderer, context)
 
 
 def _no_policy() -> ChatModel:
     raise AssertionError("the judge is not the policy")
-
-
-# ------------------------------------------------------------------ factories
-
-GENERATORS: dict[str, Callable[..., Any]] = {"local": make_local_generator}
-LEARNERS: dict[str, Callable[..., Learner]] = {"local": make_local_learner, "sharded": make_sharded_learner}
 
 
 def make_generator(
@@ -339,7 +329,6 @@ def make_generator(
     renderer: Renderer,
     deterministic: bool,
     dialogues: int,
-    engine: str = "local",
     tell: Callable[[str], None] = lambda text: None,
     cache: CacheChoice | None = None,
 ) -> Generator:
@@ -350,39 +339,20 @@ def make_generator(
             return make_process_generator(settings, model, renderer, deterministic, dialogues, cache)
         rows, tolerance = cache_rows(settings, dialogues), policy_check_tolerance(settings)
         threads = torch.get_num_threads() if select_device(settings).type == "cpu" else 0
-        found: tuple[Any, int] = actors_of(settings) if settings.cluster else (None, 0)
-        return make_remote_generator(settings, model, renderer, deterministic, rows, tolerance, threads, tell, *found)
+        directory, count = (
+            None,
+            0,
+        )  # where the generator actors of this run are at any time, and how many it should have
+        if settings.cluster:
+            from turnwise.training.cluster.directory import GeneratorDirectory  # late: imports ray
+
+            directory, count = GeneratorDirectory.of_this_actor().addresses, settings.cluster.generators
+        return make_remote_generator(
+            settings, model, renderer, deterministic, rows, tolerance, threads, tell, directory, count
+        )
     model = with_value_rows(model) if recipe.critics < 0 else model
-    make = GENERATORS[engine]
-    exact = make(settings, model, renderer, deterministic, dialogues, cache)
+    exact = make_local_generator(settings, model, renderer, deterministic, dialogues, cache)
     if not recipe.precision.drafts:
         return exact
     draft_settings = replace(settings, rollout_dtype=recipe.precision.drafts)  # type: ignore[arg-type]
-    return DraftingGenerator(exact, make(draft_settings, model, renderer, deterministic, 0, cache))
-
-
-def actors_of(settings: Settings) -> tuple[Callable[[], Any], int]:
-    """Where the generator actors of this run are at any time, and how many it should have."""
-    from turnwise.training.cluster.directory import GeneratorDirectory  # late: imports ray
-
-    return GeneratorDirectory.of_this_actor().addresses, settings.cluster.generators
-
-
-def make_learner(
-    settings: Settings,
-    model: PreTrainedModel,
-    recipe: Recipe,
-    teacher: PreTrainedModel | None = None,
-    engine: str = "",
-    folder: Path | None = None,
-) -> Learner:
-    """The learner of a run: the named engine, or the one that the number of ranks asks for. ``folder``: of its checkpoints."""
-    learner = LEARNERS[engine or ("sharded" if settings.ranks > 1 else "local")](settings, model, recipe, teacher)
-    check = getattr(learner, "check_folder", None)
-    if folder is not None and check is not None:
-        try:
-            check(folder)
-        except BaseException:
-            learner.close()  # type: ignore[attr-defined]
-            raise
-    return learner
+    return DraftingGenerator(exact, make_local_generator(draft_settings, model, renderer, deterministic, 0, cache))
