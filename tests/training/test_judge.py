@@ -12,7 +12,7 @@ from turnwise.core.records import Group, Status, Task, Trajectory, Turn
 from turnwise.errors import RequestRefused, ServerFault, SettingError
 from turnwise.rewards.judge import DEFAULT_RUBRIC
 from turnwise.rewards.verdict_cache import VerdictCache
-from turnwise.rollout.judge_scorer import JudgeScorer
+from turnwise.rollout.scoring import JudgeScorer
 from turnwise.training.rewards import read_rubric
 
 TASK = Task("test", 1)

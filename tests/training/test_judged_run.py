@@ -152,10 +152,10 @@ def test_the_policy_can_only_judge_what_plays_here(capsys):
 def lenient(monkeypatch):
     """The tiny model writes no JSON: any reply is a verdict here, with a score that depends on its text."""
     from turnwise.rewards import judge as prompts
-    from turnwise.rollout import judge_scorer
+    from turnwise.rollout import scoring
 
-    monkeypatch.setattr(judge_scorer, "REPLY_TOKENS", 6)
-    monkeypatch.setattr(judge_scorer, "TOKENS_PER_VERDICT", 0)
+    monkeypatch.setattr(scoring, "REPLY_TOKENS", 6)
+    monkeypatch.setattr(scoring, "TOKENS_PER_VERDICT", 0)
     monkeypatch.setattr(prompts, "_json_of", lambda reply: {"reason": reply, "score": sum(map(ord, reply)) % 11 / 10})
 
 

@@ -1,7 +1,7 @@
 """Scoring a finished group: named rewards, their weighted total and a verdict are added to trajectories that were played.
 
 A ``GroupScorer`` sees all trajectories of one task, so it may score each alone or compare them. The collector calls it before a
-group is stored and admitted, the evaluator on the samples of one task. Knows neither how a score is computed nor who played.
+group is stored and admitted, the evaluator on the samples of one task. Knows not who played.
 
 A scorer leaves failed trajectories as they are. It never raises for an answer it cannot score: that trajectory fails with the
 reason, and its siblings are unaffected.
@@ -9,18 +9,30 @@ reason, and its siblings are unaffected.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
+from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import GroupScorer, Session
-from turnwise.core.records import Group, Status, Task, Trajectory
+from turnwise.core.records import Group, Message, Sampling, Status, Task, Trajectory
+from turnwise.core.seeds import stable_seed
+from turnwise.environments.calls import call_environment
+from turnwise.errors import ContextOverflow, EnvironmentFault, RequestRefused
+from turnwise.rewards.first_error import NO_ERROR, count_steps, question, read_answer, steps_of
+from turnwise.rewards.functions import RewardFunction
+from turnwise.rewards.judge import JudgeQuestion, Transcript, Verdict, VerdictError, as_text, complaint
+from turnwise.rewards.samples import AnswerGroup, AnswerSample, RewardOutcome
+from turnwise.rewards.verdict_cache import StoredVerdicts, VerdictCache
 from turnwise.rollout.strategies import EpisodeRunner
+from turnwise.rollout.strategies.base import succeeded
 
 MAX_REWARD = 3.4e38  # rewards are float32 on a batch
-
-__all__ = ["GroupScorer", "RewardScore", "ScorerChain", "apply_scores", "scorable", "scored_play"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +107,262 @@ def scored_play(play: EpisodeRunner, scorer: GroupScorer) -> EpisodeRunner:
         return replace(scored.trajectories[0], fork=played.fork)
 
     return run
+
+
+# ----------------------------------------------------------------------------
+# Scores groups with the reward functions of a run: named rewards, their weighted sum, and a verdict.
+
+
+ENVIRONMENT = "environment"  # name of the environment's own reward
+THREADS = 16  # calls of reward processes that wait at the same time
+
+Columns = Callable[[Group], tuple[str | list[Message] | None, Mapping[str, Any]]]
+"""The prompt of a group as its row has it (None: that of the dialogue), and the columns of its row."""
+
+
+@dataclass(frozen=True)
+class FunctionScorer:
+    """``environment_weight`` multiplies what the environment paid; None: it pays nothing and is not reported."""
+
+    functions: tuple[RewardFunction, ...]
+    columns: Columns
+    seconds: float = 10.0
+    environment_weight: float | None = None
+    unscored: float | None = None  # the reward where a function fails; None: the trajectory fails
+
+    async def score(self, group: Group) -> Group:
+        indices = scorable(group)
+        if not indices:
+            return group
+        weighed = replace(group, trajectories=tuple(self._weigh(t) for t in group.trajectories))
+        answers = self._answers(group, indices)
+        columns = await asyncio.gather(*(self._call(function, answers) for function in self.functions))
+        scores = {i: self._combine([outcomes[n] for outcomes in columns]) for n, i in enumerate(indices)}
+        return apply_scores(weighed, scores)
+
+    def _weigh(self, trajectory: Trajectory) -> Trajectory:
+        weight = self.environment_weight
+        if weight is None or not trajectory.turns:
+            return trajectory
+        turns = tuple(replace(turn, reward=turn.reward * weight) for turn in trajectory.turns)
+        named = {ENVIRONMENT: trajectory.reward, **trajectory.rewards}
+        return replace(trajectory, turns=turns if weight != 1 else trajectory.turns, rewards=named)
+
+    def _answers(self, group: Group, indices: Sequence[int]) -> AnswerGroup:
+        prompt, columns = self.columns(group)
+        members = [group.trajectories[i] for i in indices]
+        dialogues = [split_dialogue(t.messages) for t in members]
+        samples = [_sample(t, completion) for t, (_, completion) in zip(members, dialogues)]
+        return AnswerGroup(dialogues[0][0] if prompt is None else prompt, tuple(samples), columns)
+
+    async def _call(self, function: RewardFunction, answers: AnswerGroup) -> list[RewardOutcome]:
+        if not function.runs_here:
+            return await asyncio.get_running_loop().run_in_executor(_executor(), function.score, answers)
+        try:
+            return list(await call_environment(function.score, answers, seconds=self.seconds, inline=False))
+        except (EnvironmentFault, RuntimeError) as fault:
+            return [RewardOutcome(fault=str(fault))] * len(answers.answers)
+
+    def _combine(self, outcomes: Sequence[RewardOutcome]) -> RewardScore:
+        """One trajectory's score from the outcome of every function."""
+        rewards: dict[str, float] = {}
+        total, verdicts = 0.0, []
+        for function, outcome in zip(self.functions, outcomes):
+            name, score = function.spec.name, outcome.score
+            if outcome.fault and self.unscored is None:
+                return RewardScore(failure=f"reward {name}: {outcome.fault}")
+            score = self.unscored if outcome.fault else score
+            if score is None:
+                continue  # does not apply to this row
+            rewards |= {name: score, **{f"{name}/{key}": value for key, value in outcome.extra.items()}}
+            total += function.spec.weight * score
+            verdicts += [outcome.success] if outcome.success is not None else []
+        if not rewards and self.environment_weight is None:
+            return RewardScore(failure="no reward function applies to this row: all returned None")
+        return RewardScore(rewards, total, all(verdicts) if verdicts else None)
+
+    def close(self) -> None:
+        for function in self.functions:
+            function.close()
+
+
+def split_dialogue(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """What the agent read first, and everything from its first message on."""
+    first = next((i for i, m in enumerate(messages) if m.get("role") == "assistant"), len(messages))
+    return list(messages[:first]), list(messages[first:])
+
+
+def _sample(trajectory: Trajectory, completion: list[Message]) -> AnswerSample:
+    spoken = [m["content"] for m in completion if m.get("role") == "assistant"]
+    ids = [int(token) for turn in trajectory.turns for token in turn.tokens]
+    return AnswerSample(spoken[-1] if spoken else "", [dict(m) for m in completion], ids)
+
+
+@cache
+def _executor() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
+
+
+# ----------------------------------------------------------------------------
+# A model as judge of finished groups: asks it, keeps its verdicts, and adds them as the reward ``judge``.
+
+
+JUDGE_REWARD = "judge"
+EACH, GROUP = "each", "group"
+MODES = (EACH, GROUP)
+REPLY_TOKENS, TOKENS_PER_VERDICT = 2048, 128  # room for a judge that thinks first, and for each further verdict
+ATTEMPTS = 2
+
+
+@dataclass
+class JudgeScorer:
+    """A ``GroupScorer``. ``mode``: ``each`` trajectory alone, or the whole ``group`` in one verdict."""
+
+    judge: ChatModel
+    rubric: str
+    mode: str = EACH
+    weight: float = 1.0
+    cache: VerdictCache = field(default_factory=VerdictCache)
+    counts: dict[str, float] = field(default_factory=dict)
+    _asking: dict[str, asyncio.Lock] = field(default_factory=dict)
+
+    async def score(self, group: Group) -> Group:
+        indices = scorable(group)
+        transcripts = [group.trajectories[i].messages for i in indices]
+        outcomes = await self.judged(transcripts) if transcripts else []
+        scores: dict[int, RewardScore] = {}
+        for i, outcome in zip(indices, outcomes):
+            if isinstance(outcome, str):
+                scores[i] = RewardScore(failure=outcome)
+                self._count("failed")
+            else:
+                scores[i] = RewardScore({JUDGE_REWARD: outcome.score}, self.weight * outcome.score)
+                self.cache.record(f"{group.id}/{group.trajectories[i].id}", outcome)
+        return apply_scores(group, scores)
+
+    async def judged(self, transcripts: Sequence[Transcript]) -> list[Verdict | str]:
+        """The verdict on each transcript, or why there is none."""
+        sets = [transcripts] if self.mode == GROUP else [[transcript] for transcript in transcripts]
+        questions = [JudgeQuestion.about(self.rubric, some, self.mode == GROUP) for some in sets]
+        answers = await asyncio.gather(*map(self._answer, questions))
+        by_transcript = [answers[0]] * len(transcripts) if self.mode == GROUP else answers
+        return [a.failure or a.verdicts[as_text(transcript)] for a, transcript in zip(by_transcript, transcripts)]
+
+    def describe(self) -> str:
+        """One line for the log."""
+        what = "each episode alone" if self.mode == EACH else "all episodes of a task in one verdict"
+        return f"judge: {self.judge.name}, {what}, weight {self.weight:g}"
+
+    def metrics(self) -> dict[str, float]:
+        """Questions asked, found in the cache and failed, and the seconds of asking, since the last call."""
+        counts, self.counts = self.counts, {}
+        return {f"judge/{name}": counts.get(name, 0.0) for name in ("calls", "cached", "failed", "seconds")}
+
+    def close(self) -> None:
+        self.judge.close()
+        self.cache.close()
+
+    # ------------------------------------------------------------------- asking
+    async def _answer(self, question: JudgeQuestion) -> StoredVerdicts:
+        """From the cache, or from the judge. An equal question that is being asked at this moment is waited for."""
+        key = f"{self.judge.name}/{question.digest}"
+        async with self._asking.setdefault(key, asyncio.Lock()):
+            stored = self.cache.find(key)
+            if stored is None:
+                stored = await self._ask(question)
+                self.cache.store(key, stored)
+            else:
+                self._count("cached")
+        self._asking.pop(key, None)
+        return stored
+
+    async def _ask(self, question: JudgeQuestion) -> StoredVerdicts:
+        messages, fault = question.messages(), VerdictError()
+        room = REPLY_TOKENS + TOKENS_PER_VERDICT * len(question.letters)
+        sampling, seed = Sampling(temperature=0.0, max_tokens=room), stable_seed("judge", question.digest)
+        for _ in range(ATTEMPTS):
+            began = time.perf_counter()
+            try:
+                reply = await self.judge.reply(messages, sampling, seed, schema=question.schema())
+            except RequestRefused as refused:
+                return StoredVerdicts({}, f"the judge refused to judge: {refused}")
+            finally:
+                self._count("calls")
+                self._count("seconds", time.perf_counter() - began)
+            try:
+                return StoredVerdicts(question.read(reply.text))
+            except VerdictError as unreadable:
+                fault = unreadable
+            messages = [*messages, _said(reply.text), complaint(fault)]
+        return StoredVerdicts({}, f"the judge gave no verdict in {ATTEMPTS} attempts: {fault}")
+
+    def _count(self, name: str, amount: float = 1.0) -> None:
+        self.counts[name] = self.counts.get(name, 0.0) + amount
+
+
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text or "(empty)"}
+
+
+# ----------------------------------------------------------------------------
+# A generative reward model as judge of the way: asks which step of a success was the first wrong one, and records the fact.
+
+
+FIRST_ERROR = "error"  # the number of the first wrong step, −1 for none
+REPLY_TOKENS = 8
+
+
+@dataclass
+class FirstErrorScorer:
+    """A ``GroupScorer`` that changes no reward: the fact ``error`` replaces what the environment told."""
+
+    judge: ChatModel
+    counts: dict[str, float] = field(default_factory=dict)
+    known: dict[str, int] = field(default_factory=dict)
+
+    async def score(self, group: Group) -> Group:
+        if group.task.split != "train":
+            return group
+        asked = {i for i in scorable(group) if succeeded(group.trajectories[i])}
+        marked = [await self._marked(t) if i in asked else t for i, t in enumerate(group.trajectories)]
+        return replace(group, trajectories=tuple(marked))
+
+    async def _marked(self, trajectory: Trajectory) -> Trajectory:
+        error = float(await self._first_error(trajectory))
+        self._count("flawed", float(error != NO_ERROR))
+        turns = tuple(replace(turn, facts={**turn.facts, FIRST_ERROR: error}) for turn in trajectory.turns)
+        return replace(trajectory, turns=turns)
+
+    async def _first_error(self, trajectory: Trajectory) -> int:
+        lines = steps_of(trajectory.messages)
+        messages = question(lines)
+        text = str(messages[0]["content"])
+        if text not in self.known:
+            began, seed = time.perf_counter(), stable_seed("first error", text)
+            try:
+                reply = await self.judge.reply(messages, Sampling(temperature=0.0, max_tokens=REPLY_TOKENS), seed)
+                said = read_answer(reply.text)
+            except ContextOverflow:  # longer than what the reward model reads
+                said = None
+            self._count("calls")
+            self._count("failed", float(said is None))
+            self._count("seconds", time.perf_counter() - began)
+            self.known[text] = NO_ERROR if said is None or said >= count_steps(lines) else said
+        else:
+            self._count("cached")
+        return self.known[text]
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return "judge: a reward model that names the first wrong step of each success"
+
+    def metrics(self) -> dict[str, float]:
+        """Successes asked about and found flawed, replies from memory and without a verdict, seconds, since the last call."""
+        counts, self.counts = self.counts, {}
+        return {f"judge/{name}": counts.get(name, 0.0) for name in ("calls", "cached", "failed", "flawed", "seconds")}
+
+    def close(self) -> None:
+        self.judge.close()
+
+    def _count(self, name: str, amount: float = 1.0) -> None:
+        self.counts[name] = self.counts.get(name, 0.0) + amount

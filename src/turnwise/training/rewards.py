@@ -23,10 +23,7 @@ from turnwise.rewards.functions import RewardFunction, RewardLimits, check_rewar
 from turnwise.rewards.judge import DEFAULT_RUBRIC
 from turnwise.rewards.spec import parse_rewards
 from turnwise.rewards.verdict_cache import VerdictCache
-from turnwise.rollout.first_error_scorer import FirstErrorScorer
-from turnwise.rollout.judge_scorer import JudgeScorer
-from turnwise.rollout.reward_scorer import FunctionScorer
-from turnwise.rollout.scoring import ScorerChain
+from turnwise.rollout.scoring import FirstErrorScorer, FunctionScorer, JudgeScorer, ScorerChain
 from turnwise.training.env_spec import prompt_data
 from turnwise.training.events import silent
 from turnwise.training.interrupt import run_async
