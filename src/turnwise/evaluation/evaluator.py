@@ -73,7 +73,8 @@ class Evaluation:
     def rewards(self) -> dict[str, np.ndarray]:
         """[tasks, samples] of each named reward; an episode that was not given one counts as 0."""
         names = sorted({name for row in self.trajectories for t in row for name in t.rewards})
-        return {name: self._array(lambda t, name=name: t.rewards.get(name, 0.0)) for name in names}
+        given = [[t.rewards for t in row] for row in self.trajectories]
+        return {name: np.array([[r.get(name, 0.0) for r in row] for row in given], dtype=float) for name in names}
 
     def _array(self, measure: Callable[[Trajectory], float]) -> np.ndarray:
         return np.array([[measure(t) for t in row] for row in self.trajectories], dtype=float)

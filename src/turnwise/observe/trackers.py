@@ -138,10 +138,13 @@ class Service:
     """A tracking service: ``log`` and ``close`` of its library."""
 
     def __init__(self, name: str, log: Callable[..., object], close: Callable[[], object]) -> None:
-        self.name, self._log, self.close = name, log, close
+        self.name, self._log, self._close = name, log, close
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._log(_finite(metrics), step=step)
+
+    def close(self) -> None:
+        self._close()
 
 
 def _wandb(wandb: Any, project: str, name: str, settings: dict[str, Any]) -> Service:
