@@ -3,6 +3,7 @@
     make shape                            # this table, and the files and functions of one training step
     python -m trials.shape --rooms        # and the lines of each room
     python -m trials.shape --alone        # and the modules that exactly one other module imports
+    python -m trials.shape --caps         # only the caps of tests/test_rooms.py, with a little slack, to be copied there
     python -m trials.shape --of FOLDER    # another package, measured the same way
 
 Figures of other packages are fixed: they were measured once by this program, without their tests.
@@ -194,14 +195,26 @@ def step_figures() -> dict[str, str]:
     }
 
 
+def caps(shape: Shape) -> str:
+    """The lines of each room and two in a hundred, rounded up to tens; the modules with one importer as they are."""
+    rooms = sorted(shape.rooms.items(), key=lambda item: -item[1])
+    rounded = [f'"{room}": {-(-lines * 102 // 1000) * 10:_}' for room, lines in rooms]
+    rows = [f"    {', '.join(rounded[n : n + 6])}," for n in range(0, len(rounded), 6)]
+    return "\n".join(["LINES = {", *rows, "}", f"ONE_IMPORTER = {len(shape.alone)}"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trials.shape", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--of", type=Path, default=SOURCE, help="the package to measure")
     parser.add_argument("--rooms", action="store_true", help="also print the lines of each room")
     parser.add_argument("--alone", action="store_true", help="also print the modules with one importer")
+    parser.add_argument("--caps", action="store_true", help="only print the caps for tests/test_rooms.py")
     parser.add_argument("--step", action="store_true", help="also run a training step and count what it executes")
     options = parser.parse_args()
     shape = Shape.of(options.of.resolve())
+    if options.caps:
+        print(caps(shape))
+        return 0
     figures = shape.figures() | (step_figures() if options.step else {})
     print(f"{'':42}{options.of.resolve().name:>12}" + "".join(f"{name:>12}" for name in TEACHERS))
     for what, value in figures.items():
