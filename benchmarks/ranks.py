@@ -26,7 +26,8 @@ from turnwise import recipes
 from turnwise.core.batch import Batch, pack
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
-from turnwise.engines.sharded.sharded_learner import ShardedLearner, start_ranks
+from turnwise.engines.sharded.rank_pool import start_ranks
+from turnwise.engines.sharded.sharded_learner import ShardedLearner
 from turnwise.store.checkpoint import load_checkpoint, save_checkpoint
 
 VOCABULARY = 4096

@@ -11,7 +11,7 @@ from support.small_models import make_model
 from torch.distributed.tensor import DTensor
 
 from turnwise.engines.kernels.four_bit import FourBitMatrix, packed_layers
-from turnwise.engines.sharded.sharded_learner import start_ranks
+from turnwise.engines.sharded.rank_pool import start_ranks
 
 pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise[quantized]'")
 pytest.importorskip("peft", reason="adapters need PEFT")
@@ -40,16 +40,15 @@ def test_a_rank_holds_packed_matrices_whole_and_shards_of_the_rest():
     pool = start_ranks(1)
     try:
         local, sharded = case.local(), case.sharded(pool)
-        own = sharded.own
         assert "frozen weights in 4 bits" in sharded.describe()
-        assert all(isinstance(p, DTensor) for p in own.model.parameters())
-        assert {n for n, p in own.model.named_parameters() if p.requires_grad} == {
-            n for n in dict(own.model.named_parameters()) if ".lora_" in n
+        assert all(isinstance(p, DTensor) for p in sharded.model.parameters())
+        assert {n for n, p in sharded.model.named_parameters() if p.requires_grad} == {
+            n for n in dict(sharded.model.named_parameters()) if ".lora_" in n
         }
-        assert packed(local).keys() == packed(own).keys() == packed(sharded.whole).keys()
-        for learner in (own, sharded.whole):
+        assert packed(local).keys() == packed(sharded).keys() == packed(sharded.whole).keys()
+        for learner in (sharded, sharded.whole):
             assert all(torch.equal(t, packed(learner)[name]) for name, t in packed(local).items())
-        assert len(packed_layers(own.model)) == 14 and sharded.parameter_count == local.parameter_count
+        assert len(packed_layers(sharded.model)) == 14 and sharded.parameter_count == local.parameter_count
         assert [
             w for gather in ("block", "step") for w in differences(Case("ppo", gather, FOUR_BIT), pool, FLOAT32)
         ] == []

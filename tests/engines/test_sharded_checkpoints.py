@@ -17,8 +17,8 @@ import pytest
 import torch
 from support.ranks import Case, state_differences, update
 
+from turnwise.engines.sharded.rank_pool import start_ranks
 from turnwise.engines.sharded.rank_state import RankTensors
-from turnwise.engines.sharded.sharded_learner import start_ranks
 from turnwise.errors import RankFault, SettingError, StoreError
 from turnwise.store.checkpoint import checkpoints, load_checkpoint, load_latest, save_checkpoint
 from turnwise.store.shard_files import StoredTensors

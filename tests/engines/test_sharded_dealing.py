@@ -9,7 +9,7 @@ from support.batches import COUNTS, records_of
 from turnwise.core.batch import pack, shared_prefix_lengths
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY
-from turnwise.engines.sharded.dealing import deal, rows_of_ranks
+from turnwise.engines.sharded.dealing import deal, rows_of_ranks, stripped
 
 
 @given(COUNTS, st.integers(1, 5), st.integers(1, 64), st.booleans())
@@ -39,5 +39,4 @@ def test_other_ranks_receive_no_column_of_the_step():
     batch = pack(records_of([[[2], [3]]]))
     kept = (Column.CANDIDATE, 0)
     batch = batch.put({kept: batch.token, Column.ADVANTAGE: batch.behaviour})
-    (share,) = deal(batch, 1, 64, True)[0]
-    assert set(share.stripped().columns) == {kept}
+    assert set(stripped(batch).columns) == {kept}

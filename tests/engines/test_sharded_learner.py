@@ -21,8 +21,9 @@ from support.small_models import make_model
 from turnwise import recipes
 from turnwise.core.signals import Signal
 from turnwise.engines.sharded import rank_pool
+from turnwise.engines.sharded.rank_pool import start_ranks
 from turnwise.engines.sharded.served import UNSERVED, LearnerNeeds, unserved_reason
-from turnwise.engines.sharded.sharded_learner import ShardedLearner, start_ranks
+from turnwise.engines.sharded.sharded_learner import ShardedLearner
 from turnwise.errors import RankFault, SettingError
 
 NEEDS = [  # one method for each need of a learner
@@ -146,7 +147,7 @@ def test_a_killed_rank_is_named_and_the_run_continues_equal(tmp_path):
 @pytest.mark.slow
 def test_a_fault_of_one_rank_reaches_the_caller(monkeypatch):
     """A user's mistake keeps its type; a rank that does not answer is named."""
-    monkeypatch.setattr(rank_pool, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(rank_pool, "ANSWER_SECONDS", 3.0)
     pool = start_ranks(2)
     try:
         learner = Case("grpo").sharded(pool)
@@ -158,17 +159,19 @@ def test_a_fault_of_one_rank_reaches_the_caller(monkeypatch):
         pool.close()
 
 
-def test_a_stopped_rank_is_named_when_a_message_does_not_fit_its_pipe(monkeypatch):
-    monkeypatch.setattr(rank_pool, "ANSWER_SECONDS", 1.0)
+def test_a_stopped_rank_is_named_when_a_call_does_not_fit_its_buffers(monkeypatch):
+    monkeypatch.setattr(rank_pool, "ANSWER_SECONDS", 3.0)
+    monkeypatch.setattr(rank_pool, "NAMING_SECONDS", 0.5)
+
+    def never(learner, message):
+        raise AssertionError("rank 0 came to its own part")
+
     pool = start_ranks(2)
     try:
-        pool.host = object()  # rank 0 never comes to its own part
         process = pool.processes[0].number
         os.kill(process, signal.SIGSTOP)
-        with pytest.raises(
-            RankFault, match="rank 1 does not answer: it has read nothing for 1 s: it is stopped or stuck"
-        ):
-            pool.call("update", torch.zeros(1 << 21))
+        with pytest.raises(RankFault, match="rank 1 of 2 is stopped or stuck"):
+            pool.call(never, None, torch.zeros(1 << 22))
         assert not os.path.exists(f"/proc/{process}")
     finally:
         pool.close()

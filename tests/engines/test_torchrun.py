@@ -1,18 +1,17 @@
-"""Ranks that torchrun starts: what it tells them, who may connect, whole runs over two of its agents (machines, to torch)."""
+"""Ranks that torchrun starts: what it tells them, how they meet and are missed, whole runs over two of its agents (machines, to
+torch)."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import pickle
 import socket
 import subprocess
 import sys
-import threading
 import time
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +20,8 @@ from safetensors.torch import load_file
 
 import turnwise
 from turnwise.config.settings import Settings
-from turnwise.engines.sharded import joined_ranks, messages, rank_pool
-from turnwise.engines.sharded.joined_ranks import LISTENING, OVER, JoinedRank, accept_ranks, shared_interface
-from turnwise.engines.sharded.sharded_learner import start_ranks
+from turnwise.engines.sharded import rank_pool
+from turnwise.engines.sharded.rank_pool import ABOUT, BEAT, FAULT, INTERFACE, OVER, START, interface_toward, start_ranks
 from turnwise.engines.sharded.torchrun import TorchrunRank, check_torchrun, ranks_here, torchrun_rank
 from turnwise.errors import RankFault, SettingError
 from turnwise.training.plan import RunPlan
@@ -33,6 +31,7 @@ VARIABLES = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
     "MASTER_ADDR": "node0", "MASTER_PORT": "1",
 }  # fmt: skip
+UNREACHABLE = "has ended or cannot be reached; see the output of torchrun"
 HERE = TorchrunRank(0, 2, 0, 2, 0, "127.0.0.1")
 RUN = {
     "method": "grpo", "env": "parity_environment:Parity", "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 2,
@@ -69,93 +68,102 @@ def test_cores_are_counted_for_the_ranks_of_this_machine(under_torchrun):
     assert RANKS_PER_CORE >= 4
 
 
-def test_only_who_knows_the_key_connects_and_missing_ranks_are_named():
-    store, refused = dist.HashStore(), []
-
-    def stranger():
-        port, _ = store.get(LISTENING).decode().split()
-        try:
-            Client(("127.0.0.1", int(port)), authkey=b"guessed")
-        except (AuthenticationError, OSError, EOFError) as fault:
-            refused.append(fault)
-
-    thread = threading.Thread(target=stranger)
-    thread.start()
-    with pytest.raises(RankFault, match=r"ranks \[1\] of 2 did not connect to 127\.0\.0\.1 within 3 s"):
-        accept_ranks(store, HERE, seconds=3.0, answer_seconds=1.0)
-    thread.join()
-    assert refused
-
-
-def test_a_silent_connection_does_not_keep_the_others_out(monkeypatch):
-    monkeypatch.setattr(joined_ranks, "HELLO_SECONDS", 0.3)
-    store, held = dist.HashStore(), []
-
-    def silent_then_rank_1():
-        port, key = store.get(LISTENING).decode().split()
-        address = ("127.0.0.1", int(port))
-        held.append(socket.create_connection(address))
-        for part in ("work", "watch"):
-            held.append(Client(address, authkey=bytes.fromhex(key)))
-            messages.send(held[-1], {"rank": 1, "node": 1, "host": "there", "process": 7, "part": part})
-
-    thread = threading.Thread(target=silent_then_rank_1)
-    thread.start()
-    (rank,) = accept_ranks(store, HERE, seconds=60.0, answer_seconds=1.0)
-    thread.join()
-    try:
-        assert isinstance(rank, JoinedRank) and rank.how_it_ended() == ""
-        assert rank.own_interface == ("lo" if sys.platform == "linux" else "")
-        rank.send(("verb", ()))
-        assert messages.receive(held[1]) == ("verb", ())
-        with pytest.raises(RankFault, match="rank 1 on there does not answer: it has read nothing for 1 s"):
-            rank.send(b"x" * (1 << 26))
-        assert not rank.lost_peer and shared_interface([rank], "lo") == rank.own_interface
-        pool = rank_pool.RankPool(2, torch.device("cpu"), workers=[rank], joined=True)
-        assert pool.processes == [(7, "there", False)]
-        held[2].send_bytes(joined_ranks.LOST_A_PEER)
-        held[1].close()
-        held[2].close()
-        assert "(process 7 on there) has ended or cannot be reached" in rank.how_it_ended()
-        assert rank.lost_peer and rank.lost_peer  # it said so, once
-        assert pool.processes == [(7, "there", True)]
-    finally:
-        rank.close()
-        for connection in held:
-            connection.close()
-
-
-def test_who_waits_is_told_that_there_was_no_learner(monkeypatch):
+@pytest.fixture
+def meeting(monkeypatch):
+    """The store of a rank 0 that torchrun started, which finds out quickly who is missing."""
     store = dist.HashStore()
-    monkeypatch.setattr(joined_ranks, "open_store", lambda started: store)
-    joined_ranks.release_ranks(HERE)
-    assert store.get(LISTENING) == OVER.encode()
-    store.set(LISTENING, "1 key")
-    joined_ranks.release_ranks(HERE)
-    assert store.get(LISTENING) == b"1 key"
-    ranks = [JoinedRank.__new__(JoinedRank) for _ in range(2)]
-    for rank in ranks:
-        rank.node = 0
-    assert shared_interface(ranks, "lo") == "lo"
+    monkeypatch.setattr(rank_pool, "open_store", lambda started: store)
+    monkeypatch.setattr(rank_pool, "torchrun_rank", lambda: HERE)
+    monkeypatch.setattr(rank_pool, "check_torchrun", lambda size: None)
+    monkeypatch.setattr(rank_pool, "START_SECONDS", 0.2)
+    monkeypatch.setattr(rank_pool, "NAMING_SECONDS", 0.2)
+    return store
 
 
-def test_a_network_that_torch_cannot_use_is_named(monkeypatch):
+@pytest.fixture
+def pool(meeting, monkeypatch):
+    """Rank 0 of two, and no other process."""
+    place = {"host": "there", "process": 7, "node": 1, "address": "127.0.0.1"}
+    meeting.set(ABOUT.format(1), json.dumps(place))
+    monkeypatch.setattr(rank_pool, "join_group", lambda *arguments: "files")
+    return rank_pool.RankPool(2, torch.device("cpu"))
+
+
+def test_missing_ranks_are_named(meeting):
+    with pytest.raises(RankFault, match=r"ranks \[1\] of 2 did not connect to 127\.0\.0\.1 within 0 s"):
+        rank_pool.RankPool(2, torch.device("cpu"))
+    assert json.loads(meeting.get(START)) == {"device": "cpu", "threads": 1}
+
+
+def test_a_rank_on_another_machine_is_seen_by_its_signs_of_life(pool, meeting, monkeypatch):
+    assert pool.several_machines and meeting.get(INTERFACE) == (b"lo" if sys.platform == "linux" else b"")
+    assert pool.processes == [(7, "there", False)]
+    monkeypatch.setattr(rank_pool, "SILENT_SECONDS", 0.0)
+    assert pool.processes == [(7, "there", True)]
+    monkeypatch.setattr(rank_pool, "SILENT_SECONDS", 60.0)
+    pool.peers[0].heard = -math.inf
+    assert pool.processes == [(7, "there", True)]
+    meeting.add(BEAT.format(1), 1)
+    assert pool.processes == [(7, "there", False)]
+
+
+@pytest.mark.parametrize(
+    ("said", "fault", "cause"),
+    [
+        (SettingError("write it otherwise"), "Connection closed by peer: gloo", SettingError("write it otherwise")),
+        ("KeyError: 'x'", "Connection closed by peer: gloo", RankFault("rank 1 of 2 failed: KeyError: 'x'")),
+        ("", "Connection closed by peer: gloo", None),  # it lost us, not we it
+        (None, "out of memory", None),
+        (None, "gloo: timed out", RankFault(f"rank 1 of 2 (process 7 on there) {UNREACHABLE}")),
+    ],
+)  # fmt: skip
+def test_who_broke_a_connection_is_named(pool, meeting, said, fault, cause):
+    if said is not None:
+        meeting.set(FAULT.format(1), pickle.dumps(said))
+    fault = RuntimeError(fault)
+
+    def fails(learner):
+        raise fault
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_pool, "send_call", lambda *arguments: None)
+        with pytest.raises((RuntimeError, SettingError)) as raised:
+            pool.call(fails, None)
+    assert (
+        raised.value is fault if cause is None else (type(raised.value), str(raised.value)) == (type(cause), str(cause))
+    )
+    with pytest.raises(RankFault, match="have ended"):
+        pool.call(fails, None)
+
+
+def test_who_waits_is_told_that_there_was_no_learner(meeting):
+    rank_pool.release_ranks(HERE)
+    assert meeting.get(START) == OVER.encode()
+    meeting.set(START, "{}")
+    rank_pool.release_ranks(HERE)
+    assert meeting.get(START) == b"{}"
+
+
+def test_the_interface_is_the_one_on_the_way_to_the_other_machine():
+    assert interface_toward("127.0.0.1") == ("127.0.0.1", "lo" if sys.platform == "linux" else "")
+    assert interface_toward("no such machine.invalid") == ("", "")
+
+
+def test_a_network_that_torch_cannot_use_is_named(pool, meeting, monkeypatch):
     def fails(*arguments):
         raise RuntimeError("Gloo connectFullMesh failed\nand so on")
 
     monkeypatch.setattr(rank_pool, "join_group", fails)
-    monkeypatch.setattr(rank_pool, "NAMING_SECONDS", 0.1)
-    pool = rank_pool.RankPool(2, torch.device("cpu"), joined=True)
     with pytest.raises(
         RankFault, match=r"could not connect the ranks \(Gloo connectFullMesh failed\); GLOO_SOCKET_IFNAME"
     ):
-        pool._form_group(dist.HashStore())
-    dead = SimpleNamespace(rank=1, lost_peer=False, how_it_ended=lambda: "was ended by SIGKILL")
-    with pytest.raises(RankFault, match="rank 1 of 2 was ended by SIGKILL"):  # and the network has no part in it
-        rank_pool.RankPool(2, torch.device("cpu"), workers=[dead], joined=True)._form_group(dist.HashStore())
-    dead.lost_peer = True
+        rank_pool.RankPool(2, torch.device("cpu"))
+    meeting.set(FAULT.format(1), pickle.dumps("ImportError: x"))
+    with pytest.raises(RankFault, match="rank 1 of 2 failed: ImportError: x"):  # and the network has no part in it
+        rank_pool.RankPool(2, torch.device("cpu"))
+    meeting.set(FAULT.format(1), pickle.dumps(""))
     with pytest.raises(RankFault, match="GLOO_SOCKET_IFNAME"):  # it ended for want of a connection
-        rank_pool.RankPool(2, torch.device("cpu"), workers=[dead], joined=True)._form_group(dist.HashStore())
+        rank_pool.RankPool(2, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------ whole runs

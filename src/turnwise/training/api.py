@@ -44,7 +44,7 @@ def _one_of_torchrun(work: Callable[P, R]) -> Callable[P, R]:
         try:
             return work(*args, **kwargs)
         finally:
-            from turnwise.engines.sharded.joined_ranks import release_ranks
+            from turnwise.engines.sharded.rank_pool import release_ranks
 
             release_ranks(started)
 

@@ -169,15 +169,8 @@ def make_learner(
     from turnwise.engines.sharded.sharded_learner import ShardedLearner  # late: imports FSDP
 
     threads = max(1, torch.get_num_threads() // ranks_here(settings.ranks))
-    ranks = {"ranks": settings.ranks, "signals": signals, "threads": threads}
-    learner = ShardedLearner(model, learner_settings(settings, recipe), **ranks, **shared)
-    if folder is not None:
-        try:
-            learner.check_folder(folder)
-        except BaseException:
-            learner.close()
-            raise
-    return learner
+    ranks = {"ranks": settings.ranks, "signals": signals, "threads": threads, "folder": folder}
+    return ShardedLearner(model, learner_settings(settings, recipe), **ranks, **shared)
 
 
 @contextlib.contextmanager

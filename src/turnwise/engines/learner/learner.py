@@ -10,7 +10,7 @@ know what it optimises: no rewards, no advantages, no method's name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,6 @@ CRITIC_PREFIXES = ("value/", "turns/", "critic/")
 
 class LocalLearner:
     """A ``protocols.Learner`` around any Transformers causal LM. It modifies the model in place: do not call it elsewhere."""
-
-    measurer_class = SignalMeasurer
 
     def __init__(
         self,
@@ -87,7 +85,7 @@ class LocalLearner:
         self.version = 0
         self.steps = 0  # optimizer steps taken
         self.skipped = 0  # steps not taken because a loss or gradient was not finite
-        self.measurer = self.measurer_class(self, teacher)
+        self.measurer = SignalMeasurer(self, teacher)
         self._separate_critic = separate_critic
         self._rates = {
             **dict.fromkeys(CRITIC_PREFIXES, self.settings.value_lr),
@@ -190,7 +188,7 @@ class LocalLearner:
         factor = self.settings.lr_factor(self.steps)
         try:
             loss, sums, sides, planned = self._backward(batch, objective)
-            scales = objective.scales(planned, self._gradients(), sides)
+            scales = self._scales(objective, planned, sides)
             norms, taken = self._optimize(scales, loss)
         finally:
             for each in self._optimizers:
@@ -223,8 +221,11 @@ class LocalLearner:
         self.steps += taken
         self.skipped += not taken
 
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._policy_group.values() if p.grad is not None]
+    def _scales(
+        self, objective: ObjectiveProtocol, planned: Batch, sides: Mapping[str, Sequence[Tensor]]
+    ) -> ScalesProtocol:
+        gradients = [p.grad for p in self._policy_group.values() if p.grad is not None]
+        return objective.scales(planned, gradients, sides)
 
     def _backward(
         self, batch: Batch, objective: ObjectiveProtocol
@@ -329,19 +330,22 @@ class LocalLearner:
     # ---------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
         """A snapshot from which training resumes bit for bit: {"tensors": by name, "scalars": JSON-serialisable}."""
-        state = self.checkpoint_state()
-        tensors = {name: t.clone() for name, t in {**state["tensors"], **self.measurer.reference_tensors()}.items()}
-        return {**state, "tensors": tensors}
+        live = {**self._state_tensors(), **self.measurer.reference_tensors()}
+        return {"tensors": {name: t.clone() for name, t in live.items()}, "scalars": self._state_scalars()}
 
     def checkpoint_state(self) -> dict[str, Any]:
         """What ``state_dict`` holds, as live tensors (write them before the next update), without the reference: a learner of
         the same initial model makes it again. Copies of both would take twice the memory of a training step."""
+        return {"tensors": self._state_tensors(), "scalars": self._state_scalars()}
+
+    def _state_tensors(self) -> dict[str, Tensor]:
         tensors = {name: p.detach() for name, p in self.trained.items()}
         tensors |= {f"optimiser/{n}": t for n, t in optimizer.state_tensors(self._optimizers, self.trained).items()}
         tensors |= {f"slow/{n}": p.detach() for n, p in self.value_heads.target_tensors().items()}
-        tensors |= self.measurer.tensors()
-        counts = {"version": self.version, "steps": self.steps, "skipped": self.skipped}
-        return {"tensors": tensors, "scalars": {**counts, "frozen": self._frozen()}}
+        return tensors | self.measurer.tensors()
+
+    def _state_scalars(self) -> dict[str, Any]:
+        return {"version": self.version, "steps": self.steps, "skipped": self.skipped, "frozen": self._frozen()}
 
     def _frozen(self) -> float:
         """A fingerprint of the frozen weights, which the state does not contain."""
@@ -357,11 +361,13 @@ class LocalLearner:
                 "load it into a learner built from the same model and teacher"
             )
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of ``state_dict``, for a learner of the same model and settings. Tensors may be in files."""
         self.check_state(state)
-        tensors, scalars = state["tensors"], state["scalars"]
+        self._restore(state["tensors"], state["scalars"])
+
+    @torch.no_grad()
+    def _restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         for name, p in self.trained.items():
             p.copy_(tensors[name])
         under = lambda prefix: UnderPrefix(tensors, prefix)  # noqa: E731

@@ -3,12 +3,13 @@
 Every rank must run as many forward passes as the others, because a pass is a sequence of collective operations. A rank that
 has less to do repeats the cheapest trajectory, and its result is not used.
 
-The cost of a trajectory is the number of ids that the model reads for it. Knows batches; does not know what is computed.
+The cost of a trajectory is the number of ids that the model reads for it. Every rank deals alike. Knows batches; does not know
+what is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,6 @@ from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Level
 
-LEVELS: tuple[Level, ...] = (TOKEN, TURN, TRAJECTORY)
 UNEVEN = 1.1  # load of the fullest rank over the mean above which groups are dealt apart
 
 
@@ -33,42 +33,33 @@ class Share:
         """Where its items are in the dealt batch."""
         return self.batch[Column.ROW, level].x
 
-    def stripped(self) -> Batch:
-        """What a model reads of the step: the candidates that every update scores, and whether the policy is frozen."""
-        read = lambda key: key == Column.FREEZE_POLICY or (isinstance(key, tuple) and key[0] == Column.CANDIDATE)  # noqa: E731
-        kept = {key: f for key, f in self.batch.columns.items() if read(key)}
-        return replace(self.batch, columns=kept, facts={}, reward_components={})
-
 
 Round = list[Share]
 """One micro-batch for each rank."""
 
 
-def with_rows(batch: Batch) -> Batch:
-    """The batch, whose items carry their row."""
-    sizes = {level: batch.tree.count(level) for level in LEVELS}
-    return batch.put({(Column.ROW, level): batch.tree.field(level, torch.arange(n)) for level, n in sizes.items()})
+def stripped(batch: Batch) -> Batch:
+    """What a model reads of the step: the candidates that every update scores, and whether the policy is frozen."""
+    read = lambda key: key == Column.FREEZE_POLICY or (isinstance(key, tuple) and key[0] == Column.CANDIDATE)  # noqa: E731
+    columns = {key: f for key, f in batch.columns.items() if read(key)}
+    return replace(batch, columns=columns, facts={}, reward_components={})
 
 
 def deal(batch: Batch, ranks: int, positions: int, padded: bool) -> list[Round]:
     """Rounds of micro-batches of at most ``positions`` ids. An empty batch has no rounds."""
     if not len(batch):
         return []
-    batch = with_rows(batch)
+    sizes = {level: batch.tree.count(level) for level in (TOKEN, TURN, TRAJECTORY)}
+    batch = batch.put({(Column.ROW, level): batch.tree.field(level, torch.arange(n)) for level, n in sizes.items()})
     parts = [
         [Share(micro) for micro in batch.select(rows).split(positions, padded)] if rows else []
         for rows in rows_of_ranks(batch, ranks)
     ]
-    spare = Share(batch.select([_cheapest(batch)]), used=False)
-    count = max(map(len, parts))
-    return [[part[n] if n < len(part) else spare for part in parts] for n in range(count)]
-
-
-def _cheapest(batch: Batch) -> int:
-    """The shortest trajectory with a sampled token, so that its gradient reaches every weight that others reach."""
-    tokens = batch.tree.size(TOKEN, TRAJECTORY).x
+    # the shortest trajectory with a sampled token, so that its gradient reaches every weight that others reach
     cost = batch.positions_per_trajectory()
-    return int(torch.where(tokens > 0, cost, cost.max() + 1).argmin())
+    cheapest = int(torch.where(batch.tree.size(TOKEN, TRAJECTORY).x > 0, cost, cost.max() + 1).argmin())
+    spare = Share(batch.select([cheapest]), used=False)
+    return [[part[n] if n < len(part) else spare for part in parts] for n in range(max(map(len, parts)))]
 
 
 def rows_of_ranks(batch: Batch, ranks: int) -> list[list[int]]:
@@ -92,8 +83,4 @@ def _balance(units: Iterable[tuple[int, list[int]]], ranks: int) -> list[list[in
         rank = loads.index(min(loads))
         loads[rank] += cost
         rows[rank] += unit
-    return [sorted(own) for own in rows]
-
-
-def of_rank(rounds: Sequence[Round], rank: int) -> Iterator[Share]:
-    return (shares[rank] for shares in rounds)
+    return [sorted(dealt) for dealt in rows]

@@ -1,86 +1,129 @@
-"""The processes of a sharded learner: start them, let all ranks do the same thing at the same time, notice when one dies.
+"""The processes of a learner over several ranks, as rank 0 sees them: start them, let all make the same call of their learner at
+the same time, notice which one dies.
 
-Rank 0 is the calling process. It starts the others, or torchrun has started all of them (``joined_ranks``). It sends each other
-rank a verb with arguments, does its own part, and collects the answers.
-Between verbs the others wait at their pipes, so a fault of the caller leaves no rank inside a collective operation.
+Rank 0 is the calling process. It starts the others, or torchrun has started all of them; from then on there is no difference.
+Rank 0 broadcasts each call of its learner (the name of a method, its arguments), the others make it too (``worker``), and what
+they tell each other meanwhile goes through collective operations of torch. These are neither encrypted nor protected by a
+password, and objects among them are pickled: use ranks on machines and in a network that you trust.
 
-Knows processes and pipes; does not know what the verbs compute.
+A rank that fails says why in the store by which the ranks met; one that dies says nothing, and that is how it is found.
+Knows processes and groups; does not know what the calls compute.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import datetime
+import fcntl
+import io
+import itertools
+import json
 import os
+import pickle
+import socket
+import struct
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from turnwise.engines.sharded import messages
-from turnwise.engines.sharded.joined_ranks import JoinedRank, accept_ranks, open_store, shared_interface
 from turnwise.engines.sharded.torchrun import TorchrunRank, check_torchrun, torchrun_rank
 from turnwise.errors import RankFault, SettingError, TurnwiseError
-from turnwise.workers.process import WorkerProcess, WorkerStuck
+from turnwise.workers.process import WorkerProcess
 
 WORKER = "turnwise.engines.sharded.worker"
-START_SECONDS = 300.0  # until a rank has imported torch and built its part of the model
-ANSWER_SECONDS = 300.0  # the longest verb: a rank that is stopped or stuck is named after that
-NAMING_SECONDS = 5.0  # until a rank that broke a connection shows as ended
+START_SECONDS = 300.0  # until a rank has imported torch
+ANSWER_SECONDS = 300.0  # of one collective operation: a rank that is stopped or stuck is named after that
+NAMING_SECONDS = 5.0  # until a rank that lost a connection has said so
 FILE_SECONDS = 3600.0  # until a rank that reads or writes its files counts as stuck: a slow disk is no fault
-LOST_PEER = 3  # exit status of a rank that ends because another one is gone
+IDLE = datetime.timedelta(days=365)  # rank 0 may sample as long as it likes before its next call
+BEAT_SECONDS = 5.0  # between two signs of life of a rank on another machine ...
+SILENT_SECONDS = 20.0  # ... which counts as ended after so long without one
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-
-
-class VerbHost(Protocol):
-    """What a rank does its verbs with."""
-
-    def do(self, verb: str, *arguments: Any) -> Any: ...
-
-
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+START, OVER, INTERFACE = "start", "over", "interface"  # keys and values of the store, beside those of each rank:
+ABOUT, FAULT, BEAT = "about/{}", "fault/{}", "beat/{}"
+CALL = "call/{}"  # the number of each call that rank 0 has begun
 
 
-def join_group(store: dist.Store, device: torch.device, rank: int, size: int, own_interface: str = LOOPBACK) -> None:
-    """Become a rank of the process group. ``own_interface``: of the network, over which gloo connects where the user named none;
-    empty: the one that the name of this machine resolves to."""
-    interface = "GLOO_SOCKET_IFNAME"
-    chosen = interface in os.environ or not own_interface
+# ------------------------------------------------------------------- the group
+
+
+def open_store(started: TorchrunRank) -> dist.Store:
+    """The store that all ranks of this attempt of torchrun share."""
+    store, _, _ = next(rendezvous("env://", rank=started.rank, world_size=started.size))
+    return dist.PrefixStore(f"turnwise/{started.attempt}", store)
+
+
+def join_group(store: dist.Store, device: torch.device, rank: int, size: int, interface: str = LOOPBACK) -> Any:
+    """Become a rank of torch's default group, and of one whose operations may take ``FILE_SECONDS``, which is returned.
+    ``interface``: of the network, over which gloo connects where the user named none; empty: the one that the name of this
+    machine resolves to."""
+    name = "GLOO_SOCKET_IFNAME"
+    chosen = name in os.environ or not interface
     if not chosen:
-        os.environ[interface] = own_interface
+        os.environ[name] = interface
     try:
         timeout = datetime.timedelta(seconds=ANSWER_SECONDS)
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout)
+        return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=FILE_SECONDS))
     finally:
         if not chosen:
-            del os.environ[interface]
+            del os.environ[name]
 
 
-class _Rank(WorkerProcess):
-    """The process of another rank."""
+def interface_toward(address: str) -> tuple[str, str]:
+    """The address of this machine on the way to another one, and the network interface that has it; empty where the system does
+    not tell."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing: the system looks the way up
+        here = probe.getsockname()[0]
+        for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                if socket.inet_ntoa(answer[20:24]) == here:
+                    return here, name
+        return here, ""
+    return "", ""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(WORKER, seconds=ANSWER_SECONDS)
-        self.rank = rank
 
-    @property
-    def lost_peer(self) -> bool:
-        """Whether it ended because another rank had."""
-        return self.process.returncode == LOST_PEER
+def send_call(store: dist.Store, number: int, call: tuple[str, tuple[Any, ...]] | None) -> None:
+    """Give the others the next call, from rank 0; None: there are no more."""
+    data = io.BytesIO()
+    pickler = pickle.Pickler(data, protocol=5)
+    # a batch has many small tensors, and torch's way to pickle one takes five times as long
+    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _as_array}
+    pickler.dump(call)
+    store.set(CALL.format(number), "")
+    dist.broadcast_object_list([data.getvalue()], 0)
 
-    def send(self, message: object) -> None:
-        """``RankFault`` where it reads nothing: a message that does not fit the pipe's buffer waits for its reader."""
-        try:
-            self.send_bytes(messages.encode(message))
-        except WorkerStuck as stuck:
-            raise RankFault(f"rank {self.rank} does not answer: {stuck}") from None
+
+def next_call(store: dist.Store, number: int) -> tuple[str, tuple[Any, ...]] | None:
+    """Wait for the next call of rank 0. In the store, because a collective operation would end for want of an answer."""
+    store.wait([CALL.format(number)], IDLE)
+    box: list[Any] = [None]
+    dist.broadcast_object_list(box, 0)
+    return pickle.loads(box[0])
+
+
+def _as_array(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return torch.from_numpy, (tensor.detach().cpu().contiguous().numpy(),)
+
+
+def lost_connection(fault: BaseException) -> bool:
+    """Whether a collective operation failed because another rank is gone or stuck."""
+    return isinstance(fault, dist.DistError) or "gloo" in str(fault)
+
+
+# ----------------------------------------------------------------------- rank 0
 
 
 class RankProcess(NamedTuple):
@@ -92,197 +135,197 @@ class RankProcess(NamedTuple):
 
 
 @dataclass
+class Peer:
+    """Another rank. ``about``: what it has said of itself; ``process``: where this process has started it."""
+
+    rank: int
+    process: WorkerProcess | None = None
+    about: dict[str, Any] | None = None
+    beats: int = -1  # signs of life so far ...
+    heard: float = 0.0  # ... and when the last one came
+
+    def how_it_ended(self) -> str:
+        return self.process.how_it_ended() if self.process is not None else ""
+
+
 class RankPool:
-    """``size`` ranks, of which the calling process is the first. ``host``: what does the verbs here, as ``worker`` does there."""
+    """``size`` ranks, of which the calling process is the first."""
 
-    size: int
-    device: torch.device
-    threads: int = 1  # of rank 0 while it does its part
-    workers: list[_Rank | JoinedRank] = field(default_factory=list)
-    host: VerbHost | None = None
-    joined: bool = False  # torchrun started the others
-    interface: str = LOOPBACK  # of the network, by which they reach this process
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-
-    def start(self, host: VerbHost) -> RankPool:
-        """Start the other ranks, or let those of torchrun connect, and form the process group."""
+    def __init__(self, size: int, device: torch.device, threads: int = 1) -> None:
+        """Start the other ranks, or meet those of torchrun, and form the process group. ``threads``: of each rank."""
         if dist.is_initialized():
             raise SettingError(
                 "this process already belongs to a torch process group, so it cannot have ranks of its own; close the other "
                 "learner with ranks first"
             )
-        self.host, started = host, torchrun_rank()
-        check_torchrun(self.size)
+        check_torchrun(size)
+        self.size, self.device, self.threads = size, device, threads
+        self.peers = [Peer(rank) for rank in range(1, size)]
+        self.files: Any = None  # a group whose operations may take long; None: the ranks have ended
+        self._lock, self._caller, self._calls = threading.RLock(), 0, itertools.count()
         try:
-            store = self._start_workers() if started is None else self._accept_workers(started)
-            with self._faults():
-                for worker in self.workers:
-                    self._answer(worker, START_SECONDS)  # imported: now the group can meet
-                self._form_group(store)
+            self._start(torchrun_rank())
         except BaseException:
             self.close()
             raise
-        return self
 
-    def _start_workers(self) -> dist.Store:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(1, self.size):
-            self.workers.append(_Rank(rank))
-            start = {"rank": rank, "size": self.size, "port": store.port, "device": self.device.type}
-            self.workers[-1].send({**start, "threads": self.threads})
-        return store
-
-    def _accept_workers(self, started: TorchrunRank) -> dist.Store:
-        store = open_store(started)
-        others = accept_ranks(store, started, START_SECONDS, ANSWER_SECONDS)
-        self.workers, self.joined = [*others], True
-        self.interface = shared_interface(others, LOOPBACK)
-        for other in others:
-            here = self.interface if other.node == 0 else ""  # of this machine
-            other.send({"device": self.device.type, "threads": self.threads, "interface": here})
-        return store
-
-    def _form_group(self, store: dist.Store) -> None:
-        if not self.joined:
-            join_group(store, self.device, 0, self.size)
-            return
+    def _start(self, started: TorchrunRank | None) -> None:
+        start = {"device": self.device.type, "threads": self.threads}
+        if started is None:
+            own_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self.store: dist.Store = own_store
+            for peer in self.peers:
+                place = TorchrunRank(peer.rank, self.size, peer.rank, self.size, 0, "127.0.0.1")
+                peer.process = WorkerProcess(WORKER, own_store.port, asdict(place), start)
+        else:
+            self.store = open_store(started)
+            self.store.set(START, json.dumps(start))
+        self._meet(started.address if started else "127.0.0.1")
+        elsewhere = [peer.about["address"] for peer in self.peers if peer.about and peer.about["node"]]
+        # by the way to a rank on another machine: one of this machine may know an address that leads nowhere else
+        interface = interface_toward(elsewhere[0])[1] if elsewhere else LOOPBACK
+        self.store.set(INTERFACE, interface)
         try:
-            join_group(store, self.device, 0, self.size, self.interface)
+            self.files = join_group(self.store, self.device, 0, self.size, interface)
         except RuntimeError as fault:
-            time.sleep(min(1.0, NAMING_SECONDS))  # a rank that ended may show a little later
-            lost_peer, rank, how = next(iter(self._ended()), (True, 0, ""))
-            if not lost_peer:  # otherwise it ended for want of a connection
-                raise RankFault(f"rank {rank} of {self.size} {how}") from fault
-            raise RankFault(
+            raise self._cause(fault, name_silent=False) or RankFault(
                 f"torch could not connect the ranks ({str(fault).splitlines()[0]}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
                 "name the network interface that they use, on each machine"
             ) from fault
 
+    def _meet(self, address: str) -> None:
+        """Wait until every other rank has said where it is: then it has imported torch, and the group can be formed."""
+        until = time.monotonic() + START_SECONDS
+        while missing := [peer for peer in self.peers if peer.about is None]:
+            for peer in missing:
+                if self.store.check([ABOUT.format(peer.rank)]):
+                    peer.about = json.loads(self.store.get(ABOUT.format(peer.rank)))
+                elif how := peer.how_it_ended():
+                    raise RankFault(f"rank {peer.rank} of {self.size} {how}")
+            if time.monotonic() > until:
+                raise RankFault(
+                    f"ranks {[peer.rank for peer in missing]} of {self.size} did not connect to {address} within "
+                    f"{START_SECONDS:.0f} s; see the output of torchrun on their machines, and whether they can reach this one"
+                )
+            time.sleep(0.02)
+
     @property
     def several_machines(self) -> bool:
-        return any(isinstance(worker, JoinedRank) and worker.node for worker in self.workers)
+        return any(peer.about and peer.about["node"] for peer in self.peers)
 
     @property
     def processes(self) -> list[RankProcess]:
         """Those of ranks 1, 2 ..."""
-        return [
-            RankProcess(worker.process, worker.elsewhere, bool(worker.elsewhere and worker.how_it_ended()))
-            if isinstance(worker, JoinedRank)
-            else RankProcess(worker.process.pid)
-            for worker in list(self.workers)
-        ]
+        found = []
+        for peer in self.peers:
+            about = peer.about or {"process": 0, "node": 0}
+            machine = about["host"] if about["node"] else ""
+            found.append(RankProcess(about["process"], machine, bool(machine) and not self._beats(peer)))
+        return found
+
+    def _beats(self, peer: Peer) -> bool:
+        """Whether a rank on another machine gave a sign of life lately."""
+        with contextlib.suppress(dist.DistError):  # torchrun itself is gone
+            beats = self.store.add(BEAT.format(peer.rank), 0)
+            if beats != peer.beats:
+                peer.beats, peer.heard = beats, time.monotonic()
+        return time.monotonic() - peer.heard < SILENT_SECONDS
 
     def call(
-        self, verb: str, *shared: Any, each: Sequence[Sequence[Any]] | None = None, seconds: float = 0.0
-    ) -> list[Any]:
-        """Let every rank do ``verb`` with the shared arguments and its own of ``each``; the answers by rank. ``seconds``: until a
-        rank counts as stuck, where the verb may take longer than others."""
-        own = [tuple(arguments) for arguments in each] if each is not None else [()] * self.size
+        self,
+        method: Callable[..., Any],
+        learner: Any,
+        *arguments: Any,
+        of_others: tuple[Any, ...] | None = None,
+    ) -> Any:
+        """Let every rank make this call of its learner; what it returns here. ``of_others``: the arguments of the other ranks,
+        where they are not the same."""
+        if self._caller == threading.get_ident():  # inside another call, and so are the others
+            return method(learner, *arguments)
         with self._lock, self._faults():
-            assert self.host is not None
-            for worker in self.workers:
-                worker.send((verb, (*shared, *own[worker.rank])))
-            with _threads(self.threads):
-                first = self.host.do(verb, *shared, *own[0])
-            return [first, *(self._answer(worker, seconds or ANSWER_SECONDS) for worker in self.workers)]
+            self._caller, threads = threading.get_ident(), torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+            try:
+                send_call(self.store, next(self._calls), (method.__name__, of_others or arguments))
+                return method(learner, *arguments)
+            finally:
+                self._caller = 0
+                torch.set_num_threads(threads)
 
-    def _answer(self, worker: _Rank | JoinedRank, seconds: float) -> Any:
-        until = time.monotonic() + seconds
-        while not worker.connection.poll(0.2):
-            self._check_alive()
-            if time.monotonic() > until:
-                raise RankFault(
-                    f"rank {worker.rank} of {self.size} has not answered for {seconds:.0f} s: it is stopped or stuck"
-                )
-        try:
-            fault, value = messages.receive(worker.connection)
-        except (EOFError, OSError):
-            raise _Broken from None
-        if fault is not None:
-            raise fault if isinstance(fault, TurnwiseError) else RankFault(f"rank {worker.rank} failed: {fault}")
-        return value
-
-    def _check_alive(self) -> None:
-        """Name the rank that has ended: one that did not end because of another, which may show a little later."""
-        until = time.monotonic() + NAMING_SECONDS
-        while ended := self._ended():
-            lost_peer, rank, how = ended[0]
-            if not lost_peer or time.monotonic() > until:
-                raise RankFault(f"rank {rank} of {self.size} {how}")
-            time.sleep(0.05)
-
-    def _ended(self) -> list[tuple[bool, int, str]]:
-        """(whether it ended because of another, the rank, how it ended), those that did not first."""
-        return sorted((w.lost_peer, w.rank, how) for w in self.workers if (how := w.how_it_ended()))
-
+    # ---------------------------------------------------------------- faults
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
-        """After any fault the ranks are no longer in step, so all end. A rank that dies breaks the connections of the others,
-        here or inside torch: find out which one it was."""
-        if self.host is None:
+        """After any fault the ranks are no longer in step, so all end."""
+        if self.files is None:
             raise RankFault("the ranks of this learner have ended")
         try:
             yield
         except BaseException as fault:
-            named = None if isinstance(fault, TurnwiseError) else self._dead_rank(fault)
+            self.files = None
+            cause = None if isinstance(fault, TurnwiseError) else self._cause(fault)
             self.close()
-            if named is not None:
-                raise named from fault
+            if cause is not None:
+                raise cause from fault
             raise
 
-    def _dead_rank(self, fault: BaseException) -> RankFault | None:
-        """The rank that ended and thereby caused this fault of a connection; None: it has another cause."""
-        if not isinstance(fault, _Broken | OSError | RuntimeError):
+    def _cause(self, fault: BaseException, name_silent: bool = True) -> BaseException | None:
+        """What another rank did that broke a connection here; None: this fault has its cause here. ``name_silent``: a rank that
+        is neither seen to end nor says anything is the cause of a lost connection."""
+        if not isinstance(fault, OSError | RuntimeError):
             return None
-        until = time.monotonic() + NAMING_SECONDS
-        while time.monotonic() < until:
-            try:
-                self._check_alive()
-            except RankFault as named:
-                return named
+        _leave_group()  # whatever the others wait for, they lose this rank now, and say so
+        until, silent = time.monotonic() + NAMING_SECONDS, list(self.peers)
+        while silent and time.monotonic() < until:
+            for peer in list(silent):
+                how, said = peer.how_it_ended(), self._said(peer)
+                if isinstance(said, TurnwiseError):
+                    return said
+                if said or (how and said is None):
+                    return RankFault(f"rank {peer.rank} of {self.size} {f'failed: {said}' if said else how}")
+                if said is not None:
+                    silent.remove(peer)
             time.sleep(0.05)
-        if "gloo" not in str(fault) and not isinstance(fault, dist.DistError):
+        if not silent or not name_silent or not lost_connection(fault):
             return None
-        silent = [worker.rank for worker in self.workers if not worker.connection.poll(0)]
-        return RankFault(f"rank {silent[0]} of {self.size} is stopped or stuck") if silent else None
+        peer = silent[0]
+        if peer.process is not None or peer.about is None:
+            return RankFault(f"rank {peer.rank} of {self.size} is stopped or stuck")
+        return RankFault(
+            f"rank {peer.rank} of {self.size} (process {peer.about['process']} on {peer.about['host']}) has ended or cannot be "
+            "reached; see the output of torchrun"
+        )
+
+    def _said(self, peer: Peer) -> TurnwiseError | str | None:
+        """Why a rank has failed; empty: because it lost another one; None: it has said nothing."""
+        key = FAULT.format(peer.rank)
+        return pickle.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def close(self) -> None:
         """End the other ranks and leave the process group."""
-        workers, self.workers, self.host = self.workers, [], None
-        for worker in workers:
-            worker.close()
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+        files, self.files = self.files, None
+        if files is not None and any(peer.process is None for peer in self.peers):
+            with contextlib.suppress(RuntimeError):  # one of them has died meanwhile
+                send_call(self.store, next(self._calls), None)
+        _leave_group()
+        for peer in self.peers:
+            if peer.process is not None:
+                peer.process.close()
+        self.peers = []
 
 
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _leave_group() -> None:
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
-class _Broken(Exception):
-    """The pipe to a rank is closed."""
+def start_ranks(ranks: int, device: torch.device | str = "cpu", threads: int = 1) -> RankPool:
+    """Processes that can hold a learner. This one is the first of them."""
+    kind = torch.device(device)
+    return RankPool(ranks, torch.device("cuda", 0) if kind.type == "cuda" else kind, threads)
 
 
-@contextlib.contextmanager
-def shared_file(pool: RankPool, value: object) -> Iterator[Path]:
-    """A file that holds ``value`` for the ranks to load, while this context is open: too large for a pipe. Other machines get
-    a copy of the same name."""
-    with tempfile.TemporaryDirectory(prefix="turnwise-ranks-") as folder:
-        path = Path(folder) / "start.pt"
-        torch.save(value, path)
-        if not pool.several_machines:
-            yield path
-            return
-        pool.call("copy_file", path, path.stat().st_size, seconds=FILE_SECONDS)
-        try:
-            yield path
-        finally:
-            if pool.host is not None:
-                pool.call("remove_copies")
+def release_ranks(started: TorchrunRank) -> None:
+    """Called by rank 0 at its end: the others of torchrun do not wait any longer for a learner, where there was none."""
+    with contextlib.suppress(dist.DistError):  # torchrun itself is gone
+        open_store(started).compare_set(START, "", OVER)

@@ -1,101 +1,95 @@
-"""The main program of ranks 1, 2 ...: build a part of the learner, then do what rank 0 says until it closes the connection."""
+"""The program of ranks 1, 2 ...: hold a part of the learner, and make every call of it that rank 0 makes."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import itertools
+import json
 import os
+import pickle
+import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from turnwise.engines.sharded import messages
-from turnwise.engines.sharded.joined_ranks import connected, lost_connection
-from turnwise.engines.sharded.rank_learner import RankHost
-from turnwise.engines.sharded.rank_pool import LOST_PEER, join_group
+from turnwise.engines.sharded import rank_pool
+from turnwise.engines.sharded.rank_pool import ABOUT, BEAT, BEAT_SECONDS, FAULT, INTERFACE, OVER, START, START_SECONDS
+from turnwise.engines.sharded.sharded_learner import ShardedLearner
 from turnwise.engines.sharded.torchrun import TorchrunRank
 from turnwise.errors import TurnwiseError
 
-
-def main(descriptor: int) -> int:
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-
-    def join(start: dict[str, Any]) -> torch.device:
-        rank = start["rank"]
-        device = _own_device(start, rank)
-        join_group(dist.TCPStore("127.0.0.1", start["port"], is_master=False), device, rank, start["size"])
-        return device
-
-    return _told(lambda: serve(Connection(descriptor), join))
+WAIT_FOR_RUN = datetime.timedelta(days=7)  # rank 0 may download and prepare a model first; torchrun ends us if it fails
+LOST_PEER = 3  # exit status of a rank that ends because another one is gone
 
 
-def main_of_torchrun(started: TorchrunRank) -> int:
+def main(descriptor: int, port: int, place: dict[str, Any], start: dict[str, Any]) -> int:
+    """A rank that rank 0 has started, with a socket between them that nothing is sent through: it closes when either ends."""
+
+    def end_with_rank_0() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            Connection(descriptor).recv_bytes()
+        os._exit(LOST_PEER)  # also from inside a collective operation
+
+    threading.Thread(target=end_with_rank_0, daemon=True).start()
+    return serve(dist.TCPStore("127.0.0.1", port, is_master=False), TorchrunRank(**place), start)
+
+
+def main_of_torchrun(here: TorchrunRank) -> int:
     """What a process that torchrun started does as rank 1, 2 ... of a run, until that ends."""
-
-    def work() -> int:
-        with connected(started, LOST_PEER) as (connection, store, interface):
-
-            def join(start: dict[str, Any]) -> torch.device:
-                device = _own_device(start, started.local_rank)
-                join_group(store, device, started.rank, started.size, start["interface"] or interface)
-                return device
-
-            return serve(connection, join)
-
-    return _told(work)
+    store = rank_pool.open_store(here)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python could not handle it while torch waits
+    store.wait([START], WAIT_FOR_RUN)
+    if (start := store.get(START).decode()) == OVER:
+        return 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are for the run, whose rank 0 then writes a checkpoint and closes
+    return serve(store, here, json.loads(start))
 
 
-def serve(connection: Connection, join: Callable[[dict[str, Any]], torch.device]) -> int:
-    """Become a rank, and do what rank 0 says until it closes the connection."""
+def serve(store: dist.Store, here: TorchrunRank, start: dict[str, Any]) -> int:
+    """Join rank 0, and make its calls. Returns the exit status; why it fails is told in the store, and in one line."""
     try:
-        start = messages.receive(connection)
-        messages.send(connection, (None, None))  # imported: rank 0 waits with the process group until all are
         torch.set_num_threads(start["threads"])
-        host = RankHost(join(start))
-        while True:
-            verb, arguments = messages.receive(connection)
-            messages.send(connection, _outcome(host, verb, arguments))
-    except (EOFError, ConnectionError):
-        return 0  # rank 0 has closed the connection
-
-
-def _told(work: Callable[[], int]) -> int:
-    """The exit status. A fault is told in one line, which rank 0 quotes."""
-    try:
-        return work()
+        learner = ShardedLearner.__new__(ShardedLearner)  # its first call builds it
+        learner.device = torch.device(start["device"])
+        if learner.device.type == "cuda":
+            learner.device = torch.device("cuda", here.local_rank)
+            torch.cuda.set_device(learner.device)
+        address, interface = rank_pool.interface_toward(here.address)
+        place = {"host": socket.gethostname(), "process": os.getpid(), "node": here.node, "address": address}
+        store.set(ABOUT.format(here.rank), json.dumps(place))
+        store.wait([INTERFACE], datetime.timedelta(seconds=START_SECONDS))
+        if not here.node:
+            interface = store.get(INTERFACE).decode()
+        learner.files = rank_pool.join_group(store, learner.device, here.rank, here.size, interface)
+        if here.node:  # rank 0 sees the processes of its own machine
+            threading.Thread(target=_beat, args=(store.clone(), here.rank), daemon=True).start()
+        for number in itertools.count():
+            if (call := rank_pool.next_call(store, number)) is None:
+                break
+            getattr(learner, call[0])(*call[1])
+            del call  # its batch
     except Exception as fault:
-        print(
-            f"{type(fault).__name__}: {str(fault).splitlines()[0] if str(fault) else ''}", file=sys.stderr, flush=True
-        )
-        return LOST_PEER if lost_connection(fault) else 1
+        lost = rank_pool.lost_connection(fault)
+        line = f"{type(fault).__name__}: {str(fault).splitlines()[0] if str(fault) else ''}"
+        reason: TurnwiseError | str = "" if lost else fault if isinstance(fault, TurnwiseError) else line
+        with contextlib.suppress(dist.DistError):  # rank 0 has ended, and the store with it
+            store.set(FAULT.format(here.rank), pickle.dumps(reason))
+        print(line, file=sys.stderr, flush=True)
+        return LOST_PEER if lost else 1
+    dist.destroy_process_group()
+    return 0
 
 
-def _own_device(start: dict[str, Any], number: int) -> torch.device:
-    """``number``: of this rank on its machine."""
-    device = torch.device(start["device"], number) if start["device"] == "cuda" else torch.device(start["device"])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
-def _outcome(host: RankHost, verb: str, arguments: tuple[Any, ...]) -> tuple[TurnwiseError | None, Any]:
-    """(the fault, the answer). A fault that a user can cause is told to rank 0; any other ends this rank."""
-    try:
-        return None, host.do(verb, *arguments)
-    except TurnwiseError as fault:
-        return fault, None
-
-
-def _end_with(parent: int) -> None:
-    """End when rank 0 has ended, also from inside a collective operation."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(LOST_PEER)
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+def _beat(store: dist.Store, rank: int) -> None:
+    with contextlib.suppress(dist.DistError):
+        while True:
+            store.add(BEAT.format(rank), 1)
+            time.sleep(BEAT_SECONDS)

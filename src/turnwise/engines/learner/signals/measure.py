@@ -122,14 +122,23 @@ class SignalMeasurer:
         }
         for signal in signals & AUXILIARY:
             self.auxiliary_model(signal).begin_batch()
-        for micro in batch.put(rows).split(self.learner.settings.positions, padded=self.learner.device.type != "cuda"):
-            micro = micro.to(self.learner.device)
-            for key, value in self.measure_micro_batch(micro, signals).items():
+        for micro, fields in self._measured(batch.put(rows), signals):
+            for key, value in fields.items():
                 _, out = results.setdefault(key, (value.level, blank(value.level, value.x.dtype)))
-                out[micro[Column.ROW, value.level].x] = value.x.to(out.dtype)
+                out[micro[Column.ROW, value.level].x.to(out.device)] = value.x.to(out)
         if Signal.PREVIOUS in signals:  # measured once per batch, before its first update
-            self._previous = frozen_copy(self.learner.model)
+            self._keep_previous()
         return {key: Field(batch.tree, level, x.to(batch.tree.device)) for key, (level, x) in results.items()}
+
+    def _measured(self, batch: Batch, signals: frozenset[Signal]) -> Iterator[tuple[Batch, Fields]]:
+        """Every micro-batch, and what was measured of it."""
+        for micro in batch.split(self.learner.settings.positions, padded=self.learner.device.type != "cuda"):
+            micro = micro.to(self.learner.device)
+            yield micro, self.measure_micro_batch(micro, signals)
+
+    def _keep_previous(self) -> None:
+        """Remember the present policy as the previous one."""
+        self._previous = frozen_copy(self.learner.model)
 
     def measure_micro_batch(self, batch: Batch, signals: frozenset[Signal]) -> Fields:
         """The requested signals of one micro-batch on the device."""
