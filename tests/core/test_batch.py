@@ -11,7 +11,7 @@ from support.batches import COUNTS, records_of
 from turnwise.core.batch import even_runs, pack, shared_prefix_lengths
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.records import Fork, Group, Status, Task, Trajectory, Turn
-from turnwise.engines.learner.shared_prefix import SharedPrefixes
+from turnwise.engines.learner.layouts import SharedPrefixes
 from turnwise.errors import RecordError, SignalError
 from turnwise.integrations.padded import from_padded, to_padded
 

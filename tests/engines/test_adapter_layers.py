@@ -16,10 +16,9 @@ from turnwise.engines.adapters import AdaptedWeights, Adapter, fuse_down, fuse_u
 from turnwise.engines.generator import model_runner
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.kernels import reference
-from turnwise.engines.learner import llama_layers, lora, packed_forward, varlen_attention
+from turnwise.engines.learner import layouts, llama_layers, lora, packed_forward
+from turnwise.engines.learner.layouts import SharedPrefixes, VarlenAttention
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
-from turnwise.engines.learner.shared_prefix import SharedPrefixes
-from turnwise.engines.learner.varlen_attention import VarlenAttention
 
 pytest.importorskip("peft")
 LOGP = frozenset({Signal.LOGP})
@@ -207,7 +206,7 @@ def fused_states(model, lengths, vocabulary, recompute):
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_recomputed_products_give_the_same_bits_and_keep_less(kit, monkeypatch, adapters):
-    monkeypatch.setattr(varlen_attention, "attention_for", lambda x, size: slow_kernels())
+    monkeypatch.setattr(layouts, "attention_for", lambda x, size: slow_kernels())
     monkeypatch.setattr(llama_layers, "attention_for", lambda x, size: slow_kernels())
     model = adapted(kit, "llama", True) if adapters else packed_forward.prepare(make(kit, "llama"))
     plain, again = (fused_states(model, [9, 5, 7], kit.vocabulary, flag) for flag in (False, True))

@@ -17,7 +17,7 @@ from turnwise.core.signals import Signal
 from turnwise.engines.attention_interface import use_eager_attention
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.model_runner import StockRunner
-from turnwise.engines.learner import packed_forward, stock_forward
+from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.policy_check import same_policy
 from turnwise.errors import SettingError
@@ -104,7 +104,7 @@ def test_what_was_refused_runs_by_its_own_forward(name):
     assert isinstance(generator.model_runner, StockRunner)
     assert generator.describe().startswith("stock forward with its own cache")
     prepared = packed_forward.prepare(model)
-    assert stock_forward.runs_separately(prepared.get_decoder())
+    assert packed_forward.runs_separately(prepared.get_decoder())
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

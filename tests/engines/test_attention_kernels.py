@@ -17,9 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from turnwise.core.batch import Sequences
 from turnwise.engines.kernels import reference
-from turnwise.engines.learner import llama_layers, packed_forward, varlen_attention
-from turnwise.engines.learner.shared_prefix import SharedPrefixes
-from turnwise.engines.learner.varlen_attention import VarlenAttention
+from turnwise.engines.learner import layouts, llama_layers, packed_forward
+from turnwise.engines.learner.layouts import SharedPrefixes, VarlenAttention
 
 LENGTHS = [1, 3, 17, 63, 64, 65, 130]
 
@@ -153,8 +152,8 @@ def siblings(kernels, monkeypatch):
     """A layout of 35 rows that asks the kernels: one prompt of 20 rows, asked by the first of three; and its sources."""
     from turnwise.engines.kernels.triton import layers as training
 
-    monkeypatch.setattr(varlen_attention, "attention_for", lambda x, size: kernels)
-    monkeypatch.setattr(varlen_attention, "ops_for", lambda x: training)
+    monkeypatch.setattr(layouts, "attention_for", lambda x, size: kernels)
+    monkeypatch.setattr(layouts, "ops_for", lambda x: training)
 
     def layout(shared):
         asked, held = [25, 7, 3], [25, 27, 23] if shared else [25, 7, 3]

@@ -14,8 +14,7 @@ from support.packed_models import FAMILY, RAGGED, alike, make, pulled, sequences
 from turnwise.engines.kernels import reference
 from turnwise.engines.learner import llama_layers, lora, packed_forward
 from turnwise.engines.learner.cuda_graphs import DEDICATED_AFTER, MAX_ROW_RATIO, CapturedLayers, GraphBucket, _Graph
-from turnwise.engines.learner.shared_prefix import SharedPrefixes
-from turnwise.engines.learner.varlen_attention import KeyCopies, VarlenAttention, _ExpandKeys
+from turnwise.engines.learner.layouts import KeyCopies, PackedLayout, SharedPrefixes, VarlenAttention, _ExpandKeys
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -295,7 +294,7 @@ def test_varlen_attention_equals_padded_attention(kit):
     qkv = [torch.randn(len(shared.computed), h, 16, device="cuda", generator=g).requires_grad_() for h in (4, 2, 2)]
     weight = torch.randn(len(shared.computed), 4, 16, device="cuda", generator=g)
     shared_rows = VarlenAttention.of(s.start, shared).to("cuda").attend_rows(*(x.bfloat16() for x in qkv), 0.3).float()
-    padded_rows = packed_forward.PackedLayout(s.start, shared).attend_rows(*qkv, 0.3)
+    padded_rows = PackedLayout(s.start, shared).attend_rows(*qkv, 0.3)
     torch.testing.assert_close(shared_rows, padded_rows, rtol=3e-2, atol=3e-2)
     for a, b in zip(*(torch.autograd.grad((x * weight).sum(), qkv) for x in (shared_rows, padded_rows))):
         assert (a - b).norm() <= 2e-2 * b.norm()

@@ -16,9 +16,9 @@ from turnwise.core.levels import TOKEN
 from turnwise.core.signals import Signal
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
-from turnwise.engines.learner.signals import candidates
+from turnwise.engines.learner.signals.distributions import CANDIDATES, stored_candidates
 
-COLUMNS = tuple((Column.CANDIDATE, j) for j in range(candidates.COUNT))
+COLUMNS = tuple((Column.CANDIDATE, j) for j in range(CANDIDATES))
 ASK = frozenset({Signal.CANDIDATE_MATCHES, Signal.CANDIDATE_LOGP, Signal.LOGP})
 
 
@@ -51,7 +51,7 @@ def test_the_setting_is_the_number_that_is_drawn_and_divided_by(kit, count):
     objective = recipes.build("otr", candidates=count).objective
     batch = objective.before_measuring(kit.make_batch(4))
     batch = batch.put(learner.measure(batch, objective.signals_before_batch))
-    drawn = candidates.stored(batch)
+    drawn = stored_candidates(batch)
     assert drawn.shape == (len(batch.token.x), count) and (Column.CANDIDATE, count) not in batch.columns
     logp = distributions(learner, batch).detach()
     live = learner.measurer.live(batch, frozenset({Signal.LOGP, Signal.CANDIDATE_LOGP}))[1]
@@ -70,8 +70,8 @@ def test_candidates_follow_the_policys_distribution(kit):
         batch = kit.make_batch(seed, groups=6)
         p = distributions(learner, batch).exp().gather(1, batch.token.x[:, None]).squeeze(1).detach()
         matches += float(learner.measure(batch, ASK)[Signal.CANDIDATE_MATCHES].x.sum())
-        expected += float(p.sum()) * candidates.COUNT
-        variance += float((p * (1 - p)).sum()) * candidates.COUNT
+        expected += float(p.sum()) * CANDIDATES
+        variance += float((p * (1 - p)).sum()) * CANDIDATES
     assert abs(matches - expected) < 4 * variance**0.5 and expected > 100
 
 
@@ -116,7 +116,7 @@ def test_every_update_scores_the_candidates_of_the_measurement(kit):
     learner = LocalLearner(kit.make_model(), LearnerSettings(dtype="float64", lr=1e-2))
     batch = kit.make_batch(4)
     batch = batch.put(learner.measure(batch, ASK))
-    drawn, recording = candidates.stored(batch), Recording()
+    drawn, recording = stored_candidates(batch), Recording()
     for _ in range(2):
         by_hand = (distributions(learner, batch).gather(1, drawn) * (drawn != batch.token.x[:, None])).sum()
         learner.update(batch, recording)
@@ -129,7 +129,7 @@ def test_the_gradient_of_rivals(kit):
     batch = kit.make_batch(4)
     batch = batch.put(learner.measure(batch, ASK))
     found = learner.measurer.live(batch, frozenset({Signal.CANDIDATE_LOGP}))[1][Signal.CANDIDATE_LOGP].x.sum()
-    drawn = candidates.stored(batch)
+    drawn = stored_candidates(batch)
     plain = (distributions(learner, batch).gather(1, drawn) * (drawn != batch.token.x[:, None])).sum()
     parameters = list(learner.policy())
     for a, b in zip(torch.autograd.grad(found, parameters), torch.autograd.grad(plain, parameters)):

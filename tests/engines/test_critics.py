@@ -16,9 +16,8 @@ from turnwise.algebra.gradient import Scales
 from turnwise.algebra.objective import Loss
 from turnwise.core.levels import TOKEN, TURN
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
+from turnwise.engines.learner.layouts import PackedLayout, SharedPrefixes
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
-from turnwise.engines.learner.packed_forward import PackedLayout
-from turnwise.engines.learner.shared_prefix import SharedPrefixes
 from turnwise.errors import RecipeError, SettingError
 from turnwise.models.tiny import tiny_model
 from turnwise.training.loop import update_policy

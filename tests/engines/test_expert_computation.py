@@ -29,7 +29,7 @@ from turnwise.engines.experts import (
     use,
     using,
 )
-from turnwise.engines.learner import expert_products, lora, packed_forward
+from turnwise.engines.learner import lora, packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 
 FAMILIES = ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "DeepseekV3"]
@@ -110,7 +110,7 @@ def test_a_family_with_experts_of_its_own_kind_stays_as_it_is():
     model = make_family("Dbrx")
     assert not expert_modules(model) and ExpertChoice.of(model, 2) is None
     before = model.config._experts_implementation
-    expert_products.prepare(model, IDS[0])
+    packed_forward.prepare_experts(model, IDS[0])
     assert model.config._experts_implementation == before
 
 
@@ -160,15 +160,15 @@ def test_a_fault_in_half_precision_alone_is_found(monkeypatch):
     model = make_mixture()
     attach_routing(model)
     use(model, COMPUTE_DTYPE)
-    assert not expert_products.fault_of(model, IDS[0], half=True)
+    assert not packed_forward.expert_fault(model, IDS[0], half=True)
 
     def wrong(module, rows, index, weights):
         right = experts._in_compute_dtype(module, rows, index, weights)
         return right * 2 if torch.is_autocast_enabled("cpu") else right
 
     monkeypatch.setitem(experts.ALL_EXPERTS_FUNCTIONS._local_mapping, COMPUTE_DTYPE, wrong)
-    assert not expert_products.fault_of(model, IDS[0], half=False)
-    assert "half precision" in expert_products.fault_of(model, IDS[0], half=True)
+    assert not packed_forward.expert_fault(model, IDS[0], half=False)
+    assert "half precision" in packed_forward.expert_fault(model, IDS[0], half=True)
 
 
 def test_half_precision_of_sampler_and_learner_agree_more_than_with_experts_in_float32():

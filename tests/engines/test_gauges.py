@@ -64,8 +64,7 @@ def test_hellinger_and_predicted_changes(kit, exact, positions):
 
 
 def _causal(ids):
-    from turnwise.engines.learner.packed_forward import PackedLayout
-    from turnwise.engines.learner.shared_prefix import SharedPrefixes
+    from turnwise.engines.learner.layouts import PackedLayout, SharedPrefixes
 
     start = torch.tensor([0, len(ids)])
     return PackedLayout(start, SharedPrefixes.of(ids, start))

@@ -13,7 +13,7 @@ from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Tree
 from turnwise.core.signals import Signal
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
-from turnwise.engines.learner.signals import flow
+from turnwise.engines.learner.signals import auxiliary
 from turnwise.engines.learner.signals.effective_rank import effective_rank_signals
 
 RANKS = (Signal.EFFECTIVE_RANK, Signal.EFFECTIVE_RANK_VELOCITY, Signal.EFFECTIVE_RANK_ACCELERATION)
@@ -178,7 +178,7 @@ def test_the_flow_learns_from_success_alone(kit):
 
 
 def test_the_number_of_pairs_per_trajectory_is_bounded(kit, monkeypatch):
-    monkeypatch.setattr(flow, "PER_TRAJECTORY", 2)
+    monkeypatch.setattr(auxiliary, "PER_TRAJECTORY", 2)
     learner = LocalLearner(kit.make_model())
     batch = with_success(kit, 1, 1.0)
     learner.measure(batch, DEVIATION)

@@ -22,8 +22,8 @@ from turnwise.core.signals import Signal
 from turnwise.engines.generator import model_runner
 from turnwise.engines.kernels import reference, sampling
 from turnwise.engines.kernels.sampling import TokenSampler, kept_bytes, kept_ids
-from turnwise.engines.learner import kept_rows, stock_forward
-from turnwise.engines.learner.kept_rows import tell_missing_sets
+from turnwise.engines.learner import learner as learner_module
+from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.logprobs import logprobs_of, token_logprobs
 from turnwise.engines.remote.token_wire import read_sampling_mask
@@ -346,20 +346,21 @@ def test_a_head_of_its_own_does_the_same(monkeypatch):
     groups = sampled_groups(model, {"top_k": 6})
     learner = LocalLearner(model)
     moved(learner.model)
-    monkeypatch.setattr(stock_forward, "has_own_head", lambda model: True)
-    monkeypatch.setattr(stock_forward, "own_logits", lambda model, h: model.get_output_embeddings()(h))
+    monkeypatch.setattr(packed_forward, "has_own_head", lambda model: True)
+    monkeypatch.setattr(packed_forward, "own_logits", lambda model, h: model.get_output_embeddings()(h))
     found = learner.measure(pack(groups), LOGP)[Signal.LOGP].x
     torch.testing.assert_close(found, expected_logp(learner, "llama", groups).float(), atol=2e-5, rtol=0)
 
 
 def test_tokens_without_a_set_are_said_once(caplog):
-    groups = sampled_groups(make(), {"top_k": 6})
-    kept_rows._say_missing.cache_clear()
+    model = make()
+    groups = sampled_groups(model, {"top_k": 6})
+    learner_module._say_missing_sets.cache_clear()
     with caplog.at_level(logging.WARNING):
-        tell_missing_sets(pack(groups))
+        learner_module.tell_missing_records(model, pack(groups))
         assert not caplog.records
         for _ in range(2):
-            tell_missing_sets(pack(without_sets(groups)))
+            learner_module.tell_missing_records(model, pack(without_sets(groups)))
     assert [r.message for r in caplog.records if "ids that were kept" in r.message] == [caplog.records[0].message]
 
 

@@ -10,8 +10,7 @@ from turnwise.engines.generator import llama_decoder
 from turnwise.engines.generator.attention_layouts import PrefillChunk
 from turnwise.engines.generator.model_runner import ModelRunner
 from turnwise.engines.kernels import cpu, reference
-from turnwise.engines.learner import packed_forward
-from turnwise.engines.learner.shared_prefix import SharedPrefixes
+from turnwise.engines.learner.layouts import PackedLayout, SharedPrefixes
 
 needs_compiler = pytest.mark.skipif(cpu.library()[0] is None, reason=f"no kernels: {cpu.library()[1]}")
 KIND = torch.float32
@@ -168,7 +167,7 @@ def test_what_is_not_finite_stays_so():
 def attention_of(ids, start, heads, size, native, scale=0.3):
     """Output and gradient of one attention call over what is read."""
     shared = SharedPrefixes.of(ids, start)
-    layout = packed_forward.PackedLayout(start, shared)
+    layout = PackedLayout(start, shared)
     layout.packing = layout.packing if native else None
     qkv = rows(len(shared.computed), sum(heads), size).requires_grad_()
     out = layout.attend_rows(*qkv.split(heads, 1), scale)

@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 
 from turnwise.core.batch import Sequences
 from turnwise.engines.learner import packed_forward
-from turnwise.engines.learner.packed_forward import PackedLayout
+from turnwise.engines.learner.layouts import PackedLayout
 
 MODELS = ["llama", "llama_tied", "qwen3", "gpt2", "mistral_window"]
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from turnwise.core.batch import Sequences
 from turnwise.engines.learner import packed_forward
-from turnwise.engines.learner.packed_forward import PackedLayout
-from turnwise.engines.learner.shared_prefix import SharedPrefixes
+from turnwise.engines.learner.layouts import PackedLayout, SharedPrefixes
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=8)
 

@@ -10,7 +10,7 @@ import torch
 from support.devices import DEVICE, GPU, KINDS, needs_triton
 
 from turnwise.engines.kernels import reference
-from turnwise.engines.learner.varlen_attention import KeyCopies
+from turnwise.engines.learner.layouts import KeyCopies
 
 pytestmark = needs_triton
 SHAPES = [(1, 3), (5, 32), (37, 100), (1030, 576)] if GPU else [(1, 3), (5, 32), (7, 100)]

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from turnwise.engines import capture, compat
 from turnwise.engines.capture import GraphCapture
-from turnwise.engines.learner.varlen_attention import VarlenAttention
+from turnwise.engines.learner.layouts import VarlenAttention
 from turnwise.maths.numbers import first_at_least
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from turnwise.core.batch import Batch
 from turnwise.core.kept_sets import KeptSets
 from turnwise.core.levels import TOKEN
-from turnwise.engines.learner import packed_forward, stock_forward
+from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.logprobs import logprobs_of, token_logprobs
 
 CHUNK = 1 << 22  # elements in one chunk of logits [tokens, vocabulary]
@@ -90,8 +90,8 @@ class ForwardPass:
         target, temperature = self.batch.token.x, self.batch.temperature.at(TOKEN).x
         head, states = packed_forward.lm_head(self.model), self._before_in_compute_dtype
         with self.context():
-            if stock_forward.has_own_head(self.model):
-                logits = partial(stock_forward.own_logits, self.model)
+            if packed_forward.has_own_head(self.model):
+                logits = partial(packed_forward.own_logits, self.model)
                 return logprobs_of(logits, states, head.weight, target, temperature, want_entropy, sets)
             return token_logprobs(
                 states, head.weight, head.bias, target, temperature, want_entropy=want_entropy, sets=sets

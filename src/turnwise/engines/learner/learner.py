@@ -9,6 +9,8 @@ know what it optimises: no rewards, no advantages, no method's name.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import logging as progress_logging
 
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
@@ -27,14 +29,16 @@ from turnwise.core.levels import BATCH, Field
 from turnwise.core.protocols import ObjectiveProtocol, ScalesProtocol
 from turnwise.core.signals import WITH_GRADIENT, Signal
 from turnwise.engines.capture import using_gpu
+from turnwise.engines.experts import routing_of
 from turnwise.engines.kernels.dispatch import limit_host_threads
-from turnwise.engines.learner import kept_rows, llama_layers, lora, optimizer, packed_forward, route_replay
-from turnwise.engines.learner.layer_noise import LayerNoiseHooks
+from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward
 from turnwise.engines.learner.optimizer import LearnerSettings
-from turnwise.engines.learner.saved_state import UnderPrefix, check_same_shapes
 from turnwise.engines.learner.signals.measure import SignalMeasurer
 from turnwise.engines.learner.value_heads import ValueHeads
 from turnwise.errors import SettingError
+from turnwise.store.shard_files import shapes_of
+
+log = logging.getLogger(__name__)
 
 VALUE_FILE = "value_head.safetensors"
 CRITIC_PREFIXES = ("value/", "turns/", "critic/")
@@ -140,7 +144,8 @@ class LocalLearner:
     def describe(self) -> str:
         """The execution path, for a log."""
         compute, master = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.master))
-        layers = llama_layers.describe(self.model.get_decoder()) + route_replay.describe(self.model)
+        layers = llama_layers.describe(self.model.get_decoder())
+        layers += ", experts as recorded by the sampler" if routing_of(self.model.get_decoder()) is not None else ""
         layers += ", frozen weights in 4 bits" if self.settings.four_bit else ""
         return f"{layers}, {compute} on {self.device.type}" + (f", weights {master}" if master != compute else "")
 
@@ -182,8 +187,7 @@ class LocalLearner:
     ) -> dict[str, float]:
         """Take one optimizer step over the whole batch, or change nothing if a loss or gradient is not finite.
         ``while_waiting`` is called while a GPU still computes."""
-        route_replay.tell_missing_routes(self.model, batch)
-        kept_rows.tell_missing_sets(batch)
+        tell_missing_records(self.model, batch)
         self.measurer.train_auxiliary(batch)
         factor = self.settings.lr_factor(self.steps)
         try:
@@ -354,7 +358,16 @@ class LocalLearner:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Refuse a state that ``load_state_dict`` could not take."""
-        check_same_shapes(self.trained, state["tensors"], ("model/", "noise/", *CRITIC_PREFIXES))
+        prefixes = ("model/", "noise/", *CRITIC_PREFIXES)  # of the names of trained parameters
+        shapes = {name: shape for name, shape in shapes_of(state["tensors"]).items() if name.startswith(prefixes)}
+        wrong = list(self.trained.keys() ^ shapes.keys()) or [
+            name for name, p in self.trained.items() if tuple(p.shape) != shapes[name]
+        ]
+        if wrong:
+            raise SettingError(
+                f"this state is of another model or other settings: {len(wrong)} tensors differ, first {sorted(wrong)[0]!r}; "
+                "use the model, critic and lora_rank it was saved with"
+            )
         if not math.isclose(state["scalars"]["frozen"], self._frozen(), rel_tol=1e-6):
             raise SettingError(
                 "this state belongs to adapters of another base model, or to another teacher: their frozen weights differ; "
@@ -378,16 +391,86 @@ class LocalLearner:
         self.version, self.steps, self.skipped = (int(scalars[k]) for k in ("version", "steps", "skipped"))
 
 
+class LayerNoiseHooks:
+    """Gaussian noise at the input of every decoder layer, with a learnable scale per layer; off unless enabled for a pass. It
+    depends only on step, micro-batch and layer, so a run is reproducible."""
+
+    def __init__(self, layers: Sequence[nn.Module], sigma: float, device: torch.device, dtype: torch.dtype) -> None:
+        self.log_sigma = nn.Parameter(torch.full((len(layers),), math.log(sigma), device=device, dtype=dtype))
+        self._seed: int | None = None
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs, n=number: self._add(n, args, kwargs), with_kwargs=True
+            )
+
+    def _add(self, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        if self._seed is None:
+            return None
+        h = args[0] if args else kwargs["hidden_states"]
+        generator = torch.Generator(h.device).manual_seed(self._seed * 1009 + layer)
+        e = torch.randn(h.shape, generator=generator, device=h.device, dtype=h.dtype)
+        noisy = h + self.log_sigma[layer].exp().to(h.dtype) * e
+        return ((noisy, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": noisy})
+
+    @contextmanager
+    def enabled(self, step: int, micro: int) -> Iterator[None]:
+        self._seed = step * 65537 + micro
+        try:
+            yield
+        finally:
+            self._seed = None
+
+
+class UnderPrefix(Mapping[str, Tensor]):
+    """The tensors whose names begin with ``prefix``, by the rest of the name."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
+        self._tensors, self._prefix = tensors, prefix
+        self._names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def tell_missing_records(model: PreTrainedModel, batch: Batch) -> None:
+    """Warn once where samples do not say what the learner would replay: which experts their routers chose, which ids a filter
+    kept."""
+    routing = routing_of(model.get_decoder())
+    unknown_routes = routing is not None and batch.sequences.routes is None and not bool(batch.expert.x.all())
+    if routing is not None and unknown_routes and not routing.told_missing:
+        routing.told_missing = True
+        log.warning(
+            "the samples do not say which experts their routers chose (a server does not return them), so the learner's routers "
+            "choose for themselves: importance ratios of a mixture of experts are noisier than with the local generator"
+        )
+    if bool((batch.mass.x != 0).any()):
+        _say_missing_sets()
+
+
+@functools.cache
+def _say_missing_sets() -> None:
+    log.warning(
+        "some tokens were sampled under top-p, top-k or min-p without a record of the ids that were kept (the set was too large, "
+        "or the server does not return it): only its mass is known, so their ratios are exact only until the policy moves"
+    )
+
+
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """Disable Transformers' progress bars: one per written file would break up ours."""
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    enabled = progress_logging.is_progress_bar_enabled()
+    progress_logging.disable_progress_bar()
     try:
         yield
     finally:
         if enabled:
-            logging.enable_progress_bar()
+            progress_logging.enable_progress_bar()
 
 
 __all__ = ["LearnerSettings", "LocalLearner"]

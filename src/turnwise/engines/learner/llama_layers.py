@@ -1,10 +1,21 @@
 """Hand-written forward and backward passes for the Llama family: the learner's counterpart of the generator's decoder.
 
-A layer is two autograd functions (``layer_halves``) with attention between them, which belongs to the layout and uses ordinary
-autograd. q, k and v are one matrix product, and so are gate and up; adapters are applied beside frozen weights.
+A layer is two autograd functions with attention between them, which belongs to the layout and uses ordinary autograd:
+
+    pre-attention     h = norm(x + δ)·g        q, k, v = rotate(h Wᵀ)
+    post-attention    x′ = x + a Woᵀ           y = (silu(n Wgᵀ) ⊙ n Wuᵀ) Wdᵀ,  n = norm(x′)·g′
+    every product     h Wᵀ + b + (h downᵀ) upᵀ, with low-rank adapters beside frozen weights where there are any
+
+A layer returns (x′, y) and the next one adds them, so every residual sum is fused into the norm that follows it. q, k and v are
+one matrix product, and so are gate and up. The backward pass recomputes the norms' outputs and the activation: their share of the
+time is a tenth of their share of the memory. With ``recompute`` it computes q, k, v, gate and up again too, but never attention.
+
+Adapters are applied as they are trained, not merged: in half precision a merged weight would lose every change smaller than the
+spacing of its numbers. The adapters of all layers of a product are two products as well: ``up`` is block-diagonal.
 
 Rounds where the stock model rounds under autocast: products in the compute dtype, residual stream and sums in the norms'.
-Knows weights and layouts; knows neither what the states are for nor who needs them.
+Legend: L positions, d width, H query heads, Hkv key heads, D head size, n outputs, R ranks of all adapters. Knows weights and
+layouts; knows neither what the states are for nor who needs them.
 """
 
 from __future__ import annotations
@@ -12,41 +23,261 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from turnwise.core.transfer import to_device
+from turnwise.engines.adapters import Adapter, fuse_down, fuse_up
 from turnwise.engines.generator.llama_decoder import MODEL_TYPES, STATIC_ROPES
 from turnwise.engines.kernels import cpu
 from turnwise.engines.kernels import reference as plain
 from turnwise.engines.kernels.dispatch import attention_for, compute_dtype, ops_for
 from turnwise.engines.kernels.four_bit import FourBitLinear, FourBitWeight, packed_layers
-from turnwise.engines.kernels.fp8 import EmulatedFp8Weight, Weight
+from turnwise.engines.kernels.fp8 import (
+    EmulatedFp8Weight,
+    Weight,
+    input_gradient,
+    linear,
+    quantised_input,
+    split_gradient,
+    weight_gradient,
+)  # fmt: skip
 from turnwise.engines.kernels.reference import dequantise, quantise
 from turnwise.engines.learner import lora
 from turnwise.engines.learner.cuda_graphs import CapturedLayers
-from turnwise.engines.learner.layer_halves import FinalNorm, PostAttention, PreAttention
-from turnwise.engines.learner.projections import Projection
-from turnwise.engines.learner.varlen_attention import VarlenAttention
+from turnwise.engines.learner.layouts import PackedLayout, VarlenAttention
 from turnwise.errors import SettingError
 
 FP8_FLAG = "narrow_products"  # attribute set on a decoder, so that its deep copies run in fp8 too
 RECOMPUTE_FLAG = "recomputed_layers"  # likewise, for ``recompute``
 ADAPTERS_FLAG = "adapters_by_hand"  # likewise: these layers may run its adapters
+Layout = PackedLayout | VarlenAttention
+
+# ------------------------------------------------------------------ one layer
 
 
-class LayerLayout(Protocol):
-    """How the rows of a packed batch attend."""
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """``parameters`` are what autograd differentiates by: the layers' weights, their biases, then ``down`` and ``up`` of each."""
 
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]."""
-        ...
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...]
+    adapters: tuple[Adapter | None, ...]
+    fused: Weight  # [n, d] in the dtype of the product
+    bias: Tensor | None
+    down: Tensor | None  # [R, d]
+    up: Tensor | None  # [n, R]
+
+    @classmethod
+    def of(
+        cls,
+        weights: tuple[Tensor, ...],
+        biases: tuple[Tensor, ...],
+        adapters: tuple[Adapter | None, ...],
+        fused: Weight,
+        dtype: torch.dtype,
+    ) -> Projection:
+        bias = None
+        if biases:
+            bias = (biases[0] if len(biases) == 1 else torch.cat(biases)).to(dtype)
+        up = fuse_up(adapters, [len(w) for w in weights], dtype)
+        return cls(weights, biases, adapters, fused, bias, fuse_down(adapters, dtype), up)
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        factors = [t for a in self.adapters if a is not None for t in (a.down, a.up)]
+        return *self.weights, *self.biases, *factors
+
+    def __call__(self, h: Tensor) -> tuple[Tensor, Tensor | None]:
+        """h [L, d] -> y [L, n], and h downᵀ [L, R] for the backward pass."""
+        y = linear(h, self.fused, self.bias)
+        if self.down is None or self.up is None:
+            return y, None
+        inner = torch.mm(h, self.down.t())
+        return y.addmm_(inner, self.up.t()), inner
+
+    def d_input(self, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradient of h, and dy up [L, R] for ``d_parameters``."""
+        dh = input_gradient(dy, self.fused)
+        if self.down is None or self.up is None:
+            return dh, None
+        d_inner = torch.mm(dy, self.up)
+        return dh.addmm_(d_inner, self.down), d_inner
+
+    def d_parameters(
+        self,
+        dy: Tensor,
+        h: Tensor,
+        inner: Tensor | None,
+        d_inner: Tensor | None,
+        like: Tensor,
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Gradients of ``parameters`` in the dtype of ``like``; None where ``needed`` is false."""
+        n, b = len(self.weights), len(self.biases)
+        grads: list[Tensor | None] = [None] * n
+        if any(needed[:n]):
+            grads = split_gradient(weight_gradient(dy, quantised_input(h, self.fused), like), self.weights, needed[:n])
+        biases: list[Tensor | None] = [None] * b
+        if any(needed[n : n + b]):
+            biases = split_gradient(dy.sum(0, dtype=like.dtype), self.biases, needed[n : n + b])
+        if inner is None or d_inner is None or not any(needed[n + b :]):
+            return [*grads, *biases, *[None] * len(needed[n + b :])]
+        d_down, d_up = weight_gradient(d_inner, h, like), weight_gradient(dy, inner, like)
+        factors: list[Tensor | None] = []
+        row = column = 0
+        for weight, adapter in zip(self.weights, self.adapters):  # each adapter's block of the block-diagonal ``up``
+            if adapter is not None:
+                rank = adapter.down.shape[0]
+                block = d_up[row : row + len(weight), column : column + rank]
+                factors += [d_down[column : column + rank], block * adapter.scale]
+                column += rank
+            row += len(weight)
+        return [*grads, *biases, *factors]
+
+
+@dataclass(frozen=True, eq=False)
+class PreAttention:
+    """The first half of a layer with its current weights: input norm, qkv projection, rotary embedding."""
+
+    ops: ModuleType
+    norm: Tensor
+    qkv: Projection
+    head_norms: tuple[Tensor, ...]  # if any, q and k are normalised and rotated outside
+    packed_qkv: bool  # return q, k and v as one tensor; attention rotates them
+    heads: int  # query heads + key heads
+    keys: int  # key heads
+    size: int  # of a head
+    eps: float
+    dtype: torch.dtype  # of products
+
+    def __call__(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """x and delta [L, d] -> q [L, H, D], k and v [L, Hkv, D] (or one tensor of all), and x + delta."""
+        return _PreAttentionFunction.apply(self, cos, sin, x, delta, self.norm, *self.qkv.parameters)
+
+    @torch.no_grad()
+    def qkv_again(self, total: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The rotated qkv [L, H + 2 Hkv, D] of a residual stream, for a backward pass that did not keep it."""
+        qkv = self.qkv(self.ops.add_norm(total, None, self.norm, self.eps, self.dtype)[1])[0]
+        self.ops.rotate_(qkv, cos, sin, self.heads, self.size)
+        return qkv.view(len(total), -1, self.size)
+
+
+class _PreAttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        half: PreAttention,
+        cos: Tensor,
+        sin: Tensor,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Tensor,
+        *parameters: Tensor,
+    ) -> Any:
+        total, h = half.ops.add_norm(x, delta, norm, half.eps, half.dtype)
+        qkv, inner = half.qkv(h)
+        ctx.half, ctx.added = half, delta is not None
+        ctx.save_for_backward(cos, sin, total, norm, inner)
+        parts = qkv.view(len(x), -1, half.size)
+        if half.packed_qkv:
+            return parts, total.view_as(total)
+        if not half.head_norms:
+            half.ops.rotate_(qkv, cos, sin, half.heads, half.size)
+        return *parts.split([half.heads - half.keys, half.keys, half.keys], 1), total.view_as(total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outputs: Any) -> tuple[Any, ...]:
+        half: PreAttention = ctx.half
+        cos, sin, total, norm, inner = ctx.saved_tensors
+        *parts, d_total = d_outputs
+        if half.packed_qkv or half.head_norms:
+            d = (parts[0] if half.packed_qkv else torch.cat(parts, 1)).flatten(1)
+        else:
+            d = half.ops.rotate_backward(*parts, cos, sin)
+        dh, d_inner = half.qkv.d_input(d)
+        dx, d_delta, h, d_norm = half.ops.norm_backward(dh, total, norm, half.eps, d_total)
+        grads = half.qkv.d_parameters(d, h, inner, d_inner, norm, ctx.needs_input_grad[6:])
+        return None, None, None, dx, d_delta if ctx.added else None, d_norm, *grads
+
+
+@dataclass(frozen=True, eq=False)
+class PostAttention:
+    """The second half of a layer: attention's output projection and the MLP."""
+
+    ops: ModuleType
+    norm: Tensor
+    out: Projection
+    gate_up: Projection
+    down: Projection
+    eps: float
+    recompute: bool  # compute gate and up again in the backward pass: they are half of what a layer keeps
+
+    def __call__(self, mixed: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """mixed [L, H D] and x [L, d] -> (x′, y)."""
+        parameters = (*self.out.parameters, *self.gate_up.parameters, *self.down.parameters)
+        return _PostAttentionFunction.apply(self, mixed, x, self.norm, *parameters)
+
+
+class _PostAttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, half: PostAttention, mixed: Tensor, x: Tensor, norm: Tensor, *parameters: Tensor) -> Any:
+        projected, out_inner = half.out(mixed)
+        total, h = half.ops.add_norm(x, projected, norm, half.eps, mixed.dtype)
+        gate_up, inner = half.gate_up(h)
+        y, down_inner = half.down(half.ops.swiglu(gate_up))
+        ctx.half = half
+        kept = (None, None) if half.recompute else (gate_up, inner)
+        ctx.save_for_backward(mixed, total, norm, out_inner, down_inner, *kept)
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_total: Tensor | None, dy: Tensor) -> tuple[Any, ...]:
+        half: PostAttention = ctx.half
+        mixed, total, norm, out_inner, down_inner, gate_up, inner = ctx.saved_tensors
+        needed, sizes = ctx.needs_input_grad[4:], [len(p.parameters) for p in (half.out, half.gate_up)]
+        need_out, need_gate_up, need_down = needed[: sizes[0]], needed[sizes[0] : sum(sizes)], needed[sum(sizes) :]
+        if half.recompute:
+            gate_up, inner = half.gate_up(half.ops.add_norm(total, None, norm, half.eps, mixed.dtype)[1])
+        d_act, d_down_inner = half.down.d_input(dy)
+        d_gate_up, act = half.ops.swiglu_backward(gate_up, d_act)
+        del gate_up, d_act
+        w_down = half.down.d_parameters(dy, act, down_inner, d_down_inner, norm, need_down)
+        del act
+        dh, d_inner = half.gate_up.d_input(d_gate_up)
+        dx, d_out, h, d_norm = half.ops.norm_backward(dh, total, norm, half.eps, d_total)
+        w_gate_up = half.gate_up.d_parameters(d_gate_up, h, inner, d_inner, norm, need_gate_up)
+        d_mixed, d_out_inner = half.out.d_input(d_out)
+        w_out = half.out.d_parameters(d_out, mixed, out_inner, d_out_inner, norm, need_out)
+        return None, d_mixed, dx, d_norm, *w_out, *w_gate_up, *w_down
+
+
+class FinalNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ops: ModuleType, eps: float, dtype: torch.dtype, x: Tensor, delta: Tensor, norm: Tensor
+    ) -> Tensor:
+        total, h = ops.add_norm(x, delta, norm, eps, dtype)
+        ctx.ops, ctx.eps = ops, eps
+        ctx.save_for_backward(total, norm)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
+        total, norm = ctx.saved_tensors
+        dx, d_delta, _, d_norm = ctx.ops.norm_backward(dh.contiguous(), total, norm, ctx.eps, None)
+        return None, None, None, dx, d_delta, d_norm
 
 
 # ------------------------------------------------------------------ the model
@@ -110,7 +341,7 @@ class LlamaLayers:
         projections = (decoder.layers[0].self_attn.q_proj, decoder.layers[0].mlp.down_proj)
         return any(lora.adapter_of(p) is not None for p in projections)
 
-    def __call__(self, ids: Tensor, position: Tensor, layout: LayerLayout, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, ids: Tensor, position: Tensor, layout: Layout, rows: Tensor | None = None) -> Tensor:
         """ids and position [L] -> inputs of the LM head [L, d], in the compute dtype; with ``rows``, only theirs. With a
         variable-length layout, ids, positions and layout are on the host."""
         if rows is None and isinstance(layout, VarlenAttention) and not self.recompute and not self.four_bit:
@@ -127,7 +358,7 @@ class LlamaLayers:
         self,
         ids: Tensor,
         position: Tensor,
-        layout: LayerLayout,
+        layout: Layout,
         alias: Mapping[Tensor, Tensor] | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
@@ -141,7 +372,7 @@ class LlamaLayers:
             cos, sin = (t[0, :, : self.size // 2].contiguous() for t in decoder.rotary_emb(x, position[None]))
             delta: Tensor | None = None
             packed_qkv = (
-                isinstance(layout, VarlenAttention) and not self.has_qk_norm and layout.fuses_rotary(x, self.size)
+                isinstance(layout, VarlenAttention) and not self.has_qk_norm and attention_for(x, self.size) is not None
             )
             for layer in decoder.layers:
                 outputs = rows if layer is decoder.layers[-1] else None
@@ -154,7 +385,7 @@ class LlamaLayers:
 
     def _layer(
         self, pre: PreAttention, post: PostAttention, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor,
-        layout: LayerLayout, rows: Tensor | None,
+        layout: Layout, rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """``rows``: the last layer computes its second half for these rows only."""
         *parts, x = pre(x, delta, cos, sin)

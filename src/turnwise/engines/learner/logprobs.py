@@ -18,6 +18,7 @@ Knows nothing of models, sequences or objectives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +29,58 @@ from torch.utils.checkpoint import checkpoint
 from turnwise.core.kept_sets import KeptSets
 from turnwise.engines.kernels import reference
 from turnwise.engines.kernels.dispatch import ops_for
-from turnwise.engines.learner.kept_rows import KeptRows
 
 CHUNK_BYTES = 16 << 20  # logits of one chunk; two or three buffers of this size exist at once
 CHUNK_BYTES_CUDA = 256 << 20  # smaller chunks make a large GPU wait for kernel launches
 KEEP_BYTES = 32 << 20  # keep p (and log p, with entropy) of all rows for the backward pass up to this size
 KEEP_BYTES_CUDA = 2 << 30  # the same on a GPU
+
+
+@dataclass(frozen=True, eq=False)
+class KeptChunk:
+    """The sets of n rows, with m ids."""
+
+    given: Tensor  # [n] whether a row has a set
+    size: Tensor  # [n]
+    row: Tensor  # [m] inside the chunk
+    ids: Tensor  # [m]
+    span: slice  # where its ids are among all M
+
+    def log_sums(self, values: Tensor) -> Tensor:
+        """log Σ exp of the values [m] of each row's ids, [n]; 0 for a row without a set. Differentiable."""
+        if not self.ids.numel():
+            return values.new_zeros(len(self.given))
+        over = lambda x, how, empty: torch.segment_reduce(x, how, lengths=self.size, unsafe=True, initial=empty)  # noqa: E731
+        top = over(values.detach(), "max", -torch.inf).where(self.given, 0.0)
+        return top + over((values - top[self.row]).exp(), "sum", 0.0).where(self.given, 1.0).log()
+
+    def log_probs(self, z: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [n, V] before temperature -> log p of the targets over their sets [n], meaningless for a row without one, and p
+        of every id [m]."""
+        values = z[self.row, self.ids] * inverse[self.row]
+        sums = self.log_sums(values)
+        return z.gather(1, targets[:, None]).squeeze(1) * inverse - sums, (values - sums[self.row]).exp()
+
+    def add_gradient(self, d: Tensor, p: Tensor, targets: Tensor, factor: Tensor) -> None:
+        """d(logits) [n, V] += factor · (onehot − p over the set) for rows with a set. No id is twice in a row, so the sum does
+        not depend on an order."""
+        d[self.row, self.ids] += (((self.ids == targets[self.row]).to(p) - p) * factor[self.row]).to(d.dtype)
+
+
+class KeptRows:
+    """The sets of all rows, in chunks of ``rows`` of them. Reads where they begin from the device once."""
+
+    def __init__(self, sets: KeptSets, rows: int) -> None:
+        self.given, self.rows = sets.size > 0, rows
+        self._size, self._ids = sets.size, sets.ids.long()
+        self._row = torch.repeat_interleave(sets.size, output_size=len(sets.ids))
+        ends = sets.size.cumsum(0)
+        self._ends = [0, *ends[rows - 1 :: rows].tolist(), len(sets.ids)]
+
+    def of_chunk(self, index: int) -> KeptChunk:
+        rows, span = slice(index * self.rows, (index + 1) * self.rows), slice(self._ends[index], self._ends[index + 1])
+        row = self._row[span] - rows.start
+        return KeptChunk(self.given[rows], self._size[rows], row, self._ids[span], span)
 
 
 def token_logprobs(
@@ -60,7 +107,8 @@ def token_logprobs(
     no_kernels = ops_for(hidden) is reference
     kept_bytes = row_bytes * (2 if want_entropy else 1) if no_kernels else vocabulary * _product_dtype(hidden).itemsize
     limit = KEEP_BYTES_CUDA if hidden.is_cuda else KEEP_BYTES
-    keep = chunk is None and n * kept_bytes <= limit and (no_kernels or (not sets and _needs_gradient(hidden, weight)))
+    differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    keep = chunk is None and n * kept_bytes <= limit and (no_kernels or (not sets and differentiated))
     all_rows = max(1, n) if keep and no_kernels else 0
     size = all_rows or chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row_bytes)
     t = torch.as_tensor(temperature, dtype=wide, device=hidden.device)
@@ -95,10 +143,6 @@ def logprobs_of(
     return logp, entropy if want_entropy else None
 
 
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
 def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -125,11 +169,6 @@ def _logits(h: Tensor, w: Tensor, bias: Tensor | None, wide: torch.dtype) -> Ten
     if bias is not None:
         z += bias
     return z
-
-
-def _scores(h: Tensor, w: Tensor, bias: Tensor | None, inverse: Tensor, wide: torch.dtype) -> Tensor:
-    """Logits of some rows, divided by temperature."""
-    return _logits(h, w, bias, wide).mul_(inverse[:, None])
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -212,7 +251,7 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 p, log_p = (kept_p, kept_log_p) if kernels is reference else (None, None)
                 if p is None:
-                    log_p = _scores(h[rows], w, bias, inverse[rows], wide).sub_(lse[rows, None])
+                    log_p = _logits(h[rows], w, bias, wide).mul_(inverse[rows, None]).sub_(lse[rows, None])
                     p = log_p.exp()
                 d = _logit_gradient(p, log_p, targets[rows], *args)
                 d *= inverse[rows, None]
@@ -226,7 +265,10 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_h is not None:
                 grad_h[rows] = _product(d, w, wide)
             if grad_w is not None:
-                _accumulate(grad_w, d, h[rows])
+                if d.dtype == wide:  # without a temporary
+                    grad_w.addmm_(d.T, h[rows])
+                else:
+                    grad_w += _product(d.T, h[rows], wide)
         grads = (grad_h, None if grad_w is None else grad_w.to(weight.dtype), grad_b)
         return *grads, *[None] * 6
 
@@ -263,11 +305,3 @@ def _logit_gradient(
     if g_logp is not None:
         d.scatter_add_(1, targets[:, None], g_logp[:, None])
     return d
-
-
-def _accumulate(total: Tensor, d: Tensor, h: Tensor) -> None:
-    """total += dᵀ·h, without a temporary if the dtypes match."""
-    if d.dtype == total.dtype:
-        total.addmm_(d.T, h)
-    else:
-        total += _product(d.T, h, total.dtype)

@@ -32,10 +32,8 @@ from turnwise.engines.kernels.four_bit import (
 from turnwise.errors import SettingError
 
 ADAPTER, BASE = "default", ".base_layer"
-STATE_SPACE_LAYERS = [
-    "out_proj",
-    "conv1d",
-]  # PEFT refuses them: the fused kernels of state-space models bypass these modules
+# PEFT refuses them: the fused kernels of state-space models bypass these modules
+STATE_SPACE_LAYERS = ["out_proj", "conv1d"]
 
 
 def _peft() -> Any:
@@ -49,31 +47,25 @@ def _peft() -> Any:
 def inject(model: PreTrainedModel, rank: int, alpha: float | None) -> None:
     """Add adapters to every linear layer except the LM head (and to the experts of a mixture, unless they are packed), and freeze
     everything else. The model's outputs do not change."""
-    alpha = 2 * rank if alpha is None else alpha
+    peft, alpha = _peft(), 2 * rank if alpha is None else alpha
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(0)  # the same adapters on every machine and in every process
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # PEFT warns about GPT-2's Conv1D, then handles it
         if packed_experts(model):
             warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")  # they get none
-        try:
-            _inject(model, rank, alpha, None)
-        except ValueError as fault:
-            if "Incompatible modules" not in str(fault):
-                raise SettingError(
-                    f"{type(model).__name__} cannot have adapters: {fault}; write lora_rank=0"
-                ) from fault
-            _inject(model, rank, alpha, STATE_SPACE_LAYERS)
+        kind: dict[str, Any] = {"lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        for excluded in (None, STATE_SPACE_LAYERS):
+            settings = peft.LoraConfig(r=rank, lora_alpha=alpha, exclude_modules=excluded, **kind)
+            try:
+                peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+                break
+            except ValueError as fault:
+                if excluded or "Incompatible modules" not in str(fault):
+                    raise SettingError(
+                        f"{type(model).__name__} cannot have adapters: {fault}; write lora_rank=0"
+                    ) from fault
     if not any(p.requires_grad for p in model.parameters()):
         raise SettingError(f"{type(model).__name__} has no layer that adapters fit; write lora_rank=0")
-
-
-def _inject(model: PreTrainedModel, rank: int, alpha: float, excluded: list[str] | None) -> None:
-    peft = _peft()
-    settings = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", exclude_modules=excluded,
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
-    peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
 
 
 def quantise_frozen(model: PreTrainedModel, rank: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -119,7 +111,8 @@ def merged(model: PreTrainedModel) -> AdaptedWeights:
     base = _frozen_base(model)
     modules = {name: m for name, m in _adapted_modules(model).items() if name in base}
     adapters = {name: adapter for name, m in modules.items() if is_plain(m) and (adapter := adapter_of(m)) is not None}
-    return AdaptedWeights(base, {name: _delta_of(m) for name, m in modules.items()}, adapters)
+    deltas = {name: partial(m.get_delta_weight, ADAPTER) for name, m in modules.items()}  # computed when read
+    return AdaptedWeights(base, deltas, adapters)
 
 
 _bases: weakref.WeakKeyDictionary[nn.Module, AdaptedWeights] = weakref.WeakKeyDictionary()
@@ -134,17 +127,13 @@ def _frozen_base(model: PreTrainedModel) -> Mapping[str, Tensor]:
         return plain
     if model not in _bases:
         made: dict[str, Callable[[], Tensor]] = {
-            f"{name.replace(BASE, '')}.weight": partial(_weight_of, m) for name, m in layers.items()
+            f"{name.replace(BASE, '')}.weight": partial(getattr, m, "weight") for name, m in layers.items()
         }
         made |= {
             name.replace(BASE, ""): partial(FourBitStack.dequantised, m, torch.float32) for name, m in experts.items()
         }
         _bases[model] = AdaptedWeights(WeightsMadeWhenRead(plain, made), {})
     return _bases[model]
-
-
-def _weight_of(layer: FourBitLinear) -> Tensor:
-    return layer.weight
 
 
 def _adapted_modules(model: PreTrainedModel) -> dict[str, Any]:
@@ -156,11 +145,6 @@ def _adapted_modules(model: PreTrainedModel) -> dict[str, Any]:
         f"{(name + '.').replace(BASE + '.', '.')}{getattr(m, 'parameter_name', None) or 'weight'}": m
         for name, m in layers.items()
     }
-
-
-def _delta_of(module: Any) -> Callable[[], Tensor]:
-    """What the adapters add to a weight, computed when it is called."""
-    return lambda: module.get_delta_weight(ADAPTER)
 
 
 # ------------------------------------------------------ adapters of one layer

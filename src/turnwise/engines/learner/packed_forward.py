@@ -1,18 +1,18 @@
-"""Forward pass of packed sequences through a causal LM: attention within sequence boundaries, and the hidden states.
+"""Forward pass of packed sequences through a causal LM, and the choice of how a model runs them.
 
-Legend: L packed positions, S sequences, P padded positions, U computed positions, H heads, D hidden size.
+Legend: L packed positions, U computed positions, D hidden size.
 
-The fallback right-pads sequences of similar length into buckets. Under a causal mask no real position attends to the padding,
-so plain causal attention is exact and needs no mask. Half precision on a GPU and the C kernels on a CPU run variable-length
-attention without padding. A prefix that several sequences share is computed once.
-
-Does not know what the hidden states are for: no log-probabilities, no losses.
+``prepare`` decides by comparison: our attention layouts and hand-written layers where the logits stay the same, else the model's
+own forward on one sequence at a time; its linear head, or its own way to logits (a scale, a soft cap); experts of a mixture in
+the compute dtype, or as the model computes them. The decisions are attributes of the modules, so that copies (a reference, a
+critic's trunk) run as the original does. Does not know what the hidden states are for: no log-probabilities, no losses.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,114 +20,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from turnwise.core.batch import Sequences
 from turnwise.core.transfer import to_device
 from turnwise.engines import attention_interface
-from turnwise.engines.experts import attach_routing, distinct_positions, forced_routes, routing_of
-from turnwise.engines.kernels import cpu
+from turnwise.engines.experts import (
+    COMPUTE_DTYPE,
+    EAGER,
+    attach_routing,
+    distinct_positions,
+    expert_configs,
+    forced_routes,
+    routing_of,
+    use,
+    using,
+)  # fmt: skip
 from turnwise.engines.kernels.dispatch import attention_for, compute_dtype
-from turnwise.engines.learner import expert_products, llama_layers, lora, stock_forward
-from turnwise.engines.learner.shared_prefix import PaddingMap, SharedPrefixes
-from turnwise.engines.learner.varlen_attention import VarlenAttention
+from turnwise.engines.learner import llama_layers, lora
+from turnwise.engines.learner.layouts import PackedLayout, SharedPrefixes, VarlenAttention
 from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)
 
-MIN_FILL = 0.75  # a bucket takes sequences down to this fraction of its longest ...
-MAX_PADDING = 16  # ... or this many ids shorter, whichever admits more: another launch costs as much as some padding
 CAUSAL_TOLERANCE = 1e-5  # only rounding may differ, and random weights barely look at other positions
-TOLERANCE = 1e-3  # largest difference between two execution paths, relative to the largest logit
-
-
-class PackedLayout:
-    """Causal attention within each packed sequence, by padded buckets. One layout serves all layers of a forward pass."""
-
-    def __init__(self, start: Tensor, prefixes: SharedPrefixes | None = None) -> None:
-        """``prefixes``: q, k and v hold the computed positions only, not their copies."""
-        lengths = start[1:] - start[:-1]
-        order = torch.argsort(lengths, stable=True)
-        self.buckets = _buckets(lengths[order].tolist())
-        padded = torch.tensor([t for rows, t in self.buckets for _ in range(rows)], dtype=torch.int64).to(start.device)
-        offset = torch.empty_like(lengths)
-        offset[order] = torch.cumsum(padded, 0) - padded
-        total = int(padded.sum())
-        here = torch.arange(int(start[-1]), device=start.device)
-        slot = here + torch.repeat_interleave(offset - start[:-1], lengths)
-        prefixes = prefixes or SharedPrefixes.unshared(here)
-        self.slot = None if total == len(prefixes.computed) and torch.equal(slot, here) else slot
-        self.padding_map = None if self.slot is None else PaddingMap(prefixes, slot, total)
-        self._masks: dict[tuple[int, int], Tensor] = {}
-        self.packing = cpu.Packing.of(prefixes.row_of, prefixes.computed, start) if start.device.type == "cpu" else None
-
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """q [1, H, L, D], k and v [1, Hkv, L, D] -> [1, L, H, D]."""
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        return self.attend_rows(q, k, v, scale, window)[None]
-
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """q [L, H, D], k and v [L, Hkv, D] -> [L, H, D]."""
-        if self.packing is not None and window is None and cpu.attention_fits(q, k, v, self.packing):
-            return cpu.varlen_attention(q, k, v, scale, self.packing)
-        if self.padding_map is not None:
-            q, k, v = (self.padding_map.scatter(x) for x in (q, k, v))  # [P, H, D]
-        parts, at = [], 0
-        for rows, length in self.buckets:
-            bucket = slice(at, at + rows * length)
-            # [rows, H, length, D]
-            a, b, c = (x[bucket].unflatten(0, (rows, length)).transpose(1, 2) for x in (q, k, v))
-            parts.append(self._attend_bucket(a, b, c, scale, window).transpose(1, 2).flatten(0, 1))
-            at = bucket.stop
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out if self.padding_map is None else self.padding_map.gather(out)
-
-    def _attend_bucket(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        length = q.shape[2]
-        mask = None if window is None or length <= window else self._mask(length, window, q.device)
-        grouped = q.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
-
-    def _mask(self, length: int, window: int, device: torch.device) -> Tensor:
-        if (length, window) not in self._masks:
-            here = torch.arange(length, device=device)
-            distance = here[:, None] - here[None, :]
-            self._masks[length, window] = (distance >= 0) & (distance < window)
-        return self._masks[length, window]
-
-
-def _attention_layout(
-    start: Tensor, prefixes: SharedPrefixes, model: PreTrainedModel, to: Callable[[Tensor], Tensor]
-) -> PackedLayout | VarlenAttention:
-    weight = next(model.parameters())
-    if weight.is_cuda and compute_dtype(weight) in (torch.bfloat16, torch.float16):
-        attention_for(weight, _head_size(model))  # checks itself when first asked: not inside a recomputation
-        return VarlenAttention.of(start, prefixes)
-    return PackedLayout(to(start), SharedPrefixes(to(prefixes.computed), to(prefixes.row_of)))
-
-
-def _head_size(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None)
-    return int(size or config.hidden_size // config.num_attention_heads)
-
-
-def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
-    """Ascending sequence lengths -> (sequences, padded length) of each bucket."""
-    out: list[tuple[int, int]] = []
-    rows, longest = 0, 0
-    for length in reversed(lengths):
-        if rows and length < longest * MIN_FILL and length < longest - MAX_PADDING:
-            out.append((rows, longest))
-            rows = 0
-        longest = longest if rows else length
-        rows += 1
-    return [*([(rows, longest)] if rows else []), *reversed(out)]
-
-
-# --------------------------------------------------------------------- models
+TOLERANCE = 1e-3  # largest difference between two execution paths, relative to the largest logit ...
+HALF_TOLERANCE = 0.05  # ... and where products round to half precision
+SEPARATE, OWN_HEAD = "_turnwise_separate", "_turnwise_own_head"
+PROBE_SCALES = (1.0, 1000.0)  # a soft cap of 30 does nothing to the small logits of random weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,39 +98,41 @@ def packed_states(
     kept, position, start = _positions_to_compute(sequences, after_sampled)
     ids, routing = sequences.ids[kept], routing_of(model.get_decoder())
     routes = None if routing is None or sequences.routes is None else sequences.routes[kept]
-    if stock_forward.runs_separately(model.get_decoder()):
+    if runs_separately(model.get_decoder()):
         row_of = torch.zeros_like(sequences.ids).index_copy(0, kept, torch.arange(len(kept), device=kept.device))
         routes = None if routes is None else to(routes)
-        return PackedStates(stock_forward.separate_states(model.get_decoder(), to(ids), start, routes), to(row_of))
+        return PackedStates(separate_states(model.get_decoder(), to(ids), start, routes), to(row_of))
     # Stock norms round gradients to float32 even in a float64 model, and rounding a sum differs from summing the rounded
     # terms. float64 is chosen for exactness, so it shares no prefixes.
     unshared = model.dtype == torch.float64
     prefixes = SharedPrefixes.unshared(ids) if unshared else SharedPrefixes.of(distinct_positions(ids, routes), start)
     row_of = torch.zeros_like(sequences.ids).index_copy(0, kept, prefixes.row_of)
-    decoder, layout = model.get_decoder(), _attention_layout(start, prefixes, model, to)
+    decoder, weight, layout = model.get_decoder(), next(model.parameters()), None
     ids, position = ids[prefixes.computed], position[prefixes.computed]
     layers = llama_layers.fast_path(decoder)
-    if isinstance(layout, VarlenAttention) and layers is not None:
-        # Compute every row: captured graphs have fixed shapes.
-        return PackedStates(layers(ids, position, layout), to(row_of))
+    if weight.is_cuda and compute_dtype(weight) in (torch.bfloat16, torch.float16):
+        config = model.config.get_text_config()
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        attention_for(weight, int(size))  # checks itself when first asked: not inside a recomputation
+        layout = VarlenAttention.of(start, prefixes)
+        if layers is not None:  # every row: captured graphs have fixed shapes
+            return PackedStates(layers(ids, position, layout), to(row_of))
+        layout = layout.to(weight.device)
+    else:
+        layout = PackedLayout(to(start), SharedPrefixes(to(prefixes.computed), to(prefixes.row_of)))
     ids, position, row_of = to(ids), to(position), to(row_of)
-    layout = layout.to(ids.device) if isinstance(layout, VarlenAttention) else layout
     sampled_at = sequences.sampled_at
     if layers is not None and sampled_at.numel() and not all_positions:
         outputs = torch.cat([sampled_at - 1, sampled_at]) if after_sampled else sampled_at - 1
-        rows, index_of = _distinct(row_of[to(outputs)], len(ids))
+        # the last layer computes the distinct rows that are read, ascending; ``index_of``: each row's index among them
+        present = torch.zeros(len(ids), dtype=torch.bool, device=ids.device).index_fill_(0, row_of[to(outputs)], True)
+        rows, index_of = present.nonzero().squeeze(1), (present.long().cumsum(0) - 1).clamp_(min=0)
         return PackedStates(layers(ids, position, layout, rows), index_of[row_of])
     if layers is not None:
         return PackedStates(layers(ids, position, layout), row_of)
     with forced_routes(decoder, None if routes is None else to(routes[prefixes.computed])):
         out = decoder(input_ids=ids[None], position_ids=position[None], use_cache=False, layout=layout)
     return PackedStates(out.last_hidden_state[0], row_of)
-
-
-def _distinct(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The distinct ``rows`` of ``size``, ascending; and the index of each row among them, [size]."""
-    present = torch.zeros(size, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
-    return present.nonzero().squeeze(1), (present.long().cumsum(0) - 1).clamp_(min=0)
 
 
 def _positions_to_compute(sequences: Sequences, after_sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,6 +149,27 @@ def _positions_to_compute(sequences: Sequences, after_sampled: bool) -> tuple[Te
     start = torch.cat([begin.new_zeros(1), lengths.cumsum(0)])
     position = torch.arange(int(start[-1]), device=begin.device) - torch.repeat_interleave(start[:-1], lengths)
     return position + torch.repeat_interleave(begin, lengths), position, start
+
+
+def runs_separately(decoder: nn.Module) -> bool:
+    """Whether this decoder runs on one sequence at a time."""
+    return getattr(decoder, SEPARATE, False)
+
+
+def separate_states(decoder: nn.Module, ids: Tensor, start: Tensor, routes: Tensor | None = None) -> Tensor:
+    """Inputs of the LM head at every position, [L, D]. Sequences of equal length share a pass: they need no padding.
+    ``routes`` [L, experts]: what the routers must choose."""
+    lengths = start.diff().tolist()
+    parts, forced = ids.split(lengths), None if routes is None else routes.split(lengths)
+    by_length: dict[int, list[int]] = {}
+    for n, part in enumerate(parts):
+        by_length.setdefault(len(part), []).append(n)
+    states: dict[int, Tensor] = {}
+    for members in by_length.values():
+        with forced_routes(decoder, None if forced is None else torch.cat([forced[n] for n in members])):
+            out = decoder(input_ids=torch.stack([parts[n] for n in members]), use_cache=False)
+        states |= dict(zip(members, out.last_hidden_state))
+    return torch.cat([states[n] for n in range(len(parts))])
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
@@ -248,6 +193,9 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
         layer.forward = partial(checkpoint, layer.forward, **options)
 
 
+# ------------------------------------------------------------------ LM head
+
+
 def lm_head(model: PreTrainedModel) -> nn.Linear:
     """The linear layer from hidden states to logits."""
     head = model.get_output_embeddings()
@@ -260,12 +208,54 @@ def lm_head(model: PreTrainedModel) -> nn.Linear:
 
 def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
     """Logits [N, V] of states [N, D]."""
-    if stock_forward.has_own_head(model):
-        return stock_forward.own_logits(model, states)
+    if has_own_head(model):
+        return own_logits(model, states)
     head = lm_head(model)
     if head.weight.dtype == states.dtype or torch.is_autocast_enabled(states.device.type):
         return head(states)
     return linear(states, head.weight.to(states.dtype), head.bias)  # frozen in half precision: logits are not rounded
+
+
+class _GivenStates:
+    """Stands for a decoder's output: the given states, and None for everything else a model may look up."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self.last_hidden_state if index == 0 else ()
+
+
+@contextmanager
+def _decoder_returns(model: PreTrainedModel, states: Tensor) -> Iterator[None]:
+    decoder: Any = model.get_decoder()
+    previous = decoder.__dict__.get("forward")
+    decoder.forward = lambda *args, **kwargs: _GivenStates(states)
+    try:
+        yield
+    finally:
+        del decoder.forward
+        if previous is not None:
+            decoder.forward = previous
+
+
+def own_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Logits [N, V] of states [N, D] by all that the model's forward does after its decoder: head, scale, soft cap."""
+    ids = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
+    with _decoder_returns(model, states[None]):
+        return model(input_ids=ids, use_cache=False).logits[0]
+
+
+def has_own_head(model: nn.Module) -> bool:
+    """Whether the model's own way to logits is more than its linear head."""
+    return getattr(model, OWN_HEAD, False)
+
+
+# ------------------------------------------------------- how a model is run
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
@@ -283,7 +273,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     sequences = Sequences(ids, start, torch.arange(len(lengths), device=device), start[:0])
     with torch.no_grad():
         parts = ids.split(lengths)
-        expert_products.prepare(model, parts[1])
+        prepare_experts(model, parts[1])
         expected = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in parts])
         _check_causal(model, parts[1], expected[lengths[0] : sum(lengths[:2])])
         _choose_head(model, head, parts[1])
@@ -296,7 +286,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         reason = _packing_fault(model, gap)
         if reason:
             attention_interface.use_eager_attention(model)
-            stock_forward.run_separately(model.get_decoder())
+            setattr(model.get_decoder(), SEPARATE, True)
             llama_layers.disable(model.get_decoder(), f"one sequence at a time, because {reason}")
             if not (difference := gap()) <= TOLERANCE:
                 raise SettingError(
@@ -317,12 +307,13 @@ def _check_causal(model: PreTrainedModel, ids: Tensor, expected: Tensor) -> None
         )
 
 
-def _choose_head(model: PreTrainedModel, linear: nn.Linear, ids: Tensor) -> None:
+def _choose_head(model: PreTrainedModel, head: nn.Linear, ids: Tensor) -> None:
     """Keep the linear head, whose log-probabilities need no logits in memory, where the model does nothing beyond it."""
     try:
         states = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        if not stock_forward.head_deviation(model, linear, states) <= TOLERANCE:
-            stock_forward.use_own_head(model)
+        expected = [(scale, own_logits(model, states * scale)) for scale in PROBE_SCALES]
+        if not all(_gap(head(states * scale), logits) <= TOLERANCE for scale, logits in expected):
+            setattr(model, OWN_HEAD, True)
     except (TypeError, ValueError, RuntimeError, AttributeError) as fault:
         raise SettingError(
             f"{type(model).__name__} does not separate its decoder from its head, which the learner needs: {fault}"
@@ -382,3 +373,44 @@ def _verify_layers(model: PreTrainedModel, gap: Callable[[], float]) -> None:
             "the learner runs %s by its stock forward, not by hand-written layers: %s", type(model).__name__, why
         )
         llama_layers.disable(model.get_decoder(), why)
+
+
+def prepare_experts(model: PreTrainedModel, ids: Tensor) -> None:
+    """Compute the experts of this model by grouped products in the compute dtype, or where that fails as it did before."""
+    configs = expert_configs(model)
+    if not configs:
+        return
+    before = configs[0]._experts_implementation
+    use(model, COMPUTE_DTYPE)
+    try:
+        fault = expert_fault(model, ids, half=ids.is_cuda)
+    except (RuntimeError, TypeError, AttributeError, KeyError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        fault = (str(error).splitlines() or [type(error).__name__])[0]
+    if fault:
+        use(model, before)
+        log.warning("the learner computes experts of %s by %s: %s", type(model).__name__, before, fault)
+
+
+@torch.no_grad()
+def expert_fault(model: PreTrainedModel, ids: Tensor, half: bool) -> str:
+    """What is wrong with the logits of these experts on ids [L]; empty if nothing. ``half``: also under autocast."""
+    routing = routing_of(model.get_decoder())
+    logits = lambda: model(input_ids=ids[None], use_cache=False).logits[0].float()  # noqa: E731
+    with using(expert_configs(model), EAGER):
+        expected = logits()
+    off = _gap(logits(), expected)
+    if not off <= TOLERANCE:
+        return f"in the compute dtype their logits were off by {off:.2g}"
+    if not half or routing is None:
+        return ""
+    with routing.recording() as chosen, using(expert_configs(model), EAGER):
+        logits()
+    with routing.forcing(chosen()), torch.autocast(ids.device.type, torch.bfloat16):
+        off = _gap(logits(), expected)
+    return "" if off <= HALF_TOLERANCE else f"in half precision their logits were off by {off:.2g}"
+
+
+def _gap(logits: Tensor, expected: Tensor) -> float:
+    return float((logits - expected).abs().max() / (1e-6 + expected.abs().max()))

@@ -46,7 +46,7 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field
 from turnwise.core.protocols import LossProtocol, ObjectiveProtocol, ScalesProtocol
 from turnwise.core.signals import WITH_GRADIENT, Signal, level_of
-from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward, stock_forward
+from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward
 from turnwise.engines.learner.learner import LocalLearner
 from turnwise.engines.learner.optimizer import LearnerSettings, whole
 from turnwise.engines.learner.signals.measure import AUXILIARY, Fields, SignalMeasurer
@@ -157,7 +157,7 @@ class ShardedLearner(LocalLearner):
         """Make this rank's part: a local learner of the whole model, then shards in place of its parameters."""
         model, teacher = torch.load(file, weights_only=False, mmap=True)
         super().__init__(model, settings, teacher=teacher, device=self.device, **critic)
-        separate = stock_forward.runs_separately(self.model.get_decoder())  # as many passes as lengths of sequences
+        separate = packed_forward.runs_separately(self.model.get_decoder())  # as many passes as lengths of sequences
         self.gather: Gather = "step" if separate else gather
         self.measurer = RankMeasurer(self, self.measurer.teacher, signals)
         dist.barrier(group=self.files)

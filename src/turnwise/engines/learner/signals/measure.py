@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnwise.core.batch import Batch
@@ -22,14 +22,14 @@ from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import POLICY_SIGNALS, TURN_CRITIC, TURN_CRITIC_TARGET, WITH_GRADIENT, Signal, level_of
 from turnwise.engines.learner import lora, packed_forward
 from turnwise.engines.learner.forward_pass import ForwardPass
-from turnwise.engines.learner.optimizer import LearnerSettings
-from turnwise.engines.learner.signals import candidates, counterfactual, update_statistics
-from turnwise.engines.learner.signals.auxiliary import AuxiliaryModel
+from turnwise.engines.learner.signals import counterfactual, distributions
+from turnwise.engines.learner.signals.auxiliary import AuxiliaryModel, FlowDeviation, RewardProbe
 from turnwise.engines.learner.signals.effective_rank import effective_rank_signals
-from turnwise.engines.learner.signals.flow import FlowDeviation
-from turnwise.engines.learner.signals.reward_probe import RewardProbe
-from turnwise.engines.learner.value_heads import TOKEN_VALUES, ValueHeads, frozen_copy
+from turnwise.engines.learner.value_heads import TOKEN_VALUES, frozen_copy
 from turnwise.errors import SettingError
+
+if TYPE_CHECKING:
+    from turnwise.engines.learner.learner import LocalLearner
 
 LIVE_COUNTERPART = {
     Signal.PROXIMAL: Signal.LOGP,
@@ -39,6 +39,8 @@ LIVE_COUNTERPART = {
     Signal.OLD_ACTION_VALUE: Signal.ACTION_VALUE,
 }
 """Signals of a batch that equal a live signal, measured before the first update."""
+LOGP_OF = {Signal.REFERENCE: "reference", Signal.PREVIOUS: "previous", Signal.TEACHER: "teacher"}
+"""Log-probabilities under a model beside the policy."""
 
 RANK_SIGNALS = frozenset({Signal.EFFECTIVE_RANK, Signal.EFFECTIVE_RANK_VELOCITY, Signal.EFFECTIVE_RANK_ACCELERATION})
 AUXILIARY = frozenset({Signal.REWARD_PROBE, Signal.FLOW_DEVIATION})
@@ -51,52 +53,18 @@ AFTER_SAMPLED_MODELS = ("policy", "critic", "target")
 Fields = dict[Any, Field]
 ForwardOf = Callable[[str], ForwardPass]
 """The forward pass of a named model over one micro-batch: policy, reference, previous, teacher, critic, target."""
-Measurement = Callable[[Batch, ForwardOf, frozenset[Signal]], Fields]
-"""A micro-batch, the forward passes over it, the requested signals -> the measured fields."""
-
-
-class LearnerContext(Protocol):
-    """The part of a learner that measuring depends on."""
-
-    settings: LearnerSettings
-    model: PreTrainedModel
-    value_heads: ValueHeads
-    device: torch.device
-    dtype: torch.dtype  # of computation
-    master: torch.dtype  # of the weights
-    steps: int  # optimizer steps taken
-
-    def policy(self) -> Iterator[nn.Parameter]: ...
-
-    def preconditioner(self) -> Tensor: ...
 
 
 class SignalMeasurer:
     """Measures signals, and owns the models beside the policy: reference, previous policy, teacher, auxiliary models."""
 
-    def __init__(self, learner: LearnerContext, teacher: PreTrainedModel | None) -> None:
+    def __init__(self, learner: LocalLearner, teacher: PreTrainedModel | None) -> None:
         self.learner = learner
         self.teacher = None if teacher is None else self._prepare_teacher(teacher)
         self._reference: PreTrainedModel | None = None
         self._reference_was_reset = False
         self._previous: PreTrainedModel | None = None
         self._auxiliary_models: dict[Signal, AuxiliaryModel] = {}
-        self._measurements: tuple[tuple[frozenset[Signal], Measurement], ...] = (
-            (frozenset({Signal.REFERENCE}), lambda b, forward, _: {Signal.REFERENCE: _logp(forward("reference"))}),
-            (frozenset({Signal.PREVIOUS}), lambda b, forward, _: {Signal.PREVIOUS: _logp(forward("previous"))}),
-            (frozenset({Signal.TEACHER}), lambda b, forward, _: {Signal.TEACHER: _logp(forward("teacher"))}),
-            (frozenset({Signal.GRADIENT_NORM}), self._gradient_norm),
-            (frozenset({Signal.ANSWER_LOGP}), self._answer_logp),
-            (frozenset({Signal.LOGP_WITHOUT_FEEDBACK}), self._logp_without_feedback),
-            (frozenset({Signal.CANDIDATE_MATCHES}), self._candidate_matches),
-            (frozenset({Signal.HELLINGER}), self._hellinger),
-            (frozenset({Signal.COLLISION}), self._collision),
-            (frozenset({Signal.REFERENCE_MODE_GAP}), self._reference_mode_gap),
-            (frozenset(update_statistics.PREDICTED_CHANGES), self._predicted_changes),
-            (RANK_SIGNALS, lambda b, forward, _: dict(effective_rank_signals(b.tree, forward("policy").after))),
-            (frozenset(TURN_CRITIC_TARGET), self._target_estimates),
-            (AUXILIARY, self._auxiliary),
-        )
 
     def _prepare_teacher(self, teacher: PreTrainedModel) -> PreTrainedModel:
         policy_size, teacher_size = (packed_forward.lm_head(m).weight.shape[0] for m in (self.learner.model, teacher))
@@ -140,19 +108,56 @@ class SignalMeasurer:
         """Remember the present policy as the previous one."""
         self._previous = frozen_copy(self.learner.model)
 
+    # ------------------------------------------------------- one micro-batch
     def measure_micro_batch(self, batch: Batch, signals: frozenset[Signal]) -> Fields:
-        """The requested signals of one micro-batch on the device."""
+        """The requested signals of one micro-batch on the device, and the columns that later updates need."""
         computed = frozenset(LIVE_COUNTERPART.get(s, s) for s in signals)
         forward = self._forward_cache(batch, computed)
         live = self._live(batch, computed & WITH_GRADIENT, forward)
         out: Fields = {s: live[LIVE_COUNTERPART.get(s, s)] for s in signals if LIVE_COUNTERPART.get(s, s) in live}
-        for provided, measure in self._measurements:
-            if provided & signals:
-                fields = measure(batch, forward, signals)
-                out |= {key: f for key, f in fields.items() if key in signals or key not in provided}
-        return out
+        positions = self.learner.settings.positions
+        for signal, model in LOGP_OF.items():
+            if signal in signals:
+                out[signal] = _logp(forward(model))
+        if Signal.GRADIENT_NORM in signals:
+            out[Signal.GRADIENT_NORM] = self._gradient_norms(batch)
+        if Signal.ANSWER_LOGP in signals:
+            out[Signal.ANSWER_LOGP] = counterfactual.answer_logp(batch, self.logp, positions)
+        if Signal.LOGP_WITHOUT_FEEDBACK in signals:
+            logp = _logp(forward("policy"))
+            out[Signal.LOGP_WITHOUT_FEEDBACK] = counterfactual.logp_without_feedback(batch, logp, self.logp, positions)
+        if Signal.CANDIDATE_MATCHES in signals:
+            ids = distributions.sample_candidates(forward("policy"), self.learner.steps)
+            out |= distributions.candidate_columns(batch, ids)
+            out[Signal.CANDIDATE_MATCHES] = distributions.count_matches(batch, ids)
+        if Signal.HELLINGER in signals:
+            out[Signal.HELLINGER] = distributions.hellinger(forward("policy"), forward("reference"))
+        if Signal.COLLISION in signals:
+            out[Signal.COLLISION] = distributions.collision(forward("policy"))
+        if Signal.REFERENCE_MODE_GAP in signals:
+            gap = distributions.reference_mode_gap(forward("policy"), forward("reference"))
+            out[Signal.REFERENCE_MODE_GAP] = gap
+        if signals & set(distributions.PREDICTED_CHANGES):
+            out |= distributions.predicted_changes(forward("policy"), self.learner.preconditioner())
+        if signals & RANK_SIGNALS:
+            out |= effective_rank_signals(batch.tree, forward("policy").after)
+        if signals & set(TURN_CRITIC_TARGET):
+            out |= self.learner.value_heads.target_estimates(forward("target"), signals)
+        for signal in signals & AUXILIARY:
+            out[signal] = self.auxiliary_model(signal).measure(forward("policy"))
+        return {key: f for key, f in out.items() if key in signals or not isinstance(key, Signal)}
 
-    # ------------------------------------------------------- one micro-batch
+    @torch.enable_grad()
+    def _gradient_norms(self, batch: Batch) -> Field:
+        """‖∇ Σₜ log π(yₜ)‖ of each trajectory: one backward pass each."""
+        out, parameters = torch.zeros(len(batch), device=batch.tree.device), list(self.learner.policy())
+        for k in range(len(batch)):
+            total = self.logp(batch.select([k])).x.sum()
+            if total.requires_grad:
+                grads = torch.autograd.grad(total, parameters, allow_unused=True)
+                out[k] = torch.nn.utils.get_total_norm([g for g in grads if g is not None])
+        return Field(batch.tree, TRAJECTORY, out)
+
     def live(self, batch: Batch, signals: frozenset[Signal]) -> tuple[Batch, dict[Signal, Field]]:
         """One micro-batch on the device, and its live signals with their gradient. The policy's forward pass is launched before
         the other columns are copied, so that the GPU does not wait for them."""
@@ -169,11 +174,11 @@ class SignalMeasurer:
             if entropy is not None:
                 out[Signal.ENTROPY] = Field(batch.tree, TOKEN, entropy)
             if Signal.CANDIDATE_LOGP in signals:
-                ids = candidates.stored(batch)
-                ids = candidates.sample(forward("policy"), self.learner.steps) if ids is None else ids
-                out[Signal.CANDIDATE_LOGP] = candidates.candidate_logp(forward("policy"), ids)
+                ids = distributions.stored_candidates(batch)
+                ids = distributions.sample_candidates(forward("policy"), self.learner.steps) if ids is None else ids
+                out[Signal.CANDIDATE_LOGP] = distributions.candidate_logp(forward("policy"), ids)
             if Signal.MODE_LOGP in signals:
-                out[Signal.MODE_LOGP] = update_statistics.mode_logp(forward("policy"))
+                out[Signal.MODE_LOGP] = distributions.mode_logp(forward("policy"))
         if signals & {*TOKEN_VALUES, Signal.ACTION_VALUE, *TURN_CRITIC}:
             out |= self.learner.value_heads.estimates(forward("critic"), signals)
         return {s: f for s, f in out.items() if s in signals}
@@ -226,41 +231,6 @@ class SignalMeasurer:
         if self.learner.dtype != self.learner.master:
             stack.enter_context(torch.autocast(self.learner.device.type, self.learner.dtype))
         return stack
-
-    # --------------------------------------------------------- measurements
-    def _gradient_norm(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
-        return {Signal.GRADIENT_NORM: update_statistics.gradient_norms(batch, self.logp, list(self.learner.policy()))}
-
-    def _answer_logp(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
-        return {Signal.ANSWER_LOGP: counterfactual.answer_logp(batch, self.logp, self.learner.settings.positions)}
-
-    def _logp_without_feedback(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
-        positions = self.learner.settings.positions
-        logp = counterfactual.logp_without_feedback(batch, _logp(forward("policy")), self.logp, positions)
-        return {Signal.LOGP_WITHOUT_FEEDBACK: logp}
-
-    def _candidate_matches(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
-        ids = candidates.sample(forward("policy"), self.learner.steps)
-        return {Signal.CANDIDATE_MATCHES: candidates.count_matches(batch, ids), **candidates.as_columns(batch, ids)}
-
-    def _hellinger(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
-        return {Signal.HELLINGER: update_statistics.hellinger(forward("policy"), forward("reference"))}
-
-    def _collision(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
-        return {Signal.COLLISION: update_statistics.collision(forward("policy"))}
-
-    def _reference_mode_gap(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
-        gap = update_statistics.reference_mode_gap(forward("policy"), forward("reference"))
-        return {Signal.REFERENCE_MODE_GAP: gap}
-
-    def _predicted_changes(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
-        return dict(update_statistics.predicted_changes(forward("policy"), self.learner.preconditioner()))
-
-    def _target_estimates(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
-        return dict(self.learner.value_heads.target_estimates(forward("target"), signals))
-
-    def _auxiliary(self, batch: Batch, forward: ForwardOf, signals: frozenset[Signal]) -> Fields:
-        return {s: self.auxiliary_model(s).measure(forward("policy")) for s in signals & AUXILIARY}
 
     # ---------------------------------------------------------------- models
     def auxiliary_model(self, signal: Signal) -> AuxiliaryModel:
