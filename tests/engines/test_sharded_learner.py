@@ -192,6 +192,12 @@ def test_a_second_learner_with_ranks_is_refused_while_one_is_open():
             start_ranks(1)
     finally:
         pool.close()
+    second = start_ranks(1)
+    try:
+        pool.close()  # again, as when its learner is collected late: the group is not its own any longer
+        assert second.call(lambda learner: torch.distributed.get_world_size(), None) == 1
+    finally:
+        second.close()
 
 
 def test_a_skipped_step_changes_nothing_on_any_rank():

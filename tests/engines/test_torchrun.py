@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -21,7 +20,18 @@ from safetensors.torch import load_file
 import turnwise
 from turnwise.config.settings import Settings
 from turnwise.engines.sharded import rank_pool
-from turnwise.engines.sharded.rank_pool import ABOUT, BEAT, FAULT, INTERFACE, OVER, START, interface_toward, start_ranks
+from turnwise.engines.sharded.rank_pool import (
+    ABOUT,
+    BEAT,
+    END,
+    FAULT,
+    INTERFACE,
+    OVER,
+    START,
+    interface_toward,
+    say_end,
+    start_ranks,
+)
 from turnwise.engines.sharded.torchrun import TorchrunRank, check_torchrun, ranks_here, torchrun_rank
 from turnwise.errors import RankFault, SettingError
 from turnwise.training.plan import RunPlan
@@ -119,7 +129,7 @@ def test_a_rank_on_another_machine_is_seen_by_its_signs_of_life(pool, meeting, m
 )  # fmt: skip
 def test_who_broke_a_connection_is_named(pool, meeting, said, fault, cause):
     if said is not None:
-        meeting.set(FAULT.format(1), pickle.dumps(said))
+        say_end(meeting, 1, said)
     fault = RuntimeError(fault)
 
     def fails(learner):
@@ -132,6 +142,7 @@ def test_who_broke_a_connection_is_named(pool, meeting, said, fault, cause):
     assert (
         raised.value is fault if cause is None else (type(raised.value), str(raised.value)) == (type(cause), str(cause))
     )
+    assert meeting.check([END])  # the others are told
     with pytest.raises(RankFault, match="have ended"):
         pool.call(fails, None)
 
@@ -158,10 +169,12 @@ def test_a_network_that_torch_cannot_use_is_named(pool, meeting, monkeypatch):
         RankFault, match=r"could not connect the ranks \(Gloo connectFullMesh failed\); GLOO_SOCKET_IFNAME"
     ):
         rank_pool.RankPool(2, torch.device("cpu"))
-    meeting.set(FAULT.format(1), pickle.dumps("ImportError: x"))
+    say_end(meeting, 1, "ImportError: x")
     with pytest.raises(RankFault, match="rank 1 of 2 failed: ImportError: x"):  # and the network has no part in it
         rank_pool.RankPool(2, torch.device("cpu"))
-    meeting.set(FAULT.format(1), pickle.dumps(""))
+    meeting.delete_key(FAULT.format(1))
+    say_end(meeting, 1, "")
+    say_end(meeting, 1, "the first word counts")
     with pytest.raises(RankFault, match="GLOO_SOCKET_IFNAME"):  # it ended for want of a connection
         rank_pool.RankPool(2, torch.device("cpu"))
 

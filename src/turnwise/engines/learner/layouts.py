@@ -338,8 +338,8 @@ class _RotaryKernelAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        kept, cos, sin, out, stats = ctx.saved_tensors
-        qkv = kept if ctx.again is None else ctx.again(kept, cos, sin)
+        saved, cos, sin, out, stats = ctx.saved_tensors
+        qkv = saved if ctx.again is None else ctx.again(saved, cos, sin)
         d, d_out = torch.empty_like(qkv), d_out.contiguous()
         (q, k, v), (dq, dk, dv) = qkv.split(ctx.parts, 1), d.split(ctx.parts, 1)
         ctx.kernels.d_queries(d_out, q, k, v, out, stats, *ctx.kernel_args, dq, (cos, sin))

@@ -236,8 +236,8 @@ class _PostAttentionFunction(torch.autograd.Function):
         gate_up, inner = half.gate_up(h)
         y, down_inner = half.down(half.ops.swiglu(gate_up))
         ctx.half = half
-        kept = (None, None) if half.recompute else (gate_up, inner)
-        ctx.save_for_backward(mixed, total, norm, out_inner, down_inner, *kept)
+        again = (None, None) if half.recompute else (gate_up, inner)
+        ctx.save_for_backward(mixed, total, norm, out_inner, down_inner, *again)
         return total, y
 
     @staticmethod

@@ -198,11 +198,11 @@ def narrow_frozen(model: nn.Module, dtype: torch.dtype, embeddings: bool) -> Non
     ``embeddings``: also tables of embeddings that lose nothing by it; where they do, they keep their dtype, and so does a head
     tied to them."""
     tables = [p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)]
-    kept = {id(p) for p in tables if not (embeddings and torch.equal(p.data.to(dtype).to(p.dtype), p.data))}
+    exact = {id(p) for p in tables if not (embeddings and torch.equal(p.data.to(dtype).to(p.dtype), p.data))}
     for module in model.modules():
         rounded = isinstance(module, nn.Linear | nn.Embedding) or is_experts(module)
         for p in module.parameters(recurse=False) if rounded else ():
-            if p.dim() > 1 and not p.requires_grad and id(p) not in kept:
+            if p.dim() > 1 and not p.requires_grad and id(p) not in exact:
                 p.data = p.data.to(dtype)
 
 

@@ -95,19 +95,20 @@ def packed_states(
     also the states after the sampled tokens. ``all_positions``: and all states before them."""
     sequences = sequences.host or sequences  # the host copy: reading it does not wait for the GPU
     to = partial(to_device, device=next(model.parameters()).device)
-    kept, position, start = _positions_to_compute(sequences, after_sampled)
-    ids, routing = sequences.ids[kept], routing_of(model.get_decoder())
-    routes = None if routing is None or sequences.routes is None else sequences.routes[kept]
+    needed, position, start = _positions_to_compute(sequences, after_sampled)
+    ids, routing = sequences.ids[needed], routing_of(model.get_decoder())
+    routes = None if routing is None or sequences.routes is None else sequences.routes[needed]
     if runs_separately(model.get_decoder()):
-        row_of = torch.zeros_like(sequences.ids).index_copy(0, kept, torch.arange(len(kept), device=kept.device))
+        row_of = torch.zeros_like(sequences.ids).index_copy(0, needed, torch.arange(len(needed), device=needed.device))
         routes = None if routes is None else to(routes)
         return PackedStates(separate_states(model.get_decoder(), to(ids), start, routes), to(row_of))
     # Stock norms round gradients to float32 even in a float64 model, and rounding a sum differs from summing the rounded
     # terms. float64 is chosen for exactness, so it shares no prefixes.
     unshared = model.dtype == torch.float64
     prefixes = SharedPrefixes.unshared(ids) if unshared else SharedPrefixes.of(distinct_positions(ids, routes), start)
-    row_of = torch.zeros_like(sequences.ids).index_copy(0, kept, prefixes.row_of)
-    decoder, weight, layout = model.get_decoder(), next(model.parameters()), None
+    row_of = torch.zeros_like(sequences.ids).index_copy(0, needed, prefixes.row_of)
+    decoder, weight = model.get_decoder(), next(model.parameters())
+    layout: PackedLayout | VarlenAttention
     ids, position = ids[prefixes.computed], position[prefixes.computed]
     layers = llama_layers.fast_path(decoder)
     if weight.is_cuda and compute_dtype(weight) in (torch.bfloat16, torch.float16):

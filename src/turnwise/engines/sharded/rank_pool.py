@@ -6,7 +6,8 @@ Rank 0 broadcasts each call of its learner (the name of a method, its arguments)
 they tell each other meanwhile goes through collective operations of torch. These are neither encrypted nor protected by a
 password, and objects among them are pickled: use ranks on machines and in a network that you trust.
 
-A rank that fails says why in the store by which the ranks met; one that dies says nothing, and that is how it is found.
+A rank that fails says why in the store by which the ranks met. After any fault all are told there to end, and say that they do;
+one that died says nothing, and that is how it is found.
 Knows processes and groups; does not know what the calls compute.
 """
 
@@ -41,15 +42,15 @@ from turnwise.workers.process import WorkerProcess
 WORKER = "turnwise.engines.sharded.worker"
 START_SECONDS = 300.0  # until a rank has imported torch
 ANSWER_SECONDS = 300.0  # of one collective operation: a rank that is stopped or stuck is named after that
-NAMING_SECONDS = 5.0  # until a rank that lost a connection has said so
+NAMING_SECONDS = 10.0  # until every rank that still runs has said that it ends, after another one failed
 FILE_SECONDS = 3600.0  # until a rank that reads or writes its files counts as stuck: a slow disk is no fault
 IDLE = datetime.timedelta(days=365)  # rank 0 may sample as long as it likes before its next call
-BEAT_SECONDS = 5.0  # between two signs of life of a rank on another machine ...
+BEAT_SECONDS = 1.0  # between two signs of life of a rank ...
 SILENT_SECONDS = 20.0  # ... which counts as ended after so long without one
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
-START, OVER, INTERFACE = "start", "over", "interface"  # keys and values of the store, beside those of each rank:
+START, OVER, INTERFACE, END = "start", "over", "interface", "end"  # in the store, beside what each rank has there:
 ABOUT, FAULT, BEAT = "about/{}", "fault/{}", "beat/{}"
 CALL = "call/{}"  # the number of each call that rank 0 has begun
 
@@ -118,6 +119,12 @@ def _as_array(tensor: torch.Tensor) -> tuple[Any, ...]:
     return torch.from_numpy, (tensor.detach().cpu().contiguous().numpy(),)
 
 
+def say_end(store: dist.Store, rank: int, reason: TurnwiseError | str) -> None:
+    """Say why this rank ends, once. An empty reason: because another one failed."""
+    with contextlib.suppress(dist.DistError):  # rank 0 has ended, and the store with it
+        store.compare_set(FAULT.format(rank), "", pickle.dumps(reason).hex())
+
+
 def lost_connection(fault: BaseException) -> bool:
     """Whether a collective operation failed because another rank is gone or stuck."""
     return isinstance(fault, dist.DistError) or "gloo" in str(fault)
@@ -162,7 +169,7 @@ class RankPool:
         self.size, self.device, self.threads = size, device, threads
         self.peers = [Peer(rank) for rank in range(1, size)]
         self.files: Any = None  # a group whose operations may take long; None: the ranks have ended
-        self._lock, self._caller, self._calls = threading.RLock(), 0, itertools.count()
+        self._lock, self._caller, self._calls, self._left = threading.RLock(), 0, itertools.count(), False
         try:
             self._start(torchrun_rank())
         except BaseException:
@@ -216,12 +223,12 @@ class RankPool:
     @property
     def processes(self) -> list[RankProcess]:
         """Those of ranks 1, 2 ..."""
-        found = []
+        processes = []
         for peer in self.peers:
             about = peer.about or {"process": 0, "node": 0}
             machine = about["host"] if about["node"] else ""
-            found.append(RankProcess(about["process"], machine, bool(machine) and not self._beats(peer)))
-        return found
+            processes.append(RankProcess(about["process"], machine, bool(machine) and not self._beats(peer)))
+        return processes
 
     def _beats(self, peer: Peer) -> bool:
         """Whether a rank on another machine gave a sign of life lately."""
@@ -273,7 +280,7 @@ class RankPool:
         is neither seen to end nor says anything is the cause of a lost connection."""
         if not isinstance(fault, OSError | RuntimeError):
             return None
-        _leave_group()  # whatever the others wait for, they lose this rank now, and say so
+        self.store.set(END, "")  # a thread of each rank sees it, whatever the rank waits for
         until, silent = time.monotonic() + NAMING_SECONDS, list(self.peers)
         while silent and time.monotonic() < until:
             for peer in list(silent):
@@ -296,9 +303,9 @@ class RankPool:
         )
 
     def _said(self, peer: Peer) -> TurnwiseError | str | None:
-        """Why a rank has failed; empty: because it lost another one; None: it has said nothing."""
+        """Why a rank ended; empty: because another one failed; None: it has said nothing."""
         key = FAULT.format(peer.rank)
-        return pickle.loads(self.store.get(key)) if self.store.check([key]) else None
+        return pickle.loads(bytes.fromhex(self.store.get(key).decode())) if self.store.check([key]) else None
 
     def close(self) -> None:
         """End the other ranks and leave the process group."""
@@ -306,17 +313,18 @@ class RankPool:
         if files is not None and any(peer.process is None for peer in self.peers):
             with contextlib.suppress(RuntimeError):  # one of them has died meanwhile
                 send_call(self.store, next(self._calls), None)
-        _leave_group()
+        self._leave_group()
         for peer in self.peers:
             if peer.process is not None:
                 peer.process.close()
         self.peers = []
 
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+    def _leave_group(self) -> None:
+        """Once: a group that is formed later belongs to another pool."""
+        if not self._left and dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        self._left = True
 
 
 def start_ranks(ranks: int, device: torch.device | str = "cpu", threads: int = 1) -> RankPool:

@@ -65,11 +65,11 @@ class OwnTensors(Mapping[str, Tensor]):
             return self._whole[name].to(self._device)
         start, shape = shard_range(like)
         if isinstance(self._whole, StoredTensors):
-            own = self._whole.part(name, start, shape)
+            part = self._whole.part(name, start, shape)
         else:
-            own = self._whole[name][tuple(slice(a, a + n) for a, n in zip(start, shape))]
+            part = self._whole[name][tuple(slice(a, a + n) for a, n in zip(start, shape))]
         return DTensor.from_local(
-            own.to(self._device),
+            part.to(self._device),
             like.device_mesh,
             like.placements,
             run_check=False,
@@ -84,12 +84,12 @@ def write_own(folder: Path, tensors: Mapping[str, Tensor]) -> ShardFile:
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             start, shape = shard_range(tensor)
-            own = tensor.to_local()
-            assert tuple(own.shape) == shape, (
-                f"rank {rank} holds {tuple(own.shape)} of {tuple(tensor.shape)}, not {shape}"
+            part = tensor.to_local()
+            assert tuple(part.shape) == shape, (
+                f"rank {rank} holds {tuple(part.shape)} of {tuple(tensor.shape)}, not {shape}"
             )
-            if rank == 0 or (own.numel() and start != (0,) * tensor.dim()):
-                slices[name] = TensorSlice(own, start, tuple(tensor.shape))
+            if rank == 0 or (part.numel() and start != (0,) * tensor.dim()):
+                slices[name] = TensorSlice(part, start, tuple(tensor.shape))
         elif rank == 0:
             slices[name] = TensorSlice(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
     return write_shard(folder, rank, dist.get_world_size(), slices)

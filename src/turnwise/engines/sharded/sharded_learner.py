@@ -310,9 +310,9 @@ class ShardedLearner(LocalLearner):
         if self.rank == 0:
             gradients = GradientsWhenRead(lambda: (self._told("collect"), collect())[1])
             return self._told(objective.scales(planned, gradients, sides))
-        while (told := self._told(None)) == "collect":
+        while (answer := self._told(None)) == "collect":
             collect()
-        return told
+        return answer
 
     # -------------------------------------------------------------- weights
     def weights(self) -> Mapping[str, Tensor]:
@@ -429,9 +429,9 @@ class RankMeasurer(SignalMeasurer):
         answers = []
         with learner._whole_weights(varying or learner.gather == "step"):
             for share in (shares[rank] for shares in rounds):
-                asked = signals if share.used else signals - AUXILIARY  # unused work must not be trained on
+                wanted = signals if share.used else signals - AUXILIARY  # unused work must not be trained on
                 micro = share.batch.to(learner.device)
-                fields = learner.root(lambda b=micro, a=asked: self.measure_micro_batch(b, a))
+                fields = learner.root(lambda b=micro, w=wanted: self.measure_micro_batch(b, w))
                 answers.append({key: (f.level, f.x.cpu()) for key, f in fields.items()} if share.used else {})
         models = {s: self.auxiliary_model(s) for s in sorted(signals & AUXILIARY)}
         every: list[Any] = [None] * dist.get_world_size()
@@ -580,19 +580,19 @@ class StepOfRank:
                     sides.setdefault(name, [{} for _ in shares])[rank] = _gradients(side, leaves)
                 main[rank] = _gradients(result.loss, leaves)
                 self._add(result)
-        reached = lambda found: {s for own in found for s, g in own.items() if g is not None}  # noqa: E731
+        reached = lambda gradients: {s for of_rank in gradients for s, g in of_rank.items() if g is not None}  # noqa: E731
         self.reached |= reached(main)
 
-        def alike(rank: int, found: Sequence[Gradients], signals_reached: set[Signal]) -> dict[Signal, Tensor]:
+        def alike(rank: int, gradients: Sequence[Gradients], some: set[Signal]) -> dict[Signal, Tensor]:
             """Gradients of the same signals on all ranks, 0 where a rank has none: ranks whose backward passes reached different
             weights would wait for each other."""
             return {
-                s: torch.zeros_like(signals[rank][s]) if (g := found[rank].get(s)) is None else g.cpu()
-                for s in sorted(signals_reached)
+                s: torch.zeros_like(signals[rank][s]) if (g := gradients[rank].get(s)) is None else g.cpu()
+                for s in sorted(some)
             }
 
         return [
-            (alike(n, main, self.reached), {name: alike(n, found, reached(found)) for name, found in sides.items()})
+            (alike(n, main, self.reached), {name: alike(n, side, reached(side)) for name, side in sides.items()})
             for n in range(len(shares))
         ]
 
@@ -613,8 +613,7 @@ def _gradients(scalar: Tensor, leaves: Mapping[Signal, Tensor]) -> Gradients:
     """The gradient of a scalar with respect to each signal; None where it does not depend on it."""
     if not scalar.requires_grad:
         return dict.fromkeys(leaves)
-    found = torch.autograd.grad(scalar, list(leaves.values()), retain_graph=True, allow_unused=True)
-    return dict(zip(leaves, found))
+    return dict(zip(leaves, torch.autograd.grad(scalar, list(leaves.values()), retain_graph=True, allow_unused=True)))
 
 
 class GradientsWhenRead(Sequence[Tensor]):

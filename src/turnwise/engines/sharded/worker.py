@@ -7,7 +7,6 @@ import datetime
 import itertools
 import json
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -20,7 +19,16 @@ import torch
 import torch.distributed as dist
 
 from turnwise.engines.sharded import rank_pool
-from turnwise.engines.sharded.rank_pool import ABOUT, BEAT, BEAT_SECONDS, FAULT, INTERFACE, OVER, START, START_SECONDS
+from turnwise.engines.sharded.rank_pool import (
+    ABOUT,
+    BEAT,
+    BEAT_SECONDS,
+    END,
+    INTERFACE,
+    OVER,
+    START,
+    START_SECONDS,
+)
 from turnwise.engines.sharded.sharded_learner import ShardedLearner
 from turnwise.engines.sharded.torchrun import TorchrunRank
 from turnwise.errors import TurnwiseError
@@ -69,8 +77,7 @@ def serve(store: dist.Store, here: TorchrunRank, start: dict[str, Any]) -> int:
         if not here.node:
             interface = store.get(INTERFACE).decode()
         learner.files = rank_pool.join_group(store, learner.device, here.rank, here.size, interface)
-        if here.node:  # rank 0 sees the processes of its own machine
-            threading.Thread(target=_beat, args=(store.clone(), here.rank), daemon=True).start()
+        threading.Thread(target=_live, args=(store.clone(), here.rank), daemon=True).start()
         for number in itertools.count():
             if (call := rank_pool.next_call(store, number)) is None:
                 break
@@ -80,16 +87,18 @@ def serve(store: dist.Store, here: TorchrunRank, start: dict[str, Any]) -> int:
         lost = rank_pool.lost_connection(fault)
         line = f"{type(fault).__name__}: {str(fault).splitlines()[0] if str(fault) else ''}"
         reason: TurnwiseError | str = "" if lost else fault if isinstance(fault, TurnwiseError) else line
-        with contextlib.suppress(dist.DistError):  # rank 0 has ended, and the store with it
-            store.set(FAULT.format(here.rank), pickle.dumps(reason))
+        rank_pool.say_end(store, here.rank, reason)
         print(line, file=sys.stderr, flush=True)
         return LOST_PEER if lost else 1
     dist.destroy_process_group()
     return 0
 
 
-def _beat(store: dist.Store, rank: int) -> None:
+def _live(store: dist.Store, rank: int) -> None:
+    """Give signs of life until rank 0 says that all end, or the store is gone: then end, also inside a collective operation."""
     with contextlib.suppress(dist.DistError):
-        while True:
+        while not store.check([END]):
             store.add(BEAT.format(rank), 1)
             time.sleep(BEAT_SECONDS)
+        rank_pool.say_end(store, rank, "")
+    os._exit(LOST_PEER)

@@ -31,8 +31,8 @@ def concentration(hidden: Tensor, context: int) -> tuple[float, float]:
 
 def last_mlp(layers: Sequence[nn.Module], name: str) -> nn.Module:
     for part in ("mlp", "feed_forward", "block_sparse_moe"):
-        if (found := getattr(layers[-1], part, None)) is not None:
-            return found
+        if (mlp := getattr(layers[-1], part, None)) is not None:
+            return mlp
     raise SettingError(f"the last layer of {name} has no `mlp`, so angles of its hidden states cannot be measured")
 
 
@@ -55,7 +55,7 @@ def prompt_angles(
     same = [len(set(column)) == 1 for column in zip(*prompts)] if len(prompts) > 1 else [False]
     shared = next((n for n, equal in enumerate(same) if not equal), len(same))
     context = min(shared, min(map(len, prompts)) - 1)  # a question has at least one token
-    device, found, seen = next(model.parameters()).device, list[tuple[float, float]](), list[Tensor]()
+    device, angles, seen = next(model.parameters()).device, list[tuple[float, float]](), list[Tensor]()
     hook = last_mlp(layers, type(model).__name__).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
         with plain_forward(model):
@@ -67,10 +67,10 @@ def prompt_angles(
                 seen.clear()
                 model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
                 rows = seen[-1].reshape(len(part), -1, seen[-1].shape[-1])
-                found += [concentration(row[: len(prompt)], context) for row, prompt in zip(rows, part)]
+                angles += [concentration(row[: len(prompt)], context) for row, prompt in zip(rows, part)]
     finally:
         hook.remove()
-    return found
+    return angles
 
 
 __all__ = ["concentration", "last_mlp", "plain_forward", "prompt_angles"]

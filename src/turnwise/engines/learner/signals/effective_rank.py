@@ -46,8 +46,8 @@ def _padded_states(tree: Tree, hidden: Tensor, longest: int) -> tuple[Tensor, Te
     index = index - (size - longest).clamp(min=0)[owner]
     length = size.clamp(max=longest)
     z = hidden.new_zeros(size.numel(), int(length.max()) if length.numel() else 0, hidden.shape[1], dtype=torch.float64)
-    kept = index >= 0
-    z[owner[kept], index[kept]] = hidden[kept].double()
+    last = index >= 0  # of a longer trajectory, its last states
+    z[owner[last], index[last]] = hidden[last].double()
     return z, length
 
 
