@@ -54,16 +54,14 @@ def explain(argv: Sequence[str]) -> int:
     namespace = parser.parse(argv)
     if explain_pieces(namespace.method, namespace.json):
         return 0
-    for name in (*split_method(namespace.method), namespace.credit):
-        if name:
-            signatures.check_method(name)
+    signatures.check_method(f"{namespace.method}+{namespace.credit}")
     from turnwise import recipes
     from turnwise.recipes import catalogue
 
     method, credit = split_method(namespace.method)
     credit = namespace.credit or credit
     if namespace.json:
-        print(json.dumps(catalogue.describe_method(method, credit), indent=1))
+        print_json(catalogue.describe_method(method, credit))
         return 0
     recipe = catalogue.parse_method(method, credit)
     for name in filter(None, (method, credit)):
@@ -86,13 +84,12 @@ def diff(argv: Sequence[str]) -> int:
     namespace = parser.parse(argv)
     if diff_pieces(namespace.left, namespace.right, namespace.json):
         return 0
-    for name in (split_method(namespace.left)[0], split_method(namespace.right)[0]):
-        signatures.check_method(name)
+    signatures.check_method(f"{namespace.left}+{namespace.right}")
     from turnwise.recipes import catalogue
 
     rows = catalogue.slot_differences(namespace.left, namespace.right)
     if namespace.json:
-        print(json.dumps(rows, indent=1))
+        print_json(rows)
         return 0
     if not rows:
         print(f"{namespace.left} and {namespace.right} do not differ in any slot")
@@ -112,11 +109,7 @@ def check_env(argv: Sequence[str]) -> int:
 
     report = check(environments.load(namespace.environment), namespace.episodes)
     if namespace.json:
-        print(
-            json.dumps(
-                {"ok": report.ok, "problems": list(report.problems), "warnings": list(report.warnings)}, indent=1
-            )
-        )
+        print_json({"ok": report.ok, "problems": list(report.problems), "warnings": list(report.warnings)})
     else:
         print(printable(report.text()))
     return 0 if report.ok else 1
@@ -126,8 +119,7 @@ def check_method(argv: Sequence[str]) -> int:
     parser = Parser("check-method", "Test the contract of a method in seconds, without a model.")
     parser.add_argument("method", help="a method of `turnwise list`, METHOD+CREDIT, module:recipe or file.py:recipe")
     namespace = parser.parse(argv)
-    for name in filter(None, split_method(namespace.method)):
-        signatures.check_method(name)
+    signatures.check_method(namespace.method)
     from turnwise.checks.method import check_method as check
 
     report = check(namespace.method)
@@ -243,7 +235,7 @@ def diff_pieces(left: str, right: str, as_json: bool = False) -> bool:
     a, b = (experience.describe_piece(common[0], name.partition("/")[2] or name) for name in (left, right))
     rows = [{"what": key, left: str(a[key]), right: str(b[key])} for key in ("idea", "piece") if a[key] != b[key]]
     if as_json:
-        print(json.dumps(rows, indent=1))
+        print_json(rows)
         return True
     print(
         "\n".join(f"{r['what']:<6} {r[left]}\n    →  {r[right]}" for r in rows) or f"{left} and {right} do not differ"

@@ -235,18 +235,12 @@ def read_run_flags(
     if not word:
         flags.pop("method")
     elif "+" in word:
-        flags["credit"] = _one_credit(word, flags.get("credit", ""))
+        flagged, flags["credit"] = flags.get("credit", ""), split_method(word)[1]
+        if flagged not in ("", flags["credit"]):
+            raise SettingError(f"{word} names the credit {flags['credit']}, and --credit is {flagged}; name one credit")
     values = _typed_options(merge_config(file, flags), file)
     origins = {name: file.place(name) for name in file.values} | dict.fromkeys(flags, "flag")
     return RunFlags(namespace, values, {name: origins[name] for name in values if name in origins})
-
-
-def _one_credit(word: str, flagged: str) -> str:
-    """The credit of ``sapo+hgpo``; refuses another one in ``--credit``."""
-    named = split_method(word)[1]
-    if flagged not in ("", named):
-        raise SettingError(f"{word} names the credit {named}, and --credit is {flagged}; name one credit")
-    return named
 
 
 def _typed_options(values: dict[str, Any], file: ConfigFile) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from turnwise.cli.flags import Parser, RunFlags, read_run_flags
 from turnwise.cli.output import print_json, progress, show
-from turnwise.config.settings import Settings, known_setting, split_method
+from turnwise.config.settings import Settings, known_setting
 from turnwise.core.text import printable
 from turnwise.errors import SettingError
 from turnwise.recipes import signatures
@@ -76,8 +76,7 @@ def compare(argv: Sequence[str]) -> int:
             f"{finished[0]} is a run and {other} is not; compare runs with runs, or methods with methods"
         )
     for word in [] if finished else words:
-        for name in filter(None, split_method(word)):
-            signatures.check_method(name)
+        signatures.check_method(word)
     about = "Compare methods (they are trained seed by seed) or finished runs."
     run = read_run_flags("compare", about, argv[len(words) :], _comparison_flags, positional=False)
     from turnwise.inspector.compare.comparison import compare_runs
@@ -148,8 +147,7 @@ def audit(argv: Sequence[str]) -> int:
                         "and where they were dumped reference, reward, group, loss, gradient")  # fmt: skip
     parser.add_argument("--method", default="grpo", help="the recipe that a dumped batch is compared with [grpo]")
     namespace = parser.parse(argv)
-    for name in filter(None, split_method(namespace.method)):
-        signatures.check_method(name)
+    signatures.check_method(namespace.method)
     from turnwise.inspector.audit.report import audit_batch
     from turnwise.inspector.audit.trl_checks import audit_trl
     from turnwise.inspector.audit.verl_checks import audit_verl

@@ -117,22 +117,15 @@ def config(argv: Sequence[str]) -> int:
 
 
 def _origins(settings: Settings, run: RunFlags) -> Mapping[str, str]:
-    """Where each value comes from: default, environment, method, file or flag."""
+    """Where each value comes from: default, environment, what the method decides where a setting leaves it open, file or flag."""
     from turnwise.training.env_spec import suggestions
-
-    origins = {s.name: s.reason for s in suggestions(run.values)}
-    origins |= {name: origin for name, origin in _of_method(settings).items() if name not in run.origins}
-    return origins | dict(run.origins)
-
-
-def _of_method(settings: Settings) -> dict[str, str]:
-    """What the method decides where a setting leaves it to the method."""
     from turnwise.training.plan import make_recipe
 
     recipe = make_recipe(settings)
     decided: dict[str, Any] = {"groups": recipe.budget.groups, "group_size": recipe.budget.size}
     decided |= {"dtype": recipe.precision.learner, "rollout_dtype": recipe.precision.rollouts}
-    return {name: f"method: {value}" for name, value in decided.items() if value}
+    origins = {s.name: s.reason for s in suggestions(run.values)}
+    return {**origins, **{name: f"method: {value}" for name, value in decided.items() if value}, **run.origins}
 
 
 def _config_of_run(argv: Sequence[str]) -> int:

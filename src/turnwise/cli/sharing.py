@@ -81,7 +81,8 @@ def push(run: str, name: str, part: str = "auto", private: bool = False, dry_run
     verify_model(folder)
     settings = Settings.of(run_dir.metadata()["settings"])
     write_cards(run_dir, settings, json.loads(run_dir.summary.read_text(encoding="utf-8")))
-    _name_the_repository(folder, name)
+    card = folder / "README.md"  # says how to load the model: from where it is pushed to
+    card.write_text(card.read_text(encoding="utf-8").replace("FOLDER_OR_ID", name), encoding="utf-8")
     if dry_run:
         return _copy(folder, Path(dry_run))
     return _upload(folder, name, private)
@@ -94,12 +95,6 @@ def _folder(run_dir: RunDir, part: str) -> Path:
     if part == "adapter" and not adapter.is_dir():
         raise SettingError(f"{run_dir.path} has no adapter: it trained all weights; write --part model")
     return adapter if part == "adapter" or (part == "auto" and adapter.is_dir()) else run_dir.model
-
-
-def _name_the_repository(folder: Path, name: str) -> None:
-    """The card says how to load the model: from where it is pushed to."""
-    card = folder / "README.md"
-    card.write_text(card.read_text(encoding="utf-8").replace("FOLDER_OR_ID", name), encoding="utf-8")
 
 
 def _copy(folder: Path, target: Path) -> str:

@@ -27,10 +27,12 @@ def method_names() -> tuple[str, ...]:
 
 
 def check_method(name: str) -> None:
-    """Refuse an unknown method with the nearest one. A name of the user's own (``module:recipe``) is not opened here."""
-    if ":" not in name and name not in _functions():
-        hint = nearest(name, method_names()).partition("known:")[0]
-        raise SettingError(f"no method {name!r}; {hint}`turnwise list` shows all; your own: module:recipe")
+    """Refuse an unknown method, or an unknown credit of ``METHOD+CREDIT``, with the nearest one. A name of the user's own
+    (``module:recipe``) is not opened here."""
+    for part in filter(None, name.split("+")):
+        if ":" not in part and part not in _functions():
+            hint = nearest(part, method_names()).partition("known:")[0]
+            raise SettingError(f"no method {part!r}; {hint}`turnwise list` shows all; your own: module:recipe")
 
 
 def parameters(name: str) -> Parameters:

@@ -100,7 +100,7 @@ def resume(
     new = changed_settings(settings, changes)  # refuses before the engines are imported
     env_class = environments.name_of(env)[1] if env is not None and not isinstance(env, str) else None
     given = GivenObjects(env_class, rewards=name_rewards({"reward": reward}), agent=agent)
-    own = _given_recipe(recipe, settings)
+    own = recipe(**settings.method_options) if callable(recipe) else recipe  # a function as it was called at the start
     if given.env_class is None:
         environments.load(env if isinstance(env, str) else settings.env)
     if changes or not run_dir.summary.is_file():
@@ -127,13 +127,6 @@ def _launch() -> Any:
     from turnwise.training import launch
 
     return launch
-
-
-def _given_recipe(recipe: Any, settings: Settings) -> Any:
-    """The recipe to resume with: an object, or a function called with the recorded hyper-parameters."""
-    if recipe is None or not callable(recipe):
-        return recipe
-    return recipe(**settings.method_options)
 
 
 def _run(work: Callable[[StopSignals], Result]) -> Result:

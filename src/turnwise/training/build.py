@@ -19,7 +19,7 @@ from turnwise.core.seeds import stable_seed
 from turnwise.engines.experts import free_routing
 from turnwise.engines.generator.paired_generators import SelfPlayGenerator
 from turnwise.errors import SettingError
-from turnwise.evaluation.evaluator import Evaluation, Evaluator
+from turnwise.evaluation.evaluator import Evaluator
 from turnwise.evaluation.policy_metrics import exact_metrics, reranked
 from turnwise.models import loading
 from turnwise.models.fetch import resolve
@@ -200,14 +200,8 @@ def make_evaluator(
     exact = (
         partial(exact_metrics, env_spec.env_class, renderer, learner, s.eval_temperature or 1.0) if learner else dict
     )
-    ranked = partial(reranked, recipe, learner) if recipe is not None and learner is not None else _unranked
+    ranked = partial(reranked, recipe, learner) if recipe is not None and learner is not None else lambda _: {}
     steer = getattr(recipe.strategy, "steer", None) if recipe is not None else None
-    return Evaluator(s, generator, play, env_spec.first_tasks, scorer, exact, ranked, steer or _unsteered)
-
-
-def _unranked(evaluation: Evaluation) -> dict[str, float]:
-    return {}
-
-
-def _unsteered(session: Session) -> Session:
-    return session
+    return Evaluator(
+        s, generator, play, env_spec.first_tasks, scorer, exact, ranked, steer or (lambda session: session)
+    )

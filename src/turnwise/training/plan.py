@@ -82,14 +82,6 @@ def _name_method(values: dict[str, Any]) -> Recipe | None:
     return recipe
 
 
-def _name_env(values: dict[str, Any]) -> type | None:
-    env = values.get("env", "")
-    if isinstance(env, str):
-        return None
-    values["env"], env_class = environments.name_of(env)
-    return env_class
-
-
 def _name_model(values: dict[str, Any], tokenizer: Any) -> Any:
     """Replace a model by a name that says that it was an object. The run keeps it in its folder ``initial``."""
     model = values.get("model", "")
@@ -414,7 +406,9 @@ class RunPlan:
             raise SettingError(f"recipe and method={values['method']!r} are both given; leave one of them out")
         if recipe is not None:
             values["method"] = recipe
-        own_recipe, env_class = _name_method(values), _name_env(values)
+        own_recipe, env_class = _name_method(values), None
+        if not isinstance(values.get("env", ""), str):
+            values["env"], env_class = environments.name_of(values["env"])
         model, rewards = _name_model(values, tokenizer), name_rewards(values)
         name_rows(values)
         given = GivenObjects(env_class, model, tokenizer, rewards, name_agent(values))
