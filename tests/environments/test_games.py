@@ -90,30 +90,6 @@ def test_questions_cover_every_decision_and_large_games_have_none():
     assert environments.load("open_spiel:connect_four").policy_questions() == []
 
 
-def test_the_average_of_policies_is_weighted_by_their_own_moves():
-    """Two policies of the first player that agree nowhere: one always bets, one passes and then bets. After pass and bet only the
-    second is ever there, so the average bets there."""
-    from turnwise.environments.families.open_spiel import average_policy
-
-    game = pyspiel.load_game("kuhn_poker")
-
-    def bets(text, words):
-        return {"pass": 0.0, "bet": 1.0} if "said" not in text else {"pass": 1.0, "bet": 0.0}
-
-    def passes(text, words):
-        return {"pass": 1.0, "bet": 0.0} if "said" not in text else {"pass": 0.0, "bet": 1.0}
-
-    mean = average_policy(game, [bets, passes])
-    assert mean("player 1: card Q\nsay pass | bet", ("pass", "bet")) == {
-        "pass": 1.0,
-        "bet": 1.0,
-    }  # scaled where it is used
-    assert mean("player 1: card Q, said pass bet\nsay pass | bet", ("pass", "bet")) == {"pass": 0.0, "bet": 1.0}
-    assert mean("player 2: card Q, said bet\nsay pass | bet", ("pass", "bet")) == {"pass": 1.0, "bet": 1.0}
-    alone = average_policy(game, [bets])
-    assert exploitability(game, alone) == pytest.approx(exploitability(game, bets))
-
-
 def test_demonstrations_by_card_bet_more_often_with_a_higher_card():
     cls = environments.load("open_spiel:kuhn_poker,demonstrator=cards")
     bets: dict[str, list[bool]] = {card: [] for card in "JQK"}

@@ -132,12 +132,6 @@ class Watchdog:
             os._exit(EXIT_CODE)
         signal.pthread_kill(main, SIGNAL)
 
-    def interrupt_main(self) -> None:
-        """In the main thread: raise if a call that runs there is overdue."""
-        main = threading.main_thread().ident
-        if any(call.thread == main and call.interrupts for call in tuple(self.calls.values())):
-            raise CallInterrupted
-
 
 def line_of(call: WatchedCall) -> str:
     """The line of the called function's file at which a running call is, else the innermost one."""
@@ -150,13 +144,13 @@ def line_of(call: WatchedCall) -> str:
 
 def line_awaited(awaited: Any) -> str:
     """The line at which a coroutine waits; empty where only code of ours waits, for another process."""
-    found = ""
+    line = ""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None)
         if frame is not None and not frame.f_code.co_filename.startswith(CARRIERS):
-            found = describe_line(frame)
+            line = describe_line(frame)
         awaited = getattr(awaited, "cr_await", None)
-    return found
+    return line
 
 
 def describe_line(frame: FrameType | None) -> str:
@@ -176,16 +170,13 @@ def _install_handler() -> bool:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    WATCHDOG.interrupt_main()
+    """In the main thread: raise if a call that runs there is overdue."""
+    main = threading.main_thread().ident
+    if any(call.thread == main and call.interrupts for call in tuple(WATCHDOG.calls.values())):
+        raise CallInterrupted
 
 
 WATCHDOG = Watchdog()
 """The only one: time limits of all calls of a process."""
 
-
-def _after_fork() -> None:
-    """Threads do not survive a fork."""
-    WATCHDOG.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=lambda: WATCHDOG.__init__())  # type: ignore[misc]  # threads do not survive a fork

@@ -104,10 +104,10 @@ def background(problem: WordProblem, rng: random.Random) -> WordProblem:
 
 def term(problem: WordProblem, rng: random.Random) -> WordProblem:
     """Define a word for the asked quantity, and ask for the word."""
-    word, asked = rng.choice(TERMS), re.search(r"How many( \w+)??( are left)?\?$", problem.question)
-    assert asked is not None, problem.question
-    defined = f"A {word} is how many{asked[1] or ''} there are at the end."
-    rest = problem.question[: asked.start()]
+    word, question = rng.choice(TERMS), re.search(r"How many( \w+)??( are left)?\?$", problem.question)
+    assert question is not None, problem.question
+    defined = f"A {word} is how many{question[1] or ''} there are at the end."
+    rest = problem.question[: question.start()]
     return WordProblem(f"{defined} {rest}What is the {word}?", problem.expression, problem.numbers)
 
 
@@ -294,6 +294,6 @@ def _invalid_expression(expression: str, rng: random.Random) -> str:
     if kind == 0:
         return expression.replace("*", " x ", 1) if "*" in expression else expression + " x"
     if kind == 1:
-        known = "b" if "b" in expression else next(ch for ch in expression if ch.isalpha())
-        return expression.replace(known, "n")
+        name = "b" if "b" in expression else next(ch for ch in expression if ch.isalpha())
+        return expression.replace(name, "n")
     return expression + "="

@@ -58,7 +58,8 @@ class CallEnvironment(Environment):
         return Step([], float(right), terminated=True, info=info)
 
     def oracle(self) -> Action:
-        calls = [reference_call(reference) for reference in self.entry.get("ground_truth", [])]
+        references = [next(iter(reference.items())) for reference in self.entry.get("ground_truth", [])]
+        calls = [ToolCall(name, first_value(arguments)) for name, arguments in references]
         return call_action(*calls) if calls else Action("None of these tools fits.")
 
     def demonstrate(self, rng: random.Random) -> Action:
@@ -140,12 +141,6 @@ def json_types(schema: Any) -> Any:
     return {**changed, "type": JSON_TYPES.get(kind, kind)} if isinstance(kind, str) else changed
 
 
-def reference_call(reference: Mapping[str, Mapping[str, Sequence[Any]]]) -> ToolCall:
-    """The call of a reference answer with the first value of each argument."""
-    (name, arguments), *_ = reference.items()
-    return ToolCall(name, first_value(arguments))
-
-
 def required(values: Sequence[Any]) -> bool:
     """Whether an argument must be there: an empty text, or no value at all, means that it may be left out."""
     return bool(values) and "" not in values
@@ -160,22 +155,19 @@ def first_value(value: Any) -> Any:
 
 def calls_match(calls: Sequence[ToolCall], references: Sequence[Mapping[str, Any]]) -> bool:
     """Whether every call fits one reference and every reference one call, in any order."""
-    if len(calls) != len(references):
-        return False
+
+    def fits(call: ToolCall, reference: Mapping[str, Any]) -> bool:
+        name, arguments = next(iter(reference.items()))
+        offered = call.name in (name, name.replace(".", "_")) and set(call.arguments) <= set(arguments)
+        return offered and value_matches(dict(call.arguments), arguments)
+
     left = list(references)
     for call in calls:
-        fitting = next((reference for reference in left if call_matches(call, reference)), None)
+        fitting = next((reference for reference in left if fits(call, reference)), None)
         if fitting is None:
             return False
         left.remove(fitting)
-    return True
-
-
-def call_matches(call: ToolCall, reference: Mapping[str, Any]) -> bool:
-    (name, arguments), *_ = reference.items()
-    if call.name not in (name, name.replace(".", "_")) or not set(call.arguments) <= set(arguments):
-        return False
-    return value_matches(dict(call.arguments), arguments)
+    return not left
 
 
 def value_matches(given: Any, wanted: Any) -> bool:

@@ -252,33 +252,6 @@ def exploitability(game: Any, policy: ActionProbabilities) -> float:
     return float(measure.exploitability(game, table))
 
 
-def average_policy(game: Any, policies: Sequence[ActionProbabilities]) -> ActionProbabilities:
-    """The policy that plays one of ``policies``, drawn before the game: at each decision their probabilities, weighted by how
-    often the player's own moves of each lead there."""
-    table: dict[str, dict[str, float]] = {}
-    for policy in policies:
-        seen: set[str] = set()  # a player's information state once, not once for each history of the others
-        stack = [(game.new_initial_state(), (1.0,) * game.num_players())]
-        while stack:
-            state, reach = stack.pop()
-            if state.is_terminal():
-                continue
-            if state.is_chance_node():
-                stack += [(state.child(action), reach) for action in state.legal_actions()]
-                continue
-            player, text = state.current_player(), prompt(state)
-            chances = probabilities(state, policy)
-            if text not in seen:
-                seen.add(text)
-                row = table.setdefault(text, {})
-                for word, chance in zip(legal_words(state), chances.values()):
-                    row[word] = row.get(word, 0.0) + reach[player] * chance
-            for action, chance in chances.items():
-                after = (*reach[:player], reach[player] * chance, *reach[player + 1 :])
-                stack.append((state.child(action), after))
-    return lambda text, words: table[text]
-
-
 def probabilities(state: Any, policy: ActionProbabilities) -> dict[int, float]:
     """The probability of each legal action; equal ones where the policy gives none of them any."""
     words, actions = legal_words(state), state.legal_actions()

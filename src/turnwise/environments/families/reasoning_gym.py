@@ -35,6 +35,7 @@ SCORING_PROCESSES = 2
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 ANSWER_FORMAT = "Say only the answer, or end with <answer>ANSWER</answer>."
 RUN_FIELDS = ("seed", "size")  # configuration fields that the run sets
+INVALID = (AssertionError, ValueError, TypeError)  # what configurations raise
 RUN_ANSWERS = frozenset(
     (
         "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
@@ -162,29 +163,24 @@ def import_factory() -> Any:
 
 def level_configs(name: str, config: type[Any], curriculum: Any, values: Mapping[str, Any]) -> list[Any]:
     """The configurations of all difficulties, each with the given field values."""
+    defaults: list[Any] = []
+    for level in range(max((len(a.levels) for a in curriculum.attributes.values()), default=0) if curriculum else 0):
+        curriculum.set_global_level(level)
+        try:
+            defaults.append(validated(curriculum.generate_configuration()))
+        except INVALID:
+            break  # difficulties have no gaps
     configs: list[Any] = []
-    for default in curriculum_configs(curriculum) or [config()]:
+    for default in defaults or [config()]:
         try:
             made = validated(replace(default, **values))
             configs += [made] * (made not in configs)  # the given fields may fix all that the levels would vary
-        except (AssertionError, ValueError, TypeError) as fault:
+        except INVALID as fault:
             if configs:
                 break  # the given fields are not valid at the harder levels
             user_values = ", ".join(f"{key}={value}" for key, value in values.items() if key not in RUN_FIELDS)
             about = f"with {user_values or 'its defaults'} it says {str(fault) or repr(fault)!r}, and it would have {default}"
             raise SettingError(f"reasoning_gym:{name} cannot be made: {about}") from fault
-    return configs
-
-
-def curriculum_configs(curriculum: Any) -> list[Any]:
-    """The configurations of the curriculum's levels, up to the first invalid one: difficulties have no gaps."""
-    configs: list[Any] = []
-    for level in range(max((len(a.levels) for a in curriculum.attributes.values()), default=0) if curriculum else 0):
-        curriculum.set_global_level(level)
-        try:
-            configs.append(validated(curriculum.generate_configuration()))
-        except (AssertionError, ValueError, TypeError):
-            break
     return configs
 
 

@@ -239,12 +239,12 @@ def descendants(pid: int, children: Mapping[int, list[int]] | None = None) -> li
     """Every process below this one."""
     if children is None:
         children = children_by_parent([name for name in os.listdir("/proc") if name.isdigit()])
-    found: list[int] = []
+    below: list[int] = []
     waiting = list(children.get(pid, ()))
     while waiting:
-        found.append(waiting.pop())
-        waiting += children.get(found[-1], ())
-    return found
+        below.append(waiting.pop())
+        waiting += children.get(below[-1], ())
+    return below
 
 
 def is_above(pids: list[int], limit: int) -> bool:
