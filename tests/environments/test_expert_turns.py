@@ -117,7 +117,7 @@ def test_held_out_episodes_are_the_environments_own():
     assert env.reset(7) == plain.reset(7)
     while not (step := env.step(env.oracle())).terminated:
         assert step == plain.step(plain.oracle())
-    assert env.snapshot() == {"plain": env.snapshot()["plain"]}
+    assert env.snapshot() == {"plain": env.snapshot()["plain"], "turn_index": 0}
 
 
 def dialogue(city: str) -> dict:

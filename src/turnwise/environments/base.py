@@ -9,6 +9,7 @@ An environment knows nothing of tokens, log-probabilities or losses.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import random
@@ -203,11 +204,21 @@ class SavedEpisode(LimitedEpisode):
 class WrappedEnvironment(Environment):
     """A class that is put before an environment to change its episodes: ``class KeyDoorPath(ExpertPath, KeyDoor)``."""
 
+    carried: ClassVar[tuple[str, ...]] = ()  # names of its own state, for snapshots
+
     def plain_step(self, action: Action) -> Step:
         """The step of the environment itself."""
         step = super().step(action)  # type: ignore[safe-super]
         assert isinstance(step, Step), f"{type(self).__name__}: its step must not be async"
         return step
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"plain": super().snapshot(), **copy.deepcopy({name: getattr(self, name) for name in self.carried})}
+
+    def restore(self, snapshot: Any) -> None:
+        super().restore(snapshot["plain"])
+        for name in self.carried:
+            setattr(self, name, snapshot[name])
 
 
 class AnsweredEnvironment(Environment):

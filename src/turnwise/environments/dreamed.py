@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
@@ -26,6 +26,7 @@ VARIANTS = 8  # different dreams of one transition: what the observation hides m
 class Dreamed(WrappedEnvironment):
     """``horizon``: the most steps that are dreamed in an episode."""
 
+    carried: ClassVar[tuple[str, ...]] = ("dreaming", "seen", "dreamed", "variant")
     dreaming: bool
     seen: str  # the last observation
     dreamed: int  # steps
@@ -76,12 +77,3 @@ class Dreamed(WrappedEnvironment):
 
     def state_key(self) -> str | None:
         return None if self.dreaming else super().state_key()
-
-    def snapshot(self) -> Any | None:
-        dream = {"dreaming": self.dreaming, "seen": self.seen, "dreamed": self.dreamed, "variant": self.variant}
-        return {"plain": super().snapshot(), **dream}
-
-    def restore(self, snapshot: Any) -> None:
-        super().restore(snapshot["plain"])
-        self.dreaming, self.seen = bool(snapshot["dreaming"]), str(snapshot["seen"])
-        self.dreamed, self.variant = int(snapshot["dreamed"]), int(snapshot["variant"])

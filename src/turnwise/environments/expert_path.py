@@ -14,7 +14,7 @@ same kind, 0.1 if it is another readable one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
@@ -28,6 +28,7 @@ class ExpertPath(WrappedEnvironment):
     """Put before an environment with an ``oracle`` and a plain ``step``: ``class KeyDoorPath(ExpertPath, KeyDoor)``."""
 
     facts: ClassVar[tuple[str, ...]] = ("match",)
+    carried: ClassVar[tuple[str, ...]] = ("read", "patched")
     read: list[Message]  # what the policy has read, with the expert's words in the place of wrong ones
     patched: int
 
@@ -65,13 +66,6 @@ class ExpertPath(WrappedEnvironment):
         if step.terminated or step.truncated:
             info["success"] = bool(info.get("success")) and not self.patched
         return Step(step.messages, reward, step.terminated, step.truncated, info, context)
-
-    def snapshot(self) -> dict[str, Any]:
-        return {"plain": super().snapshot(), "read": self.read, "patched": self.patched}
-
-    def restore(self, snapshot: Any) -> None:
-        super().restore(snapshot["plain"])
-        self.read, self.patched = list(snapshot["read"]), snapshot["patched"]
 
 
 def _words(action: Action) -> object:

@@ -29,6 +29,7 @@ class ExpertTurns(WrappedEnvironment):
     is as good as the expert's (``environments/equivalence.py``)."""
 
     expert_turns: ClassVar[bool] = True
+    carried: ClassVar[tuple[str, ...]] = ("turn_index",)
     turn_index: int  # which turn of the demonstration this episode is
     expected: Action
 
@@ -52,6 +53,7 @@ class ExpertTurns(WrappedEnvironment):
         return equivalent(action, self.expected, self.rule, self.likeness)
 
     def reset(self, seed: int) -> Sequence[Message]:
+        self.turn_index = 0
         if self.split != "train":
             return super().reset(seed)  # type: ignore[safe-super]
         number, place = seed % self.demonstrations, seed // self.demonstrations
@@ -81,14 +83,9 @@ class ExpertTurns(WrappedEnvironment):
         good = self.acceptable(action)
         return Step([], float(good), terminated=True, info={"success": good})
 
-    def snapshot(self) -> dict[str, Any]:
-        state = {"plain": super().snapshot()}
-        return {**state, "index": self.turn_index} if self.split == "train" else state
-
     def restore(self, snapshot: Any) -> None:
-        super().restore(snapshot["plain"])
-        if self.split == "train":
-            self.turn_index, self.expected = snapshot["index"], self.oracle()
+        super().restore(snapshot)
+        self.expected = self.oracle()
 
 
 class KeyDoorTurns(ExpertTurns, KeyDoor):

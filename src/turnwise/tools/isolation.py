@@ -105,7 +105,6 @@ class Isolation:
         """The worker's complete configuration. ``keep_user``: a session started by root keeps running as root."""
         return {
             "namespaces": self.namespaces,
-            "wrapped": self.namespaces,
             "build_root": self.build_root,
             "landlock": self.landlock,
             "seccomp": self.seccomp,

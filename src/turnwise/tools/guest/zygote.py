@@ -272,7 +272,7 @@ def main(control: socket.socket, config: dict[str, Any]) -> None:
     channel = socket.socket(fileno=os.dup(control.fileno()))
     null = os.open(os.devnull, os.O_RDWR)
     try:
-        if config["wrapped"]:
+        if config["namespaces"]:
             # the parent is the wrapper, which has one thread; with the host as parent, the end of a thread would kill us
             confine.die_with_parent()
         if config["build_root"]:
