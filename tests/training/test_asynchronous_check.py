@@ -10,10 +10,17 @@ import pytest
 
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.engines.learner.policy_check import PolicyCheck, PolicyMismatchReport
+from turnwise.engines.learner import policy_check
+from turnwise.engines.learner.policy_check import (
+    DIALOGUES,
+    PROMPT,
+    AsynchronousPolicyCheck,
+    PolicyCheck,
+    PolicyMismatchReport,
+    beginnings,
+)
 from turnwise.errors import PolicyMismatch
-from turnwise.training import api, asynchronous_check
-from turnwise.training.asynchronous_check import DIALOGUES, PROMPT, AsynchronousPolicyCheck, beginnings
+from turnwise.training import api
 
 SMALL = {
     "method": "grpo", "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 4,
@@ -47,7 +54,7 @@ def test_weights_that_do_not_arrive_stop_an_asynchronous_run(monkeypatch, tmp_pa
 
 def test_a_synchronous_run_samples_nothing_for_its_check(monkeypatch, tmp_path):
     opened = []
-    monkeypatch.setattr(asynchronous_check, "sample", lambda *_: opened.append(1))
+    monkeypatch.setattr(policy_check, "sample", lambda *_: opened.append(1))
     api.train(**{**SMALL, "steps": 2}, out=str(tmp_path), name="x")
     assert not opened
 
@@ -96,7 +103,7 @@ def test_an_update_waits_once_for_a_sample_that_is_late():
 def test_few_tokens_are_not_judged_alone(monkeypatch):
     fresh, learner = [Trajectory("a", TASK, (Turn((1,), (2,), (-1.0,), version=(3,)),))], SimpleNamespace(version=3)
     reports = iter([PolicyMismatchReport(30, 0.0, 0.0, 0.0), *[PolicyMismatchReport(20, 1.0, 1.0, 0.0)] * 3])
-    monkeypatch.setattr(asynchronous_check, "same_policy", lambda *_: next(reports))
+    monkeypatch.setattr(policy_check, "same_policy", lambda *_: next(reports))
     monkeypatch.setattr(AsynchronousPolicyCheck, "_take_sample", lambda self: fresh)
     monkeypatch.setattr(PolicyCheck, "prepare", lambda self, learner, batch: (batch, {}))
     check = AsynchronousPolicyCheck(PolicyCheck(0.6))

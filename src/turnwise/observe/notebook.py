@@ -86,7 +86,9 @@ def show_run(run: str | Path | Mapping[str, Any]) -> None:
     try:
         from IPython.display import Image, Markdown, display
     except ImportError as missing:
-        raise SettingError("show_run needs IPython: pip install ipython; on a terminal read RUN/report.md") from missing
+        raise SettingError(
+            "show_run needs IPython: pip install ipython; on a terminal read RUN/transcripts.md"
+        ) from missing
     folder = Path(run["run"] if isinstance(run, Mapping) else run)
     if not (folder / "summary.json").is_file():
         raise SettingError(f"{folder} is not a finished run: it has no summary.json")
@@ -103,11 +105,7 @@ def result_table(summary: Mapping[str, Any]) -> str:
     rows = [
         f"| {name} | {before[name]:.3f} | {after[name]:.3f} |"
         for name in ("success", "reward")
-        if _both(before, after, name)
+        if before.get(name) is not None and after.get(name) is not None
     ]
     title = f"**{summary['method']} on {summary['environment']}**, {summary['steps']} steps"
     return "\n".join([title, "", "| measure | before | after |", "|---|---|---|", *rows]) if rows else title
-
-
-def _both(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> bool:
-    return before.get(name) is not None and after.get(name) is not None

@@ -33,7 +33,13 @@ from turnwise.engines.generator.paired_generators import (
 )
 from turnwise.engines.kernels.dispatch import default_micro_batch, measured_threads
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
-from turnwise.engines.learner.policy_check import TOLERANCE, TOLERANCES, PolicyCheck, SeparatePolicyCheck
+from turnwise.engines.learner.policy_check import (
+    TOLERANCE,
+    TOLERANCES,
+    AsynchronousPolicyCheck,
+    PolicyCheck,
+    SeparatePolicyCheck,
+)
 from turnwise.engines.own_process.process_generator import ProcessGenerator
 from turnwise.engines.own_process.worker import GeneratorSpec
 from turnwise.engines.sharded.torchrun import ranks_here
@@ -43,7 +49,6 @@ from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.local_chat import LocalChat
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits
-from turnwise.training.asynchronous_check import AsynchronousPolicyCheck
 from turnwise.training.remote_generators import OWN_PROCESS, make_remote_generator
 from turnwise.training.rewards import FIRST_ERROR, POLICY, reward_model_folder
 
