@@ -314,7 +314,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="", help="a file of rows of --equal-time, to which new ones are added")
     options = parser.parse_args(argv)
     options.generator = tuple(options.generator)
-    if options.measure and (short := [k for k in options.staleness if options.steps < 3 * Staleness.parse(k).limit + 4]):
+    if options.measure and (
+        short := [k for k in options.staleness if options.steps < 3 * Staleness.parse(k).limit + 4]
+    ):
         least = 3 * Staleness.parse(short[0]).limit + 4
         parser.error(
             f"--steps {options.steps} leaves no steady part at staleness {short[0]}: write --steps {least} or more"

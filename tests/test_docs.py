@@ -58,7 +58,9 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 
 def test_commands_exist():
-    commands = [(page.name, word) for page in PAGES for word in re.findall(r"^turnwise ([a-z-]+)", page.read_text(), re.M)]
+    commands = [
+        (page.name, word) for page in PAGES for word in re.findall(r"^turnwise ([a-z-]+)", page.read_text(), re.M)
+    ]
     assert commands and [each for each in commands if each[1] not in cli.COMMANDS] == []
 
 

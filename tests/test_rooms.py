@@ -222,7 +222,9 @@ def is_piece(node: ast.AST) -> bool:
 
 def recipe_functions(source: str) -> str:
     """The methods of a family, without the pieces that stand beside them: pieces compute, recipes compose."""
-    returned = {node: ast.unparse(node.returns or node) for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    returned = {
+        node: ast.unparse(node.returns or node) for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)
+    }
     return "\n".join(ast.unparse(node) for node, kind in returned.items() if kind == "Recipe")
 
 
@@ -249,7 +251,9 @@ def test_recipes_hold_no_arithmetic():
 def test_arithmetic_is_seen():
     assert arithmetic("Recipe(a=A() + omega * B(gamma))") == []
     assert arithmetic("def f(x: float | None): return A(x)") == []
-    assert arithmetic(recipe_functions("def f() -> float:\n    return 1 + x\n\ndef g() -> Recipe:\n    return A(1 + x)"))
+    assert arithmetic(
+        recipe_functions("def f() -> float:\n    return 1 + x\n\ndef g() -> Recipe:\n    return A(1 + x)")
+    )
     assert not arithmetic(recipe_functions("class A:\n    def f(self) -> float:\n        return 1 + self.x"))
     for wrong in ("A(1 - clip)", "A(2 * clip)", "A() + 1", "A(-clip)", "A() if clip > 0 else B()"):
         assert arithmetic(wrong), wrong

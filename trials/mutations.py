@@ -147,7 +147,9 @@ def chosen_items(mutant: Mutant, items: list[Any]) -> list[Any]:
     room, _, file = mutant.file[:-3].rpartition("/")
     near = {item.module for item in items if _imports(item.module, f"turnwise.{room}.{file}")}
     mine += [item for item in items if item.module in near and item.module.__name__ not in SWEEPS]
-    ordered = sorted(dict.fromkeys(mine), key=lambda item: "test_oracle" not in item.name and item.module.__name__ in SWEEPS)
+    ordered = sorted(
+        dict.fromkeys(mine), key=lambda item: "test_oracle" not in item.name and item.module.__name__ in SWEEPS
+    )
     return list(dict.fromkeys([*ordered, *free]))
 
 

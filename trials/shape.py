@@ -25,7 +25,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "turnwise"
 SHORT = 3  # lines of a body that is over before a thought begins
-VAGUE = frozenset({"found", "kept", "told", "asked", "own", "known"})  # names of variables that say nothing of what they hold
+VAGUE = frozenset(
+    {"found", "kept", "told", "asked", "own", "known"}
+)  # names of variables that say nothing of what they hold
 DIRECTIVE = re.compile(r"#\s*(noqa|type:|fmt:|mypy:|ruff:|pragma|!|pylint|pyright)")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -75,7 +77,9 @@ class Module:
             package = self.name.split(".")
             # a relative import counts from the package that holds the file; an ``__init__`` is its package itself
             up = node.level - (self.path.name == "__init__.py")
-            base = ".".join([*package[: len(package) - up], *filter(None, [node.module])]) if node.level else node.module
+            base = (
+                ".".join([*package[: len(package) - up], *filter(None, [node.module])]) if node.level else node.module
+            )
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
         return names
 
@@ -133,7 +137,11 @@ class Shape:
     @cached_property
     def bodies(self) -> list[int]:
         """Lines of every function without its docstring."""
-        return [body_lines(node) for module in self.modules for node in module.nodes((ast.FunctionDef, ast.AsyncFunctionDef))]
+        return [
+            body_lines(node)
+            for module in self.modules
+            for node in module.nodes((ast.FunctionDef, ast.AsyncFunctionDef))
+        ]
 
     @cached_property
     def vague(self) -> int:

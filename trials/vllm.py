@@ -36,10 +36,10 @@ from trials.interpreted_triton import install
 from trials.outcome import Outcome, Results, faults
 from trials.report import table
 from turnwise.core.records import Completion, Sampling
+from turnwise.engines.remote.http import ServerAddress
 from turnwise.engines.remote.policy_probe import PolicyProbe, mean_difference
 from turnwise.engines.remote.remote_generator import ProbeRule, RemoteGenerator
 from turnwise.engines.remote.replica import MASK_OPTIONS, RemoteLimits, Replica
-from turnwise.engines.remote.transport import ServerAddress
 from turnwise.engines.remote.weight_files import WeightFolder
 
 ROWS = Path(__file__).parent / "results" / "vllm.jsonl"

@@ -115,9 +115,7 @@ REFUSED = {  # command, and a part of what it must say
     "bench --parts nonsense": "no part",
     "bench --device gpu": "no device",
 }  # fmt: skip
-if (
-    not has_gpu()
-):  # where there is one, the command is not refused but trains, and loads torch for all that follow
+if not has_gpu():  # where there is one, the command is not refused but trains, and loads torch for all that follow
     REFUSED["train grpo --device cuda:0"] = "no usable GPU"
 
 

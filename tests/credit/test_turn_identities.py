@@ -103,7 +103,9 @@ def test_two_levels_are_one_where_one_is_trivial(seed):
     assert value(BiLevelGAE(0.9), reference) == near(value(GAE(0.9), reference))
     reference = critic([0.3, -1.0, 2.0], [0.2, 0.5, 0.8])
     assert value(BiLevelGAE(turn_gamma=0.7), reference) == near(value(GAE(0.7), reference))
-    assert value(BiLevelGAE() + Measured(Signal.OLD_VALUE), reference) == near(oracle.bilevel_gae(reference).extra["returns"])
+    assert value(BiLevelGAE() + Measured(Signal.OLD_VALUE), reference) == near(
+        oracle.bilevel_gae(reference).extra["returns"]
+    )
 
 
 # ---------------------------------------------------------------------- states

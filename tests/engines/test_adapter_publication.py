@@ -18,9 +18,9 @@ from support.prompting import prompts
 from turnwise.core.records import Sampling
 from turnwise.engines.adapters import SentBase, adapted_weights, factors_of
 from turnwise.engines.learner import lora
-from turnwise.engines.own_process.process_generator import ProcessGenerator
-from turnwise.engines.own_process.worker import GeneratorSpec
+from turnwise.engines.remote.generator_process import GeneratorSpec, start_generator
 from turnwise.errors import SettingError
+from turnwise.training.engines import GENERATOR_PROGRAM
 
 pytest.importorskip("peft")
 SAMPLING, GREEDY = Sampling(max_tokens=12), Sampling(temperature=0, max_tokens=10)
@@ -88,11 +88,8 @@ def test_a_base_is_the_same_while_nothing_was_written_into_it():
 def test_a_process_gets_the_base_once_and_samples_bit_for_bit_as_this_process():
     model, asked, start = adapted_model(), prompts(6), make(seed=8)
     there, here, sizes = [], [], []
-    g = ProcessGenerator(
-        GeneratorSpec(slots=4, context=128, stop_ids=(), deterministic=True, device="cpu", dtype=None, threads=1),
-        copy.deepcopy(start),
-        Letters(),
-    )
+    spec = GeneratorSpec(slots=4, context=128, stop_ids=(), deterministic=True, device="cpu", dtype=None, threads=1)
+    g = run(start_generator(GENERATOR_PROGRAM, spec, copy.deepcopy(start), Letters(), Letters().decode))
     local = generator(copy.deepcopy(start), threads=1)
 
     async def play(target, out):
@@ -113,10 +110,10 @@ def test_a_process_gets_the_base_once_and_samples_bit_for_bit_as_this_process():
     run(play(local, here))
     assert there == here
     assert [p[:2] for p in there[0]] == [p[:2] for p in there[2]] != [p[:2] for p in there[1]]  # A, B, A
-    padding = 64 * len(factors_of(weights.adapters)[0])
-    assert factor_bytes(weights) <= sent[1] == sent[2] <= factor_bytes(weights) + padding
+    header = 200 * len(factors_of(weights.adapters)[0])  # names, shapes and offsets
+    assert factor_bytes(weights) < sent[1] <= factor_bytes(weights) + header and abs(sent[2] - sent[1]) < 64
     base = sum(t.numel() * t.element_size() for t in weights.base.values())
-    assert sent[0] >= sent[1] + base and again == sent[0]
+    assert sent[0] > sent[1] + base and abs(again - sent[0]) < 64
     assert whole >= merged_bytes(weights) > 2 * sent[1]
 
 

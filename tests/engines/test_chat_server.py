@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import json
+import socket
+import threading
 
 import pytest
 from hypothesis import given
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.support.chat_servers import ChatStub, completion, free_address, serving, slowly, text
 from turnwise.core.records import Sampling, Stop
-from turnwise.engines.remote import wire
+from turnwise.engines.remote import chat_server as wire
 from turnwise.engines.remote.chat_server import FAILED_IN_A_ROW, ChatServer, RetryPolicy, find_model
-from turnwise.engines.remote.transport import ServerAddress
+from turnwise.engines.remote.http import HttpPool, ServerAddress
 from turnwise.errors import ContextOverflow, ServerFault, SettingError
 
 ASK = [{"role": "user", "content": "hello"}]
@@ -124,6 +126,30 @@ def test_a_wrong_key_is_not_tried_again_and_never_shown():
     assert "401" in str(fault) and "--policy-key-env" in str(fault) and "sk-secret" not in str(fault)
     assert server.requests == 1
     assert "sk-secret" not in repr(server)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_the_proxy_of_the_environment_is_asked(monkeypatch, scheme):
+    """A proxy of plain HTTP gets the whole address, one of HTTPS the request for a tunnel; each with its password."""
+    lines = []
+
+    def answer(listener):
+        connection, _ = listener.accept()
+        lines.extend(connection.recv(4096).decode().splitlines())
+        connection.sendall(b"HTTP/1.1 403 no\r\nContent-Length: 0\r\n\r\n")
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        threading.Thread(target=answer, args=(proxy,), daemon=True).start()
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://me:pass@127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "")
+        with contextlib.suppress(ServerFault):
+            asyncio.run(HttpPool(ServerAddress(f"{scheme}://far.example/v1"), foreign=True).call("/models", None, 5.0))
+    assert (
+        lines[0].split()[:2]
+        == {"http": ["GET", "http://far.example/v1/models"], "https": ["CONNECT", "far.example:443"]}[scheme]
+    )
+    assert "Proxy-Authorization: Basic bWU6cGFzcw==" in lines
 
 
 def test_a_redirect_is_not_followed():

@@ -16,8 +16,8 @@ from support.prompting import prompts
 
 from turnwise.engines.remote import device_weights
 from turnwise.engines.remote.device_weights import DeviceWeights, check_device_weights, cuda_device, is_this_machine
+from turnwise.engines.remote.http import ServerAddress
 from turnwise.engines.remote.replica import Replica, start_options
-from turnwise.engines.remote.transport import ServerAddress
 from turnwise.errors import SettingError
 
 kit = pytest.importorskip("support.generator_servers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from support.adapted import adapted_model, turn
@@ -11,11 +12,10 @@ from support.generators import make
 from support.prompting import prompts
 
 from turnwise.core.records import Sampling
-from turnwise.engines.remote.elastic_generator import ElasticGenerator
+from turnwise.engines.remote.http import ServerAddress
 from turnwise.engines.remote.policy_probe import PolicyProbe
-from turnwise.engines.remote.remote_generator import ProbeRule
+from turnwise.engines.remote.remote_generator import Directory, ProbeRule, RemoteGenerator
 from turnwise.engines.remote.replica import Replica
-from turnwise.engines.remote.transport import ServerAddress
 from turnwise.engines.remote.weight_files import WeightFolder
 from turnwise.errors import GeneratorLost, SettingError
 
@@ -30,10 +30,10 @@ def elastic(here, model, patience=20.0, told=None):
     """A generator over the servers that the list ``here`` names at any time."""
     rule = ProbeRule(PolicyProbe(model, model.config.vocab_size), 1e-3)
     heard = told if told is not None else []
-    return ElasticGenerator(
-        lambda: [ServerAddress(url) for url in here], lambda address: Replica(address, "test", 5.0), patience, LIMITS,
-        WeightFolder(), rule, str, heard.append,
-    )  # fmt: skip
+    directory = Directory(
+        lambda: [ServerAddress(url) for url in here], lambda address: Replica(address, "test", 5.0), patience
+    )
+    return RemoteGenerator([], LIMITS, WeightFolder(), rule, str, heard.append, directory)
 
 
 async def sample(g, count=4):
@@ -149,7 +149,7 @@ def test_where_no_server_comes_back_the_run_stops():
             await g.join(1)
             await g.publish(weights_of(model), 1)
             one.stop()
-        g.patience = 0.5
+        g.directory = replace(g.directory, patience=0.5)
         with pytest.raises(GeneratorLost, match=r"no generator came back within 0\.5 s"):
             await sample(g, 1)
         return g.fatal

@@ -26,7 +26,7 @@ from turnwise.engines.remote.remote_generator import _cut as cut_at_stop_string
 from turnwise.engines.remote.token_wire import read_part
 from turnwise.errors import ServerFault, SettingError
 from turnwise.rollout.strategies.confidence import _first as first_tokens
-from turnwise.serve.generate_wire import reply_body
+from turnwise.serve.generate_api import reply_body
 from turnwise.store.trajectory_codec import decode, encode
 
 FAMILIES = ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss", "DeepseekV2", "DeepseekV3", "Dbrx"]

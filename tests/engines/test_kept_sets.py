@@ -28,7 +28,7 @@ from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.logprobs import logprobs_of, token_logprobs
 from turnwise.engines.remote.token_wire import read_sampling_mask
 from turnwise.errors import RecordError, ServerFault
-from turnwise.serve.generate_wire import reply_body
+from turnwise.serve.generate_api import reply_body
 from turnwise.store.trajectory_codec import decode, encode
 
 LOGP = frozenset({Signal.LOGP})

@@ -10,13 +10,13 @@ import pytest
 from support.dialogues import run
 from support.generators import make
 
-from turnwise.engines.remote import presence
+from turnwise.engines.remote import replica as presence
 from turnwise.errors import GeneratorLost, SettingError
 
 kit = pytest.importorskip("support.generator_servers")
+from turnwise.engines.remote.http import ServerAddress  # noqa: E402
 from turnwise.engines.remote.remote_generator import RemoteGenerator  # noqa: E402
 from turnwise.engines.remote.replica import Replica  # noqa: E402
-from turnwise.engines.remote.transport import ServerAddress  # noqa: E402
 from turnwise.engines.remote.weight_files import WeightFolder  # noqa: E402
 from turnwise.serve import policy_host  # noqa: E402
 
@@ -24,7 +24,7 @@ from turnwise.serve import policy_host  # noqa: E402
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
     monkeypatch.setattr(presence, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(presence, "LOOK_SECONDS", 0.03)
+    monkeypatch.setattr(presence, "OWNER_SECONDS", 0.03)
 
 
 async def another(url, client="other", run=""):

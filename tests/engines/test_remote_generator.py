@@ -18,12 +18,11 @@ from support.prompting import prompts
 
 from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.engines.remote import remote_generator
-from turnwise.engines.remote.http_pool import HttpPool, _words
+from turnwise.engines.remote.http import HttpPool, ServerAddress, fault_words
 from turnwise.engines.remote.policy_probe import PolicyProbe, mean_difference
 from turnwise.engines.remote.remote_generator import _cut
 from turnwise.engines.remote.replica import Replica, ReplicaLost
 from turnwise.engines.remote.token_wire import read_part
-from turnwise.engines.remote.transport import ServerAddress
 from turnwise.engines.remote.weight_files import WeightFolder, read_weights
 from turnwise.errors import GeneratorLost, ServerFault, SettingError, StoreError
 from turnwise.serve import policy_host
@@ -204,9 +203,8 @@ def test_nobody_waits_for_a_cancelled_request():
 
 def test_too_many_open_files_are_no_fault_of_the_server():
     fault = OSError(errno.EMFILE, "Too many open files")
-    assert "this process has too many open files" in _words(fault, False, 1.0) and "ulimit -n" in _words(
-        fault, False, 1.0
-    )
+    words = fault_words(fault, False, 1.0)
+    assert "this process has too many open files" in words and "ulimit -n" in words
 
 
 def test_a_publication_does_not_wait_for_a_lost_server_that_says_nothing(monkeypatch):

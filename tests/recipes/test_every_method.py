@@ -60,7 +60,8 @@ def test_contract(name, capsys, initial):
     explains_itself_and_its_flags(name, capsys)
     passes_its_check(name)
     batches = [
-        random_policy(pack(records_of(shape, seed, asks=recipe.requirements)), seed) for seed, shape in enumerate(RAGGED)
+        random_policy(pack(records_of(shape, seed, asks=recipe.requirements)), seed)
+        for seed, shape in enumerate(RAGGED)
     ]
     for batch, leaves in batches:
         factors_multiply_and_sum_to_the_gradient(recipe, batch, leaves)

@@ -245,7 +245,7 @@ print(json.dumps({"reward": 0.5, "success": True}))
 
 def run_process(source, tmp_path, seconds=60.0):
     pytest.importorskip("uvicorn")
-    from turnwise.serve.process_agent import ProcessAgent
+    from turnwise.serve.agents import ProcessAgent
 
     (tmp_path / "agent.py").write_text(source)
     agent = ProcessAgent(f"{sys.executable} {tmp_path}/agent.py")

@@ -13,11 +13,11 @@ from support.generators import make
 from support.prompting import V
 
 from turnwise.core.records import Completion, Stop
-from turnwise.engines.remote.http_pool import acknowledge_at_once
+from turnwise.engines.remote.http import acknowledge_at_once
 from turnwise.engines.remote.weight_files import WeightFolder
 from turnwise.errors import SettingError
 from turnwise.rollout.agent_episode import CallRefused
-from turnwise.serve.generate_wire import read_call, reply_body, version_spans
+from turnwise.serve.generate_api import read_call, reply_body, version_spans
 from turnwise.serve.server import listen_on
 
 

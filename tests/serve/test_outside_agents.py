@@ -19,11 +19,11 @@ from turnwise.core.records import Status, Task
 from turnwise.errors import SettingError
 from turnwise.rollout.agent_episode import AgentEpisode
 from turnwise.rollout.agent_task import AgentTask, FunctionAgent, open_task
-from turnwise.serve.external_agent import ExternalAgent
+from turnwise.serve.agents import ExternalAgent
 from turnwise.serve.server import EndpointHost, listen_on, read_address
 from turnwise.serve.sessions import Sessions
 from turnwise.training import api
-from turnwise.training.endpoint import serve_run
+from turnwise.training.serve import serve_run
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

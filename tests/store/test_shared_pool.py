@@ -32,7 +32,9 @@ def opener(folder, tokenizer="a"):
 
 
 def shared(folder, name, foreign=2, capacity=8, tokenizer="a"):
-    return SharedExperience(str(folder), foreign, name, capacity).open(ReplaySources(None, None, 7, opener(folder, tokenizer)))
+    return SharedExperience(str(folder), foreign, name, capacity).open(
+        ReplaySources(None, None, 7, opener(folder, tokenizer))
+    )
 
 
 def test_others_groups_are_mixed_in_with_ids_of_their_own(tmp_path):

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from support.generator_servers import make_host
-from turnwise.serve.generate_app import make_generate_app
+from turnwise.serve.app import make_generate_app
 
 
 def failed(status, message):

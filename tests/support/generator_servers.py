@@ -16,12 +16,12 @@ from support.generators import make
 from turnwise.core.records import Sampling
 from turnwise.engines.adapters import adapted_weights
 from turnwise.engines.generator.generator import LocalGenerator
+from turnwise.engines.remote.http import ServerAddress
 from turnwise.engines.remote.policy_probe import PolicyProbe
 from turnwise.engines.remote.remote_generator import ProbeRule, RemoteGenerator
 from turnwise.engines.remote.replica import RemoteLimits, Replica
-from turnwise.engines.remote.transport import ServerAddress
 from turnwise.engines.remote.weight_files import WeightFolder, read_weights
-from turnwise.serve.generate_app import make_generate_app
+from turnwise.serve.app import make_generate_app
 from turnwise.serve.policy_host import HostLimits, PolicyHost
 from turnwise.serve.server import listen_on, serve_app, url_of
 

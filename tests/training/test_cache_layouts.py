@@ -28,7 +28,7 @@ from turnwise.models.tiny import tiny_model
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits, PolicyHost
 from turnwise.store.ledger import SqliteLedger
-from turnwise.training import api, build, engines, generator_server, memory, remote_generators
+from turnwise.training import api, build, engines, memory, remote_generators, serve
 
 SMALL = {
     "env": "guess", "difficulty": (1,), "steps": 3, "groups": 2, "group_size": 3, "max_tokens": 12, "context": 320,
@@ -311,9 +311,9 @@ def test_options_stand_beside_each_other_and_the_later_one_wins():
 
 
 def test_a_run_directory_is_served_with_the_option(rows):
-    served, folder = generator_server._select(f"{rows[0]},cache=pages", {})
+    served, folder = serve._select(f"{rows[0]},cache=pages", {})
     assert str(served.model) == "tiny,cache=pages" and folder == rows[0] / "model"
-    assert generator_server._select(str(rows[0]), {})[0].model == ModelName("tiny", cache="rows")
+    assert serve._select(str(rows[0]), {})[0].model == ModelName("tiny", cache="rows")
 
 
 @pytest.mark.parametrize(

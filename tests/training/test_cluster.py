@@ -39,9 +39,7 @@ needs_ray = [
 
 
 def test_the_setting_is_read():
-    options = Cluster.parse(
-        "10.0.0.5:6379,generators=8,environments=4,cpus=2,gpus=1,placement=spread,restarts=3"
-    )
+    options = Cluster.parse("10.0.0.5:6379,generators=8,environments=4,cpus=2,gpus=1,placement=spread,restarts=3")
     assert options == Cluster("10.0.0.5:6379", 8, 4, 2, 1, "spread", 3) and not options.local
     assert Cluster.parse("local") == Cluster("local")
 

@@ -34,7 +34,7 @@ def generator_processes(parent=None):
     command = ["ps", "-ww", "-eo", "pid,ppid,stat,args"]  # whole lines, however narrow the terminal
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     rows = [line.split(None, 3) for line in listed]
-    workers = [row for row in rows if len(row) == 4 and "turnwise.engines.own_process.worker" in row[3]]
+    workers = [row for row in rows if len(row) == 4 and "turnwise.training.serve" in row[3]]
     return {int(pid) for pid, owner, state, _ in workers if owner == str(parent or os.getpid()) and state[0] != "Z"}
 
 
@@ -67,15 +67,15 @@ def test_a_run_is_bit_identical_to_one_with_the_generator_in_its_process(local, 
 
 def test_a_lora_run_is_bit_identical_and_sends_its_base_once(tmp_path, monkeypatch):
     pytest.importorskip("peft")
-    from turnwise.engines.own_process.process_generator import ProcessGenerator
+    from turnwise.engines.remote.remote_generator import RemoteGenerator
 
-    values, sizes, publish = {**SMALL, "lora_rank": 4}, [], ProcessGenerator.publish
+    values, sizes, publish = {**SMALL, "lora_rank": 4}, [], RemoteGenerator.publish
 
     async def recorded(self, weights, version):
         await publish(self, weights, version)
         sizes.append(self.published_bytes)
 
-    monkeypatch.setattr(ProcessGenerator, "publish", recorded)
+    monkeypatch.setattr(RemoteGenerator, "publish", recorded)
     api.train(quiet=True, out=str(tmp_path), name="here", **values)
     api.train(quiet=True, out=str(tmp_path), name="there", generator=("local",), **values)
     assert digest(tmp_path / "there") == digest(tmp_path / "here")

@@ -12,8 +12,8 @@ from turnwise.config.settings import Settings
 from turnwise.errors import ServerFault, SettingError
 from turnwise.store.ledger import SqliteLedger
 from turnwise.training import api
-from turnwise.training.generator_server import make_policy_host
 from turnwise.training.remote_generators import check_generators
+from turnwise.training.serve import make_policy_host
 
 pytestmark = pytest.mark.thorough
 

@@ -16,7 +16,7 @@ from turnwise.engines.remote.replica import RemoteLimits
 from turnwise.engines.remote.weight_files import WeightFolder
 from turnwise.errors import SettingError
 from turnwise.store.rundir import RunDir
-from turnwise.training import generator_server, remote_generators
+from turnwise.training import remote_generators, serve
 from turnwise.training.env_spec import resolve_settings
 from turnwise.training.remote_generators import OF_TINY, check_generators, make_replicas
 
@@ -67,10 +67,10 @@ def test_with_no_server_left_after_the_door_the_run_is_refused():
 
 def command_of(model, **values):
     """What a server prints for trainers, and what differs between its settings and those of that command."""
-    settings, folder = generator_server._select(str(model), values)
-    command = generator_server.train_command(settings, folder)
+    settings, folder = serve._select(str(model), values)
+    command = serve.train_command(settings, folder)
     run = resolve_settings(read_run_flags("train", "", shlex.split(command)[2:], lambda _: None).values)
-    names = generator_server.SHARED + (() if folder else OF_TINY)
+    names = serve.SHARED + (() if folder else OF_TINY)
     return command, [name for name in names if getattr(run, name) != getattr(settings, name)]
 
 

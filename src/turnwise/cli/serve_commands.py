@@ -41,7 +41,7 @@ def endpoint(argv: Sequence[str]) -> int:
     namespace = parser.parse(argv)
     from turnwise.training.agents import TOKEN_VARIABLE
     from turnwise.training.certificate import certificate_lines
-    from turnwise.training.endpoint import serve_run
+    from turnwise.training.serve import serve_run
 
     tell = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     token = os.environ.get(TOKEN_VARIABLE, "")
@@ -75,7 +75,7 @@ def serve(argv: Sequence[str]) -> int:
             add_setting(group, f)
     namespace = parser.parse(argv)
     from turnwise.training.agents import TOKEN_VARIABLE
-    from turnwise.training.generator_server import serve_model
+    from turnwise.training.serve import serve_model
 
     tell = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     values = {name: value for name, value in settings_from(namespace, DEFAULT_METHOD).items() if name in OF_SERVERS}

@@ -236,5 +236,5 @@ class IsolatedEnvironment:
 
 def _digest(value: Any) -> str:
     """What must be the same when a call is repeated. Facts of a step may hold times, and are not compared."""
-    kept = {name: value[name] for name in COMPARED if name in value} if isinstance(value, dict) else value
-    return json.dumps(kept, sort_keys=True, default=plain)
+    compared = {name: value[name] for name in COMPARED if name in value} if isinstance(value, dict) else value
+    return json.dumps(compared, sort_keys=True, default=plain)

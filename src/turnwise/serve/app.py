@@ -1,4 +1,6 @@
-"""The endpoint as an ASGI application: routes, keys, limits. A session's key is in the path, or it is the API key.
+"""The two servers as ASGI applications: the endpoint of agents, and, at the end, a generator for trainers.
+
+The endpoint has routes, keys and limits. A session's key is in the path, or it is the API key.
 
     POST /v1/chat/completions            Authorization: Bearer KEY
     POST /v1/responses                   Authorization: Bearer KEY
@@ -15,6 +17,8 @@ Knows sessions and formats; neither episodes nor generators.
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,6 +31,8 @@ from starlette.routing import Route
 from turnwise.errors import EnvironmentFault
 from turnwise.rollout.agent_episode import CallRefused, CallReply, CallRequest, read_outcome
 from turnwise.serve import anthropic_wire, openai_wire, responses_wire
+from turnwise.serve.generate_api import STATUS, GenerateApi
+from turnwise.serve.policy_host import PolicyHost
 from turnwise.serve.sessions import OpenEpisode, Sessions
 
 MAX_BODY = 16 << 20  # bytes of a request
@@ -58,15 +64,15 @@ class Api:
 
         async def answer(request: Request) -> Response:
             body, raw = await read_body(request)
-            asked = wire.read_request(body)  # what cannot be read is refused whoever asks
+            call = wire.read_request(body)  # what cannot be read is refused whoever asks
             opened, single = self._opened(request)
             try:
                 if body.get("previous_response_id") is not None:
-                    asked = responses_wire.behind(asked, body["previous_response_id"], opened.dialogues)
-                replies = await self._answered(opened, asked, raw, request)
+                    call = responses_wire.behind(call, body["previous_response_id"], opened.dialogues)
+                replies = await self._answered(opened, call, raw, request)
                 number = len(opened.episode.turns)
                 if wire is responses_wire:
-                    responses_wire.keep_history(opened.dialogues, number, asked, replies)
+                    responses_wire.keep_history(opened.dialogues, number, call, replies)
             finally:
                 if single:
                     self.sessions.close(opened.key)
@@ -77,13 +83,13 @@ class Api:
 
         return answer
 
-    async def _answered(self, opened: OpenEpisode, asked: CallRequest, raw: bytes, request: Request) -> list[CallReply]:
+    async def _answered(self, opened: OpenEpisode, call: CallRequest, raw: bytes, request: Request) -> list[CallReply]:
         if self.waiting >= self.max_waiting:
             raise CallRefused("busy", f"{self.waiting} calls are waiting; try again later")
         self.waiting += 1
         try:
             retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-            return await opened.answer(asked, raw, retried)
+            return await opened.answer(call, raw, retried)
         finally:
             self.waiting -= 1
 
@@ -92,10 +98,10 @@ class Api:
 
         async def count(request: Request) -> Response:
             body, _ = await read_body(request)
-            asked = wire.read_request(body)
+            call = wire.read_request(body)
             opened, single = self._opened(request)
             try:
-                tokens = opened.episode.count_tokens(asked)
+                tokens = opened.episode.count_tokens(call)
             finally:
                 if single:
                     self.sessions.close(opened.key)
@@ -217,3 +223,38 @@ async def _unknown_path(request: Request, fault: Any) -> Response:
 
 async def _gone(request: Request, fault: Exception) -> Response:
     return Response(status_code=499)
+
+
+# ------------------------------------------------------------------- generator
+
+
+def make_generate_app(host: PolicyHost, token: str = "") -> Starlette:
+    """A generator server over ``host``. All but ``/health`` needs the token, if there is one."""
+    api = GenerateApi(host)
+
+    async def answer(request: Request) -> Response:
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        admitted = not token or hmac.compare_digest(bearer.encode(), token.encode())
+        if not admitted and request.url.path != "/health":
+            raise CallRefused("invalid_api_key", "the token of this server is missing or wrong")
+        body, _ = await read_body(
+            request, empty=True
+        )  # of a GET, too: what comes behind it says that the client is gone
+        reply = asyncio.ensure_future(api.answer(request.method, request.url.path, {**body, **request.query_params}))
+        gone = asyncio.ensure_future(request.receive())  # the next message after the body: the client hung up
+        try:
+            await asyncio.wait([reply, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not reply.done():
+                raise ClientDisconnect
+            status, value = reply.result()
+            return JSONResponse(value, status_code=status)
+        finally:
+            for task in (reply, gone):
+                task.cancel()
+
+    async def refused(request: Request, fault: Any) -> Response:
+        return JSONResponse(openai_wire.error_body(fault.code, str(fault)), status_code=STATUS.get(fault.code, 400))
+
+    routes = [Route("/{path:path}", answer, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])]
+    handlers: Mapping[Any, Any] = {CallRefused: refused, ClientDisconnect: _gone}
+    return Starlette(routes=routes, exception_handlers=handlers)

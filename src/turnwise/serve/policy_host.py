@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from turnwise.core.protocols import Generator, Session
-from turnwise.core.records import Completion
+from turnwise.core.records import Completion, Sampling
 from turnwise.errors import SettingError, StoreError
 from turnwise.rollout.agent_episode import CallRefused
-from turnwise.serve.generate_wire import GenerateCall
 
 MAX_SESSIONS = 65_536
 MAX_IN_FLIGHT = MAX_SESSIONS  # a deterministic generator waits for all of them
@@ -44,6 +43,19 @@ class HostLimits:
     stop_ids: tuple[int, ...]
     deterministic: bool = True
     threads: int = 0
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """One request to continue ``ids``. ``session``: the dialogue it belongs to; empty: none, the request stands alone.
+    ``sampling_mask``: whether the reply names the ids that the filters kept."""
+
+    request_id: str
+    ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    session: str
+    sampling_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,15 +135,15 @@ class PolicyHost:
 
     # ------------------------------------------------------------------- owner
 
-    async def attach(self, client: str, asked: HostLimits, run: str = "") -> HostLimits:
+    async def attach(self, client: str, wanted: HostLimits, run: str = "") -> HostLimits:
         """Give the server to ``client``, also to another of the same ``run``, which was resumed: dialogues of an earlier one are
         closed. Returns what it gets of what it asks for."""
         self._refuse_second(client, run)
         for name in ("slots", "context"):
-            if getattr(asked, name) < 1:
-                raise CallRefused("invalid_request", f"'{name}' is {getattr(asked, name)}; write at least 1")
-        slots, context = min(asked.slots, self.most.slots), min(asked.context, self.most.context)
-        granted = replace(asked, slots=slots, context=context, threads=asked.threads or self.most.threads)
+            if getattr(wanted, name) < 1:
+                raise CallRefused("invalid_request", f"'{name}' is {getattr(wanted, name)}; write at least 1")
+        slots, context = min(wanted.slots, self.most.slots), min(wanted.context, self.most.context)
+        granted = replace(wanted, slots=slots, context=context, threads=wanted.threads or self.most.threads)
         await self.abort(())
         self._close_sessions()
         self.client, self.run, self.parked, self._applied, self.update = client, run, set(), 0, None

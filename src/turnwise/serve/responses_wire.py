@@ -123,14 +123,14 @@ def _tool(tool: Any) -> dict[str, Any]:
 # ---------------------------------------------------- previous_response_id
 
 
-def behind(asked: CallRequest, previous: Any, dialogues: Mapping[str, Sequence[Message]]) -> CallRequest:
+def behind(call: CallRequest, previous: Any, dialogues: Mapping[str, Sequence[Message]]) -> CallRequest:
     """The call behind the messages that ``previous_response_id`` stands for. Instructions stay in front."""
     if not isinstance(previous, str) or previous not in dialogues:
         raise CallRefused(
             "not_found", f"no response {previous!r:.60} in this session; at most the latest {KEPT} are kept"
         )
-    first = _instructions(asked.messages)
-    return replace(asked, messages=[*asked.messages[:first], *dialogues[previous], *asked.messages[first:]])
+    first = _instructions(call.messages)
+    return replace(call, messages=[*call.messages[:first], *dialogues[previous], *call.messages[first:]])
 
 
 def _instructions(messages: Sequence[Message]) -> int:
@@ -139,10 +139,10 @@ def _instructions(messages: Sequence[Message]) -> int:
 
 
 def keep_history(
-    dialogues: dict[str, list[Message]], number: int, asked: CallRequest, replies: Sequence[CallReply]
+    dialogues: dict[str, list[Message]], number: int, call: CallRequest, replies: Sequence[CallReply]
 ) -> None:
     """Remember what a later ``previous_response_id`` stands for. Instructions are sent anew with every request."""
-    dialogues[f"resp_{number}"] = [*asked.messages[_instructions(asked.messages) :], replies[0].message]
+    dialogues[f"resp_{number}"] = [*call.messages[_instructions(call.messages) :], replies[0].message]
     while len(dialogues) > KEPT:
         dialogues.pop(next(iter(dialogues)))
 

@@ -88,7 +88,7 @@ def load_agent(settings: Settings, given: Callable[..., Any] | None = None) -> A
 @cache  # training and evaluation share its endpoint
 def process_agent(command: str) -> Agent:
     """The agent that is a command with arguments."""
-    from turnwise.serve.process_agent import ProcessAgent  # late: only these runs need a server
+    from turnwise.serve.agents import ProcessAgent  # late: only these runs need a server
 
     program = shlex.split(command)[0]
     if shutil.which(program) is None:
@@ -102,7 +102,7 @@ def process_agent(command: str) -> Agent:
 @cache  # training and evaluation share its endpoint
 def external_agent(address: str) -> Agent:
     """The agents that live elsewhere and take episodes at ``address``."""
-    from turnwise.serve.external_agent import ExternalAgent
+    from turnwise.serve.agents import ExternalAgent
 
     require_packages()
     host, port = read_address(address)

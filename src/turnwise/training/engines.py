@@ -40,8 +40,7 @@ from turnwise.engines.learner.policy_check import (
     PolicyCheck,
     SeparatePolicyCheck,
 )
-from turnwise.engines.own_process.process_generator import ProcessGenerator
-from turnwise.engines.own_process.worker import GeneratorSpec
+from turnwise.engines.remote.generator_process import GeneratorSpec, start_generator
 from turnwise.engines.sharded.torchrun import ranks_here
 from turnwise.errors import SettingError
 from turnwise.models.loading import load_causal_lm, load_tokenizer
@@ -49,6 +48,7 @@ from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.local_chat import LocalChat
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits
+from turnwise.training.interrupt import run_async
 from turnwise.training.remote_generators import OWN_PROCESS, make_remote_generator
 from turnwise.training.rewards import FIRST_ERROR, POLICY, reward_model_folder
 
@@ -262,7 +262,8 @@ def make_process_generator(
     device, rows = select_device(settings), cache_rows(settings, dialogues)
     limits = (rows, settings.context, tuple(renderer.stop_ids), deterministic)
     spec = GeneratorSpec(*limits, str(device), rollout_dtype(settings), torch.get_num_threads(), cache)
-    return ProcessGenerator(spec, model, renderer.tokenizer, settings.generator_seconds)
+    seconds = settings.generator_seconds
+    return run_async(start_generator(GENERATOR_PROGRAM, spec, model, renderer.tokenizer, renderer.decode, seconds))
 
 
 def with_opponents(
@@ -318,6 +319,9 @@ def _reward_model(settings: Settings) -> ChatModel:
 
 def _no_policy() -> ChatModel:
     raise AssertionError("the judge is not the policy")
+
+
+GENERATOR_PROGRAM = "turnwise.training.serve"  # of --generator local
 
 
 def make_generator(

@@ -19,7 +19,7 @@ from turnwise.core.protocols import GroupScorer, Listener
 from turnwise.core.records import Sampling, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.engines.remote.chat_server import ChatServer, RetryPolicy, find_model
-from turnwise.engines.remote.transport import ServerAddress
+from turnwise.engines.remote.http import ServerAddress
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
 from turnwise.evaluation.evaluator import Evaluation, evaluate, scored

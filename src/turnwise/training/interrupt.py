@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
-from turnwise.engines.remote.transport import in_daemon_thread
+from turnwise.engines.remote.http import in_daemon_thread
 
 GRACE_SECONDS = 60.0  # for the current step to finish; then the run stops without a new checkpoint
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

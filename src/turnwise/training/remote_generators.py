@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.config.settings import Settings
 from turnwise.engines.remote.device_weights import DeviceWeights, check_device_weights, cuda_device
+from turnwise.engines.remote.http import ServerAddress
 from turnwise.engines.remote.replica import FILES, IPC, MASK_OPTIONS, NCCL, OURS, VLLM, RemoteLimits, Replica
 from turnwise.engines.remote.token_wire import Reported
-from turnwise.engines.remote.transport import ServerAddress
 from turnwise.errors import ServerFault, SettingError
 from turnwise.models.fetch import resolve
 from turnwise.training.interrupt import run_async
@@ -25,7 +25,6 @@ from turnwise.training.interrupt import run_async
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from turnwise.engines.remote.elastic_generator import Find
     from turnwise.engines.remote.remote_generator import RemoteGenerator
     from turnwise.rollout.renderer import Renderer
 
@@ -143,7 +142,7 @@ async def _compare_sampling(settings: Settings, replica: Replica) -> None:
     s, door = settings, f"--generator {replica.url} is vLLM"
     filtered = bool(s.top_p != 1 or s.top_k or s.min_p)
     try:
-        asked = await replica.examine_sampling()
+        answers = await replica.examine_sampling()
     except ServerFault as fault:
         raise SettingError(f"--generator {replica.url}: {fault}") from None
     if replica.reported is Reported.WITH_MASK and not filtered:
@@ -153,7 +152,7 @@ async def _compare_sampling(settings: Settings, replica: Replica) -> None:
         )
     if s.temperature == 1 and not filtered:
         return
-    if not asked:
+    if not answers:
         raise SettingError(
             f"{door} and paused, as a run leaves it that is killed while it publishes; write: curl -X POST {replica.url}/resume"
         )
@@ -251,14 +250,13 @@ def make_remote_generator(
     tolerance: float,
     threads: int,
     tell: Callable[[str], None],
-    find: Find | None = None,
+    find: Callable[[], Sequence[ServerAddress]] | None = None,
     wanted: int = 0,
 ) -> RemoteGenerator:
     """A generator over the servers of the settings, connected and compared with the run's model; or over those that ``find``
     names at any time: a cluster starts them from the settings of the run, and ``wanted`` of them are waited for."""
-    from turnwise.engines.remote.elastic_generator import ElasticGenerator
     from turnwise.engines.remote.policy_probe import PolicyProbe
-    from turnwise.engines.remote.remote_generator import ProbeRule, RemoteGenerator
+    from turnwise.engines.remote.remote_generator import Directory, ProbeRule, RemoteGenerator
     from turnwise.engines.remote.weight_files import WeightFolder
 
     limits = RemoteLimits(slots, settings.context, tuple(renderer.stop_ids), deterministic, threads)
@@ -274,7 +272,8 @@ def make_remote_generator(
             replica.run = "of this cluster"  # whose generators serve no other
             return replica
 
-        elastic = ElasticGenerator(find, make, PATIENCE, limits, folder, rule, renderer.decode, tell)
+        directory = Directory(find, make, PATIENCE)
+        elastic = RemoteGenerator([], limits, folder, rule, renderer.decode, tell, directory)
         run_async(elastic.join(wanted))
         return elastic
     generator = RemoteGenerator(make_replicas(settings), limits, folder, rule, renderer.decode, tell)

@@ -16,7 +16,7 @@ from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import GroupScorer, Listener
 from turnwise.core.records import Group
 from turnwise.engines.remote.chat_server import ChatServer, RetryPolicy, find_model
-from turnwise.engines.remote.transport import ServerAddress
+from turnwise.engines.remote.http import ServerAddress
 from turnwise.environments.base import overrides
 from turnwise.errors import ServerFault, SettingError
 from turnwise.rewards.functions import RewardFunction, RewardLimits, check_rewards, open_rewards

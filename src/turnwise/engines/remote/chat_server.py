@@ -9,22 +9,28 @@ episode and no environment.
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.core.chat import ChatReply
-from turnwise.core.records import Message, Sampling
+from turnwise.core.protocols import ToolCall
+from turnwise.core.records import Message, Sampling, Stop
 from turnwise.core.seeds import stable_seed
-from turnwise.engines.remote import wire
-from turnwise.engines.remote.transport import HttpReply, ServerAddress, request
+from turnwise.core.text import clean
+from turnwise.engines.remote.http import HttpPool, HttpReply, ServerAddress, error_text, is_overflow
 from turnwise.errors import ContextOverflow, RequestRefused, ServerFault, SettingError, nearest
 
 BUSY = (408, 409, 425, 429)
 LONGEST_PAUSE = 30.0  # seconds; also of what a server asks for
 FAILED_IN_A_ROW = 8  # requests that failed for good before the server counts as broken
 PROBE_SECONDS = 10.0
+NO_MODEL = re.compile(
+    r"model.{0,80}(not found|not exist|does not exist|unknown|invalid)|no (such )?model", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class ChatServer:
     _told: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._slots = asyncio.Semaphore(self.parallel)
+        self._slots, self._pool = asyncio.Semaphore(self.parallel), HttpPool(self.address, foreign=True)
 
     @property
     def name(self) -> str:
@@ -96,10 +102,10 @@ class ChatServer:
                     self.fatal = ServerFault(f"{self.failed_in_a_row} requests in a row failed; the last: {fault}")
                 raise
             self.failed_in_a_row = 0
-            return wire.read_reply(reply, time.perf_counter() - began)
+            return read_reply(reply, time.perf_counter() - began)
 
     def close(self) -> None:
-        """Nothing is kept open between requests."""
+        self._pool.interrupt()
 
     # ------------------------------------------------------------------- sending
     async def _send(
@@ -115,7 +121,7 @@ class ChatServer:
             if self.fatal is not None:
                 raise self.fatal
             asked_schema = schema if self.schemas else None
-            body = wire.request_body(self.model, messages, sampling, seed, tools, asked_schema, self.limit_name)
+            body = request_body(self.model, messages, sampling, seed, tools, asked_schema, self.limit_name)
             try:
                 self.requests += 1
                 reply = await self._post(body)
@@ -130,7 +136,7 @@ class ChatServer:
 
     async def _post(self, body: Mapping[str, Any]) -> HttpReply:
         try:
-            return await request(self.address, "/chat/completions", body, self.retry.seconds)
+            return await self._pool.call("/chat/completions", body, self.retry.seconds)
         except ServerFault as fault:
             raise _Transient(str(fault)) from None
 
@@ -167,20 +173,20 @@ class ChatServer:
     async def _checked(self, reply: HttpReply) -> Any:
         """The JSON of a good reply; every other is raised."""
         value, status = reply.json(), reply.status
-        text = self.address.hide(wire.error_text(value, reply.text()))
+        text = self.address.hide(error_text(value, reply.text()))
         if status == 200:
             if value is None:
                 raise _Transient(f"the reply is not JSON: {text!r}")
             try:
-                wire.read_reply(value)
+                read_reply(value)
             except ServerFault as fault:
                 raise _Transient(self.address.hide(str(fault))) from None
             return value
         if status in BUSY or status >= 500:
             raise _Transient(f"status {status}: {text}", reply.headers.get("retry-after", ""))
-        if wire.is_overflow(status, value, text):
+        if is_overflow(status, value, text):
             raise ContextOverflow(f"the server's context window: {text}")
-        if status == 404 or (status == 400 and wire.NO_MODEL.search(text)):
+        if status == 404 or (status == 400 and NO_MODEL.search(text)):
             raise self._stop(f"{text}{await self._known_models()}", status)
         if status in (401, 403) or 300 <= status < 400:
             raise self._stop(f"{text}{_remedy(reply)}", status)
@@ -210,11 +216,11 @@ def _remedy(reply: HttpReply) -> str:
 
 async def list_models(address: ServerAddress) -> tuple[str, ...]:
     """The models that a server names; empty if it names none."""
-    reply = await request(address, "/models", None, PROBE_SECONDS)
+    reply = await HttpPool(address, foreign=True).call("/models", None, PROBE_SECONDS)
     value = reply.json()
     rows = value.get("data") if isinstance(value, Mapping) else None
     if reply.status in (401, 403):
-        text = address.hide(wire.error_text(value, reply.text()))
+        text = address.hide(error_text(value, reply.text()))
         raise ServerFault(f"{address.url} replied {reply.status}: {text}{_remedy(reply)}")
     if reply.status != 200 or not isinstance(rows, list):
         return ()
@@ -239,3 +245,100 @@ async def find_model(address: ServerAddress, model: str, flag: str) -> str:
         )
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     raise SettingError(f"{address.url} serves {len(names)} models; write --{flag}-model NAME with one of: {shown}")
+
+
+# ------------------------------------------------------- OpenAI's chat protocol as data
+
+
+def request_body(
+    model: str,
+    messages: Sequence[Message],
+    sampling: Sampling,
+    seed: int,
+    tools: Sequence[Mapping[str, Any]],
+    schema: Mapping[str, Any] | None,
+    limit_name: str,
+) -> dict[str, Any]:
+    """``limit_name``: ``max_tokens``, or ``max_completion_tokens`` for servers that want that."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": list(messages),
+        "temperature": sampling.temperature,
+        limit_name: sampling.max_tokens,
+        "seed": seed % 2**31,
+    }
+    unless_default = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
+    body |= {name: value for name, (value, default) in unless_default.items() if value != default}
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if tools:
+        body["tools"] = list(tools)
+    if schema:
+        named = {"name": "reply", "strict": True, "schema": schema}
+        body["response_format"] = {"type": "json_schema", "json_schema": named}
+    return body
+
+
+def read_reply(value: Any, seconds: float = 0.0) -> ChatReply:
+    """A reply from the JSON of a server. A malformed tool call is the model's mistake; a malformed reply is the server's."""
+    choices = value.get("choices") if isinstance(value, Mapping) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, Mapping) else None
+    if not isinstance(choice, Mapping) or not isinstance(message, Mapping):
+        raise ServerFault(f"the reply holds no choices[0].message: {json.dumps(value)[:200]}")
+    calls, faults = _read_calls(message.get("tool_calls"))
+    usage = value.get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, Mapping) else 0
+    thinking = message.get("reasoning_content") or message.get("reasoning")
+    return ChatReply(
+        text=_text(message.get("content")),
+        calls=calls,
+        faults=faults,
+        thinking=clean(thinking) if isinstance(thinking, str) else "",
+        stop=Stop.LENGTH if choice.get("finish_reason") == "length" else Stop.TOKEN,
+        tokens=tokens if type(tokens) is int and tokens > 0 else 0,
+        seconds=seconds,
+    )
+
+
+def _text(content: Any) -> str:
+    """The text of a message, which may be a list of parts."""
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        return clean("".join(part for part in parts if isinstance(part, str)))
+    if not isinstance(content, str):
+        raise ServerFault(f"the content of the reply is {type(content).__name__}, not text")
+    return clean(content)
+
+
+def _read_calls(value: Any) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
+    if value is None:
+        return (), ()
+    if not isinstance(value, list):
+        raise ServerFault(f"tool_calls of the reply is {type(value).__name__}, not a list")
+    calls: list[ToolCall] = []
+    faults: list[str] = []
+    for n, item in enumerate(value):
+        function = item.get("function") if isinstance(item, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str):
+            raise ServerFault(f"tool_calls[{n}] of the reply has no function with a name")
+        identity = item.get("id")
+        try:
+            arguments = _arguments(function.get("arguments"))
+            calls.append(ToolCall(name, arguments, identity if isinstance(identity, str) and identity else f"call_{n}"))
+        except (ValueError, RecursionError):
+            faults.append(f"error: the arguments of {name:.100} are no JSON object: {function.get('arguments')!r:.200}")
+    return tuple(calls), tuple(faults)
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    """The arguments of a call: a JSON text by the protocol; some servers send the object itself, or nothing for none."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    parsed = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(parsed, dict):
+        raise ValueError
+    return parsed

@@ -18,8 +18,8 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from turnwise.engines.remote.http import in_daemon_thread
 from turnwise.engines.remote.replica import IPC, NCCL, UPDATE_SECONDS, Replica
-from turnwise.engines.remote.transport import in_daemon_thread
 from turnwise.errors import ServerFault, SettingError
 
 if TYPE_CHECKING:
@@ -57,6 +57,9 @@ class DeviceWeights:
             return factory.trainer_init(info, client=routes, source=source)
 
         self._engine, self._routes = await self._run(routes, rendezvous), routes
+
+    def carries(self, weights: Mapping[str, Tensor]) -> bool:
+        return True
 
     async def send(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Start an update of the server, send the weights and finish it under the name of ``version``."""
@@ -158,9 +161,9 @@ class _Routes:
     def _post(self, path: str, body: Mapping[str, Any]) -> None:
         loop, refused = self._loop, self._refused
         assert loop is not None and refused is not None
-        asked = asyncio.run_coroutine_threadsafe(self.replica.post(path, body, UPDATE_SECONDS), loop)
+        reply = asyncio.run_coroutine_threadsafe(self.replica.post(path, body, UPDATE_SECONDS), loop)
         try:
-            asked.result()
+            reply.result()
         except Exception as fault:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(_keep_first, refused, fault)
@@ -273,8 +276,8 @@ def is_this_machine(url: str) -> bool:
     host = urllib.parse.urlsplit(url).hostname
     with contextlib.suppress(OSError):
         for family, kind, _, _, place in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as own:
-                own.bind(place)
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(place)
                 return True
     return False
 

@@ -7,17 +7,27 @@ servers say of themselves; sends nothing.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from turnwise.engines.adapters import AdaptedWeights, SentBase, adapted_weights, factors_of
+from turnwise.engines.adapters import AdaptedWeights, Adapter, SentBase, adapted_weights, factors_of
 from turnwise.engines.remote.replica import Replica
-from turnwise.engines.remote.runtime_adapters import fits_peft, write_peft_folder
-from turnwise.engines.remote.weight_files import ADAPTERS, BASE, WeightFile, WeightFolder, read_weights
+from turnwise.engines.remote.weight_files import (
+    ADAPTERS,
+    BASE,
+    FOLDER,
+    WeightFile,
+    WeightFolder,
+    checksum,
+    read_weights,
+)
 
 Form = tuple[tuple[str, str], ...]
 """The dtypes of weights that a server does not keep in float32, by name."""
@@ -68,7 +78,7 @@ class WeightPublisher:
         by_name = [replica for replica in replicas if self._sends_folder(replica)]
         if isinstance(weights, AdaptedWeights) and by_name:
             self._write_folder(weights, by_name)
-        rest = [r for r in replicas if r not in with_adapters and r not in by_name and r.device_weights is None]
+        rest = [r for r in replicas if r not in with_adapters and r not in by_name and not self._by_device(r)]
         forms = {_form(replica) for replica in rest}
         if not replicas and self._base is None:
             forms = {()}
@@ -76,10 +86,10 @@ class WeightPublisher:
             number = self._forms.setdefault(form, len(self._forms))
             self._whole[form] = self._count(self.folder.write(weights, self.version, _dtypes(form), form=number))
 
-    def _write_base(self, form: Form, known: str) -> None:
+    def _write_base(self, form: Form, digest: str) -> None:
         base = self._base
         assert base is not None
-        if form in base.files or (known and known == base.digests.get(form)):
+        if form in base.files or (digest and digest == base.digests.get(form)):
             return
         number = self._forms.setdefault(form, len(self._forms))
         file = self._count(self.folder.write(base.sent.weights, self.version, _dtypes(form), BASE, number))
@@ -95,10 +105,10 @@ class WeightPublisher:
             shutil.rmtree(self._folders.pop(old).path, ignore_errors=True)
 
     def files_for(self, replica: Replica) -> list[WeightFile]:
-        """What to send to a server, in this order; nothing to one that gets weights from GPU to GPU."""
+        """What to send to a server, in this order; nothing to one that gets weights without files."""
         if self._sends_folder(replica):
             return [self._folders[self.version]]
-        if replica.device_weights is not None:
+        if self._by_device(replica):
             return []
         if not self._sends_adapters(replica):
             return [self._whole[_form(replica)]]
@@ -126,6 +136,10 @@ class WeightPublisher:
     def _sends_adapters(self, replica: Replica) -> bool:
         return self._base is not None and replica.takes_adapters
 
+    def _by_device(self, replica: Replica) -> bool:
+        assert self._weights is not None
+        return replica.device_weights is not None and replica.device_weights.carries(self._weights)
+
     def _sends_folder(self, replica: Replica) -> bool:
         weights = self._weights
         return self._base is not None and replica.loads_adapters and fits_peft(getattr(weights, "adapters", {}))
@@ -146,3 +160,33 @@ def _base_form(replica: Replica) -> Form:
 
 def _dtypes(form: Form) -> dict[str, torch.dtype]:
     return {name: getattr(torch, dtype) for name, dtype in form}
+
+
+def fits_peft(adapters: Mapping[str, Adapter]) -> bool:
+    """Whether one rank and one scale describe all adapters, as a PEFT configuration needs."""
+    return len({(a.down.shape[0], a.scale) for a in adapters.values()}) == 1
+
+
+def write_peft_folder(folder: Path, adapters: Mapping[str, Adapter]) -> WeightFile:
+    """Write adapters as PEFT does; complete or not at all."""
+    aside = folder.with_suffix(".writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    first = next(iter(adapters.values()))
+    rank, modules = first.down.shape[0], {name: name.removesuffix(".weight") for name in adapters}
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": first.scale * rank, "lora_dropout": 0.0,
+        "bias": "none", "inference_mode": True, "target_modules": sorted({m.rsplit(".", 1)[-1] for m in modules.values()}),
+    }  # fmt: skip
+    (aside / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    factors = {
+        f"base_model.model.{modules[name]}.lora_{side}.weight": t.detach().to("cpu").contiguous()
+        for name, a in adapters.items()
+        for side, t in (("A", a.down), ("B", a.up))
+    }
+    file = aside / "adapter_model.safetensors"
+    save_file(factors, file, metadata={"format": "pt"})
+    digest, size = checksum(file), sum(path.stat().st_size for path in aside.iterdir())
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.replace(folder)
+    return WeightFile(str(folder), digest, size, FOLDER)

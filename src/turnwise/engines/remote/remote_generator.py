@@ -1,15 +1,19 @@
-"""The generator of a run behind HTTP: one or several servers that share its dialogues.
+"""The generator of a run in other processes: one or several servers that share its dialogues, and may come and go.
 
 A publication is exact: requests in flight are aborted and keep the tokens they have, every server loads the weights and proves
 by a probe that it answers with them, and the requests go on from their ids. Every token carries the version that its server
 names. A server that is lost gives its unfinished requests to another; one that comes back takes part again from the next
 publication on.
+
+Where servers come and go (``Directory``), a publication takes the new ones and leaves those that are gone. With none left,
+requests wait until one is found, which first gets the weights that were published last. Knows no cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,15 +22,17 @@ from torch import Tensor
 
 from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.engines.kernels.sampling import signed
+from turnwise.engines.remote.http import ServerAddress, in_daemon_thread
 from turnwise.engines.remote.policy_probe import KEPT, SAMPLED, PolicyProbe, mean_difference
 from turnwise.engines.remote.publisher import WeightPublisher
 from turnwise.engines.remote.replica import VLLM, RemoteLimits, Replica, ReplicaLost
 from turnwise.engines.remote.token_wire import Reported, SampledPart
-from turnwise.engines.remote.transport import in_daemon_thread
 from turnwise.engines.remote.weight_files import WeightFolder
 from turnwise.errors import GeneratorLost, ServerFault, SettingError
 from turnwise.workers.sockets import allow_many_files
 
+LOOK_SECONDS = 0.2  # between two looks for a server where none is left
+OTHERS_SECONDS = 10.0  # in which a run that begins with some servers waits for the others
 REJOIN_SECONDS = 1.0  # for which a publication waits for lost servers that may be back
 Decode = Callable[[list[int]], str]
 
@@ -39,8 +45,18 @@ class ProbeRule:
     tolerance: float  # of the mean difference of log-probabilities
 
 
+@dataclass(frozen=True)
+class Directory:
+    """``find`` says where servers are now, ``make`` turns an address into a server of this run. ``patience``: seconds that
+    requests wait for a server where none is left; then the run stops."""
+
+    find: Callable[[], Sequence[ServerAddress]]
+    make: Callable[[ServerAddress], Replica]
+    patience: float
+
+
 class RemoteGenerator:
-    """Implements ``core.protocols.Generator``. ``tell`` hears what happens to servers."""
+    """Implements ``core.protocols.Generator``. ``tell`` hears what happens to servers. ``directory``: where they come and go."""
 
     def __init__(
         self,
@@ -50,6 +66,7 @@ class RemoteGenerator:
         rule: ProbeRule | None,
         decode: Decode,
         tell: Callable[[str], None],
+        directory: Directory | None = None,
     ) -> None:
         self.replicas, self.limits, self.publisher = list(replicas), limits, WeightPublisher(folder)
         self.rule, self.decode, self.tell = rule, decode, tell
@@ -61,6 +78,9 @@ class RemoteGenerator:
         self._asking: asyncio.Future[list[Replica]] | None = None
         self._ready = asyncio.Event()
         self._ready.set()
+        self.directory, self._joined = directory, 0
+        self._changing = asyncio.Lock()  # who attaches servers and loads weights
+        self._salt = uuid.uuid4().hex[:12]
 
     async def attach(self, gone: Mapping[Replica, str] | None = None) -> None:
         """Take every server, after it was identified, but those that are ``gone``. ``SettingError`` where none is left."""
@@ -75,6 +95,18 @@ class RemoteGenerator:
             raise SettingError(f"--generator {self.replicas[0].url} cannot be used: {self.replicas[0].lost}")
         self.tell_lost()
 
+    async def join(self, wanted: int) -> None:
+        """Take the servers that the directory names. Waits for one with patience, and a while for ``wanted``."""
+        assert self.directory is not None
+        began, patience = time.monotonic(), self.directory.patience
+        while len(self.alive()) < wanted and time.monotonic() - began < (
+            min(OTHERS_SECONDS, patience) if self.alive() else patience
+        ):
+            await self._rejoin(await self._answering())
+            await asyncio.sleep(LOOK_SECONDS if len(self.alive()) < wanted else 0)
+        if not self.alive():
+            raise SettingError(f"no generator came up within {patience:g} s{self._reasons()}")
+
     # ------------------------------------------------------------------ generator protocol
 
     def open(self, seed: int, draft: bool = False) -> RemoteSession:
@@ -85,17 +117,18 @@ class RemoteGenerator:
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Load new weights on every server. With no server left the next request raises, not this call: the step that was
         trained is complete."""
-        self.publisher.begin(weights, version)
-        back, _ = await asyncio.gather(self._came_back(), self._write())  # while the others still sample
-        self._ready.clear()
-        self._newest = version
-        try:
-            await self._rejoin(back)
-            await self._publish_to_all(weights, version)
-        finally:
-            self.version = version
-            self._ready.set()
-        self.check()
+        async with self._changing:
+            self.publisher.begin(weights, version)
+            back, _ = await asyncio.gather(self._came_back(), self._write())  # while the others still sample
+            self._ready.clear()
+            self._newest = version
+            try:
+                await self._rejoin(back)
+                await self._publish_to_all(weights, version)
+            finally:
+                self.version = version
+                self._ready.set()
+            self.check()
 
     async def _write(self) -> None:
         servers = self.alive()
@@ -123,14 +156,20 @@ class RemoteGenerator:
             "reissued": float(self._reissued),
             "aborted": float(self._aborted),
             "open": float(sum(replica.sessions for replica in self.replicas)),
+            **({"joined": float(self._joined)} if self.directory else {}),
         }
 
     def describe(self) -> str:
         """Which servers sample, and how."""
-        return "; ".join(
-            f"{replica.url} ({replica.kind}, {replica.facts.get('engine') or replica.model})"
-            for replica in self.replicas
-        )
+        if self.directory is not None:
+            engines = sorted({str(replica.facts.get("engine") or replica.model) for replica in self.replicas})
+            return f"generator actors: {len(self.alive())} ({'; '.join(engines)})"
+        texts = []
+        for replica in self.replicas:
+            engine = replica.facts.get("engine") or replica.model
+            elsewhere = f"{replica.url} ({replica.kind}, {engine})"
+            texts.append(f"{engine}; in a process of its own ({replica.process})" if replica.process else elsewhere)
+        return "; ".join(texts)
 
     # ------------------------------------------------------------------ servers
 
@@ -143,13 +182,13 @@ class RemoteGenerator:
         return [replica for replica in self.replicas if not replica.lost]
 
     def check(self) -> None:
-        """Tell about servers that were lost; note if none is left."""
+        """Tell about servers that were lost; note if none is left, and none can be found."""
         self.tell_lost()
-        if not self.alive() and self.fatal is None:
+        if not self.alive() and self.fatal is None and self.directory is None:
             lost = "; ".join(f"{replica.url}: {replica.lost}" for replica in self.replicas)
-            self.fatal = GeneratorLost(
-                f"no generator server is left ({lost}); start one again, there or elsewhere (resume --generator URL)"
-            )
+            text = f"no generator server is left ({lost}); start one again, there or elsewhere (resume --generator URL)"
+            own_process = next((replica.lost for replica in self.replicas if replica.process), "")
+            self.fatal = GeneratorLost(own_process or text)
 
     def tell_lost(self) -> None:
         for replica in self.replicas:
@@ -164,11 +203,39 @@ class RemoteGenerator:
                 self.tell(f"lost the generator {replica.url}: {replica.lost}; {others}")
 
     async def ready(self) -> None:
-        """Wait while weights are published; raise if no server is left."""
-        await self._ready.wait()
-        self.check()
-        if self.fatal is not None:
-            raise self.fatal
+        """Wait while weights are published, and for a server where none is left; raise if none comes."""
+        while True:
+            await self._ready.wait()
+            self.check()
+            if self.fatal is not None:
+                raise self.fatal
+            if self.alive():
+                return
+            await self._recover()
+
+    async def _recover(self) -> None:
+        """Find a server and give it the weights that were published last."""
+        assert self.directory is not None
+        async with self._changing:
+            until = time.monotonic() + self.directory.patience
+            self._ready.clear()  # a server that was taken has no weights yet
+            try:
+                while not self.alive() and self.fatal is None:
+                    if time.monotonic() > until:
+                        text = f"no generator came back within {self.directory.patience:g} s{self._reasons()}"
+                        self.fatal = GeneratorLost(text)
+                        return
+                    await self._rejoin(await self._answering())
+                    if self.alive():
+                        weights = await in_daemon_thread(self.publisher.read_again)
+                        await self._publish_to_all(weights, self.version)
+                    else:
+                        await asyncio.sleep(LOOK_SECONDS)
+            finally:
+                self._ready.set()
+
+    def _reasons(self) -> str:
+        return "".join(f"; {replica.url}: {replica.lost}" for replica in self.replicas)
 
     def choose(self) -> Replica:
         """The server with the fewest open dialogues, the first of several."""
@@ -181,11 +248,19 @@ class RemoteGenerator:
         await asyncio.wait([self._asking], timeout=REJOIN_SECONDS)
         if not self._asking.done():
             return []
-        asked, self._asking = self._asking, None
-        return [replica for replica in asked.result() if replica.lost]
+        answering, self._asking = self._asking, None
+        return [replica for replica in answering.result() if replica.lost]
 
     async def _answering(self) -> list[Replica]:
-        """The lost servers that answer again, but none that another run has now."""
+        """The servers that are new or lost and answer, but none that another run has now. Leaves those that are gone."""
+        if self.directory is not None:
+            here = {address.url: address for address in await in_daemon_thread(self.directory.find)}
+            for gone in [replica for replica in self.replicas if replica.url not in here]:
+                gone.lose("it was removed")
+                self.tell_lost()
+                self.replicas.remove(gone)
+            urls = {replica.url for replica in self.replicas}
+            self.replicas += [self.directory.make(address) for url, address in here.items() if url not in urls]
 
         async def answers(replica: Replica) -> bool:
             try:
@@ -196,20 +271,30 @@ class RemoteGenerator:
             return True
 
         lost = [replica for replica in self.replicas if replica.lost and not replica.taken_over]
-        return [r for r, found in zip(lost, await asyncio.gather(*map(answers, lost))) if found]
+        return [r for r, answered in zip(lost, await asyncio.gather(*map(answers, lost))) if answered]
 
     def _refuse(self, replica: Replica, fault: Exception) -> None:
-        """A server cannot be taken, or not yet."""
+        """A server cannot be taken, or not yet. One of a directory says why, if it is the last hope; it was never in use."""
+        if self.directory is not None:
+            replica.lost = str(fault)
+            self._told.add(replica)
 
     async def _rejoin(self, replicas: Sequence[Replica]) -> None:
-        """Take servers back that were lost."""
+        """Take servers that are new or were lost."""
         for replica in replicas:
             try:
                 await replica.attach(self.limits)
-            except (ServerFault, SettingError):
+            except (ServerFault, SettingError) as fault:
+                if isinstance(fault, SettingError) and self.directory is not None:
+                    raise  # the servers of a cluster are made for the run: what one refuses, all do
+                self._refuse(replica, fault)
                 continue
             self._told.discard(replica)
-            self.tell(f"the generator {replica.url} is back")
+            self._joined += 1
+            if self.directory is None:
+                self.tell(f"the generator {replica.url} is back")
+            elif self.publisher.version >= 0:
+                self.tell(f"the generator {replica.url} samples from now on")
 
     async def _publish_to(self, replica: Replica, weights: Mapping[str, Tensor], version: int) -> None:
         try:
@@ -240,13 +325,13 @@ class RemoteGenerator:
 
     def salt(self, version: int) -> str:
         """What separates prefix caches of different weights."""
-        return f"{self.replicas[0].client}-{version}"
+        return f"{self._salt}-{version}"
 
     # ------------------------------------------------------------------ called by sessions
 
     def record(self, part: SampledPart, submitted: int, replica: Replica) -> Completion:
         """The part with the versions of its tokens. Refuses tokens of weights that were not in use."""
-        allowed = {str(known): known for known in (submitted, self.version, self._newest)}
+        allowed = {str(version): version for version in (submitted, self.version, self._newest)}
         unknown = sorted(set(part.versions) - set(allowed))
         if unknown:
             raise replica.lose(f"it answers with the weights {unknown[0]!r:.40}, not with version {self.version}")

@@ -9,32 +9,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from turnwise.core.records import Sampling
-from turnwise.engines.remote.http_pool import HttpPool
-from turnwise.engines.remote.presence import Presence, until_free
+from turnwise.engines.remote.http import HttpPool, HttpReply, ServerAddress, error_text, is_overflow
 from turnwise.engines.remote.token_wire import Reported, SampledPart, read_part, sampling_params, what_is_reported
-from turnwise.engines.remote.transport import HttpReply, ServerAddress
-from turnwise.engines.remote.wire import error_text, is_overflow
 from turnwise.errors import ContextOverflow, RequestRefused, ServerFault, SettingError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from turnwise.engines.remote.device_weights import DeviceWeights
-    from turnwise.engines.remote.runtime_adapters import RuntimeAdapters
+    from turnwise.engines.remote.generator_process import ProcessLink, ProcessReply
     from turnwise.engines.remote.weight_files import WeightFile  # imports torch, which a refusal need not wait for
+
+log = logging.getLogger(__name__)
 
 OURS, VLLM = "turnwise", "vllm"
 FILES, NCCL, IPC = "turnwise_file", "nccl", "ipc"  # vLLM's names of the ways on which weights reach it
 NOT_CONNECTED = "it was not connected yet"
+BEAT_SECONDS = 5.0  # between two messages of a run that is alive
+OWNER_SECONDS = 1.0  # between two looks at who has a server
 HEALTH_SECONDS = 5.0  # between two looks at a server that owes a reply
 ASK_SECONDS = 10.0  # for a reply to a question that needs no work; one that another run keeps busy is slow
 UPDATE_SECONDS = 600.0  # for one call of a weight update; a server that is silent is lost earlier, by its health
 BUSY_SECONDS = 0.2
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # of vLLM
 NARROW = ("bfloat16", "float16")  # dtypes in which a server may ask for weights
 MASK_OPTIONS = "--return-sampling-mask --logprobs-mode processed_logprobs"  # of vLLM
 LOOP_ROUNDS = 8  # of the event loop in which changes of dialogues are gathered; as many as a local generator allows
@@ -65,10 +70,12 @@ class Replica:
     """``client`` names the run to the server. ``seconds``: a server that says nothing for so long is lost. ``backend``: how
     weights reach it, if it is vLLM."""
 
-    def __init__(self, address: ServerAddress, client: str, seconds: float, backend: str = FILES) -> None:
+    def __init__(
+        self, address: ServerAddress, client: str, seconds: float, backend: str = FILES, pool: Any = None
+    ) -> None:
         self.address, self.client, self.seconds, self.backend = address, client, seconds, backend
-        self.pool = HttpPool(address)
-        self.device_weights: DeviceWeights | None = None  # weights go this way, and not as files
+        self.pool: HttpPool | ProcessLink = pool or HttpPool(address)
+        self.device_weights: Any = None  # DeviceWeights or DeviceHandles: weights go this way, and not as files
         self.kind, self.facts, self.model = OURS, dict[str, Any](), ""
         self.lost = NOT_CONNECTED
         self.sessions = 0  # dialogues that are open there
@@ -93,6 +100,11 @@ class Replica:
     @property
     def url(self) -> str:
         return self.address.url
+
+    @property
+    def process(self) -> int:
+        """The id of the server's process, where it is one of this run; 0: it is elsewhere."""
+        return 0 if isinstance(self.pool, HttpPool) else self.pool.worker.process.pid
 
     @property
     def owed(self) -> int:
@@ -127,7 +139,7 @@ class Replica:
                 "address of `turnwise serve` or `vllm serve`, without /v1"
             )
         weights = await self.pool.call("/weight_info", None, ASK_SECONDS)
-        offered = await self.pool.call("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""}, ASK_SECONDS)
+        offered = await self.pool.call(LOAD, {"lora_name": "", "lora_path": ""}, ASK_SECONDS)
         # a server that has the call refuses a nameless adapter; one that does not, the route
         self.takes_weights, self.loads_adapters = weights.status == 200, offered.status in (400, 422)
         if not self.takes_weights and not self.loads_adapters:
@@ -155,7 +167,7 @@ class Replica:
         self.reported = what_is_reported((await self.pool.call("/inference/v1/generate", body, self.seconds)).json())
         return True
 
-    def _refuse_key(self, reply: HttpReply) -> None:
+    def _refuse_key(self, reply: HttpReply | ProcessReply) -> None:
         if reply.status in (401, 403):
             what = "refuses the token" if self.address.key else "wants a token"
             raise SettingError(
@@ -170,10 +182,11 @@ class Replica:
         self.lost = NOT_CONNECTED  # and no longer the reason of an earlier loss
         if self.kind == OURS:
             self.refuse_backend()
-            asked = {"slots": limits.slots, "context": limits.context, "threads": limits.threads, "run": self.run}
+            sizes = {"slots": limits.slots, "context": limits.context, "threads": limits.threads, "run": self.run}
             body = {"client": self.client, "stop_ids": list(limits.stop_ids), "deterministic": limits.deterministic}
-            await until_free(self.pool, self.client, self.run)
-            granted = await self.post("/turnwise/v1/attach", {**body, **asked}, UPDATE_SECONDS)
+            if isinstance(self.pool, HttpPool):
+                await until_free(self.pool, self.client, self.run)
+            granted = await self.post("/turnwise/v1/attach", {**body, **sizes}, UPDATE_SECONDS)
             if int(granted["context"]) < limits.context:
                 raise SettingError(
                     f"--generator {self.url}: it reads {granted['context']} ids, and the run needs {limits.context}; write "
@@ -181,7 +194,8 @@ class Replica:
                 )
             self.facts["engine"] = str(granted.get("engine", ""))
             self._read_needs(granted)
-            self.presence = Presence(self.pool, self.client, self)
+            if isinstance(self.pool, HttpPool):  # a process of this run is nobody else's
+                self.presence = Presence(self.pool, self.client, self)
         elif self.takes_weights:
             await self._open_weights()
         self.runtime_adapters = None
@@ -201,11 +215,11 @@ class Replica:
             self.lost = f"{text}; start vLLM with {start_options(self.backend)}"
             raise ReplicaLost(f"{self.url}: {self.lost}") from None
 
-    def _read_needs(self, told: Mapping[str, Any]) -> None:
+    def _read_needs(self, needs: Mapping[str, Any]) -> None:
         """How the server wants its weights. One that says nothing gets all of them, merged, in float32."""
-        self.takes_adapters = told.get("adapters") in ("merged", "beside")
-        self.adapters_beside, self.base = told.get("adapters") == "beside", str(told.get("base") or "")
-        dtypes = told.get("dtypes") or {}
+        self.takes_adapters = needs.get("adapters") in ("merged", "beside")
+        self.adapters_beside, self.base = needs.get("adapters") == "beside", str(needs.get("base") or "")
+        dtypes = needs.get("dtypes") or {}
         self.dtypes = {name: dtype for name, dtype in dtypes.items() if dtype in NARROW}
 
     def lose(self, reason: str) -> ReplicaLost:
@@ -219,7 +233,9 @@ class Replica:
 
     def leave(self) -> None:
         """The run has ended: another one may take the server."""
-        if self.presence is not None and not self.lost:
+        if not isinstance(self.pool, HttpPool):
+            self.pool.interrupt()
+        elif self.presence is not None and not self.lost:
             self.presence.leave()
 
     # --------------------------------------------------------------- dialogues
@@ -307,7 +323,7 @@ class Replica:
             await asyncio.sleep(BUSY_SECONDS)
         return self._value(path, reply)
 
-    async def _call(self, path: str, body: Mapping[str, Any] | None, seconds: float | None) -> HttpReply:
+    async def _call(self, path: str, body: Mapping[str, Any] | None, seconds: float | None) -> HttpReply | ProcessReply:
         """A reply, which the server owes until it is here. Without one the server is lost."""
         with self._owed():
             try:
@@ -315,7 +331,7 @@ class Replica:
             except ServerFault as fault:
                 raise self.lose(str(fault)) from None
 
-    def _value(self, path: str, reply: HttpReply) -> dict[str, Any]:
+    def _value(self, path: str, reply: HttpReply | ProcessReply) -> dict[str, Any]:
         value = reply.json()
         if reply.status == 200 and isinstance(value, dict):
             return value
@@ -371,10 +387,11 @@ class Replica:
                 f"it takes adapters alone, and this run publishes all weights; start it with {start_options(self.backend)}"
             )
         await self.post("/pause?mode=abort", self._owner, UPDATE_SECONDS)
-        if self.device_weights is not None:
-            await self.device_weights.send(weights, version)
-        else:
+        if files:
             await self._send_files(files, version)
+        else:
+            assert self.device_weights is not None
+            await self.device_weights.send(weights, version)
         await self.post("/resume", self._owner, UPDATE_SECONDS)
         value = (await self._call("/weight_info", None, self.seconds)).json()
         label = value.get("weight_version") if isinstance(value, dict) else None
@@ -389,8 +406,6 @@ class Replica:
         await self.post("/finish_weight_update", {**self._owner, "weight_version": str(version)}, UPDATE_SECONDS)
 
     async def _load_adapter(self, file: WeightFile, version: int) -> None:
-        from turnwise.engines.remote.runtime_adapters import RuntimeAdapters  # imports torch
-
         self.runtime_adapters = self.runtime_adapters or RuntimeAdapters(self.pool, self.client)
         try:
             with self._owed():
@@ -398,3 +413,96 @@ class Replica:
         except ServerFault as fault:
             raise self.lose(str(fault)) from None
         self.version = version
+
+
+# --------------------------------------------------------------------- adapters of vLLM
+
+
+class RuntimeAdapters:
+    """The adapters that a running vLLM has loaded by name, a PEFT folder per version, so that nothing is merged. Requests name
+    the adapter of their version: several sample side by side, and none is interrupted. ``client`` begins the names."""
+
+    def __init__(self, pool: HttpPool | ProcessLink, client: str) -> None:
+        self.pool, self.client = pool, client
+        self.loaded: set[int] = set()  # versions
+        self._in_use: Counter[int] = Counter()
+
+    def name(self, version: int) -> str:
+        return f"{self.client}-{version}"
+
+    async def load(self, file: WeightFile, version: int) -> None:
+        """Load a version, and unload those that no request uses any longer."""
+        await self._call(LOAD, {"lora_name": self.name(version), "lora_path": file.path})
+        self.loaded.add(version)
+        for old in [v for v in self.loaded if v != version and not self._in_use[v]]:
+            self.loaded.discard(old)
+            await self._call(UNLOAD, {"lora_name": self.name(old)})
+
+    async def _call(self, path: str, body: Mapping[str, str]) -> None:
+        reply = await self.pool.call(path, body, UPDATE_SECONDS)
+        if reply.status != 200:
+            raise ServerFault(
+                f"it answers {path} with {reply.status}: {error_text(reply.json(), reply.text()).rstrip('.')}; start it with "
+                "--enable-lora, --max-lora-rank of the run's rank and --max-loras of its staleness plus 2"
+            )
+
+    @contextlib.contextmanager
+    def using(self, version: int) -> Iterator[str]:
+        """The adapter of ``version``, which stays loaded meanwhile."""
+        self._in_use[version] += 1
+        try:
+            yield self.name(version)
+        finally:
+            self._in_use[version] -= 1
+
+
+# --------------------------------------------------------------- a run at one of our servers
+
+
+async def until_free(pool: HttpPool, client: str, run: str) -> None:
+    """Wait while a run has the server that says nothing: it has probably died, and the server gives it up after a while. Returns
+    at once where nobody has the server or the same run had it, and when the owner is heard again: then the server refuses."""
+    before = -1.0
+    while True:
+        value = (await pool.call("/turnwise/v1/info", None, ASK_SECONDS)).json()
+        owner = value.get("owner") if isinstance(value, dict) else None
+        if not isinstance(owner, dict) or owner.get("client") == client or (run and owner.get("run") == run):
+            return
+        silent = float(owner.get("silent") or 0.0)
+        if silent <= before:  # heard meanwhile, or waiting for replies: then it is 0 each time
+            return
+        if before < 0:
+            log.warning(
+                f"--generator {pool.address.url} serves the run {owner.get('client')!r:.60}, silent for {silent:.0f} s: waiting "
+                "until the server gives that run up, or hears it"
+            )
+        before = silent
+        await asyncio.sleep(OWNER_SECONDS)
+
+
+class Presence:
+    """Says regularly that ``client`` is alive, from a daemon thread: a server hears nothing while a run learns."""
+
+    def __init__(self, pool: HttpPool, client: str, owner: object) -> None:
+        """``owner``: with it, the presence ends."""
+        self.pool, self.client = pool, client
+        self._ended = threading.Event()
+        weakref.finalize(owner, self._ended.set)
+        threading.Thread(target=self._beat, name="presence", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            self._tell("alive")
+
+    def end(self) -> None:
+        """Say nothing more: the server is lost."""
+        self._ended.set()
+
+    def leave(self) -> None:
+        """Give the server back."""
+        self._ended.set()
+        self._tell("release")
+
+    def _tell(self, what: str) -> None:
+        with contextlib.suppress(ServerFault):  # whoever waits for a reply finds out
+            self.pool.exchange(f"/turnwise/v1/{what}", {"client": self.client}, ASK_SECONDS)

@@ -6,10 +6,12 @@ server reads a file, compares its checksum, and refuses what is incomplete. Know
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
 import shutil
+import socket
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -22,7 +24,6 @@ from safetensors.torch import load, save_file
 from torch import Tensor, dtype
 
 from turnwise.engines.adapters import HeldWeights
-from turnwise.engines.owned_files import owned_prefix, remove_orphans
 from turnwise.errors import SettingError, StoreError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -58,16 +59,19 @@ class WeightFolder:
     """Writes the weights of a run, version by version. ``folder``: empty for shared memory of this machine."""
 
     def __init__(self, folder: str = "") -> None:
-        base = Path(folder) if folder else SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+        shared = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        self.chosen = bool(folder)
+        self._use(Path(folder) if folder else shared)
+
+    def _use(self, base: Path) -> None:
         try:
-            if base is not None:
-                base.mkdir(parents=True, exist_ok=True)
-                remove_orphans(base, KIND)
+            base.mkdir(parents=True, exist_ok=True)
+            remove_orphans(base, KIND)
             self.path = Path(tempfile.mkdtemp(prefix=owned_prefix(KIND), dir=base))
         except OSError as fault:
             raise SettingError(
-                f"weights cannot be written to {folder or base} ({fault.strerror}); write --generator-weights FOLDER with a "
-                "folder that this process and the servers can use"
+                f"weights cannot be written to {base} ({fault.strerror}); write --generator-weights FOLDER with a folder that "
+                "this process and the servers can use"
             ) from None
         self.close = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)  # also when the process ends
 
@@ -81,18 +85,23 @@ class WeightFolder:
     ) -> WeightFile:
         """Write a version; complete or not at all. ``dtypes``: of weights that the reader does not keep in their own dtype;
         ``form`` counts files of one version that differ in them."""
-        kept = dtypes or {}
-        tensors = {n: t.detach().to(kept.get(n, t.dtype)).to("cpu").contiguous() for n, t in weights.items()}
+        rounded = dtypes or {}
+        tensors = {n: t.detach().to(rounded.get(n, t.dtype)).to("cpu").contiguous() for n, t in weights.items()}
         path = self.path / f"{kind}-{version}{f'-{form}' if form else ''}.safetensors"
         aside = path.with_suffix(".writing")
         try:
+            reserve(aside, sum(t.numel() * t.element_size() for t in tensors.values()))
             save_file(_unshared(tensors), aside)
             digest = checksum(aside)
             aside.replace(path)
         except (OSError, SafetensorError) as fault:
             aside.unlink(missing_ok=True)
+            if self.path.parent == SHARED_MEMORY and not self.chosen:  # 64 MiB in a container, unless it was given more
+                self._use(Path(tempfile.gettempdir()))
+                return self.write(weights, version, dtypes, kind, form)
             raise StoreError(
-                f"weights cannot be written to {path} ({fault}); write --generator-weights FOLDER with more room"
+                f"weights cannot be written to {path} ({fault}); write --generator-weights FOLDER with more room, or give more "
+                "shared memory (docker run --shm-size)"
             ) from fault
         self._remove_before(kind, version)
         return WeightFile(str(path), digest, path.stat().st_size, kind)
@@ -103,9 +112,9 @@ class WeightFolder:
     def _remove_before(self, kind: str, newest: int) -> None:
         files = {path: NAME.fullmatch(path.name) for path in self.path.glob(f"{kind}-*.safetensors")}
         versions = {path: int(match[1]) for path, match in files.items() if match}
-        kept = {newest, *sorted({*versions.values()})[-KEPT:]}
+        latest = {newest, *sorted({*versions.values()})[-KEPT:]}
         for path, version in versions.items():
-            if version not in kept:
+            if version not in latest:
                 path.unlink(missing_ok=True)
 
 
@@ -117,6 +126,13 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         out[name] = value.clone() if value.data_ptr() in seen else value
         seen.add(value.data_ptr())
     return out
+
+
+def reserve(path: Path, size: int) -> None:
+    """Take the room of a file at once: a page that a full file system cannot give would end the process that touches it."""
+    with path.open("wb") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, max(size, 1))
 
 
 def checksum(path: Path) -> str:
@@ -147,3 +163,38 @@ def read_weights(described: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], st
         return (HeldWeights(tensors) if described.get("kind") == BASE else tensors), digest
     except SafetensorError as fault:
         raise StoreError(f"{path[:200]} holds no weights: {fault}") from None
+
+
+# ---------------------------------------------------------- names of temporary files
+#
+# A name holds the machine beside the process that made the file: a folder may be shared by several machines or containers,
+# and the number of a process means nothing outside its own.
+
+BOOT, NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
+
+def owned_prefix(kind: str) -> str:
+    """How names of this process begin."""
+    return f"{kind}{_machine()}-{os.getpid()}-"
+
+
+def remove_orphans(base: Path, kind: str) -> None:
+    """Remove what processes of this machine left that were killed."""
+    if not NAMESPACE.exists():  # nothing tells which processes exist
+        return
+    for path in base.glob(f"{kind}{_machine()}-*"):
+        process = path.name.removeprefix(f"{kind}{_machine()}-").split("-")[0]
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+@functools.cache
+def _machine() -> str:
+    """This machine since its last start, and this container of it."""
+    facts = [socket.gethostname()]
+    for read in (BOOT.read_text, lambda: os.readlink(NAMESPACE)):
+        try:
+            facts.append(read())
+        except OSError:
+            facts.append("")
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]

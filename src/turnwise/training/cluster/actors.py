@@ -57,19 +57,19 @@ class GeneratorActor:
 
     def __init__(self, folder: str, path: str, settings: Mapping[str, Any], learner_node: str) -> None:
         enter(folder)
-        from turnwise.training.generator_server import make_policy_host
+        from turnwise.training.serve import make_policy_host
 
         here = ray.get_runtime_context().get_node_id() == learner_node
         made = Settings.of(settings)
-        kept = Path(path) / "initial"  # the model the run began with, once the learner has made it
-        policy_host = make_policy_host(made, kept if kept.is_dir() else None, str(made.model), own_context=True)
+        initial = Path(path) / "initial"  # the model the run began with, once the learner has made it
+        policy_host = make_policy_host(made, initial if initial.is_dir() else None, str(made.model), own_context=True)
         self._token = secrets.token_urlsafe(24)
         listener = listen_on(LOOPBACK if here else ray.util.get_node_ip_address(), 0, self._token)
         self._url = url_of(listener)
         threading.Thread(target=self._serve, args=(listener, policy_host), daemon=True).start()
 
     def _serve(self, listener: socket.socket, policy_host: PolicyHost) -> None:
-        from turnwise.serve.generate_app import make_generate_app
+        from turnwise.serve.app import make_generate_app
 
         try:
             asyncio.run(serve_app(listener, make_generate_app(policy_host, self._token)))

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from turnwise.engines.remote.transport import ServerAddress
+from turnwise.engines.remote.http import ServerAddress
 from turnwise.training.cluster.names import GENERATOR, NAMESPACE, number_of
 
 LOOK_SECONDS = 0.5  # between two looks
@@ -58,14 +58,14 @@ class GeneratorDirectory:
             threading.Event().wait(LOOK_SECONDS)
 
     def _ask(self) -> list[ServerAddress]:
-        asked = [actor.address.remote() for actor in find_actors(GENERATOR, self.key).values()]
-        if not asked:
+        questions = [actor.address.remote() for actor in find_actors(GENERATOR, self.key).values()]
+        if not questions:
             return []
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
-        found: list[ServerAddress] = []
-        for reply in sorted(answered, key=asked.index):
+        answered, _ = ray.wait(questions, num_returns=len(questions), timeout=ANSWER_SECONDS)
+        addresses: list[ServerAddress] = []
+        for reply in sorted(answered, key=questions.index):
             try:
-                found.append(ServerAddress(*ray.get(reply)))
+                addresses.append(ServerAddress(*ray.get(reply)))
             except RayError:  # it died, and is restarted or not
                 continue
-        return found
+        return addresses

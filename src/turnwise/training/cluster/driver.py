@@ -79,9 +79,9 @@ def connected(options: Cluster, folder: Path, ranks: int = 1) -> Iterator[None]:
     else:
         playing = options.environment_actors(os.cpu_count() or 1, ranks)
         reserved = options.generators * options.cpus + playing + ranks
-        own: dict[str, Any] = {"num_cpus": reserved, "object_store_memory": OBJECT_STORE}
-        own |= {} if options.gpus else {"num_gpus": 0}
-        ray.init("local", include_dashboard=False, **own, **common)
+        limits: dict[str, Any] = {"num_cpus": reserved, "object_store_memory": OBJECT_STORE}
+        limits |= {} if options.gpus else {"num_gpus": 0}
+        ray.init("local", include_dashboard=False, **limits, **common)
         write_json(folder / ADDRESS_FILE, {"address": ray.get_runtime_context().gcs_address})
     _silence()
     try:
@@ -209,9 +209,9 @@ class ClusterRun:
 
     def _make(self, cls: type, name: str, arguments: tuple[Any, ...], **options: Any) -> Any:
         """The actor of this name, started if it does not live."""
-        kept = {"namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+        lasting = {"namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
         remote: Any = ray.remote(cls)
-        made = remote.options(name=name, max_restarts=self.options.restarts, **kept, **options)
+        made = remote.options(name=name, max_restarts=self.options.restarts, **lasting, **options)
         return made.remote(self.folder, *arguments)
 
     def remove(self) -> None:

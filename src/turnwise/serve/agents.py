@@ -1,4 +1,6 @@
-"""An agent that is a command: one process per episode, which finds its session in the environment variables of stock clients.
+"""Agents that are no function of this process: a command, or programs that live elsewhere.
+
+A command runs in a process per episode, which finds its session in the environment variables of stock clients.
 
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY     the policy, for this episode only
     TURNWISE_TASK                                                             the task as JSON, also on standard input
@@ -6,6 +8,13 @@
 
 The last line that it prints is its verdict: a number, true or false, or an object with ``reward`` and ``success``. An exit status
 other than 0 fails the episode, with the last line of standard error.
+
+Agents that live elsewhere take the episodes that the run offers at an endpoint that stays up.
+
+    POST /sessions            take an episode: its task, base URL, key
+    POST /s/KEY/v1/...        talk
+    POST /s/KEY/step          act in the environment, where the task has one; its end ends the episode
+    POST /s/KEY/reward        say what the episode was worth; ends it
 """
 
 from __future__ import annotations
@@ -14,7 +23,7 @@ import asyncio
 import json
 import math
 import os
-from typing import Any
+from collections.abc import Callable
 
 from turnwise.errors import EnvironmentFault
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, read_outcome, within
@@ -48,7 +57,15 @@ class ProcessAgent:
                 output = await within(seconds, self._run(variables, described))
         finally:
             endpoint.sessions.close(opened.key)
-        return read_outcome(_verdict(output, self.command))
+        lines = output.decode(errors="replace").strip().splitlines()
+        try:
+            verdict = json.loads(lines[-1]) if lines else None
+        except ValueError:
+            raise EnvironmentFault(
+                f"the last line that {self.command!r} printed is {lines[-1][:80]!r}; print a number, or an object with "
+                "reward and success"
+            ) from None
+        return read_outcome(verdict)
 
     async def _run(self, variables: dict[str, str], task: str) -> bytes:
         process = await asyncio.create_subprocess_shell(
@@ -72,11 +89,24 @@ class ProcessAgent:
         return output[-MAX_OUTPUT:]
 
 
-def _verdict(output: bytes, command: str) -> Any:
-    lines = output.decode(errors="replace").strip().splitlines()
-    try:
-        return json.loads(lines[-1]) if lines else None
-    except ValueError:
-        raise EnvironmentFault(
-            f"the last line that {command!r} printed is {lines[-1][:80]!r}; print a number, or an object with reward and success"
-        ) from None
+class ExternalAgent:
+    """Offers each episode to whoever asks for one. Its time runs from the moment an agent takes it."""
+
+    def __init__(self, host: str, port: int, token: str, announce: Callable[[str], None] = print) -> None:
+        self._host, self._announce = EndpointHost(host, port, token), announce
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def play(self, task: AgentTask, episode: AgentEpisode, seconds: float = math.inf) -> AgentOutcome:
+        task.episode, loop = episode, asyncio.get_running_loop()
+        endpoint = self._host.endpoint(loop)
+        if self._loop is not loop:
+            self._loop = loop
+            self._announce(f"endpoint: {endpoint.url}; agents take episodes with POST {endpoint.url}/sessions")
+        opened = endpoint.sessions.open(episode, awaits_reward=True, task=task, offered=True)
+        episode.session.park()  # nobody knows when an agent comes: the generator must not wait for it
+        try:
+            await opened.taken.wait()
+            assert opened.outcome is not None
+            return await within(seconds, opened.outcome)
+        finally:
+            endpoint.sessions.close(opened.key)
