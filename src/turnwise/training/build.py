@@ -200,8 +200,9 @@ def make_evaluator(
     exact = (
         partial(exact_metrics, env_spec.env_class, renderer, learner, s.eval_temperature or 1.0) if learner else dict
     )
-    ranked = partial(reranked, recipe, learner) if recipe is not None and learner is not None else lambda _: {}
-    steer = getattr(recipe.strategy, "steer", None) if recipe is not None else None
-    return Evaluator(
-        s, generator, play, env_spec.first_tasks, scorer, exact, ranked, steer or (lambda session: session)
-    )
+    of_method: dict[str, Any] = {}  # how a method ranks answers and changes what is sampled, where it does
+    if recipe is not None and learner is not None:
+        of_method["ranked"] = partial(reranked, recipe, learner)
+    if steer := getattr(recipe.strategy, "steer", None) if recipe is not None else None:
+        of_method["steer"] = steer
+    return Evaluator(s, generator, play, env_spec.first_tasks, scorer, exact, **of_method)
