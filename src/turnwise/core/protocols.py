@@ -237,14 +237,6 @@ class PolicyCheckProtocol(Protocol):
 
 
 @runtime_checkable
-class Stateful(Protocol):
-    """State that must survive a crash. JSON-able."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class Tracker(Protocol):
     """A sink of metrics."""
 

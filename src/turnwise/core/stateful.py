@@ -56,6 +56,3 @@ def remember(memory: dict[str, Any], key: str, value: Any, most: int = REMEMBERE
     memory[key] = value
     while len(memory) > most:
         del memory[next(iter(memory))]
-
-
-__all__ = ["Stateful", "from_json", "remember", "to_json"]
