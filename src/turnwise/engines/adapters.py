@@ -118,10 +118,8 @@ def _state(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, int]] | None:
 
 def factors_of(adapters: Mapping[str, Adapter]) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
     """All factors by name, and the rank and scale of each adapter."""
-    tensors = {f"{n}{end}": t for n, a in adapters.items() for end, t in ((DOWN, a.down), (UP, a.up))}
-    return {n: t.detach() for n, t in tensors.items()}, {
-        n: {"rank": a.down.shape[0], "scale": a.scale} for n, a in adapters.items()
-    }
+    tensors = {f"{n}{end}": t.detach() for n, a in adapters.items() for end, t in ((DOWN, a.down), (UP, a.up))}
+    return tensors, {n: {"rank": a.down.shape[0], "scale": a.scale} for n, a in adapters.items()}
 
 
 def adapted_weights(base: Mapping[str, Tensor], factors: Mapping[str, Tensor], described: Any) -> AdaptedWeights:
@@ -136,11 +134,8 @@ def adapted_weights(base: Mapping[str, Tensor], factors: Mapping[str, Tensor], d
             raise SettingError(f"the adapter of {name!r} is described by {facts!r:.60}; write rank and scale") from None
         # memory of its own: the order of a product's sums may depend on how its factors are aligned
         adapter = Adapter(factors[name + DOWN].clone(), factors[name + UP].clone(), scale)
-        shapes = (
-            tuple(adapter.up.shape[:1]) + tuple(adapter.down.shape[1:]),
-            adapter.down.shape[0],
-            adapter.up.shape[1],
-        )
+        product = (*adapter.up.shape[:1], *adapter.down.shape[1:])
+        shapes = (product, adapter.down.shape[0], adapter.up.shape[1])
         if len(base) and (name not in base or shapes != (tuple(base[name].shape), rank, rank)):
             raise SettingError(f"the adapter of {name!r} (rank {rank}) does not fit a weight of the base")
         adapters[name] = adapter

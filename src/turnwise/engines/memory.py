@@ -25,7 +25,7 @@ MASTER = 4  # bytes of a trained weight, of its gradient, of each of Adam's two 
 FRAGMENTS, CAPTURED_FRAGMENTS = (
     0.25,
     0.1,
-)  # where layers are recomputed, and where CUDA graphs hold a step's memory in place
+)  # where layers are recomputed; where CUDA graphs hold a step's memory in place
 RECOMPUTE_FROM = 4096  # ids of a micro-batch below which recomputing layers costs less time than smaller batches
 GIB = 1 << 30
 HEAD_ON_CPU = (logprobs.KEEP_BYTES, logprobs.CHUNK_BYTES)
@@ -153,26 +153,22 @@ class MemoryPlan:
         active = kept + (max(layer, head) if self.recompute else layer + head)
         if s.experts and self.one_micro_batch and self.ranks == 1:
             active = max(layer, active - trained * MASTER)  # beside all gradients, or before there are any
+        gathered = (
+            self.ranks if self.one_memory and self.ranks > 1 else 0
+        )  # ranks that gather all weights in this memory
         parts = {
             "weights": int(each * (trained * MASTER + frozen * self.compute)) + self._whole(trained * MASTER, frozen),
             "weights in compute precision": copies * s.parameters * rounded,
-            "gradients": int(each * trained * MASTER) + self._gathered * trained * MASTER,
+            "gradients": int(each * trained * MASTER) + gathered * trained * MASTER,
             "optimizer moments": 0 if self.offload else int(each * 2 * trained * MASTER),
             "generator's weights": (self.samplers - self.shared_weights) * s.parameters * self.rollout,
             "frozen models": int(each * self.models * s.parameters * (self.compute if self.lora_rank else MASTER)),
             "KV cache": self.samplers * s.cache(self.dialogues, self.context, self.rollout),
             "activations": copies * active,
         }
-        moved = sum(
-            parts[name] for name in ("weights", "weights in compute precision", "gradients", "optimizer moments")
-        )
+        moved = sum(parts[n] for n in ("weights", "weights in compute precision", "gradients", "optimizer moments"))
         share = FRAGMENTS if self.recompute else CAPTURED_FRAGMENTS
         return {**parts, "fragments": int(share * moved) if self.compute < MASTER else 0}
-
-    @property
-    def _gathered(self) -> int:
-        """Ranks that gather all weights in this memory."""
-        return self.ranks if self.one_memory and self.ranks > 1 else 0
 
     def _whole(self, trained: int, frozen: int) -> int:
         """Bytes that ranks do not divide: packed matrices, with the one that is dequantised; what a step gathers, of which one

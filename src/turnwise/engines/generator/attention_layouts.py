@@ -17,8 +17,6 @@ from turnwise.core.transfer import to_device_packed
 from turnwise.engines.generator.kv_cache import KVCache, PrefillChunk
 from turnwise.maths.numbers import tensor_of
 
-__all__ = ["BUCKET", "DecodeLayout", "PackedTokens", "PrefillChunk", "PrefillLayout"]
-
 BUCKET = 16  # attention widths are multiples of this: few distinct shapes, little padding
 
 

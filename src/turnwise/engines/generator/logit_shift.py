@@ -54,10 +54,10 @@ class LaneShifts:
                 raise SettingError("this generator's model has no values to steer by; make it with with_value_rows")
             logits[i] = steered(logits[i], values[i], steering.weight, steering.candidates)
         for i, shift, ids, temperature in self._lanes:
-            found = shift(ids)
-            if found:
-                values = logits.new_tensor([x * temperature for x in found.values()])
-                logits[i] = logits[i].index_add(0, logits.new_tensor(list(found)).long(), values)
+            shifts = shift(ids)
+            if shifts:
+                values = logits.new_tensor([x * temperature for x in shifts.values()])
+                logits[i] = logits[i].index_add(0, logits.new_tensor(list(shifts)).long(), values)
         return logits
 
     def append(self, tokens: Tensor) -> None:
@@ -70,8 +70,8 @@ class LaneShifts:
 def steered(logits: Tensor, values: Tensor, weight: float, candidates: int) -> Tensor:
     """Logits [V] with weight · (value − mean of the candidates' values) added for the most likely tokens."""
     top = logits.topk(min(candidates, logits.numel())).indices
-    found = values[top].to(logits.dtype)
-    return logits.index_add(0, top, weight * (found - found.mean()))
+    top_values = values[top].to(logits.dtype)
+    return logits.index_add(0, top, weight * (top_values - top_values.mean()))
 
 
 def with_value_rows(model: PreTrainedModel) -> PreTrainedModel:
@@ -86,6 +86,3 @@ def with_value_rows(model: PreTrainedModel) -> PreTrainedModel:
     out.config.get_text_config().tie_word_embeddings = False
     out.set_output_embeddings(wide)
     return out
-
-
-__all__ = ["LaneShifts", "LogitShift", "Steering", "steered", "with_value_rows"]

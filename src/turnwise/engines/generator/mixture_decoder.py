@@ -167,7 +167,7 @@ class MixtureDecoder(GraphDecoder):
     def prove(self, deviation: Callable[[], float], tolerance: float) -> float:
         """Keep the implementations that compute the model's own logits within the tolerance and, on a GPU, can be captured.
         Returns their largest error; with none left, the smallest of all."""
-        every, kept, errors = self.experts, self.experts, dict[str, float]()
+        every, proven, errors = self.experts, self.experts, dict[str, float]()
         for name in every.proven:
             self.experts = every.only(name)
             try:
@@ -178,14 +178,14 @@ class MixtureDecoder(GraphDecoder):
                 fault = (str(error).splitlines() or [type(error).__name__])[0]
             finally:
                 self._forget_graphs()
-            kept = kept.without(name, fault) if fault else kept
-        if not kept.proven:
+            proven = proven.without(name, fault) if fault else proven
+        if not proven.proven:
             self.experts = every
             if all(error <= tolerance for error in errors.values()):
-                raise RuntimeError("; ".join(f"{name}: {why}" for name, why in kept.refused.items()))
+                raise RuntimeError("; ".join(f"{name}: {why}" for name, why in proven.refused.items()))
             return min(errors.values())
-        self.experts = kept
-        return max(errors[name] for name in kept.proven)
+        self.experts = proven
+        return max(errors[name] for name in proven.proven)
 
     def _capture_fault(self) -> str:
         """Why a decode step cannot be captured; empty if it can, and without a GPU, where nothing is captured."""

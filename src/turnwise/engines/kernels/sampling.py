@@ -56,9 +56,8 @@ class TokenSampler:
             self.top_p = _column([s.top_p for s in samplings], device, torch.float64)
             self.min_p = _column([s.min_p for s in samplings], device, torch.float64)
         self.all_greedy = all(s.greedy for s in samplings)
-        self.kept: Tensor | None = (
-            None  # what the last call kept, as ``kept_ids`` returns it; None when no row truncates
-        )
+        # what the last call kept, as ``kept_ids`` returns it; None when no row truncates
+        self.kept: Tensor | None = None
 
     def __call__(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """logits [B, V], u [B] -> token, logp, mass [B]; mass is None when no row truncates.
