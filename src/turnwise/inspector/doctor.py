@@ -81,7 +81,8 @@ def _where_it_applies(rule: Rule, facts: RunFacts) -> tuple[Any, float]:
     if rule.whole_run:
         value = rule.measure(facts)
         return (facts if value > rule.bound else None), value  # False for NaN: the run does not have the metric
-    streak, applied, last = 0, 0, (0, None, 0.0)
+    streak, applied = 0, 0
+    last: tuple[int, Any, float] = (0, None, 0.0)  # step, what it held, the number
     for n, view in enumerate(facts.views):
         value = rule.measure(view)
         streak = streak + 1 if value > rule.bound else 0
