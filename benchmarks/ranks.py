@@ -98,7 +98,7 @@ def checkpoints(ranks: int, hidden: int, layers: int, batch: Batch, rounds: int)
     learner.update(objective.credit(batch), objective)
     learner.weights()
     print(f"{learner.parameter_count / 1e6:.0f} M parameters, {ranks} ranks", flush=True)
-    processes = [os.getpid(), *pool.processes]
+    processes = [os.getpid(), *(process.number for process in pool.processes)]
     with tempfile.TemporaryDirectory() as folder:
         for step in range(rounds):
             with measured("save", processes):

@@ -223,6 +223,6 @@ def test_a_skipped_step_changes_nothing_on_any_rank():
 def test_what_cannot_be_served_is_refused_with_the_reason():
     refused = {name for name in recipes.METHODS if not served(name)}
     assert refused == {"alp", "alp_sequence", "jet_rl", "oblr_po", "vas", "vcpo"}
-    assert all(row.reason for row in UNSERVED) and not unserved_reason(LearnerNeeds())
+    assert all(reason for _, reason in UNSERVED) and not unserved_reason(LearnerNeeds())
     with pytest.raises(SettingError, match=r"gradient norm of every single trajectory.*write ranks=1"):
         ShardedLearner(torch.nn.Identity(), ranks=2, signals=frozenset({Signal.GRADIENT_NORM}))

@@ -132,12 +132,7 @@ class CapturedLayers:
         return [None] * len(self.grads)
 
     def _bucket(
-        self,
-        ids: Tensor,
-        layout: VarlenAttention,
-        kind: PassKind,
-        grad: bool,
-        row_buckets: Sequence[int] = ROW_BUCKETS,
+        self, ids: Tensor, layout: VarlenAttention, kind: PassKind, grad: bool, row_buckets: Sequence[int] = ROW_BUCKETS
     ) -> GraphBucket:
         rows = first_at_least(row_buckets, len(ids))
         length = first_at_least(LENGTH_BUCKETS, max(layout.max_seqlen))
@@ -181,11 +176,7 @@ class _Graph:
     """The forward and backward graph of one bucket."""
 
     def __init__(
-        self,
-        bucket: GraphBucket,
-        captured: CapturedLayers,
-        forward: LayersForward,
-        device: torch.device,
+        self, bucket: GraphBucket, captured: CapturedLayers, forward: LayersForward, device: torch.device
     ) -> None:
         self.bucket, self.captured = bucket, weakref.proxy(captured)
         self.input_buffer = torch.zeros(sum(bucket.input_sizes), dtype=torch.int64, device=device)

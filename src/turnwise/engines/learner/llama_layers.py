@@ -113,13 +113,7 @@ class Projection:
         return dh.addmm_(d_inner, self.down), d_inner
 
     def d_parameters(
-        self,
-        dy: Tensor,
-        h: Tensor,
-        inner: Tensor | None,
-        d_inner: Tensor | None,
-        like: Tensor,
-        needed: Sequence[bool],
+        self, dy: Tensor, h: Tensor, inner: Tensor | None, d_inner: Tensor | None, like: Tensor, needed: Sequence[bool]
     ) -> list[Tensor | None]:
         """Gradients of ``parameters`` in the dtype of ``like``; None where ``needed`` is false."""
         n, b = len(self.weights), len(self.biases)

@@ -239,11 +239,7 @@ class RankPool:
         return time.monotonic() - peer.heard < SILENT_SECONDS
 
     def call(
-        self,
-        method: Callable[..., Any],
-        learner: Any,
-        *arguments: Any,
-        of_others: tuple[Any, ...] | None = None,
+        self, method: Callable[..., Any], learner: Any, *arguments: Any, of_others: tuple[Any, ...] | None = None
     ) -> Any:
         """Let every rank make this call of its learner; what it returns here. ``of_others``: the arguments of the other ranks,
         where they are not the same."""

@@ -22,36 +22,28 @@ class LearnerNeeds:
     resets_reference: bool = False
 
 
-@dataclass(frozen=True)
-class Unserved:
-    """One need that ranks cannot serve."""
-
-    applies: Callable[[LearnerNeeds], bool]
-    reason: str
-
-
-UNSERVED = (
-    Unserved(
+UNSERVED: tuple[tuple[Callable[[LearnerNeeds], bool], str], ...] = (
+    (
         lambda needs: Signal.GRADIENT_NORM in needs.signals,
         "it needs the gradient norm of every single trajectory, and a gradient is spread over all ranks",
     ),
-    Unserved(
+    (
         lambda needs: Signal.ACTION_VALUE in needs.signals,
         "its values of tokens are published beside the sampler's head, and ranks publish the policy alone",
     ),
-    Unserved(
+    (
         lambda needs: needs.resets_reference,
         "it replaces its reference policy during the run, and ranks hold the shards of the first one",
     ),
-    Unserved(
+    (
         lambda needs: needs.layer_noise,
         "it adds noise between the layers, drawn for each micro-batch, and ranks cut other micro-batches than one process",
     ),
-    Unserved(
+    (
         lambda needs: needs.dtype == "fp8",
         "it learns in fp8, which needs the hand-written layers on a GPU, and sharded layers run the model's own forward there",
     ),
-    Unserved(
+    (
         lambda needs: needs.offload,
         "the optimizer state is already divided among the ranks, and --offload moves only whole state",
     ),
@@ -60,4 +52,4 @@ UNSERVED = (
 
 def unserved_reason(needs: LearnerNeeds) -> str:
     """Why several ranks cannot serve these needs; empty if they can."""
-    return "; ".join(row.reason for row in UNSERVED if row.applies(needs))
+    return "; ".join(reason for applies, reason in UNSERVED if applies(needs))

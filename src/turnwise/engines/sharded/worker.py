@@ -19,16 +19,7 @@ import torch
 import torch.distributed as dist
 
 from turnwise.engines.sharded import rank_pool
-from turnwise.engines.sharded.rank_pool import (
-    ABOUT,
-    BEAT,
-    BEAT_SECONDS,
-    END,
-    INTERFACE,
-    OVER,
-    START,
-    START_SECONDS,
-)
+from turnwise.engines.sharded.rank_pool import ABOUT, BEAT, BEAT_SECONDS, END, INTERFACE, OVER, START, START_SECONDS
 from turnwise.engines.sharded.sharded_learner import ShardedLearner
 from turnwise.engines.sharded.torchrun import TorchrunRank
 from turnwise.errors import TurnwiseError
