@@ -119,3 +119,17 @@ def test_the_policy_alone_is_not_told_twice():
     batch = objective.plan(objective.credit(batch))
     found = logged(objective, batch, policy_of(batch), [[0, 1]]) | measure_credit(batch)
     assert not any(name.startswith("source/") for name in found)
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 0.0), (2.0, 1.0)])
+def test_the_share_of_successes_in_the_gradient(rewards):
+    """Two trajectories as long as each other pull equally hard in opposite directions."""
+    (group,) = records_of([[[3], [3]]])
+    members = tuple(
+        replace(t, turns=(replace(t.turns[0], reward=r),)) for t, r in zip(group.trajectories, rewards, strict=True)
+    )
+    objective = recipes.build("grpo", beta=0.0).objective
+    batch = objective.plan(objective.credit(pack([replace(group, trajectories=members)])))
+    policy = {Signal.LOGP: Field(batch.tree, TOKEN, batch.behaviour.x.double().clone().requires_grad_())}
+    share = logged(objective, batch, policy, [[0, 1]])["gradient_share/positive_advantage"]
+    assert share == pytest.approx(0.5 if rewards[1] == 0.0 else 1.0)
