@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.core.records import Completion, Group, Message, Sampling, Task, Trajectory
 from turnwise.core.text import clean, clean_tree
@@ -236,7 +236,6 @@ class PolicyCheckProtocol(Protocol):
 # ------------------------------------------------------------- state, metrics
 
 
-@runtime_checkable
 class Tracker(Protocol):
     """A sink of metrics."""
 
