@@ -448,10 +448,8 @@ def spear_replay(
     good, over = AllOf((past, PositiveAdvantage())), Sum(TRAJECTORY, length=length)
     drop = {rows: DropHighCovariance(rows, covariance, 1.0, 40.0, clip=(low, high)) for rows in (rollouts, good)}
     value = Outcome() + bonus * ToolCallBonus(0.1, tool_horizon, per_turn=False)
-    loss, fresh = (
-        ReplayLoss(Clip(low, high).where(drop[good])),
-        Standardise(value, SelectedPeers(rollouts), scale=False),
-    )
+    loss = ReplayLoss(Clip(low, high).where(drop[good]))
+    fresh = Standardise(value, SelectedPeers(rollouts), scale=False)
     return Recipe(
         advantage=OnSelected(rollouts, fresh) + OnSelected(past, Excess(Outcome(), PastMedian(value))),
         gate=Clip(low, high).where(drop[rollouts]), aggregate=over, keep=rollouts,
