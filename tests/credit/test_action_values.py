@@ -242,7 +242,7 @@ def test_the_answer_that_is_ranked_first():
 
 def test_nonsense_is_refused():
     for wrong in ({"weight": -1.0}, {"candidates": 0}):
-        with pytest.raises(RecipeError, match="write a number >= [01]"):
+        with pytest.raises(RecipeError, match=r"write a number >= [01]"):
             ValueSteered(**wrong)
     with pytest.raises(RecipeError, match="alpha is 0"):
         recipes.build("b_coder", alpha=0.0)
