@@ -78,7 +78,7 @@ def exact_metrics(env_class: type[Any], renderer: Renderer, learner: Learner, te
     """The metrics of the learner's policy, by name; empty where the class has none. The class lists what a policy may be asked
     (``policy_questions``) and turns the probabilities of its answers into numbers. A probability is that of the answer's usual
     spelling and the end of the turn."""
-    questions = getattr(env_class, "policy_questions", tuple)()
+    questions: Sequence[Any] = getattr(env_class, "policy_questions", tuple)()
     if not questions:
         return {}
     chances: dict[str, Mapping[str, float]] = {}

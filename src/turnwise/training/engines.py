@@ -174,7 +174,7 @@ def make_learner(
     from turnwise.engines.sharded.sharded_learner import ShardedLearner  # late: imports FSDP
 
     threads = max(1, torch.get_num_threads() // ranks_here(settings.ranks))
-    ranks = {"ranks": settings.ranks, "signals": signals, "threads": threads, "folder": folder}
+    ranks: dict[str, Any] = {"ranks": settings.ranks, "signals": signals, "threads": threads, "folder": folder}
     return ShardedLearner(model, learner_settings(settings, recipe), **ranks, **shared)
 
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -175,7 +175,8 @@ class GraphDecoder(LlamaDecoder):
 
     takes_adapters = True  # beside its weights; else they arrive merged
     prefills_last_layer = False  # beyond its keys and values
-    attention_buffer = staticmethod(torch.empty)  # where attention writes the rows of active lanes
+    # where attention writes the rows of active lanes
+    attention_buffer: ClassVar[Callable[..., Tensor]] = staticmethod(torch.empty)
 
     @classmethod
     def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None]) -> str:

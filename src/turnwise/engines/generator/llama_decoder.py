@@ -83,6 +83,8 @@ class LlamaDecoder:
         self.scale = model.model.layers[0].self_attn.scaling
         self.c_kernels = self.D % cpu.HEAD_MULTIPLE == 0 and cpu.fits(model.model.norm.weight)
         self.ops: ModuleType = cpu if self.c_kernels else reference
+        self.layers: list[LayerWeights] = []
+        self.fused: cpu.FusedLayers | None = None
         self.refresh_weights()
         position = torch.arange(kv_cache.context, device=kv_cache.device)[None]
         cos, sin = model.model.rotary_emb(self.embedding, position)
@@ -106,17 +108,16 @@ class LlamaDecoder:
     def refresh_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Fuse the model's current weights again. ``weights``: the published ones, if any."""
         base = self.model.model
-        if "layers" in vars(self):  # free the old weights before new ones are made: both would take twice the memory
-            self.fused = None
-            self.layers.clear()
+        self.fused = None  # free the old weights before new ones are made: both would take twice the memory
+        self.layers.clear()
         self.embedding = base.embed_tokens.weight.detach()
         self.head = self.model.lm_head.weight.detach().t().contiguous()
         self.norm = base.norm.weight.detach()
         self.layers = [self._fuse(layer) for layer in base.layers]
-        weights = [w for layer in self.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        matrices = [w for layer in self.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         fits = self.c_kernels and self.kv_cache.uniform and all(layer.qk_norm is None for layer in self.layers)
         # all layers and the head as one C call for a small batch, where that is faster
-        self.fused = cpu.FusedLayers(self.layers, self.head) if fits and cpu.panels_fit(weights) else None
+        self.fused = cpu.FusedLayers(self.layers, self.head) if fits and cpu.panels_fit(matrices) else None
 
     def _fuse(self, layer: Any) -> LayerWeights:
         a = layer.self_attn
@@ -198,7 +199,8 @@ class LlamaDecoder:
             cpu.rope_and_cache(qkv, *where, self.half_cos, self.half_sin, row, position)
             return None if stop else cpu.cached_attention(qkv, *where, row, position, layout.width, self.scale)
 
-        cos, sin = (None, None) if by_kernels else (self.cos[position], self.sin[position])
+        cos: Any = None if by_kernels else self.cos[position]
+        sin: Any = None if by_kernels else self.sin[position]
 
         def attend(i: int, layer: LayerWeights, qkv: Tensor, stop: bool) -> Tensor | None:
             qk, v = qkv.view(len(qkv), -1, self.D).split([self.H + self.Hkv, self.Hkv], 1)

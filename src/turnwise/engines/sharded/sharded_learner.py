@@ -159,7 +159,7 @@ class ShardedLearner(LocalLearner):
         super().__init__(model, settings, teacher=teacher, device=self.device, **critic)
         separate = packed_forward.runs_separately(self.model.get_decoder())  # as many passes as lengths of sequences
         self.gather: Gather = "step" if separate else gather
-        self.measurer = RankMeasurer(self, self.measurer.teacher, signals)
+        self.measurer: RankMeasurer = RankMeasurer(self, self.measurer.teacher, signals)
         dist.barrier(group=self.files)
         self.rank = dist.get_rank()
         self.root = self._shard(init_device_mesh(self.device.type, (dist.get_world_size(),)))

@@ -68,7 +68,7 @@ def serve(store: dist.Store, here: TorchrunRank, start: dict[str, Any]) -> int:
         if not here.node:
             interface = store.get(INTERFACE).decode()
         learner.files = rank_pool.join_group(store, learner.device, here.rank, here.size, interface)
-        threading.Thread(target=_live, args=(store.clone(), here.rank), daemon=True).start()
+        threading.Thread(target=_live, args=(store.clone(), here.rank), daemon=True).start()  # type: ignore[attr-defined]
         for number in itertools.count():
             if (call := rank_pool.next_call(store, number)) is None:
                 break
