@@ -12,8 +12,9 @@ import json
 import tempfile
 from pathlib import Path
 
-from turnwise import train
 from turnwise.cli.export import export
+
+from turnwise import train
 
 
 def main(tasks: int = 120, steps: int = 20) -> dict:
