@@ -12,7 +12,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from turnwise.cli.export import export
+from turnwise.cli.sharing import export
 
 from turnwise import train
 

@@ -103,7 +103,7 @@ class WorthyLookup(Lookup):
         key = (self.split, self.difficulty, self.seed)
         if key not in self.estimated:
             twin = Lookup(difficulty=self.difficulty, split=self.split)
-            twin.begin(self.seed)
+            twin.reset(self.seed)
             assert self.model is not None, "main() loads the model"
             self.estimated[key] = self.model.worths(twin)
         return self.estimated[key]

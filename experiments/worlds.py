@@ -231,7 +231,7 @@ class SignedCalculator(Calculator):
     async def _interpreter(self) -> Any:
         if self.session is None:
             self.session = Arithmetic()  # type: ignore[assignment]
-            await self.session.arun(self._problem.bindings)
+            await self.session.arun(self.problem.bindings)
         return self.session
 
 

@@ -216,7 +216,7 @@ def test_version(capsys):
         ("explain grop", "did you mean 'grpo'"),
         ("explain", "required: method; see: turnwise explain --help"),
         ("diff grpo gspoo", "did you mean 'gspo'"),
-        ("diff grpo gspo+nope", "no method 'nope' to take the credit of"),
+        ("diff grpo gspo+nope", "no method 'nope'; did you mean 'scope'"),
         ("explain gspo --credit dpo", "is part of its loss"),
         ("train gspo --credit", "expected one argument"),
         ("train gspo --credit gigpoo", "did you mean 'gigpo'"),

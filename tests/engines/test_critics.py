@@ -277,7 +277,7 @@ def test_the_policy_is_frozen_while_its_critics_warm_up(name, heads, separate):
 
 
 def test_invalid_critic_schedules_are_explained():
-    with pytest.raises(RecipeError, match="at least 1 pass"):
+    with pytest.raises(RecipeError, match="passes=1 or more"):
         CriticsFirst(passes=0, warm=3)
     with pytest.raises(RecipeError, match="leave --minibatches out"):
         CriticsFirst().with_passes(2, 4)

@@ -56,6 +56,9 @@ def _bias(*layers: nn.Linear) -> Tensor | None:
 
 class LlamaDecoder:
     model_types = MODEL_TYPES
+    layers: list[LayerWeights]
+    fused: cpu.FusedLayers | None
+    embedding: Tensor
 
     @classmethod
     def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None]) -> str:
@@ -83,8 +86,6 @@ class LlamaDecoder:
         self.scale = model.model.layers[0].self_attn.scaling
         self.c_kernels = self.D % cpu.HEAD_MULTIPLE == 0 and cpu.fits(model.model.norm.weight)
         self.ops: ModuleType = cpu if self.c_kernels else reference
-        self.layers: list[LayerWeights] = []
-        self.fused: cpu.FusedLayers | None = None
         self.refresh_weights()
         position = torch.arange(kv_cache.context, device=kv_cache.device)[None]
         cos, sin = model.model.rotary_emb(self.embedding, position)
@@ -108,8 +109,9 @@ class LlamaDecoder:
     def refresh_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Fuse the model's current weights again. ``weights``: the published ones, if any."""
         base = self.model.model
-        self.fused = None  # free the old weights before new ones are made: both would take twice the memory
-        self.layers.clear()
+        if "layers" in vars(self):  # free the old weights before new ones are made: both would take twice the memory
+            self.fused = None
+            self.layers.clear()
         self.embedding = base.embed_tokens.weight.detach()
         self.head = self.model.lm_head.weight.detach().t().contiguous()
         self.norm = base.norm.weight.detach()
