@@ -12,9 +12,8 @@ import json
 import tempfile
 from pathlib import Path
 
-from turnwise.cli.sharing import export
-
 from turnwise import train
+from turnwise.cli.sharing import export
 
 
 def main(tasks: int = 120, steps: int = 20) -> dict:
