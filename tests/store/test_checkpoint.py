@@ -193,7 +193,7 @@ def test_a_run_directory(tmp_path):
     run = RunDir.create(tmp_path / "runs", "first", settings={"lr": 1e-3}, recipe="grpo", seed=3)
     metadata = RunDir.open(tmp_path / "runs" / "first").metadata()
     assert (metadata["settings"], metadata["recipe"], metadata["seed"]) == ({"lr": 1e-3}, "grpo", 3)
-    assert metadata["format"] == rundir.FORMAT == 2
+    assert metadata["format"] == rundir.FORMAT == 3
     assert metadata["versions"]["torch"] and run.ledger.name == "ledger.sqlite"
     run.write_summary({"success": 0.5})
     assert json.loads(run.summary.read_text()) == {"success": 0.5}
@@ -234,10 +234,10 @@ def test_a_wrong_name_is_answered_with_the_nearest(tmp_path):
     [
         (
             None,
-            r"written by Turnwise 0\.1 \(run format 1\); this release reads format 2\. .* turnwise 0\.1, or start a new run",
+            r"written by Turnwise 0\.1 \(run format 1\); this release reads format 3\. .* turnwise 0\.1, or start a new run",
         ),
         (1, r"written by Turnwise 0\.1 \(run format 1\)"),
-        (3, r"written by a newer release of Turnwise \(run format 3\); this release reads format 2"),
+        (4, r"written by a newer release of Turnwise \(run format 4\); this release reads format 3"),
         (0, r"an unknown release of Turnwise \(run format 0\)"),
         ("two", r"an unknown release of Turnwise \(run format two\)"),
     ],

@@ -20,11 +20,9 @@ from typing import Any
 from turnwise.errors import SettingError, StoreError, nearest
 from turnwise.store.atomic import atomic_write, write_json
 
-FORMAT = 2
-RELEASE_OF_FORMAT = {
-    1: "0.1",
-    2: "0.2",
-}  # the release that writes and reads each format; format 1 has no number in run.json
+FORMAT = 3
+# the release that writes and reads each format; format 1 has no number in run.json
+RELEASE_OF_FORMAT = {1: "0.1", 2: "0.2", 3: "0.3"}
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # step, and the attempt that replaced an earlier one
 PACKAGES = ("turnwise", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
