@@ -245,7 +245,7 @@ def test_a_wrong_name_is_answered_with_the_nearest(tmp_path):
 def test_a_run_of_another_format_is_refused(tmp_path, number, writer):
     run = RunDir.create(tmp_path, "old")
     metadata = run.metadata()
-    assert metadata.pop("format") == 2
+    assert metadata.pop("format") == 3
     if number is not None:
         metadata["format"] = number
     run.settings.write_text(json.dumps(metadata))
