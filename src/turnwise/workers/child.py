@@ -11,7 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 
-from turnwise.workers.process import NUMBER
+from turnwise.workers.process import pack, unpack
 
 PARENT_DEATH_SIGNAL = 1  # prctl(PR_SET_PDEATHSIG)
 
@@ -26,34 +26,42 @@ def serve(connection: Connection, answer: Callable[[bytes], bytes]) -> None:
     """Answer one request after the other, in this thread, until the socket closes."""
     with contextlib.suppress(EOFError, OSError):
         while True:
-            frame = connection.recv_bytes()
-            if len(frame) > NUMBER.size:  # otherwise a request was given up, which has its answer already
-                connection.send_bytes(frame[: NUMBER.size] + answer(frame[NUMBER.size :]))
+            for number, payload in unpack(connection.recv_bytes()):
+                if payload:  # otherwise a request was given up, which has its answer already
+                    connection.send_bytes(pack([(number, answer(payload))]))
 
 
 def serve_concurrently(connection: Connection, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
     """Answer all requests at the same time, in an event loop of this thread. A request that its asker gives up is cancelled.
     Never returns: when the socket closes, the process ends, whatever its threads do."""
-    loop, tasks = asyncio.new_event_loop(), dict[bytes, asyncio.Task[None]]()
+    loop, tasks, replies = asyncio.new_event_loop(), dict[int, asyncio.Task[None]](), list[tuple[int, bytes]]()
 
-    async def respond(number: bytes, payload: bytes) -> None:
-        reply = number + await answer(payload)
+    async def respond(number: int, payload: bytes) -> None:
+        replies.append((number, await answer(payload)))
+        if len(replies) == 1:  # those that are ready in the same moment go with it
+            loop.call_soon(send)
+
+    def send() -> None:
         with contextlib.suppress(OSError):  # the asker has ended, and the reader ends this process
-            connection.send_bytes(reply)
+            connection.send_bytes(pack(replies))
+        replies.clear()
 
-    def take(number: bytes, payload: bytes) -> None:
+    def take(number: int, payload: bytes) -> None:
         if payload:
             tasks[number] = loop.create_task(respond(number, payload))
             tasks[number].add_done_callback(lambda _: tasks.pop(number, None))
         elif number in tasks:
             tasks[number].cancel()
 
+    def take_all(records: list[tuple[int, bytes]]) -> None:
+        for number, payload in records:
+            take(number, payload)
+
     def read() -> None:
         """In a thread: whoever asks never waits because this process computes."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                frame = connection.recv_bytes()
-                loop.call_soon_threadsafe(take, frame[: NUMBER.size], frame[NUMBER.size :])
+                loop.call_soon_threadsafe(take_all, unpack(connection.recv_bytes()))
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()

@@ -26,7 +26,8 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -37,14 +38,27 @@ from turnwise.workers.sockets import set_timeout
 STUCK_SECONDS = 60.0  # until a write that nobody reads is given up
 END_SECONDS = 2.0  # for a process whose socket closed to show how it ended
 MAX_ANSWER = 1 << 28  # bytes: more, and a worker that a model's text misled would fill this process's memory
-NUMBER = struct.Struct(
-    ">Q"
-)  # which request a frame belongs to; nothing behind it: nobody waits for the answer any longer
+RECORD = struct.Struct(">QI")  # the number of a request, and the bytes of its payload or answer, which follow
 # modules are imported where this process finds them; PYTHONPATH stays as it is, for what the worker itself starts
 BOOT = (
     "import importlib, json, sys; sys.path[:], module, arguments = json.loads(sys.argv[1]); "
     "sys.exit(importlib.import_module(module).main(*arguments))"
 )
+
+
+def pack(records: Iterable[tuple[int, bytes]]) -> bytes:
+    """One frame for all that is to be said now: a frame for each request would wake several threads each time. A request without
+    payload takes back the one of that number: nobody waits for its answer any longer."""
+    return b"".join(part for number, payload in records for part in (RECORD.pack(number, len(payload)), payload))
+
+
+def unpack(frame: bytes) -> list[tuple[int, bytes]]:
+    records, start = [], 0
+    while start < len(frame):
+        number, size = RECORD.unpack_from(frame, start)
+        start += RECORD.size + size
+        records.append((number, frame[start - size : start]))
+    return records
 
 
 class WorkerStuck(OSError):
@@ -68,6 +82,10 @@ def kill_group(process: int) -> None:
     """Kill a process that leads a session, and everything it started."""
     with contextlib.suppress(OSError):
         os.killpg(process, signal.SIGKILL)
+
+
+Answer = Future[bytes] | asyncio.Future[bytes]
+AnyAnswer = TypeVar("AnyAnswer", Future[bytes], asyncio.Future[bytes])
 
 
 class WorkerProcess:
@@ -132,25 +150,27 @@ class Worker(WorkerProcess):
         self.killed = False  # by us: no request is to blame for its end
         self.users = 0  # that a pool gave it to
         self.alone = False  # whether its user must not share it
-        self._pending: dict[int, Future[bytes]] = {}
-        self._numbers, self._outbox = itertools.count(), SimpleQueue[bytes]()
+        self._pending: dict[int, Answer] = {}
+        self._numbers, self._outbox = itertools.count(), SimpleQueue[tuple[int, bytes]]()
         for target in (self._read, self._write):
             threading.Thread(target=target, daemon=True, name="turnwise-worker").start()
 
     def ask(self, payload: bytes) -> Future[bytes]:
         """The answer, once it comes; ``WorkerLost`` where the process ends first. Cancelling it tells the process."""
-        answer: Future[bytes] = Future()
+        return self._ask(payload, Future())
+
+    def exchange(self, payload: bytes) -> asyncio.Future[bytes]:
+        """``ask``, in an event loop, which is woken once for all answers that come together."""
+        return self._ask(payload, asyncio.get_running_loop().create_future())
+
+    def _ask(self, payload: bytes, answer: AnyAnswer) -> AnyAnswer:
         number = next(self._numbers)
         self._pending[number] = answer
-        self._outbox.put(NUMBER.pack(number) + payload)
-        if self.ended:  # perhaps before the answer was among those that its end fails
-            self._settle(number, lost=True)
         answer.add_done_callback(lambda done: self._drop(number) if done.cancelled() else None)
+        self._outbox.put((number, payload))
+        if self.ended:  # perhaps before the answer was among those that its end fails
+            self._settle([(number, None)])
         return answer
-
-    async def exchange(self, payload: bytes) -> bytes:
-        """``ask``, in an event loop."""
-        return await asyncio.wrap_future(self.ask(payload))
 
     def call(self, payload: bytes, seconds: float) -> bytes:
         """``ask``, in a thread that waits. A process that does not answer within ``seconds`` is killed."""
@@ -178,19 +198,34 @@ class Worker(WorkerProcess):
 
     def _drop(self, number: int) -> None:
         if self._pending.pop(number, None) is not None:
-            self._outbox.put(NUMBER.pack(number))
+            self._outbox.put((number, b""))
 
-    def _settle(self, number: int, payload: bytes = b"", lost: bool = False) -> None:
-        answer = self._pending.pop(number, None)
-        if answer is None or not answer.set_running_or_notify_cancel():
-            return  # nobody waits
-        answer.set_exception(WorkerLost(self.ended)) if lost else answer.set_result(payload)
+    def _settle(self, records: Iterable[tuple[int, bytes | None]]) -> None:
+        """Give these answers to whoever waits; None: it will never come."""
+        by_loop = defaultdict[asyncio.AbstractEventLoop, list[tuple[Answer, bytes | None]]](list)
+        for number, payload in records:
+            answer = self._pending.pop(number, None)
+            if isinstance(answer, asyncio.Future):
+                by_loop[answer.get_loop()].append((answer, payload))
+            elif answer is not None and answer.set_running_or_notify_cancel():
+                self._fulfil([(answer, payload)])
+        for loop, answers in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._fulfil, answers)
+
+    def _fulfil(self, answers: Iterable[tuple[Answer, bytes | None]]) -> None:
+        for answer, payload in answers:
+            if not answer.done():  # otherwise it was cancelled meanwhile
+                answer.set_exception(WorkerLost(self.ended)) if payload is None else answer.set_result(payload)
 
     def _write(self) -> None:
         """In a thread: a socket whose reader is stuck would block whoever asks."""
         try:
             while not self.ended:
-                self.send_bytes(self._outbox.get())
+                records = [self._outbox.get()]
+                while not self._outbox.empty():  # nobody else takes from it
+                    records.append(self._outbox.get())
+                self.send_bytes(pack(records))
         except WorkerStuck:
             self.kill(f"has read nothing for {self.seconds:.0f} s: it is stopped or stuck")
         except (OSError, ValueError):
@@ -199,17 +234,15 @@ class Worker(WorkerProcess):
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                frame = self.connection.recv_bytes(MAX_ANSWER)
-                self._settle(NUMBER.unpack_from(frame)[0], frame[NUMBER.size :])
+                self._settle(unpack(self.connection.recv_bytes(MAX_ANSWER)))
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill("closed its socket")
             self.process.wait()
         self.ended = self.ended or self.how_it_ended()
-        self._outbox.put(b"")  # wakes the writer
-        for number in tuple(self._pending):
-            self._settle(number, lost=True)
+        self._outbox.put((0, b""))  # wakes the writer
+        self._settle([(number, None) for number in tuple(self._pending)])
         self.connection.close()
         if self.log is not None:
             self.log.close()

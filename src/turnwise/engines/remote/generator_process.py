@@ -95,22 +95,21 @@ class ProcessLink:
         longer ends there."""
         route, _, query = path.partition("?")
         call = ("GET" if body is None else "POST", route, {**(body or {}), **dict(urllib.parse.parse_qsl(query))})
-        answer = self.worker.ask(pickle.dumps(call, protocol=5))
-        arrival, waited = asyncio.wrap_future(answer), 0.0
+        answer, waited = self.worker.exchange(pickle.dumps(call, protocol=5)), 0.0
         try:
             # by the second, because time in which this event loop stood still (a large checkpoint, a suspended machine) is not
             # the process's: its answer may wait to be read
-            while not answer.done() and (seconds is None or waited < seconds):
-                part = min(1.0, seconds - waited) if seconds is not None else None
-                await asyncio.wait([arrival], timeout=part)
-                waited += part or 0.0
-            if not answer.done():
-                raise ServerFault(f"no reply within {seconds:g} s")
-            return ProcessReply(*pickle.loads(answer.result()))
+            while seconds is not None and not answer.done():
+                if waited >= seconds:
+                    raise ServerFault(f"no reply within {seconds:g} s")
+                part = min(1.0, seconds - waited)
+                await asyncio.wait([answer], timeout=part)
+                waited += part
+            return ProcessReply(*pickle.loads(await answer))
         except WorkerLost as lost:
             raise ServerFault(f"the generator process {lost}") from None
         finally:
-            arrival.cancel()
+            answer.cancel()
 
     def interrupt(self) -> None:
         """The server is lost, and with it its process."""

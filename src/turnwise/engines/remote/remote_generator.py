@@ -373,7 +373,8 @@ class RemoteSession:
         self._generating, self._cancelled, finished = True, False, False
         try:
             while done.stop is Stop.CANCELLED and not self._cancelled:
-                rest = replace(sampling, max_tokens=budget - len(done.tokens))
+                left = budget - len(done.tokens)
+                rest = sampling if left == sampling.max_tokens else replace(sampling, max_tokens=left)
                 part, waited = await self._sample([*ids, *done.tokens], rest)
                 done, held = self._join(done, part, sampling), held + waited
             finished = True
@@ -427,6 +428,8 @@ class RemoteSession:
 
     def _join(self, done: Completion, part: Completion, sampling: Sampling) -> Completion:
         """What was sampled before an abort and after it. A stop string may begin before and end after."""
+        if not done.tokens:
+            return part
         entropy, confidence = [*done.entropy, *part.entropy], [*done.confidence, *part.confidence]
         tokens = [*done.tokens, *part.tokens]
         joined = Completion(
@@ -440,7 +443,7 @@ class RemoteSession:
             kept=[*done.kept, *part.kept],
             routes=part.routes,  # of all positions, those before this part too
         )
-        if not (sampling.stop and done.tokens):
+        if not sampling.stop:
             return joined
         for size in range(len(done.tokens) + 1, len(tokens)):
             text = self._owner.decode(tokens[:size])

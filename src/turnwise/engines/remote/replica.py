@@ -303,7 +303,7 @@ class Replica:
         """Refuse a filtered reply of vLLM without what was kept: nothing else says what its log-probabilities are over."""
         done = part.completion
         if sampling.whole or sampling.greedy:
-            return replace(part, completion=replace(done, kept=()))
+            return replace(part, completion=replace(done, kept=())) if done.kept else part
         if self.kind == VLLM and not (len(done.kept) == len(done.tokens) and all(done.kept)):
             raise self.lose(f"it does not return the ids that its filters kept; start it with {MASK_OPTIONS}")
         return part
