@@ -66,6 +66,7 @@ def test_without_adapters_there_is_no_folder(kit, tmp_path):
 
 def test_a_model_without_a_layer_for_adapters_is_refused(monkeypatch):
     model = make_family("Llama")
-    monkeypatch.setattr(lora, "_inject", lambda model, *rest: model.requires_grad_(False))
+    injected = lambda settings, model, adapter_name: model.requires_grad_(False)  # noqa: E731
+    monkeypatch.setattr("peft.inject_adapter_in_model", injected)
     with pytest.raises(SettingError, match="no layer that adapters fit"):
         lora.inject(model, 2, None)

@@ -221,8 +221,8 @@ async def quits_later(self):
     ("key", "words"),
     [
         (lambda self: {}["door"], "KeyError: 'door'"),
-        (lambda self: [1], "state_key returned [1]; expected a str or None"),
-        (lambda self: 7, "state_key returned 7; expected a str or None"),
+        (lambda self: [1], "state_key returned [1]; expected a str, or None"),
+        (lambda self: 7, "state_key returned 7; expected a str, or None"),
         (lambda self: next(iter(())), "StopIteration"),
         (quits, "SystemExit"),
         (quits_later, "SystemExit"),

@@ -104,7 +104,7 @@ def test_what_hangs_is_given_up(power):
 
 def test_an_answer_that_is_no_text_is_refused_in_words():
     t = play(type("Odd", (Patient,), {"answer": lambda self: 7})())
-    assert t.status == Status.FAILED and "answer returned 7; expected a string" in t.reason
+    assert t.status == Status.FAILED and "answer returned 7; expected a str" in t.reason
 
 
 def test_one_without_keys_is_asked_once():

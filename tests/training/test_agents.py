@@ -24,7 +24,7 @@ def test_an_agent_in_an_isolated_environment_leaves_no_episode_behind(tmp_path):
     by_agent = api.train(env="guess", agent=solve, isolate_env=True, out=str(tmp_path), name="agent", **SMALL)
     try:
         assert same(weights(by_loop), weights(by_agent))
-        assert PROCESSES.workers and {worker.episodes for worker in PROCESSES.workers} == {0}
+        assert PROCESSES.workers and {worker.users for worker in PROCESSES.workers} == {0}
     finally:
         PROCESSES.stop()
 

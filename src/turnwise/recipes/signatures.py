@@ -29,7 +29,8 @@ def method_names() -> tuple[str, ...]:
 def check_method(name: str) -> None:
     """Refuse an unknown method, or an unknown credit of ``METHOD+CREDIT``, with the nearest one. A name of the user's own
     (``module:recipe``) is not opened here."""
-    for part in filter(None, name.split("+")):
+    method, *credit = name.split("+")
+    for part in (method, *filter(None, credit)):
         if ":" not in part and part not in _functions():
             hint = nearest(part, method_names()).partition("known:")[0]
             raise SettingError(f"no method {part!r}; {hint}`turnwise list` shows all; your own: module:recipe")
