@@ -85,6 +85,7 @@ def test_a_base_is_the_same_while_nothing_was_written_into_it():
 # ------------------------------------------------------------------ --generator local
 
 
+@pytest.mark.slow
 def test_a_process_gets_the_base_once_and_samples_bit_for_bit_as_this_process():
     model, asked, start = adapted_model(), prompts(6), make(seed=8)
     there, here, sizes = [], [], []
@@ -177,6 +178,7 @@ def test_greedy_tokens_there_and_back_are_those_of_merged_weights():
     assert first == third == run(fresh(1)) and second == run(fresh(2)) != first
 
 
+@pytest.mark.slow
 def test_a_server_that_was_restarted_gets_base_and_adapters_again():
     kit, model, asked, heard = servers(), adapted_model(), prompts(4), []
 

@@ -296,6 +296,7 @@ def test_recomputed_layers_are_forced_too():
         torch.testing.assert_close(recomputed[name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_a_fork_carries_the_routes_of_its_prefix():
     model = make_mixture()
     generator = make_generator(model)

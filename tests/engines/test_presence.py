@@ -42,6 +42,7 @@ def die(g, host):
     host.heard = time.monotonic() - 1e6
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_while_the_first_is_alive_and_gets_the_server_when_it_leaves():
     model = make(seed=3)
 

@@ -139,6 +139,7 @@ def test_misuse_is_refused_in_words(own):
     assert (own.stats()["tokens"], own.stats()["open"]) == (100.0, 0.0)
 
 
+@pytest.mark.slow
 def test_parking_and_cancelling_a_closed_dialogue_does_nothing(own):
     async def work():
         session = own.open(1)
@@ -150,6 +151,7 @@ def test_parking_and_cancelling_a_closed_dialogue_does_nothing(own):
     assert len(run(work()).tokens) == 12
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named_and_nothing_waits_for_it(own):
     async def work():
         os.kill(process_of(own), signal.SIGSTOP)  # so that no request ends before the kill
@@ -164,6 +166,7 @@ def test_a_killed_process_is_named_and_nothing_waits_for_it(own):
     assert lost and str(own.fatal) == "the generator process was ended by SIGKILL"
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_given_up_after_its_time(monkeypatch):
     monkeypatch.setattr(replica, "HEALTH_SECONDS", 0.1)
     g = in_process(make(), seconds=0.5)
@@ -177,6 +180,7 @@ def test_a_stopped_process_is_given_up_after_its_time(monkeypatch):
     assert not exists(process_of(g))
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_given_up_when_a_message_does_not_fit_its_pipe():
     g = in_process(make(), seconds=0.5)
 
@@ -193,6 +197,7 @@ def test_a_stopped_process_is_given_up_when_a_message_does_not_fit_its_pipe():
     assert not exists(process_of(g))
 
 
+@pytest.mark.slow
 def test_a_run_that_stood_still_itself_does_not_give_its_generator_up(own):
     """Seconds in which this event loop slept are not the process's: its answer may wait to be read."""
 
@@ -251,11 +256,13 @@ def test_only_files_of_dead_processes_of_this_machine_are_removed(tmp_path):
     assert left == {f"{p}{what}" for p in (own, elsewhere) for what in ("file", "folder")} | {"weights-of-mine"}
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_served_is_refused_and_leaves_no_process():
     with pytest.raises(SettingError, match="context=3"):
         in_process(make(), context=3)
 
 
+@pytest.mark.slow
 def test_the_process_ends_when_its_run_is_killed(tmp_path):
     """The pipe closes with the run, however it ends."""
     code = (

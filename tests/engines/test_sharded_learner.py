@@ -159,6 +159,7 @@ def test_a_fault_of_one_rank_reaches_the_caller(monkeypatch):
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_when_a_call_does_not_fit_its_buffers(monkeypatch):
     monkeypatch.setattr(rank_pool, "ANSWER_SECONDS", 3.0)
     monkeypatch.setattr(rank_pool, "NAMING_SECONDS", 0.5)

@@ -67,7 +67,7 @@ def refused_without_a_shard(run):
     assert (path / "shard-00001-of-00002.safetensors").is_file()
 
 
-@pytest.mark.slow(tier="test")
+@pytest.mark.slow
 def test_a_run_with_ranks_equals_the_run_of_one_process(tmp_path):
     """Same tokens sampled, same weights up to rounding; either continues with the other's number of ranks."""
     one = turnwise.train(**SMALL, out=str(tmp_path), name="one")

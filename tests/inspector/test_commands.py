@@ -59,6 +59,7 @@ def test_replay_repeats_a_step(finished, capsys):
     assert main(["replay", str(finished("grpo")), "--step", "99"]) == 2
 
 
+@pytest.mark.slow
 def test_bisect_finds_no_difference_in_a_run_and_one_between_seeds(finished, capsys):
     assert main(["bisect", str(finished("grpo")), str(finished("grpo"))]) == 0
     assert main(["bisect", str(finished("grpo")), str(finished("grpo1"))]) == 1

@@ -119,6 +119,7 @@ def test_what_a_function_may_return(reward):
     assert outcomes[1].extra == {"acc": 0.5} and not any(o.fault for o in outcomes)
 
 
+@pytest.mark.slow
 def test_a_function_of_the_whole_group_sees_it_without_the_culprit(reward):
     outcomes = reward("together").score(group("a", "sleep", "z"))
     assert [o.score for o in outcomes] == [0.0, None, 1.0] and "no answer" in outcomes[1].fault
@@ -130,6 +131,7 @@ def test_a_list_of_another_length_is_refused(reward):
     assert all("1 values for 2 answers" in o.fault for o in outcomes if o.fault) and outcomes[1].fault
 
 
+@pytest.mark.slow
 def test_coroutines_run_at_the_same_time_and_are_cut(reward):
     outcomes = reward("later").score(group("aa", "sleep", "b"))
     assert [o.score for o in outcomes] == [2.0, None, 1.0]

@@ -42,6 +42,7 @@ def test_an_agent_of_another_package_trains_with_its_code_unchanged(example, pac
         assert found["continued_share"] == 1.0 and not found["restarts"]
 
 
+@pytest.mark.slow
 def test_an_agent_in_this_process_repeats_and_resumes_bit_for_bit(tmp_path):
     whole = api.train(
         env="guess", agent=solve, out=str(tmp_path), name="whole", **{**SMALL, "steps": 3, "checkpoint_every": 1}

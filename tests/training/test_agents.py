@@ -19,6 +19,7 @@ def test_an_agent_trains_to_the_same_weights_as_the_turn_loop(env, tmp_path):
     assert same(weights(by_loop), weights(by_agent))
 
 
+@pytest.mark.slow
 def test_an_agent_in_an_isolated_environment_leaves_no_episode_behind(tmp_path):
     by_loop = api.train(env="guess", out=str(tmp_path), name="loop", **SMALL)
     by_agent = api.train(env="guess", agent=solve, isolate_env=True, out=str(tmp_path), name="agent", **SMALL)

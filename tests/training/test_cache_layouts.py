@@ -153,6 +153,7 @@ def test_a_run_with_pages_ends_with_the_weights_of_one_with_rows(rows, pages):
     assert largest_difference(rows[0], pages[0]) == 0.0
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_has_the_pages_of_the_run(pages, tmp_path_factory):
     run, told = trained(tmp_path_factory, "pages", generator=("local",))
     assert "pages of 64 ids" in told and "in a process of its own" in told
@@ -167,6 +168,7 @@ def long_rows(tmp_path_factory):
     return trained(tmp_path_factory, "rows", **LONG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [{}, {"generator": ("local",)}, {"staleness": 1}])
 def test_no_episode_is_lost_where_pages_are_few(values, long_rows, tmp_path_factory, monkeypatch):
     """Eight pages for six dialogues of up to five: requests wait, and running ones are sent back and read again."""
@@ -192,6 +194,7 @@ def test_no_episode_is_lost_where_pages_are_few(values, long_rows, tmp_path_fact
         assert made[0].stats()["preemptions"] > 0
 
 
+@pytest.mark.slow
 def test_older_policies_get_the_layout_too(tmp_path_factory):
     game = {"env": "support.two_seats:Longer", "opponents": "past,keep=2,every=1", "steps": 2, "eval_tasks": 0}
     _, told = trained(tmp_path_factory, "pages", cold_demos=8, **game)

@@ -25,6 +25,7 @@ SMALL = {
 LLAMA_8B = ModelShape(8_030_000_000, 32, 4096, 14336, 2 * 1024, 2 * 128_256 * 4096, 4096, 128_256)
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_resumes_bit_for_bit(tmp_path):
     pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise[quantized]'")
     summary = api.train(**SMALL, out=str(tmp_path), name="whole")

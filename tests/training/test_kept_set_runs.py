@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -25,6 +26,7 @@ def turns_of(run):
     return [turn for group in groups for t in group.trajectories for turn in t.turns if turn.tokens]
 
 
+@pytest.mark.slow
 def test_a_run_under_top_p_records_its_sets_and_resumes_bit_for_bit(tmp_path):
     given = {**SMALL, "out": str(tmp_path)}
     api.train(**given, name="whole")

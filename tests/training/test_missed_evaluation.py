@@ -34,6 +34,7 @@ def evaluations(path):
     return [(row["step"], row["eval/reward"]) for row in rows if "eval/reward" in row]
 
 
+@pytest.mark.slow
 def test_an_evaluation_due_at_the_step_of_an_interrupt_is_made_up(tmp_path):
     whole, cut = ({**SMALL, "out": str(tmp_path), "name": name} for name in ("whole", "cut"))
     api.train(lambda *_: None, **whole)

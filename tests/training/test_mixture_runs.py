@@ -36,6 +36,7 @@ def weights(run):
     return load_file(run / "model" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_replays_routes_and_resumes_bit_for_bit(folder, tmp_path):
     given = {**SMALL, "model": str(folder), "out": str(tmp_path)}
     summary = api.train(**given, name="whole")

@@ -65,6 +65,7 @@ def test_a_run_is_bit_identical_to_one_with_the_generator_in_its_process(local, 
     assert not generator_processes()
 
 
+@pytest.mark.slow
 def test_a_lora_run_is_bit_identical_and_sends_its_base_once(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     from turnwise.engines.remote.remote_generator import RemoteGenerator
@@ -84,12 +85,14 @@ def test_a_lora_run_is_bit_identical_and_sends_its_base_once(tmp_path, monkeypat
     assert len(sizes) >= 3 and sizes[0] > whole and set(sizes[1:]) == {sizes[1]} and abs(sizes[1] - factors) < 4096
 
 
+@pytest.mark.slow
 def test_stale_rollouts_survive_publications(tmp_path):
     values = {**SMALL, "staleness": 2, "steps": 5, "eval_tasks": 0}
     api.train(quiet=True, out=str(tmp_path), name="run", generator=("local",), **values)
     assert trained_groups(tmp_path / "run") == values["steps"] * values["groups"]
 
 
+@pytest.mark.slow
 def test_a_killed_generator_stops_the_run_with_a_checkpoint_and_resume_ends_with_the_same_weights(local, tmp_path):
     def kill_after_first_step(event, facts):
         if event == "step" and facts["stage"] == "learn" and facts["step"] == 1:
@@ -104,6 +107,7 @@ def test_a_killed_generator_stops_the_run_with_a_checkpoint_and_resume_ends_with
     assert not generator_processes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_generator_process(tmp_path):
     values = json.dumps(
         {**SMALL, "steps": 10_000, "eval_tasks": 0, "out": str(tmp_path), "name": "run", "generator": ["local"]}

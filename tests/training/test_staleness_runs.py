@@ -79,6 +79,7 @@ def test_every_group_is_trained_on_or_dropped_with_a_reason(staleness, tmp_path)
     assert ("corrects for their age by ratio Importance" in messages) == (staleness == "1,keep")
 
 
+@pytest.mark.slow
 def test_dialogues_of_a_continuous_run_do_not_wait_for_the_tools_of_others(tmp_path):
     """A reproducible run would wait for the first episode's answer until its patience ends, and warn."""
     OneWaitsForAnother.another, OneWaitsForAnother.waited = None, False
@@ -93,6 +94,7 @@ def test_dialogues_of_a_continuous_run_do_not_wait_for_the_tools_of_others(tmp_p
     assert summary["groups"]["trained"] == 10 and summary["groups"]["in_flight"] == summary["groups"]["finished"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_keeps_old_groups_warns_where_nothing_corrects(tmp_path):
     values = {**SMALL, "method": "reinforce", "steps": 1, "staleness": "3,keep"}
     summary = api.train(**values, out=str(tmp_path), name="x")
@@ -102,6 +104,7 @@ def test_a_run_that_keeps_old_groups_warns_where_nothing_corrects(tmp_path):
     assert summary["groups"]["issued"] == 2
 
 
+@pytest.mark.slow
 def test_an_extended_run_owes_nothing(tmp_path):
     values = {**SMALL, "steps": 3, "staleness": "2,drop"}
     summary = api.train(**values, out=str(tmp_path), name="x")
@@ -110,6 +113,7 @@ def test_an_extended_run_owes_nothing(tmp_path):
     assert summary["groups"]["trained"] == 10 and summary["groups"]["in_flight"] == summary["groups"]["finished"] == 0
 
 
+@pytest.mark.slow
 def test_a_staleness_of_a_million_opens_what_the_run_needs(tmp_path):
     summary = api.train(**{**SMALL, "steps": 1, "groups": 1, "staleness": 1_000_000}, out=str(tmp_path), name="x")
     assert summary["groups"]["issued"] == summary["groups"]["trained"] == 1
