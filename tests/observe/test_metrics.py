@@ -1,6 +1,5 @@
 """Trackers: resume without doubles, torn lines, failing trackers, missing services."""
 
-import builtins
 import json
 import sys
 import warnings
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from turnwise.errors import SettingError, StoreError
-from turnwise.observe.trackers import JsonLines, TensorBoard, Trackers, read_rows, service
+from turnwise.observe.trackers import JsonLines, Service, TensorBoard, Trackers, read_rows
 
 
 def test_rows_come_back(tmp_path):
@@ -49,14 +48,8 @@ def test_tensorboard_writes_event_files(tmp_path):
 
 
 def test_no_tensorboard_is_a_warning(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if "tensorboard" in name:
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    for module in ("tensorboardX", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)  # its import fails
     with pytest.warns(UserWarning, match="install tensorboardX"):
         board = TensorBoard(tmp_path)
     board.log(0, {"x": 1.0})
@@ -91,12 +84,12 @@ def test_a_failing_tracker_never_stops_a_run(tmp_path):
 def test_a_missing_service_names_its_extra(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SettingError, match=rf"turnwise\[{name}\]"):
-        service(name, "project", "run", {})
+        Service(name, "project", "run", {})
 
 
 def test_an_unknown_service_is_answered_with_the_nearest():
     with pytest.raises(SettingError, match="did you mean 'wandb'"):
-        service("wandbb", "p", "r", {})
+        Service("wandbb", "p", "r", {})
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
@@ -116,7 +109,7 @@ def test_services_pass_finite_numbers_on(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, fake)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tracker = service(name, "project", "run", {"lr": 0.1})
+        tracker = Service(name, "project", "run", {"lr": 0.1})
         tracker.log(4, {"x": 1.0, "bad": float("nan")})
         tracker.close()
     assert any(verb.startswith("log") and values[:1] == ({"x": 1.0},) for verb, values, _ in fake.seen)

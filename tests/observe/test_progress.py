@@ -180,6 +180,14 @@ def test_curves_of_little_or_nothing(tmp_path):
     curves([{"step": 0, "eval/success": 0.5}], tmp_path / "eval.png")
 
 
+def test_rounding_of_the_divergence_is_not_drawn(tmp_path):
+    rows = [{"step": n, "reward": 1.0, "clip_share": 0.0, "kl/behaviour": 1e-13 * n} for n in range(4)]
+    plain = [{"step": n, "reward": 1.0} for n in range(4)]
+    assert size(curves(rows, tmp_path / "a.png")) == size(curves(plain, tmp_path / "b.png"))
+    rows[2]["kl/behaviour"] = 1e-3
+    assert size(curves(rows, tmp_path / "c.png")) > size(curves(plain, tmp_path / "b.png"))
+
+
 def test_smoothing_does_not_lag_and_keeps_constants():
     assert smooth(np.ones(7), 3.0) == pytest.approx(np.ones(7))
     line = np.arange(50.0)

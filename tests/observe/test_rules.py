@@ -101,7 +101,7 @@ def test_worse_is_told_again_and_a_resumed_run_remembers():
     assert [m.value for share in (0.55, 0.6, 0.9, 0.95) for m in told(health, {"truncated/turns_by_max_tokens": share})] == [
         0.55, 0.9,
     ]  # fmt: skip
-    assert told(RunHealth(LIMITS, told={"turns cut by max_tokens": 0.7}), {"truncated/turns_by_max_tokens": 0.8}) == []
+    assert told(RunHealth(LIMITS, last_values={"turns cut by max_tokens": 0.7}), {"truncated/turns_by_max_tokens": 0.8}) == []
 
 
 # ---------------------------------------------------------------- messages.jsonl

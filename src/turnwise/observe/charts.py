@@ -9,7 +9,7 @@ there Matplotlib draws, and it is imported only then. Does not know how a number
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 460, 180, 52, 22, 10, 12
 POINTS = 600  # drawn of a long series: more than a screen resolves
 # Okabe and Ito's colours, distinguishable with every kind of colour blindness
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#555555"
-Place = Callable[[float], float]  # a value to its position in the drawing
+NOISE = 1e-6  # a share or a divergence below this is 0 but for rounding
+PlotLine = tuple[str, str, str]  # metric, label, colour
 
 
 # ------------------------------------------------------------------ what is drawn
@@ -135,18 +136,13 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [round(first + i * step, digits) for i in range(int((high - first) / step + 1e-9) + 1)]
 
 
-def tick_labels(marks: Sequence[float]) -> list[str]:
-    """Four significant digits, or as many as it takes to tell the marks apart."""
-    for digits in range(4, 12):
-        labels = [f"{mark:,.{digits}g}" for mark in marks]
-        if len(set(labels)) == len(labels):
-            break
-    return labels
-
-
 def line_chart(chart: LineChart) -> Markup:
     """Lines over steps, each with its interval as a band."""
-    thinned = [_thin(series) for series in chart.series if len(series.x)]
+    thinned = []
+    for s in chart.series:
+        if len(s.x):
+            every = max(1, -(-len(s.x) // POINTS))
+            thinned.append(Series(s.name, *(list(values)[::every] for values in (s.x, s.y, s.low, s.high))))
     values = [v for s in thinned for v in (*s.y, *s.low, *s.high) if math.isfinite(v)]
     if not values:
         return Markup("")
@@ -156,7 +152,18 @@ def line_chart(chart: LineChart) -> Markup:
     y0, y1 = (0.0 if 0 <= y0 < 0.3 * y1 or y0 == y1 == 0 else y0 - pad), y1 + pad
     px = lambda x: LEFT + (x - x0) / max(x1 - x0, 1e-9) * (WIDTH - LEFT - RIGHT)  # noqa: E731
     py = lambda y: HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - BOTTOM - TOP)  # noqa: E731
-    parts = [_axes(x0, x1, y0, y1, px, py)]
+    parts, marks = [], ticks(y0, y1, 3)
+    for digits in range(4, 12):  # as many as it takes to tell the marks apart
+        labels = [f"{mark:,.{digits}g}" for mark in marks]
+        if len(set(labels)) == len(labels):
+            break
+    for y, text in zip(marks, labels, strict=True):
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{py(y) + 3:.1f}" text-anchor="end">{escape(text)}</text>')
+    for x in ticks(x0, x1, 5):
+        if x == int(x):  # there is no half of a step
+            at = f'x="{px(x):.1f}" y="{HEIGHT - 6}" text-anchor="middle"'
+            parts.append(f'<text class="tick" {at}>{escape(number(int(x)))}</text>')
     for i, s in enumerate(thinned):
         if s.low:
             upper = [f"{px(x):.1f},{py(y):.1f}" for x, y in zip(s.x, s.high)]
@@ -170,26 +177,7 @@ def line_chart(chart: LineChart) -> Markup:
     return _svg(WIDTH, HEIGHT, parts, chart.title)
 
 
-def _thin(series: Series) -> Series:
-    every = max(1, -(-len(series.x) // POINTS))
-    return Series(series.name, *(list(values)[::every] for values in (series.x, series.y, series.low, series.high)))
-
-
-def _axes(x0: float, x1: float, y0: float, y1: float, px: Place, py: Place) -> str:
-    out = []
-    marks = ticks(y0, y1, 3)
-    for y, text in zip(marks, tick_labels(marks), strict=True):
-        out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}"/>')
-        out.append(f'<text class="tick" x="{LEFT - 6}" y="{py(y) + 3:.1f}" text-anchor="end">{escape(text)}</text>')
-    for x in ticks(x0, x1, 5):
-        if x == int(x):
-            out.append(
-                f'<text class="tick" x="{px(x):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(number(int(x)))}</text>'
-            )
-    return "".join(out)
-
-
-def heat_map(chart: HeatMap, prefix: str = "") -> Markup:
+def heat_map(chart: HeatMap) -> Markup:
     """A row of cells for each label; from 0 (pale) to 1 (strong)."""
     cell, left, top = 14, 210, 18
     width = left + cell * max(1, len(chart.columns)) + 10
@@ -269,9 +257,9 @@ def fork_tree(chart: ForkDiagram, linked: bool = True) -> Markup:
 def _in_tree_order(nodes: Sequence[TreeNode]) -> list[TreeNode]:
     """Parents before children, each child after its parent's subtree so far; a cycle cannot occur in a ledger."""
     children: dict[str, list[TreeNode]] = {}
-    known = {node.id for node in nodes}
+    ids = {node.id for node in nodes}
     for node in nodes:
-        children.setdefault(node.parent if node.parent in known else "", []).append(node)
+        children.setdefault(node.parent if node.parent in ids else "", []).append(node)
     out: list[TreeNode] = []
     stack = list(reversed(children.get("", [])))
     while stack:
@@ -297,15 +285,6 @@ def _svg(width: float, height: float, parts: Sequence[str], title: str, natural:
 
 
 @dataclass(frozen=True, slots=True)
-class PlotLine:
-    """One metric as a line."""
-
-    metric: str
-    label: str
-    colour: str
-
-
-@dataclass(frozen=True, slots=True)
 class PlotPanel:
     """One small plot; the second line, if any, has its own axis on the right."""
 
@@ -314,24 +293,30 @@ class PlotPanel:
     right: PlotLine | None = None
     is_rate: bool = False  # the left axis runs from 0 to 1
     evaluated: str = ""  # the metric of held-out tasks that is marked on the left axis
+    least: float = 0.0  # a line that stays below this is not drawn
+
+    def shows(self, rows: Sequence[Mapping[str, Any]], *metrics: str) -> bool:
+        """Whether one of these metrics has something to draw."""
+        numbers = [finite_number(row.get(metric)) for row in rows for metric in metrics]
+        return any(value is not None and abs(value) >= self.least for value in numbers)
 
 
 PANELS = (
-    PlotPanel("Success", PlotLine("success", "success", BLUE), is_rate=True, evaluated="eval/success"),
-    PlotPanel("Reward", PlotLine("reward", "reward", GREEN), evaluated="eval/reward"),
-    PlotPanel("Entropy", PlotLine("entropy", "entropy", PINK)),
-    PlotPanel(
-        "Turns and tool errors", PlotLine("turns", "turns", BLUE), PlotLine("tool_errors", "tool errors", ORANGE)
-    ),
-    PlotPanel("Clipped share and KL", PlotLine("clip_share", "clipped", BLUE), PlotLine("kl/behaviour", "KL", ORANGE)),
-    PlotPanel("Tokens per second", PlotLine("tokens_per_second", "tokens/s", GREY)),
+    PlotPanel("Success", ("success", "success", BLUE), is_rate=True, evaluated="eval/success"),
+    PlotPanel("Reward", ("reward", "reward", GREEN), evaluated="eval/reward"),
+    PlotPanel("Entropy", ("entropy", "entropy", PINK)),
+    PlotPanel("Turns", ("turns", "turns", BLUE), ("tool_errors", "tool errors", ORANGE)),
+    # weights that have not moved since they sampled differ by rounding, which an axis of its own would blow up
+    PlotPanel("Clipped share", ("clip_share", "clipped", BLUE), ("kl/behaviour", "KL", ORANGE), least=NOISE),
+    PlotPanel("Tokens per second", ("tokens_per_second", "tokens/s", GREY)),
 )
 
 
 def curves(source: str | Path | Sequence[Mapping[str, Any]], out: str | Path, title: str = "") -> Path:
     """Plot the metrics file or rows ``source`` into the PNG ``out``. Panels without data are left out."""
     rows = read_rows(source) if isinstance(source, str | Path) else list(source)
-    panels = [panel for panel in PANELS if _has_data(rows, panel)] or [PANELS[0]]
+    lines = {panel: [line[0] for line in (panel.left, panel.right) if line] for panel in PANELS}
+    panels = [panel for panel in PANELS if panel.shows(rows, *lines[panel], panel.evaluated)] or [PANELS[0]]
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -363,13 +348,9 @@ def _series(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[np.ndarray,
     return array[:, 0], array[:, 1]
 
 
-def _has_data(rows: Sequence[Mapping[str, Any]], panel: PlotPanel) -> bool:
-    metrics = [panel.left.metric, *([panel.right.metric] if panel.right else []), *filter(None, [panel.evaluated])]
-    return any(finite_number(row.get(metric)) is not None for row in rows for metric in metrics)
-
-
 def _draw(axes: Any, panel: PlotPanel, rows: Sequence[Mapping[str, Any]]) -> None:
-    axes.set_title(panel.title, fontsize=10.5, loc="left")
+    right = panel.right if panel.right and panel.shows(rows, panel.right[0]) else None
+    axes.set_title(f"{panel.title} and {right[1]}" if right else panel.title, fontsize=10.5, loc="left")
     axes.grid(True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8)
@@ -382,28 +363,30 @@ def _draw(axes: Any, panel: PlotPanel, rows: Sequence[Mapping[str, Any]]) -> Non
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
     if panel.evaluated:
         _evaluations(axes, rows, panel.evaluated, ".0%" if panel.is_rate else ".3g")
-    if panel.right is not None and any(finite_number(row.get(panel.right.metric)) is not None for row in rows):
+    if right:
+        _, label, colour = right
         other = axes.twinx()
-        other.tick_params(labelsize=8, colors=panel.right.colour)
+        other.tick_params(labelsize=8, colors=colour)
         other.spines["top"].set_visible(False)
-        _line(other, panel.right, rows, dashed=True)
-        other.set_ylabel(panel.right.label, fontsize=8.5, color=panel.right.colour)
-        axes.set_ylabel(panel.left.label, fontsize=8.5, color=panel.left.colour)
-        axes.tick_params(axis="y", colors=panel.left.colour)
+        _line(other, right, rows, dashed=True)
+        other.set_ylabel(label, fontsize=8.5, color=colour)
+        _, label, colour = panel.left
+        axes.set_ylabel(label, fontsize=8.5, color=colour)
+        axes.tick_params(axis="y", colors=colour)
 
 
 def _line(axes: Any, line: PlotLine, rows: Sequence[Mapping[str, Any]], dashed: bool = False) -> None:
-    steps, values = _series(rows, line.metric)
+    metric, _, colour = line
+    steps, values = _series(rows, metric)
     if len(steps) == 0:
         return
     span = min(20.0, len(steps) / 15)
     if span > 1:
-        axes.plot(steps, values, color=line.colour, alpha=0.22, linewidth=0.8)
+        axes.plot(steps, values, color=colour, alpha=0.22, linewidth=0.8)
     marker = "o" if len(steps) < 3 else ""  # a line through one point is invisible
     style = (0, (4, 1.5)) if dashed else "-"  # dashes as well as colour, for greyscale prints
-    axes.plot(
-        steps, smooth(values, span), color=line.colour, linewidth=1.8, linestyle=style, marker=marker, markersize=4
-    )
+    look = {"color": colour, "linewidth": 1.8, "linestyle": style, "marker": marker, "markersize": 4}
+    axes.plot(steps, smooth(values, span), **look)
 
 
 def _evaluations(axes: Any, rows: Sequence[Mapping[str, Any]], metric: str, spec: str) -> None:

@@ -24,16 +24,11 @@ from turnwise.observe.progress import LivePanel, show_progress
 WIDTH = 100  # columns of the panel
 
 
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and hasattr(shell, "kernel")
-
-
 def default_display() -> Listener | None:
     """A display for somebody who watches: in a notebook or on a terminal. None where nobody does."""
-    if in_notebook():
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if hasattr(shell, "kernel"):  # IPython on a terminal has none
         warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm: our own panel shows progress
         return NotebookPanel()
     console = Console()
@@ -93,14 +88,6 @@ def show_run(run: str | Path | Mapping[str, Any]) -> None:
     if not (folder / "summary.json").is_file():
         raise SettingError(f"{folder} is not a finished run: it has no summary.json")
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    display(Markdown(result_table(summary)))
-    if (folder / "curves.png").is_file():
-        display(Image(filename=str(folder / "curves.png")))
-    display(Markdown((folder / "transcripts.md").read_text(encoding="utf-8")))
-
-
-def result_table(summary: Mapping[str, Any]) -> str:
-    """Success and reward before and after as a Markdown table."""
     before, after = summary["success_before"], summary["success_after"]
     rows = [
         f"| {name} | {before[name]:.3f} | {after[name]:.3f} |"
@@ -108,4 +95,8 @@ def result_table(summary: Mapping[str, Any]) -> str:
         if before.get(name) is not None and after.get(name) is not None
     ]
     title = f"**{summary['method']} on {summary['environment']}**, {summary['steps']} steps"
-    return "\n".join([title, "", "| measure | before | after |", "|---|---|---|", *rows]) if rows else title
+    head = [title, "", "| measure | before | after |", "|---|---|---|"] if rows else [title]
+    display(Markdown("\n".join([*head, *rows])))
+    if (folder / "curves.png").is_file():
+        display(Image(filename=str(folder / "curves.png")))
+    display(Markdown((folder / "transcripts.md").read_text(encoding="utf-8")))

@@ -156,10 +156,23 @@ class Profile:
         spans += [(name, owner, method) for name, (owner, methods) in others.items() for method in methods]
         with contextlib.ExitStack() as stack:
             for name, owner, method in spans:
-                self._attach(stack, name, owner, method)
+                *inner, last = method.split(".")
+                owner = functools.reduce(lambda part, key: getattr(part, key, None), inner, owner)
+                # another engine may lack this method: its time then counts for the caller
+                if callable(call := getattr(owner, last, None)):
+                    stack.enter_context(patched_attribute(owner, last, self.timer.wrap(name, call)))
             stack.enter_context(timed_backward(self.timer))
             stack.enter_context(timed_optimisers(self.timer))
-            stack.enter_context(patched_attribute(loop, "report", self._report_and_advance(loop.report)))
+            timed_report = loop.report
+
+            def report(step: int, metrics: Mapping[str, float]) -> None:
+                """A step ends with its report; what follows belongs to the next step."""
+                timed_report(step, metrics)
+                if step in self.timed:
+                    self.tokens += metrics.get("tokens", 0.0)
+                self._begin_step(step + 1)
+
+            stack.enter_context(patched_attribute(loop, "report", report))
             evaluations = {step: self.timer.wrap("evaluate", run) for step, run in loop.after_step.items()}
             stack.enter_context(patched_attribute(loop, "after_step", evaluations))
             self._begin_step(loop.start + 1)
@@ -169,25 +182,6 @@ class Profile:
                 self._stop_trace()
         if self.total:
             (self.folder / PAGE).write_text(self.page(), encoding="utf-8")
-
-    def _attach(self, stack: contextlib.ExitStack, name: str, owner: Any, method: str) -> None:
-        *inner, last = method.split(".")
-        for part in inner:
-            owner = getattr(owner, part, None)
-        # another engine may lack this method: its time then counts for the caller
-        if callable(getattr(owner, last, None)):
-            stack.enter_context(patched_attribute(owner, last, self.timer.wrap(name, getattr(owner, last))))
-
-    def _report_and_advance(self, report: Callable[[int, Mapping[str, float]], None]) -> Callable[..., None]:
-        """A step ends with its report; what follows belongs to the next step."""
-
-        def wrapped(step: int, metrics: Mapping[str, float]) -> None:
-            report(step, metrics)
-            if step in self.timed:
-                self.tokens += metrics.get("tokens", 0.0)
-            self._begin_step(step + 1)
-
-        return wrapped
 
     def _begin_step(self, step: int) -> None:
         """Switch timing and tracing on or off for ``step``."""
@@ -205,20 +199,15 @@ class Profile:
         if step == self.timed.stop:
             self._finish_timing()
         if step == self.traced.start:
-            self._start_trace()
+            from torch.profiler import ProfilerActivity, profile, record_function
+
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
+            self._tracer = profile(activities=kinds)
+            self._tracer.start()
+            self.timer.annotate = record_function
         if step == self.traced.stop:
             self._stop_trace()
         self._step_start = time.perf_counter()
-
-    # ---------------------------------------------------------------- the trace
-
-    def _start_trace(self) -> None:
-        from torch.profiler import ProfilerActivity, profile, record_function
-
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
-        self._tracer = profile(activities=kinds)
-        self._tracer.start()
-        self.timer.annotate = record_function
 
     def _stop_trace(self) -> None:
         if self._tracer is None:
@@ -234,8 +223,6 @@ class Profile:
         plain.unlink()
         self._operators = operators(json.loads(text)["traceEvents"], DEVICE if self.cuda else HOST)
 
-    # ----------------------------------------------------------------- the page
-
     def _finish_timing(self) -> None:
         """Store the times; spans of traced steps after them must not be added."""
         seconds, calls = self.timer.seconds, self.timer.calls
@@ -248,36 +235,41 @@ class Profile:
                 self._calls[row] += calls[path]
 
     def page(self) -> str:
-        steps, last = len(self.timed), self.timed.stop - 1
+        steps, last, traced = len(self.timed), self.timed.stop - 1, self.traced
         rate = f"{self.tokens / self.total:,.0f} sampled tokens/s" if self.total else ""
-        traced = self.traced
         traced_steps = str(traced.start) if len(traced) == 1 else f"{traced.start} to {traced.stop - 1}"
         traced_too = " These steps were also traced, which slows them." if set(self.timed) & set(traced) else ""
-        return "\n".join(
-            [
-                f"# Where the time of a step goes{': ' + self.title if self.title else ''}",
-                "",
-                f"Steps {self.timed.start} to {last}: {self.total / steps:.3f} s each, {rate}; {self.memory()}.{traced_too}",
-                f"By stage: {self.brief()}.",
-                "",
-                "| span | seconds per step | share | calls per step |",
-                "|---|---:|---:|---:|",
-                *(
-                    f"| {name} | {s / steps:.4f} | {s / self.total:.1%} | {n / steps:.1f} |"
-                    for name, s, n in self.rows()
-                ),
-                "",
-                *self._concurrent_lines(),
-                f"The most expensive operators of step{'s' * (len(traced) > 1)} {traced_steps} "
-                f"({'on the device' if self.cuda else 'on the CPU'}, self time; the whole trace is in `{TRACE}`, for "
-                "`chrome://tracing` or Perfetto):",
-                "",
-                "| operator | calls | ms | share |",
-                "|---|---:|---:|---:|",
-                *self._operator_rows(),
-                "",
-            ]
-        )
+        rows = [f"| {name} | {s / steps:.4f} | {s / self.total:.1%} | {n / steps:.1f} |" for name, s, n in self.rows()]
+        # rollouts in another thread are no part of the sum
+        concurrent = {path[0]: seconds for path, seconds in self._times.items() if path[0] in CONCURRENT}
+        times = ", ".join(f"{name} {seconds / steps:.4f} s per step" for name, seconds in concurrent.items())
+        beside = [f"Concurrently, in the generator's thread or between steps: {times}.", ""] if concurrent else []
+        whole = sum(self_time for _, _, self_time in self._operators) or 1.0
+        operator_rows = [
+            f"| `{name[:80]}` | {calls} | {self_time / 1e3:.2f} | {self_time / whole:.1%} |"
+            for name, calls, self_time in self._operators[:TOP]
+        ]
+        lines = [
+            f"# Where the time of a step goes{': ' + self.title if self.title else ''}",
+            "",
+            f"Steps {self.timed.start} to {last}: {self.total / steps:.3f} s each, {rate}; {self.memory()}.{traced_too}",
+            f"By stage: {self.brief()}.",
+            "",
+            "| span | seconds per step | share | calls per step |",
+            "|---|---:|---:|---:|",
+            *rows,
+            "",
+            *beside,
+            f"The most expensive operators of step{'s' * (len(traced) > 1)} {traced_steps} "
+            f"({'on the device' if self.cuda else 'on the CPU'}, self time; the whole trace is in `{TRACE}`, for "
+            "`chrome://tracing` or Perfetto):",
+            "",
+            "| operator | calls | ms | share |",
+            "|---|---:|---:|---:|",
+            *operator_rows,
+            "",
+        ]
+        return "\n".join(lines)
 
     def rows(self) -> list[tuple[str, float, int]]:
         """(title, self seconds, calls) of all timed steps, in the order of a step; the remainder comes last."""
@@ -295,21 +287,6 @@ class Profile:
             shares[path[0]] += seconds / self.total * (path[0] not in CONCURRENT)
         by_share = sorted(shares.items(), key=lambda pair: -pair[1])
         return ", ".join(f"{name} {share:.0%}" for name, share in by_share if share >= 0.005)
-
-    def _concurrent_lines(self) -> list[str]:
-        """Rollouts in another thread are not part of the sum."""
-        concurrent = {path[0]: s for path, s in self._times.items() if path[0] in CONCURRENT}
-        if not concurrent:
-            return []
-        times = ", ".join(f"{name} {seconds / len(self.timed):.4f} s per step" for name, seconds in concurrent.items())
-        return [f"Concurrently, in the generator's thread or between steps: {times}.", ""]
-
-    def _operator_rows(self) -> list[str]:
-        total = sum(self_time for _, _, self_time in self._operators) or 1.0
-        return [
-            f"| `{name[:80]}` | {calls} | {self_time / 1e3:.2f} | {self_time / total:.1%} |"
-            for name, calls, self_time in self._operators[:TOP]
-        ]
 
     def memory(self) -> str:
         host = f"peak memory of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f} MB"
@@ -344,14 +321,12 @@ def operators(events: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list
 
 @contextlib.contextmanager
 def timed_backward(timer: SpanTimer) -> Iterator[None]:
-    """Time every backward pass inside the block.
-
-    PyTorch has hooks per tensor and per module, but none around a whole backward pass. So this replaces the functions
-    ``torch.autograd.backward`` and ``torch.autograd.grad``, which ``Tensor.backward`` and our engines look up at each call. Both
-    are documented, but that others call them through the module is not; if that changed, backward passes would count for their
-    callers and nothing else. It is the only place that patches torch, and it restores both functions also after an exception.
-    """
+    """Time every backward pass inside the block."""
     import torch
+
+    # PyTorch has hooks per tensor and per module, but none around a whole backward pass. So both functions that
+    # ``Tensor.backward`` and our engines look up at each call are replaced. That others call them through the module is
+    # not documented; if it changed, backward passes would count for their callers and nothing else.
 
     with contextlib.ExitStack() as stack:
         for name in ("backward", "grad"):
@@ -425,13 +400,12 @@ def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute inside the block, also of a frozen dataclass; restore it, or its absence, afterwards."""
     attributes = vars(owner)
     before = attributes.get(name, attributes)
-    object.__setattr__(owner, name, value) if not inspect.ismodule(owner) else setattr(owner, name, value)
+    write = setattr if inspect.ismodule(owner) else object.__setattr__  # which a module refuses
+    write(owner, name, value)
     try:
         yield
     finally:
         if before is attributes:
             object.__delattr__(owner, name)
-        elif inspect.ismodule(owner):
-            setattr(owner, name, before)
         else:
-            object.__setattr__(owner, name, before)
+            write(owner, name, before)

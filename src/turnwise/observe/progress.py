@@ -104,19 +104,13 @@ class _Progress:
         """Whether any recent step had a success rate: an environment may report rewards only."""
         return any(value is not None for value in self.successes)
 
-    @property
-    def trend(self) -> tuple[str, list[float | None]]:
-        """The measure whose recent course is drawn, and its values."""
-        return ("success", self.successes) if self.reports_success else ("reward", self.rewards)
-
     def cells(self) -> list[tuple[str, str]]:
         success, reward, loss = (finite_number(self.metrics.get(name)) for name in ("success", "reward", "loss"))
         supervised = success is None and reward is None and loss is not None  # there are no rollouts
         reported = [column for column in COLUMNS if column[0] != "success" or self.reports_success]
         columns = SUPERVISED_COLUMNS if supervised else reported
-        return [
-            (label, format_number(finite_number(self.metrics.get(metric)), spec)) for metric, label, spec in columns
-        ]
+        numbers = [finite_number(self.metrics.get(metric)) for metric, _, _ in columns]
+        return [(label, format_number(value, spec)) for value, (_, label, spec) in zip(numbers, columns)]
 
 
 class PlainLog:
@@ -134,34 +128,24 @@ class PlainLog:
             total = f", {self._state.total} {facts.get('of', 'steps')}" if self._state.total else ""
             self._write(f"== {self._state.stage}{total}")
         elif event == "step":
-            self._state.advance(facts)
-            if self._due():
-                self._line()
+            state, now = self._state, time.monotonic()
+            state.advance(facts)
+            too_soon = now - self._last < self._every_seconds or state.step % self._every_steps
+            # the first and the last step are always printed
+            if too_soon and not (state.step == state.first + 1 or state.step == state.total):
+                return
+            self._last = now
+            times = (("elapsed", format_duration(state.elapsed)), ("left", format_duration(state.remaining)))
+            cells = [*state.cells(), *times]
+            labels = [label for label, _ in cells]
+            if self._header != labels:
+                self._header = labels
+                self._write(f"{'step':>11}" + "".join(f"{label:>10}" for label in labels))
+            of = f"/{state.total}" if state.total else ""
+            self._write(f"{f'{state.step}{of}':>11}" + "".join(f"{cell:>10}" for _, cell in cells))
         elif event == "message":
             level = str(facts.get("level", "info"))
             self._write(("" if level == "info" else f"{level}: ") + str(facts.get("text", "")))
-
-    def _due(self) -> bool:
-        """Always print the first and the last step; limit the rate in between."""
-        state, now = self._state, time.monotonic()
-        too_soon = now - self._last < self._every_seconds or state.step % self._every_steps
-        if too_soon and not (state.step == state.first + 1 or state.step == state.total):
-            return False
-        self._last = now
-        return True
-
-    def _line(self) -> None:
-        cells = [
-            *self._state.cells(),
-            ("elapsed", format_duration(self._state.elapsed)),
-            ("left", format_duration(self._state.remaining)),
-        ]
-        labels = [label for label, _ in cells]
-        if self._header != labels:
-            self._header = labels
-            self._write(f"{'step':>11}" + "".join(f"{label:>10}" for label, _ in cells))
-        of = f"/{self._state.total}" if self._state.total else ""
-        self._write(f"{f'{self._state.step}{of}':>11}" + "".join(f"{cell:>10}" for _, cell in cells))
 
     def _write(self, line: str) -> None:
         # plain text: do not interpret markup in messages, do not wrap lines at a guessed width
@@ -176,11 +160,8 @@ class LivePanel:
         self._live: Live | None = None
 
     def __call__(self, event: str, facts: Mapping[str, Any]) -> None:
-        if event == "stage":
-            self._state.start_stage(facts)
-            self._draw()
-        elif event == "step":
-            self._state.advance(facts)
+        if event in ("stage", "step"):
+            self._state.start_stage(facts) if event == "stage" else self._state.advance(facts)
             self._draw()
         elif event == "message":
             style = STYLES.get(str(facts.get("level", "info")), "")
@@ -204,11 +185,7 @@ class LivePanel:
         of = f"{state.step}/{state.total}" if state.total else str(state.step)
         times = f"{format_duration(state.elapsed)} elapsed, {format_duration(state.remaining)} left"
         bar = ProgressBar(total=max(state.total, 1), completed=min(state.step, state.total), width=None)
-        head.add_row(
-            Text(of, "bold"),
-            bar,
-            Text(times),
-        )
+        head.add_row(Text(of, "bold"), bar, Text(times))
         grid = Table.grid(expand=True, padding=(0, 1))
         cells = state.cells()
         for _ in cells:
@@ -216,7 +193,7 @@ class LivePanel:
         grid.add_row(*(Text(label, "dim") for label, _ in cells))
         grid.add_row(*(Text(cell, "bold") for _, cell in cells))
         parts: list[RenderableType] = [head, Text(), grid]
-        name, values = state.trend
+        name, values = ("success", state.successes) if state.reports_success else ("reward", state.rewards)
         if line := sparkline(values, 60):
             parts += [Text(), Text.assemble((f"{name} ", "dim"), (line, "green"))]
         title = Text(printable_line(state.stage))

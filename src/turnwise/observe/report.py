@@ -43,9 +43,8 @@ def table(rows: Sequence[Mapping[str, Any]], title: str = "Before and after") ->
     for row in rows:
         style = "" if not row["clear"] else "green" if row["change"] > 0 else "red"
         change = Text(format_number(row["change"], "+.3f"), style=style)
-        out.add_row(
-            Text(printable_line(row["measure"])), _format_bounds(row["before"]), _format_bounds(row["after"]), change
-        )
+        sides = (_format_bounds(row[side]) for side in ("before", "after"))
+        out.add_row(Text(printable_line(row["measure"])), *sides, change)
     return out
 
 
@@ -87,25 +86,24 @@ def transcript(messages: Sequence[Mapping[str, Any]], title: str = "") -> str:
         role = str(message.get("role", MISSING))
         name = f" ({_inline(message['name'])})" if message.get("name") else ""
         parts.append(f"**{_inline(ROLES.get(role, role))}**{name}")
-        content = _content(message.get("content"))
+        content = message.get("content")
+        if isinstance(content, list | tuple):  # OpenAI-style parts: {"type": "text", "text": ...} and other types
+            pieces = [part if isinstance(part, Mapping) else {"text": str(part)} for part in content]
+            content = "\n".join(str(part.get("text", f"[{part.get('type', 'part')}]")) for part in pieces)
+        elif isinstance(content, str):
+            content = content.strip("\n")
+        content = "" if content is None else str(content)
         if content:
             parts.append(_block(content))
-        parts += [_call(call) for call in message.get("tool_calls") or ()]
+        for call in message.get("tool_calls") or ():
+            fields: Mapping[str, Any] = call if isinstance(call, Mapping) else {"name": str(call)}
+            function: Mapping[str, Any] = fields.get("function", fields)
+            arguments = function.get("arguments", "")
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+            parts.append(_block(f"→ calls {printable_line(function.get('name', MISSING), 80)}({text})"))
         if not content and not message.get("tool_calls"):
             parts.append("*(empty)*")
     return "\n\n".join(parts) + "\n"
-
-
-def _content(content: Any) -> str:
-    """Text, or OpenAI-style parts: a list of ``{"type": "text", "text": ...}`` and other types."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content.strip("\n")
-    if not isinstance(content, list | tuple):
-        return str(content)
-    parts = [part if isinstance(part, Mapping) else {"text": str(part)} for part in content]
-    return "\n".join(str(part.get("text", f"[{part.get('type', 'part')}]")) for part in parts)
 
 
 def _block(content: str) -> str:
@@ -118,11 +116,3 @@ def _block(content: str) -> str:
 def _inline(text: object) -> str:
     """A name within a line of Markdown: one line, without formatting, links or HTML."""
     return re.sub(r"([\\`*<>\[\]|~#&])", r"\\\1", printable_line(text, 80))
-
-
-def _call(call: Any) -> str:
-    fields: Mapping[str, Any] = call if isinstance(call, Mapping) else {"name": str(call)}
-    function: Mapping[str, Any] = fields.get("function", fields)
-    arguments = function.get("arguments", "")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
-    return _block(f"→ calls {printable_line(function.get('name', MISSING), 80)}({text})")

@@ -168,31 +168,7 @@ class Rule:
 of_run = partial(Rule, whole_run=True)
 
 
-# ------------------------------------------------------------- measures of a step
-
-
-def _no_spread(view: StepFacts) -> float:
-    """1 if no group had two different rewards and no token an advantage. Other data than rewards may give advantages."""
-    flat = view.grouped and view.value("groups/zero_variance", 0.0) == 1 and view.value("advantage/size") < 1e-12
-    return float(flat and not view.identical)
-
-
-def _zero_gradient(view: StepFacts) -> float:
-    """1 if the gradient is zero and neither equal rewards nor a skipped step explain it."""
-    explained = view.value("groups/zero_variance", 0.0) == 1 or view.value("skipped", 0.0) > 0
-    return float(view.value("grad_norm") == 0 and not explained)
-
-
-def _mismatch(view: StepFacts) -> float:
-    """The mismatch of generator and learner as a share of the tolerance, where it has grown since the run began."""
-    now = view.value("policy_check", 0.0)
-    return now / view.limits.mismatch_tolerance if now > MISMATCH_GROWTH * view.first_mismatch else 0.0
-
-
-def _slow_environment(view: StepFacts) -> float:
-    """How many times longer than sampling the environment takes per turn, if it is a noticeable time at all."""
-    answered, sampled = view.value("seconds/turn_answered", 0.0), view.value("seconds/turn_sampled", 0.0)
-    return answered / max(sampled, 1e-6) if answered > 0.5 else 0.0
+# -------------------------------------------------- what several rules measure or say
 
 
 def _most(reasons: Mapping[str, int]) -> str:
@@ -202,63 +178,16 @@ def _most(reasons: Mapping[str, int]) -> str:
     return named + (f"; {len(most) - REASONS} other reasons" if len(most) > REASONS else "")
 
 
-def _against_drops(view: StepFacts) -> str:
-    """What to change, by the most frequent reason."""
-    if max(view.dropped, key=lambda reason: view.dropped[reason], default="").startswith(TOO_OLD):
-        return "let training wait for slow groups (--staleness N,wait), or raise N"
-    return "choose tasks that the model solves sometimes (--difficulty), or raise --group-size or --max-draws"
-
-
-# --------------------------------------------------------- measures of a whole run
-
-
-def _fall(facts: RunFacts, name: str) -> float:
-    """How far a metric fell from its best quarter to its last, as a share of that best."""
-    best, last = facts.best(name), facts.last(name)
-    return (best - last) / best if best > 0.1 else math.nan
-
-
-def _entropy_left(facts: RunFacts) -> float:
-    """1 over the share of the entropy that is left; only where the policy once had some."""
-    first, last = facts.first("entropy"), facts.last("entropy")
-    return first / max(last, 1e-9) if first > 0.1 else math.nan
-
-
 def _gap(facts: RunFacts) -> float:
     """Success in training minus success on held-out tasks, at the end."""
     held_out = facts.after.get("success")
     return facts.last("success") - held_out if held_out is not None else math.nan
 
 
-def _regression(facts: RunFacts) -> float:
-    """The distance of the two intervals of held-out success where it fell; negative where they overlap."""
-    before, after = facts.before.get("interval"), facts.after.get("interval")
-    return float(before[0]) - float(after[1]) if before and after else math.nan
-
-
-def _paid_without_success(facts: RunFacts) -> float:
-    """Rise of the reward in a run whose success did not rise."""
-    rise = facts.last("reward") - facts.first("reward")
-    success = facts.last("success") - facts.first("success")
-    scale = max(abs(facts.first("reward")), 0.2)
-    return rise / scale if success <= 0.02 else math.nan
-
-
 def _longer_without_gain(facts: RunFacts) -> float:
     growth = facts.last("tokens_per_turn") / max(facts.first("tokens_per_turn"), 1.0)
     outcome = "success" if facts.series("success") else "reward"
     return growth if facts.last(outcome) - facts.first(outcome) <= 0.05 else math.nan
-
-
-def _tool_errors(facts: RunFacts) -> float:
-    calls, errors = facts.last("tool_calls"), facts.last("tool_errors")
-    return errors / max(calls, errors) if max(calls, errors) > 0.2 else math.nan
-
-
-def _tools_given_up(facts: RunFacts) -> float:
-    return (
-        facts.first("tool_calls") / max(facts.last("tool_calls"), 1e-9) if facts.first("tool_calls") > 0.2 else math.nan
-    )
 
 
 def _drops(facts: RunFacts, too_old: bool) -> dict[str, int]:
@@ -274,65 +203,17 @@ def _dropped_share(facts: RunFacts, too_old: bool = False) -> float:
     return dropped / total if total >= 8 else math.nan
 
 
-def _repeated_tasks(facts: RunFacts) -> float:
-    return facts.trained_groups / facts.tasks if facts.tasks and facts.trained_groups >= 40 else math.nan
-
-
-def _slower(facts: RunFacts) -> float:
-    """Growth of the seconds per token from the first to the last quarter."""
-    first, last = (f("seconds") / max(f("tokens"), 1.0) for f in (facts.first, facts.last))
-    return last / first if first > 0 and facts.last("seconds") > 1.0 else math.nan
-
-
 def _part_of_step(facts: RunFacts, name: str) -> float:
     whole = facts.mean("seconds")
     return facts.mean(name) / whole if whole > 1.0 else math.nan
 
 
-def _gradient_clipped(facts: RunFacts) -> float:
-    """Median norm of the gradient in units of the norm it is clipped to."""
-    norms = sorted(facts.series("grad_norm"))
-    return norms[len(norms) // 2] / facts.settings.clip_norm if norms and facts.settings.clip_norm else math.nan
-
-
-def _not_finite(facts: RunFacts) -> float:
-    rows = [row for row in facts.rows if "loss" in row]
-    return sum(row["loss"] is None for row in rows) / len(rows) if rows else math.nan
-
-
-def _ratio_at_start(facts: RunFacts) -> float:
-    """Distance of the ratio from 1 in the first step, before the policy has moved far."""
-    ratios = facts.series("ratio")
-    return abs(ratios[0] - 1.0) if ratios and facts.settings.staleness.synchronous else math.nan
-
-
-def _lr(facts: RunFacts) -> float:
-    """Share of steps after the warm-up with a learning rate so small that float32 weights do not move."""
-    values = facts.series("lr")[facts.settings.warmup :]
-    values = values[: max(1, len(values) * 3 // 4)]  # a schedule ends at zero
-    return sum(value < 1e-9 for value in values) / len(values) if values else math.nan
-
-
-def _always_zero(facts: RunFacts) -> float:
-    values = facts.series("reward_max_abs")
-    return float(max(values) == 0) if len(values) >= 3 else math.nan
-
-
-def _unmoved(facts: RunFacts) -> float:
-    """1 if held-out success after training lies inside the interval from before."""
-    interval, after = facts.before.get("interval"), facts.after.get("success")
-    return float(interval[0] <= after <= interval[1]) if interval and after is not None else math.nan
-
-
-def _interval(facts: RunFacts) -> str:
-    low, high = facts.before.get("interval") or (math.nan, math.nan)
-    return f"{low:.0%} to {high:.0%}"
-
-
 # ------------------------------------------------------------------------ the table
 
 RULES = (
-    of_run("loss not finite", ERROR, _not_finite, 0.1,
+    # a step's loss that is not finite is written as null, and a step without an update writes none
+    of_run("loss not finite", ERROR,
+        lambda f: _mean([float(row["loss"] is None) for row in f.rows if "loss" in row]), 0.1,
         lambda f, x: f"the loss was not a finite number in {x:.0%} of the steps; the largest reward is "
         f"{max(f.series('reward_max_abs'), default=0):.3g}", "scale rewards to about 1, or lower --lr",
         ("reward_max_abs", "grad_norm")),
@@ -361,14 +242,21 @@ RULES = (
         lambda f: float(f.group_size == 1 and f.mean("advantage/size") < 1e-9), 0.5,
         lambda f, x: "each group has one trajectory, and its advantage relative to itself is 0", "--group-size",
         ("trajectories", "groups", "advantage/size")),
-    of_run("learning rate zero", ERROR, _lr, 0.5,
+    # so small that float32 weights do not move, in three quarters of the steps: a schedule ends at zero
+    of_run("learning rate zero", ERROR,
+        lambda f: _mean([float(lr < 1e-9) for n, lr in enumerate(rates) if not n or n < len(rates) * 3 // 4])
+        if (rates := f.series("lr")[f.settings.warmup :]) else math.nan, 0.5,
         lambda f, x: f"the learning rate was below 1e-9 in {x:.0%} of the steps, so the weights did not move",
         "--lr, --warmup", ("lr", "grad_norm")),
-    of_run("ratio not 1 at the first step", ERROR, _ratio_at_start, 0.1,
+    # in the first step the policy has not moved far, unless data of older weights is allowed
+    of_run("ratio not 1 at the first step", ERROR,
+        lambda f: abs(f.series("ratio")[0] - 1.0) if f.series("ratio") and f.settings.staleness.synchronous else math.nan, 0.1,
         lambda f, x: f"the importance ratio was {f.series('ratio')[0]:.3g} in the first step, where sampler and learner hold the "
         "same weights", "--rollout-dtype, --temperature (the one that samples must be recorded), or fewer --epochs",
         ("ratio", "mismatch/mean_abs", "policy_check")),
-    Rule("growing mismatch", WARNING, _mismatch, 0.3,
+    # as a share of the tolerance; a mismatch that was there from the start is a matter of precision
+    Rule("growing mismatch", WARNING, lambda v: v.value("policy_check") / v.limits.mismatch_tolerance
+        if v.value("policy_check") > MISMATCH_GROWTH * v.first_mismatch else 0.0, 0.3,
         lambda v, x: f"log-probabilities of generator and learner differ by {v.value('policy_check'):.2g} on average, "
         f"{v.first_mismatch:.2g} at the start; the run stops at {v.limits.mismatch_tolerance:.2g}",
         "compute rollouts in the precision of the learner (--rollout-dtype, --dtype)", ("policy_check",), growth=2.0),
@@ -385,7 +273,8 @@ RULES = (
         f"{_most(_drops(f, True))}; what was sampled for them is lost",
         "--staleness N,wait (training waits for them) or a higher N; shorter episodes (--max-turns, --max-tokens), a faster "
         "environment, or fewer --groups at once", ("staleness", "staleness/oldest", "seconds/rollout", "seconds/learn")),
-    of_run("nothing is ever rewarded", ERROR, _always_zero, 0.5,
+    of_run("nothing is ever rewarded", ERROR,
+        lambda f: float(max(values) == 0) if len(values := f.series("reward_max_abs")) >= 3 else math.nan, 0.5,
         lambda f, x: f"every reward of all {len(f.rows)} steps was 0", "--difficulty, --reward, or a model that can do the task",
         ("reward_max_abs", "groups/zero_variance")),
     Rule("identical answers", ERROR, lambda v: float(v.identical), 0.5,
@@ -393,13 +282,17 @@ RULES = (
         lambda v: f"raise --temperature (now {v.limits.temperature:g}), or lower --lr (now {v.limits.lr:g}) if they once "
         "differed",
         ("answers/distinct", "entropy"), patience=2),
-    Rule("no spread of rewards", ERROR, _no_spread, 0.5,
+    # advantages are looked at, too: other data than rewards may give them
+    Rule("no spread of rewards", ERROR, lambda v: float(v.grouped and not v.identical and v.value("advantage/size") < 1e-12
+        and v.value("groups/zero_variance", 0.0) == 1), 0.5,
         lambda v, x: f"no group had two different rewards in three steps (mean reward {v.value('reward', 0.0):.3g}), so there "
         "was nothing to learn from",
         lambda v: "choose tasks that the model solves sometimes (--difficulty, or a method whose sampler does), or raise "
         f"--group-size (now {v.limits.group_size}) or --temperature (now {v.limits.temperature:g})",
         ("groups/zero_variance", "reward"), patience=3),
-    Rule("zero gradient", ERROR, _zero_gradient, 0.5,
+    # neither equal rewards nor a skipped step explain it
+    Rule("zero gradient", ERROR, lambda v: float(v.value("grad_norm") == 0 and v.value("groups/zero_variance", 0.0) != 1
+        and not v.value("skipped", 0.0) > 0), 0.5,
         lambda v, x: "the gradient was exactly zero in three steps, although rewards differ (the largest is "
         f"{v.value('reward_max_abs', 0.0):.3g})",
         lambda v: f"scale rewards to about 1, and see clip_share (now {v.value('clip_share', 0.0):.0%}) and the method's clip "
@@ -409,8 +302,13 @@ RULES = (
         "--difficulty, or another sampler of tasks", ("groups", "tasks_drawn")),
     Rule("no group to train on", ERROR, lambda v: float(v.value("groups") == 0), 0.5,
         lambda v, x: "a step had no group that could be trained on; dropped since the start: "
-        f"{_most(v.dropped) or 'none'}", _against_drops, ("groups",)),
-    of_run("entropy collapse", WARNING, _entropy_left, 10.0,
+        f"{_most(v.dropped) or 'none'}",
+        lambda v: "let training wait for slow groups (--staleness N,wait), or raise N"
+        if max(v.dropped, key=v.dropped.get, default="").startswith(TOO_OLD)
+        else "choose tasks that the model solves sometimes (--difficulty), or raise --group-size or --max-draws", ("groups",)),
+    # only where the policy once had some entropy
+    of_run("entropy collapse", WARNING,
+        lambda f: f.first("entropy") / max(f.last("entropy"), 1e-9) if f.first("entropy") > 0.1 else math.nan, 10.0,
         lambda f, x: f"the entropy fell from {f.first('entropy'):.3g} to {f.last('entropy'):.3g}; answers stop differing",
         "--temperature, --lr, or a method with an entropy term or a higher upper clip", ("entropy", "answers/distinct")),
     of_run("entropy grows", WARNING, lambda f: f.last("entropy") / max(f.first("entropy"), 1e-2), 2.5,
@@ -422,20 +320,28 @@ RULES = (
     of_run("large policy steps", WARNING, lambda f: f.mean("kl/behaviour"), 0.2,
         lambda f, x: f"the policy moves by a KL divergence of {x:.2g} per token within a step", "--lr, --epochs",
         ("kl/behaviour", "ratio", "lr")),
-    of_run("gradient clipped hard", WARNING, _gradient_clipped, 20.0,
+    of_run("gradient clipped hard", WARNING, lambda f: sorted(norms)[len(norms) // 2] / f.settings.clip_norm
+        if (norms := f.series("grad_norm")) and f.settings.clip_norm else math.nan, 20.0,
         lambda f, x: f"the median gradient norm is {x:.0f} times --clip-norm {f.settings.clip_norm:g}: its size never counts",
         "--clip-norm, or scale rewards to about 1", ("grad_norm", "advantage/size", "reward_max_abs")),
-    of_run("reward collapsed", ERROR, lambda f: _fall(f, "reward"), 0.5,
+    of_run("reward collapsed", ERROR,
+        lambda f: (best - f.last("reward")) / best if (best := f.best("reward")) > 0.1 else math.nan, 0.5,
         lambda f, x: f"the reward fell from {f.best('reward'):.3g} to {f.last('reward'):.3g}",
         "--lr, or a KL penalty of the method", ("reward", "entropy", "kl/behaviour", "lr")),
-    of_run("reward rises, success does not", WARNING, _paid_without_success, 0.3,
+    of_run("reward rises, success does not", WARNING,
+        lambda f: (f.last("reward") - f.first("reward")) / max(abs(f.first("reward")), 0.2)
+        if f.last("success") - f.first("success") <= 0.02 else math.nan, 0.3,
         lambda f, x: f"the reward rose from {f.first('reward'):.3g} to {f.last('reward'):.3g} and success went from "
         f"{f.first('success'):.0%} to {f.last('success'):.0%}: the reward pays for something else", "--reward; see probe-reward",
         ("reward", "success", "tokens_per_turn")),
-    of_run("tools given up", WARNING, _tools_given_up, 5.0,
+    of_run("tools given up", WARNING,
+        lambda f: f.first("tool_calls") / max(f.last("tool_calls"), 1e-9) if f.first("tool_calls") > 0.2 else math.nan, 5.0,
         lambda f, x: f"tool calls fell from {f.first('tool_calls'):.2g} to {f.last('tool_calls'):.2g} per episode",
         "--lr, or a reward that needs the tool", ("tool_calls", "success", "reward")),
-    of_run("tool calls fail", WARNING, _tool_errors, 0.6,
+    # a call that cannot be read is an error and no call, so there may be more errors than calls
+    of_run("tool calls fail", WARNING,
+        lambda f: f.last("tool_errors") / tries
+        if (tries := max(f.last("tool_calls"), f.last("tool_errors"))) > 0.2 else math.nan, 0.6,
         lambda f, x: f"{x:.0%} of the tool calls end in an error", "--tool-syntax, --describe-tools, --cold-steps",
         ("tool_errors", "tool_calls")),
     of_run("answers grow longer without gain", WARNING, _longer_without_gain, 1.8,
@@ -453,13 +359,15 @@ RULES = (
         lambda f, x: f"only {1 - x:.0%} of the answers to a task differ", "--temperature, --top-p, --top-k",
         ("answers/distinct", "entropy")),
     of_run("few tasks repeated", WARNING,
-        lambda f: _repeated_tasks(f) if _gap(f) > 0.2 else math.nan, 4.0,
+        lambda f: f.trained_groups / f.tasks if _gap(f) > 0.2 and f.tasks and f.trained_groups >= 40 else math.nan, 4.0,
         lambda f, x: f"{f.trained_groups} groups came from {f.tasks} tasks, and held-out success is {_gap(f):.0%} lower than in "
         "training", "more tasks (--data), or fewer --steps", ("success", "eval/success")),
     of_run("held-out success lower than in training", WARNING, _gap, 0.3,
         lambda f, x: f"success is {f.last('success'):.0%} in training and {f.after.get('success', 0):.0%} on held-out tasks",
         "more tasks, --difficulty as in the evaluation, --eval-temperature", ("success", "eval/success")),
-    of_run("held-out success fell", ERROR, _regression, 0.0,
+    # the distance of the two intervals: negative where they overlap
+    of_run("held-out success fell", ERROR, lambda f: float(f.before["interval"][0]) - float(f.after["interval"][1])
+        if f.before.get("interval") and f.after.get("interval") else math.nan, 0.0,
         lambda f, x: f"held-out success was {f.before.get('success', 0):.0%} before training and "
         f"{f.after.get('success', 0):.0%} after it", "--lr, --steps; keep an earlier checkpoint", ("reward", "eval/success")),
     of_run("history rewritten", WARNING, lambda f: f.mean("restarts"), 0.5,
@@ -469,12 +377,17 @@ RULES = (
         lambda f: 1 - f.mean("gradient_share/positive_advantage"), 0.95,
         lambda f, x: f"{x:.0%} of the gradient lowers probabilities; hardly anything is made more likely",
         "--difficulty, --group-size, or a method that weighs signs", ("gradient_share/positive_advantage", "success")),
-    Rule("slow environment", WARNING, _slow_environment, 4.0,
+    # in units of the time to sample a turn, if it is a noticeable time at all
+    Rule("slow environment", WARNING, lambda v: v.value("seconds/turn_answered") / max(v.value("seconds/turn_sampled", 0.0), 1e-6)
+        if v.value("seconds/turn_answered", 0.0) > 0.5 else 0.0, 4.0,
         lambda v, x: f"the environment takes {v.value('seconds/turn_answered'):.2g} s per turn, sampling "
         f"{v.value('seconds/turn_sampled'):.2g} s", "make `step` faster or async, do not let dialogues wait for each other's "
         "tools (--staleness 0,continuous), or let rollouts run ahead (--staleness 1)",
         ("seconds/turn_answered", "seconds/turn_sampled"), patience=2, growth=4.0),
-    of_run("steps become slower", WARNING, _slower, 3.0,
+    # seconds per token: a step with more tokens may take longer
+    of_run("steps become slower", WARNING,
+        lambda f: f.last("seconds") / max(f.last("tokens"), 1.0) / (f.first("seconds") / max(f.first("tokens"), 1.0))
+        if f.first("seconds") > 0 and f.last("seconds") > 1.0 else math.nan, 3.0,
         lambda f, x: f"a token takes {x:.1f} times as long as in the beginning", "--isolate-env; look for leaks in its code",
         ("seconds", "tokens", "seconds/turn_answered")),
     of_run("learner takes the time", WARNING, lambda f: _part_of_step(f, "seconds/learn"), 0.85,
@@ -485,9 +398,11 @@ RULES = (
         ("seconds/publish", "seconds")),
     of_run("not finished", NOTE, lambda f: float(not f.finished), 0.5,
         lambda f, x: f"the run has no summary; it recorded {len(f.rows)} of {f.settings.steps} steps", "turnwise resume", ()),
-    of_run("no measurable learning", NOTE, _unmoved, 0.5,
+    of_run("no measurable learning", NOTE,
+        lambda f: float(f.before["interval"][0] <= f.after["success"] <= f.before["interval"][1])
+        if f.before.get("interval") and f.after.get("success") is not None else math.nan, 0.5,
         lambda f, x: f"held-out success after training ({f.after.get('success', 0):.0%}) lies in the interval from before "
-        f"({_interval(f)})", "--steps, --eval-tasks", ("reward", "success")),
+        f"({f.before['interval'][0]:.0%} to {f.before['interval'][1]:.0%})", "--steps, --eval-tasks", ("reward", "success")),
 )  # fmt: skip
 STEP_RULES = tuple(rule for rule in RULES if not rule.whole_run)
 
@@ -506,11 +421,11 @@ class HealthMessage:
 
 @dataclass
 class RunHealth:
-    """Observes one step after the other. ``told``: rules told before a resume, with their numbers."""
+    """Observes one step after the other."""
 
     limits: RunLimits
     dropped: Mapping[str, int] = field(default_factory=dict)  # the collector's live counts
-    told: dict[str, float] = field(default_factory=dict)
+    last_values: dict[str, float] = field(default_factory=dict)  # of the rules that were told, also before a resume
     _held: Counter[str] = field(default_factory=Counter)  # steps in a row
     _episodes: float = 0.0
     _skipped: float = 0.0
@@ -535,9 +450,9 @@ class RunHealth:
                 self._held[rule.name] = 0
                 continue
             self._held[rule.name] += 1
-            before = self.told.get(rule.name)
+            before = self.last_values.get(rule.name)
             if self._held[rule.name] >= rule.patience and (before is None or value >= rule.growth * before):
-                self.told[rule.name] = value
+                self.last_values[rule.name] = value
                 text = "; ".join(filter(None, (rule.says(view, value), rule.cure(view))))
                 messages.append(HealthMessage(rule.name, value, text))
         return messages

@@ -5,6 +5,7 @@ Does not know what a number or a message means. Weights & Biases, MLflow and Tra
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -38,14 +39,14 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 
 
 def drop_rows_from(path: Path, resume: int | None) -> None:
-    """Rewrite the file without incomplete lines and without steps ≥ ``resume``; atomically, so that a kill loses nothing."""
+    """Rewrite the file without incomplete lines and without steps ≥ ``resume``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return
     earlier = [row for row in read_rows(path) if resume is None or row["step"] < resume]
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in earlier), encoding="utf-8")
-    os.replace(temporary, path)
+    os.replace(temporary, path)  # atomic: a kill loses nothing
 
 
 # ---------------------------------------------------------------------- messages
@@ -115,15 +116,11 @@ class TensorBoard:
 
     def __init__(self, directory: str | Path, resume: int | None = None) -> None:
         self._writer: Any = None
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                warnings.warn("no TensorBoard files are written: install tensorboardX to get them", stacklevel=2)
+        for module in ("tensorboardX", "torch.utils.tensorboard"):  # the first imports in a moment, and needs no torch
+            with contextlib.suppress(ImportError):
+                self._writer = importlib.import_module(module).SummaryWriter(str(directory), purge_step=resume)
                 return
-        self._writer = SummaryWriter(str(directory), purge_step=resume)
+        warnings.warn("no TensorBoard files are written: install tensorboardX to get them", stacklevel=2)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in _finite(metrics).items() if self._writer is not None else ():
@@ -134,53 +131,40 @@ class TensorBoard:
             self._writer.close()
 
 
-class Service:
-    """A tracking service: ``log`` and ``close`` of its library."""
+SERVICES = ("wandb", "mlflow", "trackio")
 
-    def __init__(self, name: str, log: Callable[..., object], close: Callable[[], object]) -> None:
-        self.name, self._log, self._close = name, log, close
+
+class Service:
+    """A tracking service by the name of its library: ``Service("wandb", "turnwise", "first-try", {...})``."""
+
+    def __init__(self, kind: str, project: str, name: str, settings: Mapping[str, Any]) -> None:
+        if kind not in SERVICES:
+            raise SettingError(f"there is no tracker {kind!r}: {nearest(kind, SERVICES)}")
+        try:
+            library = importlib.import_module(kind)
+        except ImportError as error:
+            raise SettingError(f"tracking with {kind} needs it installed: pip install 'turnwise[{kind}]'") from error
+        self.name, config = kind, dict(settings)
+        self._log: Callable[..., object]
+        self._close: Callable[[], object]
+        if kind == "wandb":
+            # the name is the id, so that a resumed run continues in the same place
+            run = library.init(project=project, name=name, id=name, config=config, resume="allow")
+            self._log, self._close = run.log, run.finish
+        elif kind == "mlflow":
+            library.set_experiment(project)
+            library.start_run(run_name=name)
+            library.log_params({key: str(value)[:500] for key, value in config.items()})  # it refuses longer texts
+            self._log, self._close = library.log_metrics, library.end_run
+        else:
+            library.init(project=project, name=name, config=config, resume="allow")
+            self._log, self._close = library.log, library.finish
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._log(_finite(metrics), step=step)
 
     def close(self) -> None:
         self._close()
-
-
-def _wandb(wandb: Any, project: str, name: str, settings: dict[str, Any]) -> Service:
-    # the name is the id, so that a resumed run continues in the same place
-    run = wandb.init(project=project, name=name, id=name, config=settings, resume="allow")
-    return Service("wandb", run.log, run.finish)
-
-
-def _mlflow(mlflow: Any, project: str, name: str, settings: dict[str, Any]) -> Service:
-    mlflow.set_experiment(project)
-    mlflow.start_run(run_name=name)
-    mlflow.log_params({key: str(value)[:500] for key, value in settings.items()})
-    return Service("mlflow", mlflow.log_metrics, mlflow.end_run)
-
-
-def _trackio(trackio: Any, project: str, name: str, settings: dict[str, Any]) -> Service:
-    trackio.init(project=project, name=name, config=settings, resume="allow")
-    return Service("trackio", trackio.log, trackio.finish)
-
-
-SERVICES: dict[str, Callable[[Any, str, str, dict[str, Any]], Tracker]] = {
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-    "trackio": _trackio,
-}
-
-
-def service(kind: str, project: str, name: str, settings: Mapping[str, Any]) -> Tracker:
-    """``service("wandb", "turnwise", "first-try", {...})``"""
-    if kind not in SERVICES:
-        raise SettingError(f"there is no tracker {kind!r}: {nearest(kind, SERVICES)}")
-    try:
-        library = importlib.import_module(kind)
-    except ImportError as error:
-        raise SettingError(f"tracking with {kind} needs it installed: pip install 'turnwise[{kind}]'") from error
-    return SERVICES[kind](library, project, name, dict(settings))
 
 
 class Trackers:
@@ -190,25 +174,20 @@ class Trackers:
         self._working = list(trackers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for tracker in list(self._working):
-            try:
-                tracker.log(step, metrics)
-            except Exception as error:
-                self._working.remove(tracker)
-                _report(tracker, error)
+        self._each(lambda tracker: tracker.log(step, metrics))
 
     def close(self) -> None:
-        for tracker in self._working:
-            try:
-                tracker.close()
-            except Exception as error:
-                _report(tracker, error)
+        self._each(lambda tracker: tracker.close())
         self._working = []
 
-
-def _report(tracker: Tracker, error: Exception) -> None:
-    name = getattr(tracker, "name", type(tracker).__name__)
-    warnings.warn(f"{name} failed and is no longer used: {error!r}", stacklevel=3)
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._working):
+            try:
+                act(tracker)
+            except Exception as error:
+                self._working.remove(tracker)
+                name = getattr(tracker, "name", type(tracker).__name__)
+                warnings.warn(f"{name} failed and is no longer used: {error!r}", stacklevel=3)
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from turnwise.models.fetch import resolve
 from turnwise.models.loading import save_lossless
 from turnwise.observe.profile import PAGE, Profile
 from turnwise.observe.rules import RunHealth, RunLimits
-from turnwise.observe.trackers import MESSAGES, JsonLines, MessageLog, TensorBoard, Trackers, service
+from turnwise.observe.trackers import MESSAGES, JsonLines, MessageLog, Service, TensorBoard, Trackers
 from turnwise.store.checkpoint import (
     discard_after,
     keep_newest,
@@ -323,7 +323,7 @@ class Trainer:
             if kind == "tensorboard":
                 trackers.append(TensorBoard(self.run_dir.tensorboard, start + 1))
             else:
-                trackers.append(service(kind, "turnwise", self.run_dir.path.name, self.settings.as_dict()))
+                trackers.append(Service(kind, "turnwise", self.run_dir.path.name, self.settings.as_dict()))
         return Trackers(trackers)
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
