@@ -26,7 +26,7 @@ from turnwise import recipes
 from turnwise.core.batch import Batch, pack
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
-from turnwise.engines.sharded.rank_pool import start_ranks
+from turnwise.engines.sharded.rank_pool import RankPool
 from turnwise.engines.sharded.sharded_learner import ShardedLearner
 from turnwise.store.checkpoint import load_checkpoint, save_checkpoint
 
@@ -92,7 +92,7 @@ def measured(what: str, processes: list[int]) -> Iterator[None]:
 def checkpoints(ranks: int, hidden: int, layers: int, batch: Batch, rounds: int) -> None:
     """Save and load the state of a learner that has taken one step, so that it has moments."""
     signals = recipes.build("dr_grpo").objective.signals
-    pool = start_ranks(ranks)
+    pool = RankPool(ranks)
     learner = ShardedLearner(make_model(hidden, layers), SETTINGS, ranks=ranks, signals=signals, pool=pool)
     objective = recipes.build("dr_grpo").objective
     learner.update(objective.credit(batch), objective)
@@ -138,7 +138,7 @@ def main() -> None:
         took = seconds(local, batch, a.rounds)
         print(f"1 process, {threads} threads: {took:.2f} s, {ids / took:.0f} ids/s ({local.describe()})", flush=True)
     torch.set_num_threads(1)
-    pool = start_ranks(a.ranks)
+    pool = RankPool(a.ranks)
     for gather in ("step", "block"):
         own: dict[str, Any] = {"ranks": a.ranks, "signals": signals, "gather": gather, "pool": pool}
         sharded = ShardedLearner(make_model(a.hidden, a.layers), SETTINGS, **own)

@@ -103,7 +103,7 @@ class Recording:
     def plan(self, batch):
         return batch
 
-    def scales(self, batch, main, sides):
+    def scales(self, batch, sides):
         return Scales()
 
     def __call__(self, batch, policy):

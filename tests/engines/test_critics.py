@@ -36,7 +36,7 @@ class Towards:
     def plan(self, batch):
         return batch
 
-    def scales(self, batch, main, sides):
+    def scales(self, batch, sides):
         return Scales()
 
     def __call__(self, batch, policy):

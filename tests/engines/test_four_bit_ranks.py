@@ -11,7 +11,7 @@ from support.small_models import make_model
 from torch.distributed.tensor import DTensor
 
 from turnwise.engines.kernels.four_bit import FourBitMatrix, packed_layers
-from turnwise.engines.sharded.rank_pool import start_ranks
+from turnwise.engines.sharded.rank_pool import RankPool
 
 pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise[quantized]'")
 pytest.importorskip("peft", reason="adapters need PEFT")
@@ -37,7 +37,7 @@ def packed(learner) -> dict[str, torch.Tensor]:
 
 def test_a_rank_holds_packed_matrices_whole_and_shards_of_the_rest():
     case = Case("grpo", settings=FOUR_BIT, model=make_model)
-    pool = start_ranks(1)
+    pool = RankPool(1)
     try:
         local, sharded = case.local(), case.sharded(pool)
         assert "frozen weights in 4 bits" in sharded.describe()
@@ -59,7 +59,7 @@ def test_a_rank_holds_packed_matrices_whole_and_shards_of_the_rest():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_take_the_steps_of_the_local_learner_and_continue_each_other(ranks):
-    pool = start_ranks(ranks)
+    pool = RankPool(ranks)
     try:
         some = cases() if ranks == 2 else cases()[::4]
         assert [wrong for case in some for wrong in differences(case, pool, FLOAT32)] == []

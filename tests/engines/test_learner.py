@@ -29,7 +29,7 @@ EVERY = frozenset(Signal) - {Signal.ACTION_VALUE, Signal.OLD_ACTION_VALUE}  # th
 
 
 def gradients(learner, batch, objective):
-    loss, sums, _, _ = learner._backward(batch, objective)
+    loss, sums, _ = learner._backward(batch, objective)
     grads = {n: p.grad.clone() for n, p in learner.trained.items()}
     learner._policy_optimizer.zero_grad()
     return float(loss), {n: float(x) for n, x in sums.items()}, grads
@@ -128,7 +128,7 @@ class Broken:
     def plan(self, batch):
         return batch
 
-    def scales(self, batch, main, sides):
+    def scales(self, batch, sides):
         return Scales()
 
     def __call__(self, batch, policy):

@@ -17,8 +17,8 @@ import pytest
 import torch
 from support.ranks import Case, state_differences, update
 
-from turnwise.engines.sharded.rank_pool import start_ranks
-from turnwise.engines.sharded.rank_state import RankTensors
+from turnwise.engines.sharded.rank_pool import RankPool
+from turnwise.engines.sharded.sharded_learner import RankTensors
 from turnwise.errors import RankFault, SettingError, StoreError
 from turnwise.store.checkpoint import checkpoints, load_checkpoint, load_latest, save_checkpoint
 from turnwise.store.shard_files import StoredTensors
@@ -34,7 +34,7 @@ if find_spec("peft"):
 
 @contextmanager
 def ranks(number: int):
-    pool = start_ranks(number)
+    pool = RankPool(number)
     try:
         yield pool
     finally:

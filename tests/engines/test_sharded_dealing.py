@@ -9,7 +9,7 @@ from support.batches import COUNTS, records_of
 from turnwise.core.batch import pack, shared_prefix_lengths
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY
-from turnwise.engines.sharded.dealing import deal, rows_of_ranks, stripped
+from turnwise.engines.sharded.sharded_learner import deal, rows_of_ranks, stripped
 
 
 @given(COUNTS, st.integers(1, 5), st.integers(1, 64), st.booleans())

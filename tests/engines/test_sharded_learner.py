@@ -21,8 +21,8 @@ from support.small_models import make_model
 from turnwise import recipes
 from turnwise.core.signals import Signal
 from turnwise.engines.sharded import rank_pool
-from turnwise.engines.sharded.rank_pool import start_ranks
-from turnwise.engines.sharded.served import UNSERVED, LearnerNeeds, unserved_reason
+from turnwise.engines.sharded.rank_pool import RankPool
+from turnwise.engines.sharded.served import unserved_reason
 from turnwise.engines.sharded.sharded_learner import ShardedLearner
 from turnwise.errors import RankFault, SettingError
 
@@ -34,7 +34,7 @@ NEEDS = [  # one method for each need of a learner
 
 def served(name: str) -> bool:
     recipe = recipes.build(name)
-    return not unserved_reason(LearnerNeeds(recipe.objective.signals, bool(recipe.smoothing), recipe.precision.learner))
+    return not unserved_reason(recipe.objective.signals, bool(recipe.smoothing), recipe.precision.learner)
 
 
 def variants() -> list[Case]:
@@ -54,7 +54,7 @@ def variants() -> list[Case]:
 
 
 def test_one_rank_is_the_local_learner():
-    pool = start_ranks(1)
+    pool = RankPool(1)
     try:
         assert [w for gather in ("block", "step") for w in differences(Case("ppo", gather), pool)] == []
         single = [Case("grpo", gather, settings={"dtype": "float32"}) for gather in ("block", "step")]
@@ -65,7 +65,7 @@ def test_one_rank_is_the_local_learner():
 
 @pytest.mark.slow
 def test_two_ranks_serve_every_need():
-    pool = start_ranks(2)
+    pool = RankPool(2)
     try:
         cases = [Case(name, gather) for name in NEEDS for gather in ("block", "step")]
         assert [wrong for case in [*cases, *variants()] for wrong in differences(case, pool)] == []
@@ -78,7 +78,7 @@ def test_two_ranks_serve_every_need():
 @pytest.mark.slow
 def test_four_ranks_and_a_resume_with_another_number():
     """More ranks than some batches have trajectories. The state of four ranks continues locally, and back."""
-    pool = start_ranks(4)
+    pool = RankPool(4)
     try:
         assert [wrong for name in ("grpo", "ppo", "mssr", "poise") for wrong in differences(Case(name), pool)] == []
         for case in (Case("mssr"), Case("ppo", "step", options={"separate_critic": True})):
@@ -101,7 +101,7 @@ def test_four_ranks_and_a_resume_with_another_number():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_two_ranks_serve_every_method():
-    pool = start_ranks(2)
+    pool = RankPool(2)
     try:
         names = [name for name in recipes.METHODS if served(name)]
         assert [wrong for name in names for wrong in differences(Case(name), pool)] == []
@@ -114,7 +114,7 @@ def test_a_killed_rank_is_named_and_the_run_continues_equal(tmp_path):
     case = Case("grpo")
     local = case.local()
     first, second = case.groups(local)
-    pool = start_ranks(3)
+    pool = RankPool(3)
     try:
         sharded = case.sharded(pool)
         update(sharded, case.recipe(), [first])
@@ -131,7 +131,7 @@ def test_a_killed_rank_is_named_and_the_run_continues_equal(tmp_path):
             sharded.weights()
     finally:
         pool.close()
-    pool = start_ranks(2)
+    pool = RankPool(2)
     try:
         again = case.sharded(pool)
         again.load_state_dict(saved)
@@ -148,7 +148,7 @@ def test_a_killed_rank_is_named_and_the_run_continues_equal(tmp_path):
 def test_a_fault_of_one_rank_reaches_the_caller(monkeypatch):
     """A user's mistake keeps its type; a rank that does not answer is named."""
     monkeypatch.setattr(rank_pool, "ANSWER_SECONDS", 3.0)
-    pool = start_ranks(2)
+    pool = RankPool(2)
     try:
         learner = Case("grpo").sharded(pool)
         batch = Case("grpo").groups(Case("grpo").local())[0]
@@ -167,7 +167,7 @@ def test_a_stopped_rank_is_named_when_a_call_does_not_fit_its_buffers(monkeypatc
     def never(learner, message):
         raise AssertionError("rank 0 came to its own part")
 
-    pool = start_ranks(2)
+    pool = RankPool(2)
     try:
         process = pool.processes[0].number
         os.kill(process, signal.SIGSTOP)
@@ -181,19 +181,19 @@ def test_a_stopped_rank_is_named_when_a_call_does_not_fit_its_buffers(monkeypatc
 def test_a_worker_that_cannot_start_is_named(monkeypatch):
     monkeypatch.setattr(rank_pool, "WORKER", "turnwise.no_such_module")
     with pytest.raises(RankFault, match=r"rank 1 of 2 ended with status 1: .*no_such_module"):
-        start_ranks(2)
-    pool = start_ranks(1)  # nothing is left of the failed start
+        RankPool(2)
+    pool = RankPool(1)  # nothing is left of the failed start
     pool.close()
 
 
 def test_a_second_learner_with_ranks_is_refused_while_one_is_open():
-    pool = start_ranks(1)
+    pool = RankPool(1)
     try:
         with pytest.raises(SettingError, match="already belongs to a torch process group"):
-            start_ranks(1)
+            RankPool(1)
     finally:
         pool.close()
-    second = start_ranks(1)
+    second = RankPool(1)
     try:
         pool.close()  # again, as when its learner is collected late: the group is not its own any longer
         assert second.call(lambda learner: torch.distributed.get_world_size(), None) == 1
@@ -203,7 +203,7 @@ def test_a_second_learner_with_ranks_is_refused_while_one_is_open():
 
 def test_a_skipped_step_changes_nothing_on_any_rank():
     """A loss that is not finite: every rank skips, as the local learner does."""
-    case, pool = Case("grpo"), start_ranks(1)
+    case, pool = Case("grpo"), RankPool(1)
     try:
         local, sharded = case.local(), case.sharded(pool)
         batch = case.groups(local)[0]
@@ -224,6 +224,6 @@ def test_a_skipped_step_changes_nothing_on_any_rank():
 def test_what_cannot_be_served_is_refused_with_the_reason():
     refused = {name for name in recipes.METHODS if not served(name)}
     assert refused == {"alp", "alp_sequence", "jet_rl", "oblr_po", "vas", "vcpo"}
-    assert all(reason for _, reason in UNSERVED) and not unserved_reason(LearnerNeeds())
+    assert not unserved_reason(frozenset())
     with pytest.raises(SettingError, match=r"gradient norm of every single trajectory.*write ranks=1"):
         ShardedLearner(torch.nn.Identity(), ranks=2, signals=frozenset({Signal.GRADIENT_NORM}))

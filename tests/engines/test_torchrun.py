@@ -28,9 +28,9 @@ from turnwise.engines.sharded.rank_pool import (
     INTERFACE,
     OVER,
     START,
+    RankPool,
     interface_toward,
     say_end,
-    start_ranks,
 )
 from turnwise.engines.sharded.torchrun import TorchrunRank, check_torchrun, ranks_here, torchrun_rank
 from turnwise.errors import RankFault, SettingError
@@ -57,7 +57,7 @@ def under_torchrun(monkeypatch):
 
 
 def test_a_process_learns_which_rank_it_is(under_torchrun, monkeypatch):
-    assert torchrun_rank() == TorchrunRank(5, 16, 1, 4, 1, "node0") and not torchrun_rank().one_machine
+    assert torchrun_rank() == TorchrunRank(5, 16, 1, 4, 1, "node0")
     assert ranks_here(16) == 4
     check_torchrun(16)
     with pytest.raises(SettingError, match="torchrun started 16 processes, and ranks is 1; write --ranks 16"):
@@ -65,7 +65,7 @@ def test_a_process_learns_which_rank_it_is(under_torchrun, monkeypatch):
     with pytest.raises(SettingError, match="torchrun and --cluster both place"):
         check_torchrun(16, on_cluster=True)
     with pytest.raises(SettingError, match="torchrun started 16 processes, and ranks is 2"):
-        start_ranks(2)
+        RankPool(2)
     monkeypatch.delenv("RANK")
     with pytest.raises(SettingError, match=r"did not say which rank it is \('RANK'\)"):
         torchrun_rank()

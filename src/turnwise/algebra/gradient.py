@@ -39,7 +39,7 @@ class Gradient(Piece):
         """Further scalars of this micro-batch whose gradients ``scales`` needs; they sum over micro-batches."""
         return {}
 
-    def scales(self, view: MicroBatchView, main: Grads, side_gradients: Mapping[str, Grads]) -> Scales:
+    def scales(self, view: MicroBatchView, side_gradients: Mapping[str, Grads]) -> Scales:
         return Scales()
 
 
@@ -62,7 +62,7 @@ class DivideByClippingBias(Gradient):
         removed = where(_clipped(rho, gated, adv), weight * adv * rho, 0.0)
         return {"clipped": removed.at(TOKEN).x.sum()}
 
-    def scales(self, view: MicroBatchView, main: Grads, side_gradients: Mapping[str, Grads]) -> Scales:
+    def scales(self, view: MicroBatchView, side_gradients: Mapping[str, Grads]) -> Scales:
         size = norm(side_gradients["clipped"])
         return Scales(gradient=1 / max(size, self.floor)) if size else Scales()
 

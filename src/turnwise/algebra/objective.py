@@ -233,9 +233,9 @@ class Objective:
 
         return Loss(-objective, compute_stats, side_losses)  # the only place where the sign is flipped
 
-    def scales(self, batch: Batch, main: Grads, side_gradients: Mapping[str, Grads]) -> Scales:
+    def scales(self, batch: Batch, side_gradients: Mapping[str, Grads]) -> Scales:
         """What multiplies the finished gradient and the learning rate of a planned step."""
-        return self.gradient.scales(MicroBatchView(batch, {}), main, side_gradients)
+        return self.gradient.scales(MicroBatchView(batch, {}), side_gradients)
 
 
 def _total(value: Field) -> Tensor:

@@ -174,9 +174,7 @@ class ObjectiveProtocol(Protocol):
 
     def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> LossProtocol: ...
 
-    def scales(
-        self, batch: Batch, main: Sequence[Tensor], side_gradients: Mapping[str, Sequence[Tensor]]
-    ) -> ScalesProtocol:
+    def scales(self, batch: Batch, side_gradients: Mapping[str, Sequence[Tensor]]) -> ScalesProtocol:
         """Factors on the finished gradient and on the learning rate."""
 
 

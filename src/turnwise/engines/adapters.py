@@ -7,7 +7,7 @@ names; neither models nor PEFT.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,24 +35,25 @@ class Adapter:
         return replace(self, down=self.down.to(device), up=self.up.to(device))
 
 
-class WeightsMadeWhenRead(Mapping[str, Tensor]):
-    """Weights by name, of which some are made when they are read."""
+class TensorsWhenRead(Mapping[str, Tensor]):
+    """Tensors by name, each of them read, collected or made when it is asked for."""
 
-    def __init__(self, plain: Mapping[str, Tensor], made: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._plain, self._made = plain, made
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._plain[name] if name in self._plain else self._made[name]()
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._plain or name in self._made
+    def __contains__(self, name: object) -> bool:  # that of ``Mapping`` would read the tensor
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._plain
-        yield from self._made
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._plain) + len(self._made)
+        return len(self._names)
 
 
 class AdaptedWeights(Mapping[str, Tensor]):

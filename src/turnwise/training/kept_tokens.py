@@ -93,8 +93,8 @@ class RecordedObjective:
         self.recorder.updates.append([])
         return self.objective.plan(batch)
 
-    def scales(self, batch: Batch, main: Any, side_gradients: Mapping[str, Any]) -> Any:
-        return self.objective.scales(batch, main, side_gradients)
+    def scales(self, batch: Batch, side_gradients: Mapping[str, Any]) -> Any:
+        return self.objective.scales(batch, side_gradients)
 
     def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Loss:
         loss, gradients, logp = self.objective(batch, policy), list[Tensor](), policy[Signal.LOGP].x

@@ -27,7 +27,7 @@ from turnwise.core.signals import Signal
 from turnwise.data.offline_source import split_held_out
 from turnwise.data.prompts import holds_prompts_only
 from turnwise.data.replay import FRESH, FreshActions, NoReplay
-from turnwise.engines.sharded.served import LearnerNeeds, unserved_reason
+from turnwise.engines.sharded.served import unserved_reason
 from turnwise.engines.sharded.torchrun import check_torchrun, ranks_here, torchrun_rank
 from turnwise.environments import prompts
 from turnwise.environments.base import overrides
@@ -381,7 +381,7 @@ def ranks(plan: RunPlan) -> Iterator[str]:
         return
     dtype = recipe.precision.learner if s.dtype == "auto" else s.dtype
     signals, noisy = recipe.objective.signals, bool(recipe.smoothing)
-    if reason := unserved_reason(LearnerNeeds(signals, noisy, dtype, s.offload, resets_reference(recipe))):
+    if reason := unserved_reason(signals, noisy, dtype, s.offload, resets_reference(recipe)):
         yield f"{s.title} cannot learn on {s.ranks} ranks: {reason}; write --ranks 1"
     trajectories = recipe.budget.groups * recipe.budget.size
     if s.ranks > trajectories:

@@ -28,11 +28,12 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, Field
 from turnwise.core.protocols import ObjectiveProtocol, ScalesProtocol
 from turnwise.core.signals import WITH_GRADIENT, Signal
+from turnwise.engines.adapters import TensorsWhenRead
 from turnwise.engines.capture import using_gpu
 from turnwise.engines.experts import routing_of
 from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward
-from turnwise.engines.learner.optimizer import LearnerSettings
+from turnwise.engines.learner.optimizer import LearnerSettings, whole
 from turnwise.engines.learner.signals.measure import SignalMeasurer
 from turnwise.engines.learner.value_heads import ValueHeads
 from turnwise.errors import SettingError
@@ -72,7 +73,11 @@ class LocalLearner:
         model.to(device=self.device, dtype=self.master)  # type: ignore[call-arg]
         self.model = packed_forward.prepare(model.eval())
         if self.settings.lora_rank:
-            self._inject_adapters(by_hand=self.dtype != self.master and noise is None)
+            lora.inject(self.model, self.settings.lora_rank, self.settings.lora_alpha)
+            if self.dtype != self.master and noise is None:  # in float32 the stock forward runs adapters
+                packed_forward.run_adapters_by_hand(self.model)
+            else:
+                llama_layers.disable(self.model.get_decoder(), "adapters")
         if self.settings.recompute:
             packed_forward.enable_checkpointing(self.model)
         self.head = packed_forward.lm_head(self.model)
@@ -100,19 +105,12 @@ class LocalLearner:
     def _make_optimizers(self) -> None:
         """Collect the trained parameters and make their optimizers; again where shards have replaced the parameters."""
         self.trained = {n: p for n, p in self._named_parameters() if p.requires_grad}
+        self._head_parameter = self.head.weight  # with ranks the shard; during a pass the module holds the whole weight
         separate = lambda name: self._separate_critic and name.startswith(CRITIC_PREFIXES)  # noqa: E731
         self._policy_group = {n: p for n, p in self.trained.items() if not separate(n)}
         self._policy_optimizer = optimizer.adamw(self._policy_group, self.settings, self._rates)
         critic_group = {n: p for n, p in self.trained.items() if n not in self._policy_group}
         self._critic_optimizer = optimizer.adamw(critic_group, self.settings, self._rates) if critic_group else None
-
-    def _inject_adapters(self, by_hand: bool) -> None:
-        """Add adapters. Hand-written layers run them in half precision; in float32 the stock forward does."""
-        lora.inject(self.model, self.settings.lora_rank, self.settings.lora_alpha)
-        if by_hand:
-            packed_forward.run_adapters_by_hand(self.model)
-        else:
-            llama_layers.disable(self.model.get_decoder(), "adapters")
 
     def _narrow_frozen_weights(self) -> None:
         """Keep frozen matrices of the policy and of a critic's trunk in half precision. Verified before, in float32."""
@@ -175,10 +173,15 @@ class LocalLearner:
         return (p for n, p in self.trained.items() if n.startswith("model/"))
 
     def preconditioner(self) -> Tensor:
-        """lr · P for the LM head's weights: the step AdamW would make of one token's gradient."""
-        rate = self.settings.lr * self.settings.lr_factor(self.steps)
-        state = self._policy_optimizer.state.get(self.head.weight)
-        return rate * optimizer.preconditioner(state, self.head.weight, self.settings)
+        """lr · P for the LM head's weights, the step AdamW would make of one token's gradient: P = (1 − β₁)/(√v̂ + ε), and
+        1 − β₁ before its first step."""
+        state = {key: whole(t) for key, t in self._policy_optimizer.state.get(self._head_parameter, {}).items()}
+        (beta1, beta2), rate = self.settings.betas, self.settings.lr * self.settings.lr_factor(self.steps)
+        if not state:
+            return rate * torch.full_like(whole(self._head_parameter.detach()), 1 - beta1)
+        v = state["exp_avg_sq"] / (1 - beta2 ** float(state["step"]))
+        # v̂ is zero for tokens that never occurred, which would predict unbounded steps
+        return rate * ((1 - beta1) / (v.clamp(min=v.mean()).sqrt() + self.settings.eps))
 
     # ------------------------------------------------------------- updating
     @using_gpu()
@@ -191,8 +194,7 @@ class LocalLearner:
         self.measurer.train_auxiliary(batch)
         factor = self.settings.lr_factor(self.steps)
         try:
-            loss, sums, sides, planned = self._backward(batch, objective)
-            scales = self._scales(objective, planned, sides)
+            loss, sums, scales = self._backward(batch, objective)
             norms, taken = self._optimize(scales, loss)
         finally:
             for each in self._optimizers:
@@ -202,7 +204,10 @@ class LocalLearner:
             while_waiting()
         values = torch.stack([value.double().to(self.device) for value in sums.values()]).tolist()  # the only host sync
         metrics = dict(zip(sums, values))
-        self._count_step(stepped := bool(metrics.pop("taken")))
+        if stepped := bool(metrics.pop("taken")):
+            self.value_heads.update_targets(self.settings.follow)
+        self.steps += stepped
+        self.skipped += not stepped
         metrics |= {"scale/gradient": scales.gradient, "scale/lr": scales.rate}
         return metrics | {"lr": self.settings.lr * factor * scales.rate, "skipped": float(not stepped)}
 
@@ -218,32 +223,23 @@ class LocalLearner:
             optimizer.move_state(self._optimizers, torch.device("cpu"))
         return norms, taken
 
-    def _count_step(self, taken: bool) -> None:
-        """What follows a step, once the host knows whether it was taken."""
-        if taken:
-            self.value_heads.update_targets(self.settings.follow)
-        self.steps += taken
-        self.skipped += not taken
-
-    def _scales(
-        self, objective: ObjectiveProtocol, planned: Batch, sides: Mapping[str, Sequence[Tensor]]
-    ) -> ScalesProtocol:
-        gradients = [p.grad for p in self._policy_group.values() if p.grad is not None]
-        return objective.scales(planned, gradients, sides)
-
-    def _backward(
-        self, batch: Batch, objective: ObjectiveProtocol
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, list[Tensor]], Batch]:
+    def _backward(self, batch: Batch, objective: ObjectiveProtocol) -> tuple[Tensor, dict[str, Tensor], ScalesProtocol]:
         """Sum losses, statistics and gradients over the micro-batches. The host reads none of them, so it never stalls the
         GPU."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         sums: dict[str, Tensor] = {}
         sides: dict[str, list[Tensor]] = {}
-        step = batch
+        step, group = batch, list(self._policy_group.values())
         for planned, micro, policy in self._micro_batches(batch, objective):
             step, result = planned, objective(micro, policy)
-            for name, side in result.side_losses.items():
-                self._add_side(sides.setdefault(name, []), side)
+            for name, side in result.side_losses.items():  # gradients of additional scalars
+                grads = sides.setdefault(name, [torch.zeros_like(p) for p in group])
+                parts = (
+                    torch.autograd.grad(side, group, retain_graph=True, allow_unused=True) if side.requires_grad else ()
+                )
+                for side_total, part in zip(grads, parts):
+                    if part is not None:
+                        side_total += part
             if result.loss.requires_grad:  # false for a micro-batch without sampled tokens
                 with llama_layers.accumulating_gradients(self.model.get_decoder(), self.value_heads.trunk):
                     result.loss.backward()
@@ -251,7 +247,7 @@ class LocalLearner:
             for name, value in result.stats.items():  # computed while the GPU runs the backward pass
                 sums[name] = sums.get(name, 0) + torch.as_tensor(value).detach()
             del micro, policy, result  # their graph holds weights and activations, beside those of the next micro-batch
-        return total, sums, sides, step
+        return total, sums, objective.scales(step, sides)
 
     def _micro_batches(
         self, batch: Batch, objective: ObjectiveProtocol
@@ -295,17 +291,6 @@ class LocalLearner:
     def _split(self, batch: Batch) -> Iterator[Batch]:
         """Cut into micro-batches. Only a GPU packs sequences of different lengths without padding."""
         return batch.split(self.settings.positions, padded=self.device.type != "cuda")
-
-    def _add_side(self, grads: list[Tensor], side: Tensor) -> None:
-        """Accumulate the gradient of an additional scalar into ``grads``."""
-        trained = list(self._policy_group.values())
-        if not grads:
-            grads += [torch.zeros_like(p) for p in trained]
-        if side.requires_grad:
-            contributions = torch.autograd.grad(side, trained, retain_graph=True, allow_unused=True)
-            for total, g in zip(grads, contributions):
-                if g is not None:
-                    total += g
 
     # -------------------------------------------------------------- weights
     def weights(self) -> Mapping[str, Tensor]:
@@ -383,7 +368,11 @@ class LocalLearner:
     def _restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         for name, p in self.trained.items():
             p.copy_(tensors[name])
-        under = lambda prefix: UnderPrefix(tensors, prefix)  # noqa: E731
+
+        def under(prefix: str) -> Mapping[str, Tensor]:
+            names = (name.removeprefix(prefix) for name in tensors if name.startswith(prefix))
+            return TensorsWhenRead(names, lambda name: tensors[prefix + name])
+
         optimizer.restore_state(self._optimizers, self.trained, under("optimiser/"))
         for name, target in self.value_heads.target_tensors().items():
             target.copy_(tensors[f"slow/{name}"])
@@ -419,23 +408,6 @@ class LayerNoiseHooks:
             yield
         finally:
             self._seed = None
-
-
-class UnderPrefix(Mapping[str, Tensor]):
-    """The tensors whose names begin with ``prefix``, by the rest of the name."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
-        self._tensors, self._prefix = tensors, prefix
-        self._names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._prefix + name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def tell_missing_records(model: PreTrainedModel, batch: Batch) -> None:

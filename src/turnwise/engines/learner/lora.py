@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from turnwise.engines.adapters import AdaptedWeights, Adapter, WeightsMadeWhenRead
+from turnwise.engines.adapters import AdaptedWeights, Adapter, TensorsWhenRead
 from turnwise.engines.experts import is_experts
 from turnwise.engines.kernels.four_bit import (
     FourBitLinear,
@@ -132,7 +132,9 @@ def _frozen_base(model: PreTrainedModel) -> Mapping[str, Tensor]:
         made |= {
             name.replace(BASE, ""): partial(FourBitStack.dequantised, m, torch.float32) for name, m in experts.items()
         }
-        _bases[model] = AdaptedWeights(WeightsMadeWhenRead(plain, made), {})
+        _bases[model] = AdaptedWeights(
+            TensorsWhenRead([*plain, *made], lambda n: plain[n] if n in plain else made[n]()), {}
+        )
     return _bases[model]
 
 

@@ -121,18 +121,6 @@ def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
         compat.foreach_mul_([p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None], factor)
 
 
-def preconditioner(state: Mapping[str, Tensor] | None, p: Tensor, settings: LearnerSettings) -> Tensor:
-    """The factor AdamW applies to a new gradient of ``p``: (1 − β₁)/(√v̂ + ε); 1 − β₁ before its first step. ``state``: the
-    optimizer's of this parameter.
-
-    v̂ is clamped below by its mean: it is zero for tokens that never occurred, which would predict unbounded steps."""
-    new_share = 1 - settings.betas[0]
-    if not state:
-        return torch.full_like(p, new_share)
-    v = state["exp_avg_sq"] / (1 - settings.betas[1] ** float(state["step"]))
-    return new_share / (v.clamp(min=v.mean()).sqrt() + settings.eps)
-
-
 def guarded_step(
     lr_factors: Mapping[torch.optim.Optimizer, float], clip: float, loss: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:

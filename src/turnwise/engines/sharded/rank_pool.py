@@ -101,7 +101,8 @@ def send_call(store: dist.Store, number: int, call: tuple[str, tuple[Any, ...]] 
     data = io.BytesIO()
     pickler = pickle.Pickler(data, protocol=5)
     # a batch has many small tensors, and torch's way to pickle one takes five times as long
-    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _as_array}
+    as_array = lambda t: (torch.from_numpy, (t.detach().cpu().contiguous().numpy(),))  # noqa: E731
+    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: as_array}
     pickler.dump(call)
     store.set(CALL.format(number), "")
     dist.broadcast_object_list([data.getvalue()], 0)
@@ -113,10 +114,6 @@ def next_call(store: dist.Store, number: int) -> tuple[str, tuple[Any, ...]] | N
     box: list[Any] = [None]
     dist.broadcast_object_list(box, 0)
     return pickle.loads(box[0])
-
-
-def _as_array(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return torch.from_numpy, (tensor.detach().cpu().contiguous().numpy(),)
 
 
 def say_end(store: dist.Store, rank: int, reason: TurnwiseError | str) -> None:
@@ -158,7 +155,7 @@ class Peer:
 class RankPool:
     """``size`` ranks, of which the calling process is the first."""
 
-    def __init__(self, size: int, device: torch.device, threads: int = 1) -> None:
+    def __init__(self, size: int, device: torch.device | str = "cpu", threads: int = 1) -> None:
         """Start the other ranks, or meet those of torchrun, and form the process group. ``threads``: of each rank."""
         if dist.is_initialized():
             raise SettingError(
@@ -166,7 +163,8 @@ class RankPool:
                 "learner with ranks first"
             )
         check_torchrun(size)
-        self.size, self.device, self.threads = size, device, threads
+        gpu = torch.device(device).type == "cuda"
+        self.size, self.device, self.threads = size, torch.device("cuda", 0) if gpu else torch.device(device), threads
         self.peers = [Peer(rank) for rank in range(1, size)]
         self.files: Any = None  # a group whose operations may take long; None: the ranks have ended
         self._lock, self._caller, self._calls, self._left = threading.RLock(), 0, itertools.count(), False
@@ -226,17 +224,15 @@ class RankPool:
         processes = []
         for peer in self.peers:
             about = peer.about or {"process": 0, "node": 0}
-            machine = about["host"] if about["node"] else ""
-            processes.append(RankProcess(about["process"], machine, bool(machine) and not self._beats(peer)))
+            machine, ended = about["host"] if about["node"] else "", False
+            if machine:  # only signs of life tell of a process on another machine
+                with contextlib.suppress(dist.DistError):  # torchrun itself is gone
+                    beats = self.store.add(BEAT.format(peer.rank), 0)
+                    if beats != peer.beats:
+                        peer.beats, peer.heard = beats, time.monotonic()
+                ended = time.monotonic() - peer.heard >= SILENT_SECONDS
+            processes.append(RankProcess(about["process"], machine, ended))
         return processes
-
-    def _beats(self, peer: Peer) -> bool:
-        """Whether a rank on another machine gave a sign of life lately."""
-        with contextlib.suppress(dist.DistError):  # torchrun itself is gone
-            beats = self.store.add(BEAT.format(peer.rank), 0)
-            if beats != peer.beats:
-                peer.beats, peer.heard = beats, time.monotonic()
-        return time.monotonic() - peer.heard < SILENT_SECONDS
 
     def call(
         self, method: Callable[..., Any], learner: Any, *arguments: Any, of_others: tuple[Any, ...] | None = None
@@ -280,7 +276,9 @@ class RankPool:
         until, silent = time.monotonic() + NAMING_SECONDS, list(self.peers)
         while silent and time.monotonic() < until:
             for peer in list(silent):
-                how, said = peer.how_it_ended(), self._said(peer)
+                how, key = peer.how_it_ended(), FAULT.format(peer.rank)
+                # empty: it ended because another one failed; None: it has said nothing
+                said = pickle.loads(bytes.fromhex(self.store.get(key).decode())) if self.store.check([key]) else None
                 if isinstance(said, TurnwiseError):
                     return said
                 if said or (how and said is None):
@@ -298,35 +296,20 @@ class RankPool:
             "reached; see the output of torchrun"
         )
 
-    def _said(self, peer: Peer) -> TurnwiseError | str | None:
-        """Why a rank ended; empty: because another one failed; None: it has said nothing."""
-        key = FAULT.format(peer.rank)
-        return pickle.loads(bytes.fromhex(self.store.get(key).decode())) if self.store.check([key]) else None
-
     def close(self) -> None:
         """End the other ranks and leave the process group."""
         files, self.files = self.files, None
         if files is not None and any(peer.process is None for peer in self.peers):
             with contextlib.suppress(RuntimeError):  # one of them has died meanwhile
                 send_call(self.store, next(self._calls), None)
-        self._leave_group()
+        if not self._left and dist.is_initialized():  # once: a group that is formed later belongs to another pool
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        self._left = True
         for peer in self.peers:
             if peer.process is not None:
                 peer.process.close()
         self.peers = []
-
-    def _leave_group(self) -> None:
-        """Once: a group that is formed later belongs to another pool."""
-        if not self._left and dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
-        self._left = True
-
-
-def start_ranks(ranks: int, device: torch.device | str = "cpu", threads: int = 1) -> RankPool:
-    """Processes that can hold a learner. This one is the first of them."""
-    kind = torch.device(device)
-    return RankPool(ranks, torch.device("cuda", 0) if kind.type == "cuda" else kind, threads)
 
 
 def release_ranks(started: TorchrunRank) -> None:

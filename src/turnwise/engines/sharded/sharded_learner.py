@@ -28,8 +28,8 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -38,30 +38,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
-from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, Field
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level
 from turnwise.core.protocols import LossProtocol, ObjectiveProtocol, ScalesProtocol
 from turnwise.core.signals import WITH_GRADIENT, Signal, level_of
-from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward
+from turnwise.engines.adapters import TensorsWhenRead
+from turnwise.engines.learner import llama_layers, lora, packed_forward
 from turnwise.engines.learner.learner import LocalLearner
 from turnwise.engines.learner.optimizer import LearnerSettings, whole
-from turnwise.engines.learner.signals.measure import AUXILIARY, Fields, SignalMeasurer
+from turnwise.engines.learner.signals.measure import AUXILIARY, Fields, SignalMeasurer, named
 from turnwise.engines.learner.value_heads import frozen_copy
-from turnwise.engines.sharded.dealing import Round, Share, deal, stripped
-from turnwise.engines.sharded.rank_pool import RankPool, start_ranks
-from turnwise.engines.sharded.rank_state import OwnTensors, RankTensors, write_own
-from turnwise.engines.sharded.served import LearnerNeeds, unserved_reason
+from turnwise.engines.sharded.rank_pool import RankPool
+from turnwise.engines.sharded.served import unserved_reason
 from turnwise.errors import SettingError
-from turnwise.store.shard_files import ShardFile, StoredTensors
+from turnwise.store.shard_files import Position, ShardFile, StoredTensors, TensorSlice, shapes_of, write_shard
 
 Gather = Literal["block", "step"]
 VARYING_FORWARDS = frozenset({Signal.ANSWER_LOGP, Signal.LOGP_WITHOUT_FEEDBACK})
 """Signals whose number of forward passes depends on the trajectories: weights stay whole while they are measured."""
 REFERENCES = frozenset({Signal.REFERENCE, Signal.HELLINGER})
+UNEVEN = 1.1  # load of the fullest rank over the mean above which groups are dealt apart
 FIND_SECONDS = 15.0  # a network filesystem may show a file late
 Gradients = dict[Signal, Tensor | None]
 P = ParamSpec("P")
@@ -103,12 +103,11 @@ class ShardedLearner(LocalLearner):
         on GPUs. ``threads``: of each rank. ``pool``: ranks that were started before, and end later. ``folder``: of the
         checkpoints; ranks on several machines also find the model there. ``critic``: as for the local learner."""
         settings = settings or LearnerSettings()
-        reason = unserved_reason(LearnerNeeds(signals, dtype=settings.dtype, offload=settings.offload))
-        if reason:
+        if reason := unserved_reason(signals, dtype=settings.dtype, offload=settings.offload):
             raise SettingError(f"several ranks cannot serve this learner: {reason}; write ranks=1")
         device = torch.device(device)
         gather = gather or ("block" if device.type == "cuda" else "step")
-        started = pool or start_ranks(ranks, device, threads)
+        started = pool or RankPool(ranks, device, threads)
         try:
             self.device, self.files = started.device, started.files
             place = started.several_machines and folder
@@ -169,7 +168,6 @@ class ShardedLearner(LocalLearner):
             part.set_force_sum_reduction_for_comms(
                 True
             )  # in float32 FSDP would scale inside the sum, which gloo cannot
-        self.head_parameter = self.head.weight
         self._make_optimizers()
         with self._whole_weights(False):
             self.root(dict)  # FSDP decides at the first pass which module is the root
@@ -210,8 +208,8 @@ class ShardedLearner(LocalLearner):
         dist.gather_object(value, values, dst=0, group=group)
         return values or []
 
-    def _told(self, value: Any) -> Any:
-        """The value of rank 0."""
+    def _of_rank_0(self, value: Any) -> Any:
+        """The value of rank 0, on every rank."""
         box = [value]
         dist.broadcast_object_list(box, 0)
         return box[0]
@@ -250,12 +248,6 @@ class ShardedLearner(LocalLearner):
     def _measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
         return super().measure(batch, signals)
 
-    def preconditioner(self) -> Tensor:
-        state = self._policy_optimizer.state.get(self.head_parameter, {})
-        rate = self.settings.lr * self.settings.lr_factor(self.steps)
-        weight = whole(self.head_parameter.detach())
-        return rate * optimizer.preconditioner({k: whole(t) for k, t in state.items()}, weight, self.settings)
-
     # ------------------------------------------------------------- updating
     def update(
         self, batch: Batch, objective: ObjectiveProtocol, while_waiting: Callable[[], object] | None = None
@@ -273,9 +265,7 @@ class ShardedLearner(LocalLearner):
     def _update(self, batch: Batch, objective: ObjectiveProtocol) -> dict[str, float]:
         return super().update(batch, objective)
 
-    def _backward(
-        self, batch: Batch, objective: ObjectiveProtocol
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, list[Tensor]], Batch]:
+    def _backward(self, batch: Batch, objective: ObjectiveProtocol) -> tuple[Tensor, dict[str, Tensor], ScalesProtocol]:
         """Sum gradients over the micro-batches of all ranks; losses and statistics on rank 0, which evaluates the objective."""
         batch = batch.put(vocabulary_size=batch.tree.full(BATCH, float(self.head.weight.shape[0])))
         step, before = StepOfRank(self, objective), objective.signals_before_step
@@ -287,32 +277,17 @@ class ShardedLearner(LocalLearner):
             if len(single) == 1:  # planning reads the pass that is differentiated
                 planned = step.plan_and_differentiate(batch, single[0])
             else:
-                planned = self._planned(objective, batch)
+                planned = objective.plan(batch)
+                marks = planned.columns.get(Column.NO_GRADIENT)  # ranks without the objective learn them from rank 0
+                silent = self._of_rank_0(None if marks is None else marks.x)
+                if silent is not None:
+                    planned = planned.put(no_gradient=Field(planned.tree, TRAJECTORY, silent))
                 with_gradient, without = self.split_by_gradient(planned)
                 for part, gradient in ((without, False), (with_gradient, True)):
                     if part is not None:
                         step.differentiate(part, gradient)
-        loss, sums = self._told((step.loss, step.sums))
-        return loss, sums, {name: [whole(g).cpu() for g in grads] for name, grads in step.sides.items()}, planned
-
-    def _planned(self, objective: ObjectiveProtocol, batch: Batch) -> Batch:
-        """The planned step; ranks without the objective learn which trajectories have no gradient."""
-        planned = objective.plan(batch)
-        silent = self._told(planned.columns[Column.NO_GRADIENT].x if Column.NO_GRADIENT in planned.columns else None)
-        return planned if silent is None else planned.put(no_gradient=Field(planned.tree, TRAJECTORY, silent))
-
-    def _scales(
-        self, objective: ObjectiveProtocol, planned: Batch, sides: Mapping[str, Sequence[Tensor]]
-    ) -> ScalesProtocol:
-        """Rank 0 asks the objective. The whole gradient is collected only if it reads that: until rank 0 tells the answer, the
-        others may be told to take part."""
-        collect = lambda: [whole(p.grad).cpu() for p in self._policy_group.values() if p.grad is not None]  # noqa: E731
-        if self.rank == 0:
-            gradients = GradientsWhenRead(lambda: (self._told("collect"), collect())[1])
-            return self._told(objective.scales(planned, gradients, sides))
-        while (answer := self._told(None)) == "collect":
-            collect()
-        return answer
+        sides = {name: [whole(g).cpu() for g in grads] for name, grads in step.sides.items()}
+        return self._of_rank_0((step.loss, step.sums, objective.scales(planned, sides)) if self.rank == 0 else None)
 
     # -------------------------------------------------------------- weights
     def weights(self) -> Mapping[str, Tensor]:
@@ -353,16 +328,26 @@ class ShardedLearner(LocalLearner):
 
     def checkpoint_state(self) -> dict[str, Any]:
         """As the local learner's, under the same names. The tensors stay with their ranks, which write them."""
-        tensors = RankTensors(list(self._state_tensors()), self._collected, self._write_files)
-        return {"tensors": tensors, "scalars": self._state_scalars()}
+        return {"tensors": RankTensors(self), "scalars": self._state_scalars()}
 
     def _frozen(self) -> float:
         return self.whole._frozen()
 
     @on_all_ranks
     def _write_files(self, folder: Path) -> list[ShardFile]:
-        """Every rank writes its part of a checkpoint; no rank waits for another one's disk before that."""
-        return self._gathered(write_own(folder, self._state_tensors()), self.files)
+        """Every rank writes its slices of a checkpoint; the first one also what all ranks hold alike. A slice has no meaning
+        without the number of ranks, so the files say which part of the whole tensor each is, and any number of ranks, or a single
+        process, can read them. No rank waits for another one's disk before its own file is written."""
+        slices = dict[str, TensorSlice]()
+        for name, tensor in self._state_tensors().items():
+            if isinstance(tensor, DTensor):
+                (start, shape), part = shard_range(tensor), tensor.to_local()
+                assert tuple(part.shape) == shape, f"rank {self.rank} holds {tuple(part.shape)}, not {shape}, of {name}"
+                if self.rank == 0 or (part.numel() and start != (0,) * tensor.dim()):
+                    slices[name] = TensorSlice(part, start, tuple(tensor.shape))
+            elif self.rank == 0:
+                slices[name] = TensorSlice(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+        return self._gathered(write_shard(folder, self.rank, dist.get_world_size(), slices), self.files)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The state of a local learner, or of one with any number of ranks. If it is in files, each rank reads its own part."""
@@ -373,21 +358,57 @@ class ShardedLearner(LocalLearner):
 
     @on_all_ranks
     def _restore_own(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        self._restore(OwnTensors(tensors, self._like, self.device), scalars)
+        """Whole tensors, in files or in memory, become this rank's shards of those that are divided. Of a file it reads nothing
+        else."""
+        shapes, copies = shapes_of(tensors), {"reference": self.measurer._reference, "previous": self.measurer.spare}
+        holders: dict[str, Tensor] = {**self.trained}  # what this rank holds of each tensor of the state
+        holders |= {f"slow/{name}": t for name, t in self.value_heads.target_tensors().items()}
+        for kind, model in copies.items():
+            holders |= named(kind, model)
+
+        def read(name: str) -> Tensor:
+            # "optimiser/exp_avg/<parameter>" is divided as the parameter is; a step counter is not
+            like = holders.get(name.split("/", 2)[-1] if name.startswith("optimiser/") else name)
+            if not isinstance(like, DTensor) or tuple(like.shape) != shapes[name]:
+                return tensors[name].to(self.device)
+            start, shape = shard_range(like)
+            if isinstance(tensors, StoredTensors):
+                part = tensors.part(name, start, shape)
+            else:
+                part = tensors[name][tuple(slice(a, a + n) for a, n in zip(start, shape))]
+            whole_shape = {"shape": like.shape, "stride": like.stride()}
+            mesh, placements = like.device_mesh, like.placements
+            return DTensor.from_local(part.to(self.device), mesh, placements, run_check=False, **whole_shape)
+
+        self._restore(TensorsWhenRead(tensors, read), scalars)
         dist.barrier(group=self.files)
 
-    def _like(self, name: str) -> Tensor | None:
-        """The tensor of this rank that holds what the state calls ``name``, or has its shape."""
-        kind, _, rest = name.partition("/")
-        if kind == "optimiser":
-            return self.trained.get(rest.partition("/")[2])
-        if kind == "slow":
-            return self.value_heads.target_tensors().get(rest)
-        copies = {"reference": self.measurer._reference, "previous": self.measurer.spare}
-        if kind in copies:
-            model = copies[kind]
-            return None if model is None else dict(model.named_parameters()).get(rest)
-        return self.trained.get(name)
+
+class RankTensors(TensorsWhenRead):
+    """The state of all ranks, as rank 0 sees it. Every rank writes its own part; a tensor that is read here is collected from all
+    ranks. Valid until the next update."""
+
+    def __init__(self, learner: ShardedLearner) -> None:
+        super().__init__(learner._state_tensors(), lambda name: learner._collected([name])[name])
+        self._learner = learner
+
+    def write_files(self, folder: Path) -> list[ShardFile]:
+        """Let every rank write its file into ``folder``."""
+        return self._learner._write_files(folder.absolute())
+
+
+def shard_range(tensor: DTensor) -> tuple[Position, Position]:
+    """Start and shape of this rank's part, as ``torch.chunk`` divides a dimension; all of it where it is not divided."""
+    start, shape = [0] * tensor.dim(), list(tensor.shape)
+    (placement,) = tensor.placements  # FSDP over a mesh of one dimension
+    if isinstance(placement, Shard):
+        d, ranks = placement.dim, tensor.device_mesh.size()
+        length = -(-shape[d] // ranks)
+        start[d] = min(tensor.device_mesh.get_local_rank() * length, shape[d])
+        shape[d] = min(length, shape[d] - start[d])
+    else:
+        assert isinstance(placement, Replicate), f"no rule for {placement}"
+    return tuple(start), tuple(shape)
 
 
 class RankRoot(nn.Module):
@@ -465,6 +486,76 @@ def _copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, p in model.named_parameters():
         same = isinstance(p, DTensor) == isinstance(weights[name], DTensor)
         p.copy_(weights[name] if same else whole(weights[name]))
+
+
+# ------------------------------------------------- which rank computes what
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One micro-batch of one rank. ``used``: false for work that only keeps the ranks in step."""
+
+    batch: Batch
+    used: bool = True
+
+    def rows(self, level: Level) -> Tensor:
+        """Where its items are in the dealt batch."""
+        return self.batch[Column.ROW, level].x
+
+
+Round = list[Share]
+"""One micro-batch for each rank."""
+
+
+def stripped(batch: Batch) -> Batch:
+    """What a model reads of the step: the candidates that every update scores, and whether the policy is frozen."""
+    read = lambda key: key == Column.FREEZE_POLICY or (isinstance(key, tuple) and key[0] == Column.CANDIDATE)  # noqa: E731
+    columns = {key: f for key, f in batch.columns.items() if read(key)}
+    return replace(batch, columns=columns, facts={}, reward_components={})
+
+
+def deal(batch: Batch, ranks: int, positions: int, padded: bool) -> list[Round]:
+    """Rounds of micro-batches of at most ``positions`` ids. An empty batch has no rounds."""
+    if not len(batch):
+        return []
+    sizes = {level: batch.tree.count(level) for level in (TOKEN, TURN, TRAJECTORY)}
+    batch = batch.put({(Column.ROW, level): batch.tree.field(level, torch.arange(n)) for level, n in sizes.items()})
+    parts = [
+        [Share(micro) for micro in batch.select(rows).split(positions, padded)] if rows else []
+        for rows in rows_of_ranks(batch, ranks)
+    ]
+    # the shortest trajectory with a sampled token, so that its gradient reaches every weight that others reach
+    cost = batch.positions_per_trajectory()
+    cheapest = int(torch.where(batch.tree.size(TOKEN, TRAJECTORY).x > 0, cost, cost.max() + 1).argmin())
+    spare = Share(batch.select([cheapest]), used=False)
+    return [[part[n] if n < len(part) else spare for part in parts] for n in range(max(map(len, parts)))]
+
+
+def rows_of_ranks(batch: Batch, ranks: int) -> list[list[int]]:
+    """The trajectories of each rank, in the order of the batch. Groups stay together, because their prompts are read once; they
+    are dealt apart where that would leave a rank idle."""
+    cost = batch.positions_per_trajectory().cpu().tolist()
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(batch.tree.ancestor(TRAJECTORY, GROUP).tolist()):
+        members.setdefault(group, []).append(row)
+    together = _balance([(sum(cost[k] for k in rows), rows) for rows in members.values()], ranks)
+    loads = [sum(cost[k] for k in rows) for rows in together]
+    if max(loads) * ranks <= UNEVEN * sum(loads):
+        return together
+    return _balance([(c, [row]) for row, c in enumerate(cost)], ranks)
+
+
+def _balance(units: Iterable[tuple[int, list[int]]], ranks: int) -> list[list[int]]:
+    """Give the next largest unit to the rank with the least load."""
+    loads, rows = [0] * ranks, [list[int]() for _ in range(ranks)]
+    for cost, unit in sorted(units, key=lambda u: (-u[0], u[1])):
+        rank = loads.index(min(loads))
+        loads[rank] += cost
+        rows[rank] += unit
+    return [sorted(dealt) for dealt in rows]
+
+
+# ------------------------------------------------------- one optimizer step
 
 
 @dataclass(frozen=True)
@@ -614,16 +705,3 @@ def _gradients(scalar: Tensor, leaves: Mapping[Signal, Tensor]) -> Gradients:
     if not scalar.requires_grad:
         return dict.fromkeys(leaves)
     return dict(zip(leaves, torch.autograd.grad(scalar, list(leaves.values()), retain_graph=True, allow_unused=True)))
-
-
-class GradientsWhenRead(Sequence[Tensor]):
-    """The whole gradient of the policy, collected from the ranks when it is first read."""
-
-    def __init__(self, collect: Callable[[], list[Tensor]]) -> None:
-        self._collect = functools.cache(collect)
-
-    def __len__(self) -> int:
-        return len(self._collect())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._collect()[index]

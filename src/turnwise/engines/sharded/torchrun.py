@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from turnwise.errors import SettingError
 
 RUN = "TORCHELASTIC_RUN_ID"
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,6 @@ class TorchrunRank:
     node: int  # number of this machine
     address: str  # of the machine of rank 0
     attempt: int = 0  # how often torchrun has started all of them again
-
-    @property
-    def one_machine(self) -> bool:
-        return self.address in LOOPBACK
 
 
 def torchrun_rank() -> TorchrunRank | None:

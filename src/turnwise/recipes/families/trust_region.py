@@ -451,7 +451,7 @@ class ScaleByEffectiveSamples(Gradient):
         ess = float(w.sum() ** 2 / ((w**2).sum() + 1e-8))
         return {self: tree.full(BATCH, (min(1.0, ess / w.numel() / self.base)) ** 0.5, torch.float64)}
 
-    def scales(self, view: MicroBatchView, main: Grads, side_gradients: Mapping[str, Grads]) -> Scales:
+    def scales(self, view: MicroBatchView, side_gradients: Mapping[str, Grads]) -> Scales:
         return Scales(rate=float(view[self].item))
 
 
@@ -515,7 +515,7 @@ class ScaleBySignalToNoise(Gradient):
         part = view.batch.group.at(TOKEN).x % self.shares
         return {str(k): self.shares * gain.x[part == k].sum() for k in range(self.shares)}
 
-    def scales(self, view: MicroBatchView, main: Grads, side_gradients: Mapping[str, Grads]) -> Scales:
+    def scales(self, view: MicroBatchView, side_gradients: Mapping[str, Grads]) -> Scales:
         nonzero = [g for g in side_gradients.values() if norm(g)]
         if len(nonzero) < 2:
             return Scales()

@@ -268,14 +268,14 @@ class SignalMeasurer:
 
     def reference_tensors(self) -> dict[str, Tensor]:
         """The live tensors of the reference, by name."""
-        return _named("reference", self._reference)
+        return named("reference", self._reference)
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of all models, by name; of the reference only if it is not the initial policy."""
         reset = {"reference_reset/flag": torch.ones(1)}
         return (
             (self.reference_tensors() | reset if self._reference_was_reset else {})
-            | _named("previous", self._previous)
+            | named("previous", self._previous)
             | {f"{s}/{n}": t for s, model in self._auxiliary_models.items() for n, t in model.tensors().items()}
         )
 
@@ -299,7 +299,7 @@ class SignalMeasurer:
         return model
 
 
-def _named(prefix: str, model: PreTrainedModel | None) -> dict[str, Tensor]:
+def named(prefix: str, model: PreTrainedModel | None) -> dict[str, Tensor]:
     return {} if model is None else {f"{prefix}/{n}": p.detach() for n, p in model.named_parameters()}
 
 
